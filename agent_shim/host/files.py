@@ -253,7 +253,7 @@ def append_line(path: Path, line: bytes, *, mode: int, most: int) -> None:
     with suppress(OSError), closing(os.open(path, flags)) as fd:
         found = os.fstat(fd)
         if stat.S_ISREG(found.st_mode) and found.st_size + len(line) < most:
-            if os.write(fd, b"\n" + line) > len(line):
+            if os.writev(fd, (b"\n", line)) > len(line):
                 os.fdatasync(fd)
                 return
             os.ftruncate(fd, found.st_size)  # the disk is full

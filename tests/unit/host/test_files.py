@@ -138,22 +138,22 @@ def test_a_file_of_lines_is_replaced_before_it_is_too_large(tmp_path: Path) -> N
     assert path.read_bytes() == b"3\n4"
 
 
-@pytest.mark.parametrize("call", ["write", "fdatasync"])
+@pytest.mark.parametrize("call", ["writev", "fdatasync"])
 def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """On a full disk, or one that fails to sync, the file is replaced, or it stays as it was."""
     path = tmp_path / "a"
     path.write_bytes(b"1")
-    real = os.write
+    real = os.writev
     with monkeypatch.context() as patched:
-        if call == "write":
-            patched.setattr(os, "write", lambda fd, data: real(fd, data[:2]))
+        if call == "writev":
+            patched.setattr(os, "writev", lambda fd, parts: real(fd, [b"".join(parts)[:2]]))
         else:
             patched.setattr(os, "fdatasync", _full)
         files.append_line(path, b"222", mode=0o600, most=100)
     assert path.read_bytes() == b"222"
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "write", lambda fd, data: real(fd, data[:2]))
+        patched.setattr(os, "writev", lambda fd, parts: real(fd, [b"".join(parts)[:2]]))
         patched.setattr(os, "fsync", _full)
         with pytest.raises(HostError, match="No space left"):
             files.append_line(path, b"333", mode=0o600, most=100)
