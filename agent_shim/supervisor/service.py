@@ -123,7 +123,7 @@ class Service:
         self._has_lived = False
         self._stop = USUAL_STOP
         self._patience = 0.0
-        self._restarted_at: list[float] = []
+        self._restarted_at: tuple[float, ...] = ()
         """Times of the last restarts, monotonic."""
         self._is_counted = False
         """The restart in progress counts towards the restart limits."""
@@ -252,7 +252,7 @@ class Service:
             self._patience = 0.0
             self._is_counted = True
             record.restarts += 1
-            self._restarted_at = [*self._restarted_at[-MAX_RECORDED_RESTARTS + 1 :], time.monotonic()]
+            self._restarted_at = (*self._restarted_at[-MAX_RECORDED_RESTARTS + 1 :], time.monotonic())
         if Effect.UNCOUNT in effect:
             self._is_counted = False
         if Effect.RELEASE_PROGRAM in effect:

@@ -291,9 +291,10 @@ class Supervisor:
             for service in self._services.values():
                 own = service.spec.name.lower()
                 needed = [name.lower() for name in service.spec.depends]
-                service.prerequisites = [self._services[name] for name in needed if name in self._services]
+                # Tuples: nearly all are empty, and the empty ones are one.
+                service.prerequisites = tuple(self._services[name] for name in needed if name in self._services)
                 others = self._services.values()
-                service.dependants = [each for each in others if own in map(str.lower, each.spec.depends)]
+                service.dependants = tuple(each for each in others if own in map(str.lower, each.spec.depends))
             for key, service in self._services.items():
                 if service.record.state is State.BROKEN and reported.get(key) != service.record.reason:
                     service.notify("Execution failed", "alert", service.record.reason)

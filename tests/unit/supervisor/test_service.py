@@ -569,7 +569,7 @@ async def test_only_restarts_count_towards_a_limit(is_counted: bool, state: Stat
     service = made("web", notify=events.append)
     service.take_spec(msgspec.structs.replace(service.spec, limits=(RestartLimit(1, 5, Reaction("unmonitor")),)))
     service._finder = cast("Any", Finder([], found=True))
-    service.record.state, service._is_counted, service._restarted_at = State.STARTING, is_counted, [time.monotonic()]
+    service.record.state, service._is_counted, service._restarted_at = State.STARTING, is_counted, (time.monotonic(),)
 
     await service._launch()
 
