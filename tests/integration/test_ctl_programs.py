@@ -44,6 +44,25 @@ async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
         await programs.run("web", Program(("/no/such",)), "Started")
 
 
+async def test_a_program_is_in_the_cgroup_of_its_service_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it forks at once is in there too."""
+    procs = tmp_path / "cgroup.procs"
+    monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda _: [str(tmp_path)])
+    programs = Programs(tmp_path, tmp_path / "output")
+    program = await programs.run("web", Program(("/bin/cat", str(procs))), "Started")
+
+    assert await program.wait() == 0
+    assert await programs.printed("web") == [str(program.pid)]
+    assert program.is_caged
+
+    rule = await programs.run("web", Program(("/bin/cat", str(procs))), "Action done", is_aside=True)
+    assert await rule.wait() == 0
+    assert not rule.is_caged
+    assert procs.read_text() == str(program.pid)
+
+
 @pytest.mark.parametrize("user", [None, "root"])
 async def test_a_program_whose_cgroup_cannot_be_used_runs_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str | None
