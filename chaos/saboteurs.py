@@ -37,7 +37,7 @@ CRASHES: Final = (
         "C-03",
         "writes a line of the saved state in parts",
         "agent_shim/host/files.py",
-        '            if os.write(fd, b"\\n" + line) > len(line):\n',
+        '            if os.writev(fd, (b"\\n", line)) > len(line):\n',
         '            if all(os.write(fd, bytes([each])) for each in b"\\n" + line):\n',
         "is no JSON",
     ),
