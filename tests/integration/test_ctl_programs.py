@@ -47,7 +47,7 @@ async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
 async def test_a_program_is_in_the_cgroup_of_its_service_before_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it forks at once is in there too."""
+    """So is each process that it forks at once."""
     procs = tmp_path / "cgroup.procs"
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda _: [str(tmp_path)])
     programs = Programs(tmp_path, tmp_path / "output")

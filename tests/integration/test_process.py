@@ -219,7 +219,8 @@ async def test_surroundings_of_a_child(env: dict[str, str], tmp_path: Path) -> N
 async def test_a_prepared_program_finds_what_a_spawned_one_finds(env: dict[str, str], tmp_path: Path) -> None:
     """Its own pid and session, an empty input, the same descriptors and variables."""
     script = shell(
-        "ps -o pid=,sid= -p $$; readlink /proc/$$/fd/0; ls /proc/self/fd; tr '\\0' '\\n' </proc/$$/environ; kill -STOP $$"
+        "ps -o pid=,sid= -p $$; readlink /proc/$$/fd/0; ls /proc/self/fd;"
+        "tr '\\0' '\\n' </proc/$$/environ; kill -STOP $$"
     )
     seen = []
     for name in ("spawned", "prepared"):
