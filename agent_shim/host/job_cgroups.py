@@ -157,12 +157,12 @@ class JobCgroup:
             made.append(str(directory))
         return list(dict.fromkeys(made))
 
-    def take(self, each: process.Process) -> None:
+    def take(self, member: process.Process) -> None:
         """Create the one that tracks the processes of the job, and move a process into it. Raises ``OSError``."""
         for directory in self.make():
             with open(f"{directory}/cgroup.procs", "wb", buffering=0) as file:
-                file.write(b"%d" % each.pid)
-            each.is_caged = True
+                file.write(b"%d" % member.pid)
+            member.is_caged = True
 
     def remove(self) -> None:
         """Remove them; one with a living process stays."""

@@ -48,6 +48,8 @@ _PIDFD_INFO_EXIT: Final = 8
 _STATUS_DELAYS_S: Final = (0.001, 0.004, 0.016, 0.064)
 """Waits for the parent of an adopted process to reap it: only then does the kernel report its status."""
 
+PREPARE_TIMEOUT_S: Final = 30.0
+"""For the preparation of a program, which reads its file: a dead file server must not hold the starts of others."""
 _HEAD_BYTES: Final = 256
 """As much of a program as the kernel reads to know how to execute it (BINPRM_BUF_SIZE)."""
 
@@ -372,7 +374,12 @@ async def spawn_prepared(
             _require_executable(argv[0])
             prepare(waiting)
 
-        await asyncio.to_thread(work)
+        try:
+            await guarded.aside(" ".join(argv), work, timeout=PREPARE_TIMEOUT_S)
+        except HostError:
+            raise
+        except OSError as exc:
+            raise _cannot_run(argv[0], exc) from exc
         with contextlib.suppress(BrokenPipeError):  # it was killed
             os.write(writing, b"\n")
     return waiting

@@ -32,7 +32,7 @@ T = TypeVar("T")
 PROCESSES_PER_TURN: Final = 50
 """Processes opened, signalled or released per turn of the event loop."""
 MAX_CONCURRENT_SPAWNS: Final = 3
-"""Each takes turns of the event loop, a thread and a processor from the others."""
+"""Each takes a thread, a processor and turns of the event loop."""
 KILL_ROUNDS: Final = 3
 """Rounds of KILL: a process forked during one round is found in the next."""
 MAX_PROOF_PASSES: Final = 40

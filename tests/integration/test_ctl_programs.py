@@ -170,7 +170,7 @@ def test_a_user_that_cannot_be_taken_is_told() -> None:
     """As in a container without CAP_SETUID and CAP_SETGID."""
     program = """import asyncio
 from agent_shim.core.errors import HostError
-from agent_shim.host import job_cgroups, process
+from agent_shim.host import process
 async def become():
     try:
         process.spawn(["/bin/true"], env={}, user="nobody")

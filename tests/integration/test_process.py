@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import clock, proc, process, reaper
+from agent_shim.host import clock, guarded, proc, process, reaper
 from agent_shim.host.process import Process
 from tests.support.programs import argv, end_marked, eventually, is_alive, marked, number_in
 
@@ -277,6 +277,28 @@ async def test_a_program_whose_start_is_cancelled_does_not_run(env: dict[str, st
     go.set()
 
     assert await waiting.wait() != 0
+    assert not (tmp_path / "ran").exists()
+
+
+async def test_a_program_whose_preparation_hangs_does_not_run(
+    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one on a dead file server; each start would keep a thread and the turn of another job."""
+    monkeypatch.setattr(process, "PREPARE_TIMEOUT_S", 0.05)
+    go = threading.Event()
+
+    def hang(_: Process) -> None:
+        go.wait(30)
+
+    touch = ["/usr/bin/touch", str(tmp_path / "ran")]
+    hanging = len(guarded._hanging)
+    for _ in range(3):
+        with pytest.raises(HostError, match="^cannot run /usr/bin/touch: no answer within 0.05 s$"):
+            await process.spawn_prepared(hang, touch, env=env)
+    assert len(guarded._hanging) == hanging + 1
+    go.set()
+    await eventually(lambda: len(guarded._hanging) == hanging)
+
     assert not (tmp_path / "ran").exists()
 
 
