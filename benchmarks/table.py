@@ -101,10 +101,9 @@ def _fill(page: Path, content: str) -> None:
 
 
 def in_short(page: str) -> str:
-    """Return the rows ``IN_SHORT`` of docs/performance.md, whose last column is that of the Go agent with monit."""
-    cells = [
-        [cell.strip() for cell in line.removeprefix("| ").removesuffix(" |").split(" | ")] for line in page.splitlines()
-    ]
+    """Return the rows ``IN_SHORT`` of the table between the markers, whose last column is the Go agent's."""
+    lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()
+    cells = [[cell.strip() for cell in line.removeprefix("| ").removesuffix(" |").split(" | ")] for line in lines]
     rows = {row[0]: row for row in cells if row[0] in IN_SHORT}
     lines = ["| measured side by side | agent_shim | Go agent and monit |", "|---|---|---|"]
     lines += [

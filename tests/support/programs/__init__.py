@@ -46,7 +46,10 @@ def foreign(*command: object, **env: str) -> int:
 
 def number_in(path: Path) -> int | None:
     """The number that a program has written, once it is there."""
-    text = path.read_text() if path.exists() else ""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:  # its writer may remove it at any moment
+        return None
     return int(text) if text.endswith("\n") else None
 
 
