@@ -142,14 +142,18 @@ class Programs:
         records = [(label, traces) for label, traces in self.ownership.records() if not traces.is_caged]
         if any(traces.known or traces.kin for _, traces in records):
             seen = await self._look()
-            found = kinship(seen.processes, self.ownership.records(), seen.caged)
+            found = await asyncio.to_thread(kinship, seen.processes, list(self.ownership.records()), seen.caged)
             for label, traces in records:
                 living = (seen.processes[pid] for pid in found.of(label))
                 traces.see_kin(each.identity for each in living if each.is_alive)
 
     async def members(self, name: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
         """List living processes of the service, including ``known`` and their descendants."""
-        return self.ownership.members(await self._look(), name, traces, known)
+        seen = await self._look()
+        found = await asyncio.to_thread(self.ownership.members, seen, name, traces, list(known))
+        for each in found.leads:
+            traces.widen(each)
+        return found.identities
 
     async def clear(self, name: str, traces: ProcessRecord, grace: float) -> None:
         """End remaining processes of the service's last run: they may hold a port or lock that the next run needs.
@@ -237,7 +241,7 @@ class Programs:
 
     async def strays(self, since: int) -> list[Left]:
         """List orphans of an unknown job since the tick ``since``."""
-        return [left(each) for each in self.ownership.strays(await self._look(), since)]
+        return [left(each) for each in await asyncio.to_thread(self.ownership.strays, await self._look(), since)]
 
     async def sweep_strays(self, since: int, grace: float) -> list[Left]:
         """End those orphans like ``sweep`` once all jobs are stopped; returns the survivors."""

@@ -191,7 +191,10 @@ class ProcessFinder:
     ) -> tuple[proc.Stat, Tie] | None:
         """Find the living process named by the pidfile or pattern, and its relation to the service."""
         if spec.pattern is not None:
-            return await asyncio.to_thread(self._ownership.match, spec.pattern, spec.label, traces)
+            match = await asyncio.to_thread(self._ownership.match, spec.pattern, spec.label, traces)
+            for each in match.leads if match else ():
+                traces.widen(each)
+            return match and (match.process, match.tie)
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
             return None

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Self
@@ -128,7 +129,7 @@ class Supervisor:
         return self
 
     def _records(self) -> list[tuple[str, ProcessRecord]]:
-        services = self._services.values()
+        services = list(self._services.values())  # at once: threads ask too
         return [*((each.spec.label, each.record.traces) for each in services), *self.bpm.started.items()]
 
     async def __aexit__(self, *_: object) -> None:
@@ -288,13 +289,7 @@ class Supervisor:
                     if record := self._memory.pop(key, None):
                         service.resume(record, same_world=same_world)
                 self._services[key] = service
-            for service in self._services.values():
-                own = service.spec.name.lower()
-                needed = [name.lower() for name in service.spec.depends]
-                # Tuples: nearly all are empty, and the empty ones are one.
-                service.prerequisites = tuple(self._services[name] for name in needed if name in self._services)
-                others = self._services.values()
-                service.dependants = tuple(each for each in others if own in map(str.lower, each.spec.depends))
+            self._relate()
             for key, service in self._services.items():
                 if service.record.state is State.BROKEN and reported.get(key) != service.record.reason:
                     service.notify("Execution failed", "alert", service.record.reason)
@@ -303,6 +298,18 @@ class Supervisor:
                     self._lives[key].add_done_callback(self._life_ended)
             self._checks.plan_changed.set()
             self._changed()
+
+    def _relate(self) -> None:
+        """Give each service its prerequisites and dependants; one with neither keeps the one empty tuple."""
+        services = self._services
+        dependants: defaultdict[str, dict[str, Service]] = defaultdict(dict)
+        for key, service in services.items():
+            needed = [name.lower() for name in service.spec.depends]
+            service.prerequisites = tuple(services[name] for name in needed if name in services)
+            for name in needed:
+                dependants[name][key] = service
+        for key, service in services.items():
+            service.dependants = tuple(dependants.get(key, {}).values())
 
     # --- requests to all services -----------------------------------------------------------------------------------
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import suppress
 
 import pytest
+from prometheus_client.metrics_core import Metric
 
 from agent_shim.edges import http_server, metrics
 from agent_shim.edges.metrics import Metrics, Readings, Routes, listening
@@ -283,6 +285,21 @@ async def test_end_leaves_nothing() -> None:
         assert again == where
 
 
+async def test_figures_of_processes_are_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 500 processes hold it for longer than a callback may."""
+    makers = set()
+
+    def made(_: Readings) -> Iterator[Metric]:
+        makers.add(threading.current_thread())
+        return iter(())
+
+    monkeypatch.setattr(metrics, "_of_processes", made)
+    await Metrics(Readings).render()
+
+    assert makers
+    assert threading.main_thread() not in makers
+
+
 async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that is held shows in the histogram."""
     monkeypatch.setattr(metrics, "LAG_PERIOD_S", 0.01)
@@ -296,7 +313,7 @@ async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         await watch
     counts = {
         sample.labels["le"]: sample.value
-        for family in made.collect()
+        for family in made.take().collect()
         for sample in family.samples
         if sample.name == "agent_shim_loop_lag_seconds_bucket"
     }

@@ -21,7 +21,7 @@ OF_INFO: Final = {
 def table() -> str:
     """Render all families as a Markdown table."""
     rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for family in [*Metrics(Readings).collect(), *ProcessCollector(registry=None).collect()]:
+    for family in [*Metrics(Readings).take().collect(), *ProcessCollector(registry=None).collect()]:
         ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
         names: Sequence[str] = OF_INFO.get(family.name) or getattr(family, "_labelnames", None) or ()
         labels = ", ".join(f"`{label}`" for label in names)

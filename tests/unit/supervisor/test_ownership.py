@@ -76,11 +76,14 @@ def members(
     known: Collection[Identity] = (),
     others: Mapping[str, ProcessRecord] = {},
 ) -> set[int]:
-    """The numbers of the processes of web."""
+    """The numbers of the processes of web, which has the sessions that they began from then on."""
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", traces), *others.items()]
     seen = Look(processes, proc.children(processes), marked, {})
-    return {pid for pid, _ in ownership.members(seen, "web", traces, known)}
+    found = ownership.members(seen, "web", traces, known)
+    for each in found.leads:
+        traces.widen(each)
+    return {pid for pid, _ in found.identities}
 
 
 @pytest.mark.parametrize(
@@ -548,6 +551,21 @@ def test_members_without_a_guest_and_with_their_sessions() -> None:
     assert members(table, traces) == {10, 11, 12, 13, 14}
     assert sorted(traces.numbers()) == [10, 12, 99]
     assert members(table, guest) == set()
+
+
+def test_the_oldest_member_begins_a_session_and_its_leader_before_others() -> None:
+    """A later start would make the older processes of the session strangers."""
+    processes = [
+        stat(10, session=10, start=100),
+        stat(11, parent=10, session=10, start=100),
+        stat(12, parent=11, session=99, start=105),
+        stat(13, parent=11, session=99, start=103),
+    ]
+    traces = ProcessRecord(known=(10, 100))
+
+    members({process.pid: process for process in processes}, traces)
+
+    assert {session[:2]: session.is_led for session in traces.sessions} == {(10, 100): True, (99, 103): False}
 
 
 def test_a_guest_that_carries_the_mark_is_no_member() -> None:
