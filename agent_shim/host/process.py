@@ -81,6 +81,8 @@ class Process:
         """Session at the spawn or adoption, and a child's last one once it is reaped."""
         self.is_caged = False
         """``spawn`` put it in cgroups."""
+        self.on_end: Callable[[], None] | None = None
+        """Called after its end; takes less than a task that waits for it."""
         self._leads = leads
         self._pidfd = pidfd
         self._status: int | None = None
@@ -258,6 +260,8 @@ class Process:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        if self.on_end is not None:
+            self.on_end()
 
     def _forget(self) -> None:
         if self._timer is not None:

@@ -1,8 +1,9 @@
 """Service lifecycle: start, watch, restart, stop.
 
-``Service.on`` takes every event and changes the state by the table of ``state``. One coroutine runs per service and
-does the work of its state; a request from outside interrupts the work. Cancellation never kills: a cancelled
-lifecycle leaves its process running.
+``Service.on`` takes every event and changes the state by the table of ``state``. One task does the work of the states,
+as long as there is work; a request from outside interrupts it. At rest, and while its process runs, a service has no
+task: the next event or the end of the process begins one. Cancellation never kills: a cancelled lifecycle leaves its
+process running.
 
 Durations are seconds, ``*_at`` is monotonic time.
 """
@@ -26,6 +27,7 @@ from agent_shim.supervisor import process_record
 from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket, last_word
 from agent_shim.supervisor.event_kinds import Complaint
+from agent_shim.supervisor.launch_queue import LaunchQueue
 from agent_shim.supervisor.ownership import Left, left
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Reaction
 from agent_shim.supervisor.process_finder import LateError, ProcessFinder, Timing, kind_of
@@ -92,6 +94,9 @@ class ServiceContext(msgspec.Struct, frozen=True):
     """Claims a kernel OOM kill that explains no other exit yet; False without one."""
     may_start: asyncio.Event
     """Cleared while no program may start; services wait in their starting state."""
+    launches: LaunchQueue
+    failed: Callable[[str, BaseException], None]
+    """Takes the name of a lifecycle and the bug that ended it."""
 
 
 USUAL_STOP: Final = StopRequest()
@@ -113,7 +118,9 @@ class Service:
         self._shared = shared
         self._timing = shared.timing
         self._finder = ProcessFinder(shared.programs.ownership, shared.timing, shared.changed)
+        self._is_begun = False
         self._life: asyncio.Task[None] | None = None
+        """The work in progress."""
         self._interruptions = 0
         """Cancellations of its life that end only the present work."""
         self._moved: asyncio.Event | None = None
@@ -235,7 +242,9 @@ class Service:
             if self._moved is not None:
                 self._moved.set()
                 self._moved = None
-        if self._life is not None and WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
+        if self._life is None:
+            self.go_on()
+        elif WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
             self._interruptions += 1
             self._life.cancel()
         self._shared.changed()
@@ -279,15 +288,51 @@ class Service:
         record.traces = ProcessRecord()
         self.on(Trigger.REBOOTED)
 
-    async def live(self) -> None:
-        """Do the work of each state in turn until cancelled; cancellation leaves the process running."""
-        life = self._life = asyncio.current_task()
+    def begin(self) -> None:
+        """Do the work of each state from now on, until ``retire``."""
+        self._is_begun = True
+        self.go_on()
+
+    def retire(self) -> asyncio.Task[None] | None:
+        """Do no further work; the process keeps running. Returns the work in progress, which is cancelled."""
+        self._is_begun = False
+        if self._life is not None:
+            self._life.cancel()
+        return self._life
+
+    def go_on(self) -> None:
+        """Begin the work of the present state, unless there is none, or it is in progress or not its turn."""
+        if not self._is_begun or self._life is not None or self._rests():
+            return
+        # One with prerequisites would wait for those that wait for its turn.
+        if self.state is State.STARTING and not self.prerequisites and not self._shared.launches.admits(self):
+            return
+        self._life = asyncio.create_task(self._live(), name=f"service {self.spec.name.lower()}")
+        self._life.add_done_callback(self._life_ended)
+
+    def _rests(self) -> bool:
+        """Return True if only an event or the end of the process, which then calls ``go_on``, brings work."""
+        work, process = WORK[self.record.state], self._finder.process
+        if work is Work.WATCH and self.spec.is_process and process is not None and not process.is_over:
+            process.on_end = self.go_on
+            return True
+        return work is Work.REST
+
+    def _life_ended(self, life: asyncio.Task[None]) -> None:
+        was_interrupted, self._interruptions = self._interruptions > 0, 0
+        self._life = None
+        self._shared.launches.leave(self)
+        if not life.cancelled() and (bug := life.exception()):
+            self._shared.failed(life.get_name(), bug)
+        elif was_interrupted or not life.cancelled():  # an event may have come at the very end
+            self.go_on()
+
+    async def _live(self) -> None:
+        life = self._life
         assert life is not None
-        while True:
+        while not self._rests():
             try:
                 match WORK[self.record.state]:
-                    case Work.REST:
-                        await asyncio.get_running_loop().create_future()
                     case Work.LAUNCH:
                         await self._launch()
                     case Work.WATCH:
@@ -325,6 +370,7 @@ class Service:
             if isinstance(exc, LateError):
                 # The process may still appear: an early retry would start a second one.
                 self._patience = self._timing.cycle
+            self._shared.launches.leave(self)  # its next attempt takes no turn
             await self._failed(f"{exc}; {self._finder.refused}" if self._finder.refused else str(exc))
         else:
             self.on(Trigger.APPEARED)
@@ -354,7 +400,9 @@ class Service:
                 return
             if spec.start is None:
                 raise HostError("it has no start program")
-            await self._shared.may_start.wait()
+            if not self._shared.may_start.is_set():
+                self._shared.launches.leave(self)  # others may find their processes running
+                await self._shared.may_start.wait()
             if not spec.is_process and self.state is State.RESTARTING:
                 await self._run_stop()
             if spec.is_process and spec.start.bpm is None and self.record.traces.begun:
@@ -372,6 +420,7 @@ class Service:
             caged = self._shared.programs.ownership.label_of(program.pid)  # bpm enters the cgroup before the exec
             self.record.traces.is_caged = program.is_caged or caged == spec.label
             self._shared.changed()
+        self._shared.launches.leave(self)
         await finder.arrival(spec, self.record.traces)
 
     async def _await_stopper(self, stopper: Process) -> None:

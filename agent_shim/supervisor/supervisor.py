@@ -24,6 +24,7 @@ from agent_shim.host import clock, files, proc, watchdog
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm, MemoryKill
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
+from agent_shim.supervisor.launch_queue import LaunchQueue
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.process_finder import Timing
@@ -95,14 +96,22 @@ class Supervisor:
         restarts = TokenBucket(RESTART_BURST, RESTARTS_PER_SECOND)
         may_start = asyncio.Event()
         may_start.set()
-        claim = self._kills.claim
         self._shared = ServiceContext(
-            paths.base, self._programs, self.bpm, restarts, timing, on_event, self._changed, claim, may_start
+            base=paths.base,
+            programs=self._programs,
+            bpm=self.bpm,
+            restarts=restarts,
+            timing=timing,
+            notify=on_event,
+            changed=self._changed,
+            was_oom=self._kills.claim,
+            may_start=may_start,
+            launches=LaunchQueue(),
+            failed=self._has_failed,
         )
         self._obstacle = ""
         self._counting = contextlib.ExitStack()
         self._services: dict[str, Service] = {}
-        self._lives: dict[str, asyncio.Task[None]] = {}
         self._bug: BaseException | None = None
         self._has_bug = asyncio.Event()
         self._files: Sequence[JobFile] = ()
@@ -190,12 +199,8 @@ class Supervisor:
 
     async def close(self) -> None:
         """Release all processes alive, and save the state for the next agent."""
-        lives = list(self._lives.values())
-        for life in lives:
-            life.cancel()
-        if lives:
+        if lives := [life for each in self._services.values() if (life := each.retire())]:
             await asyncio.wait(lives)
-        self._lives.clear()
         for service in self._services.values():
             service.release()
         if self._saving is not None:
@@ -275,11 +280,11 @@ class Supervisor:
             before, self._services = self._services, {}
             for key, old in before.items():
                 if key not in specs:
-                    self._lives.pop(key).cancel()
+                    old.retire()
                     self._memory[key] = old.record
                     old.release()
             for key, spec in specs.items():
-                if key in self._lives:
+                if key in before:
                     service = before[key]
                     service.take_spec(spec)
                 else:
@@ -293,9 +298,8 @@ class Supervisor:
             for key, service in self._services.items():
                 if service.record.state is State.BROKEN and reported.get(key) != service.record.reason:
                     service.notify("Execution failed", "alert", service.record.reason)
-                if key not in self._lives:
-                    self._lives[key] = asyncio.create_task(service.live(), name=f"service {key}")
-                    self._lives[key].add_done_callback(self._life_ended)
+                if key not in before:
+                    service.begin()
             self._checks.plan_changed.set()
             self._changed()
 
@@ -512,11 +516,10 @@ class Supervisor:
                 text = "cannot save the supervisor's state; a restarted agent would lose track of the jobs: %s"
                 logger.warning(text, exc)
 
-    def _life_ended(self, life: asyncio.Task[None]) -> None:
-        if not life.cancelled() and (bug := life.exception()):
-            logger.critical("%s failed: no longer supervised", life.get_name(), exc_info=bug)
-            self._bug = self._bug or bug
-            self._has_bug.set()
+    def _has_failed(self, name: str, bug: BaseException) -> None:
+        logger.critical("%s failed: no longer supervised", name, exc_info=bug)
+        self._bug = self._bug or bug
+        self._has_bug.set()
 
 
 def read_saved(path: Path) -> Saved | None:

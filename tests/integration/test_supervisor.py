@@ -63,6 +63,21 @@ async def test_process_is_starting_until_it_is_there(world: World) -> None:
         assert number_in(world.pidfile("web"))
 
 
+async def test_a_service_takes_a_task_only_while_there_is_work(world: World) -> None:
+    """Instances have hundreds of processes that only run."""
+
+    def at_work() -> list[str]:
+        return [name for task in asyncio.all_tasks() if (name := task.get_name()).startswith("service ")]
+
+    async with world.supervising(world.job("web")) as supervisor:
+        found = await until(supervisor, "web", "running")
+        await eventually(lambda: not at_work())
+        process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
+        await eventually(lambda: info(supervisor, "web").pid not in (0, found.pid))
+        await supervisor.stop(wait=True)
+        await eventually(lambda: not at_work())
+
+
 async def test_environment_is_that_of_monit(world: World) -> None:
     """Nothing but PATH, what begins with MONIT_, and our mark; new session, empty input, umask 022, / to be in."""
     start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
@@ -663,6 +678,9 @@ async def test_bug_in_a_life_ends_the_supervisor(world: World, monkeypatch: pyte
         raise RuntimeError(f"a bug about {spec.name}")
 
     monkeypatch.setattr(ProcessFinder, "gone", fail)
-    with pytest.raises(RuntimeError, match="a bug about web"):
-        async with asyncio.timeout(10), world.supervising(world.job("web")) as supervisor:
-            await supervisor.run()
+    async with world.supervising(world.job("web")) as supervisor:
+        found = await until(supervisor, "web", "running")
+        process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="a bug about web"):
+            async with asyncio.timeout(10):
+                await supervisor.run()

@@ -16,6 +16,7 @@ from agent_shim.core.errors import HostError
 from agent_shim.supervisor import service as services
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
+from agent_shim.supervisor.launch_queue import LaunchQueue
 from agent_shim.supervisor.monit.ast import ALERT, Limit, Rule
 from agent_shim.supervisor.ownership import Left
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Program, Reaction, RestartLimit
@@ -413,14 +414,17 @@ async def test_a_life_ends_after_its_work() -> None:
 
     service.record.state = State.STARTING
     service._launch = work  # type: ignore[method-assign]
-    life = asyncio.create_task(service.live())
+    service.begin()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    life.cancel()
+    life = service.retire()
+    assert life is not None
     await asyncio.wait([life])
 
     assert ended == [1]
     assert life.cancelled()
+    service.start()
+    assert service.retire() is None
 
 
 async def test_two_interruptions_at_once_end_the_work_and_leave_the_life() -> None:
@@ -432,8 +436,10 @@ async def test_two_interruptions_at_once_end_the_work_and_leave_the_life() -> No
 
     service.record.state = State.STARTING
     service._launch = service._end = work  # type: ignore[method-assign]
-    life = asyncio.create_task(service.live())
+    service.begin()
     await asyncio.sleep(0)
+    life = service._life
+    assert life is not None
     service.unmonitor()
     service.stop()
     await asyncio.sleep(0)
@@ -443,9 +449,85 @@ async def test_two_interruptions_at_once_end_the_work_and_leave_the_life() -> No
     assert not life.cancelling()
 
     service.on(Trigger.FILE_BROKE)
-    life.cancel()
+    assert service.retire() is life
     await asyncio.wait([life])
     assert life.cancelled()
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+async def test_an_event_between_the_last_work_and_its_end_is_acted_on(is_interrupted: bool) -> None:
+    """Also by work that interrupts itself at its end; and the next one is cancelled as any other."""
+    service, is_ending = made("web"), asyncio.Event()
+    service._finder.process = cast("Any", SimpleNamespace(is_over=False, is_alive=True))
+
+    async def launch() -> None:
+        asyncio.get_running_loop().call_soon(service.stop)
+        if is_interrupted:
+            service.unmonitor()
+        else:
+            service.on(Trigger.APPEARED)
+
+    async def end() -> None:
+        is_ending.set()
+        await asyncio.get_running_loop().create_future()
+
+    service.record.state = State.STARTING
+    service._launch, service._end = launch, end  # type: ignore[method-assign]
+    service.begin()
+    async with asyncio.timeout(30):
+        await is_ending.wait()
+        life = service.retire()
+        assert life is not None
+        await asyncio.wait([life])
+    assert life.cancelled()
+
+
+def _fail_to_launch(service: Service) -> None:
+    async def fail() -> None:
+        raise HostError("no such file")
+
+    service._bring_up = fail  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda _: None, id="its program runs"),
+        pytest.param(_fail_to_launch, id="its program cannot run"),
+        pytest.param(Service.stop, id="it is stopped"),
+        pytest.param(Service.retire, id="it is no longer supervised"),
+    ],
+)
+async def test_a_turn_to_start_is_passed_on(end: Callable[[Service], object]) -> None:
+    """However long the process takes to appear, or the next attempt."""
+
+    async def arrival(*_: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    service = made("web")
+    service._shared = msgspec.structs.replace(service._shared, launches=LaunchQueue(1))
+    service.take_spec(msgspec.structs.replace(service.spec, start=CTL))
+    service._shared.may_start.set()
+    service._finder = finder = cast("Any", Finder([], found=False))
+    finder.arrival = arrival
+    retired, other = (
+        Service(msgspec.structs.replace(service.spec, name=name), service._shared) for name in ("retired", "db")
+    )
+    for each in (service, retired, other):
+        each.begin()
+        each.start()
+    assert (retired._life, retired.retire(), other._life) == (None, None, None)
+
+    end(service)
+
+    async with asyncio.timeout(30):
+        while True:
+            if other._life is not None:
+                break
+            await asyncio.sleep(0)
+    assert retired._life is None
+    for each in (service, other):
+        each.retire()
 
 
 @pytest.mark.parametrize("state", [State.STARTING, State.RESTARTING])
@@ -928,5 +1010,7 @@ def made(
         changed=changed,
         was_oom=lambda: was_oom,
         may_start=asyncio.Event(),
+        launches=LaunchQueue(),
+        failed=lambda name, bug: pytest.fail(f"{name}: {bug!r}"),
     )
     return Service(ProcessSpec(name=name, job=name), shared)

@@ -106,6 +106,11 @@ def saved_states(paths: Paths) -> dict[str, State]:
     return {name: record.state for name, record in saved.services.items()}
 
 
+def retire(supervisor: Supervisor) -> list[asyncio.Task[None]]:
+    """Have no service do any work; returns what each was at."""
+    return [life for each in supervisor._services.values() if (life := each.retire())]
+
+
 async def test_the_state_is_saved_for_root_alone(supervisor: Supervisor, paths: Paths) -> None:
     """With each change, and at the end."""
     await supervisor.close()
@@ -129,13 +134,16 @@ async def test_the_state_is_saved_at_the_end(supervisor: Supervisor, paths: Path
 
 async def test_an_end_leaves_no_work_behind(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are released after the lives; nothing is written later."""
-    lives, were_over = list(supervisor._lives.values()), list[bool]()
+    supervisor.hold()
+    await supervisor.start()
+    lives = [life for each in supervisor._services.values() if (life := each._life)]
+    were_over: list[bool] = []
     monkeypatch.setattr(Service, "release", lambda _: were_over.append(all(life.done() for life in lives)))
     supervisor._changed()
 
     await supervisor.close()
 
-    assert were_over == [True] * 3
+    assert (len(lives), were_over) == (3, [True] * 3)
     assert supervisor._saving is None
 
 
@@ -170,14 +178,40 @@ async def test_a_start_is_saved_before_any_program_runs(supervisor: Supervisor, 
 
     supervisor.hold()
     for state in (State.RUNNING, State.STOPPED):
-        for life in supervisor._lives.values():
-            life.cancel()
+        retire(supervisor)
         supervisor._services["web"].record.state = supervisor._services["db"].record.state = State.RUNNING
         supervisor._services["cache"].record.state = state
         await supervisor.start(look)
         cache = State.STARTING if state is State.STOPPED else State.RUNNING
         assert saved_states(paths) == {"web": State.RUNNING, "db": State.RUNNING, "cache": cache}
     assert seen == ["running", "starting"]
+
+
+async def test_services_that_may_not_start_yet_take_no_turn(paths: Paths) -> None:
+    """Each looks for its process before, which may run."""
+    checks = (
+        f"check process p{n} with pidfile /run/p{n}.pid\n start program '/bin/false'\n group vcap" for n in range(20)
+    )
+    async with Supervisor(paths, on_event=lambda _: None) as supervisor:
+        await supervisor.configure([JobFile("many", "", "\n".join(checks))])
+        supervisor.hold()
+        await supervisor.start()
+
+        async with asyncio.timeout(30):
+            while any(each._life is None for each in supervisor._services.values()):
+                await asyncio.sleep(0)
+
+
+async def test_dependants_take_no_turn_from_what_they_wait_for(paths: Paths) -> None:
+    """However many they are, and though their files come first."""
+    check = "check process {} with pidfile /run/{}.pid\n start program '/bin/false'\n group vcap\n"
+    needing = (check.format(f"p{n}", f"p{n}") + " depends on base" for n in range(20))
+    async with Supervisor(paths, on_event=lambda _: None) as supervisor:
+        await supervisor.configure([JobFile("many", "", "\n".join([*needing, check.format("base", "base")]))])
+        supervisor.hold()
+        await supervisor.start()
+
+        assert supervisor._services["base"]._life is not None
 
 
 async def test_a_start_includes_other_groups_but_not_what_waits_for_its_own(paths: Paths) -> None:
@@ -265,8 +299,7 @@ async def test_orphans_are_ended_once_every_job_without_a_cgroup_is_stopped(
     """While a service of another group is up, they may be its own. Remaining ones are named."""
     supervisor = Supervisor(paths, on_event=lambda _: None)
     await supervisor.configure([WEB, OTHERS])
-    for life in supervisor._lives.values():
-        life.cancel()
+    retire(supervisor)
     swept: list[int] = []
 
     async def sweep_strays(begun: int, _: float) -> list[Left]:
@@ -423,8 +456,7 @@ async def test_what_is_stopped_with_a_service_is_started_with_it(supervisor: Sup
     for name in ("db", "cache"):
         supervisor._services[name].record.state = State.UNMONITORED
     supervisor._services["web"].record.state = State.DOWN
-    for life in supervisor._lives.values():
-        life.cancel()
+    retire(supervisor)
 
     await supervisor.stop_one("cache")
     taken = {name: each.record.was_taken_along for name, each in supervisor._services.items()}
@@ -480,13 +512,12 @@ async def test_orphans_are_counted_and_the_state_is_saved_within_the_block(paths
     async with Supervisor(paths, on_event=lambda _: None) as supervisor:
         await supervisor.configure([WEB])
         labels = [label for label, _ in supervisor._programs.ownership.records()]
-        lives = list(supervisor._lives.values())
         assert labels == ["web", "db", "cache"]
         assert supervisor._programs._has_ended in reaper.heirs
         assert not supervisor.is_wanted
 
     assert supervisor._programs._has_ended not in reaper.heirs
-    assert all(life.done() for life in lives)
+    assert retire(supervisor) == []
     assert saved_states(paths) == dict.fromkeys(labels, State.STOPPED)
 
 
@@ -646,9 +677,10 @@ async def test_a_bug_in_a_life_ends_the_supervisor(paths: Paths, monkeypatch: py
     await supervisor.configure([WEB])
     running = asyncio.create_task(supervisor.run())
     await asyncio.sleep(0)
-    monkeypatch.setattr(Service, "live", fail)
+    monkeypatch.setattr(Service, "_launch", fail)
     try:
         await supervisor.configure([OTHERS])
+        await supervisor.start_one("manual")
         with pytest.raises(RuntimeError, match="a bug about manual"):
             async with asyncio.timeout(30):
                 await running
@@ -664,10 +696,13 @@ async def test_a_bug_counts_though_its_service_is_forgotten_meanwhile(
     async def fail(self: Service) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(Service, "live", fail)
+    monkeypatch.setattr(Service, "_launch", fail)
     supervisor = Supervisor(paths, on_event=lambda _: None)
     await supervisor.configure([WEB])
-    await asyncio.wait(supervisor._lives.values())
+    await supervisor.start_one("cache")
+    life = supervisor._services["cache"]._life
+    assert life is not None
+    await asyncio.wait([life])
     await supervisor.forget()
 
     with pytest.raises(RuntimeError, match="a bug"):
@@ -690,8 +725,12 @@ async def test_output_is_cut_at_each_beat_and_not_between(
 
     monkeypatch.setattr(supervisor._programs, "trim", trim)
     monkeypatch.setattr(supervisor._kills, "count", lambda: counts.append(1))
-    supervisor._lives["web"].cancel()
-    await asyncio.wait([supervisor._lives["web"]])
+    supervisor.hold()
+    await supervisor.start_one("cache")
+    life = supervisor._services["cache"]._life
+    assert life is not None
+    life.cancel()
+    await asyncio.wait([life])
 
     running = asyncio.create_task(supervisor.run())
     async with asyncio.timeout(30):

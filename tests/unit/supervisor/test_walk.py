@@ -7,9 +7,8 @@ transitions: it derives the state from the last request and the living processes
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import selectors
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +23,13 @@ from agent_shim.core.errors import HostError
 from agent_shim.supervisor import ctl_programs as programs_module
 from agent_shim.supervisor import service as service_module
 from agent_shim.supervisor.ctl_programs import TokenBucket
+from agent_shim.supervisor.launch_queue import LaunchQueue
 from agent_shim.supervisor.ownership import Left
 from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.process_finder import LateError, Timing
 from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext
-from agent_shim.supervisor.state import ENDING, State
+from agent_shim.supervisor.state import ENDING, WORK, State, Work
 
 TIMING: Final = Timing()
 SPEC: Final = ProcessSpec(
@@ -85,6 +85,12 @@ class Played:
         self.pid = pid
         self.identity = (pid, pid)
         self.over = asyncio.Event()
+        self.on_end: Callable[[], None] | None = None
+
+    def end(self) -> None:
+        self.over.set()
+        if self.on_end is not None:
+            self.on_end()
 
     @property
     def is_alive(self) -> bool:
@@ -102,7 +108,7 @@ class Played:
         return 1
 
     async def terminate(self, _grace: float) -> int | None:
-        self.over.set()
+        self.end()
         return 1
 
 
@@ -152,20 +158,20 @@ class Machine:
 
     def _started(self, starter: Played) -> None:
         if starter.is_alive:
-            starter.over.set()
+            starter.end()
             if self.how_starts != "not" and not self.is_there:
                 self.appear()
 
     def _stopped(self, stopper: Played) -> None:
         if stopper.is_alive:
-            stopper.over.set()
+            stopper.end()
             if self.how_stops != "not" and self.process is not None:
-                self.process.over.set()
+                self.process.end()
 
     def kill_all(self) -> None:
         for each in (self.process, self.starter, self.stopper):
             if each is not None:
-                each.over.set()
+                each.end()
 
 
 class PlayedPresence:
@@ -347,6 +353,7 @@ class Walk:
 
     machine: Machine = field(default_factory=Machine)
     events: list[Event] = field(default_factory=list)
+    bugs: list[BaseException] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model = Model(self.machine)
@@ -363,17 +370,17 @@ class Walk:
             changed=lambda: None,
             was_oom=lambda: False,
             may_start=may_start,
+            launches=LaunchQueue(),
+            failed=lambda _, bug: self.bugs.append(bug),
         )
         self.service = Service(SPEC, self._shared)
-        self._begin()
-
-    def _begin(self) -> None:
-        self.life = asyncio.create_task(self.service.live())
+        self.service.begin()
 
     async def end(self) -> None:
-        self.life.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.life
+        if life := self.service.retire():
+            await asyncio.wait([life])
+        if self.bugs:
+            raise self.bugs[0]
 
     async def next_agent(self, *, same_world: bool) -> None:
         """The agent has died, perhaps with all processes; its successor reads the saved record."""
@@ -386,7 +393,7 @@ class Walk:
         self.machine.stopper = None
         self.service = Service(self.spec, self._shared)
         self.service.resume(msgspec.json.decode(saved, type=Record), same_world=same_world)
-        self._begin()
+        self.service.begin()
 
     async def step(self, step: Step) -> None:
         """Play a request or an event, then compare service and model."""
@@ -409,7 +416,7 @@ class Walk:
     async def happen(self, step: Step) -> None:
         model, machine = self.model, self.machine
         if step == "die" and machine.process is not None:
-            machine.process.over.set()
+            machine.process.end()
         elif step == "appear" and not (machine.is_there or machine.is_starting):
             machine.appear()
             model.look(self.service.state, asyncio.get_running_loop().time())
@@ -444,8 +451,9 @@ class Walk:
     async def check(self) -> None:
         """Service and model agree as soon as no work is due."""
         await asyncio.sleep(1e-6)
-        assert not self.life.done(), "its life has ended"
         service = self.service
+        assert not self.bugs
+        assert service._life is not None or WORK[service.state] in (Work.REST, Work.WATCH), "it does no work"
         self.model.look(service.state, asyncio.get_running_loop().time())
         assert service.state is self.model.state(), f"{service.state} for {self.model}"
         assert service.reported != "running" or (self.machine.is_there and self.model.is_trusted)
