@@ -35,7 +35,7 @@ class LaunchQueue:
         return True
 
     def leave(self, service: Starter) -> None:
-        """Give up its turn, if it has one; the next one goes on."""
+        """Give up its turn, if it has one, to the next one."""
         self._admitted.discard(service)
         while self._waiting and len(self._admitted) < self._most:
             following = next(iter(self._waiting))
