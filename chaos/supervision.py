@@ -221,6 +221,8 @@ async def numbers_again(stand: Stand) -> str:
     done = await asyncio.to_thread(
         subprocess.run, apart, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
     )
+    by_signal = {128 + number for number in (signal.SIGTERM, signal.SIGKILL)}
+    expect(done.returncode not in by_signal, "strangers were signalled: the program that makes them")
     expect(done.returncode == 0, done.stderr[-500:])
     told = json.loads(done.stdout)
     expect(told["signalled"] == [], f"strangers were signalled: {told['signalled'][:3]}")
