@@ -16,7 +16,7 @@ class Starter(Protocol):
 
 
 class LaunchQueue:
-    """Lets ``most`` services begin to start at a time: one that waits takes no task, and 200 tasks take a megabyte.
+    """Lets ``most`` services begin to start at a time: one that waits takes no task, whose room the heap would keep.
 
     A service leaves once its program has started, so a slow start delays no other.
     """

@@ -323,6 +323,7 @@ class Service:
         self._life = None
         self._shared.launches.leave(self)
         if not life.cancelled() and (bug := life.exception()):
+            self._is_begun = False
             self._shared.failed(life.get_name(), bug)
         elif was_interrupted or not life.cancelled():  # an event may have come at the very end
             self.go_on()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,6 +27,17 @@ from agent_shim.supervisor.state import Effect, State, Trigger
 from agent_shim.supervisor.supervisor import SCHEMA, read_saved
 
 CTL = Program(("ctl",))
+
+bugs: list[BaseException] = []
+"""Those of lives; a callback that raises fails no test."""
+
+
+@pytest.fixture(autouse=True)
+def _no_life_has_a_bug() -> Iterator[None]:
+    yield
+    found = [repr(bug) for bug in bugs]
+    bugs.clear()
+    assert found == []
 
 
 @pytest.mark.parametrize(
@@ -480,6 +491,26 @@ async def test_an_event_between_the_last_work_and_its_end_is_acted_on(is_interru
         assert life is not None
         await asyncio.wait([life])
     assert life.cancelled()
+
+
+async def test_a_life_that_ended_with_a_bug_does_not_begin_again() -> None:
+    """The agent ends, and the next one continues from the saved state."""
+
+    async def launch() -> None:
+        raise RuntimeError("a bug")
+
+    service = made("web")
+    service._launch = launch  # type: ignore[method-assign]
+    service.begin()
+    service.start()
+    async with asyncio.timeout(30):
+        while not bugs:
+            await asyncio.sleep(0)
+    service.stop()
+
+    assert service._life is None
+    assert [str(bug) for bug in bugs] == ["a bug"]
+    bugs.clear()
 
 
 def _fail_to_launch(service: Service) -> None:
@@ -1011,6 +1042,6 @@ def made(
         was_oom=lambda: was_oom,
         may_start=asyncio.Event(),
         launches=LaunchQueue(),
-        failed=lambda name, bug: pytest.fail(f"{name}: {bug!r}"),
+        failed=lambda _, bug: bugs.append(bug),
     )
     return Service(ProcessSpec(name=name, job=name), shared)

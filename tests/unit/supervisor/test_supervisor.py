@@ -517,7 +517,6 @@ async def test_orphans_are_counted_and_the_state_is_saved_within_the_block(paths
         assert not supervisor.is_wanted
 
     assert supervisor._programs._has_ended not in reaper.heirs
-    assert retire(supervisor) == []
     assert saved_states(paths) == dict.fromkeys(labels, State.STOPPED)
 
 
