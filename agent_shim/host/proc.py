@@ -308,6 +308,15 @@ def parse_groups(text: str) -> dict[str, str]:
     return paths
 
 
+def is_leaving(pid: int) -> bool:
+    """Return True if it has no memory any more, and so no environment and arguments: it exits, or is gone.
+
+    Until its exit is complete, ``stat`` shows it as alive.
+    """
+    names = itertools.chain(["statm"], (f"task/{each}/statm" for each in _other_threads(pid)))
+    return all(_read(pid, name)[:2] in (b"", b"0 ") for name in names)
+
+
 def last_number() -> int | None:
     """Return the pid given last to a process or thread of this pid namespace; None where it is hidden."""
     try:

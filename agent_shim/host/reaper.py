@@ -84,12 +84,6 @@ def reap_some() -> bool:
     return True
 
 
-def reap_all() -> None:
-    """Reap all dead children; only on the thread of the event loop."""
-    while reap_some():
-        pass
-
-
 def _subreaper(*, on: bool) -> bool:
     import ctypes  # half a megabyte: only where it is needed
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -21,7 +21,7 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import clock, guarded, job_cgroups, proc, process, reaper
 from agent_shim.host.process import Process
 from agent_shim.supervisor import ownership, process_record
-from agent_shim.supervisor.ownership import Left, Look, Ownership, Records, Unproven, Verdict, kinship, left, look
+from agent_shim.supervisor.ownership import Left, Look, Members, Ownership, Records, Unproven, Verdict, left, look
 from agent_shim.supervisor.plan import ProcessSpec, Program
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 
@@ -40,6 +40,8 @@ MAX_PROOF_PASSES: Final = 40
 QUICK_PROOF_PASSES: Final = 10
 """Passes without a pause between them; PROOF_PAUSE_S precedes each of the others."""
 PROOF_PAUSE_S: Final = 0.05
+MAX_REAPING_TURNS: Final = 100
+"""Turns of the event loop that reap orphans after a pass; more can exit at the same time."""
 EXIT_WAIT_S: Final = 0.25
 """Seconds that remaining processes of an exited process have before they are signalled."""
 MAX_OUTPUT_BYTES: Final = 256 * 1024
@@ -50,6 +52,7 @@ MAX_LAST_BYTES: Final = 400
 """Length of the last output line in the report of a failure."""
 MAX_TAIL_BYTES: Final = 4096
 """Length of output searched for that line."""
+NAMELESS: Final = Left(0, 0, "processes that exit before they can be listed")
 _UNCAGED: Final = "%s: cannot use a cgroup, tracking its processes by descent: %s"
 _TRACE: Final = re.compile(r"\++ ")
 """Prefix of commands traced by ``set -x``."""
@@ -142,18 +145,22 @@ class Programs:
         records = [(label, traces) for label, traces in self.ownership.records() if not traces.is_caged]
         if any(traces.known or traces.kin for _, traces in records):
             seen = await self._look()
-            found = await asyncio.to_thread(kinship, seen.processes, list(self.ownership.records()), seen.caged)
+            records_now = list(self.ownership.records())
+            found = await asyncio.to_thread(ownership.kinship, seen.processes, records_now, seen.caged)
             for label, traces in records:
                 living = (seen.processes[pid] for pid in found.of(label))
                 traces.see_kin(each.identity for each in living if each.is_alive)
 
     async def members(self, name: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
         """List living processes of the service, including ``known`` and their descendants."""
+        return (await self._members(name, traces, known)).identities
+
+    async def _members(self, name: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> Members:
         seen = await self._look()
         found = await asyncio.to_thread(self.ownership.members, seen, name, traces, list(known))
         for each in found.leads:
             traces.widen(each)
-        return found.identities
+        return found
 
     async def clear(self, name: str, traces: ProcessRecord, grace: float) -> None:
         """End remaining processes of the service's last run: they may hold a port or lock that the next run needs.
@@ -184,7 +191,7 @@ class Programs:
         try:
             ahead = await self._hold(name, traces, known, held)
             for sig, patience in _rounds(grace):
-                if not ahead and await self._is_over(name, traces, cage):
+                if not ahead and not await self._left_over(name, traces, cage):
                     return []
                 pids = ", ".join(str(each.pid) for each in ahead)
                 logger.info("%s: sending %s to remaining processes: %s", name, sig.name, pids)
@@ -197,42 +204,61 @@ class Programs:
                     each.send(sig)
                 await _all_gone(ahead, patience)
                 ahead = await self._hold(name, traces, (), held)
-            if not ahead and await self._is_over(name, traces, cage):
-                return []
-            nameless = Left(0, 0, "processes that exit before they can be listed")
-            return [left(each.identity) for each in ahead] or [nameless]
+            alive = await asyncio.to_thread(left, [each.identity for each in ahead])
+            return alive or await self._left_over(name, traces, cage)
         finally:
             self._hunted.discard(name)
             _release(list(held.values()))
 
-    async def _is_over(self, name: str, traces: ProcessRecord, cage: job_cgroups.JobCgroup) -> bool:
-        """Prove that a service has no process left after a pass found none.
+    async def _left_over(self, name: str, traces: ProcessRecord, cage: job_cgroups.JobCgroup) -> list[Left]:
+        """Return the remaining processes of a service after a pass found none; an empty list is proof.
 
-        The kernel answers for a cgroup. Without one, a pass counts if meanwhile no orphan of the service or of unknown
-        origin has exited, or no process at all has started: a process that escapes every pass must start and exit.
-        Orphans of an earlier agent do not come to this one, so for its processes many passes must suffice.
+        The kernel answers for a cgroup.
         """
         give_up_at = time.monotonic() + process.KILL_TIMEOUT_S / KILL_ROUNDS
         while not await asyncio.to_thread(cage.is_empty):
-            if await asyncio.to_thread(cage.members) or time.monotonic() > give_up_at:
-                return False
+            if (caged := await asyncio.to_thread(cage.members)) or time.monotonic() > give_up_at:
+                return await asyncio.to_thread(left, caged) or [NAMELESS]
             await asyncio.sleep(process.POLL_S / 4)
         if traces.is_caged or not traces.begun:
-            return True
-        is_counted = process.takes_orphans and traces.begun >= self._counts_since
+            return []
+        return await self._proven(partial(self._members, name, traces), traces.begun, (name, Unproven.ORPHAN))
+
+    async def _proven(
+        self, find: Callable[[], Awaitable[Members]], since: int, owners: Collection[Verdict]
+    ) -> list[Left]:
+        """Return what ``find`` finds of the processes of ``owners`` since the tick ``since``; an empty list is proof.
+
+        A process that escapes every pass must start and exit. So a pass that finds none counts if meanwhile no orphan
+        of ``owners`` has exited or begun to, or no process at all has started. Orphans of an earlier agent do not come
+        to this one, so for its processes many passes must suffice.
+        """
+        is_counted = process.takes_orphans and since >= self._counts_since
+        leaving: Collection[Identity] = ()
         for number in range(MAX_PROOF_PASSES):
             if number >= QUICK_PROOF_PASSES:  # on a busy machine orphans exit in bursts: let them pass
                 await asyncio.sleep(PROOF_PAUSE_S)
-            ended, last = self._count_of(name), proc.last_number()
-            if await self.members(name, traces):
-                return False
-            reaper.reap_all()
-            if (is_counted and self._count_of(name) == ended) or last == proc.last_number() is not None:
-                return True
-        return not is_counted
+            ended, last = self._count_of(owners), proc.last_number()
+            found, _, leaving = await find()
+            if found:
+                return await asyncio.to_thread(left, found)
+            is_quiet = is_counted and not leaving and await self._none_ended(owners, ended)
+            if is_quiet or last == proc.last_number() is not None:
+                return []
+        return (await asyncio.to_thread(left, leaving) or [NAMELESS]) if is_counted else []
 
-    def _count_of(self, name: str) -> int:
-        return self._ended[name] + self._ended[Unproven.ORPHAN]
+    async def _none_ended(self, owners: Collection[Verdict], before: int) -> bool:
+        """Return True if no orphan of ``owners`` has exited since ``_count_of`` them was ``before``, reaped or not."""
+        for _ in range(MAX_REAPING_TURNS):
+            if self._count_of(owners) != before:
+                return False
+            if not reaper.reap_some():
+                return self._count_of(owners) == before
+            await asyncio.sleep(0)
+        return False
+
+    def _count_of(self, owners: Iterable[Verdict]) -> int:
+        return sum(self._ended[owner] for owner in owners)
 
     async def dismiss(self, spec: ProcessSpec) -> None:
         """Remove the cgroup of a stopped service; that of a bpm process stays until ``Bpm`` has read its counters."""
@@ -240,16 +266,21 @@ class Programs:
             await asyncio.to_thread(self.ownership.cage(spec.label).remove)
 
     async def strays(self, since: int) -> list[Left]:
-        """List orphans of an unknown job since the tick ``since``."""
-        return [left(each) for each in await asyncio.to_thread(self.ownership.strays, await self._look(), since)]
+        """List orphans of an unknown job since the tick ``since``; an empty list is proven as in ``sweep``."""
+
+        async def find() -> Members:
+            return await asyncio.to_thread(self.ownership.strays, await self._look(), since)
+
+        return await self._proven(find, since, [Unproven.ORPHAN])
 
     async def sweep_strays(self, since: int, grace: float) -> list[Left]:
         """End those orphans like ``sweep`` once all jobs are stopped; returns the survivors."""
         for sig, patience in _rounds(grace):
             strays = await self.strays(since)
-            found = [each async for stray in _in_turns(strays) if (each := process.adopt(*stray.identity))]
-            if not found:
+            if not strays:
                 break
+            named = [stray.identity for stray in strays if stray is not NAMELESS]
+            found = [each async for one in _in_turns(named) if (each := process.adopt(*one))]
             logger.warning("sending %s to orphans of jobs: %s", sig.name, ", ".join(str(each.pid) for each in found))
             self._hunted |= {Unproven.ORPHAN} if sig is signal.SIGKILL else set()
             async for each in _in_turns(found):

@@ -59,9 +59,9 @@ class Left(NamedTuple):
         return f"{self.pid} ({self.name})" if self.pid else self.name
 
 
-def left(identity: Identity) -> Left:
-    """Build a ``Left`` with the process name from the kernel."""
-    return Left(*identity, proc.name(identity[0]))
+def left(identities: Iterable[Identity]) -> list[Left]:
+    """Build a ``Left`` of each, with the process name from the kernel. Blocks for some 10 microseconds per process."""
+    return [Left(pid, start, proc.name(pid)) for pid, start in identities]
 
 
 class Unproven(enum.Enum):
@@ -73,11 +73,13 @@ class Unproven(enum.Enum):
 
 
 class Members(NamedTuple):
-    """Living processes of a service."""
+    """Living processes of a service, or of an unknown one."""
 
     identities: list[Identity]
     leads: list[proc.Stat]
     """The oldest of them in each session that they began, for ``ProcessRecord.widen``."""
+    leaving: Collection[Identity] = ()
+    """Other orphans that exit: one has lost its mark by then, and may have left a child that the pass missed."""
 
 
 class Match(NamedTuple):
@@ -218,10 +220,13 @@ class Ownership:
         living = [processes[pid] for pid in mine if processes[pid].is_alive]
         oldest_last = sorted(living, key=lambda each: (each.start_ticks, each.pid != each.session), reverse=True)
         leads = {each.session: each for each in oldest_last if each.session not in processes or each.session in mine}
-        return Members([each.identity for each in living], list(leads.values()))
+        carriers = set().union(*look.marked.values())
+        unknown = [pid for pid, verdict in found.verdicts.items() if verdict is Unproven.ORPHAN and pid not in carriers]
+        leaving = [processes[pid].identity for pid in unknown if processes[pid].is_alive and proc.is_leaving(pid)]
+        return Members([each.identity for each in living], list(leads.values()), leaving)
 
-    def strays(self, look: Look, since: int) -> list[Identity]:
-        """List orphans of an unknown job, started since the tick ``since``. Blocks as ``members`` does.
+    def strays(self, look: Look, since: int) -> Members:
+        """Find orphans of an unknown job, started since the tick ``since``. Blocks as ``members`` does.
 
         Skips orphans of root where jobs have a user of their own, and those of operators: both look like an operator's
         leftovers. A process with the mark of a service belongs to that service.
@@ -231,7 +236,7 @@ class Ownership:
         marked = {label: look.marked.get(mark(label, self._base), ()) for label, _ in records}
         found = kinship(processes, records, look.caged, marked)
         claimed = set().union(*marked.values())
-        return [
+        orphans = [
             each.identity
             for pid, each in processes.items()
             if found.verdicts[pid] is Unproven.ORPHAN
@@ -240,6 +245,8 @@ class Ownership:
             and each.start_ticks >= since
             and is_job_user(proc.user(pid))
         ]
+        leaving = [identity for identity in orphans if proc.is_leaving(identity[0])]
+        return Members([identity for identity in orphans if identity not in leaving], [], leaving)
 
     def attribute(self, each: proc.Stat, hunted: Collection[Verdict] = ()) -> Verdict:
         """Attribute an orphan that has exited and is not reaped yet.

@@ -589,7 +589,7 @@ class Service:
         since its start. ``Supervisor.stop`` ends those orphans once all jobs are stopped.
         """
         traces, running = self.record.traces, self._finder.process
-        found = [left(running.identity)] if running is not None and running.is_alive and traces.is_guest else []
+        found = left([running.identity]) if running is not None and running.is_alive and traces.is_guest else []
         if traces.begun and not (traces.is_caged or self._stop.is_one_of_all or self.state is State.BOUNCING):
             found += await self._shared.programs.strays(traces.begun)
         return found

@@ -126,7 +126,7 @@ async def test_a_stop_of_one_job_says_what_it_cannot_tell(world: World, cgroups_
         assert not is_alive(pid)
 
 
-@pytest.mark.parametrize("how", ["", "setsid"])
+@pytest.mark.parametrize("how", ["", "setsid", "setsid wipe"])
 async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop(
     world: World, how: str, cgroups_or_not: cgroups.Tree | None
 ) -> None:

@@ -16,7 +16,7 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import clock, proc, process, reaper
 from agent_shim.supervisor import ctl_programs
 from agent_shim.supervisor.ctl_programs import MAX_OUTPUT_BYTES, Programs, TokenBucket
-from agent_shim.supervisor.ownership import Left, Look, Unproven, Verdict
+from agent_shim.supervisor.ownership import Left, Look, Members, Unproven, Verdict
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Program
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 
@@ -62,8 +62,8 @@ def test_the_group_of_an_orphan_is_killed_where_its_owner_is_hunted(
     programs._has_ended(ORPHAN)
 
     assert killed == [ORPHAN] * is_killed
-    assert programs._count_of("web") == (verdict in {"web", Unproven.ORPHAN})
-    assert programs._count_of("other") == (verdict is Unproven.ORPHAN)
+    assert programs._count_of(["web", Unproven.ORPHAN]) == (verdict in {"web", Unproven.ORPHAN})
+    assert programs._count_of(["other", Unproven.ORPHAN]) == (verdict is Unproven.ORPHAN)
 
 
 class Held:
@@ -196,25 +196,90 @@ async def test_the_cgroup_of_a_stopped_service_goes(
     assert found == removed
 
 
+@pytest.fixture
+def members(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> list[Members]:
+    """Results of the passes, the last for all further ones; the kernel hides the last pid, and no pass pauses."""
+    found = [Members([], [])]
+
+    async def find(*_: object) -> Members:
+        return found.pop(0) if len(found) > 1 else found[0]
+
+    monkeypatch.setattr(ctl_programs, "PROOF_PAUSE_S", 0.0)
+    monkeypatch.setattr(programs, "_members", find)
+    monkeypatch.setattr(proc, "last_number", lambda: None)
+    monkeypatch.setattr(proc, "name", str)
+    monkeypatch.setattr(process, "takes_orphans", True)
+    monkeypatch.setattr(reaper, "reap_some", lambda: False)
+    return found
+
+
+async def left_over(programs: Programs, traces: ProcessRecord, cage: SimpleNamespace = EMPTY) -> list[str]:
+    return [str(each)[:19] for each in await programs._left_over("web", traces, cast("Any", cage))]
+
+
+@pytest.mark.parametrize("verdict", ["web", Unproven.ORPHAN, "other"])
 async def test_a_service_whose_processes_come_and_go_is_not_over(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
+    programs: Programs, members: list[Members], monkeypatch: pytest.MonkeyPatch, verdict: Verdict
 ) -> None:
     """Each pass finds none, and one more has ended meanwhile: a process outruns the passes."""
     numbers = iter(range(10_000))
+    find = programs._members
 
-    async def members(*_: object) -> list[Identity]:
-        if ends:
-            programs._ended["web"] += 1
-        return []
+    async def ending(*called: Any) -> Members:
+        programs._ended[verdict] += 1
+        return await find(*called)
 
-    monkeypatch.setattr(ctl_programs, "PROOF_PAUSE_S", 0.0)
-    monkeypatch.setattr(programs, "members", members)
     monkeypatch.setattr(proc, "last_number", lambda: next(numbers))
-    monkeypatch.setattr(process, "takes_orphans", True)
-    cage: Any = SimpleNamespace(is_empty=lambda: True, members=list)
+    assert await left_over(programs, ProcessRecord(begun=1)) == []
+    monkeypatch.setattr(programs, "_members", ending)
 
-    for ends in (True, False):
-        assert await programs._is_over("web", ProcessRecord(begun=1), cage) is not ends
+    assert await left_over(programs, ProcessRecord(begun=1)) == ([] if verdict == "other" else ["processes that exit"])
+
+
+async def test_an_orphan_that_exits_proves_nothing(programs: Programs, members: list[Members]) -> None:
+    """It may have left a child. The next pass decides; an orphan whose exit does not end is named."""
+    members[:] = [Members([], [], [(8, 80)]), Members([], [], [(9, 90)]), Members([(7, 70)], [])]
+    assert await left_over(programs, ProcessRecord(begun=1)) == ["7 (7)"]
+
+    members[:] = [Members([], [], [(8, 80)]), Members([], [])]
+    assert await left_over(programs, ProcessRecord(begun=1)) == []
+
+    members[:] = [Members([], [], [(8, 80)])]
+    assert await left_over(programs, ProcessRecord(begun=1)) == ["8 (8)"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "are_more", "is_quiet", "turns"),
+    [
+        ([], [True, True, False], True, 3),
+        (["other"], [True, True, False], True, 3),
+        (["web"], [True, True, False], False, 1),
+        (["web"], [False], False, 1),
+        ([], [True] * 200, False, 100),
+    ],
+)
+async def test_what_has_exited_is_reaped_before_a_pass_counts(
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: list[str],
+    are_more: list[bool],
+    is_quiet: bool,
+    turns: int,
+) -> None:
+    """In turns of the event loop, and not without end where as many exit as are reaped."""
+    most = len(are_more)
+    seen: list[int] = []
+
+    def reap_some() -> bool:
+        programs._ended.update(ends)
+        return are_more.pop(0)
+
+    monkeypatch.setattr(reaper, "reap_some", reap_some)
+    asyncio.get_running_loop().call_soon(lambda: seen.append(most - len(are_more)))
+
+    assert await programs._none_ended(["web", Unproven.ORPHAN], 0) is is_quiet
+    assert most - len(are_more) == turns
+    assert seen == ([1] if most > 1 else [])
 
 
 @pytest.mark.parametrize(
@@ -223,6 +288,7 @@ async def test_a_service_whose_processes_come_and_go_is_not_over(
 )
 async def test_many_passes_prove_the_end_of_a_service_whose_orphans_go_elsewhere(
     programs: Programs,
+    members: list[Members],
     monkeypatch: pytest.MonkeyPatch,
     begun: int,
     are_taken: bool,
@@ -230,49 +296,48 @@ async def test_many_passes_prove_the_end_of_a_service_whose_orphans_go_elsewhere
     passes: int,
 ) -> None:
     """Those of an earlier agent do. One pass suffices during which no process at all has started."""
-    looked: list[object] = []
-
-    async def members(*_: object) -> list[Identity]:
-        looked.append(1)
-        return []
-
-    monkeypatch.setattr(ctl_programs, "PROOF_PAUSE_S", 0.0)
-    monkeypatch.setattr(programs, "members", members)
+    members[:] = [Members([], [])] * 50
     monkeypatch.setattr(proc, "last_number", lambda: last)
     monkeypatch.setattr(process, "takes_orphans", are_taken)
     programs._counts_since = 50
 
-    assert await programs._is_over("web", ProcessRecord(begun=begun), cast("Any", EMPTY)) is True
-    assert len(looked) == passes
+    assert await left_over(programs, ProcessRecord(begun=begun)) == []
+    assert 50 - len(members) == passes
 
 
 async def test_a_service_is_not_over_while_a_process_is_found(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
+    programs: Programs, members: list[Members], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its cgroup or by a pass; or one that has ended during the pass, and is reaped after it."""
-    found: list[Identity] = []
-
-    async def members(*_: object) -> list[Identity]:
-        return found
-
-    monkeypatch.setattr(ctl_programs, "PROOF_PAUSE_S", 0.0)
-    monkeypatch.setattr(programs, "members", members)
-    monkeypatch.setattr(proc, "last_number", lambda: None)
-    monkeypatch.setattr(process, "takes_orphans", True)
-    caged: Any = SimpleNamespace(is_empty=lambda: False, members=list)
+    """In its cgroup or by a pass."""
+    caged = SimpleNamespace(is_empty=lambda: False, members=list)
     monkeypatch.setattr(process, "KILL_TIMEOUT_S", -1.0)
     async with asyncio.timeout(10):
-        assert await programs._is_over("web", ProcessRecord(is_caged=True), caged) is False
+        assert await left_over(programs, ProcessRecord(is_caged=True), caged) == ["processes that exit"]
     caged.members = lambda: [(8, 80)]
-    assert await programs._is_over("web", ProcessRecord(is_caged=True), caged) is False
+    assert await left_over(programs, ProcessRecord(is_caged=True), caged) == ["8 (8)"]
 
-    monkeypatch.setattr(reaper, "reap_all", lambda: programs._ended.update(["web"]))
-    assert await programs._is_over("web", ProcessRecord(begun=1), cast("Any", EMPTY)) is False
+    members[:] = [Members([(9, 90)], [])]
+    assert await left_over(programs, ProcessRecord(begun=1)) == ["9 (9)"]
+    assert await left_over(programs, ProcessRecord(is_caged=True)) == []
 
-    monkeypatch.undo()
-    monkeypatch.setattr(programs, "members", members)
-    found.append((8, 80))
-    assert await programs._is_over("web", ProcessRecord(begun=1), cast("Any", EMPTY)) is False
+
+@pytest.mark.parametrize("ended", [0, 1])
+async def test_no_orphan_is_listed_only_with_proof(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch, members: list[Members], ended: int
+) -> None:
+    """Orphans that exit before they can be listed are reported without a number, and hunted; none gets a signal."""
+    hunted: list[bool] = []
+
+    async def look() -> None:
+        hunted.append(Unproven.ORPHAN in programs._hunted)
+        programs._ended[Unproven.ORPHAN] += ended
+
+    monkeypatch.setattr(programs, "_look", look)
+    monkeypatch.setattr(programs.ownership, "strays", lambda *_: Members([], []))
+
+    assert [str(each)[:19] for each in await programs.sweep_strays(0, 0.0)] == ["processes that exit"] * ended
+    assert any(hunted) is bool(ended)
+    assert programs._hunted == set()
 
 
 @pytest.mark.parametrize(
@@ -303,12 +368,12 @@ async def test_a_sweep_ends_with_the_proof_that_a_service_is_over(
         cast("Any", called[-1])[7, 70] = handle
         return []
 
-    async def is_over(*_: object) -> bool:
+    async def left_over(*_: object) -> list[Left]:
         proofs.append(len(proofs) + 1 == over_at)
-        return proofs[-1]
+        return [] if proofs[-1] else [ctl_programs.NAMELESS]
 
     monkeypatch.setattr(programs, "_hold", hold)
-    monkeypatch.setattr(programs, "_is_over", is_over)
+    monkeypatch.setattr(programs, "_left_over", left_over)
     monkeypatch.setattr(programs.ownership, "cage", lambda _: cage)
 
     found = await programs.sweep("web", ProcessRecord(), (), 0.0, is_usual=is_usual)

@@ -69,6 +69,14 @@ def own(process: proc.Stat, traces: ProcessRecord, pidfile: Pidfile) -> bool:
     return ownership.tie(process, "web", traces, pidfile)[0] is Tie.OWNED
 
 
+@pytest.fixture(autouse=True)
+def leaving(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Processes that exit."""
+    found: set[int] = set()
+    monkeypatch.setattr(proc, "is_leaving", found.__contains__)
+    return found
+
+
 def members(
     processes: Mapping[int, proc.Stat],
     traces: ProcessRecord,
@@ -620,8 +628,30 @@ def test_a_service_remembers_few_sessions() -> None:
     assert 99 in traces.numbers()
 
 
+def test_an_orphan_that_exits_may_be_of_any_service(leaving: set[int]) -> None:
+    """Its mark went before it does. One that stays, carries a mark, or is not an orphan of this agent says nothing."""
+    processes = [
+        stat(10),
+        stat(11, parent=US),
+        stat(12, parent=US),
+        stat(13, parent=US),
+        stat(14, parent=US, state="Z"),
+        stat(15, parent=1),
+    ]
+    table = {each.pid: each for each in processes}
+    traces = ProcessRecord(known=(10, 1000))
+    ownership = Ownership(BASE)
+    ownership.records = lambda: [("web", traces)]
+    leaving.update({10, 11, 13, 14, 15})
+
+    found = ownership.members(Look(table, proc.children(table), {"other@/b": {13}}, {}), "web", traces)
+
+    assert found.identities == [(10, 1000)]
+    assert found.leaving == [(11, 1000)]
+
+
 def test_strays_are_orphans_of_jobs_since_a_start(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], leaving: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither those of operators and of root, nor those that say whose they are."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
@@ -633,13 +663,17 @@ def test_strays_are_orphans_of_jobs_since_a_start(
         stat(13, parent=US, start=1001, state="Z"),
         stat(14, parent=US, start=1001),
         stat(15, parent=1, start=1001),
+        stat(16, parent=US, start=1001),
     ]
     table = {each.pid: each for each in processes}
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", ProcessRecord())]
     seen = Look(table, proc.children(table), {mark("web", BASE): {12}}, {})
+    leaving.add(16)
 
-    assert ownership.strays(seen, 1000) == [(10, 1000)]
+    found = ownership.strays(seen, 1000)
+
+    assert (found.identities, found.leaving) == ([(10, 1000)], [(16, 1001)])
 
 
 def test_an_orphan_that_has_ended_is_attributed_by_its_session_where_it_is_hunted(

@@ -928,7 +928,7 @@ async def test_what_may_remain_of_a_service_without_proof(
 ) -> None:
     """A guest, and orphans of any job, which are ended once all jobs are stopped."""
     service = made("web")
-    monkeypatch.setattr(services, "left", lambda identity: Left(identity[0], identity[1], "guest"))
+    monkeypatch.setattr(services, "left", lambda found: [Left(pid, start, "guest") for pid, start in found])
     service.record.traces, service.record.state = traces, state
     service._stop = StopRequest(is_one_of_all=is_one_of_all)
     service._finder.process = cast("Any", SimpleNamespace(identity=(7, 70), is_alive=True))

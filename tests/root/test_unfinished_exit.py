@@ -1,0 +1,49 @@
+"""A process whose exit has begun and does not end: alive to the kernel, without memory and environment."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import proc, process, reaper
+from agent_shim.supervisor.ownership import Ownership, look
+from agent_shim.supervisor.process_record import MARK, ProcessRecord, mark
+from tests.support.programs import eventually
+
+pytestmark = pytest.mark.root
+
+
+async def test_an_orphan_in_the_midst_of_its_exit_has_lost_its_mark_and_says_so(tmp_path: Path) -> None:
+    """The first process of a pid namespace waits in its exit for a process whose parent, outside, does not reap it."""
+    ownership, traces = Ownership(tmp_path), ProcessRecord()
+    ownership.records = lambda: [("web", traces)]
+    env = {"PATH": "/usr/bin:/bin", MARK: mark("web", tmp_path)}
+    with reaper.reaping():
+        maker = process.spawn(["unshare", "--pid", "--fork", "setsid", "sleep", "600"], env=env)
+        first = await eventually(lambda: next(iter(proc.children(proc.table()).get(maker.pid, ())), 0))
+        await eventually(lambda: proc.name(first) == "sleep")
+        guest = process.spawn(["nsenter", f"--target={first}", "--pid", "sleep", "600"], env={"PATH": "/usr/bin:/bin"})
+        await eventually(lambda: proc.children(proc.table()).get(guest.pid))
+        try:
+            await maker.terminate(0)
+            seen = ownership.members(look(ownership), "web", traces)
+            assert [pid for pid, _ in seen.identities] == [first]
+            assert seen.leaving == []
+
+            guest.send(signal.SIGSTOP)
+            orphan = process.adopt(first)
+            assert orphan is not None
+            orphan.send(signal.SIGKILL)
+            await eventually(lambda: proc.is_leaving(first))
+
+            found = proc.stat(first)
+            assert found is not None
+            assert found.is_alive
+            seen = ownership.members(look(ownership), "web", traces)
+            assert (seen.identities, seen.leaving) == ([], [found.identity])
+        finally:
+            guest.send(signal.SIGKILL)
+        await orphan.wait()
+        await guest.wait()
