@@ -191,9 +191,11 @@ class Programs:
         try:
             ahead = await self._hold(name, traces, known, held)
             for sig, patience in _rounds(grace):
-                if not ahead and not await self._left_over(name, traces, cage):
-                    return []
-                pids = ", ".join(str(each.pid) for each in ahead)
+                if not ahead:
+                    if not await self._left_over(name, traces, cage):
+                        return []
+                    ahead = await self._hold(name, traces, (), held)
+                pids = ", ".join(str(each.pid) for each in ahead) or NAMELESS.name
                 logger.info("%s: sending %s to remaining processes: %s", name, sig.name, pids)
                 if sig is signal.SIGKILL:
                     if not is_usual:
@@ -281,7 +283,7 @@ class Programs:
                 break
             named = [stray.identity for stray in strays if stray is not NAMELESS]
             found = [each async for one in _in_turns(named) if (each := process.adopt(*one))]
-            logger.warning("sending %s to orphans of jobs: %s", sig.name, ", ".join(str(each.pid) for each in found))
+            logger.warning("sending %s to orphans of jobs: %s", sig.name, ", ".join(map(str, strays)))
             self._hunted |= {Unproven.ORPHAN} if sig is signal.SIGKILL else set()
             async for each in _in_turns(found):
                 each.send(sig)

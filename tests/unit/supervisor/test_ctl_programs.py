@@ -323,7 +323,11 @@ async def test_a_service_is_not_over_while_a_process_is_found(
 
 @pytest.mark.parametrize("ended", [0, 1])
 async def test_no_orphan_is_listed_only_with_proof(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch, members: list[Members], ended: int
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    members: list[Members],
+    caplog: pytest.LogCaptureFixture,
+    ended: int,
 ) -> None:
     """Orphans that exit before they can be listed are reported without a number, and hunted; none gets a signal."""
     hunted: list[bool] = []
@@ -336,6 +340,7 @@ async def test_no_orphan_is_listed_only_with_proof(
     monkeypatch.setattr(programs.ownership, "strays", lambda *_: Members([], []))
 
     assert [str(each)[:19] for each in await programs.sweep_strays(0, 0.0)] == ["processes that exit"] * ended
+    assert ("sending SIGKILL to orphans of jobs: processes that exit" in caplog.text) is bool(ended)
     assert any(hunted) is bool(ended)
     assert programs._hunted == set()
 
@@ -383,6 +388,28 @@ async def test_a_sweep_ends_with_the_proof_that_a_service_is_over(
     assert programs.killed == ({"web"} if kills and not is_usual else set())
     assert programs._hunted == set()
     assert handle.releases == 1
+
+
+async def test_a_process_that_only_the_proof_finds_is_signalled_in_the_same_round(
+    programs: Programs, members: list[Members], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was born after the pass that found none."""
+    caplog.set_level("INFO")
+    sent: list[signal.Signals] = []
+    handle = SimpleNamespace(pid=9, is_alive=True, release=lambda: None)
+
+    def send(sig: signal.Signals) -> None:
+        sent.append(sig)
+        handle.is_alive = False
+
+    handle.send = send
+    monkeypatch.setattr(process, "adopt", lambda *_: handle)
+    monkeypatch.setattr(programs.ownership, "cage", lambda _: EMPTY)
+    members[:] = [Members([], []), *[Members([(9, 90)], [])] * 3, Members([], [])]
+
+    assert await programs.sweep("web", ProcessRecord(begun=1), (), 0.1) == []
+    assert sent == [signal.SIGTERM]
+    assert "web: sending SIGTERM to remaining processes: 9" in caplog.text
 
 
 async def test_handles_are_of_members_that_live(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
