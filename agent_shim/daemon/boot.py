@@ -133,7 +133,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
     """The steps after the settings are known."""
     paths = agent.paths
 
-    async def temporary_files() -> None:
+    def make_temporary_files() -> None:
         for path in (Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - these very directories are meant
             files.make_dir(path, 0o1777, paths.shared_owner)
         files.make_dir(RUN, 0o755, "root:root")
@@ -167,7 +167,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         *_wishes(agent),
         _memory_step(agent),
         *_server_steps(agent),
-        Step("temporary files", _for_system(paths, temporary_files)),
+        Step("temporary files", _for_system(paths, partial(asyncio.to_thread, make_temporary_files))),
         *_trust_steps(agent),
         Step("leftovers of interrupted work", leftovers),
         # Before the first ``apply``, for scripts and operators.

@@ -72,13 +72,13 @@ class JobRecovery:
         Running processes carry monit's mark and are adopted (Go agent: ``monit/job``).
         """
         agent = self._agent
-        was_monit = await asyncio.to_thread(lambda: any(agent.paths.monit_job.glob("*.monitrc")))
-        if not (was_monit or agent.paths.supervisor_state.exists()):
+        monit, state = agent.paths.monit_job, agent.paths.supervisor_state
+        if not await asyncio.to_thread(lambda: any(monit.glob("*.monitrc")) or state.exists()):
             return
         files = await asyncio.to_thread(monit_files, agent.paths.jobs, agent.spec.current.job_names)
         logger.info("taking over the processes of %d jobs", len(agent.spec.current.job_names))
         await agent.supervisor.configure(files)
-        if not agent.paths.stopped_marker.exists():
+        if not await asyncio.to_thread(agent.paths.stopped_marker.exists):
             await agent.supervisor.start()
 
     async def run(self) -> None:

@@ -177,8 +177,7 @@ class Bundles:
 
     async def sweep(self) -> None:
         """Remove unfinished work of earlier boots."""
-        versions = [path for above in self._installed.values() for path in above.glob("*") if not path.is_symlink()]
-        await self._in_thread(files.sweep, [self._paths.jobs, self._paths.packages, self._paths.tmp, *versions])
+        await self._in_thread(self._sweep)
 
     # --- on the disk, in a thread ------------------------------------------------------------------------------------
 
@@ -187,6 +186,10 @@ class Bundles:
             await asyncio.to_thread(function, *arguments)
         except OSError as exc:
             raise ActionError(str(exc)) from exc
+
+    def _sweep(self) -> None:
+        versions = [path for above in self._installed.values() for path in above.glob("*") if not path.is_symlink()]
+        files.sweep([self._paths.jobs, self._paths.packages, self._paths.tmp, *versions])
 
     def _link_all(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
         self._activate("package", packages)

@@ -91,7 +91,7 @@ class Compiler:
 
     async def sweep(self) -> None:
         """Clean up after a killed agent, which leaves its sources: without any there is no look at all processes."""
-        if self._paths.compile.is_dir() and not files.is_empty(self._paths.compile):
+        if await asyncio.to_thread(lambda: any(self._paths.compile.glob("*"))):
             await self.clean()
 
     async def clean(self) -> None:

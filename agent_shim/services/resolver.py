@@ -28,7 +28,7 @@ async def write_servers(servers: Sequence[str]) -> str | None:
     wanted = [server for server in servers if network.is_address(server)]
     if not wanted:
         return "no servers in the settings"
-    if SYSTEMD.is_dir() and RESOLV_CONF.resolve().is_relative_to("/run/systemd/resolve"):
+    if await asyncio.to_thread(_is_resolveds):
         return await _settle_resolved(wanted)
     before = await asyncio.to_thread(files.text, RESOLV_CONF)
     if (after := resolv_conf(before, wanted)) == before:
@@ -37,11 +37,15 @@ async def write_servers(servers: Sequence[str]) -> str | None:
     return None
 
 
+def _is_resolveds() -> bool:
+    return SYSTEMD.is_dir() and RESOLV_CONF.resolve().is_relative_to("/run/systemd/resolve")
+
+
 async def _settle_resolved(servers: Sequence[str]) -> str | None:
     drop_in = f"[Resolve]\nDNS={' '.join(servers)}\n"
     if await asyncio.to_thread(files.text, RESOLVED_DROP_IN) == drop_in:
         return "they are there"
-    files.make_dir(RESOLVED_DROP_IN.parent, 0o755)
+    await asyncio.to_thread(files.make_dir, RESOLVED_DROP_IN.parent, 0o755)
     await asyncio.to_thread(files.write_atomic, RESOLVED_DROP_IN, drop_in.encode())
     await command.run("systemctl", "restart", "systemd-resolved")
     return None

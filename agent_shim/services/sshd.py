@@ -93,10 +93,10 @@ class Sshd:
         if os.geteuid() != 0:
             raise HostError(f"nothing listens on port {self._port}, and the agent is not root")
         await self._have_host_key()
-        files.make_dir(_PRIVILEGE_SEPARATION, 0o755)
+        await asyncio.to_thread(files.make_dir, _PRIVILEGE_SEPARATION, 0o755)
         config = _CONFIG.format(port=self._port, key=self._key).encode()
         await asyncio.to_thread(files.write_atomic, self._config, config, mode=0o600)
-        begin = self._log_size()
+        begin = await asyncio.to_thread(self._log_size)
         argv = [program, "-D", "-e", "-f", str(self._config)]
         server = process.spawn(argv, env=command.ENVIRONMENT, stdout=self._log, stderr=self._log)
         try:
@@ -117,7 +117,7 @@ class Sshd:
     async def _have_host_key(self) -> Path:
         """Return the path of the public key; sshd does not start without the private one."""
         public = self._key.with_suffix(".pub")
-        if not (self._key.exists() and public.exists()):
+        if not await asyncio.to_thread(lambda: self._key.exists() and public.exists()):
             await _make_host_key(self._key, public)
         return public
 
@@ -144,7 +144,7 @@ async def _make_host_key(private: Path, public: Path) -> None:
     except HostError:
         import tempfile  # late: 0.1 MB
 
-        files.make_dir(private.parent, 0o755)
+        await asyncio.to_thread(files.make_dir, private.parent, 0o755)
         with tempfile.TemporaryDirectory(dir=private.parent) as scratch:
             made = Path(scratch, "key")
             await command.run("ssh-keygen", "-q", "-t", "rsa", "-b", "3072", "-N", "", "-C", "", "-f", str(made))
