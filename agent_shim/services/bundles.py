@@ -82,7 +82,8 @@ class Bundles:
 
         Successful ones stay if others fail. The error is the first in the order of ``wanted``: the step and its reason.
         """
-        missing = {path: bundle for bundle in wanted if not (path := self.path(bundle)).is_dir()}
+        places = {self.path(bundle): bundle for bundle in wanted}
+        missing = await asyncio.to_thread(lambda: {path: places[path] for path in places if not path.is_dir()})
         if not missing:
             return
         targets = [
@@ -157,7 +158,7 @@ class Bundles:
             return
         worker_client.checked_blob_id(blob_id)
         for directory in (self._paths.sensitive_blobs, self._paths.blobs):
-            if (directory / blob_id).is_file():
+            if await asyncio.to_thread((directory / blob_id).is_file):
                 await self._in_thread(files.remove_tree, directory / blob_id)
                 return
 
@@ -166,14 +167,13 @@ class Bundles:
         temp = files.sibling(self._paths.tmp / "blob")
         try:
             await self._work(worker_client.Get(str(self._paths.base), store, source, str(temp)))
-            if (size := temp.stat().st_size) > MAX_SMALL_BYTES:
+            if (size := (await asyncio.to_thread(temp.stat)).st_size) > MAX_SMALL_BYTES:
                 raise ActionError(f"cannot use the blob: it has {size} bytes, the limit is {MAX_SMALL_BYTES}")
             return await asyncio.to_thread(temp.read_bytes)
         except OSError as exc:
             raise ActionError(f"cannot read {temp}: {exc.strerror}") from exc
         finally:
-            with suppress(FileNotFoundError):
-                temp.unlink()
+            temp.unlink(missing_ok=True)  # also where this task is cancelled again
 
     async def sweep(self) -> None:
         """Remove unfinished work of earlier boots."""

@@ -71,7 +71,7 @@ class Compiler:
         report("fetching the source")
         source = await self._fetch(package, store)
         newest = max(source.newest, EARLIEST_S)
-        if (self._directory(package) / "packaging").exists():
+        if await asyncio.to_thread((self._directory(package) / "packaging").exists):
             report("running the packaging script")
             await self._run(package, newest)
         await self.clean()  # before packing, which may need the space

@@ -142,9 +142,9 @@ class Users:
                 raise HostError(f"cannot use the name {user!r}: it belongs to another user of this machine")
             if len(known) >= MAX_USERS:
                 raise HostError(f"there are {len(known)} already")
-            files.make_dir(self._paths.ssh_home, 0o755)
+            await asyncio.to_thread(files.make_dir, self._paths.ssh_home, 0o755)
             await command.run("useradd", "-m", "-b", str(self._paths.ssh_home), "-s", "/bin/bash", user)
-        files.make_dir(self._paths.ssh_home / user, 0o700)
+        await asyncio.to_thread(files.make_dir, self._paths.ssh_home / user, 0o700)
 
     def _with_password(self, users: Sequence[str]) -> bool:
         """Return True if one of them has a usable password."""
