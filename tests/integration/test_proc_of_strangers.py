@@ -39,6 +39,7 @@ async def test_a_process_that_ended_its_first_thread_is_read_by_another_thread(t
     assert proc.variable(headless.pid, "MARK") == "web"
     assert "leaderless.py" in proc.command_line(headless.pid)
     assert proc.open_files(headless.pid) > 2
+    assert not proc.is_leaving(headless.pid)
     device = tmp_path.stat().st_dev
     used = proc.uses([headless.pid], lambda path: path.startswith(str(tmp_path)), {device})[headless.pid]
     assert {each.kind for each in used} == {"cwd", "fd"}
@@ -47,6 +48,7 @@ async def test_a_process_that_ended_its_first_thread_is_read_by_another_thread(t
     adopted.release()
     await headless.terminate(1)
     assert proc.stat(headless.pid) is None
+    assert proc.is_leaving(headless.pid)
 
 
 def test_who_keeps_a_reader_waiting_is_left_and_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
