@@ -28,7 +28,7 @@ async def write_servers(servers: Sequence[str]) -> str | None:
     wanted = [server for server in servers if network.is_address(server)]
     if not wanted:
         return "no servers in the settings"
-    if await asyncio.to_thread(_is_resolveds):
+    if await asyncio.to_thread(_belongs_to_resolved):
         return await _settle_resolved(wanted)
     before = await asyncio.to_thread(files.text, RESOLV_CONF)
     if (after := resolv_conf(before, wanted)) == before:
@@ -37,7 +37,7 @@ async def write_servers(servers: Sequence[str]) -> str | None:
     return None
 
 
-def _is_resolveds() -> bool:
+def _belongs_to_resolved() -> bool:
     return SYSTEMD.is_dir() and RESOLV_CONF.resolve().is_relative_to("/run/systemd/resolve")
 
 

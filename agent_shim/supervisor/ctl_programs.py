@@ -145,8 +145,8 @@ class Programs:
         records = [(label, traces) for label, traces in self.ownership.records() if not traces.is_caged]
         if any(traces.known or traces.kin for _, traces in records):
             seen = await self._look()
-            records_now = list(self.ownership.records())
-            found = await asyncio.to_thread(ownership.kinship, seen.processes, records_now, seen.caged)
+            of_all = list(self.ownership.records())
+            found = await asyncio.to_thread(ownership.kinship, seen.processes, of_all, seen.caged)
             for label, traces in records:
                 living = (seen.processes[pid] for pid in found.of(label))
                 traces.see_kin(each.identity for each in living if each.is_alive)

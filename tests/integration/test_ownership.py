@@ -144,10 +144,12 @@ async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop(
             except ActionError as exc:
                 said = str(exc)
             at = count(counter)
+            resting: set[int] = set()
             for _ in range(20):
-                await asyncio.to_thread(proc.table)
+                lines = await asyncio.to_thread(lambda: proc.command_lines(proc.table()))
+                resting.update(pid for pid, line in lines.items() if str(counter) in line)
 
-            assert count(counter) == at or "errored" in said
+            assert (count(counter), resting) == (at, set()) or "errored" in said
             assert not said or cgroups_or_not is None, said
     finally:
         counter.unlink(missing_ok=True)

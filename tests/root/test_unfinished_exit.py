@@ -24,17 +24,17 @@ async def test_an_orphan_in_the_midst_of_its_exit_has_lost_its_mark_and_says_so(
         maker = process.spawn(["unshare", "--pid", "--fork", "setsid", "sleep", "600"], env=env)
         first = await eventually(lambda: next(iter(proc.children(proc.table()).get(maker.pid, ())), 0))
         await eventually(lambda: proc.name(first) == "sleep")
+        orphan = process.adopt(first)
+        assert orphan is not None
         guest = process.spawn(["nsenter", f"--target={first}", "--pid", "sleep", "600"], env={"PATH": "/usr/bin:/bin"})
-        await eventually(lambda: proc.children(proc.table()).get(guest.pid))
         try:
+            await eventually(lambda: proc.children(proc.table()).get(guest.pid))
             await maker.terminate(0)
             seen = ownership.members(look(ownership), "web", traces)
             assert [pid for pid, _ in seen.identities] == [first]
             assert seen.leaving == []
 
             guest.send(signal.SIGSTOP)
-            orphan = process.adopt(first)
-            assert orphan is not None
             orphan.send(signal.SIGKILL)
             await eventually(lambda: proc.is_leaving(first))
 
@@ -45,5 +45,6 @@ async def test_an_orphan_in_the_midst_of_its_exit_has_lost_its_mark_and_says_so(
             assert (seen.identities, seen.leaving) == ([], [found.identity])
         finally:
             guest.send(signal.SIGKILL)
+            orphan.send(signal.SIGKILL)
         await orphan.wait()
         await guest.wait()

@@ -237,7 +237,7 @@ RAW: Mapping[str, Raw] = {
     "cli.release_tarball": Raw(
         "named by the caller, and blobs, where only root writes", frozenset({"_opened", "_write_packages"})
     ),
-    "services.resolver": Raw(KERNEL, frozenset({"_is_resolveds"})),
+    "services.resolver": Raw(KERNEL, frozenset({"_belongs_to_resolved"})),
     "daemon.runtime": Raw(NAMED, frozenset({"write_termination_log"})),
     "services.scripts": Raw(
         SCRATCH, frozenset({"Scripts._having", "Scripts._log_directory", "Scripts.errand", "shown"})

@@ -673,7 +673,7 @@ def test_strays_are_orphans_of_jobs_since_a_start(
 
     found = ownership.strays(seen, 1000)
 
-    assert (found.identities, found.leaving) == ([(10, 1000)], [(16, 1001)])
+    assert (found.identities, found.leaving) == ([(10, 1000)], {(16, 1001)})
 
 
 def test_an_orphan_that_has_ended_is_attributed_by_its_session_where_it_is_hunted(
