@@ -163,7 +163,7 @@ def _attach_live(session: Session, pod: Object, disk: str) -> dict[str, str]:
     attachment, claim = attachments.find(session, vm, disk), claims.get(session, disk)
     is_there = attachment is not None and pods.is_ready(attachment)
     if not is_there or claims.annotation(claim, names.HOLDER) != vm:
-        _free(session, vm, disk, claims.hold(session, disk, vm))
+        _free(session, disk, claims.hold(session, disk, vm))
         try:
             attachments.attach(session, pod, disk)
         except CpiError:
@@ -191,7 +191,7 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
             f"cannot attach the disk {disk} to {vm}, which runs: its {manifests.DATA} is no claim, so that its pod "
             "cannot be made again; recreate the VM with `disks.attach: recreate` or `live`"
         )
-    _free(session, vm, disk, claims.hold(session, disk, vm))
+    _free(session, disk, claims.hold(session, disk, vm))
     kept = [one for one in manifests.disks_of(pod) if claims.is_held(session, one, vm)]
     try:
         recreation.recreate(session, pod, [*kept, disk])
@@ -212,19 +212,17 @@ def _pod(session: Session, vm: str) -> Object:
     return recreation.carry_on(session, vm, intent)
 
 
-def _free(session: Session, vm: str, disk: str, held: claims.Held) -> None:
-    """Recreate without the disk the pods that are detaching it and still mount it."""
+def _free(session: Session, disk: str, held: claims.Held) -> None:
+    """End or recreate without the disk the pods that have detached it and still mount it."""
     for other in dict.fromkeys([*held.lingering, *filter(None, [held.detached_from])]):
         pod = session.client.find(PODS, session.namespace_of(other), other)
         if pod is not None and disk in manifests.disks_of(pod):
-            log.say(f"the disk {disk} is mounted by {other} still, which is made again without it for {vm}")
-            kept = [one for one in manifests.disks_of(pod) if claims.is_held(session, one, other)]
-            recreation.recreate(session, pod, kept)
+            recreation.release(session, pod, disk)
         elif pod is not None:
             recreation.finish(session, pod)
         elif intent := recreation.unfinished(session, other):
             # Such a recreation was interrupted, and that VM waits for its pod.
-            recreation.carry_on(session, other, intent)
+            recreation.carry_on(session, other, intent, is_enough=pods.has_started)
 
 
 def _hint(directory: str, disk: str) -> dict[str, str]:

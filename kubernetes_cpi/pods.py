@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from kubernetes_cpi import log
@@ -53,7 +53,20 @@ def has_stopped(pod: Object) -> bool:
     return is_ending(pod) and bool(statuses) and all("terminated" in one.get("state", {}) for one in statuses)
 
 
-def until_ready(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
+def has_started(pod: Object) -> bool:
+    """True while the container of a pod runs, also before it is ready."""
+    statuses = pod.get("status", {}).get("containerStatuses") or []
+    return not is_ending(pod) and any("running" in one.get("state", {}) for one in statuses)
+
+
+def until_ready(
+    session: Session,
+    namespace: str,
+    pod: Object,
+    *,
+    timeout_s: float,
+    is_enough: Callable[[Object], bool] = is_ready,
+) -> Object:
     """Wait for a new pod; raises ``VMCreationFailedError`` with the kubelet's reason as soon as it cannot start."""
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     timeouts = session.config.timeouts
@@ -62,7 +75,7 @@ def until_ready(session: Session, namespace: str, pod: Object, *, timeout_s: flo
     for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s, pod, tick_s=tick_s):
         if state is None or state["metadata"]["uid"] != uid or is_ending(state):
             raise VMCreationFailedError(f"the pod {name} was deleted while it started", ok_to_retry=True)
-        if is_ready(state):
+        if is_enough(state):
             return state
         judge.look(state)
     text = _waiting_for(state or pod) or "no reason is known"

@@ -7,13 +7,15 @@ interruption between the two, the next call completes the recreation.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import http.client
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from kubernetes_cpi import attachments, claims, log, manifests, names, pods
 from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, Object
-from kubernetes_cpi.errors import CpiError, NotSupportedError, VMCreationFailedError, VMNotFoundError
+from kubernetes_cpi.errors import ApiError, CpiError, NotSupportedError, VMCreationFailedError, VMNotFoundError
 from kubernetes_cpi.session import Session
 
 
@@ -48,14 +50,7 @@ def unfinished(session: Session, vm: str) -> Intent | None:
 def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
     """Recreate the pod with these disks, or with its former ones if it cannot start with them."""
     vm, had = pod["metadata"]["name"], manifests.disks_of(pod)
-    if not can_recreate(pod):
-        raise NotSupportedError(
-            f"cannot make the pod of {vm} again: {manifests.DATA} is no claim, and its credentials and packages "
-            "would be lost; recreate the VM with `disks.attach: recreate`, or attach disks live"
-        )
-    live = attachments.disks_of(attachments.of(session, vm)) if manifests.takes_live_disks(pod) else []
-    intent = Intent(list(disks), live, _metadata(pod, "labels"), _metadata(pod, "annotations"))
-    _note(session, vm, intent)
+    intent = _begun(session, pod, disks)
     log.say(f"pod {vm}: made again with the disks {', '.join(disks) or '(none)'}")
     pods.end(session, session.namespace_of(vm), vm, is_name_needed=True)
     try:
@@ -73,7 +68,33 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
     return made
 
 
-def carry_on(session: Session, vm: str, intent: Intent) -> Object:
+def release(session: Session, pod: Object, disk: str) -> None:
+    """End the pod of a VM that has detached a disk and still mounts it; a successor follows if the VM is at work.
+
+    A VM that the Director has shut down, or deletes at the same time, has none.
+    """
+    vm, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+    intent = unfinished(session, vm)
+    if intent is None and not _is_at_work(session, pod):
+        log.say(f"the disk {disk} is mounted by {vm} still, which is shut down: its pod ends")
+        pods.end(session, namespace, vm)
+        return
+    log.say(f"the disk {disk} is mounted by {vm} still, which is made again without it")
+    try:
+        if intent is None:
+            intent = _begun(session, pod, [one for one in manifests.disks_of(pod) if claims.is_held(session, one, vm)])
+        pods.end(session, namespace, vm, is_name_needed=True)
+        # No longer: a VM that was shut down a moment ago starts, and never becomes ready.
+        carry_on(session, vm, intent, is_enough=pods.has_started)
+    except VMNotFoundError:
+        log.say(f"pod {vm}: it is not made again, since its VM is being deleted")
+    except VMCreationFailedError as exc:
+        log.say(f"pod {vm}: {exc}; the disk {disk} is free all the same")
+
+
+def carry_on(
+    session: Session, vm: str, intent: Intent, *, is_enough: Callable[[Object], bool] = pods.is_ready
+) -> Object:
     """Create the pod of a recreation whose old one is gone, perhaps on another node, and wait for it."""
     namespace = session.namespace_of(vm)
     if intent.live:
@@ -89,7 +110,12 @@ def carry_on(session: Session, vm: str, intent: Intent) -> Object:
     metadata["labels"] = {**metadata["labels"], **intent.labels}
     metadata["annotations"] = {**metadata["annotations"], **intent.annotations, names.RECREATED: "true"}
     made, _ = session.client.ensure(PODS, namespace, body)
-    ready = pods.until_ready(session, namespace, made, timeout_s=session.config.timeouts.create_vm)
+    if session.client.find(SECRETS, namespace, vm) is None:
+        # delete_vm looks for the pod once more after the Secret.
+        pods.end(session, namespace, vm, grace_s=1)
+        raise VMNotFoundError(f"cannot make the pod of {vm} again: its VM was deleted meanwhile")
+    timeout_s = session.config.timeouts.create_vm
+    ready = pods.until_ready(session, namespace, made, timeout_s=timeout_s, is_enough=is_enough)
     for disk in intent.live:
         if claims.is_held(session, disk, vm):
             attachments.attach(session, ready, disk)
@@ -104,10 +130,39 @@ def finish(session: Session, pod: Object) -> None:
         _note(session, vm, None)
 
 
+def _begun(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
+    """Record that the pod is to be made again with these disks."""
+    vm = pod["metadata"]["name"]
+    if not can_recreate(pod):
+        raise NotSupportedError(
+            f"cannot make the pod of {vm} again: {manifests.DATA} is no claim, and its credentials and packages "
+            "would be lost; recreate the VM with `disks.attach: recreate`, or attach disks live"
+        )
+    live = attachments.disks_of(attachments.of(session, vm)) if manifests.takes_live_disks(pod) else []
+    intent = Intent(list(disks), live, _metadata(pod, "labels"), _metadata(pod, "annotations"))
+    _note(session, vm, intent)
+    return intent
+
+
+def _is_at_work(session: Session, pod: Object) -> bool:
+    """True for a pod that is ready; one that cannot be made again gets time to report the end of its agent."""
+    if can_recreate(pod) or not pods.is_ready(pod):
+        return pods.is_ready(pod)
+    metadata = pod["metadata"]
+    deadline = time.monotonic() + session.config.timeouts.unmount
+    states = session.client.follow(PODS, metadata["namespace"], metadata["name"], deadline, pod)
+    return all(state is not None and pods.is_ready(state) for state in states)
+
+
 def _note(session: Session, vm: str, intent: Intent | None) -> None:
     text = msgspec.json.encode(intent).decode() if intent else None
     body: Object = {"metadata": {"annotations": {names.DISKS: text}}}
-    session.client.patch(CLAIMS, session.namespace_of(vm), names.data_claim(vm), body)
+    try:
+        session.client.patch(CLAIMS, session.namespace_of(vm), names.data_claim(vm), body)
+    except ApiError as exc:
+        if exc.status != http.client.NOT_FOUND:
+            raise
+        raise VMNotFoundError(f"cannot make the pod of {vm} again: its VM was deleted meanwhile") from exc
 
 
 def _metadata(pod: Object, kind: str) -> dict[str, str]:

@@ -74,6 +74,8 @@ def delete(session: Session, vm: str) -> None:
     namespace = session.namespace_of(vm)
     pods.end(session, namespace, vm)
     _remove_belongings(session, vm)
+    # A recreation that had looked for the Secret before can have made another.
+    pods.end(session, namespace, vm)
 
 
 def has(session: Session, vm: str) -> bool:

@@ -94,6 +94,84 @@ def test_disk_in_use_is_left_out_and_comes_later(cpi: Cpi, cluster: Cluster) -> 
     assert holder(cluster, disk) == new
 
 
+UNREADY = {"conditions": [{"type": "Ready", "status": "False"}]}
+
+
+def swapped(cpi: Cpi, way: str, **properties: object) -> tuple[str, str, str]:
+    """Old VM with a disk from its creation, new VM without it, and the disk, which the old one has detached."""
+    disk = cpi("create_disk", 64, {}, None)
+    old, new = (cpi.create_vm(agent, [disk], attach=way, **properties) for agent in ("agent-1", "agent-2"))
+    cpi("detach_disk", old, disk)
+    return old, new, disk
+
+
+def shut_down(cluster: Cluster, vm: str) -> None:
+    """What the Director's `shutdown` does to a VM: it is not ready now, nor with any pod to come."""
+    running = cluster.of("pods")[vm]["status"]
+    cluster.pod_status = lambda pod: running | UNREADY if pod["metadata"]["name"] == vm else None
+
+
+@pytest.mark.parametrize("way", ["recreate", "live"])
+@pytest.mark.parametrize("disk_type", ["claim", "empty_dir"])
+def test_vm_that_was_shut_down_ends_for_its_disk(cpi: Cpi, cluster: Cluster, way: str, disk_type: str) -> None:
+    """Create-swap-delete of a VM that was recreated before: the new VM waited for a pod that is never ready."""
+    old, new, disk = swapped(cpi, way, ephemeral_disk={"type": "claim"})
+    if disk_type == "empty_dir":
+        (data,) = [one for one in cluster.objects["pods", "bosh", old]["spec"]["volumes"] if one["name"] == "data"]
+        data["emptyDir"] = {}
+        del data["persistentVolumeClaim"]
+    cluster.patch(("pods", "bosh", old), {"status": UNREADY})
+
+    assert cpi("attach_disk", new, disk)
+
+    assert old not in cluster.of("pods")
+    assert cpi("get_disks", new) == [disk]
+    cpi("delete_vm", old)
+    assert holder(cluster, disk) == new
+
+
+@pytest.mark.parametrize("way", ["recreate", "live"])
+def test_vm_that_was_shut_down_a_moment_ago_gives_its_disk_too(cpi: Cpi, cluster: Cluster, way: str) -> None:
+    old, new, disk = swapped(cpi, way, ephemeral_disk={"type": "claim"})
+    shut_down(cluster, old)
+
+    assert cpi("attach_disk", new, disk)
+
+    assert disk not in mounts(cluster, old)
+    assert cpi("get_disks", new) == [disk]
+
+
+def test_vm_without_a_data_claim_gets_time_to_report_its_end(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "empty_dir"})
+    server.fail("WATCH pods/", on=lambda: cluster.patch(("pods", "bosh", old), {"status": UNREADY}))
+
+    assert cpi("attach_disk", new, disk)
+
+    assert old not in cluster.of("pods")
+
+
+@pytest.mark.parametrize("moment", ["PATCH persistentvolumeclaims/data-", "GET secrets/", "POST pods/vm"])
+def test_vm_that_is_deleted_while_its_disk_is_taken(cpi: Cpi, cluster: Cluster, server: Server, moment: str) -> None:
+    """The Director deletes the old VM of create-swap-delete beside the deploy (ScheduledOrphanedVMCleanup)."""
+    old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "claim"})
+    server.fail(f"{moment}.*{old[-16:]}", on=lambda: cpi("delete_vm", old))
+
+    assert cpi("attach_disk", new, disk)
+
+    cluster.settle()
+    assert old not in cluster.of("pods")
+    assert cpi("get_disks", new) == [disk]
+
+
+def test_vm_that_does_not_start_without_its_disk_gives_it_all_the_same(cpi: Cpi, cluster: Cluster) -> None:
+    old, new, disk = swapped(cpi, "recreate")
+    cluster.pod_status = lambda pod: unscheduled("no room") if pod["metadata"]["name"] == old else None
+
+    assert cpi("attach_disk", new, disk)
+
+    assert cpi("get_disks", new) == [disk]
+
+
 def test_disk_that_is_not_there(cpi: Cpi, cluster: Cluster) -> None:
     missing = "disk-bosh-" + "0" * 16
 
@@ -494,8 +572,8 @@ def test_pod_ends_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Ser
     cpi("delete_vm", vm)
 
     deleted = [request for request in server.requests if request.startswith("DELETE pods")]
-    assert deleted[0] == f"DELETE pods/{vm}"
-    assert len(deleted) == 3
+    assert deleted[0] == deleted[-1] == f"DELETE pods/{vm}"
+    assert len(deleted) == 4
     gone = [body["metadata"]["name"] for _, kind, key, body in cluster.events if kind == "DELETED" and key[0] == "pods"]
     assert gone[0] == vm
     assert sorted(cluster.of("persistentvolumeclaims")) == sorted(disks)
