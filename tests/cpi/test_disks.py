@@ -106,7 +106,7 @@ def swapped(cpi: Cpi, way: str, **properties: object) -> tuple[str, str, str]:
 
 
 def shut_down(cluster: Cluster, vm: str) -> None:
-    """What the Director's `shutdown` does to a VM: it is not ready now, nor with any pod to come."""
+    """Play the Director's `shutdown` of a VM: the pods that follow are never ready."""
     running = cluster.of("pods")[vm]["status"]
     cluster.pod_status = lambda pod: running | UNREADY if pod["metadata"]["name"] == vm else None
 

@@ -43,7 +43,7 @@ BANNED: Mapping[str, tuple[str, frozenset[str]]] = {
     "ssl": ("requests are the client's", frozenset({"client"})),
     "http": (
         "requests are the client's",
-        frozenset({"client"}) | {"pods", "claims", "attachments", "vms", "disks", "snapshots"},
+        frozenset({"client"}) | {"pods", "claims", "attachments", "recreation", "vms", "disks", "snapshots"},
     ),
     "eval": ("runs what it reads", frozenset()),
     "exec": ("runs what it reads", frozenset()),
