@@ -3,6 +3,7 @@
 # downloaded at run time.
 #
 #   docker build -t agent-shim .                                                      # also podman, buildah
+#   docker build --build-arg REVISION=$(git rev-parse HEAD) -t agent-shim .           # name the commit in the image
 #   docker build --build-arg BASE_IMAGE=debian:bookworm-slim -t agent-shim .
 #   docker build --build-arg COMPILERS= -t agent-shim .          # for instances that never compile packages
 #   docker build --build-arg TIER=slim -t agent-shim .           # without programs that only some releases call
@@ -35,13 +36,16 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     && /opt/agent_shim/python/bin/python3 -m venv --without-pip /opt/agent_shim \
     && /build/bin/pip install -r requirements/build.lock \
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install -r requirements/runtime.lock
-COPY LICENSE README.md pyproject.toml ./
+COPY LICENSE README.md pyproject.toml hatch_build.py ./
 COPY agent_shim agent_shim
 COPY share share
 # Compile once, without docstrings: without these files the agent starts four times slower. Symbols take two thirds of the
 # libraries of wheels.
-RUN /build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /dist . \
+ARG REVISION=
+RUN export AGENT_SHIM_REVISION="${REVISION}" \
+    && /build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /dist . \
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install --no-deps --no-index /dist/*.whl \
+    && for name in bosh-agent bpm monit; do ln -s agent-shim /opt/agent_shim/bin/${name} || exit; done \
     && /opt/agent_shim/bin/python3 make/compile /opt/agent_shim/lib /opt/agent_shim/python/lib \
     && find /opt/agent_shim/lib -name '*.so' -exec strip --strip-unneeded {} +
 # The overlay lies beside the program: the image applies it when it is built, an unmodified stemcell when it starts.
@@ -107,14 +111,21 @@ COPY --from=build /opt/agent_shim /opt/agent_shim
 COPY stemcell_overlay/blank /
 RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /opt/agent_shim/overlay/apply /
 
-# Version for /var/vcap/bosh/etc and the stemcell's manifest; default: that of the base. The label, for tools that inspect
-# images, defaults to the version of this project.
+# Version for /var/vcap/bosh/etc and the stemcell's manifest; default: that of the base. The labels, for tools that inspect
+# images, default to the version of this project.
 ARG STEMCELL_VERSION=
 RUN if [ -n "${STEMCELL_VERSION}" ]; then printf %s "${STEMCELL_VERSION}" >/var/vcap/bosh/etc/stemcell_version; fi
+ARG VERSION=0.3.0-dev
+ARG REVISION=
+ARG CREATED=
 LABEL org.opencontainers.image.title="agent_shim" \
     org.opencontainers.image.description="A BOSH stemcell for containers and pods" \
     org.opencontainers.image.licenses="Apache-2.0" \
-    io.bosh.stemcell.version="${STEMCELL_VERSION:-0.2.0}" \
+    org.opencontainers.image.source="https://github.com/agent-shim/agent-shim" \
+    org.opencontainers.image.version="${VERSION}" \
+    org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.created="${CREATED}" \
+    io.bosh.stemcell.version="${STEMCELL_VERSION:-0.3.0-dev}" \
     io.bosh.stemcell.api_version="3"
 
 # CPIs replace CMD by their own command; an entry point would precede it.

@@ -1,3 +1,6 @@
-"""A BOSH agent and process supervisor for containers and Kubernetes pods."""
+"""The BOSH agent and monit in one program, for containers and pods."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
+"""Between releases that of the next one; a build adds its commit."""
+__revision__ = ""
+"""The commit of a build; "" in a checkout."""

@@ -16,7 +16,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from hatch_build import semantic_version
 from kubernetes_cpi import schema
 from kubernetes_cpi.config import Config
 
@@ -45,7 +45,7 @@ OF_DEPLOYMENTS: Final[Mapping[str, dict[str, Any]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="./dev cpi-release", description="Build a BOSH release with the CPI.")
     parser.add_argument(
-        "--version", default=own_version(), help="version of the release (default: that of the project)"
+        "--version", default=semantic_version(), help="version of the release (default: that of the project)"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="directory of the tarball (default: dist)")
     arguments = parser.parse_args()
@@ -93,13 +93,6 @@ def release(version: str, out: Path) -> Path:
     beside.write_bytes(whole)
     beside.replace(path)
     return path
-
-
-def own_version() -> str:
-    """Return the version of this project."""
-    found = re.search(r'__version__ = "([^"]+)"', (ROOT / "agent_shim/__init__.py").read_text())
-    assert found is not None
-    return found[1]
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ import subprocess
 import sys
 import tarfile
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from cpi_release.release import own_version
+from hatch_build import revision, semantic_version
 from release import texts
 
 ROOT: Final = Path(__file__).parents[1]
@@ -57,7 +58,9 @@ class Release:
         """Build an image for each architecture, as an OCI archive that `skopeo copy` pushes with its digest."""
         for architecture, base in self.bases.items():
             given = [f"--platform=linux/{architecture}", f"--build-arg=BASE_IMAGE={base}", f"--timestamp={self.epoch}"]
-            version = [f"--build-arg=STEMCELL_VERSION={self.version}"]
+            named = {"STEMCELL_VERSION": self.version, "VERSION": self.version, "REVISION": revision()}
+            named["CREATED"] = datetime.fromtimestamp(int(self.epoch), UTC).isoformat()
+            version = [f"--build-arg={name}={value}" for name, value in named.items()]
             self._run(
                 "podman", "build", "--quiet", *given, *version, *self.build, "--tag", tag(architecture), str(ROOT)
             )
@@ -148,7 +151,7 @@ def main() -> int:
         found = texts.differing(before, after)
         sys.stdout.writelines(f"{name}: {how}\n" for name, how in found.items())
         return 1 if found else 0
-    version = own_version()
+    version = semantic_version()
     epoch = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
     try:
         release = Release(

@@ -13,13 +13,16 @@ _CHUNK: Final = 1 << 20
 
 
 def notes(changelog: str, version: str) -> str:
-    """Return the section of a version in CHANGELOG.md, or "Unreleased" where that version has none yet."""
+    """Return the section of a release in CHANGELOG.md, or *Unreleased* for a version between releases."""
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
     found = {one.partition("\n")[0].strip(): one.partition("\n")[2].strip() for one in sections}
-    text = found.get("Unreleased") or found.get(version)
-    if not text:
-        raise ValueError(f"CHANGELOG.md has no section for {version} or Unreleased; write one")
-    return f"# agent_shim {version}\n\n{text}\n"
+    name = "Unreleased" if "-dev" in version else version
+    if not found.get(name):
+        raise ValueError(f"CHANGELOG.md has no section {name}; write one")
+    if name == version and found.get("Unreleased"):
+        raise ValueError(f"CHANGELOG.md has changes below Unreleased; move them to {version}")
+    head = f"agent_shim {version}" if name == version else f"agent_shim {version}, not a release"
+    return f"# {head}\n\n{found[name]}\n"
 
 
 def digest(path: Path) -> str:

@@ -34,6 +34,10 @@ from typing import Any, BinaryIO, Final
 from isal import igzip
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from hatch_build import revision, semantic_version  # noqa: E402 - a module beside this directory
+
 TAG: Final = "localhost/agent-shim/stemcell"
 API_VERSION: Final = 3
 """From 3 on the Director may send signed URLs instead of the credentials of its blobstore."""
@@ -118,7 +122,8 @@ def heavy(arguments: argparse.Namespace) -> Path:
         raise SystemExit("stemcell: cannot make a stemcell: neither podman nor docker is installed")
     image = arguments.image or TAG
     if not arguments.image:
-        wanted = {"BASE_IMAGE": arguments.base, "STEMCELL_VERSION": arguments.version}
+        wanted = {"BASE_IMAGE": arguments.base, "STEMCELL_VERSION": arguments.version, "REVISION": revision()}
+        wanted["VERSION"] = semantic_version()
         given = [f"--build-arg={name}={value}" for name, value in wanted.items() if value]
         subprocess.run([tool, "build", *given, *arguments.build, "--tag", image, ROOT], check=True, stdout=sys.stderr)
     facts, packages, modules, *said = _facts(tool, image)
@@ -164,10 +169,8 @@ def _facts(tool: str, image: str) -> tuple[dict[str, str], list[list[str]], list
 
 def own_version(base: str = "0.0.0") -> str:
     """Return the version of this project, after that of the base stemcell."""
-    text = (ROOT / "agent_shim/__init__.py").read_text()
-    found = re.search(r'__version__ = "([^"]+)"', text)
-    assert found is not None
-    return found[1] if base == "0.0.0" else f"{base}+shim.{found[1]}"
+    own = semantic_version()
+    return own if base == "0.0.0" else f"{base}+shim.{own}"
 
 
 def name_of(system: str) -> str:

@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from agent_shim import __version__
+from agent_shim import __revision__, __version__
 from agent_shim.cli import daemon
 from agent_shim.core import safetext
 from agent_shim.core.errors import BadArgumentsError, HostError, NoAgentError, NotThereError, ShimError
 from agent_shim.core.paths import VCAP, Paths
 
+VERSION: Final = f"{__version__} ({__revision__ or 'a checkout'})"
 USAGE: Final = 2
 NO: Final = 1
 
@@ -46,6 +47,8 @@ CHANGES: Final = {
 """Actions on services by name, with their help texts."""
 
 DEFAULT_LINES: Final = 25
+SHELLS: Final = {"bash": "agent-shim.bash", "zsh": "_agent-shim", "fish": "agent-shim.fish"}
+"""Shells with the names of their files in ``cli/completion``."""
 KINDS: Final = ("monit", "bpm", "agent", "settings")
 
 
@@ -102,11 +105,12 @@ def bosh_agent(argv: Sequence[str]) -> int:
         epilog="bosh-agent compile --help describes the compilation of releases without a Director.",
     )
     _daemon_options(parser)
-    parser.add_argument("-v", action="store_true", dest="version", help="print the version")
+    parser.add_argument("-help", action="help", help=argparse.SUPPRESS)
+    parser.add_argument("-v", "-version", action="store_true", dest="version", help="print the version")
     parser.add_argument("-r", "-no-alerts", action="store_true", dest="ignored", help=argparse.SUPPRESS)
     args = parser.parse_args(spread)
     if args.version:
-        print(f"[Version] {__version__}")
+        print(f"[Version] {VERSION}")
         return 0
     return daemon.run("bosh-agent", config=args.config, base=args.base)
 
@@ -157,6 +161,14 @@ EXAMPLES: Final[dict[str, str]] = {
   sv stop agent && agent-shim handback""",
     "demo": """
   agent-shim demo""",
+    "completion": """
+  agent-shim completion bash > ~/.local/share/bash-completion/completions/agent-shim
+  agent-shim completion zsh > ~/.zfunc/_agent-shim
+  agent-shim completion fish > ~/.config/fish/completions/agent-shim.fish""",
+    "help": """
+  agent-shim help logs""",
+    "version": """
+  agent-shim version""",
 }
 """Examples that ``--help`` shows below the options of a command."""
 
@@ -181,8 +193,9 @@ def parser() -> argparse.ArgumentParser:
         prog="agent-shim",
         description="A BOSH agent and process supervisor for containers and pods.",
         epilog="agent-shim COMMAND --help shows options and examples. Most commands ask the running agent.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"agent-shim {__version__}")
+    top.add_argument("--version", action="version", version=f"agent-shim {VERSION}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -206,6 +219,12 @@ def parser() -> argparse.ArgumentParser:
         change.set_defaults(action=action)
     _add_for_tools(command)
     command("demo", _demo, "deploy a small release with a scripted Director to a private agent")
+    completion = command("completion", _completion, "print the completion of a shell")
+    completion.add_argument("shell", choices=SHELLS, help="bash, zsh or fish")
+    of_help = command("help", _help, "describe a command, or list all")
+    of_help.add_argument("topic", nargs="?", metavar="COMMAND", help="name of a command")
+    of_help.set_defaults(top=top)
+    command("version", _version, "print version and revision")
     return top
 
 
@@ -537,3 +556,18 @@ def _demo(_: argparse.Namespace) -> int:
     from agent_shim.demo import play
 
     return play.main()
+
+
+def _completion(args: argparse.Namespace) -> int:
+    print(Path(__file__).with_name("completion").joinpath(SHELLS[args.shell]).read_text(), end="")
+    return 0
+
+
+def _help(args: argparse.Namespace) -> int:
+    args.top.parse_args([args.topic, "--help"] if args.topic else ["--help"])
+    return 0
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(f"agent-shim {VERSION}")
+    return 0

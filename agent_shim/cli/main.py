@@ -1,4 +1,6 @@
-"""Entry points ``agent-shim`` and ``bosh-agent``, with short paths for probes, which run often, and for the daemon.
+"""The entry point ``agent-shim``, with short paths for probes, which run often, and for the daemon.
+
+The image has links to it with the names ``bosh-agent``, ``bpm`` and ``monit``, which are commands of their own.
 
 The other commands are in ``commands``, whose imports alone exceed the budget of a probe and the daemon's memory.
 """
@@ -14,6 +16,18 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``agent-shim``: run the command and return the exit code (listed in docs/commands.md)."""
+    if argv is None:
+        match sys.argv[0].rpartition("/")[2]:
+            case "bosh-agent":
+                return bosh_agent()
+            case "bpm":
+                from agent_shim.cli import bpm
+
+                return bpm.main()
+            case "monit":
+                from agent_shim.cli import monit
+
+                return monit.main()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["probe"]:
         from agent_shim.cli import probe

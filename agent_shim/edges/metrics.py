@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from agent_shim import __version__
+from agent_shim import __revision__, __version__
 from agent_shim.core import lean_imports, safetext
 from agent_shim.edges import http_server
 from agent_shim.edges.bus import Stats
@@ -223,7 +223,7 @@ class Metrics:
 
     def _families(self, readings: Readings) -> Iterator[Metric]:
         """Yield the metric families with their samples, but for those of processes."""
-        build = {"version": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
+        build = {"version": __version__, "revision": __revision__, "python": ".".join(map(str, sys.version_info[:3]))}
         yield InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.", build)
         stemcell = dict(zip(("os", "version"), readings.stemcell, strict=True)) if readings.stemcell else None
         yield InfoMetricFamily("agent_shim_stemcell", "The stemcell of this container.", stemcell)

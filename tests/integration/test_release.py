@@ -10,7 +10,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from agent_shim import __version__
+from hatch_build import version
 from release.__main__ import manifest_digest, repack
 from tests.structure.source import ROOT
 
@@ -26,7 +26,7 @@ def test_wheel_and_source_twice(tmp_path: Path) -> None:
         done = release("--only=wheel", "--only=notes", f"--out={tmp_path / place}", SOURCE_DATE_EPOCH="1700000000")
         assert done.returncode == 0, done.stderr
     first = tmp_path / "first"
-    wheel, source = first / f"agent_shim-{__version__}-py3-none-any.whl", first / f"agent_shim-{__version__}.tar.gz"
+    wheel, source = first / f"agent_shim-{version()}-py3-none-any.whl", first / f"agent_shim-{version()}.tar.gz"
     with zipfile.ZipFile(wheel) as packed:
         members = set(packed.namelist())
     with tarfile.open(source) as unpacked:

@@ -21,12 +21,20 @@ from benchmarks.world import world as made
 from tests.structure.source import ROOT
 from tests.support.commands_page import parsers
 
+SCRIPTS = ROOT / "agent_shim/cli/completion"
 SHELLS = {
-    "bash": (["bash", "--noprofile", "--norc", "-i"], f"source {ROOT}/share/agent-shim.bash"),
+    "bash": (["bash", "--noprofile", "--norc", "-i"], f"source {SCRIPTS}/agent-shim.bash"),
     "zsh": (
         ["zsh", "-f", "-i"],
-        f"autoload -U compinit; compinit -u -D; setopt menu_complete; source {ROOT}/share/_agent-shim",
+        f"autoload -U compinit; compinit -u -D; setopt menu_complete; source {SCRIPTS}/_agent-shim",
     ),
+}
+FISH = {
+    "agent-shim handb": ["handback"],
+    "agent-shim logs --si": ["--since"],
+    "agent-shim probe l": ["live"],
+    "agent-shim run --log-format j": ["json"],
+    "agent-shim check --as sett": ["settings"],
 }
 END = "\x01printf '<%s>' \x05 ; echo end\r"
 """To the begin of the line, a command that prints its words, to the end, and run."""
@@ -109,6 +117,30 @@ async def test_names_are_those_of_the_agent(shell: str, key: str, world: World) 
 
         # The key inserts all words in bash, the first in zsh.
         assert found[4:] == (names if shell == "bash" else names[:1])
+
+
+def fish(line: str, where: Path) -> list[str]:
+    """Return the words that fish offers for a line."""
+    assert shutil.which("fish"), "fish is missing: ./dev ci installs it"
+    source = f"source {SCRIPTS}/agent-shim.fish; complete -C {shlex.quote(line)}"
+    environment = os.environ | {"HOME": str(where), "PATH": f"{where}/bin:{os.environ['PATH']}"}
+    argv = ["fish", "--no-config", "-c", source]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=where, check=True)
+    return [offer.partition("\t")[0] for offer in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", FISH)
+def test_words_are_completed_in_fish(line: str, tmp_path: Path) -> None:
+    assert fish(line, tmp_path) == FISH[line]
+
+
+@pytest.mark.slow
+async def test_names_are_those_of_the_agent_in_fish(world: World) -> None:
+    for command in ("stop", "logs"):
+        offered = await asyncio.to_thread(fish, f"agent-shim {command} -b {world.base} job", world.scratch)
+
+        assert [name for name in offered if name != "all"] == sorted(f"job{number}" for number in range(2))
 
 
 @pytest.mark.slow

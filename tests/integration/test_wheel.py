@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import subprocess
 import sys
 import venv
@@ -16,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import agent_shim
+from hatch_build import revision, version
 from tests.structure.source import ROOT
 
 
@@ -111,11 +111,16 @@ def test_completion_and_manual_are_installed(programs: Path) -> None:
     installed_files = {
         "bash-completion/completions/agent-shim": "agent-shim.bash",
         "zsh/site-functions/_agent-shim": "_agent-shim",
-        "man/man1/agent-shim.1": "agent-shim.1",
+        "fish/vendor_completions.d/agent-shim.fish": "agent-shim.fish",
     }
 
     for target, source in installed_files.items():
-        assert (programs.parent / "share" / target).read_bytes() == (ROOT / "share" / source).read_bytes()
+        wanted = (ROOT / "agent_shim/cli/completion" / source).read_text()
+        assert (programs.parent / "share" / target).read_text() == wanted
+        shell = "zsh" if source.startswith("_") else source.rpartition(".")[2]
+        assert run(programs / "agent-shim", "completion", shell) == wanted
+    manual = "share/man/man1/agent-shim.1"
+    assert (programs.parent / manual).read_bytes() == (ROOT / "share/agent-shim.1").read_bytes()
 
 
 def test_its_commands_run(programs: Path, tmp_path: Path) -> None:
@@ -126,9 +131,38 @@ def test_its_commands_run(programs: Path, tmp_path: Path) -> None:
     assert "usage: agent-shim" in run(programs / "agent-shim", "--help")
     run(programs / "agent-shim", "check", str(monit))
     assert "capabilities" in run(programs / "agent-shim", "doctor", "-b", str(tmp_path / "vcap"), codes=(0, 1))
-    assert re.fullmatch(r"\d+\.\d+\.\d+\n", run(programs / "bpm", "version"))
-    assert "monit" in run(programs / "monit", "-h")
-    assert "usage: bosh-agent" in run(programs / "bosh-agent", "-h")
+
+
+def test_it_brings_one_command(programs: Path) -> None:
+    """On a workstation, `monit`, `bpm` and `bosh-agent` would hide others; the image links these names to it."""
+    assert {path.name for path in programs.glob("*")} & {"agent-shim", "bosh-agent", "bpm", "monit"} == {"agent-shim"}
+    for name in ("bosh-agent", "bpm", "monit"):
+        (programs / name).symlink_to("agent-shim")
+    try:
+        assert run(programs / "bpm", "version") == f"{version()}\n"
+        assert "usage: monit" in run(programs / "monit", "-h")
+        for word in ("-h", "--help"):
+            assert "usage: bosh-agent" in run(programs / "bosh-agent", word)
+        for word in ("-v", "--version"):
+            assert run(programs / "bosh-agent", word) == f"[Version] {version()} ({revision()})\n"
+    finally:
+        for name in ("bosh-agent", "bpm", "monit"):
+            (programs / name).unlink()
+
+
+def test_a_build_says_its_commit(programs: Path) -> None:
+    """In its version between releases, and beside it."""
+    wanted = f"agent-shim {version()} ({revision()})\n"
+
+    assert len(revision()) >= 40
+    assert run(programs / "agent-shim", "--version") == wanted
+    assert run(programs / "agent-shim", "version") == wanted
+    assert run(programs / "python", "-m", "agent_shim", "--version") == wanted
+
+
+@pytest.mark.parametrize("words", [["--help"], ["help"], ["help", "logs"], ["logs", "--help"]])
+def test_help_is_where_it_is_looked_for(programs: Path, words: list[str]) -> None:
+    assert run(programs / "agent-shim", *words).startswith("usage: agent-shim")
 
 
 def test_the_demo_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "agent_shim"
 FLOORS: Mapping[str, int] = {
+    "__main__": 6,
     "cli": 6,
     "demo": 6,
     "daemon": 5,

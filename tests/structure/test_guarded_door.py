@@ -82,7 +82,8 @@ RAW: Mapping[str, Raw] = {
     "services.trusted_cas": Raw(KERNEL, frozenset({"_holds", "_is_stale", "_write"})),
     "daemon.job_recovery": Raw(OWN, frozenset({"JobRecovery._take_over"})),
     "cli.commands": Raw(
-        "which jobs have a directory of logs, and /dev/null", frozenset({"_outcome", "_refuse_missing"})
+        "which jobs have a directory of logs, /dev/null, and files of the program",
+        frozenset({"_completion", "_outcome", "_refuse_missing"}),
     ),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
     "services.compiler": Raw(

@@ -15,6 +15,7 @@ ELSEWHERE: Mapping[str, str] = {
     "edges.control_client": "integration/test_control_server.py",
     "daemon.boot": "image/test_image.py",
     "cli.main": "image/test_image.py",
+    "__main__": "integration/test_wheel.py",
     "cli.__main__": "integration/test_daemon.py",
     "cli.compile_release": "integration/test_compile_command.py",
     "daemon.main": "integration/test_daemon.py",

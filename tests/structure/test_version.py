@@ -10,12 +10,14 @@ import pytest
 from agent_shim import __version__
 from tests.structure.source import ROOT, texts
 
-READERS = {"agent_shim/__init__.py", "cpi_release/release.py", "stemcell_overlay/stemcell.py"}
-"""The place of the version, and programs that read it there."""
+READERS = {"agent_shim/__init__.py"}
+"""The place of the version."""
+
+WRITTEN = re.findall(r'__version__ = "(.*)"', (ROOT / "agent_shim/__init__.py").read_text())[0]
+"""The version of the checkout; tests may run a build of it, which adds the commit."""
+NEXT = WRITTEN.removesuffix(".dev0")
 
 BY_HAND = {
-    "Dockerfile": r"STEMCELL_VERSION:-([^}]+)}",  # a label takes no output of a program
-    "CHANGELOG.md": r"(?s)## Unreleased\n.*?\n## (\S+).*\Z",
     "docs/cpi.md": r"(?:kubernetes-cpi|bosh-stemcell)-(\d+\.\d+\.\d+)",
     "docs/kubernetes.md": r"agent-shim (\d+\.\d+\.\d+)",
 }
@@ -30,22 +32,40 @@ def test_packaging_reads_the_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
     assert "version" in project["project"]["dynamic"]
-    assert project["tool"]["hatch"]["version"] == {"path": "agent_shim/__init__.py"}
-    assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
+    assert project["tool"]["hatch"]["version"]["path"] == "hatch_build.py"
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev0)?", WRITTEN)
+    assert __version__.startswith(WRITTEN)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_repetitions_are_equal(name: str) -> None:
-    """The label of the image, the newest release of the changelog, examples of the docs."""
-    assert set(re.findall(BY_HAND[name], (ROOT / name).read_text())) == {__version__}
+    """Examples of the docs name the release that they describe."""
+    assert set(re.findall(BY_HAND[name], (ROOT / name).read_text())) == {NEXT}
+
+
+def test_labels_of_the_image_have_the_version() -> None:
+    """A label takes no output of a program."""
+    found = re.findall(r"(?:STEMCELL_VERSION:-|ARG VERSION=)([\w.-]+)", (ROOT / "Dockerfile").read_text())
+
+    assert found == [WRITTEN.replace(".dev0", "-dev")] * 2
+
+
+def test_a_release_has_its_heading_in_the_changelog() -> None:
+    """Between releases the newest heading is that of an older one, below the changes that are not released."""
+    newest = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    if WRITTEN == NEXT:
+        assert newest[0] == WRITTEN
+    else:
+        assert newest[0] == "Unreleased"
+        assert tuple(map(int, newest[1].split("."))) < tuple(map(int, NEXT.split(".")))
 
 
 def test_no_other_file_repeats_it() -> None:
     """As the version of this project."""
-    own = re.compile(rf"agent[-_]shim[\"' =:@-]{{1,4}}{re.escape(__version__)}|__version__ = ")
+    own = re.compile(rf"agent[-_]shim[\"' =:@-]{{1,4}}{re.escape(NEXT)}|__version__ = ")
     found = {name for name, text in texts() if own.search(text) and not name.startswith("tests/")}
 
-    assert found <= READERS | set(BY_HAND) | MEASURED
+    assert found <= READERS | set(BY_HAND) | MEASURED | {"Dockerfile", "hatch_build.py"}
 
 
 def test_the_test_group_has_the_demo() -> None:

@@ -1,4 +1,4 @@
-"""``./dev run python -m tests.support.drawn``: write the generated parts of ``docs/``, ``deploy/`` and ``share/``."""
+"""``./dev run python -m tests.support.drawn``: write the generated files and parts of pages."""
 
 from __future__ import annotations
 
@@ -155,8 +155,9 @@ def _inner(text: str, width: int) -> str:
 FILES: Final[Mapping[str, Callable[[], str]]] = {
     "deploy/prometheus/prometheusrule.yaml": prometheus_rule,
     "deploy/prometheus/dashboard.yaml": dashboard,
-    "share/agent-shim.bash": shell_pages.bash,
-    "share/_agent-shim": shell_pages.zsh,
+    "agent_shim/cli/completion/agent-shim.bash": shell_pages.bash,
+    "agent_shim/cli/completion/_agent-shim": shell_pages.zsh,
+    "agent_shim/cli/completion/agent-shim.fish": shell_pages.fish,
     "share/agent-shim.1": shell_pages.manual,
 }
 """Generated files."""

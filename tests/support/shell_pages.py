@@ -1,4 +1,4 @@
-"""Completion for bash and zsh, and the manual page, from the parser of ``agent-shim``: files of ``share/``."""
+"""Completion for bash, zsh and fish, and the manual page, from the parser of ``agent-shim``."""
 
 from __future__ import annotations
 
@@ -162,6 +162,61 @@ def _zsh_value(command: str, action: argparse.Action) -> str:
 def _quoted(text: str) -> str:
     """Without the characters that end a part of a specification."""
     return re.sub(r"([:\[\]])", r"\\\1", text).replace("'", r"'\''")
+
+
+# --- fish -------------------------------------------------------------------------------------------------------------
+
+FISH: Final = """\
+# Completion of agent-shim for fish. Made by `python -m tests.support.drawn`.
+function __agent_shim_members
+    set -l words (commandline -opc)
+    set -l place
+    if set -l number (contains -i -- -b $words)
+        set place -b $words[(math $number + 1)]
+    end
+    $words[1] status --json $place 2>/dev/null |
+        sed -n '/^  "processes": /,/^  ]/s/^      "'$argv[1]'": "\\(.*\\)",\\{{0,1\\}}$/\\1/p'
+end
+
+complete -c agent-shim -f
+{lines}
+"""
+
+
+def fish() -> str:
+    """The file for ``vendor_completions.d``, or to be sourced."""
+    lines = [
+        f"complete -c agent-shim -n __fish_use_subcommand -a {name} -d {_fish_quoted(parser.description or '')}"
+        for name, parser in parsers().items()
+    ]
+    for name, parser in parsers().items():
+        lines += [f"{_fish_of(name)} {words}" for action in arguments(parser) for words in _fish_words(name, action)]
+    return FISH.format(lines="\n".join([*lines, "complete -c agent-shim -l help -d 'show options'"]))
+
+
+def _fish_of(command: str) -> str:
+    return f"complete -c agent-shim -n '__fish_seen_subcommand_from {command}'"
+
+
+def _fish_words(command: str, action: argparse.Action) -> Iterator[str]:
+    offered = ""
+    metavar = str(action.metavar)
+    if action.choices:
+        offered = f" -a '{' '.join(map(str, action.choices))}'"
+    elif metavar in NAMES and not action.option_strings:
+        offered = f" -a '(__agent_shim_members {NAMES[metavar]}){' all' if command in commands.CHANGES else ''}'"
+    elif metavar in FILES:
+        offered = " -a '(__fish_complete_directories)'" if FILES[metavar] == "d" else " -F"
+    if action.option_strings:
+        names = " ".join(f"-{'l' if one.startswith('--') else 's'} {one.lstrip('-')}" for one in action.option_strings)
+        value = "" if action.nargs == 0 else f" -x{offered}" if offered != " -F" else " -r -F"
+        yield f"{names}{value} -d {_fish_quoted(action.help or '')}"
+    elif offered:
+        yield offered.strip()
+
+
+def _fish_quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 # --- the manual page --------------------------------------------------------------------------------------------------

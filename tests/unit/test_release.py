@@ -7,17 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from hatch_build import semantic_version
 from release import texts
 from tests.structure.source import ROOT
 
 CHANGELOG = "# Changelog\n\nAll.\n\n## Unreleased\n\n- new\n\n## 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"
 
 
-def test_notes_are_the_section_of_the_next_version() -> None:
-    assert texts.notes(CHANGELOG, "0.3.0") == "# agent_shim 0.3.0\n\n- new\n"
+def test_unreleased_changes_are_no_release() -> None:
+    """Their notes say so; a release without a section of its own is refused, as is one with changes left over."""
+    assert texts.notes(CHANGELOG, "0.3.0-dev.g1") == "# agent_shim 0.3.0-dev.g1, not a release\n\n- new\n"
+    with pytest.raises(ValueError, match=r"no section 0.3.0; write one"):
+        texts.notes(CHANGELOG, "0.3.0")
+    with pytest.raises(ValueError, match=r"changes below Unreleased; move them to 0.2.0"):
+        texts.notes(CHANGELOG, "0.2.0")
 
 
-def test_notes_of_a_version_that_has_its_section() -> None:
+def test_notes_of_a_release_are_its_section() -> None:
     """Parts of a section belong to it."""
     text = CHANGELOG.replace("## Unreleased\n\n- new\n\n", "")
 
@@ -25,12 +31,12 @@ def test_notes_of_a_version_that_has_its_section() -> None:
 
 
 def test_a_version_without_notes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no section for 9.9.9 or Unreleased"):
+    with pytest.raises(ValueError, match=r"no section 9.9.9"):
         texts.notes("# Changelog\n\n## 0.2.0\n\n- a\n", "9.9.9")
 
 
 def test_our_own_changelog_has_notes() -> None:
-    assert "\n- " in texts.notes((ROOT / "CHANGELOG.md").read_text(), "0.2.0")
+    assert "\n- " in texts.notes((ROOT / "CHANGELOG.md").read_text(), semantic_version())
 
 
 def test_checksums_and_sizes_name_every_file(tmp_path: Path) -> None:

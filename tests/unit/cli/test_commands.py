@@ -15,8 +15,8 @@ from agent_shim.core.paths import Paths
 def examples() -> list[str]:
     """Every line of the examples that calls us, without what the shell does with it."""
     lines = [line.strip() for text in commands.EXAMPLES.values() for line in text.splitlines()]
-    parts = [part.strip() for line in lines for part in re.split(r"\||&&|#", line)]
-    return [part[part.index("agent-shim") :] for part in parts if "agent-shim" in part]
+    parts = [part.strip() for line in lines for part in re.split(r"\||&&|#| >", line)]
+    return [part[part.index("agent-shim") :] for part in parts if "agent-shim " in part]
 
 
 @pytest.mark.parametrize("line", examples())

@@ -11,7 +11,7 @@ _agent_shim_members() {
 _agent_shim() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} words="" kind=""
     if [ "$COMP_CWORD" = 1 ]; then
-        words="run status logs doctor drain start stop restart monitor unmonitor call check probe handback demo --help --version"
+        words="run status logs doctor drain start stop restart monitor unmonitor call check probe handback demo completion help version --help --version"
     else
         case "${COMP_WORDS[1]} $before" in
             "run -C") kind=f ;;
@@ -56,6 +56,9 @@ _agent_shim() {
                     probe) words="--help live ready -b" ;;
                     handback) words="--help -b" ;;
                     demo) words="--help" ;;
+                    completion) words="--help bash zsh fish" ;;
+                    help) words="--help" ;;
+                    version) words="--help" ;;
                 esac
                 ;;
         esac

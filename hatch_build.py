@@ -1,0 +1,95 @@
+"""The name of a build, the version with the commit, and the page of the wheel: read by hatchling."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+ROOT = Path(__file__).parent
+SOURCE = ROOT / "agent_shim/__init__.py"
+HOME = "https://github.com/agent-shim/agent-shim"
+
+
+def version() -> str:
+    """Return ``0.3.0`` for a release; between releases ``0.3.0.dev0+g`` and the commit, if one is known."""
+    number, commit = _written("__version__"), revision()
+    if commit and number.endswith(".dev0"):
+        return f"{number}+g{commit[:9]}{commit[40:].replace('-', '.')}"
+    return number
+
+
+def semantic_version() -> str:
+    """Return the version for BOSH and for tags of images, in the order of semantic versions: ``0.3.0-dev.g…``."""
+    return version().replace(".dev0+", "-dev.").replace(".dev0", "-dev")
+
+
+def revision() -> str:
+    """Return the commit, with ``-dirty`` if files of it are changed; "" if it is unknown.
+
+    From the source of a distribution, else ``AGENT_SHIM_REVISION`` (a build without git), else git.
+    """
+    return _written("__revision__") or os.environ.get("AGENT_SHIM_REVISION", "") or _of_git()
+
+
+def _of_git() -> str:
+    # A checkout of another project around an unpacked archive says nothing about the archive.
+    if not (ROOT / ".git").exists():
+        return ""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _written(name: str) -> str:
+    found = re.search(rf'^{name} = "([^"]*)"', SOURCE.read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def page(readme: str) -> str:
+    """Return README.md with absolute links, to the files of this commit or release."""
+    at = (revision()[:40] if "dev" in version() else f"v{version()}") or "main"
+    raw = HOME.replace("//github.com/", "//raw.githubusercontent.com/")
+    readme = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\g<1>{raw}/{at}/", readme)
+    return re.sub(r"((?<!!)\[[^]!]*\]\()(?!https?:|#)", rf"\g<1>{HOME}/blob/{at}/", readme)
+
+
+class PageHook(MetadataHookInterface):
+    """Gives the wheel its page and its addresses."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = page((ROOT / "README.md").read_text())
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+        metadata["urls"] = {
+            "Source": HOME,
+            "Documentation": f"{HOME}/blob/main/docs/README.md",
+            "Changelog": f"{HOME}/blob/main/CHANGELOG.md",
+            "Issues": f"{HOME}/issues",
+        }
+
+
+class NameHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Replaces the version and the commit in ``agent_shim/__init__.py`` of a wheel or source distribution."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":
+            return
+        text = SOURCE.read_text()
+        for name, value in (("__version__", globals()["version"]()), ("__revision__", revision())):
+            text = re.sub(rf'^{name} = "[^"]*"', f'{name} = "{value}"', text, flags=re.MULTILINE)
+        scratch = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, scratch)
+        named = scratch / "__init__.py"
+        named.write_text(text)
+        named.chmod(0o644)
+        build_data["force_include"][str(named)] = "agent_shim/__init__.py"

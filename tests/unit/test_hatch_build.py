@@ -1,0 +1,61 @@
+"""Names of builds, and the page of the wheel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hatch_build
+from tests.structure.source import ROOT
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The module with the version, in a tree without git."""
+    source = tmp_path / "__init__.py"
+    source.write_text('__version__ = "0.3.0.dev0"\n__revision__ = ""\n')
+    monkeypatch.setattr(hatch_build, "SOURCE", source)
+    monkeypatch.setattr(hatch_build, "ROOT", tmp_path)
+    monkeypatch.delenv("AGENT_SHIM_REVISION", raising=False)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("number", "commit", "named", "semantic"),
+    [
+        ("0.3.0.dev0", COMMIT, "0.3.0.dev0+g012345678", "0.3.0-dev.g012345678"),
+        ("0.3.0.dev0", f"{COMMIT}-dirty", "0.3.0.dev0+g012345678.dirty", "0.3.0-dev.g012345678.dirty"),
+        ("0.3.0.dev0", "", "0.3.0.dev0", "0.3.0-dev"),
+        ("0.3.0", COMMIT, "0.3.0", "0.3.0"),
+    ],
+)
+def test_only_builds_between_releases_have_the_commit_in_their_version(
+    written: Path, monkeypatch: pytest.MonkeyPatch, number: str, commit: str, named: str, semantic: str
+) -> None:
+    written.write_text(f'__version__ = "{number}"\n__revision__ = ""\n')
+    monkeypatch.setenv("AGENT_SHIM_REVISION", commit)
+
+    assert (hatch_build.version(), hatch_build.semantic_version()) == (named, semantic)
+
+
+def test_a_source_distribution_knows_its_commit(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written.write_text(f'__version__ = "0.3.0.dev0+g012345678"\n__revision__ = "{COMMIT}"\n')
+    monkeypatch.setenv("AGENT_SHIM_REVISION", "f" * 40)
+
+    assert (hatch_build.version(), hatch_build.revision()) == ("0.3.0.dev0+g012345678", COMMIT)
+
+
+def test_the_page_of_the_wheel_has_absolute_links_to_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENT_SHIM_REVISION", COMMIT)
+    text = hatch_build.page((ROOT / "README.md").read_text())
+    links = re.findall(r"\]\(([^)#]+)", text)
+
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
+    ours = [link for link in links if COMMIT in link]
+    assert [link for link in ours if not (ROOT / link.partition(f"{COMMIT}/")[2]).exists()] == []
+    assert any("raw.githubusercontent.com" in link for link in ours if link.endswith(".svg"))
