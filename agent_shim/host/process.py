@@ -4,8 +4,8 @@ Each child is reaped in one place, ``reap``, called when its pidfd turns readabl
 ``Process`` with that pid gets the exit status. So nothing else may fork: a child that is unknown here counts as an
 adopted orphan and its status is discarded.
 
-Call everything here on the event loop's thread. A spawn blocks the loop until the exec, half a millisecond; with a
-user 4 ms, as the child is then a copy of this process.
+Call everything here on the event loop's thread. A spawn blocks the loop until the exec, half a millisecond. So a child
+is root until then: processes of another user may stop one of theirs, and what changes users is a program, ``setpriv``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ import select
 import signal
 import subprocess
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, files, guarded, proc
@@ -37,6 +36,8 @@ from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
 
+SETPRIV: Final = "/usr/bin/setpriv"
+"""Program of util-linux that changes users."""
 POLL_S: Final = 0.02
 """Poll interval where no descriptor reports the change: a group that empties, a process without pidfd."""
 KILL_TIMEOUT_S: Final = 10.0
@@ -80,7 +81,7 @@ class Process:
         self.session = stat.session
         """Session at the spawn or adoption, and a child's last one once it is reaped."""
         self.is_caged = False
-        """``spawn`` put it in cgroups."""
+        """``job_cgroups`` put it in a cgroup."""
         self.on_end: Callable[[], None] | None = None
         """Called after its end; takes less than a task that waits for it."""
         self._leads = leads
@@ -298,34 +299,26 @@ def spawn(
     group: str | None = None,
     nice: int = 0,
     umask: int = 0o022,
-    cgroups: Sequence[str] = (),
 ) -> Process:
     """Run a program without a shell, in its own session: processes of one session can join each other's groups, which
     are signalled as a whole, and have a terminal of the agent.
 
     A stream of None is ``/dev/null``; a path is opened for appending. ``user`` and ``group`` are names or numbers; the
-    user brings its supplementary groups. Without root both are ignored. ``cgroups`` are directories that the child
-    joins before it becomes the user. Raises ``HostError`` "cannot run PROGRAM: why"; why names the failed step.
+    user brings its supplementary groups. Without root both are ignored. Raises ``HostError`` "cannot run PROGRAM: why".
     """
     program = argv[0]
-    if nice:
+    before = _as_user(program, user, group) + (["nice", "-n", str(nice)] if nice else [])
+    if before:
         _require_executable(program)
-        argv = ["nice", "-n", str(nice), *argv]
     with contextlib.ExitStack() as opened:
         try:
             out, err = (
                 opened.enter_context(closing(guarded.open_log(each, 0o640))) if isinstance(each, Path) else each
                 for each in (stdout, stderr)
             )
-            ids = _ids(user, group) if (user or group) and os.geteuid() == 0 else _Ids()
-            setup = _ChildSetup(ids, user, cgroups, opened)
-            if setup.is_needed:
-                # Newer Pythons warn about any code between fork and exec; this is a few system calls.
-                opened.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore", DeprecationWarning)
             opened.enter_context(spawning())
             popen = subprocess.Popen(
-                argv,
+                [*before, *argv],
                 env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL if stdin is None else stdin,
@@ -333,22 +326,17 @@ def spawn(
                 stderr=subprocess.DEVNULL if err is None else err,
                 umask=umask,
                 start_new_session=True,
-                preexec_fn=setup if setup.is_needed else None,  # noqa: PLW1509 - see above
             )
         except OSError as exc:
             raise _cannot_run(program, exc) from exc
-        except (LookupError, ValueError) as exc:
+        except ValueError as exc:
             raise HostError(f"cannot run {program}: {exc}") from exc
-        except subprocess.SubprocessError as exc:
-            raise HostError(f"cannot run {program}: {setup.failure() or exc}") from exc
     # Reaping is done here: without a return code Popen would try it too.
     popen.returncode = 0
     stat = proc.stat(popen.pid)
     assert stat is not None, "a child that is not reaped has a stat line"
     _spawned[popen.pid] = stat.start_ticks
-    made = Process(stat, _open(popen.pid), leads=True)
-    made.is_caged = bool(cgroups)
-    return made
+    return Process(stat, _open(popen.pid), leads=True)
 
 
 _HELD: Final = 'read AGENT_SHIM_GO && unset AGENT_SHIM_GO PWD OLDPWD SHLVL && exec "$@" </dev/null'
@@ -362,16 +350,19 @@ async def spawn_prepared(
     env: Mapping[str, str],
     stdout: int | None = None,
     stderr: int | None = None,
+    user: str | None = None,
+    group: str | None = None,
 ) -> Process:
     """As ``spawn``; ``prepare`` is called in a thread before the program runs, which it does not if that fails.
 
-    The child is a shell that waits for a line: code of ours between fork and exec needs a copy of this process, and the
-    loop waits for it. The program does not run either if this process dies. ``env`` has names of shell variables only.
+    The child is a shell of root that waits for a line: code of ours between fork and exec needs a copy of this process,
+    and the loop waits for it. The program does not run either if this process dies. ``env`` has names of shell
+    variables only.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     with closing(writing):
         with closing(reading):
-            command = ["/bin/sh", "-c", _HELD, "sh", *argv]
+            command = ["/bin/sh", "-c", _HELD, "sh", *_as_user(argv[0], user, group), *argv]
             waiting = spawn(command, env=env, stdin=reading, stdout=stdout, stderr=stderr)
 
         def work() -> None:
@@ -596,71 +587,29 @@ def _exit_info(pidfd: int | None) -> int | None:
     return 128 + code if (code := words[15] & 0x7F) else words[15] >> 8 & 0xFF
 
 
-class _Ids(NamedTuple):
-    """User and group ids for ``Popen``; None keeps the current ones."""
+def _as_user(program: str, user: str | None, group: str | None) -> list[str]:
+    """Return the beginning of a command that executes ``program`` as this user and group, with the user's groups.
 
-    user: int | None = None
-    group: int | None = None
-    groups: list[int] | None = None
-
-
-def _ids(user: str | None, group: str | None) -> _Ids:
-    """Resolve names or numbers, with all groups of the user; raises ``LookupError``."""
-    ids = _Ids()
+    Raises ``HostError`` for an unknown name.
+    """
+    if (user is None and group is None) or os.geteuid() != 0:
+        return []
+    chosen = {} if user else {"keep-groups": ""}
     try:
         if user is not None and user.isdigit():
-            ids = _Ids(int(user), None, [])
+            chosen = {"reuid": user, "clear-groups": ""}
         elif user is not None:
             entry = pwd.getpwnam(user)
-            ids = _Ids(entry.pw_uid, entry.pw_gid, os.getgrouplist(user, entry.pw_gid))
+            groups = ",".join(map(str, os.getgrouplist(user, entry.pw_gid)))
+            chosen = {"reuid": str(entry.pw_uid), "regid": str(entry.pw_gid), "groups": groups}
     except KeyError:
-        raise LookupError(f"there is no user {user}") from None
+        raise HostError(f"cannot run {program}: there is no user {user}") from None
     try:
         if group is not None:
-            ids = ids._replace(group=int(group) if group.isdigit() else grp.getgrnam(group).gr_gid)
+            chosen["regid"] = group if group.isdigit() else str(grp.getgrnam(group).gr_gid)
     except KeyError:
-        raise LookupError(f"there is no group {group}") from None
-    return ids
-
-
-class _ChildSetup:
-    """Steps of a child that becomes another user, between fork and exec; reports the step that failed.
-
-    Such a child cannot wait in a shell (``spawn_prepared``): processes of the same user could take it over.
-    """
-
-    def __init__(self, ids: _Ids, user: str | None, cgroups: Sequence[str], opened: contextlib.ExitStack) -> None:
-        """Open the cgroups; raises ``OSError`` for one that cannot be joined."""
-        self._ids, self._user = ids, user
-        self._groups = []
-        for each in cgroups:
-            # Opened before the fork: the kernel checks the permissions of the opener.
-            descriptor = opened.enter_context(closing(os.open(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)))
-            self._groups.append((each, descriptor))
-        self.is_needed = bool(self._groups or ids != _Ids())
-        if self.is_needed:
-            self._error_file = opened.enter_context(closing(os.memfd_create("failure", os.MFD_CLOEXEC)))
-
-    def __call__(self) -> None:
-        step = ""
-        try:
-            for path, descriptor in self._groups:
-                step = f"enter the cgroup {path}"
-                os.write(descriptor, b"0")
-            step = f"become user {self._user}"
-            if self._ids.groups is not None:
-                os.setgroups(self._ids.groups)
-            if self._ids.group is not None:
-                os.setresgid(self._ids.group, self._ids.group, self._ids.group)
-            if self._ids.user is not None:
-                os.setresuid(self._ids.user, self._ids.user, self._ids.user)
-        except OSError as exc:
-            os.write(self._error_file, f"cannot {step}: {exc.strerror}".encode())
-            raise
-
-    def failure(self) -> str:
-        """Return the failed step and its error as the child reported them, or an empty string."""
-        return os.pread(self._error_file, 1000, 0).decode(errors="replace") if self.is_needed else ""
+        raise HostError(f"cannot run {program}: there is no group {group}") from None
+    return [SETPRIV, *(f"--{name}={value}" if value else f"--{name}" for name, value in chosen.items()), "--"]
 
 
 def _cannot_run(program: str, exc: OSError) -> HostError:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -101,10 +102,15 @@ async def prepared(
         with theirs:
             started = process.spawn([*launcher(), "0"], env=env, stdin=theirs.fileno(), stdout=stdout, stderr=stderr)
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError):  # it has exited; its status is the report
-            await loop.sock_sendall(ours, json.dumps({**spec, "gate": True}).encode() + b"\n")
-            if spec["namespaces"]:
-                started = await _child(started, ours)
+        try:
+            async with asyncio.timeout(process.PREPARE_TIMEOUT_S):
+                with contextlib.suppress(ConnectionError):  # it has exited; its status is the report
+                    await loop.sock_sendall(ours, json.dumps({**spec, "gate": True}).encode() + b"\n")
+                    if spec["namespaces"]:
+                        started = await _child(started, ours)
+        except TimeoutError:
+            started.send_group(signal.SIGKILL)
+            raise HostError(f"cannot isolate it: no answer within {process.PREPARE_TIMEOUT_S:g} seconds") from None
         yield started
         with contextlib.suppress(ConnectionError):
             await loop.sock_sendall(ours, b"\n")
@@ -141,11 +147,12 @@ async def _try_namespaces() -> str:
         try:
             async with prepared(wanted, env={}, stdout=None, stderr=errors) as running:
                 pass
-            status = await running.wait()
+            async with asyncio.timeout(process.PREPARE_TIMEOUT_S):  # another process of its user may stop it
+                status = await running.wait_or_terminate(0.0)
             if status == 0:
                 return ""
             error = f"exit {status}"
-        except HostError as exc:
-            error = str(exc)
+        except (HostError, TimeoutError) as exc:
+            error = str(exc) or f"{PROBE_PROGRAM} did not end"
         text = os.pread(errors, 4096, 0).decode(errors="replace").strip()
     return text.rpartition("\n")[2].removeprefix(f"agent-shim: cannot run {PROBE_PROGRAM}: ") or error

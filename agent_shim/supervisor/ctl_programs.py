@@ -110,16 +110,14 @@ class Programs:
                 env["TZ"] = os.environ["TZ"]
             with contextlib.ExitStack() as opened:
                 output = self._open(name, opened)
-                as_user = partial(process.spawn, user=program.user, group=program.group)
-                spawn = partial(as_user, program.argv, env=env, stdout=output, stderr=output)
+                argv, user, group = program.argv, program.user, program.group
                 if is_aside:
-                    return spawn()
+                    return process.spawn(argv, env=env, stdout=output, stderr=output, user=user, group=group)
                 env[process_record.MARK] = process_record.mark(label, self._base)
-                cage = self.ownership.cage(label)
-                if program.user or program.group:
-                    return await _spawn_in(cage, label, spawn)
-                enter = partial(_enter, cage, label)
-                return await process.spawn_prepared(enter, program.argv, env=env, stdout=output, stderr=output)
+                enter = partial(_enter, self.ownership.cage(label), label)
+                return await process.spawn_prepared(
+                    enter, argv, env=env, stdout=output, stderr=output, user=user, group=group
+                )
 
     # --- processes of a service -------------------------------------------------------------------------------------
 
@@ -365,22 +363,6 @@ def _enter(cage: job_cgroups.JobCgroup, label: str, program: Process) -> None:
         cage.take(program)
     except OSError as exc:
         logger.warning(_UNCAGED, label, exc)
-
-
-async def _spawn_in(cage: job_cgroups.JobCgroup, label: str, spawn: Callable[..., Process]) -> Process:
-    """Start a program of another user, which enters the cgroup by itself, where that is possible."""
-    try:
-        groups = await asyncio.to_thread(cage.make)
-    except OSError as exc:
-        logger.warning(_UNCAGED, label, exc)
-        return spawn()
-    try:
-        return spawn(cgroups=groups)
-    except HostError as exc:
-        if not groups or "cgroup" not in str(exc):
-            raise
-        logger.warning(_UNCAGED, label, exc)
-        return spawn()
 
 
 def _rounds(grace: float) -> list[tuple[signal.Signals, float]]:

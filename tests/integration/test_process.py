@@ -357,17 +357,6 @@ async def refused(program: Path, why: str, env: dict[str, str]) -> None:
         await process.spawn_prepared(lambda _: None, [str(program)], env=env)
 
 
-async def test_a_program_is_in_its_cgroups_before_it_runs(env: dict[str, str], tmp_path: Path) -> None:
-    """The kernel takes the number 0 for the writer itself."""
-    procs = tmp_path / "cgroup.procs"
-    procs.touch()
-    child = process.spawn(["/bin/cat", str(procs)], env=env, stdout=tmp_path / "out", cgroups=[str(tmp_path)])
-
-    assert await child.wait() == 0
-    assert (tmp_path / "out").read_text() == "0"
-    assert child.is_caged
-
-
 async def test_no_program_joins_the_group_of_another(env: dict[str, str], tmp_path: Path) -> None:
     """A job's process that a script has left would have the signals for its own group meet a script of root."""
     victim = process.spawn(["/bin/sleep", "600"], env=env)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from agent_shim.core.errors import HostError
 from agent_shim.host import capabilities, process, sandbox, sandbox_exec
 
 UNPRIVILEGED_UID = 65534
@@ -124,6 +126,24 @@ async def test_program_waits_until_it_is_known(tmp_path: Path) -> None:
 
     assert await running.wait() == sandbox_exec.FAILED
     assert not marker.exists()
+
+
+async def test_a_program_that_is_not_isolated_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume of a dead file server holds the mounts of its namespace, and the process itself."""
+    spawn, started = process.spawn, []
+
+    def spawn_held(_: list[str], **options: Any) -> process.Process:
+        started.append(spawn(["/bin/sleep", "600"], **options))
+        return started[0]
+
+    monkeypatch.setattr(process, "spawn", spawn_held)
+    monkeypatch.setattr(process, "PREPARE_TIMEOUT_S", 0.1)
+
+    with pytest.raises(HostError, match="cannot isolate it: no answer within 0.1 seconds"):
+        async with sandbox.prepared(order(namespaces=["mnt"]), env={}, stdout=None, stderr=None):
+            pass
+
+    assert await started[0].wait() == 128 + signal.SIGKILL
 
 
 async def test_what_python_ignores_is_not_ignored_by_programs(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import signal
 import stat
 import struct
 import subprocess
@@ -25,7 +26,7 @@ from agent_shim.services.logs import tail
 from agent_shim.supervisor import filesystem_usage, process_record
 from tests.support import jobs
 from tests.support.guest import ROOT
-from tests.support.pod import AGENT, Pod
+from tests.support.pod import AGENT, Pod, end
 from tests.support.pod import pod as made
 
 pytestmark = pytest.mark.root
@@ -108,6 +109,23 @@ check process caged
 """,
     "config/bpm.yml": "processes:\n- name: caged\n  executable: /bin/sleep\n  args: [1000]\n",
 }
+
+
+STOPPER: Final = """
+import os, signal
+while True:
+    try:
+        os.kill(-1, signal.SIGSTOP)
+    except ProcessLookupError:
+        pass
+"""
+STOPPED: Final = """
+check process stopped{number}
+  with pidfile /var/vcap/sys/run/web/stopped{number}.pid
+  start program "/bin/sleep 1000" as uid vcap and gid vcap with timeout 1 seconds
+  stop program "/bin/true" as uid vcap with timeout 1 seconds
+  group vcap
+"""
 
 
 @pytest.fixture
@@ -462,3 +480,23 @@ def test_no_job_exchanges_the_marker_of_a_disk_that_all_users_may_write(tmp_path
 
     assert markers.read(volume) == markers.Marker("disk-1", "store")
     assert stat.S_IMODE(volume.stat().st_mode) == 0o755
+
+
+async def test_who_stops_each_process_of_its_user_stops_no_agent(pod: Pod) -> None:
+    """A child that has become the user and not yet executed its program is one of them."""
+    pod.env = {"authorized_keys": ["ssh-ed25519 AAAA vcap"]}
+    await pod.start()
+    monit = "".join(STOPPED.format(number=number) for number in range(20))
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": {"monit": monit}}))
+    saboteur = pod.machine.popen([*AS_VCAP.split(), sys.executable, "-c", STOPPER])
+    try:
+        for _ in range(2):
+            await pod.run("start")
+            for _ in range(50):
+                assert await pod.director.value(AGENT, "ping") == "pong"
+            await pod.run("stop")
+        for _ in range(3):
+            pod.end_agent()
+            await pod.start_agent()
+    finally:
+        end(saboteur, signal.SIGKILL)

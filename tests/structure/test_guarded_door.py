@@ -215,7 +215,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "host.process": Raw(
         "the files of cgroups, and whether a program that is to run is there: no content is read",
-        frozenset({"_ChildSetup.__init__", "_cannot_run", "_require_executable"}),
+        frozenset({"_cannot_run", "_require_executable"}),
     ),
     "host.pseudo_terminal": Raw(KERNEL, frozenset({"open_pair"})),
     "host.copytruncate": Raw(
