@@ -71,7 +71,7 @@ def refusal(session: Session, namespace: str, vm: Object) -> str:
 def attach(session: Session, vm: Object, disk: str) -> None:
     """Create the attachment of a disk and wait until it has mounted the disk."""
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
-    if not manifests.takes_live_disks(vm):
+    if not manifests.live_disks(vm):
         raise NotSupportedError(
             f"cannot attach the disk {disk} to {cid} while it runs: it was made without "
             "`disks.attach: live`; recreate the VM"

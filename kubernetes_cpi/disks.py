@@ -88,8 +88,8 @@ def attach(session: Session, vm: str, disk: str) -> dict[str, str]:
         recreation.finish(session, pod)
         if not pods.is_ready(pod):
             pods.until_ready(session, session.namespace_of(vm), pod, timeout_s=session.config.timeouts.create_vm)
-        return _hint(manifests.DISKS_AT_CREATION, disk)
-    if manifests.takes_live_disks(pod):
+        return {"path": manifests.place_at_creation(pod, disk)}
+    if manifests.live_disks(pod):
         return _attach_live(session, pod, disk)
     return _attach_by_recreation(session, pod, disk)
 
@@ -169,7 +169,7 @@ def _attach_live(session: Session, pod: Object, disk: str) -> dict[str, str]:
         except CpiError:
             claims.record_detach(session, disk, vm)
             raise
-    return _hint(manifests.LIVE_DISKS, disk)
+    return {"path": f"{manifests.live_disks(pod)}/{disk}"}
 
 
 def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str, str]:
@@ -198,7 +198,7 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
     except CpiError:
         claims.record_detach(session, disk, vm)
         raise
-    return _hint(manifests.DISKS_AT_CREATION, disk)
+    return {"path": manifests.place_at_creation(pod, disk)}
 
 
 def _pod(session: Session, vm: str) -> Object:
@@ -223,10 +223,6 @@ def _free(session: Session, disk: str, held: claims.Held) -> None:
         elif intent := recreation.unfinished(session, other):
             # Such a recreation was interrupted, and that VM waits for its pod.
             recreation.carry_on(session, other, intent, is_enough=pods.has_started)
-
-
-def _hint(directory: str, disk: str) -> dict[str, str]:
-    return {"path": f"{directory}/{disk}"}
 
 
 # --- create and change ----------------------------------------------------------------------------------------------

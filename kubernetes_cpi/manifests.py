@@ -18,9 +18,14 @@ from kubernetes_cpi.properties import AgentImage, DiskProperties, Service, Size,
 
 CONTAINER: Final = "bosh"
 AGENT_PORT: Final = 9190
-LIVE_DISKS: Final = "/var/vcap/bosh/disks"
-"""Directory below which disks reach a running VM; mounts arrive there from the node."""
-DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
+LIVE_DISKS: Final = "/var/vcap/disks"
+"""Directory below which disks reach a running VM; mounts arrive there from the node. Every user may pass it: without
+the right to mount, `/var/vcap/store` is a link to it, and `/var/vcap/bosh` is closed to jobs.
+"""
+DISKS_AT_CREATION: Final = "/var/vcap/disks-at-creation"
+_FORMER_DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
+"""Directory for VMs without the annotation `names.DISKS_AT`: the hints of their agents name it."""
+_LIVE_VOLUME: Final = "live-disks"
 PROGRAM: Final = "/opt/agent_shim"
 """Directory of the agent: part of the image, or a volume over an unmodified stemcell."""
 SETTINGS_DIRECTORY: Final = "/var/vcap/bosh/settings-source-file"
@@ -282,7 +287,12 @@ def pod(vm: Vm) -> Object:
             "name": vm.cid,
             "labels": {**properties.labels, **_group_labels(vm), **names.labels(names.KIND_VM, vm.director)}
             | {names.VM: vm.cid},
-            "annotations": {**properties.annotations, **vm.networks.annotations, names.ATTACH: vm.attach},
+            "annotations": {
+                **properties.annotations,
+                **vm.networks.annotations,
+                names.ATTACH: vm.attach,
+                names.DISKS_AT: DISKS_AT_CREATION,
+            },
         },
         "spec": spec,
     }
@@ -295,7 +305,7 @@ def with_disks(pod: Object, disks: Sequence[str]) -> Object:
         name = f"disk-{names.tail(disk)}"
         made["spec"]["volumes"].append({"name": name, "persistentVolumeClaim": {"claimName": disk}})
         mounts = made["spec"]["containers"][0]["volumeMounts"]
-        mounts.append({"name": name, "mountPath": f"{DISKS_AT_CREATION}/{disk}"})
+        mounts.append({"name": name, "mountPath": place_at_creation(pod, disk)})
     return made
 
 
@@ -309,9 +319,15 @@ def pinned(pod: Object, node: str) -> Object:
 
 def disks_of(pod: Object) -> list[str]:
     """Return the disks that a pod has mounted since its creation."""
-    at_creation = f"{DISKS_AT_CREATION}/"
+    at_creation = place_at_creation(pod, "")
     mounts = pod["spec"]["containers"][0].get("volumeMounts") or []
     return [one["mountPath"].removeprefix(at_creation) for one in mounts if one["mountPath"].startswith(at_creation)]
+
+
+def place_at_creation(pod: Object, disk: str) -> str:
+    """Return the path of a disk that a pod has mounted since its creation."""
+    annotations = pod["metadata"].get("annotations") or {}
+    return f"{annotations.get(names.DISKS_AT, _FORMER_DISKS_AT_CREATION)}/{disk}"
 
 
 def claims_of(pod: Object) -> list[str]:
@@ -320,10 +336,10 @@ def claims_of(pod: Object) -> list[str]:
     return [one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one]
 
 
-def takes_live_disks(pod: Object) -> bool:
-    """True if mounts of the node reach the VM."""
+def live_disks(pod: Object) -> str:
+    """Return the directory below which mounts of the node reach the VM; "" if none do."""
     mounts = pod["spec"]["containers"][0].get("volumeMounts") or []
-    return any(one["mountPath"] == LIVE_DISKS for one in mounts)
+    return next((one["mountPath"] for one in mounts if one["name"] == _LIVE_VOLUME), "")
 
 
 def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
@@ -351,8 +367,8 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
     if vm.attach == "live":
         # Never an emptyDir: at the end of the pod the kubelet would empty the disks that are mounted there.
         path = f"{vm.host_path}/{vm.cid}"
-        volumes.append({"name": "live-disks", "hostPath": {"path": path, "type": "DirectoryOrCreate"}})
-        mounts.append({"name": "live-disks", "mountPath": LIVE_DISKS, "mountPropagation": "HostToContainer"})
+        volumes.append({"name": _LIVE_VOLUME, "hostPath": {"path": path, "type": "DirectoryOrCreate"}})
+        mounts.append({"name": _LIVE_VOLUME, "mountPath": LIVE_DISKS, "mountPropagation": "HostToContainer"})
     for volume in properties.volumes:
         volumes.append({"name": volume.name, **volume.source})
         mount: Object = {"name": volume.name, "mountPath": volume.mount_path, "readOnly": volume.read_only}

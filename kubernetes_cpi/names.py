@@ -39,6 +39,8 @@ DISKS: Final = "cpi.bosh.io/disks"
 """Annotation of a data claim: the disks of the pod that a recreation creates, as JSON."""
 ATTACH: Final = "cpi.bosh.io/attach"
 """Annotation of a VM's pod: the way in which disks reach it while it runs."""
+DISKS_AT: Final = "cpi.bosh.io/disks-at"
+"""Annotation of a VM's pod: the directory of the disks that it has mounted since its creation."""
 RECREATED: Final = "cpi.bosh.io/recreated"
 """Annotation of a pod that a recreation has created."""
 

@@ -138,7 +138,7 @@ def _begun(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
             f"cannot make the pod of {vm} again: {manifests.DATA} is no claim, and its credentials and packages "
             "would be lost; recreate the VM with `disks.attach: recreate`, or attach disks live"
         )
-    live = attachments.disks_of(attachments.of(session, vm)) if manifests.takes_live_disks(pod) else []
+    live = attachments.disks_of(attachments.of(session, vm)) if manifests.live_disks(pod) else []
     intent = Intent(list(disks), live, _metadata(pod, "labels"), _metadata(pod, "annotations"))
     _note(session, vm, intent)
     return intent

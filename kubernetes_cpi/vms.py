@@ -91,7 +91,7 @@ def reboot(session: Session, vm: str) -> None:
         recreation.carry_on(session, vm, intent)
         return
     pod = pod or get(session, vm)
-    if manifests.takes_live_disks(pod):
+    if manifests.live_disks(pod):
         attachments.reboot(session, pod)
     elif recreation.can_recreate(pod) and not recreation.must_keep_address(session, pod):
         recreation.recreate(session, pod, manifests.disks_of(pod))

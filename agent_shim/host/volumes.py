@@ -7,7 +7,9 @@ Everything blocks; failures are ``HostError`` with ``errno``.
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +19,8 @@ from typing import Final
 import msgspec
 
 from agent_shim.host import files, mounts, proc
+
+logger = logging.getLogger(__name__)
 
 FLAGS: Final = {
     "ro": 1,
@@ -84,6 +88,9 @@ def show(volume: Path, place: Path, *, bind: bool) -> None:
         what = f"link {place} to {volume}"
         raise files.failed(what, OSError(exc.errno, why.get(exc.errno or 0, exc.strerror))) from exc
     files.swap_link(volume, place)
+    closed = next((up for up in volume.resolve().parents if not up.stat().st_mode & stat.S_IXOTH), None)
+    if closed is not None and os.geteuid() == 0:
+        logger.warning("jobs of other users cannot reach %s: only root may pass %s", place, closed)
 
 
 def take_away(place: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from tests.cpi.calls import ENV, STEMCELL, Cpi, CpiFailedError
 from tests.cpi.fake_api import Cluster, Object, RefusalError, Server, unscheduled, waiting
 
-AT_CREATION = "/var/vcap/bosh/disks-at-creation"
-LIVE = "/var/vcap/bosh/disks"
+AT_CREATION = "/var/vcap/disks-at-creation"
+LIVE = "/var/vcap/disks"
 
 
 def holder(cluster: Cluster, disk: str) -> str | None:
@@ -684,6 +684,45 @@ def test_vm_that_is_made_again_keeps_its_live_disks(cpi: Cpi, cluster: Cluster) 
     assert uid in attachment["spec"]["containers"][0]["command"]
     assert cpi("get_disks", old) == [live]
     assert cpi("get_disks", new) == [at_creation]
+
+
+def _made_by_an_older_version(cluster: Cluster, vm: str) -> None:
+    """Its agent keeps hints with paths below `/var/vcap/bosh`, where its disks have to return."""
+    pod, secret = cluster.of("pods")[vm], cluster.of("secrets")[vm]
+    kept = json.loads(base64.b64decode(secret["data"]["pod.json"]))
+    for one in (pod, kept):
+        del one["metadata"]["annotations"]["cpi.bosh.io/disks-at"]
+        for mount in one["spec"]["containers"][0]["volumeMounts"]:
+            for directory in (AT_CREATION, LIVE):
+                moved = directory.replace("/vcap/", "/vcap/bosh/")
+                mount["mountPath"] = mount["mountPath"].replace(f"{directory}/", f"{moved}/")
+                mount["mountPath"] = moved if mount["mountPath"] == directory else mount["mountPath"]
+    secret["data"]["pod.json"] = base64.b64encode(json.dumps(kept).encode()).decode()
+
+
+def places(cluster: Cluster, vm: str) -> list[str]:
+    return [one["mountPath"] for one in cluster.of("pods")[vm]["spec"]["containers"][0]["volumeMounts"]]
+
+
+def test_a_vm_of_an_older_version_keeps_the_paths_of_its_disks(cpi: Cpi, cluster: Cluster) -> None:
+    first, second = (cpi("create_disk", 64, {}, None) for _ in range(2))
+    vm = cpi.create_vm("agent-1", [first], attach="recreate")
+    _made_by_an_older_version(cluster, vm)
+    former = "/var/vcap/bosh/disks-at-creation"
+
+    assert cpi("attach_disk", vm, first) == {"path": f"{former}/{first}"}
+    assert cpi("attach_disk", vm, second) == {"path": f"{former}/{second}"}
+
+    assert {f"{former}/{first}", f"{former}/{second}"} <= set(places(cluster, vm))
+    assert cpi("get_disks", vm) == [first, second]
+
+
+def test_a_live_vm_of_an_older_version_keeps_the_paths_of_its_disks(cpi: Cpi, cluster: Cluster) -> None:
+    vm = live_vm(cpi)
+    disk = cpi("create_disk", 64, {}, vm)
+    _made_by_an_older_version(cluster, vm)
+
+    assert cpi("attach_disk", vm, disk) == {"path": f"/var/vcap/bosh/disks/{disk}"}
 
 
 # --- size, type, snapshots ------------------------------------------------------------------------------------------

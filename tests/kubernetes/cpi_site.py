@@ -108,9 +108,10 @@ class Site:
         return await self.namespace.pod(instance.vm).exec(*command)
 
     async def write(self, instance: Instance) -> None:
-        """Write the file that no flow may lose, as a job would."""
+        """Write the file that no flow may lose, as a job would, and one as vcap."""
         instance.kept = uuid.uuid4().hex
         await self.exec(instance, "sh", "-c", f"echo {instance.kept} >/var/vcap/store/{deployments.KEPT}; sync")
+        await self.exec(instance, "sh", "-ec", _AS_VCAP)
 
     async def check(self, *instances: Instance) -> None:
         """Check the invariants of a flow: jobs run, the file is there, and the Director knows all existing objects."""
@@ -184,6 +185,14 @@ class Site:
         places += [call.said for call in self.cpi.calls]
         for canary in self.deployments.secrets:
             assert not any(canary in place for place in places)
+
+
+_AS_VCAP: Final = """
+mkdir -p /var/vcap/store/of-vcap
+test "$(id -u)" = 0 || exit 0
+chown vcap:vcap /var/vcap/store/of-vcap
+exec setpriv --reuid=vcap --regid=vcap --clear-groups sh -c "echo kept >/var/vcap/store/of-vcap/file"
+"""
 
 
 def _is_ending(one: Document) -> bool:

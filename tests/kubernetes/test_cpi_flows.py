@@ -222,7 +222,7 @@ async def test_attachment_that_is_killed_does_not_stack_mounts(site: Site, db: I
     await site.namespace.pod(attachment["metadata"]["name"]).kill()
 
     mounts = await site.exec(db, "cat", "/proc/self/mountinfo")
-    assert [line.split()[4] for line in mounts.splitlines()].count(f"/var/vcap/bosh/disks/{disk}") == 1
+    assert [line.split()[4] for line in mounts.splitlines()].count(f"/var/vcap/disks/{disk}") == 1
     assert await site.exec(db, "cat", f"{link}/file") == "kept\n"
     await _delete_dynamic(site, db, disk)
     await site.check(db)

@@ -29,8 +29,11 @@ pytestmark = pytest.mark.root
 
 WITHOUT_CAPABILITIES = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--")
 
-ALL = [cpis.DOCKER, cpis.GARDEN, cpis.LXD, cpis.KUBERNETES, cpis.SYKESM, cpis.SAP]
-WITH_TWO_DISKS = [cpis.DOCKER, cpis.CREATE_ENV, cpis.GARDEN, cpis.LXD, cpis.KUBERNETES, cpis.SYKESM]
+OURS = [cpis.OURS, cpis.OURS_LIVE]
+ALL = [cpis.DOCKER, cpis.GARDEN, cpis.LXD, cpis.KUBERNETES, cpis.SYKESM, cpis.SAP, *OURS]
+WITH_TWO_DISKS = [cpis.DOCKER, cpis.CREATE_ENV, cpis.GARDEN, cpis.LXD, cpis.KUBERNETES, cpis.SYKESM, *OURS]
+AS_VCAP = "setpriv --reuid=vcap --regid=vcap --clear-groups --"
+
 EACH_WAY = pytest.mark.parametrize("prefix", [(), WITHOUT_CAPABILITIES], ids=["by mount", "without capabilities"])
 
 
@@ -43,6 +46,11 @@ class Site:
         self.content: dict[str, Any] = {}
         """Expected content of the disk on the store."""
         pod.keeps_root = self.cpi.attaches == "by restart"
+
+    @property
+    def jobs_reach_disks(self) -> bool:
+        """False for a link into a directory that is closed to jobs: SAP's CPI mounts disks there."""
+        return not (self.pod.prefix and self.cpi.place.startswith(cpis.BOSH))
 
     # --- the CPI --------------------------------------------------------------------------------------------------
 
@@ -130,6 +138,8 @@ class Site:
             assert shown[0] == f"{found.st_dev}:{found.st_ino}", f"{cid} is not on {place}"
             assert shown[1] == ("symbolic link" if self.pod.prefix else "directory")
         if listed:
+            if self.jobs_reach_disks:
+                self.pod.machine.run(f"{AS_VCAP} ls /var/vcap/store")
             assert fingerprint(self.pod.volume(listed[0])) == self.content
 
 
@@ -148,7 +158,13 @@ async def site(scratch: Path, cpi: Cpi, prefix: tuple[str, ...]) -> AsyncIterato
 
 
 async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
-    """Everything that is hard to copy, as jobs may have left it."""
+    """Everything that is hard to copy, as jobs may have left it; vcap writes as well."""
+    run = one.pod.machine.run
+    run("mkdir /var/vcap/store/of-vcap; chown vcap:vcap /var/vcap/store/of-vcap")
+    if one.jobs_reach_disks:
+        run(f"{AS_VCAP} sh -ec 'cd /var/vcap/store; echo kept >of-vcap/file; df . >/dev/null'")
+    run("rm -r /var/vcap/store/of-vcap")
+    assert not run(f"{AS_VCAP} cat {one.cpi.settings} 2>/dev/null || true"), "credentials are closed to jobs"
     fill(one.pod.volume(cid) / "files", as_root=as_root)
     one.content = fingerprint(one.pod.volume(cid))
 

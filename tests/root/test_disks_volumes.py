@@ -141,6 +141,16 @@ def test_the_directory_of_an_image_layer_becomes_a_link(tmp_path: Path) -> None:
 
 
 @alone
+def test_a_link_through_a_closed_directory_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    volume, place = mount_tmpfs(tmp_path / "closed/volume"), tmp_path / "store"
+    (tmp_path / "closed").chmod(0o700)
+
+    volumes.show(volume, place, bind=False)
+
+    assert f"cannot reach {place}: only root may pass {tmp_path / 'closed'}" in caplog.text
+
+
+@alone
 def test_files_in_the_way_of_a_link_are_kept(tmp_path: Path) -> None:
     volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     place.mkdir()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from kubernetes_cpi import manifests
 from tests.support.machine import Machine
 
 BOSH: Final = "/var/vcap/bosh"
@@ -165,5 +166,24 @@ SAP: Final = Cpi(
     tells_the_agent=False,
 )
 """It attaches one disk at most: all its volumes have the same name."""
+OURS: Final = Cpi(
+    name="our Kubernetes CPI",
+    settings=f"{BOSH}/settings-source-file/config.json",
+    sources=(WARDEN, f"{BOSH}/settings-source-file/config.json"),
+    deliver=mount_secret,
+    place=f"{manifests.DISKS_AT_CREATION}/{{cid}}",
+    is_hint_an_object=True,
+)
+"""Disks at creation and reserved ones have the same place."""
+OURS_LIVE: Final = Cpi(
+    name="our Kubernetes CPI, live",
+    settings=OURS.settings,
+    sources=OURS.sources,
+    deliver=mount_secret,
+    place=f"{manifests.LIVE_DISKS}/{{cid}}",
+    is_hint_an_object=True,
+    attaches="live",
+    loses_data_unasked=False,
+)
 STATEFUL_SET: Final = Cpi(name="a StatefulSet", deliver=mount_file, place="/var/vcap/store", tells_the_agent=False)
 """No CPI: the manifest mounts the volume where jobs expect it, and says so in the settings."""
