@@ -1,6 +1,6 @@
 """``./dev release`` makes everything that a release publishes, in ``dist/agent-shim-VERSION``.
 
-    ./dev release [--name REGISTRY/NAME] [--image ARCHITECTURE=BASE]... [--only PART]... [--no-cache] [--out DIRECTORY]
+    ./dev release [--tag TAG] [--name REGISTRY/NAME] [--image ARCHITECTURE=BASE]... [--only PART]... [--out DIRECTORY]
     ./dev release --compare DIRECTORY DIRECTORY
 
 Parts are wheel, cpi, images, stemcells, sboms and notes; checksums and sizes come last. Images of another architecture
@@ -152,6 +152,9 @@ def main() -> int:
         sys.stdout.writelines(f"{name}: {how}\n" for name, how in found.items())
         return 1 if found else 0
     version = semantic_version()
+    if arguments.tag and (arguments.tag != f"v{version}" or revision().endswith("-dirty")):
+        print(f"release: cannot make {arguments.tag}: this tree is {version} ({revision()})", file=sys.stderr)
+        return 1
     epoch = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
     try:
         release = Release(
@@ -196,6 +199,7 @@ def make(release: Release, parts: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="./dev release", description="Make everything that a release publishes.")
+    parser.add_argument("--tag", default="", help="refuse to make anything but the release of this tag")
     parser.add_argument("--name", default="", help="name of the image in a registry, for the light stemcell")
     parser.add_argument(
         "--image",

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""``./dev sbom`` prints the dependencies of the agent in CycloneDX 1.5: each wheel with hashes and licence.
+"""``./dev sbom`` prints the dependencies of the agent in CycloneDX 1.5: each wheel with hashes, licence and dependencies.
 
-Versions and hashes come from a lock file, that of the image unless ``--lock`` names another, licences from the
-installed packages. ``--licences`` prints a table instead.
+Versions, hashes and dependencies come from a lock file, that of the image unless ``--lock`` names another, licences
+from the installed packages. ``--licences`` prints a table instead.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
+sys.path.append(str(ROOT))
+
+from hatch_build import version  # noqa: E402 - a module beside this directory
+
 LOCK: Final = ROOT / "requirements/runtime.lock"
 _PINNED: Final = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)")
 _HASH: Final = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+_NEEDED_BY: Final = re.compile(r"^    #(?: via|  ) ([A-Za-z0-9._-]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Component:
     version: str
     hashes: tuple[str, ...]
     licence: str
+    needed_by: tuple[str, ...]
+    """Packages that depend on it; the program itself is none."""
 
 
 def components(lock: str) -> Iterator[Component]:
@@ -38,7 +45,9 @@ def components(lock: str) -> Iterator[Component]:
     for entry in re.split(r"\n(?=[A-Za-z0-9])", lock):
         pinned = _PINNED.match(entry)
         if pinned is not None:
-            yield Component(pinned[1], pinned[2], tuple(_HASH.findall(entry)), licence(pinned[1]))
+            yield Component(
+                pinned[1], pinned[2], tuple(_HASH.findall(entry)), licence(pinned[1]), tuple(_NEEDED_BY.findall(entry))
+            )
 
 
 def licence(name: str) -> str:
@@ -56,17 +65,24 @@ def licence(name: str) -> str:
 
 def document(name: str, version: str, found: list[Component]) -> dict[str, Any]:
     """Return the document of CycloneDX 1.5."""
+    refs = {one.name: f"pkg:pypi/{one.name.lower()}@{one.version}" for one in found}
+    below: dict[str, list[str]] = {ref: [] for ref in (name, *refs.values())}
+    for one in found:
+        for above in {refs.get(needed, name) for needed in one.needed_by}:
+            below[above].append(refs[one.name])
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
         "version": 1,
-        "metadata": {"component": {"type": "application", "name": name, "version": version}},
+        "metadata": {"component": {"type": "application", "bom-ref": name, "name": name, "version": version}},
+        "dependencies": [{"ref": ref, "dependsOn": needed} for ref, needed in below.items()],
         "components": [
             {
                 "type": "library",
+                "bom-ref": refs[one.name],
                 "name": one.name,
                 "version": one.version,
-                "purl": f"pkg:pypi/{one.name.lower()}@{one.version}",
+                "purl": refs[one.name],
                 "licenses": [{"license": {"name": one.licence}}],
                 "hashes": [{"alg": "SHA-256", "content": digest} for digest in one.hashes],
             }
@@ -86,7 +102,7 @@ def main() -> int:
     if asked.licences:
         sys.stdout.writelines(f"{one.name:20} {one.version:12} {one.licence}\n" for one in found)
     else:
-        made = document(asked.name, importlib.metadata.version("agent-shim"), found)
+        made = document(asked.name, version(), found)
         sys.stdout.write(f"{json.dumps(made, indent=1)}\n")
     return 0
 

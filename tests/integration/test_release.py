@@ -66,3 +66,12 @@ def test_archives_of_equal_images_are_equal(tmp_path: Path) -> None:
     assert (tmp_path / "0.tar").read_bytes() == (tmp_path / "1.tar").read_bytes()
     with tarfile.open(tmp_path / "0.tar") as packed:
         assert {member.mtime for member in packed.getmembers()} == {1_700_000_000}
+
+
+def test_a_tag_of_another_version_makes_nothing(tmp_path: Path) -> None:
+    """Between releases no tag fits."""
+    done = release("--tag=v9.9.9", "--only=wheel", f"--out={tmp_path / 'out'}")
+
+    assert (done.returncode, done.stderr.partition(":")[0]) == (1, "release")
+    assert "cannot make v9.9.9: this tree is " in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -31,6 +31,21 @@ def test_every_package_of_the_lock_is_in_it_with_its_hashes(name: str, file: str
     assert document["metadata"]["component"]["name"] == name
 
 
+@pytest.mark.parametrize(("name", "file"), [("agent-shim", "runtime.lock"), ("bosh-kubernetes-cpi", "cpi.lock")])
+def test_each_package_is_reached_from_the_program(name: str, file: str) -> None:
+    document = json.loads(sbom("--name", name, "--lock", str(ROOT / "requirements" / file)))
+    below = {one["ref"]: one["dependsOn"] for one in document["dependencies"]}
+    reached, new = set(), {name}
+    while new:
+        reached |= new
+        new = {ref for above in new for ref in below[above]} - reached
+
+    assert reached == {name, *(one["bom-ref"] for one in document["components"])}
+    if name == "agent-shim":
+        assert set(below[name]) > {ref for ref in reached if ref.startswith("pkg:pypi/aiohttp@")}
+        assert [ref for ref in below[name] if ref.startswith("pkg:pypi/frozenlist@")] == []
+
+
 def test_no_licence_forbids_what_is_done_here() -> None:
     """No licence binds users of the image: installed packages are permissive or weakly reciprocal."""
     lines = sbom("--licences").splitlines()

@@ -1,0 +1,72 @@
+"""The workflows call tasks of ``./dev``, with as few rights and as fixed actions as they need."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.structure.source import ROOT
+
+WORKFLOWS = sorted(path.name for path in (ROOT / ".github/workflows").iterdir())
+TASK = re.compile(r"\./dev (\$\{\{ matrix\.task \}\}|[a-z-]+)")
+
+
+def read(name: str) -> dict[str, Any]:
+    # "on" is a truth value to YAML 1.1, and is not read here.
+    found: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows" / name).read_text())
+    return found
+
+
+def tasks(workflow: dict[str, Any]) -> set[str]:
+    """Return the tasks that a workflow runs."""
+    found: set[str] = set()
+    for job in workflow["jobs"].values():
+        for step in job["steps"]:
+            for task in TASK.findall(step.get("run", "")):
+                found |= {task} if "matrix" not in task else set(job["strategy"]["matrix"]["task"])
+    return found
+
+
+def test_ci_runs_the_tasks_of_dev_ci() -> None:
+    """Neither this service nor ``.ci/run`` knows a check that the other lacks."""
+    listed = re.search(r"\n    ci\) for task in ([^;]+);", (ROOT / "dev").read_text())
+
+    assert listed is not None
+    assert tasks(read("ci.yml")) == set(listed[1].split())
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_tasks_exist(name: str) -> None:
+    known = set(re.findall(r"^    ([a-z-]+)\)", (ROOT / "dev").read_text(), re.MULTILINE))
+
+    assert tasks(read(name))
+    assert tasks(read(name)) - known == set()
+
+
+def test_each_supported_python_and_arm64_are_tested() -> None:
+    matrix = read("ci.yml")["jobs"]["test"]["strategy"]["matrix"]
+    classifiers = re.findall(r"Python :: (3\.\d+)\"", (ROOT / "pyproject.toml").read_text())
+
+    assert matrix["python"] == classifiers
+    assert any(one["machine"].endswith("-arm") for one in matrix["include"])
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_rights_are_given_and_jobs_end(name: str) -> None:
+    workflow = read(name)
+
+    assert workflow["permissions"] in ({}, {"contents": "read"})
+    assert [job for job, one in workflow["jobs"].items() if "timeout-minutes" not in one] == []
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_actions_are_fixed_to_a_commit(name: str) -> None:
+    """A tag can be moved to other code."""
+    used = re.findall(r"uses: (.*)", (ROOT / ".github/workflows" / name).read_text())
+
+    assert used
+    assert [one for one in used if not re.fullmatch(r"[\w/.-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", one)] == []
+    assert "${{ github.event" not in "".join(re.findall(r"run: (.*)", (ROOT / ".github/workflows" / name).read_text()))
