@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import ssl
 import time
 import urllib.parse
@@ -18,7 +19,7 @@ import msgspec
 
 from kubernetes_cpi import log
 from kubernetes_cpi.config import Timeouts
-from kubernetes_cpi.credentials import Access
+from kubernetes_cpi.credentials import HEADER_VALUE, Access
 from kubernetes_cpi.errors import ApiError, InputError, UnreachableError
 
 Object = dict[str, Any]
@@ -64,9 +65,14 @@ class Client:
     def __init__(self, access: Access, timeouts: Timeouts) -> None:
         self.access = access
         self._timeouts = timeouts
-        self._server = urllib.parse.urlsplit(access.server)
-        if self._server.scheme not in ("http", "https") or not self._server.hostname:
-            raise InputError(f"cannot reach the API server: {access.server!r} is no http or https URL")
+        self._server = _url(access.server, "the API server")
+        if access.proxy:
+            _url(access.proxy, "the proxy of the API server")
+        if self._server.scheme == "http" and not _is_loopback(self._server.hostname or ""):
+            raise InputError(
+                f"cannot use the API server {access.server}: it would get the credentials unencrypted; plain http is "
+                "for 127.0.0.1 alone, as of `kubectl proxy`"
+            )
         self._connection: http.client.HTTPConnection | None = None
         self._tls: ssl.SSLContext | None = None
 
@@ -214,6 +220,9 @@ class Client:
                 status, headers, data = self._exchange(method, path, body)
             except ssl.SSLCertVerificationError as exc:
                 raise InputError(f"cannot trust the API server {self.access.server}: {exc.verify_message}") from exc
+            except ValueError:
+                # Of http.client: its text repeats headers, credentials included.
+                raise InputError(f"cannot {what}: HTTP does not allow its path or headers") from None
             except (OSError, http.client.HTTPException) as exc:
                 self._hang_up()
                 log.call(what, _reason(exc), time.monotonic() - began)
@@ -315,6 +324,23 @@ class Client:
         if self._connection is not None:
             self._connection.close()
         self._connection = None
+
+
+def _url(text: str, what: str) -> urllib.parse.SplitResult:
+    """Parse an address; an error does not repeat it, since it may hold a password."""
+    try:
+        found = urllib.parse.urlsplit(text)
+        is_good = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+        (found.hostname or "").encode("idna")
+    except ValueError:
+        is_good = False
+    if not is_good or "@" in found.netloc or not re.fullmatch(HEADER_VALUE, text):
+        raise InputError(f"cannot reach {what}: its address is no URL of the form https://HOST:PORT without a user")
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 class _WatchEndedError(Exception):

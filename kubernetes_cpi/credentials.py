@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,9 +16,24 @@ from kubernetes_cpi import log
 from kubernetes_cpi.config import Cluster
 from kubernetes_cpi.errors import InputError
 
+HEADER_VALUE: Final = r"[\x21-\x7e]*"
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 EXEC_TIMEOUT_S: Final = 60
 DEFAULT_NAMESPACE: Final = "default"
+
+
+class Credential(msgspec.Struct, frozen=True, rename="camel"):
+    """`status` of an ExecCredential."""
+
+    token: str | None = None
+    client_certificate_data: str | None = None
+    client_key_data: str | None = None
+
+
+class ExecCredential(msgspec.Struct, frozen=True):
+    """The output of a credential plugin."""
+
+    status: Credential
 
 
 class Access(msgspec.Struct):
@@ -40,10 +56,16 @@ class Access(msgspec.Struct):
     def renew(self) -> None:
         """Read credentials that may have changed, and hide them from the log."""
         if self.token_file:
-            self.token = _text(self.token_file, "token").strip()
+            self.token = _text(self.token_file, "token")
         if self.plugin:
             self._run_plugin(self.plugin)
         log.hide([self.token, self.key])
+        # Files and variables of shells end in a line break.
+        self.token = self.token.strip()
+        if not re.fullmatch(HEADER_VALUE, self.token):
+            raise InputError(
+                f"cannot use the token of {self.origin}: it has blanks, line breaks or characters beyond ASCII within"
+            )
 
     def _run_plugin(self, plugin: Mapping[str, Any]) -> None:
         """Run a client-go credential plugin (client.authentication.k8s.io)."""
@@ -52,21 +74,26 @@ class Access(msgspec.Struct):
         version = plugin.get("apiVersion", "client.authentication.k8s.io/v1")
         info = {"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}}
         env = {**os.environ, "KUBERNETES_EXEC_INFO": msgspec.json.encode(info).decode()}
-        env |= {one["name"]: one["value"] for one in plugin.get("env") or []}
+        own = {one["name"]: one["value"] for one in plugin.get("env") or []}
+        log.hide(own)
+        env |= own
         command = [str(plugin.get("command", "")), *map(str, plugin.get("args") or [])]
         try:
             done = subprocess.run(
                 command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=EXEC_TIMEOUT_S, check=True
             )
-            status = msgspec.json.decode(done.stdout, type=dict[str, Any])["status"]
-        except (OSError, subprocess.SubprocessError) as exc:
+            status = msgspec.json.decode(done.stdout, type=ExecCredential).status
+        except OSError as exc:
+            raise InputError(f"cannot get credentials from {command[0]}: {exc.strerror}") from exc
+        except subprocess.SubprocessError as exc:
+            # Its own text would repeat the arguments.
             told = (getattr(exc, "stderr", None) or b"").decode(errors="replace").strip()
-            raise InputError(f"cannot get credentials from {command[0]}: {told or exc}") from exc
-        except (msgspec.DecodeError, KeyError) as exc:
-            raise InputError(f"cannot get credentials from {command[0]}: it printed no ExecCredential") from exc
-        self.token = status.get("token") or ""
-        self.certificate = status.get("clientCertificateData") or self.certificate
-        self.key = status.get("clientKeyData") or self.key
+            raise InputError(f"cannot get credentials from {command[0]}: {told or type(exc).__name__}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise InputError(f"cannot get credentials from {command[0]}: it printed no ExecCredential") from None
+        self.token = status.token or ""
+        self.certificate = status.client_certificate_data or self.certificate
+        self.key = status.client_key_data or self.key
 
 
 def access(cluster: Cluster) -> Access:
@@ -124,11 +151,12 @@ def _from_kubeconfig(cluster: Cluster) -> Access:
         tls_server_name=place.get("tls-server-name") or "",
         proxy=place.get("proxy-url") or "",
         namespace=context.get("namespace") or DEFAULT_NAMESPACE,
-        token=user.get("token") or "",
+        token=str(user.get("token") or ""),
         token_file=base / token_file if token_file else None,
         certificate=_data_or_file(user, "client-certificate", base),
         key=_data_or_file(user, "client-key", base),
         plugin=user.get("exec"),
+        origin=origin,
     )
 
 
@@ -142,9 +170,9 @@ def _parsed(text: str, origin: str) -> dict[str, Any]:
         try:
             document = yaml.safe_load(text)
         except yaml.YAMLError as exc:
+            # Its own text can repeat a part of the token.
             place = getattr(exc, "problem_mark", None)
-            where = f"line {place.line + 1}" if place else "no YAML"
-            raise InputError(f"cannot read {origin}: {where}: {getattr(exc, 'problem', '')}") from None
+            raise InputError(f"cannot read {origin}: no YAML{f' in line {place.line + 1}' if place else ''}") from None
     if not isinstance(document, dict):
         raise InputError(f"cannot read {origin}: it is no hash")
     return document
@@ -163,8 +191,8 @@ def _data_or_file(entry: Mapping[str, Any], key: str, base: Path) -> str:
     if data := entry.get(f"{key}-data"):
         try:
             return base64.b64decode("".join(data.split()), validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError) as exc:
-            raise InputError(f"cannot use the kubeconfig: `{key}-data` is no base64 of a PEM text") from exc
+        except (AttributeError, binascii.Error, ValueError):
+            raise InputError(f"cannot use the kubeconfig: `{key}-data` is no base64 of a PEM text") from None
     return _text(base / entry[key], key) if entry.get(key) else ""
 
 

@@ -56,8 +56,11 @@ def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
     except Exception as exc:  # noqa: BLE001 - a bug becomes a response as well; its place goes to stderr
         import traceback
 
-        log.say(traceback.format_exc())
-        error = Failure(CpiError.type_name, log.redacted(f"cannot {name}: {type(exc).__name__}: {exc}"), False)
+        # Without its text, which can repeat a secret in any form.
+        frames = traceback.extract_tb(exc.__traceback__)
+        told = f"cannot {name}: {type(exc).__name__} in {frames[-1].name}, a fault of this CPI; its log has the place"
+        log.say("".join(frames.format()) + told)
+        error = Failure(CpiError.type_name, told, False)
     return _encoded(Response(result, error, log.summary(name, time.monotonic() - began)))
 
 

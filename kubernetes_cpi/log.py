@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import msgspec
+
 MIN_SECRET_CHARS: Final = 6
 """Minimum length of a secret; shorter texts would match everywhere."""
 HIDDEN: Final = "<redacted>"
@@ -52,9 +54,10 @@ def hide(document: Any) -> None:
 
 
 def redacted(text: str) -> str:
-    """Remove the secrets from ``text``, plain and in base64."""
+    """Remove the secrets from ``text``: plain, in base64, and with the escapes of Python and JSON."""
     for secret in sorted(_secrets, key=len, reverse=True):
-        for form in (secret, base64.b64encode(secret.encode()).decode()):
+        coded, quoted = base64.b64encode(secret.encode()).decode(), msgspec.json.encode(secret).decode()
+        for form in (secret, coded, quoted[1:-1], repr(secret)[1:-1]):
             text = text.replace(form, HIDDEN)
     return text
 
@@ -64,9 +67,7 @@ def _texts(document: Any) -> Iterable[str]:
         yield document
         for userinfo in _USERINFO.findall(document):
             yield userinfo.partition(":")[2]
-        lines = document.splitlines()
-        if len(lines) > 1:
-            yield from (line for line in lines if not line.startswith("-----"))
+        yield from (line.strip() for line in document.splitlines() if not line.startswith("-----"))
     elif isinstance(document, Mapping):
         for key, value in document.items():
             if key not in NOT_SECRET:

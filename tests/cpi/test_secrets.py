@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cpi.calls import DYNAMIC, STEMCELL, Cpi
+from tests.cpi.calls import DYNAMIC, STEMCELL, Cpi, CpiFailedError
 from tests.cpi.fake_api import Cluster, Server, waiting
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nCANARYkeyMIIEpAIBAAKCAQEA\nCANARYkeyxxyyzz\n-----END RSA PRIVATE KEY-----\n"
@@ -110,6 +112,100 @@ def test_request_that_does_not_fit(secretive: Cpi, capfd: pytest.CaptureFixture[
     out = capfd.readouterr()
     assert response["error"] is not None
     assert leaks(json.dumps(response) + out.out + out.err) == []
+
+
+SHAPES = [
+    "{}\n",
+    " {}\r\n",
+    "a\n{}",
+    "{} b",
+    "{}\0",
+    "{}\u20ac",
+    "'{}\"\\",
+    "{}:x",
+    "{}@",
+    "*{}",
+    "!{} x",
+    '"{}\\q"',
+    "{" * 9 + "{}",
+]
+"""Ways to get a credential wrong: those of files, shells, URLs and YAML."""
+PLACES: list[tuple[str, str]] = [
+    ("cluster.token", "{}"),
+    ("cluster.client_key", "{}"),
+    ("cluster.client_certificate", "{}"),
+    ("cluster.server", "https://user:{}@192.0.2.1:6443"),
+    ("cluster.server", "https://user:{}"),
+    ("cluster.kubeconfig", "users: [{{name: u, user: {{token: {}}}}}]"),
+    ("cluster.kubeconfig.users", "{}"),
+    ("agent.mbus", "nats://user:{}@10.0.0.6:4222"),
+    ("agent.mbus", "{}"),
+    ("agent.blobstore.options.password", "{}"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "place", [*PLACES, ("token_file", "{}"), ("user.token", "{}"), ("exec", "{}"), ("stderr", "{}")]
+)
+def test_credential_of_any_shape_is_in_no_log(
+    secretive: Cpi, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: tuple[str, str], shape: str
+) -> None:
+    """`kubectl create token` and `--var-file` end in a line break, and http.client quotes a header that has one."""
+    path, form = place
+    given = form.format(shape.replace("{}", "CANARYwrong", 1))
+    config = json.loads(secretive.file.read_text())
+    if path == "token_file":
+        (tmp_path / "token").write_text(given)
+        config["cluster"] = {"server": secretive.server.url, "token_file": str(tmp_path / "token")}
+    elif path in ("user.token", "exec", "stderr"):
+        (tmp_path / "plugin").write_text(f"#!{sys.executable}\nimport os, sys\nsys.stdout.write(os.environ['SAID'])\n")
+        (tmp_path / "plugin").chmod(0o755)
+        said = json.dumps({"status": {"token": given}} if path == "exec" else [given])
+        plugin = {"command": str(tmp_path / "plugin"), "env": [{"name": "SAID", "value": said.replace("\\u0000", "")}]}
+        user = {"token": given} if path == "user.token" else {"exec": plugin}
+        config["cluster"] = {"kubeconfig": kubeconfig(secretive.server.url, user)}
+    else:
+        *steps, last = path.split(".")
+        here = config
+        for step in steps:
+            here = here.setdefault(step, {})
+        here[last] = given
+    secretive.write(config)
+
+    responses = [
+        secretive.answer(secretive.request(method, arguments))
+        for method, arguments in (("has_vm", ["vm-bosh-0"]), ("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
+    ]
+
+    out = capfd.readouterr()
+    assert leaks(json.dumps(responses) + out.out + out.err) == []
+
+
+def kubeconfig(server: str, user: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "current-context": "one",
+        "contexts": [{"name": "one", "context": {"cluster": "c", "user": "u", "namespace": "bosh"}}],
+        "clusters": [{"name": "c", "cluster": {"server": server}}],
+        "users": [{"name": "u", "user": user}],
+    }
+
+
+def test_token_that_ends_in_a_line_break_is_used(secretive: Cpi) -> None:
+    config = json.loads(secretive.file.read_text())
+    config["cluster"]["token"] += "\n"
+    secretive.write(config)
+
+    assert secretive("has_vm", "vm-bosh-0") is False
+
+
+def test_plain_http_gets_no_credentials(secretive: Cpi, server: Server) -> None:
+    config = json.loads(secretive.file.read_text())
+    config["cluster"]["server"] = server.url.replace("127.0.0.1", "192.0.2.1")
+    secretive.write(config)
+
+    with pytest.raises(CpiFailedError, match="would get the credentials unencrypted"):
+        secretive("has_vm", "vm-bosh-0")
 
 
 def test_process_that_fails(secretive: Cpi, cluster: Cluster) -> None:
