@@ -111,7 +111,8 @@ def detach(session: Session, vm: str, disk: str) -> bool:
 def find(session: Session, vm: str, disk: str) -> Object | None:
     """Return the attachment of a disk to a VM; None without one, or if it has unmounted the disk."""
     pod = session.client.find(PODS, session.namespace_of(vm), names.attachment(vm, disk))
-    return None if pod is None or pods.has_stopped(pod) else pod
+    is_ours = pod is not None and names.is_ours(pod, names.KIND_ATTACHMENT, session.director)
+    return pod if pod is not None and is_ours and not pods.has_stopped(pod) else None
 
 
 def of(session: Session, vm: str) -> list[Object]:

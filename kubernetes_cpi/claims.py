@@ -40,7 +40,7 @@ def annotation(claim: Object, key: str) -> str:
 
 def find(session: Session, disk: str) -> Object | None:
     """Return the claim of a disk; None without one, or if it is being deleted or has lost its volume."""
-    claim = session.client.find(CLAIMS, session.namespace_of(disk), disk)
+    claim = session.find(CLAIMS, disk, names.KIND_DISK)
     if claim is None or "deletionTimestamp" in claim["metadata"]:
         return None
     return None if claim.get("status", {}).get("phase") == "Lost" else claim
@@ -140,8 +140,8 @@ def make(session: Session, namespace: str, body: Object) -> Object:
     found, is_new = session.client.ensure(CLAIMS, namespace, body)
     if is_new:
         return found
-    labels = found["metadata"].get("labels") or {}
-    if "deletionTimestamp" in found["metadata"] or labels.get(names.KIND) != body["metadata"]["labels"][names.KIND]:
+    is_ours = names.is_ours(found, body["metadata"]["labels"][names.KIND], session.director)
+    if "deletionTimestamp" in found["metadata"] or not is_ours:
         raise CpiError(f"cannot make the claim {name}: one of that name is being deleted or not from this CPI")
     return found
 

@@ -221,7 +221,7 @@ class Client:
             except ssl.SSLCertVerificationError as exc:
                 raise InputError(f"cannot trust the API server {self.access.server}: {exc.verify_message}") from exc
             except ValueError:
-                # Of http.client: its text repeats headers, credentials included.
+                # The text of http.client repeats headers, credentials included.
                 raise InputError(f"cannot {what}: HTTP does not allow its path or headers") from None
             except (OSError, http.client.HTTPException) as exc:
                 self._hang_up()

@@ -61,10 +61,10 @@ def create(session: Session, size_mib: int, cloud_properties: Mapping[str, Any],
 
 def delete(session: Session, disk: str) -> None:
     """Delete the claim; the cluster keeps it while a pod that has detached it still mounts it."""
-    claim = claims.find(session, disk)
+    claim, namespace = claims.find(session, disk), session.namespace_of(disk)
     if claim is None:
+        session.check_ours(session.client.find(CLAIMS, namespace, disk), names.KIND_DISK, DiskNotFoundError)
         return
-    namespace = session.namespace_of(disk)
     try:
         claims.check_free(claim, claims.users(session, namespace, disk))
     except claims.InUseError as exc:
@@ -96,7 +96,7 @@ def attach(session: Session, vm: str, disk: str) -> dict[str, str]:
 
 def detach(session: Session, vm: str, disk: str) -> None:
     """Detach a disk from a VM: an attachment unmounts it; a pod created with it mounts it until the pod ends."""
-    pod = session.client.find(PODS, session.namespace_of(vm), vm)
+    pod = session.find(PODS, vm, names.KIND_VM)
     claim = claims.find(session, disk)
     is_mounted = pod is not None and disk in manifests.disks_of(pod)
     is_live = attachments.find(session, vm, disk) is not None
@@ -122,6 +122,7 @@ def of_vm(session: Session, vm: str) -> list[str]:
 
 def set_metadata(session: Session, disk: str, metadata: Mapping[str, Any]) -> None:
     """Set labels and annotations of the claim from the Director's metadata."""
+    claims.get(session, disk)
     vms.patch_metadata(session, CLAIMS, disk, metadata, DiskNotFoundError)
 
 
@@ -203,7 +204,7 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
 
 def _pod(session: Session, vm: str) -> Object:
     """Return the pod of a VM; an interrupted recreation is completed first."""
-    pod = session.client.find(PODS, session.namespace_of(vm), vm)
+    pod = session.find(PODS, vm, names.KIND_VM)
     if pod is not None:
         return pod
     intent = recreation.unfinished(session, vm)
@@ -215,7 +216,7 @@ def _pod(session: Session, vm: str) -> Object:
 def _free(session: Session, disk: str, held: claims.Held) -> None:
     """End or recreate without the disk the pods that have detached it and still mount it."""
     for other in dict.fromkeys([*held.lingering, *filter(None, [held.detached_from])]):
-        pod = session.client.find(PODS, session.namespace_of(other), other)
+        pod = session.find(PODS, other, names.KIND_VM)
         if pod is not None and disk in manifests.disks_of(pod):
             recreation.release(session, pod, disk)
         elif pod is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -95,6 +95,14 @@ def attachment(vm: str, disk: str) -> str:
 def labels(kind: str, director: str, **more: str) -> dict[str, str]:
     """Return the labels of every object of the CPI."""
     return {MANAGED_BY: OURS, KIND: kind, **({DIRECTOR: value(director)} if director else {}), **more}
+
+
+def is_ours(document: Mapping[str, Any], kind: str, director: str) -> bool:
+    """True for an object that this CPI has created for the Director, or that has its labels."""
+    found = document["metadata"].get("labels") or {}
+    return all(found.get(key) == wanted for key, wanted in labels(kind, "").items()) and (
+        found.get(DIRECTOR) in (None, value(director))
+    )
 
 
 def value(text: str) -> str:

@@ -43,7 +43,8 @@ def must_keep_address(session: Session, pod: Object) -> bool:
 def unfinished(session: Session, vm: str) -> Intent | None:
     """Return the unfinished recreation of a VM."""
     claim = session.client.find(CLAIMS, session.namespace_of(vm), names.data_claim(vm))
-    text = claims.annotation(claim, names.DISKS) if claim else ""
+    is_ours = claim is not None and names.is_ours(claim, names.KIND_DATA, session.director)
+    text = claims.annotation(claim, names.DISKS) if claim is not None and is_ours else ""
     return msgspec.json.decode(text, type=Intent) if text else None
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from kubernetes_cpi import config as configuration
 from kubernetes_cpi import credentials, log, names
-from kubernetes_cpi.client import Client
+from kubernetes_cpi.client import Client, Object, Resource
 from kubernetes_cpi.config import Config
-from kubernetes_cpi.errors import InputError
+from kubernetes_cpi.errors import CpiError, InputError
 
 
 class Session(msgspec.Struct, frozen=True):
@@ -26,6 +26,20 @@ class Session(msgspec.Struct, frozen=True):
     def namespace_of(self, cid: str) -> str:
         """Return the namespace of a VM, disk or snapshot."""
         return names.namespace_of(cid, self.namespace)
+
+    def find(self, resource: Resource, cid: str, kind: str) -> Object | None:
+        """Return the object of a cid; None without one, or if it is not from this CPI or another Director's."""
+        found = self.client.find(resource, self.namespace_of(cid), cid)
+        return found if found is not None and names.is_ours(found, kind, self.director) else None
+
+    def check_ours(self, found: Object | None, kind: str, error: Callable[[str], CpiError]) -> None:
+        """Refuse an object that is not from this CPI or another Director's."""
+        if found is not None and not names.is_ours(found, kind, self.director):
+            wanted = ", ".join(f"{key}={value}" for key, value in names.labels(kind, self.director).items())
+            name, type_name = found["metadata"]["name"], found.get("kind", "object")
+            raise error(
+                f"cannot use the {type_name} {name}: it lacks the labels of a {kind} of this Director, {wanted}"
+            )
 
     def close(self) -> None:
         """Close the connection to the cluster."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kubernetes_cpi import claims, log, manifests, names
 from kubernetes_cpi.client import SNAPSHOTS, Object
-from kubernetes_cpi.errors import ApiError, CpiError, NotImplementedByCpiError
+from kubernetes_cpi.errors import ApiError, CpiError, DiskNotFoundError, NotImplementedByCpiError
 from kubernetes_cpi.session import Session
 
 CUT_TIMEOUT_S: Final = 60
@@ -53,8 +53,11 @@ def create(session: Session, disk: str, metadata: Mapping[str, Any]) -> str:
 
 def delete(session: Session, snapshot: str) -> None:
     """Delete a snapshot; does nothing if it is gone."""
+    namespace = session.namespace_of(snapshot)
     try:
-        session.client.delete(SNAPSHOTS, session.namespace_of(snapshot), snapshot)
+        found = session.client.find(SNAPSHOTS, namespace, snapshot)
+        session.check_ours(found, names.KIND_SNAPSHOT, DiskNotFoundError)
+        session.client.delete(SNAPSHOTS, namespace, snapshot)
     except ApiError as exc:
         if exc.status != http.client.NOT_FOUND:
             raise

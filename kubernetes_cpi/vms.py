@@ -72,6 +72,7 @@ def delete(session: Session, vm: str) -> None:
     The pod ends before the helpers that mount disks into it.
     """
     namespace = session.namespace_of(vm)
+    _check_ours(session, vm)
     pods.end(session, namespace, vm)
     _remove_belongings(session, vm)
     # A recreation that had looked for the Secret before can have made another.
@@ -80,13 +81,13 @@ def delete(session: Session, vm: str) -> None:
 
 def has(session: Session, vm: str) -> bool:
     """True if there is a pod that runs or may run."""
-    pod = session.client.find(PODS, session.namespace_of(vm), vm)
+    pod = session.find(PODS, vm, names.KIND_VM)
     return pod is not None and not pods.has_ended(pod) and not pods.has_stopped(pod)
 
 
 def reboot(session: Session, vm: str) -> None:
     """Restart the container: in its pod if disks are attached live, else in a new pod with the same data."""
-    pod = session.client.find(PODS, session.namespace_of(vm), vm)
+    pod = session.find(PODS, vm, names.KIND_VM)
     if pod is None and (intent := recreation.unfinished(session, vm)):
         recreation.carry_on(session, vm, intent)
         return
@@ -104,12 +105,13 @@ def reboot(session: Session, vm: str) -> None:
 
 def set_metadata(session: Session, vm: str, metadata: Mapping[str, Any]) -> None:
     """Set labels and annotations of the pod from the Director's metadata."""
+    get(session, vm)
     patch_metadata(session, PODS, vm, metadata, VMNotFoundError)
 
 
 def get(session: Session, vm: str) -> Object:
     """Return the pod of a VM; ``VMNotFoundError`` without one."""
-    pod = session.client.find(PODS, session.namespace_of(vm), vm)
+    pod = session.find(PODS, vm, names.KIND_VM)
     if pod is None:
         raise VMNotFoundError(f"cannot find the VM {vm}: the namespace {session.namespace_of(vm)} has no such pod")
     return pod
@@ -231,6 +233,7 @@ def _ensured(
 ) -> tuple[Object, bool]:
     """Return the object, and True if it matches ``body``; an existing one may differ."""
     made, is_new = session.client.ensure(resource, namespace, body)
+    session.check_ours(made, names.KIND_VM, VMCreationFailedError)
     return made, is_new or is_same(made, body)
 
 
@@ -252,10 +255,7 @@ def _make_services(session: Session, vm: Vm) -> None:
         made, is_new = session.client.ensure(SERVICES, vm.namespace, body)
         if is_new:
             continue
-        if (made["metadata"].get("labels") or {}).get(names.MANAGED_BY) != names.OURS:
-            raise VMCreationFailedError(
-                f"cannot use the Service {body['metadata']['name']}: one of that name exists and is not from this CPI"
-            )
+        session.check_ours(made, body["metadata"]["labels"][names.KIND], VMCreationFailedError)
         spec = {key: value for key, value in body["spec"].items() if key != "clusterIP"}
         metadata = {key: body["metadata"][key] for key in ("labels", "annotations") if key in body["metadata"]}
         session.client.patch(SERVICES, vm.namespace, body["metadata"]["name"], {"metadata": metadata, "spec": spec})
@@ -277,6 +277,7 @@ def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> 
     """Remove the objects of a failed create; the label marks the rest for a later removal."""
     log.say(f"cannot create the VM: {why}; its objects are removed")
     try:
+        _check_ours(session, vm)
         pods.end(session, session.namespace_of(vm), vm, grace_s=GRACE_OF_FAILED_S)
         _remove_belongings(session, vm)
         for disk in held:
@@ -285,14 +286,22 @@ def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> 
         log.say(f"cannot remove all objects of {vm}: {exc}; delete_vm {vm} finds it")
 
 
+def _check_ours(session: Session, vm: str) -> None:
+    for resource in (PODS, SECRETS):
+        found = session.client.find(resource, session.namespace_of(vm), vm)
+        session.check_ours(found, names.KIND_VM, VMNotFoundError)
+
+
 def _remove_belongings(session: Session, vm: str) -> None:
     """Delete the other objects of a VM whose pod is gone."""
     namespace = session.namespace_of(vm)
     attachments.end_all(session, vm)
     session.client.delete(SECRETS, namespace, vm)
-    session.client.delete(CLAIMS, namespace, names.data_claim(vm))
+    data = session.client.find(CLAIMS, namespace, names.data_claim(vm))
+    if data is not None and names.is_ours(data, names.KIND_DATA, session.director):
+        session.client.delete(CLAIMS, namespace, names.data_claim(vm))
     reserved = manifests.reserved_name(vm, namespace)
-    claim = session.client.find(CLAIMS, namespace, reserved)
+    claim = session.find(CLAIMS, reserved, names.KIND_DISK)
     if claim and claims.annotation(claim, names.RESERVED_FOR) == vm:
         session.client.delete(CLAIMS, namespace, reserved)
     _remove_services(session, vm)
@@ -304,6 +313,8 @@ def _remove_services(session: Session, vm: str) -> None:
     for service in session.client.list(SERVICES, namespace, labels=f"{names.MANAGED_BY}={names.OURS}"):
         metadata = service["metadata"]
         labels = metadata["labels"]
+        if not names.is_ours(service, labels.get(names.KIND, ""), session.director):
+            continue
         is_mine = labels.get(names.VM) == vm or service["spec"].get("selector", {}).get(names.VM) == vm
         if not is_mine and labels.get(names.KIND) == names.KIND_SERVICE and names.KEEP not in labels:
             members = session.client.list(PODS, namespace, labels=f"{names.GROUP}={labels.get(names.GROUP)}")

@@ -1,0 +1,155 @@
+"""Objects that are not the CPI's, or another Director's: no method touches them, whatever their names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
+from tests.cpi.fake_api import Cluster, Object
+
+OURS = {"app.kubernetes.io/managed-by": "kubernetes-cpi"}
+POD = {"containers": [{"name": "web"}], "volumes": []}
+CLAIM = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+
+
+class OtherDirector(Cpi):
+    """A second Director in the same namespace."""
+
+    def request(self, method: str, arguments: Any, *, request_id: str = "") -> bytes:
+        made = json.loads(super().request(method, arguments, request_id=request_id))
+        made["context"]["director_uuid"] = "another"
+        return json.dumps(made).encode()
+
+
+def make(cluster: Cluster, plural: str, name: str, spec: Object | None = None, **labels: str) -> None:
+    cluster.create((plural, "bosh", name), {"metadata": {"name": name, "labels": labels}, "spec": spec or {}})
+    cluster.settle()
+
+
+VM_CALLS: list[tuple[str, list[Any]]] = [
+    ("delete_vm", []),
+    ("reboot_vm", []),
+    ("set_vm_metadata", [{"deployment": "dep"}]),
+    ("get_disks", []),
+    ("attach_disk", ["disk-bosh-" + "0" * 16]),
+]
+DISK_CALLS: list[tuple[str, list[Any]]] = [
+    ("delete_disk", []),
+    ("set_disk_metadata", [{"deployment": "dep"}]),
+    ("resize_disk", [2048]),
+    ("update_disk", [2048]),
+    ("snapshot_disk", [{}]),
+]
+
+
+@pytest.mark.parametrize(("method", "more"), VM_CALLS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("plural", ["pods", "secrets"])
+def test_object_that_is_no_vm_is_not_found(
+    cpi: Cpi, cluster: Cluster, plural: str, method: str, more: list[Any]
+) -> None:
+    """The token of the CPI itself is a Secret of the namespace."""
+    make(cluster, plural, "bosh-cpi-token", POD if plural == "pods" else None)
+    make(cluster, "persistentvolumeclaims", "data-bosh-cpi-token", CLAIM)
+    before = cluster.snapshot()
+
+    with pytest.raises(CpiFailedError) as failed:
+        cpi(method, "bosh-cpi-token", *more)
+
+    assert failed.value.type == "VMNotFound"
+    assert cluster.snapshot() == before
+    assert cpi("has_vm", "bosh-cpi-token") is False
+
+
+def test_claim_of_another_program_with_the_name_of_data_stays(cpi: Cpi, cluster: Cluster) -> None:
+    """`data-postgres-0` is what a StatefulSet calls its claims."""
+    make(cluster, "persistentvolumeclaims", "data-postgres-0", CLAIM)
+    before = cluster.snapshot()
+
+    cpi("delete_vm", "postgres-0")
+
+    assert cluster.snapshot() == before
+
+
+@pytest.mark.parametrize(("method", "more"), DISK_CALLS, ids=lambda value: value if isinstance(value, str) else "")
+def test_claim_that_is_no_disk_is_not_found(cpi: Cpi, cluster: Cluster, method: str, more: list[Any]) -> None:
+    make(cluster, "persistentvolumeclaims", "postgres", CLAIM)
+    before = cluster.snapshot()
+
+    with pytest.raises(CpiFailedError) as failed:
+        cpi(method, "postgres", *more)
+
+    assert failed.value.type == "DiskNotFound"
+    assert cluster.snapshot() == before
+    assert cpi("has_disk", "postgres") is False
+
+
+def test_claim_becomes_a_disk_by_its_labels(cpi: Cpi, cluster: Cluster) -> None:
+    """`bosh attach-disk` of storage that was restored by hand."""
+    make(cluster, "persistentvolumeclaims", "restored", CLAIM, **OURS, **{"cpi.bosh.io/kind": "disk"})
+    vm = cpi.create_vm()
+
+    assert cpi("has_disk", "restored") is True
+    cpi("attach_disk", vm, "restored")
+    assert cpi("get_disks", vm) == ["restored"]
+
+
+def test_director_finds_nothing_of_another(cpi: Cpi, cluster: Cluster, tmp_path: Any) -> None:
+    vm = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, vm)
+    snapshot = cpi("snapshot_disk", disk, {})
+    before = cluster.snapshot()
+    other = OtherDirector(cpi.server, tmp_path)
+
+    for cid, calls in ((vm, VM_CALLS), (disk, DISK_CALLS), (snapshot, [("delete_snapshot", [])])):
+        for method, more in calls:
+            with pytest.raises(CpiFailedError, match="cannot (find|use|attach)") as failed:
+                other(method, cid, *more)
+            assert failed.value.type in ("VMNotFound", "DiskNotFound"), method
+
+    assert cluster.snapshot() == before
+    assert [other("has_vm", vm), other("has_disk", disk)] == [False, False]
+
+
+def test_live_attachment_of_another_director_stays(cpi: Cpi, cluster: Cluster, tmp_path: Any) -> None:
+    vm = cpi.create_vm(attach="live", tier="privileged")
+    disk = cpi("create_disk", 64, {}, vm)
+    cpi("attach_disk", vm, disk)
+    before = cluster.snapshot()
+
+    with pytest.raises(CpiFailedError, match="cannot detach"):
+        OtherDirector(cpi.server, tmp_path)("detach_disk", vm, disk)
+
+    assert cluster.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("plural", "labels"),
+    [("services", {}), ("services", {**OURS, "cpi.bosh.io/kind": "service", "cpi.bosh.io/director": "another"})],
+)
+def test_service_of_that_name_is_not_taken_over(
+    cpi: Cpi, cluster: Cluster, plural: str, labels: dict[str, str]
+) -> None:
+    make(cluster, plural, "zk", {"ports": [{"port": 1}]}, **labels)
+    before = cluster.snapshot()
+
+    with pytest.raises(CpiFailedError, match="cannot use the .*zk: it lacks the labels") as failed:
+        cpi.create_vm(services=[{"name": "zk", "ports": [{"port": 2181}]}])
+
+    assert failed.value.type == "VMCreationFailed"
+    assert cluster.snapshot() == before
+
+
+@pytest.mark.parametrize("plural", ["pods", "secrets", "persistentvolumeclaims"])
+def test_create_vm_takes_no_object_that_is_not_its_own(cpi: Cpi, cluster: Cluster, plural: str) -> None:
+    vm = cpi.create_vm()
+    cpi("delete_vm", vm)
+    make(cluster, plural, f"data-{vm}" if plural == "persistentvolumeclaims" else vm, POD | CLAIM)
+    (stranger,) = cluster.snapshot().items()
+
+    with pytest.raises(CpiFailedError):
+        cpi("create_vm", "agent-1", STEMCELL, {}, DYNAMIC, [], ENV)
+
+    assert stranger in cluster.snapshot().items()
