@@ -1,9 +1,13 @@
-"""Validity of certificates. Pure: only the DER (X.690, RFC 5280) needed to find two times; nothing is verified."""
+"""Certificates of a PEM text, and their validity: only the DER (X.690, RFC 5280) needed to find two times.
+
+Nothing is verified here.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import ssl
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -21,11 +25,25 @@ class Validity(NamedTuple):
 
 
 def blocks(pem: str) -> Iterator[str]:
-    """Yield each certificate block of ``pem``, valid or not, in linear time."""
+    """Yield each certificate block of ``pem``, valid or not, in linear time. One without an end hides no other."""
     end = 0
     while (begin := pem.find(_BEGIN, end)) >= 0 and (end := pem.find(_END, begin)) >= 0:
-        end += len(_END)
+        begin, end = pem.rfind(_BEGIN, begin, end), end + len(_END)
         yield pem[begin:end]
+
+
+def readable(pem: str) -> tuple[list[str], list[int]]:
+    """Return the certificate blocks of ``pem`` that OpenSSL can read, and the numbers (from 1) of the others."""
+    good, bad = [], []
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for number, block in enumerate(blocks(pem), 1):
+        try:
+            context.load_verify_locations(cadata=block)
+        except (ssl.SSLError, TypeError, ValueError):
+            bad.append(number)
+        else:
+            good.append(f"{block}\n")
+    return good, bad
 
 
 def validity(pem: str) -> Validity:

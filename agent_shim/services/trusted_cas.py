@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -65,16 +64,11 @@ def split(bundle: str) -> list[str]:
 
     A block that OpenSSL cannot read is left out: it would make the bundle unreadable for clients.
     """
-    found = []
-    for number, pem in enumerate(x509.blocks(bundle), 1):
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem)
-        except (ssl.SSLError, TypeError, ValueError):
-            text = "cannot trust certificate %d of the Director: it is not a certificate; the others are used"
-            logger.error(text, number)
-        else:
-            found.append(f"{pem}\n")
-    return found
+    good, bad = x509.readable(bundle)
+    for number in bad:
+        text = "cannot trust certificate %d of the Director: it is not a certificate; the others are used"
+        logger.error(text, number)
+    return good
 
 
 def _write(wanted: Mapping[str, str]) -> bool:

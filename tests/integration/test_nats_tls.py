@@ -118,3 +118,28 @@ async def test_an_authority_that_another_one_has_signed_is_trusted_alone(tmp_pat
         await server.add_agent("agent")
         async with on_bus(server.mbus("agent")) as bus:
             await connected(bus)
+
+
+@pytest.mark.parametrize("bits", [0, 2048])
+async def test_of_two_authorities_with_one_name_the_right_one_is_found(tmp_path: Path, bits: int) -> None:
+    """A rotation of the CA: OpenSSL tries the first authority with the name of the issuer, Go tries each."""
+    async with NatsServer(tmp_path, AUTHORITY) as server:
+        await server.add_agent("agent")
+        mbus = server.mbus("agent")
+        both = replace(mbus, ca=Authority(bits=bits).ca + mbus.ca)
+        async with on_bus(both) as bus:
+            await connected(bus)
+            await bus.rotate(replace(both, ca=Authority().ca + both.ca))
+
+            assert bus.stats.connects == 2
+
+
+async def test_a_forged_server_is_refused_by_each_authority_of_its_issuers_name(tmp_path: Path) -> None:
+    async with NatsServer(tmp_path, AUTHORITY, pair=Authority().server()) as server:
+        await server.add_agent("agent")
+        mbus = server.mbus("agent")
+        async with on_bus(replace(mbus, ca=Authority().ca + mbus.ca)) as bus:
+            await until(lambda: bus.stats.attempts >= 9)
+
+            assert "certificate signature failure" in bus.stats.last_error
+            assert not bus.is_connected

@@ -77,7 +77,7 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "edges.bus.https": Raw(SCRATCH, frozenset({"_open"})),
-    "edges.bus.nats": Raw("a method of the link to the bus", frozenset({"NatsBus._open"})),
+    "edges.bus.nats": Raw("a method of the link to the bus", frozenset({"NatsBus._attempt"})),
     "edges.bus.tls": Raw(OWN, frozenset({"load_pair"})),
     "services.trusted_cas": Raw(KERNEL, frozenset({"_holds", "_is_stale", "_write"})),
     "daemon.job_recovery": Raw(OWN, frozenset({"JobRecovery._take_over"})),

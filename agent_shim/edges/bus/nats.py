@@ -650,6 +650,19 @@ class NatsBus:
         raise failure
 
     async def _open(self, url: str, mbus: Mbus) -> _Link:
+        """Connect to an address; of several authorities with one name OpenSSL tries only the first."""
+        try:
+            return await self._attempt(url, mbus)
+        except ssl.SSLCertVerificationError as exc:
+            known = tls.authorities(mbus.ca) if mbus.ca else ()
+            if len(known) < 2 or getattr(exc, "verify_code", 0) != tls.SIGNATURE_FAILURE:
+                raise
+            for ca in known[: tls.MAX_NAMESAKES]:
+                with suppress(ssl.SSLCertVerificationError):
+                    return await self._attempt(url, msgspec.structs.replace(mbus, ca=ca))
+            raise
+
+    async def _attempt(self, url: str, mbus: Mbus) -> _Link:
         self.stats.attempts += 1
         number = self.stats.attempts
         link = _Link(self._received, self._denied)

@@ -6,14 +6,28 @@ verified by its chain, its subject alternative names (not its common name) and a
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
 import ssl
 from typing import Any, Final
 
+from agent_shim.core import x509
 from agent_shim.core.errors import CredentialsError
 from agent_shim.core.settings import Mbus
 
+logger = logging.getLogger(__name__)
+
+SIGNATURE_FAILURE: Final = 7
+"""X509_V_ERR_CERT_SIGNATURE_FAILURE: the authority that OpenSSL chose did not sign the certificate."""
+MAX_NAMESAKES: Final = 8
+"""Authorities tried one by one after that."""
+MAX_KEY_CHARS: Final = 7000
+"""Length of a private key, which an RSA key of 8192 bits has: a handshake holds the event loop while it signs.
+
+Servers written in Go refuse larger ones.
+"""
 SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
 """Pattern of the common name in a server's certificate."""
 
@@ -26,11 +40,22 @@ def client_context(mbus: Mbus) -> ssl.SSLContext:
     # As in Go, the CA of the settings is trusted even if another authority signed it.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if mbus.ca:
-        _load_ca(context, mbus.ca)
+        context.load_verify_locations(cadata="".join(authorities(mbus.ca)))
     else:
         context.load_default_certs()
     load_pair(context, mbus.certificate, mbus.private_key)
     return context
+
+
+@functools.lru_cache(maxsize=8)
+def authorities(ca: str) -> tuple[str, ...]:
+    """Return the readable certificates of a CA; logs the others, once. Raises ``CredentialsError`` if there is none."""
+    good, bad = x509.readable(ca)
+    if not good:
+        raise CredentialsError("the CA is not a PEM certificate")
+    for number in bad:
+        logger.error("cannot read certificate %d in the CA of the bus; the others are used", number)
+    return tuple(good)
 
 
 def server_context(mbus: Mbus) -> ssl.SSLContext:
@@ -56,6 +81,8 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
         raise CredentialsError("the certificate is not a PEM certificate")
     if "PRIVATE KEY-----" not in private_key:
         raise CredentialsError("the private key is not a PEM key")
+    if len(private_key) > MAX_KEY_CHARS:
+        raise CredentialsError(f"the private key has more than {MAX_KEY_CHARS} characters (RSA: 8192 bits)")
     if "ENCRYPTED" in certificate + private_key:  # its text sets the cost of decryption: up to hours
         raise CredentialsError("the private key is encrypted, and the settings hold no password for it")
     with open(os.memfd_create("bus"), "w") as file:
@@ -78,15 +105,6 @@ def check_server_name(server: ssl.SSLObject) -> None:
         # With a number before it the text is shown as it is.
         reason = "server Certificate CommonName does not match *.nats.bosh-internal"
         raise ssl.SSLCertVerificationError(ssl.SSL_ERROR_SSL, reason)
-
-
-def _load_ca(context: ssl.SSLContext, ca: str) -> None:
-    try:
-        context.load_verify_locations(cadata=ca)
-    except ssl.SSLError as exc:
-        raise CredentialsError(f"the CA is not a PEM certificate ({_reason(exc)})") from exc
-    except (TypeError, ValueError) as exc:
-        raise CredentialsError("the CA is not a PEM certificate") from exc
 
 
 def _reason(exc: ssl.SSLError) -> str:

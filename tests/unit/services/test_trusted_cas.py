@@ -29,6 +29,7 @@ NONE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"
         (f"cut off\n-----END CERTIFICATE-----\n{A}", [A]),
         (f"{A}\r\n{B}\r\n", [A, B]),
         (f"{A}\n{NONE}\n{B}\n", [A, B]),
+        (f"-----BEGIN CERTIFICATE-----\ncut off\n{A}\n{B}", [A, B]),
         (NONE.replace("AAAA", "ä\0\x1b"), []),
         (f"{A[:-60]}{A[-30:]}", []),
     ],

@@ -107,6 +107,10 @@ def test_without_a_ca_the_system_decides(tmp_path: Path, monkeypatch: pytest.Mon
         ({"private_key": "-----BEGIN PRIVATE KEY-----\nAAAA"}, "the certificate or its private key cannot be read"),
         ({"private_key": locked(OURS.private_key)}, "the private key is encrypted"),
         ({"private_key": COSTLY}, "the private key is encrypted"),
+        (
+            {"private_key": f"-----BEGIN PRIVATE KEY-----\n{7000 * 'A'}"},
+            "the private key has more than 7000 characters",
+        ),
         ({"certificate": f"{COSTLY}{OURS.certificate}"}, "the private key is encrypted"),
         ({"private_key": AUTHORITY.agent("x").private_key}, "the private key belongs to another certificate"),
     ],
@@ -119,6 +123,18 @@ def test_credentials_that_are_none(changes: dict[str, str], complaint: str) -> N
     assert str(caught.value).startswith(complaint)
     assert "None" not in str(caught.value)
     assert "BEGIN" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [BROKEN, "-----BEGIN CERTIFICATE-----\ncut off\n"])
+def test_an_unreadable_authority_among_others_is_left_out_and_told(bad: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As in Go. One error in the log, not one for each connection."""
+    others = [Authority().ca, AUTHORITY.ca]
+    for _ in range(2):
+        context = tls.client_context(mbus(ca=f"{others[0]}\n{bad}\n{others[1]}"))
+
+    assert len(context.get_ca_certs()) == 2
+    told = "cannot read certificate 2 in the CA of the bus; the others are used"
+    assert [record.getMessage() for record in caplog.records] == ([told] if bad == BROKEN else [])
 
 
 def test_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
