@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -14,10 +15,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError
+from agent_shim.services.disks import markers
+from agent_shim.services.disks.markers import Marker
 from tests.support import jobs
 from tests.support.pod import Pod
 from tests.support.pod import pod as made
@@ -136,6 +140,71 @@ async def test_start_is_refused_without_the_disk(pod: Pod) -> None:
     assert status(pod)["disk"] == reason
     assert (await pod.run("get_state"))["job_state"] == "failing"
     assert not (pod.vcap / "data/sys/run/web/web.pid").exists()
+
+
+async def with_a_job_on_its_disk(pod: Pod) -> None:
+    """A job runs, and the top of its disk is vcap's, as many pre-start scripts make it."""
+    pod.attach("disk-1")
+    await pod.start()
+    await pod.run("mount_disk", "disk-1")
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
+    await pod.run("start")
+    await pod.until("running")
+    pod.machine.run("chown vcap:vcap /var/vcap/store; echo kept >/var/vcap/store/kept")
+
+
+@pytest.mark.parametrize(
+    "forged", [Marker("disk-9", "store"), Marker("disk-1", ""), Marker("disk-1", "store", instance="another"), None]
+)
+async def test_a_marker_that_a_job_put_on_its_disk_changes_nothing(pod: Pod, forged: Marker | None) -> None:
+    await with_a_job_on_its_disk(pod)
+    forge = "rm -rf gone; mv .agent_shim gone"
+    if forged is not None:
+        text = msgspec.json.encode(forged).decode()
+        forge += f"; mkdir .agent_shim; echo {shlex.quote(text)} >.agent_shim/disk.json"
+    pod.machine.run(f"cd /var/vcap/store; setpriv --reuid=vcap --regid=vcap --clear-groups sh -ec {shlex.quote(forge)}")
+
+    await pod.restart()
+
+    await pod.until("running")
+    assert await pod.run("list_disk") == ["disk-1"]
+    assert pod.machine.run("cat /var/vcap/store/kept") == "kept\n"
+    assert markers.read(pod.volume("disk-1")) is not None, "root's marker is back"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (Marker("disk-9", "store"), "its volume at /var/vcap/bosh/disks/disk-1 is marked as disk disk-9"),
+        (Marker("disk-1", ""), "its marker says unmounted"),
+        (Marker("disk-1", "store", instance="another"), "disk disk-1 belongs to another instance"),
+    ],
+)
+async def test_a_wrong_marker_on_the_disk_of_the_jobs_stops_them(pod: Pod, wrong: Marker, reason: str) -> None:
+    """Root of a job can write any marker: no job starts on the container's own file system."""
+    await with_a_job_on_its_disk(pod)
+    markers.write(pod.volume("disk-1"), wrong)
+
+    await pod.restart()
+
+    await pod.until("failing")
+    assert reason in status(pod)["disk"]
+    with pytest.raises(RpcRemoteError, match=reason):
+        await pod.run("start")
+    assert not (pod.vcap / "data/sys/run/web/web.pid").exists()
+
+
+@pytest.mark.parametrize("place", ["/", "/run", "/dev", "/proc", "/sys/fs", "/tmp", "/var/vcap", "/var/vcap/data"])
+async def test_a_directory_of_the_container_is_no_disk(pod: Pod, place: str) -> None:
+    """Mounted as one, it would show the machine at the store, and its unmount would end every job."""
+    await pod.start()
+    await pod.run("add_persistent_disk", "disk-1", place)
+
+    with pytest.raises(RpcRemoteError, match=f"{place} is a directory of the container itself"):
+        await pod.run("mount_disk", "disk-1")
+
+    assert await pod.run("list_disk") == []
+    assert pod.machine.run("ls -A /var/vcap/store 2>/dev/null || true") == ""
 
 
 async def test_who_keeps_a_disk_busy_is_named_and_left_alone(pod: Pod) -> None:

@@ -11,7 +11,8 @@ tells them apart, neither is mounted and the reason is reported.
 | two marked for the store, one a finished copy of the other | the copy; the other is released |
 | two marked for the store | the one named by managed_disk_settings.json; else neither |
 | marked with another cid, or for another instance | not used without a ``mount_disk`` of the Director |
-| not marked, named by managed_disk_settings.json (of an older agent) | belongs on the store |
+| mounted last, and marked otherwise meanwhile | not used, and no job starts |
+| not marked by an agent, named by managed_disk_settings.json | belongs on the store |
 | not marked, or taken down by ``unmount_disk`` | not used |
 """
 
@@ -21,6 +22,7 @@ import errno
 import logging
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
@@ -28,7 +30,8 @@ import msgspec
 
 from agent_shim.core import wire
 from agent_shim.core.errors import HostError
-from agent_shim.host import files, guarded
+from agent_shim.host import files, guarded, user_namespace
+from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +66,37 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def read(volume: Path) -> Marker | None:
-    """Read the marker of a volume, which jobs may replace; None without a readable one."""
+    """Read the marker of a volume; None without a readable one that an agent wrote.
+
+    Jobs own the top of many volumes, and may put a directory of their own in the place of the marker's.
+    """
     try:
-        return wire.decode(guarded.read(volume / DIRECTORY / NAME, _MAX_BYTES, volume), Marker)
+        with guarded.held(volume / DIRECTORY, volume) as directory:
+            inside = Path(f"/proc/self/fd/{directory}")
+            with closing(guarded.open_file(inside / NAME, inside)) as file:
+                for found in (os.fstat(directory), os.fstat(file)):
+                    if not _is_of_agents(found):
+                        raise OSError(errno.EPERM, f"user {found.st_uid} put it there")
+                return wire.decode(os.pread(file, _MAX_BYTES, 0), Marker)
     except OSError as exc:
         if exc.errno != errno.ENOENT:
             logger.warning("cannot read the marker of the volume %s: %s", volume, exc)
     except ValueError as exc:
         logger.warning("cannot use the marker of the volume %s: %s", volume, exc)
     return None
+
+
+def _is_of_agents(found: os.stat_result) -> bool:
+    """Return True for a file of root, of this user, or of root on a file server that takes it for another."""
+    return found.st_uid in {*guarded.trusted_users(), user_namespace.overflow_user()}
+
+
+def set_aside(volume: Path) -> None:
+    """Rename what a job has put in the place of the marker's directory; raises ``HostError``."""
+    with suppress(OSError):
+        if _is_of_agents(guarded.status(volume / DIRECTORY, volume)):
+            return
+    files.move_away(volume / DIRECTORY)
 
 
 def write(volume: Path, marker: Marker) -> None:
@@ -86,6 +111,7 @@ def write(volume: Path, marker: Marker) -> None:
         except HostError as exc:
             logger.warning("%s: jobs may exchange its marker", exc)
     with files.attempting(f"mark the volume {volume} as disk {marker.cid}"):
+        set_aside(volume)
         files.make_dir(volume / DIRECTORY, 0o700)
         # Through a descriptor: a directory that replaced it meanwhile is not written to.
         with guarded.held(volume / DIRECTORY, volume) as fd:
@@ -149,21 +175,27 @@ def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str)
     )
     rivals = claims.keys() - replaced
     target = next((disk.cid for disk in ours if disk.role == "target"), "")
+    last = next((disk for disk in disks if disk.cid == managed and disk.volume), None)
     absent = next((disk for disk in disks if disk.cid == managed and disk.volume is None), None)
     store = problem = ""
     if any(managed == copy.source for copy in copies):  # the swap was interrupted before it was recorded
         absent = None
     if absent is not None:
         problem = f"disk {managed} was mounted and is not there: no volume at {absent.place}"
+    elif last and last.marker and last.is_another:
+        problem = f"disk {managed} was mounted and its volume at {last.volume} is marked as disk {last.marker.cid}"
     elif len(rivals) > 1:
         store = next((cid for cid in (managed, on_store) if cid in rivals), "")
         problem = "" if store else f"the disks {' and '.join(sorted(rivals))} both claim the store"
     elif rivals:
         store = next(iter(rivals))
-    elif any(disk.cid == managed and disk.volume and disk.marker is None for disk in ours):
+    elif last and last.marker is None:
         store = on_store or managed
     elif strangers:
         problem = f"disk {min(strangers)} belongs to another instance and the Director has not had it mounted here"
+    elif last:
+        said = last.role or "unmounted"
+        problem = f"disk {managed} was mounted last, but its marker says {said} (mount_disk {managed} mounts it again)"
     return Plan(store, target, replaced, problem)
 
 

@@ -26,6 +26,12 @@ from agent_shim.services.disks.markers import OURS, Disk, Marker, Plan, Role
 logger = logging.getLogger(__name__)
 
 
+_SYSTEM = frozenset(
+    map(Path, "/bin /boot /dev /dev/shm /home /lib /lib64 /opt /root /run /sbin /tmp /usr /var/tmp".split())
+)
+_KERNEL = (Path("/proc"), Path("/sys"))
+
+
 class InUseError(ActionError):
     """Another agent uses the volume, or its lease has not expired yet (``volume_lease``)."""
 
@@ -88,7 +94,7 @@ class DiskMounts:
         place = known.place
         if place is None and mounts.is_mount_point(self._paths.store) and not self._paths.store.is_symlink():
             place = self._paths.store  # the CPI names none: the volume was mounted there when the container was made
-        if place is None or not volumes.is_directory(place) or self.is_bare(place):
+        if place is None or not volumes.is_directory(place) or self.is_bare(place) or self.is_of_container(place):
             return Disk(cid, place)
         marker = markers.read(place)
         if marker is not None and cid in self._taken_down:
@@ -102,6 +108,14 @@ class DiskMounts:
         itself a mount; a file written there before the volume arrives, or after it left, would stay on the node.
         """
         return self._paths.is_system and volumes.is_directory(place) and not mounts.is_mount_point(place)
+
+    def is_of_container(self, place: Path) -> bool:
+        """Return True for a directory of the container itself, also if it is a mount: it would become the store."""
+        real = place.resolve()
+        if real in _SYSTEM or any(real.is_relative_to(top) for top in _KERNEL):
+            return True
+        ours = [path for path in vars(self._paths).values() if isinstance(path, Path) and path != self._paths.store]
+        return real != self._paths.store and any(path.is_relative_to(real) for path in ours)
 
     def _mounted_on(self, place: Path, disks: dict[str, Disk], managed: str) -> str:
         for disk in disks.values():
@@ -160,6 +174,7 @@ class DiskMounts:
 
     def _take(self, disk: Disk) -> None:
         """Acquire the lease of a volume before it is used."""
+        markers.set_aside(disk.there)
         if rival := self._hold(disk.there / markers.DIRECTORY):
             raise InUseError(f"disk {disk.cid} is in use by {rival}")
 

@@ -73,6 +73,21 @@ def test_nothing_planted_by_a_job_is_followed_or_waited_for(tmp_path: Path) -> N
     assert markers.read(volume) is None
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+@pytest.mark.parametrize("forged", ["the directory", "the file"])
+def test_a_marker_of_a_job_counts_as_none_and_is_set_aside(tmp_path: Path, forged: str) -> None:
+    """Many releases give the top of their disk to vcap."""
+    os.chown(tmp_path, 1000, 1000)
+    markers.write(tmp_path, Marker("another", "store"))
+    path = tmp_path / ".agent_shim"
+    os.chown(path if forged == "the directory" else path / "disk.json", 1000, 1000)
+
+    assert markers.read(tmp_path) is None
+
+    markers.write(tmp_path, Marker("a", "store"))
+    assert markers.read(tmp_path) == Marker("a", "store")
+
+
 def test_no_volume_has_no_marker(tmp_path: Path) -> None:
     assert markers.read(tmp_path / "gone") is None
 
@@ -100,6 +115,8 @@ def absent(cid: str) -> Disk:
 
 BOTH = "the disks a and b both claim the store"
 GONE = "disk a was mounted and is not there: no volume at /volumes/a"
+UNMOUNTED = "disk a was mounted last, but its marker says unmounted (mount_disk a mounts it again)"
+RENAMED = "disk a was mounted and its volume at /volumes/a is marked as disk b"
 STRANGE = "disk a belongs to another instance and the Director has not had it mounted here"
 
 
@@ -126,7 +143,10 @@ STRANGE = "disk a belongs to another instance and the Director has not had it mo
         ([marked("a", "store"), marked("b", "store")], "", "a", Plan("a")),
         ([marked("b", "target")], "", "", Plan("", "b")),
         ([marked("a", "")], "", "", Plan()),
-        ([marked("a", "")], "a", "", Plan()),
+        ([marked("a", "")], "a", "", Plan(problem=UNMOUNTED)),
+        ([marked("a", "target")], "a", "", Plan("", "a", problem=UNMOUNTED.replace("unmounted", "target"))),
+        ([marked("a", "store", says="b")], "a", "", Plan(problem=RENAMED)),
+        ([marked("a", "store", says="b"), marked("c", "store")], "a", "", Plan(problem=RENAMED)),
         ([unmarked("a")], "", "", Plan()),
         ([unmarked("a")], "a", "", Plan("a")),
         ([unmarked("a"), unmarked("b")], "b", "a", Plan("a")),
