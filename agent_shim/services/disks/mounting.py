@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 _SYSTEM = frozenset(
-    map(Path, "/bin /boot /dev /dev/shm /home /lib /lib64 /opt /root /run /sbin /tmp /usr /var/tmp".split())
+    Path("/", name)
+    for name in ("bin", "boot", "dev", "dev/shm", "home", "lib", "lib64", "opt", "root", "run", "sbin", "tmp", "usr")
 )
 _KERNEL = (Path("/proc"), Path("/sys"))
 

@@ -217,7 +217,7 @@ class Disks:
                 raise ActionError(f"Persistent disk with volume id '{cid}' could not be found")
             if disk.volume is not None:
                 return
-            if disk.place and await asyncio.to_thread(self._places.is_of_container, disk.place):
+            if disk.place is not None and await asyncio.to_thread(self._places.is_of_container, disk.place):
                 raise ActionError(
                     f"cannot use disk {cid}: {disk.place} is a directory of the container itself "
                     "(have the CPI name the directory at which it mounts the volume)"
