@@ -392,7 +392,7 @@ def assemble(
         supervisor=supervisor,
         bundles=Bundles(paths, partial(small_installs.work, paths)),
         compiler=Compiler(paths, environ),
-        scripts=Scripts(paths, environ),
+        scripts=Scripts(paths, environ, supervisor.run_script),
         logs=Logs(paths),
         vitals=Vitals(paths, persistent.is_mounted),
         dns=Dns(paths),

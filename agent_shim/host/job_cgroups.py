@@ -19,7 +19,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -159,10 +159,16 @@ class JobCgroup:
 
     def take(self, member: process.Process) -> None:
         """Create the one that tracks the processes of the job, and move a process into it. Raises ``OSError``."""
-        for directory in self.make():
-            with open(f"{directory}/cgroup.procs", "wb", buffering=0) as file:
-                file.write(b"%d" % member.pid)
-            member.is_caged = True
+        member.is_caged = self.enter([member.pid])
+
+    def enter(self, pids: Iterable[int]) -> bool:
+        """Move processes as ``take`` does, but those that have ended; False where no cgroup can be created."""
+        directories = self.make()
+        for pid in pids:
+            for directory in directories:
+                with contextlib.suppress(ProcessLookupError), open(f"{directory}/cgroup.procs", "wb", buffering=0) as f:
+                    f.write(b"%d" % pid)
+        return bool(directories)
 
     def remove(self) -> None:
         """Remove them; one with a living process stays."""

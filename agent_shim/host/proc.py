@@ -280,6 +280,14 @@ def name(pid: int) -> str:
     return _read(pid, "comm", 64).decode(errors="replace").rstrip("\n")
 
 
+def executable(pid: int) -> str:
+    """Return the path of the program that it executes; empty without such a process or the permission."""
+    try:
+        return str(Path(f"/proc/{pid}/exe").readlink())
+    except OSError:
+        return ""
+
+
 def user(pid: int) -> int | None:
     """Return its real uid; None without such a process."""
     lines = _read(pid, "status", MAX_KERNEL_BYTES).splitlines()

@@ -348,10 +348,12 @@ async def spawn_prepared(
     argv: Sequence[str],
     *,
     env: Mapping[str, str],
-    stdout: int | None = None,
-    stderr: int | None = None,
+    stdout: int | Path | None = None,
+    stderr: int | Path | None = None,
     user: str | None = None,
     group: str | None = None,
+    cwd: Path | str = "/",
+    nice: int = 0,
 ) -> Process:
     """As ``spawn``; ``prepare`` is called in a thread before the program runs, which it does not if that fails.
 
@@ -363,7 +365,7 @@ async def spawn_prepared(
     with closing(writing):
         with closing(reading):
             command = ["/bin/sh", "-c", _HELD, "sh", *_as_user(argv[0], user, group), *argv]
-            waiting = spawn(command, env=env, stdin=reading, stdout=stdout, stderr=stderr)
+            waiting = spawn(command, env=env, cwd=cwd, stdin=reading, stdout=stdout, stderr=stderr, nice=nice)
 
         def work() -> None:
             _require_executable(argv[0])

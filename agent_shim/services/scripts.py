@@ -19,7 +19,7 @@ import msgspec
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.core.wire import MAX_REPLY_BYTES
-from agent_shim.host import files, process
+from agent_shim.host import files
 from agent_shim.host.process import Process
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,16 @@ def drain_environment(current: DrainSpec, new: DrainSpec | None) -> dict[str, st
 class Scripts:
     """Runs scripts in ``jobs/<job>/bin``; every script inherits ``environ``."""
 
-    def __init__(self, paths: Paths, environ: Mapping[str, str], *, grace: float = GRACE_S) -> None:
+    def __init__(
+        self,
+        paths: Paths,
+        environ: Mapping[str, str],
+        spawn: Callable[..., Awaitable[Process]],
+        *,
+        grace: float = GRACE_S,
+    ) -> None:
+        """``spawn`` takes the name of the job before the arguments of ``process.spawn``."""
+        self._spawn = spawn
         self._paths = paths
         self._environ = {**environ, "PATH": PATH}
         self._grace = grace
@@ -102,7 +111,7 @@ class Scripts:
             out, err = log / f"{name}.stdout.log", log / f"{name}.stderr.log"
             argv = [str(self._script(job, name))]
             environ = {**self._environ, **env}
-            script = process.spawn(argv, env=environ, cwd=DIRECTORY, stdout=out, stderr=err, nice=NICE)
+            script = await self._spawn(job, argv, env=environ, cwd=DIRECTORY, stdout=out, stderr=err, nice=NICE)
             status = await self._end(script, never)
             if status != 0:
                 logger.warning("%s of job %s failed: exit status %s", name, job, status)
@@ -160,7 +169,7 @@ class Scripts:
         with tempfile.TemporaryFile(dir=self._paths.tmp, buffering=0) as stdout:
             argv, env = [str(self._script(job, "drain")), *arguments], {**self._environ, **environment}
             err = self._log_directory(job) / "drain.stderr.log"
-            script = process.spawn(argv, env=env, cwd=DIRECTORY, stdout=stdout.fileno(), stderr=err)
+            script = await self._spawn(job, argv, env=env, cwd=DIRECTORY, stdout=stdout.fileno(), stderr=err)
             await self._end(script, cancelled)
             return os.pread(stdout.fileno(), 4096, 0).strip()
 
@@ -177,7 +186,7 @@ class Scripts:
                 output.unlink(missing_ok=True)
                 opened.append(os.open(output, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             argv, (out, err) = [str(self._script(job, "run"))], opened
-            script = process.spawn(argv, env=self._environ, cwd=DIRECTORY, stdout=out, stderr=err)
+            script = await self._spawn(job, argv, env=self._environ, cwd=DIRECTORY, stdout=out, stderr=err)
             status = await self._end(script, cancelled)
             if status is None:
                 raise ActionError("Running errand script: its exit status is unknown")

@@ -12,10 +12,10 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, guarded, job_cgroups, proc, process, reaper
@@ -54,6 +54,7 @@ MAX_TAIL_BYTES: Final = 4096
 """Length of output searched for that line."""
 NAMELESS: Final = Left(0, 0, "processes that exit before they can be listed")
 _UNCAGED: Final = "%s: cannot use a cgroup, tracking its processes by descent: %s"
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TRACE: Final = re.compile(r"\++ ")
 """Prefix of commands traced by ``set -x``."""
 _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error setting limit).*")
@@ -73,6 +74,8 @@ class Programs:
         self.killed: set[str] = set()
         """Labels of services with processes that had to be killed, since the caller last cleared it."""
         self.ownership = Ownership(base)
+        self.scripts: dict[str, ProcessRecord] = {}
+        """Records of the processes that the scripts of each job start."""
         self._gate = asyncio.Semaphore(MAX_CONCURRENT_SPAWNS)
         self._pass: asyncio.Future[Look] | None = None
         self._passing = asyncio.Lock()
@@ -118,6 +121,25 @@ class Programs:
                 return await process.spawn_prepared(
                     enter, argv, env=env, stdout=output, stderr=output, user=user, group=group
                 )
+
+    async def run_script(self, job: str, argv: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Process:
+        """Run a script of a job as ``process.spawn`` does: what it starts and leaves belongs to the job."""
+        label = process_record.script_label(job)
+        cage, record = self.ownership.cage(label), self.scripts.setdefault(job, ProcessRecord())
+        env = {**env, process_record.MARK: process_record.mark(label, self._base)}
+        if all(_VARIABLE.fullmatch(name) for name in env):
+            script = await process.spawn_prepared(partial(_enter, cage, label), argv, env=env, **how)
+        else:  # a Director's names, which a shell would not pass on
+            script = process.spawn(argv, env=env, **how)
+        record.begin(script.identity, None)
+        record.is_caged = script.is_caged
+
+        def end() -> None:
+            record.ended(script.identity, script.session, script.seen_ticks)
+            cage.remove()
+
+        script.on_end = end
+        return script
 
     # --- processes of a service -------------------------------------------------------------------------------------
 

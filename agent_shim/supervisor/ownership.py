@@ -15,6 +15,7 @@ start program. A process that only a pidfile or a pattern names is watched and n
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import pwd
@@ -27,9 +28,22 @@ import msgspec
 
 from agent_shim.host import clock, job_cgroups, proc, process
 from agent_shim.supervisor.posix_regex import Pattern
-from agent_shim.supervisor.process_record import MARK, MONIT_MARK, Identity, Pidfile, ProcessRecord, mark
+from agent_shim.supervisor.process_record import (
+    MARK,
+    MONIT_MARK,
+    Identity,
+    Pidfile,
+    ProcessRecord,
+    is_script_label,
+    mark,
+    script_label,
+)
 
 MAX_ANCESTORS: Final = 64
+GATHER_ROUNDS: Final = 8
+"""Looks for processes outside a cgroup that they should enter: each may have forked before it did."""
+PROGRAMS: Final = ("packages/", "jobs/", "data/packages/", "data/jobs/")
+"""Directories below the base with the programs of jobs; only root can write to them."""
 
 Records: TypeAlias = Iterable[tuple[str, ProcessRecord]]
 """The label and the process record of each service."""
@@ -39,6 +53,8 @@ class Tie(enum.Enum):
     """Relation of a process to a service that names it."""
 
     OWNED = "owned"
+    SHARED = "shared"
+    """Owned, started by a script of the job: other services may be in its session."""
     NAMED = "named"
     """Watched although started by hand or by another program; never signalled."""
     NONE = "none"
@@ -119,20 +135,24 @@ def kinship(
     evidence = _Evidence(processes, records, caged, marked)
     verdicts: dict[int, Verdict] = {}
     for pid in processes if wanted is None else wanted:
-        # The nearest ancestor with evidence decides.
+        # The nearest ancestor with evidence decides; evidence of a service counts before that of its job's scripts.
         way: list[int] = []
+        of_scripts: list[int] = []
+        script = ""
         verdict: Verdict = Unproven.FOREIGN
         at = pid
         while at in processes and at not in way:
-            if at in verdicts:
-                verdict = verdicts[at]
-                break
+            found = verdicts[at] if at in verdicts else evidence.of(processes[at])
             way.append(at)
-            if (found := evidence.of(processes[at])) is not None:
+            if isinstance(found, str) and is_script_label(found):
+                script, of_scripts = script or found, of_scripts or list(way)
+            elif found is not None:
                 verdict = found
                 break
             at = processes[at].parent
         verdicts.update(dict.fromkeys(way, verdict))
+        if script and isinstance(verdict, Unproven):
+            verdicts.update(dict.fromkeys(of_scripts, script))
     # The agent and the init process never belong to a service.
     verdicts.update({pid: Unproven.AGENTS for pid in (1, os.getpid()) if pid in verdicts})
     return Kinship(verdicts)
@@ -163,7 +183,11 @@ class _Evidence:
 
     def of(self, each: proc.Stat) -> Verdict | None:
         """Attribute a process by its own evidence; None defers to its parent."""
-        return self._caged.get(each.pid) or self._by_identity.get(each.identity) or self._by_descent(each)
+        caged = self._caged.get(each.pid, "")
+        if caged and not is_script_label(caged):
+            return caged
+        found = self._by_identity.get(each.identity) or self._by_descent(each)
+        return found if isinstance(found, str) and not is_script_label(found) else caged or found
 
     def _by_descent(self, each: proc.Stat) -> Verdict | None:
         begun, label = self._by_session.get(each.session, (each.start_ticks + 1, ""))
@@ -189,6 +213,18 @@ class Ownership:
     def cage(self, label: str) -> job_cgroups.JobCgroup:
         """Return the cgroups of a service."""
         return job_cgroups.JobCgroup(mark(label, self._base))
+
+    def gather(self, label: str, pid: int) -> bool:
+        """Move a process and its descendants into the cgroup of a service; False if some are elsewhere. Blocks."""
+        cage = self.cage(label)
+        with contextlib.suppress(OSError):
+            for _ in range(GATHER_ROUNDS):
+                tree = proc.descent(proc.children(proc.table()), [pid])
+                if not (outside := [each for each in tree if self.label_of(each) != label]):
+                    return True
+                if not cage.enter(outside):
+                    break
+        return False
 
     def label_of(self, pid: int) -> str | None:
         """Return the service whose cgroup a process is in, or None."""
@@ -236,7 +272,7 @@ class Ownership:
         records = list(self.records())
         marked = {label: look.marked.get(mark(label, self._base), ()) for label, _ in records}
         found = kinship(processes, records, look.caged, marked)
-        claimed = set().union(*marked.values())
+        claimed = set().union(*(pids for label, pids in marked.items() if not is_script_label(label)))
         orphans = [
             each.identity
             for pid, each in processes.items()
@@ -275,8 +311,8 @@ class Ownership:
         leader = proc.stat(each.session)
         return leader if leader is not None and leader.is_alive and leader.identity != each.identity else None
 
-    def tie(self, each: proc.Stat, label: str, traces: ProcessRecord, pidfile: Pidfile) -> tuple[Tie, str]:
-        """Relate a living process to the service whose ``pidfile`` names it; explain ``Tie.NONE``. Blocks."""
+    def tie(self, each: proc.Stat, label: str, job: str, traces: ProcessRecord, pidfile: Pidfile) -> tuple[Tie, str]:
+        """Relate a process to the service of ``job`` whose ``pidfile`` names it; explain ``Tie.NONE``. Blocks."""
         if each.identity == traces.known:
             return (Tie.NAMED if traces.is_guest else Tie.OWNED), ""
         if pidfile == traces.heeded:  # the number of the process that it named belongs to another one now
@@ -286,31 +322,32 @@ class Ownership:
             # The number may be reused: the pidfile is still that of the previous process.
             return Tie.NONE, "its pidfile is older than its start program"
         verdict = self.verdict(each)
-        if verdict == label:
-            return Tie.OWNED, ""
+        ties = {label: Tie.OWNED, script_label(job): Tie.SHARED}
         if isinstance(verdict, str):
-            return Tie.NONE, f"it belongs to {verdict}"
-        if verdict is Unproven.AGENTS:
+            return (ties[verdict], "") if verdict in ties else (Tie.NONE, f"it belongs to {verdict}")
+        if process.is_spawned(each.identity):
             return Tie.NONE, "it belongs to the agent"
-        if (marked := proc.variable(each.pid, MARK) or "") or (monits := proc.variable(each.pid, MONIT_MARK)):
-            is_ours = marked == mark(label, self._base) if marked else monits == label
-            return (Tie.OWNED, "") if is_ours else (Tie.NONE, "it carries the mark of another service")
-        if verdict is Unproven.ORPHAN:
-            if not is_fresh or each.start_ticks < traces.begun:
-                return Tie.NONE, "it is older than the start program or the pidfile"
-            # The owner of a pidfile may only name a process that it could signal itself.
-            if pidfile.owner not in (0, os.geteuid(), proc.user(each.pid)):
-                return Tie.NONE, f"it runs as another user than the owner of the pidfile, {pidfile.owner}"
+        if verdict is not Unproven.AGENTS and (carried := self._mark_of(each.pid)):
+            return (ties[carried], "") if carried in ties else (Tie.NONE, "it carries the mark of another service")
+        # The owner of a pidfile may only name a process that it could signal itself.
+        is_allowed = pidfile.owner in (0, os.geteuid(), proc.user(each.pid))
+        if is_allowed and verdict is Unproven.ORPHAN and is_fresh and each.start_ticks >= traces.begun:
             return Tie.OWNED, ""
-        # Started by hand. It was alive when the pidfile was written, so the pidfile means it, unless the number is from
-        # another pid namespace; therefore its command line must also contain the base directory.
-        if pidfile.modified + 0.1 > clock.wall_time_of(each.start_ticks) and f"{self._base}/" in proc.command_line(
-            each.pid
+        # Started by hand, by cron, by another supervisor. A pidfile that was written while it lived may mean it.
+        if pidfile.modified + 0.1 > clock.wall_time_of(each.start_ticks) and (
+            proc.executable(each.pid).startswith(tuple(f"{self._base}/{name}" for name in PROGRAMS))
+            or (is_allowed and f"{self._base}/" in proc.command_line(each.pid))
         ):
             return Tie.NAMED, ""
         return Tie.NONE, "it was not started by this agent, and nothing shows that it belongs to the job"
 
-    def match(self, pattern: Pattern, label: str, traces: ProcessRecord) -> Match | None:
+    def _mark_of(self, pid: int) -> str:
+        """Return the label that a process carries; "" without a mark, the mark itself if it is another agent's."""
+        if marked := proc.variable(pid, MARK) or "":
+            return marked.removesuffix(mark("", self._base))
+        return proc.variable(pid, MONIT_MARK) or ""
+
+    def match(self, pattern: Pattern, label: str, job: str, traces: ProcessRecord) -> Match | None:
         """Find the process whose command line matches ``pattern``: the known one, else the oldest. Blocks.
 
         Any process qualifies, because monit uses patterns to find processes of other origin. A start program that still
@@ -326,10 +363,12 @@ class Ownership:
         ours = {pid for pid, _ in members.identities}
         verdicts = kinship(processes, self.records(), seen.caged, wanted=fitting).verdicts
         others = set().union(*seen.marked.values())
+        scripts = {pid for pid in fitting if verdicts[pid] == script_label(job)}
+        ties = dict.fromkeys(scripts, Tie.SHARED) | dict.fromkeys(ours, Tie.OWNED)
         found = [
-            Match(processes[pid], Tie.OWNED if pid in ours else Tie.NAMED, members.leads)
+            Match(processes[pid], ties.get(pid, Tie.NAMED), members.leads)
             for pid in fitting
-            if pid in ours or (isinstance(verdicts[pid], Unproven) and pid not in others)
+            if pid in ties or (isinstance(verdicts[pid], Unproven) and pid not in others)
         ]
         order = {traces.known: 0, traces.program: 2}
         return min(found, key=lambda one: (order.get(one.process.identity, 1), one.process.start_ticks), default=None)

@@ -48,6 +48,10 @@ class Timing(msgspec.Struct, frozen=True):
     """Length of a monit cycle, the unit of its rates."""
 
 
+VOID: Final = "its pidfile names no process"
+"""Described as an exit, of a process that may live on."""
+
+
 class LateError(HostError):
     """No process in time; it may still appear."""
 
@@ -61,6 +65,8 @@ class ProcessFinder:
     def __init__(self, ownership: Ownership, timing: Timing, changed: Callable[[], None]) -> None:
         self.process: Process | None = None
         self.program: Process | None = None
+        self.doubted: Process | None = None
+        """The last process, alive although its pidfile names no process."""
         self.up_at = 0.0
         """Start time of the process, monotonic."""
         self._is_there = True
@@ -86,6 +92,9 @@ class ProcessFinder:
         with watchdog.reading(spec.name, "its pidfile and process"):
             if self.program is not None and not self.program.is_alive:
                 traces.ended(self.program.identity, self.program.pid, self.program.seen_ticks)
+            if self.doubted is not None and not self.doubted.is_alive:
+                traces.ended(self.doubted.identity, self.doubted.session, self.doubted.seen_ticks)
+                self.doubted = None
             if self.process is not None and self.process.is_alive:
                 traces.lives(self.process.session)
                 return True
@@ -100,12 +109,16 @@ class ProcessFinder:
         if found is None:
             return False
         one, tie = found
-        leads_session = tie is Tie.OWNED
+        leads_session = tie is Tie.OWNED or (tie is Tie.SHARED and one.pid == one.session)
         if leads_session and (leader := self._ownership.other_leader(one)) is not None:
             leads_session = await asyncio.to_thread(self._ownership.verdict, leader) == spec.label
         if not self._take_up(one):
             return False
-        traces.known, traces.heeded, traces.is_guest = one.identity, pidfile, tie is not Tie.OWNED
+        traces.known, traces.heeded, traces.is_guest = one.identity, pidfile, tie is Tie.NAMED
+        if tie is Tie.SHARED:
+            traces.shared = 0 if leads_session else one.session
+            is_whole = traces.is_caged or not traces.begun
+            traces.is_caged = await asyncio.to_thread(self._ownership.gather, spec.label, one.pid) and is_whole
         if leads_session:  # it started with it or with an ancestor of the service
             traces.widen(one)
         self._changed()
@@ -116,12 +129,29 @@ class ProcessFinder:
         self.process = own if own and own.identity == found.identity else process.adopt(*found.identity)
         if self.process is None:
             return False
+        self._release_doubted()
         self.up_at = time.monotonic() - clock.uptime_of(found.start_ticks)
         self.process.session = found.session
         return True
 
+    def is_void(self, spec: ProcessSpec) -> bool:
+        """True if the process lives although its pidfile names no process."""
+        if spec.pidfile is None or self.process is None or not self.process.is_alive:
+            return False
+        with watchdog.reading(spec.name, "its pidfile"):
+            return process_record.is_void(spec.pidfile)
+
+    def doubt(self, traces: ProcessRecord) -> None:
+        """Give up the process until its pidfile names it again; it stays one of the service."""
+        self.doubted, self.process = self.process, None
+        traces.heeded = None
+        if traces.known is not None and not traces.is_guest:
+            traces.kin = sorted({*traces.kin, traces.known})
+
     async def gone(self, spec: ProcessSpec) -> str:
         """Wait for the exit of the process or the loss of the path, then describe it."""
+        if self.doubted is not None and self.process is None:
+            return VOID
         if spec.is_process:
             return describe(await self.process.wait() if self.process is not None else None)
         while await self.look_at_path(spec):  # noqa: ASYNC110 - removal sends no event
@@ -180,18 +210,24 @@ class ProcessFinder:
         self.program = None
 
     def release(self) -> None:
-        """Release both processes, alive."""
+        """Release all processes, alive."""
         self.release_program()
+        self._release_doubted()
         if self.process is not None:
             self.process.release()
         self.process = None
+
+    def _release_doubted(self) -> None:
+        if self.doubted is not None:
+            self.doubted.release()
+        self.doubted = None
 
     async def _find(
         self, spec: ProcessSpec, traces: ProcessRecord, pidfile: Pidfile | None
     ) -> tuple[proc.Stat, Tie] | None:
         """Find the living process named by the pidfile or pattern, and its relation to the service."""
         if spec.pattern is not None:
-            match = await asyncio.to_thread(self._ownership.match, spec.pattern, spec.label, traces)
+            match = await asyncio.to_thread(self._ownership.match, spec.pattern, spec.label, spec.job, traces)
             for each in match.leads if match else ():
                 traces.widen(each)
             return match and (match.process, match.tie)
@@ -200,7 +236,7 @@ class ProcessFinder:
             return None
         if spec.start is None:
             return found, Tie.NAMED  # trusted, as monit does
-        tie, why = await asyncio.to_thread(self._ownership.tie, found, spec.label, traces, pidfile)
+        tie, why = await asyncio.to_thread(self._ownership.tie, found, spec.label, spec.job, traces, pidfile)
         if tie is Tie.NONE:
             self.refused = f"the pidfile names process {found.pid} ({proc.name(found.pid)}): {why}"
             return None

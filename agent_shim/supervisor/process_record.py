@@ -21,6 +21,7 @@ MARK: Final = "AGENT_SHIM_SERVICE"
 """The only variable that start and stop programs receive in addition to monit's."""
 MONIT_MARK: Final = "MONIT_SERVICE"
 """monit's own variable: identifies processes that monit itself started before the agent took over."""
+_SCRIPTS: Final = "scripts of job "
 MAX_SESSIONS: Final = 32
 """Maximum number of recorded sessions; processes in older ones have been swept."""
 
@@ -31,6 +32,15 @@ Identity: TypeAlias = tuple[int, int]
 def mark(name: str, base: Path) -> str:
     """Return the value of ``MARK``, which is unique to this agent: another one may have a service of the same name."""
     return f"{name}@{base}"
+
+
+def script_label(job: str) -> str:
+    """Return the label of the processes that the scripts of a job (pre-start, post-start, drain …) start."""
+    return f"{_SCRIPTS}{job}"
+
+
+def is_script_label(label: str) -> bool:
+    return label.startswith(_SCRIPTS)
 
 
 class Pidfile(NamedTuple):
@@ -49,10 +59,28 @@ def read(path: Path | str | None) -> Pidfile | None:
     if path is None:
         return None
     try:
-        with closing(guarded.open_file(path)) as descriptor:
-            text, status = os.read(descriptor, 64), os.fstat(descriptor)
+        return _read(path)
     except OSError:
         return None
+
+
+def is_void(path: Path | str) -> bool:
+    """Return True if a pidfile is missing or names no process that exists, which monit 5.2.5 takes for its absence.
+
+    False where it cannot be read, for lack of descriptors for example.
+    """
+    try:
+        found = _read(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return found is None or proc.stat(found.pid) is None
+
+
+def _read(path: Path | str) -> Pidfile | None:
+    with closing(guarded.open_file(path)) as descriptor:
+        text, status = os.read(descriptor, 64), os.fstat(descriptor)
     number = re.match(rb"\s*(\d{1,10})(?!\d)", text)
     if number is None or int(number[1]) == 0:
         return None
@@ -110,6 +138,8 @@ class ProcessRecord(msgspec.Struct):
     """The pidfile before that start."""
     heeded: Pidfile | None = None
     """The pidfile that named ``known``."""
+    shared: int = 0
+    """Session of ``known`` if a script of the job began it: other services of the job may be in it."""
 
     def begin(self, program: Identity, pidfile: Pidfile | None) -> None:
         """Record a started start program; ``pidfile`` is the one that preceded it."""
@@ -120,7 +150,7 @@ class ProcessRecord(msgspec.Struct):
     def widen(self, process: proc.Stat) -> None:
         """Record the session that a process of the service started."""
         is_known = any(process.session == session.pid for session in self.sessions)
-        if process.session != 0 and not is_known and len(self.sessions) < MAX_SESSIONS:
+        if process.session not in (0, self.shared) and not is_known and len(self.sessions) < MAX_SESSIONS:
             is_led = process.pid == process.session
             self.sessions = [*self.sessions, Session(process.session, process.start_ticks, clock.boot_ticks(), is_led)]
 

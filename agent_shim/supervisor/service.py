@@ -30,7 +30,7 @@ from agent_shim.supervisor.event_kinds import Complaint
 from agent_shim.supervisor.launch_queue import LaunchQueue
 from agent_shim.supervisor.ownership import Left, left
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Reaction
-from agent_shim.supervisor.process_finder import LateError, ProcessFinder, Timing, kind_of
+from agent_shim.supervisor.process_finder import VOID, LateError, ProcessFinder, Timing, kind_of
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.state import ACTIVE, ENDING, NEXT, UNDERWAY, UP, WORK, Effect, State, Trigger, Work, reported
 
@@ -272,6 +272,17 @@ class Service:
             self._has_lived = False
             record.traces = ProcessRecord()
 
+    # --- pidfile ----------------------------------------------------------------------------------------------------
+
+    def is_void(self) -> bool:
+        """True if the service is running and its pidfile names no process."""
+        return self.state is State.RUNNING and self._life is None and self._finder.is_void(self.spec)
+
+    def doubt(self) -> None:
+        """Take the process for absent, as monit does without a number in its pidfile."""
+        self._finder.doubt(self.record.traces)
+        self.go_on()
+
     # --- lifecycle --------------------------------------------------------------------------------------------------
 
     def resume(self, record: Record, *, same_world: bool) -> None:
@@ -390,6 +401,7 @@ class Service:
 
     async def _bring_up(self) -> None:
         spec, finder = self.spec, self._finder
+        doubted, is_guest = finder.doubted, self.record.traces.is_guest
         if self._stopper is not None:
             await self._await_stopper(self._stopper)
         if finder.program is None or not finder.program.is_alive:
@@ -406,7 +418,8 @@ class Service:
                 await self._shared.may_start.wait()
             if not spec.is_process and self.state is State.RESTARTING:
                 await self._run_stop()
-            if spec.is_process and spec.start.bpm is None and self.record.traces.begun:
+            # As monit does, run it once beside a process that the pidfile no longer names: it may write its number.
+            if spec.is_process and spec.start.bpm is None and self.record.traces.begun and doubted is None:
                 await self._shared.programs.clear(spec.label, self.record.traces, self._timing.grace)
             with watchdog.reading(spec.name, "its pidfile"):
                 before = process_record.read(spec.pidfile)
@@ -422,7 +435,13 @@ class Service:
             self.record.traces.is_caged = program.is_caged or caged == spec.label
             self._shared.changed()
         self._shared.launches.leave(self)
+        finder.doubted = None
         await finder.arrival(spec, self.record.traces)
+        if doubted is not None and not is_guest and finder.process is not None:
+            if finder.process.identity == doubted.identity:
+                doubted.release()
+            else:
+                await doubted.terminate(spec.stop.timeout if spec.stop else self._timing.stop)
 
     async def _await_stopper(self, stopper: Process) -> None:
         """Wait for the stop program: no start program runs beside it."""
@@ -452,8 +471,11 @@ class Service:
 
     async def _watch(self) -> None:
         """Wait for the process to exit; follow a process that replaced it."""
+        before = self._finder.doubted
         how = await self._finder.gone(self.spec)
         if await self._finder.look(self.spec, self.record.traces):
+            if before is not None and self._finder.pid == before.pid:
+                return
             self.notify("PID changed", self.spec.change.kind, f"process PID changed to {self._finder.pid}")
             await self.react(self.spec.change)
         else:
@@ -473,14 +495,17 @@ class Service:
 
     async def _lost(self, how: str) -> None:
         """Record an unexpected exit."""
-        record, reason = self.record, await self._with_last_words(f"the process ended by itself: {how}")
+        record = self.record
+        is_exit = how != VOID
+        reason = await self._with_last_words(f"the process ended by itself: {how}") if is_exit else how
         if time.monotonic() - self._finder.up_at > self._timing.backoff_limit:
             record.failures = 0
         record.failures += 1
-        kind = kind_of(how)
-        record.exits[kind] = record.exits.get(kind, 0) + 1
-        record.last_exit = how
         record.reason = reason
+        if is_exit:
+            kind = kind_of(how)
+            record.exits[kind] = record.exits.get(kind, 0) + 1
+            record.last_exit = how
         text = "process is not running"
         call = self.spec.start.bpm if self.spec.start else None
         by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)

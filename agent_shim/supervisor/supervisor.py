@@ -21,6 +21,7 @@ from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.host import clock, files, proc, watchdog
+from agent_shim.host.process import Process
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm, MemoryKill
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
@@ -28,7 +29,7 @@ from agent_shim.supervisor.launch_queue import LaunchQueue
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.process_finder import Timing
-from agent_shim.supervisor.process_record import ProcessRecord
+from agent_shim.supervisor.process_record import ProcessRecord, script_label
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
@@ -139,7 +140,9 @@ class Supervisor:
 
     def _records(self) -> list[tuple[str, ProcessRecord]]:
         services = list(self._services.values())  # at once: threads ask too
-        return [*((each.spec.label, each.record.traces) for each in services), *self.bpm.started.items()]
+        of_services = [(each.spec.label, each.record.traces) for each in services]
+        of_scripts = [(script_label(job), record) for job, record in list(self._programs.scripts.items())]
+        return [*of_services, *self.bpm.started.items(), *of_scripts]
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -156,6 +159,7 @@ class Supervisor:
                 "memory of bpm processes": self._watch_memory,
                 "rules": self._checks.run,
                 "process descendants": self._see_kin,
+                "pidfiles": self._watch_pidfiles,
                 "output of programs": self._watch_output,
             }.items()
         ]
@@ -180,6 +184,24 @@ class Supervisor:
         while True:
             await asyncio.sleep(clock.until_beat(self._shared.timing.cycle))
             await self._programs.see_kin()
+
+    async def _watch_pidfiles(self) -> None:
+        while True:
+            await asyncio.sleep(clock.until_beat(self._shared.timing.cycle))
+            await self.check_pidfiles()
+
+    async def check_pidfiles(self) -> None:
+        """Restart services whose pidfiles name no process, at two looks: a daemon may empty it before it writes it."""
+        doubtful = []
+        for service in self._all():
+            if service.is_void():
+                doubtful.append(service)
+            await asyncio.sleep(0)
+        if doubtful:
+            await asyncio.sleep(self._shared.timing.look)
+        for service in doubtful:
+            if service.is_void():
+                service.doubt()
 
     async def _watch_memory(self) -> None:
         """Kill processes above their memory limit in bpm.yml; they are restarted as after any exit."""
@@ -227,6 +249,11 @@ class Supervisor:
             await asyncio.to_thread(write_monit_files, self._paths.monit_job, saved.files)
         await self._take_plan(saved.files, same_world=same_world)
         return True
+
+    @property
+    def run_script(self) -> Callable[..., Awaitable[Process]]:
+        """See ``Programs.run_script``."""
+        return self._programs.run_script
 
     @property
     def is_wanted(self) -> bool:

@@ -384,7 +384,8 @@ async def test_a14_scripts_inherit_nothing_that_is_meant_for_the_agent(
         seen = (world.paths.log / "web/pre-start.stdout.log").read_text().splitlines()
 
     assert "INHERITED=yes" in seen
-    assert [line for line in seen if line.startswith(("AGENT_SHIM_", "MALLOC_"))] == []
+    mark = f"AGENT_SHIM_SERVICE=scripts of job web@{world.paths.base}"
+    assert [line for line in seen if line.startswith(("AGENT_SHIM_", "MALLOC_"))] == [mark]
 
 
 async def test_a14_scripts_run_side_by_side(world: World) -> None:

@@ -15,6 +15,7 @@ from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.services import scripts
 from agent_shim.services.scripts import DrainSpec, Errand, Scripts
+from agent_shim.supervisor.ctl_programs import Programs
 from tests.support.programs import end_marked, eventually, is_alive, number_in
 
 DISK = DrainSpec(True, "aaa", {}, 1024)
@@ -33,7 +34,8 @@ def paths(tmp_path: Path) -> Paths:
 @pytest.fixture
 def runner(paths: Paths) -> Iterator[Scripts]:
     """Scripts with an environment by which what a test left behind is found and killed."""
-    yield Scripts(paths, {"TEST_OF": str(paths.base), "PATH": "/nowhere", "KEPT": "yes"}, grace=5)
+    spawn = Programs(paths.base, paths.tmp).run_script
+    yield Scripts(paths, {"TEST_OF": str(paths.base), "PATH": "/nowhere", "KEPT": "yes"}, spawn, grace=5)
     end_marked("TEST_OF", str(paths.base))
 
 

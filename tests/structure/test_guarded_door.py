@@ -120,11 +120,11 @@ RAW: Mapping[str, Raw] = {
         KERNEL,
         frozenset(
             {
+                "JobCgroup.enter",
                 "JobCgroup.is_empty",
                 "JobCgroup.kill",
                 "JobCgroup.make",
                 "JobCgroup.members",
-                "JobCgroup.take",
                 "_below",
                 "_forbid_swap",
                 "_hand_down",
@@ -201,6 +201,7 @@ RAW: Mapping[str, Raw] = {
         frozenset(
             {
                 "_read",
+                "executable",
                 "boot_id",
                 "incarnation",
                 "last_number",

@@ -66,7 +66,7 @@ def own(process: proc.Stat, traces: ProcessRecord, pidfile: Pidfile) -> bool:
     """Return True if web owns the process that its pidfile names."""
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", traces)]
-    return ownership.tie(process, "web", traces, pidfile)[0] is Tie.OWNED
+    return ownership.tie(process, "web", "web", traces, pidfile)[0] is Tie.OWNED
 
 
 @pytest.fixture(autouse=True)
@@ -238,21 +238,33 @@ def test_descent_and_session_are_believed(kernel: dict[int, tuple[proc.Stat, Map
 
 
 @pytest.mark.parametrize(
-    ("start", "line", "is_named"),
+    ("start", "line", "executable", "owner", "is_named"),
     [
-        (90, "/var/vcap/packages/web/bin/web -d", True),
-        (150, "/var/vcap/packages/web/bin/web -d", False),
-        (90, "/usr/sbin/sshd -D", False),
-        (90, "/var/vcapx/bin/web", False),
+        (90, "/var/vcap/packages/web/bin/web -d", "/bin/sh", 0, True),
+        (90, "/var/vcap/packages/web/bin/web -d", "/bin/sh", USER, True),
+        (150, "/var/vcap/packages/web/bin/web -d", "/bin/sh", 0, False),
+        (90, "/usr/sbin/sshd -D", "/usr/sbin/sshd", 0, False),
+        (90, "/var/vcapx/bin/web", "/var/vcapx/bin/web", 0, False),
+        (90, "tail -f /var/vcap/sys/log/web/web.log", "/usr/bin/tail", USER + 1, False),
+        (90, "agent-shim logs", "/var/vcap/bosh/bin/python3", USER + 1, False),
+        (90, "web -d", "/var/vcap/data/packages/web/1/bin/web", USER + 1, True),
+        (150, "web -d", "/var/vcap/data/packages/web/1/bin/web", USER + 1, False),
     ],
 )
 def test_process_started_by_hand(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], start: int, line: str, is_named: bool
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+    monkeypatch: pytest.MonkeyPatch,
+    start: int,
+    line: str,
+    executable: str,
+    owner: int,
+    is_named: bool,
 ) -> None:
     """It was there when the pidfile was written, and is a program of a job: it is watched, not signalled."""
     kernel[50] = stat(50, start=start), {}, line
+    monkeypatch.setattr(proc, "executable", lambda _: executable)
 
-    tie, why = Ownership(BASE).tie(kernel[50][0], "web", ProcessRecord(), OLD)
+    tie, why = Ownership(BASE).tie(kernel[50][0], "web", "web", ProcessRecord(), OLD._replace(owner=owner))
     assert tie is (Tie.NAMED if is_named else Tie.NONE)
     assert bool(why) is not is_named
 
@@ -404,7 +416,7 @@ def test_pattern_prefers_the_known_then_the_oldest(
     ownership = Ownership(BASE)
 
     def matched() -> tuple[int, Tie] | None:
-        found = ownership.match(pattern, "web", traces)
+        found = ownership.match(pattern, "web", "web", traces)
         return (found[0].pid, found[1]) if found else None
 
     assert matched() == (41, Tie.NAMED)
@@ -466,7 +478,7 @@ def test_a_cgroup_alone_is_proof(
     kernel[50] = stat(50), {MARK: mark("third", BASE)}, ""
     ownership = Ownership(BASE)
 
-    assert ownership.tie(kernel[50][0], "web", ProcessRecord(), OLD) == (tie, why)
+    assert ownership.tie(kernel[50][0], "web", "web", ProcessRecord(), OLD) == (tie, why)
 
 
 @pytest.mark.parametrize(
@@ -601,8 +613,8 @@ def test_a_process_that_the_agent_started_for_itself_is_no_jobs(
     assert kinship(table, (), {}).verdicts == {10: Unproven.AGENTS, 11: Unproven.AGENTS}
     for each in table.values():
         kernel[each.pid] = each, {MARK: mark("web", BASE)}, ""
-        found = Ownership(BASE).tie(each, "web", ProcessRecord(), NEW._replace(pid=each.pid))
-        assert found == (Tie.NONE, "it belongs to the agent")
+        found = Ownership(BASE).tie(each, "web", "web", ProcessRecord(), NEW._replace(pid=each.pid))
+        assert found[0] is Tie.NONE
 
 
 def test_the_known_process_proves_its_session(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:

@@ -778,6 +778,7 @@ class Finder:
     def __init__(self, calls: list[str], *, found: bool = False) -> None:
         self.process: Any = None
         self.program: Any = None
+        self.doubted: Any = None
         self.pid, self.refused, self.up_at = 0, "", 0.0
         self._calls, self._found = calls, found
 

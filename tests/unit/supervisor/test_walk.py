@@ -182,6 +182,7 @@ class PlayedPresence:
     def __init__(self, *_: Any) -> None:
         self.process: Played | None = None
         self.program: Played | None = None
+        self.doubted: Played | None = None
         self.up_at = 0.0
 
     @property

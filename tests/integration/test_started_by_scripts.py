@@ -1,0 +1,160 @@
+"""Services whose processes a script of their job started, as the pre-start of bosh-dns-release does.
+
+That script runs the ctl scripts of three services, as root and as vcap; a later start finds their processes and exits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import clock, proc
+from agent_shim.services.scripts import Scripts
+from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from tests.support.programs import eventually, is_alive, number_in
+from tests.support.programs.jobs import World, info, until
+
+NAMES = ("dns", "health", "resolvconf")
+CTL = """
+give() {{ {give}; }}
+case $1 in
+start)
+  if [ -e $pidfile ] && kill -0 $(cat $pidfile); then exit 0; fi
+  echo start $name >>$log
+  {as_user} sh -c 'sleep 600 & echo $!; exec sleep 601' >{child} &
+  echo $! >$pidfile
+  give ;;
+stop)
+  kill $(cat $pidfile)
+  rm -f $pidfile ;;
+esac
+"""
+
+pytestmark = pytest.mark.usefixtures("cgroups_or_not")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    tmp_path.chmod(0o777)
+    world = World(tmp_path / "w")
+    world.base.chmod(0o777)
+    yield world
+    world.end()
+
+
+def dns(world: World, pre_start: str = "") -> JobFile:
+    """A job of three services; its pre-start runs their ctl scripts."""
+    is_root = os.geteuid() == 0
+    lines, ctls = [], []
+    for name in NAMES:
+        as_user = "setpriv --reuid=1000 --regid=1000 --clear-groups --" if is_root and name == "dns" else ""
+        # Each run gives the directory to vcap, with the pidfiles of root in it.
+        give = f"chown -R 1000 {world.pidfile(name)}" if is_root else ":"
+        child = world.base / f"{name}.child"
+        ctl = world.script(name, "ctl", CTL.format(as_user=as_user, give=give, child=child))
+        lines += [f"check process {name} with pidfile {world.pidfile(name)}", "group vcap"]
+        lines += [f'start program "{ctl} start"', f'stop program "{ctl} stop"']
+        ctls.append(f"{ctl} start")
+    world.script("bosh-dns", "pre-start", pre_start or "\n".join(ctls))
+    return JobFile("bosh-dns", "", "\n".join([*lines, ""]))
+
+
+async def run_script(world: World, supervisor: Supervisor, name: str) -> None:
+    scripts = Scripts(world.paths, {"TEST_OF": str(world.base)}, supervisor.run_script)
+    world.paths.log.mkdir(parents=True, exist_ok=True)
+    await scripts.run_all(name, ["bosh-dns"], {})
+
+
+def pids(world: World) -> list[int]:
+    """The processes of the three services and their children."""
+    files = [path for name in NAMES for path in (world.pidfile(name), world.base / f"{name}.child")]
+    return [pid for path in files if (pid := number_in(path))]
+
+
+async def started(world: World) -> list[int]:
+    """Wait for the processes of the three services and their children."""
+    return await eventually(lambda: found if len(found := pids(world)) == 6 else None)
+
+
+async def test_processes_that_pre_start_started_are_the_services(world: World) -> None:
+    """They run since then, of whatever user their pidfiles are, and a stop ends them with their children."""
+    job = dns(world)
+    async with world.supervising() as supervisor:
+        await run_script(world, supervisor, "pre-start")
+        found = await started(world)
+        await supervisor.configure([job])
+        await supervisor.start()
+        for name in NAMES:
+            shown = await until(supervisor, name, "running")
+            stat = proc.stat(shown.pid)
+            assert stat is not None
+            assert shown.pid == number_in(world.pidfile(name))
+            assert shown.process.uptime_secs >= clock.uptime_of(stat.start_ticks) - 1
+        assert sorted(world.lines()) == [f"start {name}" for name in sorted(NAMES)]
+
+        await supervisor.stop_one("dns")
+        await until(supervisor, "dns", "stopped")
+        assert [is_alive(pid) for pid in found] == [False, False, True, True, True, True]
+        await supervisor.start_one("dns")
+        await until(supervisor, "dns", "running")
+        found += pids(world)
+        await supervisor.stop(wait=True)
+
+        assert not any(map(is_alive, found))
+
+
+async def test_a_killed_process_of_pre_start_is_started_again_without_its_remains(world: World) -> None:
+    """Its siblings in the session of pre-start live on."""
+    job = dns(world)
+    async with world.supervising() as supervisor:
+        await run_script(world, supervisor, "pre-start")
+        found = await started(world)
+        await supervisor.configure([job])
+        await supervisor.start()
+        for name in NAMES:
+            await until(supervisor, name, "running")
+        os.kill(found[0], 9)
+        await eventually(lambda: info(supervisor, "dns").pid not in (0, found[0]))
+
+        assert [is_alive(pid) for pid in found[2:]] == [True] * 4
+        await supervisor.stop(wait=True)
+        assert not any(map(is_alive, pids(world)))
+
+
+async def test_a_later_agent_knows_what_pre_start_started(world: World) -> None:
+    """By its cgroup, else by the mark of the job's scripts."""
+    job = dns(world)
+    async with world.supervising() as supervisor:
+        await run_script(world, supervisor, "pre-start")
+        found = await started(world)
+    async with world.supervising(job) as supervisor:
+        for name in NAMES:
+            await until(supervisor, name, "running")
+        await supervisor.stop(wait=True)
+
+        assert not any(is_alive(number) for number in found[::2])
+        assert len(world.lines()) == 3
+
+
+async def test_the_processes_of_another_jobs_scripts_are_not_believed(world: World) -> None:
+    other = world.base / "other.number"
+    dns(world, f"setsid sleep 600 & echo $! >{other}")
+    async with world.supervising() as supervisor:
+        await run_script(world, supervisor, "pre-start")
+        pid = await eventually(lambda: number_in(other))
+        liar = world.job("liar", f"cp {other} $pidfile", "exit 0", timeout=1)
+        await supervisor.configure([liar])
+        await supervisor.start()
+        shown = await until(supervisor, "liar", "down")
+        assert shown.reason.endswith(
+            (
+                f"the pidfile names process {pid} (sleep): it belongs to scripts of job bosh-dns",
+                f"the pidfile names process {pid} (sleep): it carries the mark of another service",
+            )
+        )
+        await supervisor.stop(wait=True)
+
+        assert is_alive(pid)
