@@ -97,13 +97,13 @@ async def update_settings(agent: Agent, news: UpdateSettings) -> str:
     with errors_as("Reloading settings", SettingsError):
         await agent.settings.refreshed()
     await agent.disks.associate(news.disk_associations)
-    await agent.certificates.install(news.trusted_certs)
     before, after = agent.settings.current, agent.settings.merged(news)
     # Credentials in the request take precedence over the settings, and are refused if unusable.
     wanted = after.asked_mbus if news.mbus.cert.ca else after.mbus
     if wanted != before.mbus:
         await agent.edges.reconnect(wanted)
     await agent.settings.save_update(after.update)
+    await agent.certificates.install(news.trusted_certs)  # if this fails, the next boot tries it again
     return "ok"
 
 

@@ -55,6 +55,8 @@ class Task(msgspec.Struct):
     method: str
     cancelled: asyncio.Event | None
     persistent: bool = False
+    is_resumed: bool = False
+    """An earlier agent has accepted it, and perhaps begun."""
     state: str = "running"
     size: int = 0
     """Bytes of its arguments in memory until its end."""
@@ -88,6 +90,7 @@ class Tasks:
         self._tasks: dict[str, Task] = {}
         self._queue: asyncio.Queue[tuple[Task, Work]] = asyncio.Queue()
         self._stored: dict[str, dict[str, str]] = {}
+        self._saving = asyncio.Lock()
         self._waiting_bytes = 0
         self._released = asyncio.Event()
         self.running: Task | None = None
@@ -143,13 +146,14 @@ class Tasks:
     async def resume(self, resumed: Mapping[str, Callable[[bytes], Work]]) -> None:
         """Queue the persistent tasks of an earlier agent under their old ids; drops unknown ones.
 
-        Removes that agent's stored outcomes: their tasks are no longer known.
+        A task that a resuming agent has begun and not ended fails: its request may end each agent. Removes that agent's
+        stored outcomes: their tasks are no longer known.
         """
         try:
             await asyncio.to_thread(files.remove_tree, self._outcomes)
         except HostError as exc:
             logger.warning("%s", exc)
-        for task_id, method, request in await asyncio.to_thread(_read_journal, self._journal):
+        for task_id, method, request, is_begun in await asyncio.to_thread(_read_journal, self._journal):
             if method not in resumed:
                 logger.warning("cannot resume a stored task: unknown method %s", method)
                 continue
@@ -158,8 +162,10 @@ class Tasks:
             except ValueError as exc:
                 logger.warning("cannot resume a stored task of %s: %s", method, exc)
                 continue
+            if is_begun:
+                work = _give_up
             self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
-            self.submit(method, work, task_id=task_id, stored=True)
+            self.submit(method, work, task_id=task_id, stored=True).is_resumed = True
             logger.info("resuming task %s (%s) after a restart", task_id, method)
 
     async def poll(self, task_id: str) -> Task:
@@ -228,6 +234,9 @@ class Tasks:
             return
         self.running = task
         task.begun_at = time.monotonic()
+        if task.is_resumed:
+            self._stored[task.id]["Begun"] = "again"
+            await self._save()
         try:
             state, outcome = "done", await work()
             content = msgspec.json.encode(outcome)
@@ -273,14 +282,19 @@ class Tasks:
         return path
 
     async def _save(self) -> None:
-        try:
-            if self._stored:
-                raw = msgspec.json.encode(self._stored)
-                await asyncio.to_thread(files.write_atomic, self._journal, raw, mode=0o600)
-            else:
-                await asyncio.to_thread(self._journal.unlink, missing_ok=True)
-        except OSError as exc:
-            logger.error("cannot write %s: %s; tasks would not survive a restart of the agent", self._journal, exc)
+        async with self._saving:  # of two writers the later one has the newer content
+            try:
+                if self._stored:
+                    raw = msgspec.json.encode(self._stored)
+                    await asyncio.to_thread(files.write_atomic, self._journal, raw, mode=0o600)
+                else:
+                    await asyncio.to_thread(self._journal.unlink, missing_ok=True)
+            except OSError as exc:
+                logger.error("cannot write %s: %s; tasks would not survive a restart of the agent", self._journal, exc)
+
+
+async def _give_up() -> None:
+    raise ActionError("it has ended two agents, or both ended in its midst: it is not tried again")
 
 
 def _remove(paths: Iterable[Path]) -> None:
@@ -289,11 +303,17 @@ def _remove(paths: Iterable[Path]) -> None:
             path.unlink()
 
 
-def _read_journal(journal: Path) -> list[tuple[str, str, bytes]]:
-    """Read the stored tasks; an unreadable file counts as empty (agent/task/concrete_manager.go)."""
+def _read_journal(journal: Path) -> list[tuple[str, str, bytes, bool]]:
+    """Read the stored tasks: id, method, request, and True if begun by an agent that had resumed it.
+
+    An unreadable file counts as empty (agent/task/concrete_manager.go).
+    """
     try:
         document = wire.decode(files.read(journal, is_own=True), dict[str, dict[str, str]])
-        return [(entry["TaskID"], entry["Method"], base64.b64decode(entry["Payload"])) for entry in document.values()]
+        return [
+            (entry["TaskID"], entry["Method"], base64.b64decode(entry["Payload"]), "Begun" in entry)
+            for entry in document.values()
+        ]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError) as exc:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -26,6 +27,8 @@ CPI_SETTINGS: Final = (
     Path("/var/vcap/bosh/settings-source-file/config.json"),
 )
 """Settings files of container CPIs; all CPIs but those of Kubernetes write the first."""
+MAX_MISTAKES: Final = 20
+"""Mistakes of a document in its error."""
 _PORT: Final = "(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 LISTENER: Final = rf"\A(?:off|(?P<host>.+):(?P<port>{_PORT}))\Z"
 Listener = Annotated[str, msgspec.Meta(pattern=LISTENER, description="ADDR:PORT or off")]
@@ -337,12 +340,12 @@ def _decoded(raw: bytes, wanted: type[T], origin: str, ignored: list[str] | None
 
 
 def _converted(document: Any, wanted: type[T], ignored: list[str] | None = None) -> T:
-    """Convert a document; raises ``ValueError`` with all mistakes."""
+    """Convert a document; raises ``ValueError`` with the first ``MAX_MISTAKES``."""
     try:
         return wire.convert(document, wanted, ignored)
     except msgspec.ValidationError as exc:
         found = config_check.mistakes(wire.normalized(document, wanted, []), wanted)
-        raise ValueError("; ".join(found) or str(exc)) from exc
+        raise ValueError("; ".join(islice(found, MAX_MISTAKES)) or str(exc)) from exc
 
 
 def require_bus(found: Effective, origin: str) -> None:

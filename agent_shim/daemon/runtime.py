@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,8 +36,8 @@ from agent_shim.edges.bus import Bus
 from agent_shim.edges.bus.nats import NatsBus
 from agent_shim.edges.metrics import Metrics
 from agent_shim.host import files, network, proc, process
-from agent_shim.services import certificate_watch
-from agent_shim.services.address_watch import AddressWatch, expected
+from agent_shim.services import address_watch, certificate_watch
+from agent_shim.services.address_watch import AddressWatch
 from agent_shim.services.bundles import Bundles
 from agent_shim.services.certificate_watch import CertificateWatch
 from agent_shim.services.compiler import Compiler
@@ -108,7 +109,7 @@ class Runtime:
         self.orderly_stop: OrderlyStop | None = None
         self.standalone: Standalone | None = None
         self.address_watch = AddressWatch(
-            lambda: expected(self.agent.settings.current, self.agent.spec.current.networks),
+            lambda: address_watch.expected(self.agent.settings.current, self.agent.spec.current.networks),
             lambda where, text: self._process_event(Event(where, "Connection changed", "alert", text)),
         )
         self.certificate_watch = CertificateWatch(lambda: certificates(self.bus.mbus))
@@ -358,11 +359,13 @@ class Runtime:
             logger.error("the settings have changed, and %s", exc)
 
     def _process_event(self, event: Event) -> None:
-        agent = self.agent
-        ips = {network.ip for network in agent.settings.current.source.networks.values() if network.ip}
-        # Addresses that apply filled in for dynamic networks, absent from the settings.
-        stored = [network for network in agent.spec.current.networks.values() if isinstance(network, dict)]
-        ips |= {str(network["ip"]) for network in stored if network.get("ip")}
+        of_settings = self.agent.settings.current.source.networks.values()
+        # Addresses that apply filled in for dynamic networks are absent from the settings.
+        stored = [each for each in self.agent.spec.current.networks.values() if isinstance(each, dict)]
+        found = chain(
+            (each.ip for each in of_settings if each.ip), (str(each["ip"]) for each in stored if each.get("ip"))
+        )
+        ips = set(islice(found, address_watch.MAX_ADDRESSES))
         self.alerts.raise_alert(event.service, event.event, event.action, event.description, ips)
 
 

@@ -42,6 +42,8 @@ class SettingsStore:
         self._former: settings.Mbus | None = None
         self._said = ""
         self._ignored: list[str] = []
+        self._turn = asyncio.Lock()
+        """Held by each reader and writer of the files: the later one has the last word."""
 
     @property
     def current(self) -> settings.Effective:
@@ -61,16 +63,17 @@ class SettingsStore:
 
     async def refreshed(self) -> settings.Effective:
         """Reload everything; raises ``SettingsError`` and keeps the present settings on failure."""
-        source, raw, origin = await asyncio.to_thread(self._read_source)
-        update = await asyncio.to_thread(self._read_update)
-        self._former = await asyncio.to_thread(_read_mbus, self._paths.former_mbus)
-        found = settings.Effective(source, update)
-        if self._needs_bus:
-            settings.require_bus(found, str(origin))
-        if origin != self._paths.settings_cache:
-            await self._keep(raw)
-        self._current = found
-        return found
+        async with self._turn:
+            source, raw, origin = await asyncio.to_thread(self._read_source)
+            update = await asyncio.to_thread(self._read_update)
+            self._former = await asyncio.to_thread(_read_mbus, self._paths.former_mbus)
+            found = settings.Effective(source, update)
+            if self._needs_bus:
+                settings.require_bus(found, str(origin))
+            if origin != self._paths.settings_cache:
+                await self._keep(raw)
+            self._current = found
+            return found
 
     def merged(self, news: settings.UpdateSettings) -> settings.Effective:
         """Return the settings that ``news`` of ``update_settings`` would produce."""
@@ -78,18 +81,20 @@ class SettingsStore:
 
     async def save_update(self, update: settings.UpdateSettings) -> None:
         """Store ``update`` and use it."""
-        path = files.behind(self._paths.update_settings)
-        await asyncio.to_thread(files.write_atomic, path, msgspec.json.encode(update), mode=0o600)
-        self._current = settings.Effective(self.current.source, update)
+        async with self._turn:
+            path = files.behind(self._paths.update_settings)
+            await asyncio.to_thread(files.write_atomic, path, msgspec.json.encode(update), mode=0o600)
+            self._current = settings.Effective(self.current.source, update)
 
     async def keep_former(self, mbus: settings.Mbus) -> None:
         """Keep working credentials during a rotation, which continues even if this fails."""
-        self._former = mbus
-        try:
-            path = files.behind(self._paths.former_mbus)
-            await asyncio.to_thread(files.write_atomic, path, msgspec.json.encode(mbus), mode=0o600)
-        except HostError as exc:
-            self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
+        async with self._turn:
+            self._former = mbus
+            try:
+                path = files.behind(self._paths.former_mbus)
+                await asyncio.to_thread(files.write_atomic, path, msgspec.json.encode(mbus), mode=0o600)
+            except HostError as exc:
+                self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
 
     def other_mbus(self, refused: settings.Mbus) -> settings.Mbus:
         """Return the credentials to try after ``refused``: in turn the present ones, the former ones, those of the CPI.

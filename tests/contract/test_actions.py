@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from agent_shim.host import command
+from agent_shim.services.trusted_cas import TrustedCas
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.monit import parser
 from tests.support import jobs
@@ -73,13 +74,16 @@ async def test_a7_new_bus_credentials_are_stored_and_used_and_the_same_again_cha
     assert world.agent.settings.current.mbus.certificate == "cert"
 
 
-async def test_a7_refused_bus_credentials_change_nothing(world: World) -> None:
+async def test_a7_refused_bus_credentials_change_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[str] = []
+    monkeypatch.setattr(TrustedCas, "install", lambda _, bundle: installed.append(bundle))
     before = world.agent.settings.current
     news = {"mbus": {"cert": {"ca": "ca", "certificate": "refused", "private_key": "key"}}, "trusted_certs": "x"}
 
     assert "cannot use the new bus credentials" in await world.error("update_settings", news)
     assert world.agent.settings.current == before
     assert not world.paths.update_settings.exists()
+    assert installed == []
 
 
 async def test_a8_shutdown_is_answered_with_an_empty_string(world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -193,6 +194,19 @@ async def test_addresses_that_only_the_new_settings_have(tmp_path: Path) -> None
             await talk.bus.rotate(wrong)
 
         assert await talk.director.value("agent", "ping") == "ping"
+
+
+async def test_many_silent_addresses_take_no_longer_than_one(tmp_path: Path) -> None:
+    """Each takes the timeout of an attempt, and the other tasks of the agent wait meanwhile."""
+    async with talking(tmp_path, timing=replace(FAST, connect=2.0, unreachable=0.5)) as talk:
+        silent = socket.create_server(("127.0.0.1", 0), backlog=100)
+        with silent:
+            url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
+            before = talk.bus.stats.attempts
+            with pytest.raises(ActionError, match="^cannot use the new bus credentials: .*no answer in time"):
+                await talk.bus.rotate(replace(talk.server.mbus("agent"), urls=(url,) * 20))
+
+            assert talk.bus.stats.attempts - before <= 3
 
 
 async def test_new_credentials_stay(tmp_path: Path) -> None:

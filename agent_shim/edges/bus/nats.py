@@ -621,16 +621,21 @@ class NatsBus:
         """Connect with new credentials, waiting out an absent bus; raises ``ActionError`` if they are unusable."""
         began, failures = time.monotonic(), 0
         while True:
+            is_refused = False
             try:
-                return await self._connect(mbus)
+                left = began + self._timing.unreachable - time.monotonic()
+                async with asyncio.timeout(max(left, self._timing.connect)):  # addresses may be many
+                    return await self._connect(mbus)
             except BusError as exc:
-                is_refused = isinstance(exc, CredentialsError)
-                if not is_refused and not self.is_connected:
-                    began = time.monotonic()  # the bus is absent: no evidence against them
-                timeout_s = self._timing.refused if is_refused else self._timing.unreachable
-                if time.monotonic() - began > timeout_s:
-                    raise ActionError(f"cannot use the new bus credentials: {exc}") from exc
-                failures += 1
+                is_refused, why = isinstance(exc, CredentialsError), str(exc)
+            except TimeoutError:
+                why = "cannot connect to the bus: no answer in time"
+            if not is_refused and not self.is_connected:
+                began = time.monotonic()  # the bus is absent: no evidence against them
+            timeout_s = self._timing.refused if is_refused else self._timing.unreachable
+            if time.monotonic() - began >= timeout_s:
+                raise ActionError(f"cannot use the new bus credentials: {why}")
+            failures += 1
             await asyncio.sleep(self._timing.pause(failures))
 
     def _reread_credentials(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import stat
+import threading
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from agent_shim.actions.tasks import MAX_JOURNAL_BYTES, MAX_MEMORY_OUTCOME_BYTES, MAX_WAITING_BYTES, Bounds, Tasks
 from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, TaskNotFoundError
+from agent_shim.host import files
 
 
 def failure(method: str, exc: BaseException) -> str:
@@ -303,6 +305,61 @@ async def test_persistent_task_goes_on_under_its_id_after_a_restart(tmp_path: Pa
     assert ((await ended(lane, old.id)).outcome, seen) == ("ok", [b"the request"])
     assert not journal.exists()
     running.cancel()
+
+
+async def test_a_task_that_ends_its_agent_again_and_again_fails(tmp_path: Path) -> None:
+    """Begun by the agent that accepted it, and by one that resumed it; one that only waited is no evidence."""
+    journal = tmp_path / "tasks.json"
+    begun: list[bytes] = []
+
+    def fatal(request: bytes) -> Any:
+        async def work() -> None:
+            begun.append(request)
+            await asyncio.Event().wait()
+
+        return work
+
+    first, second = [
+        await lane.submit_persistent("update_settings", fatal(request), request)
+        for lane in [Tasks(journal, tmp_path / "outcomes")]
+        for request in (b"first", b"second")
+    ]
+    for number in (1, 2):
+        lane = Tasks(journal, tmp_path / "outcomes")
+        await lane.resume({"update_settings": fatal})
+        running = asyncio.ensure_future(lane.run(failure))
+        async with asyncio.timeout(5):
+            while len(begun) < number:
+                await asyncio.sleep(0)
+        if number == 1:
+            running.cancel()
+
+    assert begun == [b"first", b"second"]
+    assert (await ended(lane, first.id)).outcome.startswith("update_settings: it has ended two agents")
+    assert lane.find(second.id).state == "running"
+    running.cancel()
+
+
+async def test_writers_of_the_journal_do_not_overtake_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each id that was answered is in the file, however slow the disk is for one of them."""
+    journal = tmp_path / "tasks.json"
+    write, is_slow = files.write_atomic, threading.Event()
+    calls = iter(range(100))
+
+    def delayed(*arguments: Any, **options: Any) -> None:
+        if next(calls) == 0:
+            is_slow.wait(0.3)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(files, "write_atomic", delayed)
+    lane = Tasks(journal, tmp_path / "outcomes")
+    made = await asyncio.gather(
+        *(lane.submit_persistent("update_settings", asyncio.Event().wait, b"x") for _ in range(3))
+    )
+
+    assert json.loads(journal.read_bytes()).keys() == {task.id for task in made}
 
 
 @pytest.mark.parametrize(

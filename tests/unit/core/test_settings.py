@@ -275,3 +275,11 @@ def test_a_bus_needs_an_address_that_can_be_used(mbus: str, is_good: bool) -> No
 
     with contextlib.nullcontext() if is_good else pytest.raises(SettingsError, match=r"\$\.mbus"):
         settings.require_bus(found, "the file")
+
+
+def test_an_error_names_few_of_thousands_of_mistakes() -> None:
+    networks = {f"n{number}": {"ip": 7} for number in range(5000)}
+    with pytest.raises(SettingsError) as caught:
+        settings.parse(json.dumps({"agent_id": "a", "networks": networks}).encode(), origin="x")
+
+    assert str(caught.value).count("Expected") == settings.MAX_MISTAKES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,27 @@ async def test_a_change_that_an_action_read_first_is_told_all_the_same(files: Fi
     async with asyncio.timeout(5):
         await arrived.wait()
     watching.cancel()
+
+
+async def test_a_reader_does_not_undo_an_update_that_came_meanwhile(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch reads the files while a task stores an update."""
+    files.write()
+    await files.store.wait()
+    read, is_stored, has_read = files.store._read_update, threading.Event(), threading.Event()
+
+    def slowly() -> settings.UpdateSettings:
+        found = read()
+        has_read.set()
+        is_stored.wait(0.3)
+        return found
+
+    monkeypatch.setattr(files.store, "_read_update", slowly)
+    reading = asyncio.ensure_future(files.store.refreshed())
+    await asyncio.to_thread(has_read.wait)
+    await files.store.save_update(settings.UpdateSettings(trusted_certs="new"))
+    is_stored.set()
+    await reading
+
+    assert files.store.current.update.trusted_certs == "new"
