@@ -1,13 +1,17 @@
-"""The program of attachment pods: bind a disk into a running VM, and unmount it on SIGTERM.
+"""The program of helper pods: bind a disk into a running VM, unmount it, or restart the VM.
 
 The CPI sends the text of this file to a container as an argument, to be run by any Python from 3.9 on. It imports the
 standard library alone, and no module imports it.
 
-    attach DISK TARGET POD_UID   mount DISK on TARGET; end only when it is unmounted again
-    reboot POD_UID GRACE         end process 1 of the VM's container, which the kubelet starts again
+    attach DISK TARGET POD_UID              mount DISK on TARGET; end only when it is unmounted again, after SIGTERM
+    detach TARGET POD_UID HOLDER PATIENCE   unmount the disk of the attachment whose pod has the UID HOLDER
+    reboot POD_UID GRACE                    end process 1 of the VM's container, which the kubelet starts again
 
 DISK is where the claim is mounted here. TARGET lies below a directory that is shared with the node, and from there with
 the VM. The VM's processes are found by the UID of its pod in their cgroups, which takes the node's pid namespace.
+
+Root of a VM that may mount can move a mount, bind it elsewhere and rename its directory: a disk is known by device and
+root, in the mount tables of this program and of all processes of the VM.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 MS_BIND = 0x1000
 UMOUNT_NOFOLLOW = 8
@@ -29,10 +34,14 @@ OPEN_TREE_CLONE = 1
 MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH = 0x04, 0x40
 MOUNT_ATTR_IDMAP = 0x00100000
 OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
+DISK = "/disk"
 MOUNTED = "/tmp/mounted"  # noqa: S108 - of a container with one process
 TERMINATION_LOG = "/dev/termination-log"
 RETRY_S = 0.05
 REPORT_S = 5.0
+STALE_S = 24 * 3600.0
+"""Age of an empty directory of a VM that is gone."""
+IN_USE = "the VM uses it"
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,11 +52,32 @@ class MountAttr(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
 
 
+class Mount(NamedTuple):
+    """A line of a mount table: device and root identify a directory of a file system."""
+
+    number: str
+    parent: str
+    device: str
+    root: str
+    point: str
+
+
+class View(NamedTuple):
+    """A directory of a file system, whatever mount shows it."""
+
+    device: str
+    root: str
+
+
 def main(arguments: list[str]) -> None:
-    if arguments[0] == "attach":
-        attach(*arguments[1:])
+    what, *rest = arguments
+    if what == "attach":
+        attach(*rest)
+    elif what == "detach":
+        target, uid, holder, patience = rest
+        detach(disk_of(holder), target, uid, float(patience))
     else:
-        reboot(arguments[1], float(arguments[2]))
+        reboot(rest[0], float(rest[1]))
 
 
 def attach(disk: str, target: str, uid: str) -> None:
@@ -55,10 +85,13 @@ def attach(disk: str, target: str, uid: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     place = directory(target)
-    if is_mounted(target):
+    wanted = mounted_on(disk)
+    if found := points(wanted, target):
         # An earlier container of this pod has mounted it and was killed.
-        if not is_same_file_system(disk, target):
-            raise SystemExit(f"cannot mount the disk: another file system is mounted on {target}")
+        if target not in found:
+            raise SystemExit(f"cannot mount the disk: the VM has moved it from {target}")
+    elif is_mounted(target):
+        raise SystemExit(f"cannot mount the disk: another file system is mounted on {target}")
     else:
         mount(disk, place, uid)
         if not is_mounted(target):
@@ -68,21 +101,19 @@ def attach(disk: str, target: str, uid: str) -> None:
     with open(MOUNTED, "w"):
         pass
     say("mounted")
+    sweep(os.path.dirname(os.path.dirname(target)))
     signal.sigwait({signal.SIGTERM})
-    detach(target, uid)
+    detach(wanted, target, uid)
 
 
-def detach(target: str, uid: str) -> None:
-    """Unmount the disk on any request to end; retry while the VM uses it."""
-    reported = 0.0
-    while is_mounted(target):
-        if libc.umount2(target.encode(), UMOUNT_NOFOLLOW) == 0:
-            continue
-        number = ctypes.get_errno()
-        if number != errno.EBUSY:
-            raise SystemExit(f"cannot unmount the disk: {os.strerror(number)}")
+def detach(disk: Mount, target: str, uid: str, patience: float = float("inf")) -> None:
+    """Unmount the disk from below the directory of the VM; retry while the VM uses it, ``patience`` seconds long."""
+    reported, until = 0.0, time.monotonic() + patience
+    while is_held(disk, target, uid):
+        if time.monotonic() >= until:
+            raise SystemExit(f"cannot unmount the disk within {patience:g} s: {IN_USE}")
         if time.monotonic() - reported >= REPORT_S:
-            say("cannot unmount the disk yet: the VM uses it")
+            say(f"cannot unmount the disk yet: {IN_USE}")
             reported = time.monotonic()
         time.sleep(RETRY_S)
     with contextlib.suppress(OSError):
@@ -92,6 +123,77 @@ def detach(target: str, uid: str) -> None:
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(target))
     say("unmounted")
+
+
+def is_held(disk: Mount, target: str, uid: str) -> bool:
+    """Unmount the disk; True if the VM uses it, which leaves it mounted."""
+    view = directory_of(os.path.dirname(target))
+    if any(parent != view for parent in parents_in_vm(disk, uid)):
+        return True
+    for point in points(disk, target):
+        # A clone, to mount the disk again as it was; without it on kernels before 5.2.
+        tree = libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(point), OPEN_TREE_CLONE | os.O_CLOEXEC)
+        try:
+            if libc.umount2(os.fsencode(point), UMOUNT_NOFOLLOW) != 0:
+                if ctypes.get_errno() == errno.EBUSY:
+                    return True
+                raise SystemExit(f"cannot unmount the disk: {os.strerror(ctypes.get_errno())}")
+            if any(parents_in_vm(disk, uid)):
+                # The VM has cut its directory off from the node, and writes to the disk still.
+                place = directory(target)
+                flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
+                check(libc.syscall(MOVE_MOUNT, tree, b"", place, b"", flags), f"mount the disk again, and {IN_USE}")
+                os.close(place)
+                return True
+        finally:
+            if tree >= 0:
+                os.close(tree)
+    return False
+
+
+def points(disk: Mount, target: str) -> list[str]:
+    """Return the places below the VM's directory on which the disk is mounted, the uppermost mount last."""
+    above = os.path.realpath(os.path.dirname(target)) + "/"
+    found = [one.point for one in mounts() if is_same(one, disk) and one.point.startswith(above)]
+    name = os.path.basename(target)
+    return [target if point == above + name else point for point in found]
+
+
+def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
+    """Return the mounts below which processes of the VM have the disk mounted, or a part of it."""
+    for pid in processes(uid):
+        table = {one.number: one for one in mounts(str(pid))}
+        for one in table.values():
+            if one.device == disk.device and (one.root + "/").startswith(disk.root.rstrip("/") + "/"):
+                above = table.get(one.parent, one)
+                yield View(above.device, above.root)
+
+
+def directory_of(path: str) -> View:
+    """Return device and root of a directory, which another mount of it shows as well."""
+    real = os.path.realpath(path)
+    around = [one for one in mounts() if real == one.point or real.startswith(one.point.rstrip("/") + "/")]
+    inner = max(around, key=lambda one: len(one.point))
+    return View(inner.device, (inner.root.rstrip("/") + real[len(inner.point.rstrip("/")) :]) or "/")
+
+
+def disk_of(holder: str) -> Mount:
+    """Return the disk of an attachment, by the process that has it mounted."""
+    for pid in processes(holder):
+        for one in mounts(str(pid)):
+            if one.point == DISK:
+                return one
+    raise SystemExit("cannot unmount the disk: its attachment has no process")
+
+
+def sweep(above: str) -> None:
+    """Remove old empty directories of VMs that no process has mounted: those of VMs that are gone."""
+    roots = {one.root for pid in os.listdir("/proc") if pid.isdigit() for one in mounts(pid)}
+    for entry in os.scandir(above):
+        with contextlib.suppress(OSError):
+            is_old = time.time() - entry.stat(follow_symlinks=False).st_ctime > STALE_S
+            if is_old and directory_of(entry.path).root not in roots:
+                os.rmdir(entry.path)
 
 
 def directory(target: str) -> int:
@@ -199,14 +301,27 @@ def is_mounted(target: str) -> bool:
     """True if a file system is mounted there, perhaps that of its parent; a link is not followed."""
     above, name = os.path.split(target)
     real = os.path.join(os.path.realpath(above), name)
-    with open("/proc/self/mountinfo") as file:
-        return any(unescaped(line.split()[4]) == real for line in file)
+    return any(one.point == real for one in mounts())
 
 
-def is_same_file_system(disk: str, target: str) -> bool:
-    """True if the same directory of the same device is mounted on both."""
-    one, other = os.stat(disk), os.stat(target)
-    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
+def mounted_on(path: str) -> Mount:
+    """Return the uppermost mount on a path."""
+    found = [one for one in mounts() if one.point == os.path.realpath(path)]
+    if not found:
+        raise SystemExit(f"cannot mount the disk: nothing is mounted on {path}")
+    return found[-1]
+
+
+def is_same(one: Mount, other: Mount) -> bool:
+    return (one.device, one.root) == (other.device, other.root)
+
+
+def mounts(pid: str = "self") -> Iterator[Mount]:
+    """Return the mount table of a process; nothing if it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/mountinfo") as file:
+        for line in file:
+            number, parent, device, root, point = line.split()[:5]
+            yield Mount(number, parent, device, unescaped(root), unescaped(point))
 
 
 def unescaped(field: str) -> str:

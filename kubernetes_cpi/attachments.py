@@ -7,6 +7,7 @@ that the VM sees, and ends only after the unmount: no request to end removes a d
 from __future__ import annotations
 
 import http.client
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +22,12 @@ PROGRAM: Final = Path(__file__).with_name("attachment_program.py")
 CONTAINER: Final = "attachment"
 DISK: Final = "/disk"
 TARGET: Final = "/target"
+TARGET_MOUNT: Final = {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"}
 GRACE_S: Final = 365 * 24 * 3600
 """Grace of an attachment, which waits until the VM no longer uses the disk and must not be killed before."""
 TRIES: Final = 3
+POLICY: Final = "PodSecurity|denied the request"
+"""Words of a refusal by Pod Security or a webhook; quotas and Roles refuse with 403 too."""
 
 
 def manifest(session: Session, vm: Object, disk: str) -> Object:
@@ -32,6 +36,7 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
     pod = _helper(
         session,
         vm,
+        cid,
         names.attachment(cid, disk),
         names.KIND_ATTACHMENT,
         ["attach", DISK, f"{TARGET}/{cid}/{disk}", vm["metadata"]["uid"]],
@@ -39,15 +44,9 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
     pod["metadata"]["labels"][names.DISK] = names.value(disk)
     spec = pod["spec"]
     spec["terminationGracePeriodSeconds"] = GRACE_S
-    spec["volumes"] = [
-        {"name": "disk", "persistentVolumeClaim": {"claimName": disk}},
-        {"name": "target", "hostPath": {"path": session.config.disks.host_path, "type": "DirectoryOrCreate"}},
-    ]
+    spec["volumes"] += [{"name": "disk", "persistentVolumeClaim": {"claimName": disk}}, _target(session)]
     container = spec["containers"][0]
-    container["volumeMounts"] = [
-        {"name": "disk", "mountPath": DISK},
-        {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"},
-    ]
+    container["volumeMounts"] += [{"name": "disk", "mountPath": DISK}, TARGET_MOUNT]
     # The kubelet reports the container as started, and so the pod as ready, when this returns.
     wait = "until [ -e /tmp/mounted ]; do sleep 0.02; done"
     container["lifecycle"] = {"postStart": {"exec": {"command": ["/bin/sh", "-c", wait]}}}
@@ -94,18 +93,42 @@ def attach(session: Session, vm: Object, disk: str) -> None:
         raise CpiError(f"cannot attach the disk {disk} to {cid}: {exc}") from exc
 
 
-def detach(session: Session, vm: str, disk: str) -> bool:
-    """End the attachment of a disk, which unmounts it; False without one, ``CpiError`` while the VM uses it."""
+def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None:
+    """Unmount a disk of a running VM by a helper; ``CpiError`` while the VM uses it, and the attachment stays as it is.
+
+    A deletion of the attachment could not be taken back.
+    """
+    cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
+    if not attachment["spec"].get("nodeName"):
+        return
+    name = names.detachment(cid, disk)
+    patience = str(session.config.timeouts.unmount)
+    uids = [vm["metadata"]["uid"], attachment["metadata"]["uid"]]
+    arguments = ["detach", f"{TARGET}/{cid}/{disk}", *uids, patience]
+    body = _helper(session, attachment, cid, name, names.KIND_DETACHMENT, arguments)
+    body["metadata"]["labels"][names.DISK] = names.value(disk)
+    body["spec"]["volumes"].append(_target(session))
+    body["spec"]["containers"][0]["volumeMounts"].append(TARGET_MOUNT)
+    try:
+        _run(session, namespace, body, session.config.timeouts.unmount)
+    except CpiError as exc:
+        raise CpiError(
+            f"cannot detach the disk {disk} from {cid}: {exc}. It stays attached; `bosh recreate` ends the VM first",
+            ok_to_retry=exc.ok_to_retry,
+        ) from exc
+
+
+def end(session: Session, vm: str, disk: str) -> None:
+    """End the attachment of a disk that is unmounted, or whose VM is gone."""
     namespace, name = session.namespace_of(vm), names.attachment(vm, disk)
     if session.client.delete(PODS, namespace, name) is None:
-        return False
+        return
     try:
-        is_unmounted = pods.until_stopped(session, namespace, name, session.config.timeouts.unmount)
+        has_ended = pods.until_stopped(session, namespace, name, session.config.timeouts.unmount)
     except CpiError as exc:
         raise CpiError(f"cannot detach the disk {disk} from {vm}: {exc}") from exc
-    if not is_unmounted:
+    if not has_ended:
         raise CpiError(_held(session, namespace, vm, disk))
-    return True
 
 
 def find(session: Session, vm: str, disk: str) -> Object | None:
@@ -117,14 +140,14 @@ def find(session: Session, vm: str, disk: str) -> Object | None:
 
 def of(session: Session, vm: str) -> list[Object]:
     """Return all attachments and other helpers of a VM."""
-    kinds = f"{names.KIND_ATTACHMENT},{names.KIND_REBOOT}"
+    kinds = f"{names.KIND_ATTACHMENT},{names.KIND_DETACHMENT},{names.KIND_REBOOT}"
     selector = f"{names.VM}={vm},{names.KIND} in ({kinds})"
     return list(session.client.list(PODS, session.namespace_of(vm), labels=selector))
 
 
 def disks_of(attachments: Sequence[Object]) -> list[str]:
-    """Return the disks of these attachments, except those that are being detached."""
-    kept = [pod for pod in attachments if not pods.is_ending(pod)]
+    """Return the disks of these attachments, also of one that waits for its end while the VM uses the disk."""
+    kept = [pod for pod in attachments if not pods.has_stopped(pod)]
     return [claim for pod in kept for claim in manifests.claims_of(pod)]
 
 
@@ -153,8 +176,7 @@ def reboot(session: Session, vm: Object) -> None:
     name = f"reboot-{names.tail(cid)}"
     before = _restarts(vm)
     pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
-    body = _helper(session, vm, name, names.KIND_REBOOT, ["reboot", uid, str(grace)])
-    body["spec"]["restartPolicy"] = "Never"
+    body = _helper(session, vm, cid, name, names.KIND_REBOOT, ["reboot", uid, str(grace)])
     session.client.create(PODS, namespace, body)
     deadline = time.monotonic() + grace + session.config.timeouts.create_vm
     try:
@@ -171,16 +193,34 @@ def reboot(session: Session, vm: Object) -> None:
         pods.end(session, namespace, name, grace_s=0)
 
 
-def _helper(session: Session, vm: Object, name: str, kind: str, arguments: Sequence[str]) -> Object:
-    """Return a privileged pod on the node of a VM that runs the program."""
-    cid, spec = vm["metadata"]["name"], vm["spec"]
+def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> None:
+    """Run a helper to its end, which removes it; ``CpiError`` with its last words if it fails."""
+    name = body["metadata"]["name"]
+    pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
+    made = _made(session, namespace, body)
+    try:
+        ended = pods.until_ended(session, namespace, made, timeout_s=timeout_s + session.config.timeouts.helper)
+        if ended["status"].get("phase") == "Failed":
+            raise CpiError(_last_words(ended))
+    finally:
+        pods.end(session, namespace, name, grace_s=0)
+
+
+def _target(session: Session) -> Object:
+    hosted = {"path": session.config.disks.host_path, "type": "DirectoryOrCreate"}
+    return {"name": TARGET_MOUNT["name"], "hostPath": hosted}
+
+
+def _helper(session: Session, like: Object, cid: str, name: str, kind: str, arguments: Sequence[str]) -> Object:
+    """Return a privileged pod on the node of a VM, or of its attachment, that runs the program with the same image."""
+    spec = like["spec"]
     disks = session.config.disks
     pod: Object = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": name, "labels": names.labels(kind, session.director, **{names.VM: cid})},
         "spec": {
-            "restartPolicy": "Always",
+            "restartPolicy": "Always" if kind == names.KIND_ATTACHMENT else "Never",
             "hostPID": True,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
@@ -193,14 +233,28 @@ def _helper(session: Session, vm: Object, name: str, kind: str, arguments: Seque
                     "command": [disks.helper_python, "-I", "-S", "-c", PROGRAM.read_text(), *arguments],
                     "securityContext": {"privileged": True, "runAsUser": 0},
                     "resources": {"requests": {"cpu": "1m", "memory": "16Mi"}, "limits": {"memory": "64Mi"}},
+                    "volumeMounts": [],
                 }
             ],
+            "volumes": [],
         },
     }
+    if not disks.helper_image:
+        _add_program(pod["spec"], spec)
     for key in ("imagePullSecrets", "priorityClassName"):
         if spec.get(key):
             pod["spec"][key] = spec[key]
     return manifests.pinned(pod, spec["nodeName"])
+
+
+def _add_program(spec: Object, like: Object) -> None:
+    """Mount the agent's program as ``like`` does, whose image has none: an unmodified stemcell."""
+    name = manifests.AGENT_VOLUME
+    spec["volumes"] += [one for one in like.get("volumes") or [] if one["name"] == name]
+    mounts = like["containers"][0].get("volumeMounts") or []
+    spec["containers"][0]["volumeMounts"] += [one for one in mounts if one["name"] == name]
+    if copiers := [one for one in like.get("initContainers") or [] if one["name"] == name]:
+        spec["initContainers"] = [{**one, "securityContext": {"runAsUser": 0}} for one in copiers]
 
 
 def _made(session: Session, namespace: str, body: Object) -> Object:
@@ -208,9 +262,8 @@ def _made(session: Session, namespace: str, body: Object) -> Object:
     try:
         return session.client.ensure(PODS, namespace, body)[0]
     except ApiError as exc:
-        hint = (
-            "; live disks need a namespace that admits privileged pods" if exc.status == http.client.FORBIDDEN else ""
-        )
+        is_policy = exc.status == http.client.FORBIDDEN and re.search(POLICY, str(exc))
+        hint = "; live disks need a namespace that admits privileged pods" if is_policy else ""
         raise CpiError(f"{exc}{hint}", ok_to_retry=exc.ok_to_retry) from exc
 
 

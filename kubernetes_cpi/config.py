@@ -113,6 +113,7 @@ class Timeouts(Strict, frozen=True):
     ] = 10
     crashing: Annotated[float, doc("For a container that ends again and again, before create_vm fails.")] = 10
     unmount: Annotated[float, doc("For a VM to unmount a disk in detach_disk.")] = 20
+    helper: Annotated[float, doc("For a node to start a helper pod, in addition to its work.")] = 60
     delete_vm: Annotated[
         float, doc("Beyond the grace of the VM, for its node to confirm the end; then the pod is deleted by force.")
     ] = 120

@@ -99,16 +99,20 @@ def detach(session: Session, vm: str, disk: str) -> None:
     pod = session.find(PODS, vm, names.KIND_VM)
     claim = claims.find(session, disk)
     is_mounted = pod is not None and disk in manifests.disks_of(pod)
-    is_live = attachments.find(session, vm, disk) is not None
+    attachment = attachments.find(session, vm, disk)
+    is_live = attachment is not None
     if claim is None and not is_live:
         raise DiskNotFoundError(f"cannot detach the disk {disk}: there is no such claim")
     holder = claims.annotation(claim, names.HOLDER) if claim else vm
     was_detached = claim is not None and claims.annotation(claim, names.DETACHED_FROM) == vm
     if not is_live and holder != vm and not was_detached:
         raise DiskNotAttachedError(f"cannot detach the disk {disk}: it is not attached to {vm}")
+    if attachment is not None and pod is not None:
+        # First, and alone: a detach that fails leaves the attachment as it was.
+        attachments.unmount(session, pod, attachment, disk)
     claims.record_detach(session, disk, vm)
     if is_live:
-        attachments.detach(session, vm, disk)
+        attachments.end(session, vm, disk)
     elif is_mounted:
         log.say(f"the disk {disk} stays mounted in the pod {vm} until that ends or another VM wants it")
 

@@ -26,6 +26,7 @@ DISKS_AT_CREATION: Final = "/var/vcap/disks-at-creation"
 _FORMER_DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
 """Directory for VMs without the annotation `names.DISKS_AT`: the hints of their agents name it."""
 _LIVE_VOLUME: Final = "live-disks"
+AGENT_VOLUME: Final = "agent"
 PROGRAM: Final = "/opt/agent_shim"
 """Directory of the agent: part of the image, or a volume over an unmodified stemcell."""
 SETTINGS_DIRECTORY: Final = "/var/vcap/bosh/settings-source-file"
@@ -350,6 +351,8 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
     if properties.tier == "restricted":
         for name, path, source in (
             ("vcap", "/var/vcap", {}),
+            # Otherwise the runtime makes this parent of a mount point, as root, and the agent cannot write to it.
+            ("bosh", "/var/vcap/bosh", {}),
             ("tmp", "/tmp", {}),  # noqa: S108 - in the pod
             ("run", "/run", {"medium": "Memory", "sizeLimit": "16Mi"}),
         ):
@@ -362,13 +365,15 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
         volumes.append({"name": "data", "emptyDir": {"sizeLimit": quantity(properties.ephemeral_disk.size)}})
     if agent := properties.agent:
         image: Object = {"image": {"reference": agent.image, "pullPolicy": vm.pull_policy}}
-        volumes.append({"name": "agent", **({"emptyDir": {}} if agent.copy else image)})
-        mounts.append({"name": "agent", "mountPath": PROGRAM, "readOnly": True})
+        volumes.append({"name": AGENT_VOLUME, **({"emptyDir": {}} if agent.copy else image)})
+        mounts.append({"name": AGENT_VOLUME, "mountPath": PROGRAM, "readOnly": True})
     if vm.attach == "live":
         # Never an emptyDir: at the end of the pod the kubelet would empty the disks that are mounted there.
         path = f"{vm.host_path}/{vm.cid}"
         volumes.append({"name": _LIVE_VOLUME, "hostPath": {"path": path, "type": "DirectoryOrCreate"}})
-        mounts.append({"name": _LIVE_VOLUME, "mountPath": LIVE_DISKS, "mountPropagation": "HostToContainer"})
+        # Read-only, except for the disks: what the VM wrote beside them would fill the node, and it could move them.
+        live: Object = {"name": _LIVE_VOLUME, "mountPath": LIVE_DISKS, "readOnly": True}
+        mounts.append({**live, "mountPropagation": "HostToContainer"})
     for volume in properties.volumes:
         volumes.append({"name": volume.name, **volume.source})
         mount: Object = {"name": volume.name, "mountPath": volume.mount_path, "readOnly": volume.read_only}
@@ -386,12 +391,12 @@ def _start(properties: VmProperties) -> str:
 def _copier(vm: Vm, agent: AgentImage) -> Object:
     """Return the init container that copies the program from its image."""
     return {
-        "name": "agent",
+        "name": AGENT_VOLUME,
         "image": agent.image,
         "imagePullPolicy": vm.pull_policy,
         "command": ["cp", "-a", f"{PROGRAM}/.", "/agent"],
         "securityContext": _container_security(vm.properties.tier),
-        "volumeMounts": [{"name": "agent", "mountPath": "/agent"}],
+        "volumeMounts": [{"name": AGENT_VOLUME, "mountPath": "/agent"}],
     }
 
 

@@ -55,6 +55,7 @@ KIND_VIP: Final = "vip"
 KIND_SERVICE: Final = "service"
 KIND_SNAPSHOT: Final = "snapshot"
 KIND_REBOOT: Final = "reboot"
+KIND_DETACHMENT: Final = "detachment"
 
 _CID: Final = re.compile(r"(?:vm|disk|snapshot)-(?P<namespace>.+)-[0-9a-f]{16}")
 
@@ -90,6 +91,11 @@ def data_claim(vm: str) -> str:
 def attachment(vm: str, disk: str) -> str:
     """Return the name of the pod that binds a disk into a running VM."""
     return f"attach-{tail(vm)}-{tail(disk)}"
+
+
+def detachment(vm: str, disk: str) -> str:
+    """Return the name of the pod that unmounts a disk of a running VM."""
+    return f"detach-{tail(vm)}-{tail(disk)}"
 
 
 def labels(kind: str, director: str, **more: str) -> dict[str, str]:

@@ -85,6 +85,20 @@ def until_ready(
     )
 
 
+def until_ended(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
+    """Wait until a pod that runs once has ended; ``CpiError`` if it cannot start or does not end."""
+    name = pod["metadata"]["name"]
+    judge, state = _Judge(name, session.config.timeouts), pod
+    for found in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s, pod):
+        if found is None or is_ending(found):
+            raise CpiError(f"the pod {name} was deleted meanwhile", ok_to_retry=True)
+        if has_ended(found):
+            return found
+        judge.look(found)
+        state = found
+    raise CpiError(f"the pod {name} has not ended after {timeout_s:g} s: {_waiting_for(state) or 'no reason is known'}")
+
+
 def end(
     session: Session, namespace: str, name: str, *, grace_s: int | None = None, is_name_needed: bool = False
 ) -> bool:

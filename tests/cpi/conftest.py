@@ -53,5 +53,13 @@ def cpi(server: Server, tmp_path: Path) -> Cpi:
         server,
         tmp_path,
         agent={"mbus": "nats://10.0.0.6:4222"},
-        timeouts={"retry": 2, "unmount": 1, "unschedulable": 1, "crashing": 1, "delete_vm": 1, "create_vm": 3},
+        timeouts={
+            "retry": 2,
+            "unmount": 1,
+            "helper": 2,
+            "unschedulable": 1,
+            "crashing": 1,
+            "delete_vm": 1,
+            "create_vm": 3,
+        },
     )

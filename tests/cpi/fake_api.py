@@ -237,9 +237,18 @@ class Cluster:
                 else:
                     self._mount(key, pod)
                     status = _running(pod, len(self.events))
+                    if (pod["metadata"].get("labels") or {}).get("cpi.bosh.io/kind") == "detachment":
+                        status = self._unmounted(pod)
                     self._reboot(key[1], pod["metadata"].get("labels") or {})
             spec = {} if "PodScheduled" in json.dumps(status) else {"nodeName": NODE}
             self._store(key, _merge(pod, {"spec": spec, "status": status}), "MODIFIED")
+
+    def _unmounted(self, pod: Object) -> Object:
+        """Status of a helper that unmounts a disk, and fails while the VM uses it."""
+        is_busy = pod["metadata"]["labels"]["cpi.bosh.io/disk"] in self.busy_disks
+        told = {"exitCode": int(is_busy), "message": "cannot unmount the disk: the VM uses it" if is_busy else ""}
+        statuses = [{"restartCount": 0, "state": {"terminated": told}}]
+        return {"phase": "Failed" if is_busy else "Succeeded", "containerStatuses": statuses}
 
     def _reboot(self, namespace: str, labels: Object) -> None:
         """Restart the container of the VM that a helper was made for."""

@@ -554,12 +554,78 @@ def test_detach_tells_that_the_vm_uses_the_disk(cpi: Cpi, cluster: Cluster) -> N
     cpi("attach_disk", vm, disk)
     cluster.busy_disks.add(disk)
 
-    with pytest.raises(CpiFailedError, match="cannot unmount the disk yet: the VM uses it"):
+    with pytest.raises(CpiFailedError, match="cannot unmount the disk: the VM uses it. It stays attached"):
         cpi("detach_disk", vm, disk)
 
     other = live_vm(cpi, "agent-2")
     with pytest.raises(CpiFailedError, match=f"in use by {vm}"):
         cpi("attach_disk", other, disk)
+
+
+@pytest.mark.parametrize("played", ["in use", "refused", "no image"])
+def test_detach_that_fails_changes_nothing(cpi: Cpi, cluster: Cluster, server: Server, played: str) -> None:
+    """The attachment was deleted and waited for its end: `get_disks` had no disk, and the next attach failed."""
+    vm = live_vm(cpi)
+    disk = cpi("create_disk", 64, {}, vm)
+    hint = cpi("attach_disk", vm, disk)
+    before = cluster.snapshot()
+    if played == "in use":
+        cluster.busy_disks.add(disk)
+    elif played == "refused":
+        server.fail("POST pods/detach", status=403, message='pods is forbidden: User "x" cannot create resource')
+    else:
+        cluster.pod_status = lambda pod: waiting("ErrImagePull", "gone") if "detach-" in str(pod["metadata"]) else None
+
+    with pytest.raises(CpiFailedError, match=f"cannot detach the disk {disk} from {vm}") as failed:
+        cpi("detach_disk", vm, disk)
+
+    assert "privileged" not in failed.value.message
+    cluster.settle()
+    assert cluster.snapshot() == before
+    assert cpi("get_disks", vm) == [disk]
+    assert cpi("attach_disk", vm, disk) == hint
+    cpi("reboot_vm", vm)
+    assert cpi("get_disks", vm) == [disk]
+    cluster.busy_disks.clear()
+    cluster.pod_status = lambda _: None
+    cpi("detach_disk", vm, disk)
+    assert (cpi("get_disks", vm), attachments(cluster)) == ([], [])
+
+
+def test_attachment_that_was_deleted_by_hand_counts_while_the_vm_uses_the_disk(cpi: Cpi, cluster: Cluster) -> None:
+    vm = live_vm(cpi)
+    disk = cpi("create_disk", 64, {}, vm)
+    cpi("attach_disk", vm, disk)
+    cluster.busy_disks.add(disk)
+    cluster.delete(("pods", "bosh", *attachments(cluster)), {})
+    cluster.settle()
+
+    assert cpi("get_disks", vm) == [disk]
+    assert holder(cluster, disk) == vm
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_helpers_have_the_program_over_an_unmodified_stemcell(
+    cpi: Cpi, cluster: Cluster, server: Server, copy: bool
+) -> None:
+    """They took the image of the VM, which has no Python of the agent."""
+    vm = cpi.create_vm(attach="live", tier="privileged", agent={"image": "registry.example/agent:1", "copy": copy})
+    disk = cpi("create_disk", 64, {}, vm)
+    spec = cluster.of("pods")[vm]["spec"]
+    (volume,) = [one for one in spec["volumes"] if one["name"] == "agent"]
+    cpi("attach_disk", vm, disk)
+    cpi("reboot_vm", vm)
+    cpi("detach_disk", vm, disk)
+
+    made = {r: json.loads(b) for r, b in zip(server.requests, server.bodies, strict=True) if r.startswith("POST pods/")}
+    helpers = [body["spec"] for request, body in made.items() if request != f"POST pods/{vm}"]
+    assert len(helpers) == 3
+    for helper in helpers:
+        (container,) = helper["containers"]
+        assert volume in helper["volumes"]
+        assert {"name": "agent", "mountPath": "/opt/agent_shim", "readOnly": True} in container["volumeMounts"]
+        copied = [(one["image"], one["command"]) for one in helper.get("initContainers", [])]
+        assert copied == ([("registry.example/agent:1", ["cp", "-a", "/opt/agent_shim/.", "/agent"])] if copy else [])
 
 
 def test_pod_ends_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Server) -> None:

@@ -432,6 +432,15 @@ def test_a_pod_without_root_cannot_have_the_agent_over_its_image(cpi: Cpi, clust
     assert cluster.snapshot() == {}
 
 
+def test_directory_of_the_agent_is_no_mount_point_of_the_runtime(cpi: Cpi, cluster: Cluster) -> None:
+    """Without root the agent cannot write beside its settings in a directory that the runtime has made."""
+    vm = cpi.create_vm(tier="restricted")
+
+    mounts = {one["mountPath"]: one["name"] for one in cluster.of("pods")[vm]["spec"]["containers"][0]["volumeMounts"]}
+    volumes = {one["name"]: one for one in cluster.of("pods")[vm]["spec"]["volumes"]}
+    assert "emptyDir" in volumes[mounts["/var/vcap/bosh"]]
+
+
 def test_labels_annotations_and_volumes_reach_the_pod(cpi: Cpi, cluster: Cluster) -> None:
     volume = {"name": "dev", "mount_path": "/dev/x", "source": {"hostPath": {"path": "/dev"}}, "read_only": True}
 

@@ -22,7 +22,10 @@ import os, sys
 sys.path.insert(0, sys.argv[1])
 from kubernetes_cpi import attachment_program as program
 vm = sys.argv[2].split(",")
-program.processes = lambda uid: (int(pid) for pid in vm if os.path.exists(f"/proc/{pid}/ns"))
+program.processes = lambda uid: (
+    int(pid) for pid in (vm if uid == "uid" else uid.split(",")) if os.path.exists(f"/proc/{pid}/ns")
+)
+program.DISK = sys.argv[3] + "/disk"
 program.MOUNTED = sys.argv[3] + "/mounted"
 program.main(sys.argv[4:])
 """
@@ -32,17 +35,23 @@ mount --bind "$0" "$0" && mount --make-shared "$0"
 mkdir -p "$0/disk" "$0/bosh/vm" && mount -t tmpfs disk "$0/disk" && echo kept >"$0/disk/file"
 echo ready && read -r _
 """
-VM = 'mount --make-rslave / && mount --rbind "$0/bosh/vm" "$0/seen" && echo ready && exec sh -i 2>/dev/null'
+VM = """
+mount --make-rslave / && mount --rbind "$0/bosh/vm" "$1" && mount -o remount,bind,ro "$1" && umount -l "$0"
+echo ready && exec sh -i 2>/dev/null
+"""
 
 
 class World:
     """A node in its own mount namespace, and a VM in another that receives mounts below `bosh/vm`."""
 
-    def __init__(self, place: Path, *, userns: bool = False) -> None:
-        self.place = place
-        (place / "seen").mkdir()
+    def __init__(self, directory: Path, *, userns: bool = False) -> None:
+        self.place, self.seen, self.spare = (directory / name for name in ("node", "seen", "spare"))
+        for path in (self.place, self.seen, self.spare):
+            path.mkdir()
+        place = self.place
         self.node = self._start(["unshare", "-m", "--propagation", "private", "sh", "-c", NODE, str(place)])
-        self.vm = self._start(self.on_node("unshare", "-m", "--propagation", "unchanged", "sh", "-c", VM, str(place)))
+        alone = ["unshare", "-m", "--propagation", "unchanged"]
+        self.vm = self._start(self.on_node(*alone, "sh", "-c", VM, str(place), str(self.seen)))
         self.users: list[subprocess.Popen[str]] = []
         self.pids = [self.in_user_namespace() if userns else self.vm.pid]
         self.helpers: list[subprocess.Popen[str]] = []
@@ -71,9 +80,19 @@ class World:
 
     def start(self) -> subprocess.Popen[str]:
         """A helper that will mount the disk."""
-        target = str(self.place / "bosh/vm/disk-1")
-        helper = [sys.executable, "-c", PROGRAM, str(ROOT), ",".join(map(str, self.pids)), str(self.place)]
-        command = self.on_node(*helper, "attach", str(self.place / "disk"), target, "uid")
+        return self.helper("attach", str(self.place / "disk"), str(self.place / "bosh/vm/disk-1"), "uid")
+
+    def detach(self, attachment: subprocess.Popen[str], patience: float = 0.5) -> str:
+        """Output of a helper that unmounts the disk of an attachment, and the exit code."""
+        pid, target = str(attachment.pid), str(self.place / "bosh/vm/disk-1")
+        helper = self.helper("detach", target, "uid", pid, str(patience))
+        out, _ = helper.communicate(timeout=LIMIT_S)
+        return f"{out}{helper.returncode}"
+
+    def helper(self, *arguments: str) -> subprocess.Popen[str]:
+        """The program on the node."""
+        program = [sys.executable, "-c", PROGRAM, str(ROOT), ",".join(map(str, self.pids)), str(self.place)]
+        command = self.on_node(*program, *arguments)
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.helpers.append(started)
         return started
@@ -86,10 +105,16 @@ class World:
         self.vm.stdin.flush()
         return "".join(iter(self.vm.stdout.readline, "end\n")).strip()
 
+    def end(self, attachment: subprocess.Popen[str]) -> str:
+        """Output of an attachment after SIGTERM, and its exit code."""
+        attachment.send_signal(signal.SIGTERM)
+        out, _ = attachment.communicate(timeout=LIMIT_S)
+        return f"{out}{attachment.returncode}"
+
     def mounts(self) -> int:
         """How often something is mounted on the disk's place in the VM."""
         text = Path(f"/proc/{self.vm.pid}/mountinfo").read_text()
-        return sum(1 for line in text.splitlines() if line.split()[4] == str(self.place / "seen/disk-1"))
+        return sum(1 for line in text.splitlines() if line.split()[4] == str(self.seen / "disk-1"))
 
     def close(self) -> None:
         for process in (*self.helpers, *self.users, self.vm, self.node):
@@ -115,7 +140,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_disk_arrives_and_goes(world: World) -> None:
     helper = world.attach()
-    seen = f"{world.place}/seen/disk-1"
+    seen = f"{world.seen}/disk-1"
 
     assert world.in_vm(f"cat {seen}/file") == "kept"
     world.in_vm(f"echo new >{seen}/new")
@@ -123,7 +148,7 @@ def test_disk_arrives_and_goes(world: World) -> None:
     out, _ = helper.communicate(timeout=LIMIT_S)
     assert (out, helper.returncode) == ("unmounted\n", 0)
     assert world.mounts() == 0
-    assert world.in_vm(f"ls {world.place}/seen") == "", "a bare directory would take the data of the next disk"
+    assert world.in_vm(f"ls {world.seen}") == "", "a bare directory would take the data of the next disk"
     world.attach()
     assert world.in_vm(f"cat {seen}/new") == "new"
 
@@ -142,7 +167,8 @@ def test_helper_that_was_killed_does_not_stack_mounts(world: World) -> None:
 @pytest.mark.parametrize("planted", ["ln -s ../other/disk-2 {}", "touch {}"])
 def test_what_the_vm_has_put_in_the_place_of_its_disk_leads_to_no_other(world: World, planted: str) -> None:
     others = world.place / "bosh/other/disk-2"
-    world.in_vm(planted.format(world.place / "seen/disk-1"))
+    world.in_vm(f"mount -o remount,bind,rw {world.seen}")
+    world.in_vm(planted.format(world.seen / "disk-1"))
     subprocess.run(world.on_node("mkdir", "-p", str(others)), check=True)
 
     helper = world.start()
@@ -155,7 +181,7 @@ def test_what_the_vm_has_put_in_the_place_of_its_disk_leads_to_no_other(world: W
 
 def test_disk_in_use_is_not_unmounted(world: World) -> None:
     helper = world.attach()
-    world.in_vm(f"exec 9>>{world.place}/seen/disk-1/file")
+    world.in_vm(f"exec 9>>{world.seen}/disk-1/file")
 
     helper.send_signal(signal.SIGTERM)
     assert helper.stdout is not None
@@ -167,6 +193,91 @@ def test_disk_in_use_is_not_unmounted(world: World) -> None:
 
     assert (out, helper.returncode) == ("unmounted\n", 0)
     assert (world.mounts(), world.in_vm("true")) == (0, "")
+
+
+def test_vm_writes_to_its_disks_and_not_beside_them(world: World) -> None:
+    """The directory lies on the node's file system, which the VM could fill."""
+    world.attach()
+
+    assert "Read-only" in world.in_vm(f"touch {world.seen}/beside 2>&1")
+    assert world.in_vm(f"touch {world.seen}/disk-1/new && echo written") == "written"
+
+
+def test_detach_that_fails_leaves_the_attachment_as_it_was(world: World) -> None:
+    attachment = world.attach()
+    world.in_vm(f"exec 9>>{world.seen}/disk-1/file")
+
+    assert world.detach(attachment) == (
+        "cannot unmount the disk yet: the VM uses it\ncannot unmount the disk within 0.5 s: the VM uses it\n1"
+    )
+    assert (world.mounts(), attachment.poll()) == (1, None)
+    world.in_vm("echo last >&9; exec 9>&-")
+    assert world.detach(attachment) == "unmounted\n0"
+    assert (world.mounts(), world.in_vm(f"ls {world.seen}")) == (0, "")
+    assert world.end(attachment) == "unmounted\n0"
+
+
+HIDINGS = {
+    "bound elsewhere": ["mount --bind {0.seen}/disk-1 {0.spare}"],
+    "a part bound elsewhere": ["mkdir {0.seen}/disk-1/part", "mount --bind {0.seen}/disk-1/part {0.spare}"],
+    "moved away, the directory renamed": [
+        "mount -o remount,bind,rw {0.seen}",
+        "mount --move {0.seen}/disk-1 {0.spare}",
+        "mv {0.seen}/disk-1 {0.seen}/other",
+    ],
+    "moved within, the directory renamed": [
+        "mount -o remount,bind,rw {0.seen}",
+        "mkdir {0.seen}/deep",
+        "mount --move {0.seen}/disk-1 {0.seen}/deep",
+        "mv {0.seen}/disk-1 {0.seen}/other",
+    ],
+    "cut off from the node": ["mount --make-rprivate {0.seen}"],
+}
+
+
+@pytest.mark.parametrize("commands", HIDINGS.values(), ids=HIDINGS.keys())
+def test_disk_that_root_of_the_vm_keeps_is_not_unmounted(world: World, commands: list[str]) -> None:
+    """The helper looked for a mount at its path, and reported a disk that the VM wrote to as unmounted."""
+    attachment = world.attach()
+    for command in commands:
+        assert "fail" not in world.in_vm(f"{command.format(world)} || echo fail")
+
+    assert world.detach(attachment).endswith("the VM uses it\n1")
+    assert world.detach(attachment).endswith("the VM uses it\n1")
+    attachment.send_signal(signal.SIGTERM)
+    assert attachment.stdout is not None
+    assert attachment.stdout.readline() == "cannot unmount the disk yet: the VM uses it\n"
+    world.vm.kill()
+    world.vm.wait()
+    out, _ = attachment.communicate(timeout=LIMIT_S)
+
+    assert (out, attachment.returncode) == ("unmounted\n", 0)
+    table = Path(f"/proc/{world.node.pid}/mountinfo").read_text()
+    assert [line for line in table.splitlines() if " - tmpfs disk " in line and "/bosh/" in line] == []
+
+
+def test_renamed_directory_of_a_disk_does_not_keep_it(world: World) -> None:
+    attachment = world.attach()
+    moved = "mount -o remount,bind,rw {0.seen} && umount {0.seen}/disk-1 && mv {0.seen}/disk-1 {0.seen}/other"
+    assert world.in_vm(f"{moved.format(world)} && echo moved") == "moved"
+
+    assert world.detach(attachment) == "unmounted\n0"
+
+    assert str(world.place / "bosh/vm/other") not in Path(f"/proc/{world.node.pid}/mountinfo").read_text()
+
+
+def test_empty_directories_of_vms_that_are_gone_go_with_time(world: World, tmp_path: Path) -> None:
+    """The kubelet makes one for each VM that can have live disks."""
+    for name in ("gone", "full"):
+        subprocess.run(world.on_node("mkdir", "-p", f"{world.place}/bosh/{name}"), check=True)
+    subprocess.run(world.on_node("touch", f"{world.place}/bosh/full/file"), check=True)
+    sweep = PROGRAM.replace("program.main(sys.argv[4:])", "program.STALE_S = -1; program.sweep(sys.argv[4])")
+    command = [sys.executable, "-c", sweep, str(ROOT), "0", str(world.place), f"{world.place}/bosh"]
+
+    subprocess.run(world.on_node(*command), check=True)
+
+    left = subprocess.run(world.on_node("ls", f"{world.place}/bosh"), capture_output=True, text=True, check=True)
+    assert left.stdout.split() == ["full", "vm"], "the VM has its empty directory mounted"
 
 
 def test_directory_of_a_vm_that_is_gone_goes(world: World) -> None:
@@ -187,7 +298,7 @@ def test_user_namespace_of_the_vm(tmp_path: Path) -> None:
     try:
         helper = world.attach()
 
-        assert world.in_vm(f"stat -c %u {world.place}/seen/disk-1/file") == "100000"
+        assert world.in_vm(f"stat -c %u {world.seen}/disk-1/file") == "100000"
         helper.send_signal(signal.SIGTERM)
         out, _ = helper.communicate(timeout=LIMIT_S)
         assert (out, helper.returncode) == ("unmounted\n", 0)
@@ -204,7 +315,7 @@ def test_user_namespace_of_a_job_is_not_that_of_the_vm(world: World) -> None:
 
     world.attach()
 
-    assert world.in_vm(f"stat -c %u {world.place}/seen/disk-1/file") == "0"
+    assert world.in_vm(f"stat -c %u {world.seen}/disk-1/file") == "0"
 
 
 def test_first_process_of_a_jail_is_not_that_of_the_container() -> None:

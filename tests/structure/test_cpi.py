@@ -38,7 +38,10 @@ BANNED: Mapping[str, tuple[str, frozenset[str]]] = {
     "print": ("standard output is the response's", frozenset({"attachment_program"})),
     "sys.stdout": ("standard output is the response's", frozenset({"__main__", "reference"})),
     "subprocess": ("only credential plugins are run", frozenset({"credentials"})),
-    "time.time": ("clocks of cluster and Director differ: intervals are monotonic", frozenset()),
+    "time.time": (
+        "clocks of cluster and Director differ: intervals are monotonic",
+        frozenset({"attachment_program"}),
+    ),
     "datetime": ("clocks of cluster and Director differ: intervals are monotonic", frozenset()),
     "ssl": ("requests are the client's", frozenset({"client"})),
     "http": (
