@@ -597,7 +597,8 @@ def test_attachment_that_was_deleted_by_hand_counts_while_the_vm_uses_the_disk(c
     disk = cpi("create_disk", 64, {}, vm)
     cpi("attach_disk", vm, disk)
     cluster.busy_disks.add(disk)
-    cluster.delete(("pods", "bosh", *attachments(cluster)), {})
+    (name,) = attachments(cluster)
+    cluster.delete(("pods", "bosh", name), {})
     cluster.settle()
 
     assert cpi("get_disks", vm) == [disk]
