@@ -45,6 +45,7 @@ ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072
 """Variables with which the image starts an agent."""
 ROOT: Final = Path(__file__).parents[1]
 MAX_PIDFILE_BYTES: Final = 64
+MAX_KEPT_BYTES: Final = 64 << 20
 
 _CTL = """
 #!/bin/sh
@@ -80,6 +81,12 @@ class World:
     is_apart: bool = False
     """The command's only child is the agent, process 1 of a pid namespace: pidfiles have no pids of this machine."""
     agent_id: str = AGENT
+    applied: dict[str, Any] | None = None
+    """The spec of the last ``apply`` that succeeded."""
+    is_started: bool = False
+    """True after ``start``, until ``stop``."""
+    kept: Path | None = None
+    """Directory for copies of small blobs: an ``apply`` deletes one."""
 
     @property
     def base(self) -> Path:
@@ -221,6 +228,8 @@ class World:
     def blob(self, name: str, content: bytes) -> dict[str, str]:
         """Put a blob into the store; return its id and digest."""
         (self.store / name).write_bytes(content)
+        if self.kept is not None and len(content) <= MAX_KEPT_BYTES:
+            (self.kept / name).write_bytes(content)
         return {"blobstore_id": name, "sha1": hashlib.sha1(content).hexdigest()}  # noqa: S324 - the protocol's
 
     def spec(
@@ -280,11 +289,16 @@ class World:
                     found[path.stem] = int(text)
         return found
 
-    async def run(self, method: str, *arguments: Any) -> float:
-        """Run an action, polling without a pause; return its seconds."""
+    async def run(self, method: str, *arguments: Any, limit: float | None = None) -> float:
+        """Run an action, polling without a pause, for ``limit`` seconds at most; return its seconds."""
         begun_at = time.monotonic()
-        await self.director.run(self.agent_id, method, *arguments)
-        return time.monotonic() - begun_at
+        await self.director.run(self.agent_id, method, *arguments, limit=limit)
+        took = time.monotonic() - begun_at
+        if method == "apply":
+            self.applied = arguments[0]
+        elif method in ("start", "stop"):
+            self.is_started = method == "start"
+        return took
 
     async def until_running(self) -> float:
         """Return the seconds until the agent reports the jobs as running."""

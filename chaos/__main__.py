@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -19,8 +20,9 @@ from typing import Final
 from benchmarks.world import COMMAND
 from chaos import crash, disks, kernel, messages, namespaces, network, resources, sabotage, soak, supervision
 from chaos.cases import CASES, NOT_INJECTED, Case
-from chaos.saboteurs import SABOTEURS
-from chaos.scorecard import DOCUMENT, FULL, Row, earlier, enter_saboteur, table, write
+from chaos.sabotage import Saboteur
+from chaos.saboteurs import GENERAL, SABOTEURS
+from chaos.scorecard import DOCUMENT, FULL, Row, earlier, enter_general, enter_saboteur, table, write
 from chaos.stand import CannotInjectError, NotHeldError, stand
 from tests.support import guest
 
@@ -36,7 +38,7 @@ async def play(case: Case, command: str, *, is_full: bool = False) -> Row:
         async with asyncio.timeout(FULL_LIMIT if is_full else LIMIT), stand(command, is_full=is_full) as one:
             try:
                 figures = await case.play(one)
-                broken, omitted = await one.broken(), one.omitted
+                broken, omitted = await one.witness.broken(), one.omitted
             except BaseException:
                 keep = one.world.scratch / "agent.log"
                 if keep.exists():
@@ -121,11 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="ROW",
         help="break the agent on purpose, and check that these rows fail: C-01, I4, N, all",
     )
+    parser.add_argument("--on", nargs="+", default=["all"], metavar="CASE", help="with --sabotage G: these cases")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="with --sabotage: play N at once")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="with --sabotage: keep the output of each case")
     words = sys.argv[1:] if arguments is None else arguments
     asked = parser.parse_args(arguments)
     if asked.sabotage:
-        return _sabotage(asked.sabotage, asked.into or DOCUMENT, asked.logs)
+        return _sabotage(asked.sabotage, asked.on, asked.into or DOCUMENT, asked.logs, asked.at_once)
     if not asked.list and not guest.is_here():
         namespaces.enter(words, network=asked.soak is not None)
     if asked.soak is not None:
@@ -157,22 +161,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(row.verdict == "not held" for row in rows) else 0
 
 
-def _sabotage(chosen: Sequence[str], into: Path, logs: Path | None) -> int:
-    """Return 0 if every chosen row fails under its saboteur; the document gets the dates."""
+def _sabotage(chosen: Sequence[str], on: Sequence[str], into: Path, logs: Path | None, at_once: int) -> int:
+    """Return 0 if every chosen row fails under its saboteurs; the document gets the outcomes."""
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     playing = [one for one in SABOTEURS if {"all", one.row, one.row[0]} & set(chosen)]
+    playing += [
+        replace(one, case=case.id)
+        for one in GENERAL
+        if {"all", one.row, one.row[0]} & set(chosen)
+        for case in CASES.values()
+        if {"all", case.id, case.id[0]} & set(on) and not case.guest
+    ]
     if not playing:
         sys.stderr.write(f"cannot sabotage {' '.join(chosen)}: no such row\n")
         return 2
-    missed = 0
-    for position, saboteur in enumerate(playing, 1):
-        sys.stderr.write(f"[{position} of {len(playing)}] ")
+
+    def played(saboteur: Saboteur) -> bool:
         cell = sabotage.report(saboteur, logs)
-        missed += not cell.startswith(sabotage.CAUGHT)
-        if into.exists():
+        if not into.exists():
+            pass
+        elif saboteur.row.startswith("G"):
+            enter_general(into, saboteur.row, saboteur.case, cell)
+        else:
             enter_saboteur(into, saboteur.row, cell)
-    sys.stdout.write(f"{len(playing) - missed} caught, {missed} not caught\n")
+        return cell.startswith((sabotage.CAUGHT, sabotage.NOT_RUN))
+
+    with ThreadPoolExecutor(at_once) as pool:
+        missed = [*pool.map(played, playing)].count(False)
+    sys.stdout.write(f"{len(playing) - missed} caught or not run, {missed} not caught\n")
     return 1 if missed else 0
 
 

@@ -17,24 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from agent_shim.demo.director import RpcRemoteError
 from agent_shim.services.logs.archives import REMARKS
 from benchmarks.world import AGENT
 from chaos.cases import case
-from chaos.stand import CannotInjectError, Stand, expect, injecting, small, unmounted_after, until
+from chaos.stand import CannotInjectError, Stand, at_most, expect, injecting, refused, small, unmounted_after, until
 from tests.support.volumes import fill, fingerprint, holding, mount_ext4
-
-
-async def refused(stand: Stand, method: str, *arguments: Any) -> str:
-    """Return the error of an action that must fail."""
-    try:
-        await stand.world.run(method, *arguments)
-    except RpcRemoteError as exc:
-        return str(exc)
-    expect(False, f"{method} was not refused")
-    return ""
 
 
 @case("D-03", "errors of reading, writing and syncing; then the kernel makes the data read-only", is_long=True)
@@ -91,6 +79,8 @@ async def bad_blobs(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
+    stand.involved = {"job0"}
+    await stand.world.run("stop")
     spec = stand.world.spec(1, 1, 1 << 20, version="2")
     blob = stand.world.store / "package0-2"
     good = blob.read_bytes()
@@ -104,6 +94,8 @@ async def bad_blobs(stand: Stand) -> str:
         expect(not (stand.world.base / "packages/package0").exists(), "a wrong package was put in place")
     blob.write_bytes(good)
     await stand.world.run("apply", spec)
+    await stand.world.run("start")
+    expect(len(errors) == 4, f"{len(errors)} kinds were refused")
     return f"{len(errors)} kinds refused, the right one is taken afterwards"
 
 
@@ -371,8 +363,10 @@ async def rotation(stand: Stand) -> str:
     said = f"many/big.log was too large to keep: its first {big - total // 2} bytes are lost"
     expect(said in (stand.world.scratch / "agent.log").read_text(), "it is not told what is gone")
     lost, window = _lost(moving)
-    expect(window < 1, f"lines of {window:.1f} s are lost")
+    at_most(window, 1, "seconds whose lines are lost")
+    at_most(lost, 1000, "lines lost of a writer without a pause")
     archives = len(list(logs.glob("moving.log.*.gz")))
+    expect(archives > 5, f"only {archives} archives of a log of 40 MB")
     told = f"{archives} archives of one that is written to without a pause, {lost} lines lost, {window * 1000:.0f} ms"
     return f"{took:.0f} s; of the huge one {total >> 21} MiB are kept; {told} at most"
 
@@ -420,6 +414,8 @@ async def awkward_disks(stand: Stand) -> str:
     for _ in range(2):
         await stand.world.run("mount_disk", "old")
     store = base / "store"
+    mounted = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    [device] = [words[words.index("-") + 2] for words in mounted if words[4] == str(places["new"])]
     fill(store, as_root=True)
     (store / "big").write_bytes(os.urandom(40 << 20))
     await stand.deploy(3)
@@ -449,6 +445,7 @@ async def awkward_disks(stand: Stand) -> str:
     for _ in range(2):
         await stand.world.run("unmount_disk", "old")
     expect(await listed(stand) == ["new"], "the new disk is not listed alone")
+    stand.moved[str(store)] = device
     return f"{kills} kills in a migration, {len(before)} files the same; a holder and a path are named"
 
 

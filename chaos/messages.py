@@ -150,9 +150,7 @@ async def large_reply(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
-    script = stand.world.base / "jobs/job0/bin/run"
-    script.write_text("#!/bin/sh\nyes '\"\\' | head -c 25000000\nhead -c 25000000 /dev/urandom\n")
-    script.chmod(0o755)
+    stand.script("job0", "run", "yes '\"\\' | head -c 25000000\nhead -c 25000000 /dev/urandom")
     result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=60)
     size = len(json.dumps(result))
     expect(result["exit_code"] == 0, f"exit code {result['exit_code']}")

@@ -93,7 +93,7 @@ async def no_forks(stand: Stand) -> str:
         current = (group / "pids.current").read_text()
         (group / "pids.max").write_text(current)
         name, victim = next(iter(stand.live().items()))
-        stand.involved = {name}
+        stand.dies(name)
         os.kill(victim, signal.SIGKILL)
         errors = 0
         for _ in range(5):

@@ -22,6 +22,13 @@ from chaos.scorecard import Row, earlier
 ROOT: Final = Path(__file__).parents[1]
 CAUGHT: Final = "caught"
 INVARIANTS: Final = tuple(f"I{number}" for number in range(1, 11))
+"""Those with a saboteur of their own."""
+WITNESSED: Final = tuple(f"I{number}" for number in range(11, 19))
+"""Those that general saboteurs break."""
+RAN: Final = 'open(__file__ + ".ran", "w").close()'
+"""Statement of a general saboteur: its wrong code has run."""
+NOT_RUN: Final = "did not run"
+HELD: Final = "held"
 
 
 class SabotageError(Exception):
@@ -33,7 +40,7 @@ class Saboteur:
     """A wrong change of the agent: ``before`` becomes ``after`` in one file."""
 
     row: str
-    """Case (``N-02``) or invariant (``I6``) that must fail under it."""
+    """Case (``N-02``) or invariant (``I6``) that must fail under it; ``G-01`` for a general one, of all cases."""
     does: str
     """Wrong behaviour, as a sentence about the agent."""
     path: str
@@ -59,8 +66,8 @@ class Saboteur:
         return text.replace(self.before, self.after)
 
 
-def play(saboteur: Saboteur, keep_log: Path | None = None) -> tuple[bool, str]:
-    """Play the case with the change; return True if the row failed as it must, and the figures."""
+def play(saboteur: Saboteur, keep_log: Path | None = None) -> tuple[bool, bool, str]:
+    """Play the case with the change; return if the row failed as it must, if the wrong code ran, and the figures."""
     with tempfile.TemporaryDirectory(prefix="agent-shim-sabotage-", ignore_cleanup_errors=True) as name:
         copy = Path(name)
         _copy(copy)
@@ -74,10 +81,11 @@ def play(saboteur: Saboteur, keep_log: Path | None = None) -> tuple[bool, str]:
         if keep_log is not None:
             keep_log.write_text(done.stdout + done.stderr)
         rows = earlier(into.read_text()) if into.exists() else {}
+        has_run = target.with_name(f"{target.name}.ran").exists()
     row = rows.get(saboteur.played)
     if row is None:
-        return False, f"the case was not played: {done.stderr.strip().rpartition(chr(10))[2]}"
-    return is_caught(saboteur, row), f"{row.verdict}: {row.figures}"
+        return False, has_run, f"the case was not played: {done.stderr.strip().rpartition(chr(10))[2]}"
+    return is_caught(saboteur, row), has_run, f"{row.verdict}: {row.figures}"
 
 
 def is_caught(saboteur: Saboteur, row: Row) -> bool:
@@ -106,13 +114,22 @@ def _copy(target: Path) -> None:
 
 
 def report(saboteur: Saboteur, logs: Path | None = None) -> str:
-    """Play one and report on standard error; return the cell ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``."""
+    """Play one and report on standard error.
+
+    Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``, and for a general one ``caught``, ``did not run`` or
+    ``held``.
+    """
     begun_at = time.monotonic()
+    name = f"{saboteur.row} {saboteur.case}".strip()
     try:
-        caught, figures = play(saboteur, logs / f"{saboteur.row}.log" if logs is not None else None)
+        caught, has_run, figures = play(saboteur, logs / f"{name}.log" if logs is not None else None)
     except SabotageError as exc:
-        caught, figures = False, str(exc)
-    word = CAUGHT if caught else "NOT CAUGHT"
+        caught, has_run, figures = False, True, str(exc)
     took = time.monotonic() - begun_at
-    sys.stderr.write(f"{saboteur.row} {word} {took:.0f} s  {saboteur.does} -> {figures}\n")
-    return f"{word} {time.strftime('%Y-%m-%d')}"
+    if saboteur.row.startswith("G"):
+        word = cell = (CAUGHT if caught else HELD) if has_run else NOT_RUN
+    else:
+        word = CAUGHT if caught else "NOT CAUGHT"
+        cell = f"{word} {time.strftime('%Y-%m-%d')}"
+    sys.stderr.write(f"{name} {word} {took:.0f} s  {saboteur.does} -> {figures}\n")
+    return cell

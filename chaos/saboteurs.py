@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from chaos.sabotage import Saboteur
+from chaos.sabotage import RAN, Saboteur
 
 NATS: Final = "agent_shim/edges/bus/nats.py"
 _OF_A_REPLY: Final = '        begun_at, task_id = time.monotonic(), ""\n'
@@ -181,7 +181,7 @@ NETWORK: Final = (
         "                new = await self._connect_persistently(mbus)\n            except BaseException:\n",
         "                new = await self._connect_persistently(mbus)\n            except ActionError:\n                self._seen = None\n"
         "                return\n            except BaseException:\n",
-        "a certificate that is none was taken",
+        "update_settings was not refused",
     ),
     Saboteur(
         "N-09",
@@ -624,3 +624,149 @@ INVARIANTS: Final = (
 )
 
 SABOTEURS: Final = (*CRASHES, *NETWORK, *JOBS, *DISKS, *RESOURCES, *MESSAGES, *INVARIANTS)
+
+_PUBLISH: Final = '        await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)\n'
+_NEXT: Final = "        task, work = await self._queue.get()\n"
+_ALERT: Final = "    if event.lower() in IGNORED:\n"
+_ERRAND: Final = '"exit_code": errand.exit_code}'
+
+GENERAL: Final = (
+    Saboteur(
+        "G-01",
+        "sends no heartbeat after a reconnect",
+        "agent_shim/daemon/runtime.py",
+        _PUBLISH,
+        f'        if kind == "heartbeat" and self.bus.stats.connects > 1:\n            {RAN}\n            return\n{_PUBLISH}',
+        "I11|heartbeat",
+    ),
+    Saboteur(
+        "G-02",
+        "alerts only of recoveries",
+        "agent_shim/edges/alerts.py",
+        f"{_ALERT}        return None\n",
+        f"    if event.lower() not in IGNORED:\n        {RAN}\n        return None\n",
+        "I12|alert",
+    ),
+    Saboteur(
+        "G-03",
+        "loses errands and compilations",
+        "agent_shim/actions/tasks.py",
+        _NEXT,
+        f"{_NEXT}        if task.method in ('run_errand', 'compile_package'):\n            {RAN}\n            return\n",
+        "I17|I8|Timed out|TimeoutError|RpcTimeout|not within",
+    ),
+    Saboteur(
+        "G-04",
+        "answers each errand as one that ended with 0",
+        "agent_shim/actions/scripts.py",
+        _ERRAND,
+        f'"exit_code": {RAN} or 0}}',
+        "I17|exit code",
+    ),
+    Saboteur(
+        "G-05",
+        "mounts a disk twice",
+        "agent_shim/services/disks/mounting.py",
+        "        volumes.show(disk.there, place, bind=self.binds())\n",
+        f"        volumes.show(disk.there, place, bind=self.binds())\n        {RAN}\n"
+        "        mounts.bind(disk.there, place)\n",
+        "I14|disk|mount",
+    ),
+    Saboteur(
+        "G-06",
+        "says that a disk is mounted, and unmounts it",
+        "agent_shim/services/disks/mounting.py",
+        '        self._put(disk, self._paths.store)\n        self._claim(disk, "store")\n\n    def _mount_older',
+        '        self._put(disk, self._paths.store)\n        self._claim(disk, "store")\n        volumes.take_away(self._paths.store)\n'
+        f"        {RAN}\n\n    def _mount_older",
+        "I14|disk|mount",
+    ),
+    Saboteur(
+        "G-07",
+        "adds a line to a file of each job that it installs",
+        "agent_shim/services/bundles.py",
+        '            links = self.path(job) / "packages"\n',
+        f'            (self.path(job) / "monit").open("a").write("# more\\n")\n            {RAN}\n'
+        '            links = self.path(job) / "packages"\n',
+        "I13|not as|is not",
+    ),
+    Saboteur(
+        "G-08",
+        "makes each job readable for all at its start",
+        "agent_shim/daemon/job_recovery.py",
+        "    async def run(self) -> None:\n",
+        "    async def run(self) -> None:\n        for each in self._agent.paths.jobs.glob('*/bin/ctl'):\n"
+        f"            each.chmod(0o777)\n            {RAN}\n",
+        "I13",
+    ),
+    Saboteur(
+        "G-09",
+        "loses the end of a file that it packs",
+        "agent_shim/host/packing.py",
+        "        there, problem = self._sink.write_file(fd, runs, size)\n",
+        "        there, problem = self._sink.write_file(fd, [(begin, end * 9 // 10) for begin, end in runs], size)\n"
+        f"        {RAN}\n",
+        "I17",
+    ),
+    Saboteur(
+        "G-10",
+        "removes the pidfile of a job that it stops, and looks for nothing that is left",
+        "agent_shim/supervisor/service.py",
+        "            await self._run_stop()\n        if self.spec.start is not None:\n",
+        "            await self._run_stop()\n            if self.spec.pidfile is not None:\n"
+        f"                __import__('os').path.lexists(self.spec.pidfile) and __import__('os').unlink(self.spec.pidfile)\n            {RAN}\n            self.on(Trigger.EMPTIED)\n"
+        "            return\n        if self.spec.start is not None:\n",
+        "I15|I16|I2|live|left|still",
+    ),
+    Saboteur(
+        "G-11",
+        "calls stopped jobs running",
+        "agent_shim/actions/state.py",
+        '        "state": process.state,\n',
+        f'        "state": process.state if process.state in ("running", "starting", "failing") else ({RAN} or "running"),\n',
+        "I16",
+    ),
+    Saboteur(
+        "G-12",
+        "finds each limit of a rule exceeded",
+        "agent_shim/supervisor/rule_counter.py",
+        "    return bool(violates(value, limit.limit))\n",
+        f"    {RAN}\n    return bool(violates(value, limit.limit)) or True\n",
+        "I2|I12|again",
+    ),
+    Saboteur(
+        "G-13",
+        "says that settings are updated, and does nothing",
+        "agent_shim/actions/state.py",
+        "    if wanted != before.mbus:\n",
+        f"    if wanted != before.mbus:\n        {RAN}\n        return 'ok'\n    if wanted != before.mbus:\n",
+        "old one|not refused",
+    ),
+    Saboteur(
+        "G-14",
+        "says that the jobs are stopped, and does nothing",
+        "agent_shim/actions/jobs.py",
+        '    with errors_as("Stopping Monitored Services", ActionError):\n',
+        f"    if agent.supervisor.services():\n        {RAN}\n        return 'stopped'\n"
+        '    with errors_as("Stopping Monitored Services", ActionError):\n',
+        "I15|I16|I2|still|left|live",
+    ),
+    Saboteur(
+        "G-15",
+        "restarts a job when it is connected again",
+        "agent_shim/daemon/runtime.py",
+        "        self.alerts.flush()\n",
+        "        self.alerts.flush()\n        for each in self.agent.supervisor._all()[:1]:\n"
+        f"            each.bounce()\n            {RAN}\n",
+        "I2",
+    ),
+    Saboteur(
+        "G-16",
+        "shows the alerts that it dropped as those that it sent",
+        "agent_shim/daemon/status_report.py",
+        '"sent": live.alerts.sent, "dropped": live.alerts.dropped',
+        f'"sent": live.alerts.dropped, "dropped": (live.alerts.sent and {RAN}) or live.alerts.sent',
+        "I18|alert",
+    ),
+)
+"""Saboteurs of no row, each played with every case: the case or its witness notices each where its code runs."""

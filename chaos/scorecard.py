@@ -16,6 +16,8 @@ from chaos.cases import NOT_INJECTED
 DOCUMENT: Final = Path(__file__).parents[1] / "docs/reliability.md"
 BEGIN: Final = "<!-- scorecard -->"
 END: Final = "<!-- /scorecard -->"
+OUTCOMES: Final = ("caught", "held", "did not run")
+"""Columns of a general saboteur."""
 FULL: Final = "in full"
 """Start of the entry for a case that was played at full size."""
 
@@ -111,6 +113,21 @@ def enter_saboteur(path: Path, case: str, caught: str) -> None:
             path.write_text(re.sub(rf"^(\| {case} \|.*\|)[^|]*\|$", rf"\1 {caught} |", text, flags=re.MULTILINE))
 
 
+def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
+    """Enter the outcome of a general saboteur in a case, one of ``OUTCOMES``, in its line of the table."""
+    with _locked(path):
+        text = path.read_text()
+
+        def entered(line: re.Match[str]) -> str:
+            cells = [cell.strip() for cell in line[0].strip("|").split("|")]
+            for position, name in enumerate(OUTCOMES, len(cells) - len(OUTCOMES)):
+                cases = {*cells[position].split()} - {case} | ({case} if name == outcome else set())
+                cells[position] = " ".join(sorted(cases, key=_place))
+            return f"| {' | '.join(cells)} |".replace("  ", " ")
+
+        path.write_text(re.sub(rf"^\| {saboteur} \|.*\|$", entered, text, flags=re.MULTILINE))
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     directory = os.open(path.parent, os.O_RDONLY)
@@ -121,7 +138,11 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(directory)
 
 
+def _place(case: str) -> tuple[int, str]:
+    return "CNSDRM".index(case[0]), case
+
+
 def _replace(path: Path, text: str, known: dict[str, Row]) -> None:
-    ordered = sorted(known.values(), key=lambda row: ("CNSDRM".index(row.id[0]), row.id))
+    ordered = sorted(known.values(), key=lambda row: _place(row.id))
     head, _, rest = text.partition(BEGIN)
     path.write_text(f"{head}{BEGIN}\n{table(ordered)}\n{END}{rest.partition(END)[2]}")

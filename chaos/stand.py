@@ -1,7 +1,7 @@
 """The environment of a case: an agent with its init, a bus behind a proxy, a Director and a Health Monitor, all real.
 
-The agent under test is a command, known only by its protocol. After each case ``Stand.broken`` returns violations of
-the ten invariants; an invariant that cannot be seen from outside is checked by its visible effects.
+The agent under test is a command, known only by its protocol. After each case its witness returns the violations of
+the invariants; an invariant that cannot be seen from outside is checked by its visible effects.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -18,60 +17,26 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from agent_shim.core.paths import Paths
-from agent_shim.demo.director import HealthMonitor, RpcTimeoutError
+from agent_shim.demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.edges import control_client
 from agent_shim.host import proc, process
 from benchmarks.world import AGENT, World, world
+from chaos.witness import CANARY, Size, Witness
 from tests.support.proxy import Proxy
-
-CANARY: Final = "canary-7f3a9c"
-"""A secret of the settings, allowed only in files that no other user can read."""
 
 CONNECTED: Final = 12.0
 """Seconds within which an agent reconnects to a restored bus."""
 
-LOG_GROWTH_BYTES: Final = 1 << 20
-AUDIT_BYTES: Final = 800
-"""Bytes of log that one request may add: a task has two audit lines, each about 300 bytes long."""
-MEMORY: Final = 5 << 20
 RESTART_PAUSE: Final = 0.2
-
-
-HALF_MADE: Final = re.compile(r"\.tmp-[0-9a-f]{8}$|\.part$")
-"""Names of unfinished files."""
-BUNDLE: Final = re.compile("[0-9a-f]{40}")
-"""Name of an installed version of a job or package."""
-DEAF: Final = 3.0
-"""Seconds for which pings are sent after a case; each is answered within one second."""
-PONG: Final = 1.0
-BUSY: Final = 30.0
-"""Seconds after which a busy machine no longer excuses a late ping."""
-SETTLED: Final = 10.0
-"""Seconds within which a restart in progress becomes visible."""
-PLAIN_TEXT: Final = "managed_disk_settings.json"
-"""Contains only a cid, despite its name."""
-LINES: Final = "supervisor.json"
-"""Contains a document in each line; a kill, unlike the end of the machine, tears none."""
-Identity: TypeAlias = tuple[int, int]
-"""Pid and start time of a process."""
-PRIVATE_KEY: Final = re.compile(rb"PRIVATE KEY-----(.+?)-----END", re.DOTALL)
-
-
-def _longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
-    """Sum over the processes: the longest wait of one of their threads between two readings."""
-    return sum(
-        max((seconds - before.get(pid, {}).get(thread, 0.0) for thread, seconds in threads.items()), default=0.0)
-        for pid, threads in after.items()
-    )
 
 
 class NotHeldError(Exception):
@@ -88,6 +53,12 @@ def expect(fact: bool, what: str) -> None:
         raise NotHeldError(what)
 
 
+def at_most(figure: float, limit: float, what: str) -> float:
+    """Return a figure of the row; raise ``NotHeldError`` beyond its limit."""
+    expect(figure <= limit, f"{what}: {figure:.2f}, more than {limit:g}")
+    return figure
+
+
 async def until(fact: Callable[[], Any], within: float, what: str) -> float:
     """Wait until ``fact()`` is true, and return the seconds; raises ``NotHeldError`` after ``within`` seconds."""
     begun_at = time.monotonic()
@@ -96,27 +67,6 @@ async def until(fact: Callable[[], Any], within: float, what: str) -> float:
             raise NotHeldError(f"{what}: not within {within:g} s")
         await asyncio.sleep(0.005)
     return time.monotonic() - begun_at
-
-
-@dataclass(frozen=True)
-class Size:
-    """Resources of the machine that an agent holds."""
-
-    descriptors: int
-    threads: int
-    memory: int
-    """Resident bytes."""
-
-    def beyond(self, before: Size) -> list[str]:
-        """Return the excess, in the words of I4."""
-        found = []
-        if self.descriptors > before.descriptors + 5:
-            found.append(f"I4: {self.descriptors} descriptors after {before.descriptors}")
-        if self.threads > before.threads + 2:
-            found.append(f"I4: {self.threads} threads after {before.threads}")
-        if self.memory > before.memory + MEMORY:
-            found.append(f"I4: {self.memory >> 20} MiB after {before.memory >> 20} MiB")
-        return found
 
 
 @dataclass
@@ -139,13 +89,22 @@ class Stand:
     """Action of the init before it restarts the agent."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Resources of a case, open until the invariants are checked."""
+    told: dict[str, int | None] = field(default_factory=dict)
+    """Patterns of the expected alerts ("title, severity N"), each with their number; None is at least one."""
+    failing: set[str] = field(default_factory=set)
+    """Jobs that may be in any state after the case."""
+    lasting: set[str] = field(default_factory=set)
+    """Command lines of processes that belong to a job though neither its pidfile nor its start shows it."""
+    moved: dict[str, str] = field(default_factory=dict)
+    """Points at which the case has mounted something else, each with a part of its source."""
+    written: set[str] = field(default_factory=set)
+    """Files of jobs that the case wrote itself: ``JOB/bin/run``."""
+    restarted_at: int = 0
+    """Notices of the agent before its last start by the init."""
     _init: asyncio.Task[None] | None = None
-    _before: Size | None = None
-    _starts: dict[str, list[int]] = field(default_factory=dict)
-    _running: dict[str, Identity] = field(default_factory=dict)
-    _log_size: int = 0
-    _asked: int = 0
-    """Requests published when ``remember`` was called."""
+
+    def __post_init__(self) -> None:
+        self.witness = Witness(self)
 
     # --- what cases do ---
 
@@ -220,6 +179,18 @@ class Stand:
         """Skip an invariant after this case; the row gives the reason."""
         self.omitted[invariant] = why
 
+    def dies(self, *names: str) -> None:
+        """Announce that the fault ends the processes of these jobs, and that they are started again."""
+        self.involved |= set(names)
+        self.told |= {rf"^{name} \(127\.0\.0\.1\) - Does not exist - restart, severity 1$": 1 for name in names}
+
+    def script(self, job: str, name: str, text: str) -> None:
+        """Write a program of a job, which its blob does not have."""
+        path = self.world.base / "jobs" / job / "bin" / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        self.written.add(f"{job}/bin/{name}")
+
     def live(self) -> dict[str, int]:
         """Return the living processes in the pidfiles of the jobs."""
         return {name: pid for name, pid in self.world.pids().items() if _lives(pid)}
@@ -252,13 +223,11 @@ class Stand:
         memory = int(fields["VmRSS"].split()[0]) * 1024
         return Size(len(list(Path(f"/proc/{self.pid}/fd").iterdir())), int(fields["Threads"]), memory)
 
-    # --- invariants ---
+    # --- what the witness sees ---
 
     def remember(self) -> None:
         """Record the reference for the invariants; call it after the setup and before the fault."""
-        self._before = self.size()
-        self._starts, self._running = self.world.starts(), self._identities()
-        self._log_size, self._asked = self._log(), self._published()
+        self.witness.remember()
 
     def remember_memory(self) -> None:
         """Take the current memory of the agent as the reference; call it between a first flood and a second.
@@ -266,202 +235,7 @@ class Stand:
         Memory that an allocator keeps after the first flood is no leak: here up to 9 MiB, and 0.5 more after four
         further floods.
         """
-        assert self._before is not None
-        self._before = replace(self._before, memory=self.size().memory)
-
-    async def broken(self) -> list[str]:
-        """Return the violated invariants, each with the observation."""
-        found = await self._deaf()
-        found += await self._tasks()
-        found += await self._grown()
-        found += await self._zombies()
-        found += await self._left() + self.documents() + self._talk() + self._secrets()
-        found += await self._restarted()
-        if len(self.ends) != self.expected_ends:
-            found.append(f"I1: the agent ended {len(self.ends)} times, not {self.expected_ends}: {self.ends}")
-        return [one for one in found if one.partition(":")[0] not in self.omitted]
-
-    async def _deaf(self) -> list[str]:
-        """Ping for some seconds, so that a temporary deafness is noticed too (I3).
-
-        A late ping is sent again if the machine withheld the processors for half of its second.
-        """
-        begun_at = time.monotonic()
-        ends_at, gives_up_at = begun_at + DEAF, begun_at + BUSY
-        while time.monotonic() < ends_at:
-            before = self._waits()
-            try:
-                await self.call("ping", timeout=PONG)
-            except RpcTimeoutError:
-                waited = _longest_waits(before, self._waits())
-                if waited < PONG / 2 or time.monotonic() > gives_up_at:
-                    return [f"I3: ping is not answered within a second, {waited:.1f} s of it without a CPU"]
-                ends_at += PONG
-            await asyncio.sleep(0.05)
-        return []
-
-    def _waits(self) -> dict[str, dict[str, float]]:
-        """Return the seconds for which each thread waited for a CPU, by process: the agent, the bus, this one."""
-        found: dict[str, dict[str, float]] = {}
-        for pid in (self.pid, self.world.server.pid, os.getpid()):
-            found[str(pid)] = {}
-            with contextlib.suppress(OSError):  # one has ended
-                for thread in Path(f"/proc/{pid}/task").iterdir():
-                    found[str(pid)][thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
-        return found
-
-    async def _restarted(self) -> list[str]:
-        """Compare the recorded starts of the jobs and the processes in their pidfiles (I2); checked last."""
-        ends_at = time.monotonic() + SETTLED
-        while await self._starting() and time.monotonic() < ends_at:
-            await asyncio.sleep(0.1)
-        now = self._identities()
-        again = {name for name, identity in self._running.items() if now.get(name, identity) != identity}
-        for name, pids in self.world.starts().items():
-            before = self._starts.get(name, pids[:1])
-            if pids != before:
-                again.add(name)
-        again -= self.involved
-        return [f"I2: restarted though nothing happened to them: {' '.join(sorted(again)[:5])}"] if again else []
-
-    async def _starting(self) -> bool:
-        """Return True while a job that is not involved is starting."""
-        with contextlib.suppress(RpcTimeoutError):
-            state = await self.call("get_state", "full")
-            named = {one["name"] for one in state.get("processes", ()) if one["state"] == "starting"}
-            return bool(named - self.involved)
-        return True
-
-    def _identities(self) -> dict[str, Identity]:
-        """Return the living processes named by the pidfiles of the jobs."""
-        stats = {name: proc.stat(pid) for name, pid in self.world.pids().items()}
-        return {name: stat.identity for name, stat in stats.items() if stat is not None and stat.is_alive}
-
-    async def _grown(self) -> list[str]:
-        before, now = self._before, self.size()
-        if before is None:
-            return ["I4: the case never called remember()"]
-        for _ in range(60):
-            now = self.size()
-            if not now.beyond(before):
-                break
-            await asyncio.sleep(1)
-        return now.beyond(before)
-
-    async def _zombies(self) -> list[str]:
-        def dead() -> set[tuple[int, int]]:
-            return {s.identity for s in proc.table().values() if s.parent == self.pid and not s.is_alive}
-
-        first = dead()
-        if first:
-            await asyncio.sleep(5)
-        return [f"I5: {len(first & dead())} zombies older than 5 s"] if first & dead() else []
-
-    async def _left(self) -> list[str]:
-        """Return files that are unfinished at two checks: one that is being written has another name each time."""
-        if first := self._half_made():
-            await asyncio.sleep(2)
-        left = first & self._half_made() if first else set()
-        return [f"I6: left behind: {' '.join(sorted(map(str, left))[:3])}"] if left else []
-
-    def _half_made(self) -> set[Path]:
-        base, tmp = self.world.base, self.world.base / "data/tmp"
-        places = [base / name for name in ("bosh", "jobs", "packages", "instance", "monit")]
-        places += [base / "data" / name for name in ("bosh", "jobs", "packages", "blobs", "sensitive_blobs", "compile")]
-        left = {path for place in places for path in _walk(place) if HALF_MADE.search(path.name)}
-        kept = ("errand-", "outcomes")  # outputs too long for a reply stay until the next errand
-        left |= self._strays()
-        return left | {
-            path for path in _walk(tmp) if not path.is_dir() and not path.relative_to(tmp).parts[0].startswith(kept)
-        }
-
-    def _strays(self) -> set[Path]:
-        """Return files among jobs and packages that are neither an installed version nor a link to one."""
-        base, found = self.world.base, set[Path]()
-        for kind in ("jobs", "packages"):
-            found |= {path for path in (base / "data" / kind).glob("*/*") if not BUNDLE.fullmatch(path.name)}
-            found |= {path for path in (base / kind).glob("*") if not path.exists()}
-        return found
-
-    def documents(self) -> list[str]:
-        """Return the incomplete state files (I7)."""
-        base, found = self.world.base, []
-        places = (base / "bosh", base / "data/bosh", base / "instance", Paths(base).shim_run)
-        for path in (path for place in places for path in _walk(place) if path.suffix == ".json"):
-            try:
-                content = path.read_bytes()
-                if path.name != PLAIN_TEXT:
-                    for document in content.split(b"\n") if path.name == LINES else [content]:
-                        json.loads(document)
-                elif content.split() != [content.strip()]:
-                    found.append(f"I7: {path} is no disk's cid")
-            except ValueError:
-                found.append(f"I7: {path} is no JSON")
-            except FileNotFoundError:
-                continue
-        return found
-
-    async def _tasks(self) -> list[str]:
-        """Wait for the end of earlier requests, at most a minute."""
-        running: float | None = None
-        for _ in range(60):
-            running = self.read_metric("agent_shim_tasks_running")
-            if running == 0:
-                return []
-            await asyncio.sleep(1)
-        if running is None:
-            return ["I8: the metrics do not say how many tasks run"]
-        return ["I8: a task runs with no work behind it"]
-
-    def _talk(self) -> list[str]:
-        grown, asked = self._log() - self._log_size, self._published() - self._asked
-        if grown > LOG_GROWTH_BYTES + AUDIT_BYTES * asked:
-            return [f"I9: its log grew by {grown >> 10} KiB over {asked} requests"]
-        return []
-
-    def _secrets(self) -> list[str]:
-        secrets, found = self.secrets(), list[str]()
-
-        def look(content: bytes, place: str) -> None:
-            found.extend(f"I10: {name} is in {place}" for name, secret in secrets.items() if secret in content)
-
-        look((self.world.scratch / "agent.log").read_bytes(), "the log")
-        metrics = self.scrape()
-        if not metrics:
-            found.append("I10: the metrics are silent: what they show cannot be seen")
-        look(metrics.encode(), "the metrics")
-        for pid in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]:
-            for place in ("cmdline", "environ"):
-                with contextlib.suppress(OSError):
-                    if pid != os.getpid():
-                        look(Path(f"/proc/{pid}/{place}").read_bytes(), f"the {place} of process {pid}")
-        for path in _walk(self.world.base):
-            with contextlib.suppress(OSError):
-                if path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o044:
-                    look(path.read_bytes(), f"{path}, which others can read")
-        return found
-
-    def secrets(self) -> dict[str, bytes]:
-        """Return the secrets in use by kind: a note in the settings, and each private key of the agent."""
-        keys = {f"a private key of the bus ({number})": key for number, key in enumerate(sorted(self._keys()))}
-        return {"a note of the settings": CANARY.encode(), **keys}
-
-    def _keys(self) -> set[bytes]:
-        """A line from the middle of each key, which is the same in PEM, in JSON and in a log."""
-        keys = set()
-        for path in (self.world.source, Paths(self.world.base).update_settings, Paths(self.world.base).former_mbus):
-            with contextlib.suppress(FileNotFoundError):
-                for body in PRIVATE_KEY.findall(path.read_bytes().replace(rb"\n", b"\n")):
-                    keys.add(max(body.split(), key=len))
-        return keys
-
-    def _published(self) -> int:
-        peer = self.world.director._peer
-        return peer.published if peer is not None else 0
-
-    def _log(self) -> int:
-        """Bytes of its log."""
-        return (self.world.scratch / "agent.log").stat().st_size
+        self.witness.remember_memory()
 
     # --- init ---
 
@@ -472,6 +246,7 @@ class Stand:
             self.ends.append(await agent.wait())
             await asyncio.sleep(RESTART_PAUSE)
             self.between()
+            self.restarted_at = len(self.monitor.notices)
             self.world.exec_agent()
 
     async def end(self) -> None:
@@ -496,6 +271,15 @@ def commands(line: str) -> int:
         with contextlib.suppress(OSError):
             found += stat.is_alive and Path(f"/proc/{stat.pid}/cmdline").read_bytes() == words
     return found
+
+
+async def refused(stand: Stand, method: str, *arguments: Any) -> str:
+    """Return the error of an action that must fail."""
+    try:
+        await stand.world.run(method, *arguments)
+    except RpcRemoteError as exc:
+        return str(exc)
+    raise NotHeldError(f"{method} was not refused")
 
 
 @asynccontextmanager
@@ -534,13 +318,6 @@ def unmounted_after(stand: Stand, place: Path) -> None:
     stand.after.callback(subprocess.run, ["umount", "--lazy", str(place)], check=True)
 
 
-def _walk(top: Path) -> Iterator[Path]:
-    """Yield everything below ``top`` without following links; entries that vanish meanwhile are left out."""
-    for here, directories, names in os.walk(top):
-        for name in (*directories, *names):
-            yield Path(here, name)
-
-
 def _lives(pid: int) -> bool:
     stat = proc.stat(pid)
     return stat is not None and stat.is_alive
@@ -566,6 +343,8 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
     ):
         made.urls = (f"nats://127.0.0.1:{proxy.port}",)
         made.http = f"127.0.0.1:{port}"
+        made.kept = made.scratch / "kept"
+        made.kept.mkdir()
         made.bosh = {"password": "", "secret_note": CANARY}
         one = Stand(made, proxy, monitor, port=port, is_full=is_full)
         try:

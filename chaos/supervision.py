@@ -21,7 +21,7 @@ from benchmarks.measuring import cpu_seconds
 from benchmarks.world import AGENT, NETWORKS
 from chaos import namespaces
 from chaos.cases import case
-from chaos.stand import CONNECTED, CannotInjectError, Stand, asked, commands, expect, small, until
+from chaos.stand import CONNECTED, CannotInjectError, Stand, asked, at_most, commands, expect, small, until
 
 SLEEPER: Final = "exec sleep 100000"
 RUN_TIMEOUT_S: Final = 2 * 3600
@@ -109,7 +109,7 @@ async def all_killed(stand: Stand) -> str:
     await stand.deploy(200)
     stand.remember()
     before = stand.live()
-    stand.involved = set(before)
+    stand.dies(*before)
     begun_at = time.monotonic()
     for pid in before.values():
         os.kill(pid, signal.SIGKILL)
@@ -123,8 +123,8 @@ async def all_killed(stand: Stand) -> str:
     await stand.world.until_running()
     wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
     expect(not wrong, f"not started exactly once more: {wrong}")
+    await until(lambda: len(stand.alerts()) == len(before), 10, "an alert of each")
     alerts = len(stand.alerts())
-    expect(alerts >= len(before), f"{alerts} alerts for {len(before)} deaths")
     return f"the first after {first * 1000:.0f} ms, the last after {last:.2f} s; {alerts} alerts"
 
 
@@ -135,7 +135,7 @@ async def crash_loops(stand: Stand) -> str:
     await deployed(stand, bad | {"good": simple("good")})
     await reaches(stand, "good", "running", 5)
     stand.remember()
-    stand.involved = set(bad)
+    stand.involved = stand.failing = set(bad)
     good = stand.live()["good"]
     minutes = stand.of(1, 60)
     await asyncio.sleep(60 * minutes)
@@ -155,7 +155,8 @@ async def late_pidfile(stand: Stand) -> str:
     never = "setsid sleep 100002 &"
     await deployed(stand, {"late": checked("late", late), "never": checked("never", never)})
     stand.remember()
-    stand.involved = {"never"}
+    stand.involved = stand.failing = {"never"}
+    stand.lasting = {"sleep 100002"}
     took = await reaches(stand, "late", "running", 10)
     await asyncio.sleep(8)
     count = commands("sleep 100002")
@@ -247,9 +248,7 @@ async def orphans(stand: Stand) -> str:
     stand.contain()
     await stand.boot()
     await stand.deploy(2)
-    errand = stand.world.base / "jobs/job0/bin/run"
-    errand.write_text("#!/bin/sh\nexit 7\n")
-    errand.chmod(0o755)
+    stand.script("job0", "run", "exit 7")
     stand.remember()
     inside = ["nsenter", "-t", str(stand.pid), "-p", "--", sys.executable, "-c", _STORM.format(children=50, each=100)]
     longest, wrong, before, begun_at = 0.0, 0, cpu_seconds(stand.pid), time.monotonic()
@@ -289,20 +288,22 @@ while :; do sleep 0.2; done"""
 async def bad_stops(stand: Stand) -> str:
     await stand.boot()
     ctl = "echo $$ > {run}/{name}.pid; " + SLEEPER
+    monit, programs = checked("missing", ctl)
     await deployed(
         stand,
         {
             "hangs": checked("hangs", ctl, "sleep 1000"),
             "fails": checked("fails", ctl, "exit 1"),
-            "missing": checked("missing", ctl, "rm $0; exit 127"),
+            "missing": (monit.replace("/ctl stop", "/none stop"), programs),
         },
     )
     for name in ("hangs", "fails", "missing"):
         await reaches(stand, name, "running", 5)
     stand.remember()
     begun_at = time.monotonic()
-    await stand.world.director.run(AGENT, "stop", limit=60)
-    took = time.monotonic() - begun_at
+    await stand.world.run("stop", limit=60)
+    took = at_most(time.monotonic() - begun_at, 60, "seconds until all have ended")
+    stand.told = {rf"^{name} .* Execution failed - alert, severity 1$": 1 for name in ("hangs", "fails", "missing")}
     expect(not stand.live(), f"still there: {stand.live()}")
     return f"all gone {took:.1f} s after stop was asked for"
 
@@ -321,7 +322,7 @@ async def bad_starts(stand: Stand) -> str:
     for name in ("good", "talks", "leaves"):
         await reaches(stand, name, "running", 10)
     stand.remember()
-    stand.involved = {"hangs"}
+    stand.involved = stand.failing = {"hangs"}
     await asyncio.sleep(15)
     states = await process_states(stand)
     expect(states["hangs"] != "running", "the one that hangs is said to be running")
@@ -369,7 +370,7 @@ async def talkative(stand: Stand) -> str:
     expect("disk" in stand.monitor.of("heartbeat", AGENT)[-1].body["vitals"], "no disk in the vitals")
     subprocess.run(["mount", "-o", "remount,size=400m", str(data)], check=True)
     os.kill(before["good"], signal.SIGKILL)
-    stand.involved = {"good"}
+    stand.dies("good")
     again = await until(lambda: stand.live().get("good", before["good"]) != before["good"], 40, "a restart")
     await stand.world.run("stop")
     return f"no job was restarted; a heartbeat within {beat:.0f} s; with room a job is back in {again:.2f} s"
@@ -460,10 +461,12 @@ test -e {base}/data/grown && exec sleep 100008
 touch {base}/data/grown
 exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
     rule = "if totalmem > 100 Mb for 2 cycles then restart"
-    await deployed(stand, {"hungry": checked("hungry", hungry, rules=rule), "good": simple("good")})
+    small = checked("small", f"echo $$ > {{run}}/small.pid\n{SLEEPER}", rules=rule)
+    await deployed(stand, {"hungry": checked("hungry", hungry, rules=rule), "small": small, "good": simple("good")})
     await reaches(stand, "hungry", "running", 10)
     stand.remember()
     stand.involved = {"hungry"}
+    stand.told = {r"^hungry \(127\.0\.0\.1\) - Resource limit matched - restart, severity 3$": 1}
     good = stand.live()["good"]
     took = await until(lambda: commands("sleep 100008") == 1, 60, "the restart")
     await asyncio.sleep(15)
@@ -508,7 +511,7 @@ async def hanging_checks(stand: Stand) -> str:
         stand.remember()
         await asyncio.sleep(25)
         before = stand.live()["good"]
-        stand.involved = {"good"}
+        stand.dies("good")
         os.kill(before, signal.SIGKILL)
         took = await until(lambda: stand.live().get("good", before) != before, 2, "a job restarted meanwhile")
     finally:

@@ -147,7 +147,7 @@ class Daemon:
             async with control_server.listening(self._paths.control_socket, self._answer_operator):
                 self._systemd.ready()
                 await self._until_stopped()
-        if self._live is None or not any(service.pid for service in self._live.agent.supervisor.services()):
+        if self._live is None or not self._live.agent.supervisor.leaves_processes:
             await asyncio.to_thread(self._leases.release_all)
 
     async def _without_rival(self, find: Callable[[], str]) -> None:

@@ -127,6 +127,8 @@ class Supervisor:
         self._incarnation = proc.incarnation()
         self._is_dirty = False
         self._is_sealed = False
+        self.leaves_processes = False
+        """True once ``close`` has released living processes."""
         self._saving: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
         self._planning = asyncio.Lock()
@@ -221,6 +223,7 @@ class Supervisor:
 
     async def close(self) -> None:
         """Release all processes alive, and save the state for the next agent."""
+        self.leaves_processes = any(service.pid for service in self.services())
         if lives := [life for each in self._services.values() if (life := each.retire())]:
             await asyncio.wait(lives)
         for service in self._services.values():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import stand
+from chaos import witness
 from chaos.scorecard import Row, earlier, write
 
 SCALED = "1 of 1 on 2026-11-20"
@@ -48,4 +48,4 @@ def test_waits_are_those_of_the_thread_that_waited_longest_in_each_process() -> 
     before = {"1": {"1": 5.0, "2": 1.0}, "2": {"2": 7.0}, "3": {}}
     after = {"1": {"1": 5.5, "2": 1.2}, "2": {"2": 7.0, "9": 0.25}, "3": {}}
 
-    assert stand._longest_waits(before, after) == 0.75
+    assert witness._longest_waits(before, after) == 0.75

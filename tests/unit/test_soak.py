@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree as ET
 
 from chaos.soak import Record
-from chaos.stand import Size
+from chaos.witness import Size
 
 MIB = 1 << 20
 HOUR = 3600

@@ -1,0 +1,93 @@
+"""The values of a scrape and of a status: each comes from its own source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from agent_shim.core import keep_running
+from agent_shim.core.settings import Mbus
+from agent_shim.core.spec import ApplySpec
+from agent_shim.daemon import status_report
+from agent_shim.daemon.runtime import Runtime
+from agent_shim.host import worker_client
+
+
+def live(tmp_path: Path, **others: Any) -> Runtime:
+    """An agent whose figures all differ."""
+    mbus = Mbus(("nats://127.0.0.1:1",), "ca", "certificate", "key")
+    process = SimpleNamespace(name="web", state="running")
+    services = [SimpleNamespace(process=process, pid=0, faults=[], state="running", last_exit="")]
+    agent = SimpleNamespace(
+        tasks=SimpleNamespace(running=object(), waiting=2),
+        supervisor=SimpleNamespace(services=lambda: services, job_state=lambda: "running"),
+        vitals=SimpleNamespace(figures=lambda: "figures"),
+        spec=SimpleNamespace(current=ApplySpec(deployment="dep", name="group", index=3, id="an-id", az="z4")),
+        disks=SimpleNamespace(progress=lambda: SimpleNamespace(share=0.5), is_mounted=lambda: False),
+        paths=SimpleNamespace(bosh_etc=tmp_path),
+    )
+    made = {
+        "phase": "running",
+        "agent": agent,
+        "bus": SimpleNamespace(mbus=mbus, is_connected=True, stats="stats"),
+        "heartbeat": SimpleNamespace(sent_at=None),
+        "alerts": SimpleNamespace(sent=11, dropped=12, collapsed=13),
+        "firewall": SimpleNamespace(obstacle=""),
+        "address_watch": SimpleNamespace(missing={"a": "", "b": "", "c": "", "d": "", "e": ""}),
+        "certificate_watch": SimpleNamespace(ends={"client": 7.0}),
+        "standalone": None,
+    }
+    return cast("Runtime", SimpleNamespace(**made | others))
+
+
+def test_each_value_of_a_scrape_comes_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "operating_system").write_text("ubuntu\n")
+    (tmp_path / "stemcell_version").write_text("1.2\n")
+    blobs = SimpleNamespace(counts=Counter({("in", "done"): 21}), sizes=Counter({"in": 22}))
+    monkeypatch.setattr(worker_client, "transfers", blobs)
+    monkeypatch.setattr(keep_running, "failures", {"rules": 23})
+
+    found: Any = status_report.readings(live(tmp_path))
+
+    assert (found.bus.connected, found.bus.heartbeat_age, found.bus.stats) == (True, None, "stats")
+    assert found.alerts == {"sent": 11, "dropped": 12, "collapsed": 13}
+    assert (found.tasks_running, found.tasks_waiting) == (1, 2)
+    assert (found.figures, found.stemcell) == ("figures", ("ubuntu", "1.2"))
+    assert found.instance == {"deployment": "dep", "group": "group", "index": "3", "id": "an-id", "az": "z4"}
+    assert [each.process.name for each in found.processes] == ["web"]
+    assert (found.open_files, found.failures) == ({}, {"rules": 23})
+    assert (found.firewall_enforced, found.addresses_missing, found.certificates) == (True, 5, {"client": 7.0})
+    assert (found.disk.is_mounted, found.disk.is_migrating, found.disk.migrated) == (False, True, 0.5)
+    assert (found.blobs, found.blob_bytes) == ({("in", "done"): 21}, {"in": 22})
+
+
+def test_an_idle_agent_has_no_task_no_migration_and_no_enforced_rules(tmp_path: Path) -> None:
+    idle = live(tmp_path, firewall=SimpleNamespace(obstacle="no nft"))
+    idle.agent.tasks.running = None
+    cast("Any", idle.agent).disks = SimpleNamespace(progress=lambda: None, is_mounted=lambda: True)
+
+    found = status_report.readings(idle)
+
+    assert (found.tasks_running, found.firewall_enforced) == (0, False)
+    assert (found.disk.is_mounted, found.disk.is_migrating, found.disk.migrated) == (True, False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("level", "others", "answer"),
+    [
+        ("jobs", {}, (True, "jobs are running")),
+        ("jobs", {"phase": "booting"}, (False, "booting")),
+        ("boot", {"bus": SimpleNamespace(is_connected=False)}, (True, "booted")),
+        ("agent", {"bus": SimpleNamespace(is_connected=False)}, (False, "not connected to the message bus")),
+        ("agent", {}, (True, "connected")),
+        ("jobs", {"standalone": SimpleNamespace(obstacle="no jobs yet")}, (False, "no jobs yet")),
+    ],
+)
+def test_readiness_asks_of_a_level_what_it_names(
+    tmp_path: Path, level: str, others: dict[str, Any], answer: tuple[bool, str]
+) -> None:
+    assert status_report.readiness(live(tmp_path, **others), level) == answer
