@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""``./dev sbom`` prints the dependencies of the agent in CycloneDX 1.5: each wheel with hashes, licence and its own needs.
+"""``./dev sbom`` prints the dependencies of the agent in CycloneDX 1.5: wheels with hashes, licences and dependencies.
 
 Versions, hashes and dependencies come from a lock file, that of the image unless ``--lock`` names another, licences
 from the installed packages. ``--licences`` prints a table instead.
