@@ -160,7 +160,8 @@ EXAMPLES: Final[dict[str, str]] = {
     "handback": """
   sv stop agent && agent-shim handback""",
     "demo": """
-  agent-shim demo""",
+  agent-shim demo
+  agent-shim demo --keep        # and try commands in another terminal""",
     "completion": """
   agent-shim completion bash > ~/.local/share/bash-completion/completions/agent-shim
   agent-shim completion zsh > ~/.zfunc/_agent-shim
@@ -218,7 +219,8 @@ def parser() -> argparse.ArgumentParser:
         _base_option(change)
         change.set_defaults(action=action)
     _add_for_tools(command)
-    command("demo", _demo, "deploy a small release with a scripted Director to a private agent")
+    demo = command("demo", _demo, "deploy a small release with a scripted Director to a private agent")
+    demo.add_argument("--keep", action="store_true", help="leave Director, bus and agent running until Ctrl-C")
     completion = command("completion", _completion, "print the completion of a shell")
     completion.add_argument("shell", choices=SHELLS, help="bash, zsh or fish")
     of_help = command("help", _help, "describe a command, or list all")
@@ -552,10 +554,10 @@ def _handback(args: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(_: argparse.Namespace) -> int:
+def _demo(args: argparse.Namespace) -> int:
     from agent_shim.demo import play
 
-    return play.main()
+    return play.main(keep=args.keep)
 
 
 def _completion(args: argparse.Namespace) -> int:

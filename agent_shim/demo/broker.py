@@ -132,7 +132,7 @@ class NatsServer:
             "authorization": {"timeout": 30, "users": self._users()},
             **self._ping,
         }
-        _write_private(self._config, json.dumps(config, indent=1))
+        _write_private(self._config, json.dumps(config, indent=1, ensure_ascii=False))
 
     def _users(self) -> list[dict[str, Any]]:
         director = _user(DIRECTOR, publish=["agent.*", "hm.director.alert"], subscribe=["director.>"])
@@ -167,4 +167,4 @@ def _port_in(ports: Path) -> int | None:
 
 def _write_private(path: Path, text: str) -> None:
     path.touch(mode=0o600)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")

@@ -1,7 +1,8 @@
 """The demonstration: a Director deploys a small release to a new agent over a real bus with mutual TLS.
 
 It needs no root and no network beyond the loopback; all files are in a scratch directory, which is removed at the end.
-Every step is printed with its time and is checked: the exit code is 0 only if all checks passed.
+Every step is printed with its time and is checked: the exit code is 0 only if all checks passed. A failure names its
+step and keeps the directory. The end, also by Ctrl-C, ends every process that was started.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -21,21 +23,44 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from agent_shim.core.errors import ShimError
+from agent_shim.core.paths import Paths
 from agent_shim.demo.broker import NatsServer
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.demo.release import Release
+from agent_shim.edges import control_client
 from agent_shim.host import process
 
 AGENT = "demo-agent"
 NETWORK = {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0", "default": ["dns", "gateway"]}
 NETWORKS = {"default": NETWORK}
+
+
+LIMIT_S = 120
+DRAIN_S = 20
+"""Limits for the story, and for the end of its jobs and agent."""
+
+TO_TRY = """
+A Director has deployed three jobs, and the agent serves them until Ctrl-C. To try in another terminal:
+
+  cd {scratch}
+  ./agent-shim status -b vcap
+  ./agent-shim logs web -f -b vcap
+  curl {url}                 # web, which counts its visitors in store
+  kill -KILL $(cat vcap/sys/run/web/web.pid); curl --retry 5 --retry-connrefused {url}
+  ./agent-shim stop web --wait -b vcap && ./agent-shim start web --wait -b vcap
+  ./monit -b vcap summary                    # as release scripts see it
+  ./agent-shim call get_state full -b vcap   # as a Director does
+  curl {http}/metrics
+
+Alerts to the Health Monitor follow.
+"""
 
 
 class DemoError(ShimError):
@@ -44,24 +69,33 @@ class DemoError(ShimError):
     exit_code = 1
 
 
-def main() -> int:
-    """Play the demonstration once; return 0, or raise the failed check."""
+def main(*, keep: bool = False) -> int:
+    """Play the demonstration once; return 0, or raise the failed check.
+
+    With ``keep``, it ends with the deployment, which remains until Ctrl-C.
+    """
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-demo-"))
     try:
-        asyncio.run(_play(scratch))
+        asyncio.run(_play(scratch, keep=keep))
+    except Exception:
+        raise  # the directory remains, for its log
     except BaseException:
-        print(f"\nthe demonstration failed; the agent's log is {_log(scratch)}", file=sys.stderr)
+        shutil.rmtree(scratch, ignore_errors=True)
         raise
     shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
 
-async def _play(scratch: Path) -> None:
-    async with asyncio.timeout(120), NatsServer(scratch / "bus") as server:
+async def _play(scratch: Path, *, keep: bool) -> None:
+    loop, me = asyncio.get_running_loop(), asyncio.current_task()
+    assert me is not None
+    loop.add_signal_handler(signal.SIGTERM, me.cancel)
+    async with NatsServer(scratch / "bus") as server:
         await server.add_agent(AGENT)
         monitor, director = HealthMonitor(), Director()
         async with monitor.on(server.peer(HEALTH_MONITOR)), director.on(server.peer()):
-            await Story(scratch, server, director, monitor).run()
+            story = Story(scratch, server, director, monitor)
+            await (story.stay() if keep else story.run())
 
 
 def _log(scratch: Path) -> Path:
@@ -80,6 +114,11 @@ class Story:
         store, web, flaky, self.http = _free_ports(4)
         self.release = Release(self.base, {"store": store, "web": web, "flaky": flaky})
         self.begun_at = time.monotonic()
+        self.steps = 0
+        self._agent: process.Process | None = None
+        self._has_jobs = False
+        self._now = "the start"
+        """The step that runs, or the last one."""
 
     def say(self, what: str, *details: str) -> None:
         print(f"{time.monotonic() - self.begun_at:7.2f} s  {what}", flush=True)
@@ -91,28 +130,87 @@ class Story:
         """Print ``name`` with the duration of the block; details that the block appends follow below it."""
         begun_at = time.monotonic()
         details: list[str] = []
+        self._now = name
+        if sys.stdout.isatty():
+            print(f"{'…':>7}    {name}", end="\r", flush=True)
         yield details
+        self.steps += 1
         self.say(f"{name:<42} {(time.monotonic() - begun_at) * 1000:8.1f} ms", *details)
 
     async def run(self) -> None:
-        agent = await self._boot()
-        try:
+        async with self._agent_for_the_block(), asyncio.timeout(LIMIT_S):
             await self._deploy()
             await self._kill_web()
             await self._crash()
             await self._show_observations()
             await self._errand()
             await self._stop()
-        finally:
-            agent.send(signal.SIGTERM)
-            status = await agent.wait()
-        require(status == 0, f"the agent ended with status {status}")
-        self.say("the agent ended with status 0")
+        self.say(f"the agent ended with status 0: all {self.steps} steps passed")
+        print("\nNext: `agent-shim demo --keep` deploys the same and leaves it to you.")
 
-    async def _boot(self) -> process.Process:
+    async def stay(self) -> None:
+        """Deploy, print commands to try, then the alerts of the agent until SIGINT or SIGTERM."""
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        async with self._agent_for_the_block():
+            async with asyncio.timeout(LIMIT_S):
+                await self._deploy()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, ended.set)
+            self._lay_commands()
+            words = {"scratch": shlex.quote(str(self.scratch)), "url": self.release.url}
+            print(TO_TRY.format(http=f"http://127.0.0.1:{self.http}", **words), flush=True)
+            alerts = asyncio.create_task(self._print_alerts())
+            await ended.wait()
+            alerts.cancel()
+            print("\nThe jobs, the agent and the bus end.", flush=True)
+        self.say("all processes have ended, and the directory is removed")
+
+    def _lay_commands(self) -> None:
+        """Make the programs ``agent-shim`` and ``monit`` of the image in the directory of the demonstration."""
+        for name in ("agent-shim", "monit"):
+            code = f"import sys; sys.argv[0] = {name!r}; from agent_shim.cli.main import main; sys.exit(main())"
+            path = self.scratch / name
+            path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(code)} "$@"\n')
+            path.chmod(0o755)
+
+    async def _print_alerts(self) -> None:
+        seen = len(self.monitor.notices)
+        while True:
+            for notice in self.monitor.notices[seen:]:
+                if notice.kind == "alert":
+                    self.say(f"the Health Monitor hears: {notice.body['title']} - {notice.body['summary']}")
+            seen = len(self.monitor.notices)
+            await asyncio.sleep(0.2)
+
+    @asynccontextmanager
+    async def _agent_for_the_block(self) -> AsyncIterator[None]:
+        """Start an agent; at the end, also after a failure, stop its jobs and require its status 0."""
+        try:
+            await self._boot()
+            yield
+        except (ShimError, OSError, LookupError, ValueError) as exc:
+            why = str(exc) or type(exc).__name__
+            raise DemoError(f'cannot pass the step "{self._now}": {why}; the log is {_log(self.scratch)}') from exc
+        finally:
+            status = await self._end()
+        require(status == 0, f"the agent ended with status {status}")
+
+    async def _end(self) -> int | None:
+        """End the agent and its jobs, which would outlive it; return its status."""
+        if self._agent is None:
+            return 0
+        if self._has_jobs:
+            drain = {"command": "drain", "timeout": DRAIN_S}
+            with contextlib.suppress(ShimError):
+                door = Paths(self.base).control_socket
+                await asyncio.to_thread(control_client.ask, door, drain, timeout=2 * DRAIN_S)
+        return await self._agent.terminate(DRAIN_S)
+
+    async def _boot(self) -> None:
         self._write_settings()
         with self.step("agent started, until its first pong") as details:
-            agent = process.spawn(
+            self._agent = process.spawn(
                 [
                     *(sys.executable, "-m", "agent_shim.cli", "run", "-C", str(self.scratch / "agent.json")),
                     *("-b", str(self.base), "--http", f"127.0.0.1:{self.http}"),
@@ -121,12 +219,17 @@ class Story:
                 stdout=_log(self.scratch),
                 stderr=_log(self.scratch),
             )
-            await self.director.wait_until_ready(AGENT, patience=0.05)
-            details.append(f"pid {agent.pid}, user {os.geteuid()}, all files below {self.base}")
+            ready = asyncio.ensure_future(self.director.wait_until_ready(AGENT, patience=0.05))
+            ended = asyncio.ensure_future(self._agent.wait())
+            await asyncio.wait({ready, ended}, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if not ready.done():
+                ready.cancel()
+                raise DemoError(_log(self.scratch).read_text(errors="replace").strip().rpartition("\n")[2])
+            details.append(f"pid {self._agent.pid}, user {os.geteuid()}, all files below {self.base}")
         with self.step("first heartbeat") as details:
             notice = await self.monitor.wait_for("heartbeat", AGENT)
             details.append(json.dumps(notice.body))
-        return agent
 
     def _write_settings(self) -> None:
         blobs = self.scratch / "blobs"
@@ -166,6 +269,7 @@ class Story:
         await self._run("apply", spec)
         await self._run("run_script", "pre-start", {}, title="pre-start")
         require((self.base / "data/web/prepared").exists(), "pre-start of web left no trace")
+        self._has_jobs = True
         await self._run("start")
         with self.step("job state is running") as details:
             details.append(", ".join(f"{entry['name']} {entry['state']}" for entry in await self._until_running()))
@@ -201,7 +305,7 @@ class Story:
         state = await self.director.value(AGENT, "get_state")
         require(state["job_state"] != "running", "a process that has just died counted as running")
         self.say(f"alert: {alert.body['title']}, severity {alert.body['severity']}; job state {state['job_state']}")
-        with self.step("running again once it has stayed up"):
+        with self.step("running again, after ten seconds without a failure"):
             await self._until_running()
 
     async def _until_answered(self, url: str) -> str:
@@ -216,7 +320,8 @@ class Story:
                 await asyncio.to_thread(_get, self.release.flaky_url + "crash")
             await self.monitor.wait_for("alert", AGENT, lambda body: body["title"].startswith("flaky "))
             await self._until_answered(self.release.flaky_url)
-        await self._until_running()
+        with self.step("running again"):
+            await self._until_running()
 
     async def _show_observations(self) -> None:
         state = await self.director.value(AGENT, "get_state", "full")
@@ -254,6 +359,7 @@ class Story:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(_get, url)
                 raise DemoError(f"cannot stop: a server still answers at {url}")
+        self._has_jobs = False
         self.say("no process of the release runs any longer")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import shlex
 import sys
 import tarfile
 from collections.abc import Mapping
@@ -56,26 +57,26 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Greeter).serve_forever()
 
 _CTL: Final = """
 #!/bin/bash
-run={base}/sys/run/{job}
-log={base}/sys/log/{job}
+run={shell_base}/sys/run/{job}
+log={shell_base}/sys/log/{job}
 case $1 in
 start)
-  echo $$ > $run/{job}.pid
-  server={base}/packages/{package}/bin/server.py
-  exec {python} -I $server {arguments} >> $log/{job}.stdout.log 2>> $log/{job}.stderr.log
+  echo $$ > "$run/{job}.pid"
+  server={shell_base}/packages/{package}/bin/server.py
+  exec {python} -I "$server" {arguments} >> "$log/{job}.stdout.log" 2>> "$log/{job}.stderr.log"
   ;;
 stop)
-  kill $(cat $run/{job}.pid)
-  rm -f $run/{job}.pid
+  kill "$(cat "$run/{job}.pid")"
+  rm -f "$run/{job}.pid"
   ;;
 esac
 """
 
 _MONIT: Final = """
 check process {job}
-  with pidfile {base}/sys/run/{job}/{job}.pid
-  start program "{base}/jobs/{job}/bin/ctl start" with timeout 30 seconds
-  stop program "{base}/jobs/{job}/bin/ctl stop"
+  with pidfile "{base}/sys/run/{job}/{job}.pid"
+  start program "'{base}/jobs/{job}/bin/ctl' start" with timeout 30 seconds
+  stop program "'{base}/jobs/{job}/bin/ctl' stop"
   group vcap
 {depends}
 """
@@ -83,12 +84,12 @@ check process {job}
 _PRE_START: Final = """
 #!/bin/bash
 echo "preparing {job}"
-touch {base}/data/{job}/prepared
+touch {shell_base}/data/{job}/prepared
 """
 
 _DRAIN: Final = """
 #!/bin/bash
-echo "$(date +%s) drain $*" >> {base}/sys/log/{job}/drain.log
+echo "$(date +%s) drain $*" >> {shell_base}/sys/log/{job}/drain.log
 echo 1
 """
 
@@ -135,12 +136,13 @@ class Release:
             **self._job("web", "greeter", f"{self.ports['web']} {store}", depends="store"),
             **self._job("flaky", "greeter", f"{self.ports['flaky']} ''"),
             "smoke/monit": "",
-            "smoke/bin/run": _ERRAND.format(python=sys.executable, web=self.url),
+            "smoke/bin/run": _ERRAND.format(python=shlex.quote(sys.executable), web=self.url),
         }
         return archive(files)
 
     def _job(self, job: str, package: str, arguments: str, *, depends: str = "") -> dict[str, str]:
-        words = {"base": self.base, "job": job, "package": package, "arguments": arguments, "python": sys.executable}
+        words = {"base": self.base, "job": job, "package": package, "arguments": arguments}
+        words |= {"shell_base": shlex.quote(str(self.base)), "python": shlex.quote(sys.executable)}
         words["depends"] = f"  depends on {depends}" if depends else ""
         files = {"monit": _MONIT, "bin/ctl": _CTL, "bin/pre-start": _PRE_START, "bin/drain": _DRAIN}
         return {f"{job}/{name}": text.format(**words) for name, text in files.items()}

@@ -18,6 +18,7 @@ WRITTEN = re.findall(r'__version__ = "(.*)"', (ROOT / "agent_shim/__init__.py").
 NEXT = WRITTEN.removesuffix(".dev0")
 
 BY_HAND = {
+    "README.md": r"(?:shim:|/v|stemcell-|cpi-|is )(\d+\.\d+\.\d+)",
     "docs/cpi.md": r"(?:kubernetes-cpi|bosh-stemcell)-(\d+\.\d+\.\d+)",
     "docs/kubernetes.md": r"agent-shim (\d+\.\d+\.\d+)",
 }

@@ -55,7 +55,7 @@ _agent_shim() {
                     check) words="--help --as --json" kind=f ;;
                     probe) words="--help live ready -b" ;;
                     handback) words="--help -b" ;;
-                    demo) words="--help" ;;
+                    demo) words="--help --keep" ;;
                     completion) words="--help bash zsh fish" ;;
                     help) words="--help" ;;
                     version) words="--help" ;;

@@ -74,5 +74,6 @@ complete -c agent-shim -n '__fish_seen_subcommand_from check' -F
 complete -c agent-shim -n '__fish_seen_subcommand_from probe' -a 'live ready'
 complete -c agent-shim -n '__fish_seen_subcommand_from probe' -s b -x -a '(__fish_complete_directories)' -d 'root directory instead of /var/vcap'
 complete -c agent-shim -n '__fish_seen_subcommand_from handback' -s b -x -a '(__fish_complete_directories)' -d 'root directory instead of /var/vcap'
+complete -c agent-shim -n '__fish_seen_subcommand_from demo' -l keep -d 'leave Director, bus and agent running until Ctrl-C'
 complete -c agent-shim -n '__fish_seen_subcommand_from completion' -a 'bash zsh fish'
 complete -c agent-shim -l help -d 'show options'
