@@ -119,6 +119,7 @@ class Daemon:
         """
         process.default_signals()
         process.disable_core_dumps()
+        process.raise_file_limit()
         loop = asyncio.get_running_loop()
         loop.set_default_executor(daemon_thread.pool(THREADS))
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import process
+from agent_shim.host import files, process
 from agent_shim.host.descriptors import closing
 
 ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
@@ -47,7 +47,9 @@ async def run(
 
 @contextlib.contextmanager
 def _in_memory(content: bytes = b"") -> Iterator[int]:
-    """Return a file in memory."""
-    with closing(os.memfd_create("agent_shim")) as descriptor:
+    """Return a file in memory; raises ``HostError``."""
+    with files.attempting("make a file in memory"):
+        made = os.memfd_create("agent_shim")
+    with closing(made) as descriptor:
         os.pwrite(descriptor, content, 0)
         yield descriptor

@@ -62,6 +62,8 @@ _spawned: dict[int, int] = {}
 """Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
 spawning: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 """Context of the start of a program; ``host.loop_guard`` replaces it."""
+_files_of_children: tuple[int, int] | None = None
+"""Limits of open files for children, if this process has raised its own."""
 takes_orphans = False
 """True while orphaned descendants are reparented to this process (``host.reaper``)."""
 
@@ -336,6 +338,9 @@ def spawn(
     stat = proc.stat(popen.pid)
     assert stat is not None, "a child that is not reaped has a stat line"
     _spawned[popen.pid] = stat.start_ticks
+    if _files_of_children is not None:
+        with contextlib.suppress(OSError):  # it has ended, or is another user already
+            resource.prlimit(popen.pid, resource.RLIMIT_NOFILE, _files_of_children)
     return Process(stat, _open(popen.pid), leads=True)
 
 
@@ -361,7 +366,8 @@ async def spawn_prepared(
     and the loop waits for it. The program does not run either if this process dies. ``env`` has names of shell
     variables only.
     """
-    reading, writing = os.pipe2(os.O_CLOEXEC)
+    with files.attempting(f"run {argv[0]}"):
+        reading, writing = os.pipe2(os.O_CLOEXEC)
     with closing(writing):
         with closing(reading):
             command = ["/bin/sh", "-c", _HELD, "sh", *_as_user(argv[0], user, group), *argv]
@@ -469,6 +475,18 @@ def disable_core_dumps(*, for_good: bool = False) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (CORE_LIMIT_BYTES, most))
     except ValueError:  # the limit is below CORE_LIMIT_BYTES already: disable files, if not pipes
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one; children get the former one, as those of Go and of monit."""
+    global _files_of_children
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            _files_of_children = soft, hard
+        except (ValueError, OSError) as exc:  # above fs.nr_open
+            logger.warning("cannot use more than %d open files: %s", soft, exc)
 
 
 def send(identity: tuple[int, int], sig: int) -> bool:

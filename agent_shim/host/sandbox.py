@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import job_cgroups, process, sandbox_exec
+from agent_shim.host import files, job_cgroups, process, sandbox_exec
 from agent_shim.host.descriptors import closing
 
 SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolvconf", "/run/systemd/resolve")
@@ -96,7 +96,8 @@ async def prepared(
 
     With namespaces it is their first one, with its pid in ours. Until the exec ``env`` applies. Raises ``HostError``.
     """
-    ours, theirs = socket.socketpair()
+    with files.attempting(f"run {spec['argv'][0]}"):
+        ours, theirs = socket.socketpair()
     with ours:
         ours.setblocking(False)
         with theirs:

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -278,17 +278,16 @@ async def run_worker(request: bytes, *, nice: int = 0, tidy: Callable[[int], Non
     ``tidy`` is called in a thread with the pid of a worker that could not clean up.
     """
     command = [sys.executable, "-P", "-X", "utf8", "-m", "agent_shim.daemon.worker", str(os.getpid())]
-    with (
-        closing(os.memfd_create("request")) as given,
-        closing(os.memfd_create("answer")) as answer,
-        closing(os.memfd_create("errors")) as errors,
-    ):
+    with ExitStack() as opened:
         try:
+            given, answer, errors = (
+                opened.enter_context(closing(os.memfd_create(name))) for name in ("request", "answer", "errors")
+            )
             os.write(given, request)
             os.lseek(given, 0, os.SEEK_SET)
             worker = process.spawn(command, env=os.environ, stdin=given, stdout=answer, stderr=errors, nice=nice)
-        except HostError as exc:
-            raise ActionError(str(exc)) from exc
+        except OSError as exc:
+            raise ActionError(str(exc if isinstance(exc, HostError) else files.failed("start a worker", exc))) from exc
         try:
             status = await worker.wait()
         except asyncio.CancelledError:

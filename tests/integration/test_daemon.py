@@ -83,6 +83,24 @@ async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(world: World) -
     assert world.pids() == before
 
 
+async def test_the_agent_may_open_more_files_than_its_jobs(world: World) -> None:
+    """Jobs get the soft limit of the container, as under the Go agent and monit; a job may have thousands of processes,
+    each a descriptor of the agent.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        await world.start_agent()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await world.director.run(AGENT, "apply", world.spec(2, 0))
+    await world.run("start")
+    await world.until_running()
+
+    assert resource.prlimit(world.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    assert {resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in world.pids().values()} == {(512, hard)}
+
+
 async def test_a_second_agent_on_the_same_tree_ends_with_3_and_touches_nothing(world: World) -> None:
     await world.start_agent()
     argv = [word.format(config=world.scratch / "agent.json", base=world.base) for word in shlex.split(COMMAND)]

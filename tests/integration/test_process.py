@@ -357,6 +357,55 @@ async def refused(program: Path, why: str, env: dict[str, str]) -> None:
         await process.spawn_prepared(lambda _: None, [str(program)], env=env)
 
 
+RAISED = """
+import asyncio, resource, sys
+from agent_shim.host import process
+async def main():
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    process.raise_file_limit()
+    print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard), flush=True)
+    show = ["/bin/sh", "-c", f"test $(ulimit -Hn) = {hard} && ulimit -Sn"]
+    await (await process.spawn_prepared(lambda _: None, show, env={"PATH": "/bin"}, stdout=1)).wait()
+    held = ["/bin/sh", "-c", f"read line; {show[-1]}"]
+    reading, writing = os.pipe()
+    child = process.spawn(held, env={"PATH": "/bin"}, stdin=reading, stdout=1)
+    os.write(writing, b"now\\n")
+    await child.wait()
+import os
+asyncio.run(main())
+"""
+
+
+def test_an_agent_with_more_open_files_gives_its_children_the_former_limit() -> None:
+    """Programs with ``select`` fail above 1024; those of the Go agent and of monit have the limit of the container."""
+    done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "True\n100\n100\n"
+
+
+def test_a_command_without_a_free_descriptor_is_an_error_that_is_named() -> None:
+    program = """
+import asyncio, resource
+from agent_shim.core.errors import HostError
+from agent_shim.host import command, process
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+    for work in (command.run("/bin/true"), process.spawn_prepared(lambda _: None, ["/bin/true"], env={})):
+        try:
+            await work
+        except HostError as exc:
+            print(exc)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines() == [
+        "cannot make a file in memory: Too many open files",
+        "cannot run /bin/true: Too many open files",
+    ]
+
+
 async def test_no_program_joins_the_group_of_another(env: dict[str, str], tmp_path: Path) -> None:
     """A job's process that a script has left would have the signals for its own group meet a script of root."""
     victim = process.spawn(["/bin/sleep", "600"], env=env)
