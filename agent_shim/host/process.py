@@ -37,6 +37,8 @@ from agent_shim.host.descriptors import closing
 logger = logging.getLogger(__name__)
 
 SETPRIV: Final = "/usr/bin/setpriv"
+NICE: Final = "/usr/bin/nice"
+"""By its path: the PATH of a program is its caller's."""
 """Program of util-linux that changes users."""
 POLL_S: Final = 0.02
 """Poll interval where no descriptor reports the change: a group that empties, a process without pidfd."""
@@ -309,7 +311,7 @@ def spawn(
     user brings its supplementary groups. Without root both are ignored. Raises ``HostError`` "cannot run PROGRAM: why".
     """
     program = argv[0]
-    before = _as_user(program, user, group) + (["nice", "-n", str(nice)] if nice else [])
+    before = _as_user(program, user, group) + ([NICE, "-n", str(nice)] if nice else [])
     if before:
         _require_executable(program)
     with contextlib.ExitStack() as opened:

@@ -16,10 +16,12 @@ from typing import Final
 
 import msgspec
 
+from agent_shim.core import safetext
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.core.wire import MAX_REPLY_BYTES
-from agent_shim.host import files
+from agent_shim.host import files, guarded
+from agent_shim.host.descriptors import closing
 from agent_shim.host.process import Process
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ GRACE_S: Final = 10.0
 MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
 """JSON bytes of both outputs of an errand in its reply."""
 
+_MAX_LINE_BYTES: Final = 4096
+_MAX_LINE_CHARS: Final = 300
 STATUS_ARGUMENTS: Final = ("job_check_status", "hash_unchanged")
 _INTEGER: Final = re.compile(rb"[+-]?[0-9]{1,18}")
 _NEXT_STATE: Final = "BOSH_JOB_NEXT_STATE"
@@ -102,9 +106,17 @@ class Scripts:
     async def run_all(self, name: str, jobs: Sequence[str], env: Mapping[str, str]) -> None:
         """Run ``bin/NAME`` of every job that has it and wait for all, without a timeout.
 
-        Output is appended to the job's logs. Raises ``ActionError`` if one fails.
+        Output is appended to the job's logs. Raises ``ActionError`` if one fails, with the last line that each failed
+        script wrote to stderr.
         """
         never = asyncio.Event()
+        said: dict[str, str] = {}
+        having = self._having(name, jobs)
+
+        def sizes() -> dict[str, int]:
+            return {job: _size(self._paths.log / job / f"{name}.stderr.log") for job in having}
+
+        begins = await asyncio.to_thread(sizes)
 
         async def run(job: str) -> bool:
             log = self._log_directory(job)
@@ -115,9 +127,14 @@ class Scripts:
             status = await self._end(script, never)
             if status != 0:
                 logger.warning("%s of job %s failed: exit status %s", name, job, status)
+                said[job] = await asyncio.to_thread(_last_line, err, begins[job])
             return status == 0
 
-        await _side_by_side(name, self._having(name, jobs), run)
+        try:
+            await _side_by_side(name, having, run)
+        except ActionError as exc:
+            lines = "".join(f" {job}: {line}" for job, line in said.items() if line)
+            raise ActionError(f"{exc}{lines}") from exc
 
     async def drain(
         self,
@@ -251,6 +268,25 @@ async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awa
     if failed:
         text = f"{len(failed)} of {len(jobs)} {name} scripts failed. Failed Jobs: {', '.join(failed)}."
         raise ActionError(f"{text} Successful Jobs: {', '.join(passed)}." if passed else text)
+
+
+def _size(log: Path) -> int:
+    try:
+        return guarded.status(log).st_size
+    except OSError:
+        return 0
+
+
+def _last_line(log: Path, begin: int) -> str:
+    """Return the last line that was written to a log after byte ``begin``, shortened; "" if there is none."""
+    try:
+        with closing(guarded.open_file(log)) as file:
+            size = os.fstat(file).st_size
+            start = max(begin if begin <= size else 0, size - _MAX_LINE_BYTES)
+            written = os.pread(file, _MAX_LINE_BYTES, start).decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((safetext.line(line.strip()[:_MAX_LINE_CHARS]) for line in reversed(written) if line.strip()), "")
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

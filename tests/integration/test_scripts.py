@@ -128,6 +128,31 @@ async def test_all_failed(paths: Paths, runner: Scripts) -> None:
     assert str(failed.value) == "1 of 1 pre-start scripts failed. Failed Jobs: a."
 
 
+async def test_a_given_path_is_the_script_s_alone(paths: Paths, runner: Scripts) -> None:
+    script(paths, "web", "pre-start", 'echo "$PATH"')
+
+    await runner.run_all("pre-start", ["web"], {"PATH": "/elsewhere"})
+
+    assert log(paths, "web", "pre-start.stdout.log") == "/elsewhere\n"
+
+
+async def test_the_error_ends_with_the_last_line_of_each_failed_script(paths: Paths, runner: Scripts) -> None:
+    """In one line, without control characters, and short; lines of an earlier run are no reason of this one."""
+    script(paths, "dns", "pre-start", "echo first >&2; printf 'ip: \\033[1mnot permitted\\n\\n' >&2; exit 2")
+    with pytest.raises(ActionError) as failed:
+        await runner.run_all("pre-start", ["dns"], {})
+    assert str(failed.value) == (
+        "1 of 1 pre-start scripts failed. Failed Jobs: dns. dns: ip: \\u001b[1mnot permitted"
+    )
+
+    script(paths, "dns", "pre-start", "exit 2")
+    script(paths, "web", "pre-start", "printf %02000d 7 >&2; exit 2")
+    with pytest.raises(ActionError) as failed:
+        await runner.run_all("pre-start", ["dns", "web"], {})
+    assert str(failed.value).endswith(f". web: {'0' * 300}")
+    assert "not permitted" not in str(failed.value)
+
+
 async def test_without_scripts_nothing_happens(runner: Scripts) -> None:
     """No job has it: success."""
     await runner.run_all("post-deploy", ["a", "b"], {})
