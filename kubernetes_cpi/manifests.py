@@ -234,7 +234,7 @@ def pod(vm: Vm) -> Object:
         "image": vm.image,
         "imagePullPolicy": vm.pull_policy,
         "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", _start(properties)],
-        "securityContext": _container_security(properties.tier),
+        "securityContext": _container_security(properties),
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *_ports(properties)],
         # Not the bus: Directors admit an agent only after create_vm has returned, and Services outlive its outages.
         "readinessProbe": {
@@ -395,30 +395,28 @@ def _copier(vm: Vm, agent: AgentImage) -> Object:
         "image": agent.image,
         "imagePullPolicy": vm.pull_policy,
         "command": ["cp", "-a", f"{PROGRAM}/.", "/agent"],
-        "securityContext": _container_security(vm.properties.tier),
+        "securityContext": _container_security(vm.properties),
         "volumeMounts": [{"name": AGENT_VOLUME, "mountPath": "/agent"}],
     }
 
 
-def _container_security(tier: str) -> Object:
+def _container_security(properties: VmProperties) -> Object:
+    tier = properties.tier
     if tier == "privileged":
         return {"privileged": True, "runAsUser": 0}
     if tier == "restricted":
         return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-    if tier == "userns":
-        # Profiles of runtimes forbid every mount, and a /proc with masked parts cannot be mounted again.
-        return {
-            "runAsUser": 0,
-            "capabilities": {"drop": ["ALL"], "add": [*_BASE_CAPABILITIES, "SYS_ADMIN"]},
-            "seccompProfile": {"type": "RuntimeDefault"},
-            "appArmorProfile": {"type": "Unconfined"},
-            "procMount": "Unmasked",
-        }
-    return {
+    more = [name.upper().removeprefix("CAP_") for name in properties.capabilities]
+    security: Object = {
         "runAsUser": 0,
-        "capabilities": {"drop": ["ALL"], "add": list(_BASE_CAPABILITIES)},
+        "capabilities": {"drop": ["ALL"], "add": list(dict.fromkeys([*_BASE_CAPABILITIES, *more]))},
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+    if tier == "userns":
+        # Profiles of runtimes forbid every mount, and a /proc with masked parts cannot be mounted again.
+        security["capabilities"]["add"].append("SYS_ADMIN")
+        security |= {"appArmorProfile": {"type": "Unconfined"}, "procMount": "Unmasked"}
+    return security
 
 
 def _pod_security(properties: VmProperties) -> Object:

@@ -95,6 +95,13 @@ class VmProperties(Strict, frozen=True):
             "capabilities), `restricted` (no root)."
         ),
     ] = "base"
+    capabilities: Annotated[
+        list[str],
+        doc(
+            "Linux capabilities beside those of the tiers `base` and `userns`: bosh-dns needs `NET_ADMIN` and "
+            "`SETFCAP`; refused with `restricted`."
+        ),
+    ] = []
     cpu: Annotated[float | str, doc("CPUs requested. 0: none.")] = 0
     cpu_limit: Annotated[float | str, doc("CPUs at most. 0: no limit.")] = 0
     memory: Annotated[Size, doc("Memory requested, which is its limit too: MiB, or a quantity. 0: none.")] = 0
@@ -132,11 +139,13 @@ class VmProperties(Strict, frozen=True):
     grace: Annotated[int, doc("Seconds for jobs to drain and stop when the pod is deleted.")] = 50
 
     def __post_init__(self) -> None:
-        """Refuse an agent that could not apply its overlay."""
+        """Refuse what needs root in a tier without it."""
         if self.agent and self.tier == "restricted":
             raise ValueError(
                 "`agent` needs root, to apply the overlay, and the tier `restricted` has none; set another tier"
             )
+        if self.capabilities and self.tier == "restricted":
+            raise ValueError("`capabilities` need root, and the tier `restricted` has none; set another tier")
 
 
 class DiskProperties(Strict, frozen=True):

@@ -361,6 +361,17 @@ IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z
         ({"tolerations": [{"operator": "Exists"}]}, "tolerations", [{"operator": "Exists"}]),
         ({"sysctls": {"a.b": "1"}}, "securityContext.sysctls", [{"name": "a.b", "value": "1"}]),
         ({"host_aliases": {"10.0.0.1": ["a"]}}, "hostAliases", [{"ip": "10.0.0.1", "hostnames": ["a"]}]),
+        (
+            {"capabilities": ["NET_ADMIN", "CAP_SETFCAP", "KILL"]},
+            "container.securityContext.capabilities",
+            {"drop": ["ALL"], "add": [*manifests._BASE_CAPABILITIES, "NET_ADMIN", "SETFCAP"]},
+        ),
+        (
+            {"capabilities": ["NET_ADMIN"], "tier": "userns"},
+            "container.securityContext.capabilities",
+            {"drop": ["ALL"], "add": [*manifests._BASE_CAPABILITIES, "NET_ADMIN", "SYS_ADMIN"]},
+        ),
+        ({"capabilities": ["NET_ADMIN"], "tier": "privileged"}, "container.securityContext.capabilities", None),
         ({"grace": 30}, "terminationGracePeriodSeconds", 30 + manifests.MARGIN_S),
         (
             {"cpu": 0.5, "cpu_limit": 2, "memory": 512},
@@ -384,6 +395,13 @@ def test_properties_reach_the_pod(cpi: Cpi, cluster: Cluster, properties: Object
     for step in path.split("."):
         found = (found or {}).get(step)
     assert found == wanted
+
+
+def test_capabilities_are_refused_in_a_tier_without_root(cpi: Cpi, cluster: Cluster) -> None:
+    with pytest.raises(CpiFailedError, match="`capabilities` need root"):
+        cpi.create_vm(tier="restricted", capabilities=["NET_ADMIN"])
+
+    assert cluster.snapshot() == {}
 
 
 AGENT = {"image": "registry.example/agent-shim-volume:1"}

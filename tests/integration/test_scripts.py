@@ -141,9 +141,7 @@ async def test_the_error_ends_with_the_last_line_of_each_failed_script(paths: Pa
     script(paths, "dns", "pre-start", "echo first >&2; printf 'ip: \\033[1mnot permitted\\n\\n' >&2; exit 2")
     with pytest.raises(ActionError) as failed:
         await runner.run_all("pre-start", ["dns"], {})
-    assert str(failed.value) == (
-        "1 of 1 pre-start scripts failed. Failed Jobs: dns. dns: ip: \\u001b[1mnot permitted"
-    )
+    assert str(failed.value) == ("1 of 1 pre-start scripts failed. Failed Jobs: dns. dns: ip: \\u001b[1mnot permitted")
 
     script(paths, "dns", "pre-start", "exit 2")
     script(paths, "web", "pre-start", "printf %02000d 7 >&2; exit 2")

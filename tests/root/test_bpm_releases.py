@@ -108,6 +108,8 @@ server = '''\
                 groups[job] = json.load(open(f"{config['jobs_dir']}/{job}/.bosh/links.json"))
             except FileNotFoundError:
                 pass
+    with open("/var/vcap/instance/health.json") as health:
+        groups[json.load(health)["state"]] = []
     listening = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     listening.bind((config["address"], config["port"]))
     for above in ("/", "/var", "/var/vcap", "/var/vcap/data", "/var/vcap/sys"):
@@ -145,6 +147,8 @@ deploy("bosh-dns", {
         ''',
 })
 deploy("other", {"config/secret": "secret"})
+paths.instance.mkdir(exist_ok=True)
+(paths.instance / "health.json").write_text('{"state": "running"}')
 outcome["pre-start"] = await call(paths.jobs / "bosh-dns/bin/pre-start")
 await supervisor.configure([monit_of("bosh-dns", "bosh-dns")])
 await supervisor.start()
@@ -164,13 +168,13 @@ await supervisor.stop(wait=True)
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bosh_dns(inside: Inside, level: int) -> None:
-    """It lists the jobs and reads the links of each, binds a low port, and works in the directory of its job."""
+    """It lists the jobs, reads their links and the instance's health, binds a low port, works in its directory."""
     found = deployed(inside, level, BOSH_DNS)
 
     assert found["errors"] == ""
     assert found["pre-start"][0] == 0
     jobs, directory, said = json.loads(found["said"])
-    assert jobs == (["bosh-dns"] if level == 1 else ["bosh-dns", "other"])
+    assert jobs == (["bosh-dns", "running"] if level == 1 else ["bosh-dns", "other", "running"])
     assert said == "/var/vcap/jobs/bosh-dns"
     if level == 1:
         assert directory == said

@@ -365,7 +365,8 @@ class Bpm:
         paths, place = self._paths, sandbox.place
         temporary = str(paths.data / job / "tmp")
         found = [place(each, run=True) for each in sandbox.SYSTEM]
-        found.append(place("/sys"))
+        # bosh-dns reads the records and the health of the instance; nothing there is secret. bpm hides it.
+        found += [place("/sys"), place(str(paths.instance))]
         if not is_apart:
             found += [place(each, write=True) for each in SCRATCH]
             # Reveals the names of other jobs: bosh-dns reads each of these files and exits if it cannot.

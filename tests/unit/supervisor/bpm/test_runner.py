@@ -203,6 +203,7 @@ def test_without_namespaces_a_job_sees_its_own_and_what_all_share(bpm: Bpm, tmp_
     assert seen(bpm._places("web", wanted, is_apart=False)) == {
         **dict.fromkeys(sandbox.SYSTEM, "x"),
         "/sys": "",
+        str(paths.instance): "",
         **dict.fromkeys(runner.SCRATCH, "w"),
         str(paths.jobs / "other/.bosh"): "",
         **dict.fromkeys(map(str, (paths.packages, paths.data_packages, paths.jobs / "web", elsewhere)), "x"),
