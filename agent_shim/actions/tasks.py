@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 POLL_HOLD_S: Final = 3.0
 """Seconds for which a poll of a running task is held. The Director polls immediately, then once a second."""
 
+MAX_HELD: Final = 100
+"""Polls held at a time; further ones are answered at once. Each takes 6 KB, and the bus keeps thousands of requests."""
+
 MAX_MEMORY_OUTCOME_BYTES: Final = 4096
 """Larger outcomes, in bytes of JSON, are kept on disk: up to a thousand are remembered."""
 
@@ -93,6 +96,7 @@ class Tasks:
         self._saving = asyncio.Lock()
         self._waiting_bytes = 0
         self._released = asyncio.Event()
+        self._held = 0
         self.running: Task | None = None
 
     @property
@@ -171,12 +175,14 @@ class Tasks:
     async def poll(self, task_id: str) -> Task:
         """Return the task, after a short wait for its end if it still runs."""
         task = self.find(task_id)
-        if task.state == "running" and not self._released.is_set():
+        if task.state == "running" and not self._released.is_set() and self._held < MAX_HELD:
+            self._held += 1
             ended = asyncio.ensure_future(task.ended.wait())
             released = asyncio.ensure_future(self._released.wait())
             try:
                 await asyncio.wait({ended, released}, timeout=self._hold, return_when=asyncio.FIRST_COMPLETED)
             finally:
+                self._held -= 1
                 ended.cancel()
                 released.cancel()
         return task

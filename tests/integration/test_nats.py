@@ -189,6 +189,24 @@ async def test_flood_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             task.cancel()
 
 
+@pytest.mark.parametrize(("limit", "value"), [("MAX_REQUESTS", 3), ("MAX_REQUEST_BYTES", 4000)])
+async def test_a_ping_is_answered_beside_a_flood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    """An agent without a pong counts as lost."""
+    monkeypatch.setattr(nats, limit, value)
+    async with talking(tmp_path) as talk:
+        held = [asyncio.create_task(talk.director.value("agent", "sleep", 600)) for _ in range(10)]
+        await until(lambda: talk.bus.stats.received == 10 and talk.bus.stats.flooded > 0)
+        flooded = talk.bus.stats.flooded
+
+        for _ in range(20):
+            assert await talk.director.value("agent", "ping") == "ping"
+        assert talk.bus.stats.flooded == flooded
+        for task in held:
+            task.cancel()
+
+
 async def test_nothing_stale_is_sent(tmp_path: Path) -> None:
     """A message published while there is no link raises and does not turn up when there is one again."""
     async with talking(tmp_path) as talk:

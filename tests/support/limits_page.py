@@ -12,6 +12,7 @@ LIMITS: Final = (
     ("bytes that wait for a slow NATS server", "edges.bus.nats.MAX_BACKLOG_BYTES", "publishing fails"),
     ("requests at a time", "edges.bus.nats.MAX_REQUESTS", "further ones are dropped and counted"),
     ("memory of requests at a time", "edges.bus.nats.MAX_REQUEST_BYTES", "further ones are dropped and counted"),
+    ("polls of a task that are held", "actions.tasks.MAX_HELD", "further ones are answered at once"),
     ("tasks that wait for the running one", "actions.tasks.MAX_WAITING", "further requests are refused"),
     ("memory of the requests of these tasks", "actions.tasks.MAX_WAITING_BYTES", "further requests are refused"),
     ("alerts that wait for the bus", "edges.alerts.MAX_QUEUED", "the oldest is dropped and counted"),

@@ -54,6 +54,9 @@ MAX_SUBJECT_BYTES: Final = 1024
 """nats-server closes a connection that sends a line of more than 4096 characters (max_control_line)."""
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
 """Concurrent requests, in number and size in memory; requests beyond that are dropped, as in nats.go."""
+PINGS: Final = 1000
+MAX_PING_BYTES: Final = 512
+"""Pings beyond that number: other requests may wait for long, and an agent without a pong counts as lost."""
 MAX_SEEN: Final = 100_000
 """Entries for the messages of a rotation, two or three for each; a copy of one beyond is another request."""
 
@@ -768,9 +771,11 @@ class NatsBus:
         self.stats.received += 1
         self.stats.received_bytes += len(data)
         size = wire.weight(data)
+        is_full = len(self._answering) >= MAX_REQUESTS or self._answering_bytes + size > MAX_REQUEST_BYTES
+        is_ping = len(data) <= MAX_PING_BYTES and b'"ping"' in data
         if self._is_duplicate(link, data):
             self.stats.duplicates += 1
-        elif len(self._answering) >= MAX_REQUESTS or self._answering_bytes + size > MAX_REQUEST_BYTES:
+        elif is_full and not (is_ping and len(self._answering) < MAX_REQUESTS + PINGS):
             self.stats.flooded += 1
         else:
             task = asyncio.create_task(self._answer(data), name="request")

@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 
-from agent_shim.actions.tasks import MAX_JOURNAL_BYTES, MAX_MEMORY_OUTCOME_BYTES, MAX_WAITING_BYTES, Bounds, Tasks
+from agent_shim.actions.tasks import (
+    MAX_HELD,
+    MAX_JOURNAL_BYTES,
+    MAX_MEMORY_OUTCOME_BYTES,
+    MAX_WAITING_BYTES,
+    Bounds,
+    Tasks,
+)
 from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, TaskNotFoundError
 from agent_shim.host import files
@@ -102,6 +109,21 @@ async def test_poll_is_not_held_beyond_its_time_or_its_release(tmp_path: Path) -
     async with asyncio.timeout(5):
         assert (await poll).state == "running"
         assert (await long.poll(task.id)).state == "running"
+
+
+async def test_few_polls_are_held_and_the_others_are_answered_at_once(tmp_path: Path) -> None:
+    """Thousands of them took 70 MB and the room of other requests."""
+    lane = Tasks(tmp_path / "tasks.json", tmp_path / "outcomes", hold=3600)
+    task = lane.submit("m", asyncio.Event().wait)
+    polls = [asyncio.ensure_future(lane.poll(task.id)) for _ in range(MAX_HELD + 20)]
+    async with asyncio.timeout(5):
+        await asyncio.gather(*polls[MAX_HELD:])
+    assert not any(poll.done() for poll in polls[:MAX_HELD])
+
+    lane.release_polls()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*polls)
+    assert lane._held == 0
 
 
 async def test_only_tasks_that_can_be_are_cancelled(tasks: Tasks) -> None:
