@@ -2,6 +2,9 @@
 
 The whole node, which is etcd, the API server, containerd, the kubelet and the containers, runs in one network, mount
 and pid namespace beside pytest, and ends with it. This machine sees none of its mounts, addresses and ports.
+
+``KUBERNETES_PROGRAMS`` names a directory with the four programs of another version, and with etcd, containerd and runc
+where the version needs newer ones than this machine has.
 """
 
 from __future__ import annotations
@@ -56,8 +59,9 @@ def run_as_node(command: list[str]) -> int:
         print("cannot start a node: it takes root", file=sys.stderr)
         return 1
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agent_shim"
+    given = os.environ.get("KUBERNETES_PROGRAMS")
     try:
-        programs = build.cached(cache)
+        programs = Path(given).resolve() if given else build.cached(cache)
     except ShimError as exc:
         print(exc, file=sys.stderr)
         return 1
@@ -67,7 +71,8 @@ def run_as_node(command: list[str]) -> int:
         _save_images(node)
         alone = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with _cgroup(node.name):
-            done = subprocess.run([*alone, "sh", "-c", ENTER, "sh", *command], env={**os.environ, NODE: scratch})
+            environment = {**os.environ, NODE: scratch, "PATH": f"{programs}:{os.environ['PATH']}"}
+            done = subprocess.run([*alone, "sh", "-c", ENTER, "sh", *command], env=environment)
     return done.returncode
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,6 +64,14 @@ class Node:
             step()
             self.times[step.__name__.removeprefix("_")] = time.monotonic() - began
 
+    @cached_property
+    def minor(self) -> int:
+        """Return the minor version of Kubernetes."""
+        said = subprocess.run([self._program("kubelet"), "--version"], capture_output=True, text=True, check=True).stdout
+        found = re.match(r"Kubernetes v1\.(\d+)\.", said)
+        assert found is not None, said
+        return int(found[1])
+
     @property
     def authority(self) -> Path:
         """The certificate of the API server, which signs itself."""
@@ -115,11 +125,12 @@ class Node:
             **client,
             "cert-dir": self.where / "manager",
             "pvclaimbinder-sync-period": "1s",
-            "port": "0",
             "service-account-private-key-file": key,
             "root-ca-file": self.authority,
             "enable-hostpath-provisioner": "true",
         }
+        if self.minor < 24:
+            manager["port"] = "0"
         self._spawn([self._program("kube-controller-manager"), *_options(manager)])
         self._spawn([self._program("kube-scheduler"), *_options({**client, "cert-dir": self.where / "scheduler"})])
 
@@ -142,7 +153,7 @@ class Node:
         raise AssertionError("the runtime has no image of ours")
 
     def _start_kubelet(self) -> None:
-        config = {
+        config: dict[str, Any] = {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
             "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
@@ -164,10 +175,8 @@ class Node:
             "syncFrequency": "2s",
             "nodeStatusUpdateFrequency": "2s",
         }
-        options = {
-            "config": self._write("kubelet.json", config),
+        options: dict[str, Any] = {
             "kubeconfig": self.where / "kubeconfig",
-            "container-runtime": "remote",
             "container-runtime-endpoint": f"unix://{CONTAINERD}",
             "root-dir": self.where / "kubelet",
             "cert-dir": self.where / "kubelet/pki",
@@ -175,6 +184,12 @@ class Node:
             "hostname-override": NAME,
             "node-ip": ADDRESS,
         }
+        if self.minor < 24:
+            options["container-runtime"] = "remote"
+        if self.minor >= 31:
+            # The machine that runs the tests may have cgroup v1.
+            config["failCgroupV1"] = False
+        options["config"] = self._write("kubelet.json", config)
         self._spawn([self._program("kubelet"), *_options(options)])
         ready = ("get", "node", NAME, "-o", 'jsonpath={.status.conditions[?(@.type=="Ready")].status}')
         self._until("the node", "kubelet", lambda: self.kubectl(*ready).stdout == "True")

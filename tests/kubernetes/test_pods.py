@@ -58,7 +58,11 @@ async def test_a_job_answers_without_a_director(namespace: Namespace, name: str)
     assert await pod.get("/", 8080) == (200, "hello from hello\n")
     assert await pod.get("/readyz") == (200, "jobs are running\n")
     assert "agent_shim_build_info" in (await pod.get("/metrics"))[1]
-    assert judged(await pod.exec(*DOCTOR)) == TIERS[name].judged
+    tier, judgements = TIERS[name].judged
+    if namespace.node.minor >= 24:
+        # containerd 2 opens ports below 1024 to every user of a pod.
+        judgements = judgements | {"ports below 1024": "good"}
+    assert judged(await pod.exec(*DOCTOR)) == (tier, judgements)
     await namespace.kubectl("delete", "statefulsets", "--all", "--cascade=orphan")
     await pod.delete()
     store = namespace.volume("hello-store" if name == "example" else "store-hello-0")
