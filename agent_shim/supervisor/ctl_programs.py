@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 PROCESSES_PER_TURN: Final = 50
 """Processes opened, signalled or released per turn of the event loop."""
+MAX_DESCRIPTION_CHARS: Final = 236
+"""Length of the text of an event in the environment of a program, as in monit."""
 MAX_CONCURRENT_SPAWNS: Final = 3
 """Each takes a thread, a processor and turns of the event loop."""
 KILL_ROUNDS: Final = 3
@@ -87,9 +89,17 @@ class Programs:
         """Owners whose process groups are killed when an orphan of theirs exits."""
 
     async def run(
-        self, name: str, program: Program, event: str, *, label: str = "", pid: int = 0, is_aside: bool = False
+        self,
+        name: str,
+        program: Program,
+        event: str,
+        *,
+        description: str = "",
+        label: str = "",
+        pid: int = 0,
+        is_aside: bool = False,
     ) -> Process:
-        """Run a program for the service ``name``, whose process is ``pid``; raises ``HostError``.
+        """Run a program for the service ``name``, whose process is ``pid``, after ``event``; raises ``HostError``.
 
         ``label`` is the mark, by default the name. With ``is_aside`` (the exec of a rule) the program is no part of the
         service and survives its stop, which it may itself request.
@@ -103,7 +113,7 @@ class Programs:
                 "MONIT_SERVICE": name,
                 "MONIT_HOST": socket.gethostname(),
                 "MONIT_EVENT": event,
-                "MONIT_DESCRIPTION": event,
+                "MONIT_DESCRIPTION": (description or event)[:MAX_DESCRIPTION_CHARS],
                 "MONIT_PROCESS_PID": str(pid),
                 "MONIT_PROCESS_MEMORY": "0",
                 "MONIT_PROCESS_CHILDREN": "0",

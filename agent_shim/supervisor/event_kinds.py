@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from agent_shim.supervisor.monit.ast import Connection, Limit, Missing, PidChanged, Restarts, Test
+from agent_shim.supervisor.monit import ast as values
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -15,20 +15,41 @@ class Kind(msgspec.Struct, frozen=True):
     bit: int
     failed: str
     succeeded: str
+    changed: str = ""
 
 
-CONNECTION: Final = Kind(0x20, "Connection failed", "Connection succeeded")
+def _kind(bit: int, word: str, changed: str = "") -> Kind:
+    return Kind(bit, f"{word} failed", f"{word} succeeded", changed or f"{word} changed")
+
+
+CHECKSUM: Final = _kind(0x1, "Checksum")
+CONNECTION: Final = _kind(0x20, "Connection")
+CONTENT: Final = _kind(0x8000, "Content", "Content match")
 DATA: Final = Kind(0x800, "Data access error", "Data access succeeded")
-EXECUTION: Final = Kind(0x1000, "Execution failed", "Execution succeeded")
+EXECUTION: Final = _kind(0x1000, "Execution")
 EXISTENCE: Final = Kind(0x200, "Does not exist", "Exists")
-PID: Final = Kind(0x40000, "PID failed", "PID succeeded")
+FSFLAG: Final = _kind(0x2000, "Filesystem flags")
+GID: Final = _kind(0x100, "GID")
+ICMP: Final = _kind(0x4000, "ICMP")
+INVALID: Final = Kind(0x400, "Invalid type", "Type succeeded")
+PERMISSION: Final = _kind(0x40, "Permission")
+PID: Final = _kind(0x40000, "PID")
+PPID: Final = _kind(0x80000, "PPID")
 RESOURCE: Final = Kind(0x2, "Resource limit matched", "Resource limit succeeded")
+SIZE: Final = _kind(0x10, "Size")
 TIMEOUT: Final = Kind(0x4, "Timeout", "Timeout recovery")
+TIMESTAMP: Final = _kind(0x8, "Timestamp")
+UID: Final = _kind(0x80, "UID")
 
-ORDER: Final = (CONNECTION, DATA, EXECUTION, EXISTENCE, PID, RESOURCE, TIMEOUT)
+ORDER: Final = (
+    *(CHECKSUM, CONNECTION, CONTENT, DATA, EXECUTION, FSFLAG, GID, ICMP, INVALID, EXISTENCE, PERMISSION, PID, PPID),
+    *(RESOURCE, SIZE, TIMEOUT, TIMESTAMP, UID),
+)
 """Order of monit's table: the first of several faults is reported."""
 
-BITS: Final = {kind.failed: kind.bit for kind in ORDER}
+HINTS: Final = {kind.changed: kind.bit for kind in ORDER if kind.changed}
+"""Bits of faults that are changes, which are ``status_hint`` bits too."""
+BITS: Final = {kind.failed: kind.bit for kind in ORDER} | HINTS
 
 
 class Complaint(msgspec.Struct, frozen=True):
@@ -36,11 +57,40 @@ class Complaint(msgspec.Struct, frozen=True):
 
     kind: Kind
     text: str
+    is_change: bool = False
+
+    @property
+    def word(self) -> str:
+        return self.kind.changed if self.is_change else self.kind.failed
 
 
-_KINDS: Final = {Limit: RESOURCE, PidChanged: PID, Connection: CONNECTION, Missing: EXISTENCE, Restarts: TIMEOUT}
+_KINDS: Final[dict[type[values.Test], Kind]] = {
+    values.Limit: RESOURCE,
+    values.PidChanged: PID,
+    values.Connection: CONNECTION,
+    values.Echo: ICMP,
+    values.Match: CONTENT,
+    values.Missing: EXISTENCE,
+    values.Restarts: TIMEOUT,
+    values.Unreadable: DATA,
+    values.WrongType: INVALID,
+}
+_SUBJECTS: Final = {
+    "checksum": CHECKSUM,
+    "fsflag": FSFLAG,
+    "gid": GID,
+    "permission": PERMISSION,
+    "ppid": PPID,
+    "size": SIZE,
+    "timestamp": TIMESTAMP,
+    "uid": UID,
+}
 
 
-def kind_of(test: Test) -> Kind:
+def kind_of(test: values.Test) -> Kind:
     """Return monit's event kind for the outcome of a test."""
+    if isinstance(test, values.Changed | values.Unlike):
+        return _SUBJECTS[test.what]
+    if isinstance(test, values.Limit) and test.metric in _SUBJECTS:
+        return _SUBJECTS[test.metric]
     return _KINDS[type(test)]

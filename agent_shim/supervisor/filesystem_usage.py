@@ -1,4 +1,4 @@
-"""Figures of ``check filesystem``: space and inodes in use. Blocks, perhaps forever: see ``host.guarded``."""
+"""Figures of ``check filesystem``: use and mount flags. Blocks, perhaps forever: see ``host.guarded``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from agent_shim.supervisor.rule_counter import percent
 
 
 def usage(path: Path) -> dict[str, float]:
-    """Return bytes and inodes in use, in numbers and percent; raises ``OSError`` if the path cannot be read."""
+    """Return bytes and inodes in use, in numbers and percent, and the mount flags (``ST_RDONLY`` …) as ``flags``.
+
+    Raises ``OSError`` if the path cannot be read.
+    """
     with guarded.held(path) as held:
         is_device = stat.S_ISBLK(os.fstat(held).st_mode)
         found = os.statvfs(_mounted(path) if is_device else held)
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = {"flags": found.f_flag}
     for name, free, total, unit in (
         ("space", found.f_bfree, found.f_blocks, found.f_frsize),
         ("inode", found.f_ffree, found.f_files, 1),

@@ -1,4 +1,4 @@
-"""Network tests of monit: ``failed host … port`` and ``unixsocket``.
+"""Network tests of monit: ``failed host … port``, ``unixsocket``, ``url`` and ``icmp``.
 
 Each probe has one timeout for everything, including the name look-up, reads no more than necessary, and never blocks
 the event loop. Protocols other than http and send/expect are judged by the connection alone.
@@ -7,19 +7,24 @@ the event loop. Protocols other than http and send/expect are judged by the conn
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import os
 import re
 import socket
+import struct
+import urllib.parse
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Final, TypeAlias
 
 from agent_shim.core import lean_imports
-from agent_shim.host import network
+from agent_shim.host import guarded, network
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.supervisor import posix_regex
-from agent_shim.supervisor.monit.ast import NET_TIMEOUT, Connection, Protocol
+from agent_shim.supervisor.monit.ast import NET_TIMEOUT, Connection, Echo, Protocol
+from agent_shim.supervisor.monit.rules import DIGESTS
 
 with lean_imports.without(empty=["httptools.parser.url_parser"]):  # 0.1 MB: the daemon parses no URL with it
     import httptools
@@ -29,7 +34,14 @@ Address: TypeAlias = tuple[Any, ...] | str
 
 MAX_HEAD_BYTES: Final = 16 * 1024
 """Maximum size of an expected answer or an http response head."""
+MAX_CONTENT_BYTES: Final = 1_024_000
+"""Length of a page that is searched, as in monit."""
 CHUNK: Final = 16 * 1024
+REFUSAL_S: Final = 2.0
+"""Seconds that a port of UDP has to be refused: a server may stay silent."""
+HTTP_PORT: Final = 80
+ECHO_REQUEST, ECHO_REPLY = 8, 0
+"""Types of messages (RFC 792)."""
 FINAL_STATUS: Final = 200
 """Lower ones are interim responses."""
 BAD_STATUS: Final = 400
@@ -41,7 +53,7 @@ class _WrongError(Exception):
 
 def where(connection: Connection) -> str:
     """Describe the endpoint."""
-    there = f"{connection.host} port {connection.port}"
+    there = f"{connection.host} port {connection.port}{' (udp)' if connection.is_udp else ''}"
     return f"unix socket {connection.unixsocket}" if connection.unixsocket else there
 
 
@@ -55,6 +67,8 @@ async def probe(connection: Connection) -> str:
                 await _dialogue(line, connection.protocol)
             elif connection.protocol.name == "http":
                 await _http(line, connection)
+            elif connection.is_udp:
+                await _unrefused(line)
     except TimeoutError:
         return f"connection failed: no answer from {place} within {allowed} seconds"
     except _WrongError as exc:
@@ -93,13 +107,14 @@ class _Line:
 @contextlib.asynccontextmanager
 async def _opened(connection: Connection) -> AsyncIterator[_Line]:
     """Connect; raises ``OSError`` on failure."""
+    kind = socket.SOCK_DGRAM if connection.is_udp else socket.SOCK_STREAM
     if connection.unixsocket:
         places: list[tuple[socket.AddressFamily, Address]] = [(socket.AF_UNIX, connection.unixsocket)]
     else:
-        places = await _addresses(connection.host, connection.port)
+        places = await _addresses(connection.host, connection.port, kind)
     refused: OSError = OSError(0, "it has no address")
     for family, address in places:
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             await _connect(sock, address)
         except OSError as exc:
@@ -129,16 +144,24 @@ async def _connect(sock: socket.socket, address: Address) -> None:
             return
 
 
-async def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Address]]:
+async def _addresses(host: str, port: int, kind: socket.SocketKind) -> list[tuple[socket.AddressFamily, Address]]:
     """Look up the addresses of a host; a silent name server delays only this probe."""
     if family := network.family_of(host):
         return [(family, (host, port))]
-    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    look_up = partial(socket.getaddrinfo, host, port, type=kind)
     found = await run_in_daemon_thread(look_up, f"look up {host}")
     return [(family, address) for family, _, _, _, address in found]
 
 
 # --- protocols --------------------------------------------------------------------------------------------------------
+
+
+async def _unrefused(line: _Line) -> None:
+    """Send a byte and wait for the kernel to report that no one listens."""
+    await line.send(b"\0")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(REFUSAL_S):
+            await line.more()
 
 
 async def _dialogue(line: _Line, protocol: Protocol) -> None:
@@ -161,12 +184,16 @@ def wire_text(text: str) -> bytes:
 
 
 class _Response:
-    """Parser events of an http response."""
+    """Parser events of an http response, and the page if that is ``wanted``."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Protocol) -> None:
         self.status = 0
         self.has_status_line = False
         self.has_head = False
+        self.is_whole = not (wanted.content or wanted.checksum)
+        self.has_length = False
+        self.page = b""
+        self.digest = hashlib.new(DIGESTS[len(wanted.checksum)], usedforsecurity=False) if wanted.checksum else None
         # Lenient like monit: a probe forwards nothing that another parser could read differently.
         self.parser = httptools.HttpResponseParser(self)
         self.parser.set_dangerous_leniencies(
@@ -176,8 +203,9 @@ class _Response:
             lenient_optional_cr_before_lf=True,
         )
 
-    def on_header(self, _name: bytes, _value: bytes) -> None:
+    def on_header(self, name: bytes, _value: bytes) -> None:
         self.has_status_line = True
+        self.has_length = self.has_length or name.lower() == b"content-length"
 
     def on_headers_complete(self) -> None:
         self.has_status_line = True
@@ -185,27 +213,38 @@ class _Response:
         self.status = self.parser.get_status_code()
         self.has_head = self.status >= FINAL_STATUS
 
+    def on_body(self, data: bytes) -> None:
+        self.page += data[: MAX_CONTENT_BYTES - len(self.page)]
+        if self.digest:
+            self.digest.update(data)
+
+    def on_message_complete(self) -> None:
+        self.is_whole = self.is_whole or self.has_head
+
     def read(self, data: bytes) -> None:
         """Feed the parser; raises ``_WrongError`` if the data is not http."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # status 101: http ends here, and monit accepts it as an answer
-            self.has_head = True
+            self.has_head = self.is_whole = True
         except httptools.HttpParserError as exc:
             if not self.has_status_line:
                 raise _WrongError("does not answer like an http server") from exc
             # An invalid header: monit still counts the status.
             self.status = self.parser.get_status_code()
-            self.has_head = True
+            self.has_head = self.is_whole = True
 
 
 async def _http(line: _Line, connection: Connection) -> None:
     """Send one GET; follows no redirect, and fails on any status from 400 on, even a missing permission."""
-    path = connection.protocol.request or "/"
-    host = connection.protocol.hostheader or connection.host or "localhost"
-    head = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nAccept: */*\r\nUser-Agent: monit/5.2.5\r\nConnection: close\r\n\r\n"
-    await line.send(head.encode("utf-8", "surrogateescape"))
-    response, received = _Response(), 0
+    protocol, path = connection.protocol, requested(connection.protocol)
+    head = [f"GET {path} HTTP/1.1", f"Host: {protocol.hostheader or _host(connection)}", "Accept: */*"]
+    head += ["User-Agent: monit/5.2.5", "Connection: close"]
+    if protocol.credentials:
+        secret = base64.b64encode(protocol.credentials.encode("utf-8", "surrogateescape")).decode()
+        head.append(f"Authorization: Basic {secret}")
+    await line.send("".join(f"{each}\r\n" for each in [*head, ""]).encode("utf-8", "surrogateescape"))
+    response, received = _Response(protocol), 0
     while not response.has_head:
         if received > MAX_HEAD_BYTES or not await line.more():
             raise _WrongError("does not answer like an http server")
@@ -213,3 +252,81 @@ async def _http(line: _Line, connection: Connection) -> None:
         response.read(line.taken())
     if response.status >= BAD_STATUS:
         raise _WrongError(f"answers {path} with status {response.status}")
+    while not response.is_whole and await line.more():
+        response.read(line.taken())
+    if protocol.content:
+        search = partial(posix_regex.compiled(protocol.content).search, response.page, limit=MAX_CONTENT_BYTES)
+        if await guarded.aside(f"page of {where(connection)}", search) == protocol.is_negated:
+            raise _WrongError(f"answers {path} {'with' if protocol.is_negated else 'without'} {protocol.content!r}")
+    # Like monit, which reads as many bytes as the head names.
+    if response.digest and response.has_length and response.digest.hexdigest() != protocol.checksum:
+        raise _WrongError(f"answers {path} with another checksum")
+
+
+def requested(protocol: Protocol) -> str:
+    """Return the path of a request; encodes the characters that monit encodes, also ``%``."""
+    path = protocol.request or "/"
+    return urllib.parse.quote(path.encode("utf-8", "surrogateescape"), safe="!$&'()*+,-./:;=?@_~")
+
+
+def _host(connection: Connection) -> str:
+    host = connection.host or "localhost"
+    return host if connection.unixsocket or connection.port == HTTP_PORT else f"{host}:{connection.port}"
+
+
+# --- echo requests ----------------------------------------------------------------------------------------------------
+
+
+async def echo(host: str, test: Echo) -> str | None:
+    """Return the reason why a host does not answer echo requests, "" if it does, None if none may be sent."""
+    allowed = test.timeout or NET_TIMEOUT
+    try:
+        async with asyncio.timeout(allowed):
+            places = await _addresses(host, 0, socket.SOCK_DGRAM)
+        address = next((address for family, address in places if family is socket.AF_INET), None)
+        if address is None:
+            return f"{host} has no address of IPv4"
+        opened = _echoing()
+        if opened is None:
+            return None
+        with opened:
+            for number in range(test.count):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(allowed):
+                        await _answered(opened, address, number)
+                        return ""
+    except TimeoutError:
+        return f"cannot look up {host} within {allowed} seconds"
+    except OSError as exc:
+        return f"cannot send an echo request to {host}: {exc.strerror or exc}"
+    return f"{host} does not answer {test.count} echo requests"
+
+
+def _echoing() -> socket.socket | None:
+    """Open a socket for echo requests, a raw one only where the kernel offers no other; None without the privilege."""
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+        with contextlib.suppress(PermissionError):
+            return socket.socket(socket.AF_INET, kind | socket.SOCK_NONBLOCK, socket.IPPROTO_ICMP)
+    return None
+
+
+async def _answered(sock: socket.socket, address: Address, number: int) -> None:
+    """Send a request and wait for its answer; other messages are passed over."""
+    loop, mark = asyncio.get_running_loop(), os.urandom(16)
+    ident = os.getpid() & 0xFFFF
+    head = struct.pack("!BBHHH", ECHO_REQUEST, 0, 0, ident, number)
+    checksum = _checksum(head + mark)
+    await loop.sock_sendto(sock, struct.pack("!BBHHH", ECHO_REQUEST, 0, checksum, ident, number) + mark, address)
+    while True:
+        answer = await loop.sock_recv(sock, CHUNK)
+        if sock.type == socket.SOCK_RAW:  # with its head of IP
+            answer = answer[(answer[0] & 0x0F) * 4 :]
+        if answer[:1] == bytes([ECHO_REPLY]) and answer[8:] == mark:
+            return
+
+
+def _checksum(message: bytes) -> int:
+    """Return the checksum of a message of an even length (RFC 1071)."""
+    total: int = sum(struct.unpack(f"!{len(message) // 2}H", message))
+    total = (total & 0xFFFF) + (total >> 16)
+    return 0xFFFF ^ (total + (total >> 16)) & 0xFFFF

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -103,7 +103,9 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     """Reaction to a change of the process number."""
     limits: tuple[RestartLimit, ...] = ()
     rules: tuple[values.Rule, ...] = ()
-    """All other rules, evaluated every ``every`` cycles."""
+    """All other rules, evaluated every ``every`` cycles; monit's own for checks of paths are the last."""
+    passed_over: tuple[values.Match, ...] = ()
+    """Lines of the file that no ``if match`` sees."""
     every: int = 1
     unsupported: tuple[str, ...] = ()
     """Parsed statements without effect, by their first words: the rest may be a password.
@@ -125,6 +127,11 @@ class ProcessSpec(msgspec.Struct, frozen=True):
         return self.kind == "process"
 
     @property
+    def absence_words(self) -> str:
+        """The words of monit for it (validate.c)."""
+        return "process is not running" if self.is_process else f"{self.kind} doesn't exist"
+
+    @property
     def is_restartable(self) -> bool:
         return not self.why_not_restarted
 
@@ -132,7 +139,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     def why_not_restarted(self) -> str:
         """Reason against a restart after an exit; empty if it is restarted.
 
-        monit restarts only services with a start and a stop program, and never passive ones.
+        monit restarts only processes with a start and a stop program, and never passive services.
         """
         if self.absence.kind not in ("start", "restart"):
             return f"the rule for that says {self.absence.kind}"
@@ -140,7 +147,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
             return "it is passive"
         if self.start is None:
             return "it has no start program"
-        if self.absence.kind == "restart" and self.stop is None:
+        if self.is_process and self.absence.kind == "restart" and self.stop is None:
             return "it has no stop program, without which monit restarts nothing"
         return ""
 
@@ -236,6 +243,7 @@ def _spec(job: str, check: values.Check) -> ProcessSpec:
                 limits.append(RestartLimit(count, within, reaction(rule.action)))
             case _:
                 rules.append(rule)
+    rules += own_rules(check)
     return ProcessSpec(
         name=check.name,
         job=job,
@@ -254,8 +262,19 @@ def _spec(job: str, check: values.Check) -> ProcessSpec:
         change=change,
         limits=tuple(limits),
         rules=tuple(rules),
+        passed_over=check.passed_over,
         every=check.every,
     )
+
+
+def own_rules(check: values.Check) -> Iterator[values.Rule]:
+    """Return the rules that monit has for each check of a path (``createservice`` in ``p.y``)."""
+    if check.kind in ("file", "directory", "fifo"):
+        yield values.Rule(values.WrongType(), values.Action("restart"))
+    if check.kind in ("file", "directory", "fifo", "filesystem"):
+        yield values.Rule(values.Unreadable(), values.ALERT)
+    if check.kind == "filesystem" and not any(rule.test == values.Changed("fsflag") for rule in check.rules):
+        yield values.Rule(values.Changed("fsflag"), values.ALERT, recovery=values.IGNORE)
 
 
 def reaction(action: values.Action) -> Reaction:

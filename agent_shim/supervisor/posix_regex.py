@@ -56,10 +56,10 @@ class Pattern:
         weakref.finalize(self, libc.regfree, compiled)
         self._compiled = compiled
 
-    def search(self, text: str | bytes) -> bool:
-        """True if the first ``MAX_TEXT_BYTES`` of the text match; as in C, the text ends at a null byte."""
+    def search(self, text: str | bytes, *, limit: int = MAX_TEXT_BYTES) -> bool:
+        """True if the first ``limit`` bytes of the text match; as in C, the text ends at a null byte."""
         raw = text if isinstance(text, bytes) else text.encode(errors="surrogateescape")
-        return bool(_libc().regexec(self._compiled, raw[:MAX_TEXT_BYTES], 0, None, 0) == 0)
+        return bool(_libc().regexec(self._compiled, raw[:limit], 0, None, 0) == 0)
 
 
 @functools.lru_cache(maxsize=256)

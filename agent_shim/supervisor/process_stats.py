@@ -173,6 +173,7 @@ class ProcessStats:
                 }
                 info = ProcessInfo(service.name, service.reported, uptime, kb, 100 * kb / total_kb, cpu)
             complaints = list(service.complaints.values()) if service.state in UP else []
+            complaints.sort(key=lambda each: ORDER.index(each.kind))
             found.append(
                 ServiceInfo(
                     process=info,
@@ -184,7 +185,7 @@ class ProcessStats:
                     restarts=service.record.restarts,
                     last_exit=service.record.last_exit,
                     reason="; ".join(filter(None, [service.record.reason, *(each.text for each in complaints)])),
-                    faults=tuple(kind.failed for kind in ORDER if kind in {each.kind for each in complaints}),
+                    faults=tuple(dict.fromkeys(each.word for each in complaints)),
                     mode=service.spec.mode,
                     unheeded=service.spec.unsupported,
                     exits=service.record.exits,

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import enum
 import operator
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
 
-from agent_shim.supervisor.monit.ast import Limit, Rule
+from agent_shim.supervisor.monit.ast import CHANGES, Limit, Rule
 
-HISTORY_MASK: Final = (1 << 64) - 1
+MAX_HISTORY: Final = 64
+"""Checks of a rule that are remembered."""
+HISTORY_MASK: Final = (1 << MAX_HISTORY) - 1
+
+
+class Finding(NamedTuple):
+    """Result of one test; ``text`` describes it, good or bad."""
+
+    fails: bool
+    text: str
 
 
 class RuleTransition(enum.Enum):
@@ -16,7 +26,7 @@ class RuleTransition(enum.Enum):
 
     NOTHING = "nothing"
     FAILED = "failed"
-    """Newly failed: report, and act."""
+    """Newly failed, or changed once more: report, and act."""
     STILL = "still failed"
     """Still failing: act again, as monit does in each such cycle."""
     RECOVERED = "recovered"
@@ -47,7 +57,8 @@ class RuleCounter:
         good = seen - (self._failures & (1 << seen) - 1).bit_count()
         if self.has_failed:
             if fails:
-                return RuleTransition.STILL
+                is_news = isinstance(self._rule.test, CHANGES) and bad >= rate.count
+                return RuleTransition.FAILED if is_news else RuleTransition.STILL
             if good >= recovery.count:
                 self.has_failed = False
                 return RuleTransition.RECOVERED
@@ -66,3 +77,28 @@ def exceeds(value: float, limit: Limit) -> bool:
 def percent(part: float, whole: float) -> float:
     """Percentage rounded to a tenth, as monit compares it: an equality can match."""
     return round(100 * part / whole, 1) if whole > 0 else 0.0
+
+
+def judge(rules: Iterable[Rule], figures: Mapping[str, float]) -> Iterator[tuple[int, Finding]]:
+    """Compare the figures with the limits of the rules, by their number; without a figure there is no finding."""
+    for number, rule in enumerate(rules):
+        if not isinstance(test := rule.test, Limit):
+            continue
+        value = figures.get(f"{test.metric} %" if test.percent else test.metric)
+        if value is None:
+            continue
+        bad = exceeds(value, test)
+        figure, limit = (_worded(each, test) for each in (value, test.limit))
+        verb = "matches" if bad else "does not match"
+        yield number, Finding(bad, f"{test.metric} of {figure} {verb} the resource limit {test.operator} {limit}")
+
+
+_UNITS: Final = {"size": " B", "timestamp": " seconds"}
+
+
+def _worded(value: float, test: Limit) -> str:
+    if test.percent:
+        return f"{value:.1f}%"
+    if test.metric.endswith(("memory", "space", "swap")):
+        return f"{value / 1024:.0f} kB"
+    return f"{value:.12g}{_UNITS.get(test.metric, '')}"

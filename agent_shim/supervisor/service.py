@@ -115,6 +115,10 @@ class Service:
         self.dependants: Sequence[Service] = ()
         self.complaints: dict[int, Complaint] = {}
         """Failed checks of the running service, by rule number; any of them makes the service ``failing``."""
+        self.is_checked = False
+        """Its rules have been tested; a check without a process is ``starting`` before, as in monit."""
+        self.responses: dict[int, float] = {}
+        """Seconds of the last connection by rule number, -1 for a failed one."""
         self._shared = shared
         self._timing = shared.timing
         self._finder = ProcessFinder(shared.programs.ownership, shared.timing, shared.changed)
@@ -160,6 +164,8 @@ class Service:
     def reported(self) -> str:
         """The Director's process state; counts an exit that no step has handled yet."""
         process = self._finder.process
+        if self.record.state is State.RUNNING and self.spec.rules and not (self.spec.is_process or self.is_checked):
+            return reported(State.STARTING)
         fails_a_check = bool(self.complaints) or (process is not None and process.is_over)
         return reported(self.record.state, fails_a_check=fails_a_check)
 
@@ -175,6 +181,8 @@ class Service:
         """Apply a changed monit file."""
         if spec.rules != self.spec.rules:
             self.complaints.clear()
+            self.responses.clear()
+            self.is_checked = False
         self.spec = spec
         if error := spec.error or (HELD.format(self.held_by) if self.held_by else ""):
             self.on(Trigger.FILE_BROKE)
@@ -257,6 +265,7 @@ class Service:
             record.reason = ""
         if Effect.CLEAR_COMPLAINTS in effect:
             self.complaints.clear()
+            self.is_checked = False
         if Effect.COUNT in effect:
             self._patience = 0.0
             self._is_counted = True
@@ -395,9 +404,10 @@ class Service:
             for limit in self.spec.limits:
                 recent = [at for at in self._restarted_at if at >= now - limit.cycles * self._timing.cycle]
                 if len(recent) >= limit.count:
-                    self.notify("Timeout", limit.reaction.kind, f"{limit.count} restarts within {limit.cycles} cycles")
+                    said = f"{limit.count} restarts within {limit.cycles} cycles"
+                    self.notify("Timeout", limit.reaction.kind, said)
                     if limit.reaction.kind not in ("start", "restart"):  # already in progress
-                        await self.react(limit.reaction)
+                        await self.react(limit.reaction, "Timeout", said)
 
     async def _bring_up(self) -> None:
         spec, finder = self.spec, self._finder
@@ -476,8 +486,9 @@ class Service:
         if await self._finder.look(self.spec, self.record.traces):
             if before is not None and self._finder.pid == before.pid:
                 return
-            self.notify("PID changed", self.spec.change.kind, f"process PID changed to {self._finder.pid}")
-            await self.react(self.spec.change)
+            said = f"process PID changed to {self._finder.pid}"
+            self.notify("PID changed", self.spec.change.kind, said)
+            await self.react(self.spec.change, "PID changed", said)
         else:
             await self._lost(how)
 
@@ -506,7 +517,7 @@ class Service:
             kind = kind_of(how)
             record.exits[kind] = record.exits.get(kind, 0) + 1
             record.last_exit = how
-        text = "process is not running"
+        text = self.spec.absence_words
         call = self.spec.start.bpm if self.spec.start else None
         by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
         # Claim in any case: a nested cgroup counts here too.
@@ -544,7 +555,7 @@ class Service:
     async def _wait_for_others(self) -> None:
         """Apply the file's reaction to a missing process each cycle, as monit does, until the process appears."""
         while True:
-            await self.react(self.spec.absence)
+            await self.react(self.spec.absence, "Does not exist", self.spec.absence_words)
             again_at = time.monotonic() + self._timing.cycle
             while time.monotonic() < again_at:
                 await asyncio.sleep(self._timing.look)
@@ -560,15 +571,17 @@ class Service:
         backoff = self._timing.backoff_first * 2.0 ** min(self.record.failures - 2, 32)
         return max(patience, min(backoff, self._timing.backoff_limit))
 
-    async def react(self, reaction: Reaction) -> None:
-        """Carry out the action of a rule; does not return if that ends the calling step.
+    async def react(self, reaction: Reaction, event: str, description: str) -> None:
+        """Carry out the action of a rule after an event; does not return if that ends the calling step.
 
-        In passive mode only ``exec`` and ``unmonitor`` take effect. As in monit, a restart needs both programs.
+        In passive mode only ``exec`` and ``unmonitor`` take effect. As in monit, the restart of a process needs both
+        programs, and that of another check has those that it names.
         """
         if reaction.kind == "exec" and reaction.program is not None:
             try:
                 run, pid = self._shared.programs.run, self._finder.pid
-                await run(self.spec.name, reaction.program, "Action done", pid=pid, is_aside=True)
+                name = self.spec.name
+                await run(name, reaction.program, event, description=description, pid=pid, is_aside=True)
             except HostError as exc:
                 self.notify("Execution failed", "alert", str(exc))
         elif reaction.kind == "unmonitor":
@@ -577,10 +590,20 @@ class Service:
             pass
         elif reaction.kind == "stop":
             self.stop()
-        elif reaction.kind == "restart" and self.state in UP and self.spec.start and self.spec.stop:
+        elif reaction.kind == "restart" and self.state in UP and self._has_programs():
             self._take_effect(Effect.COUNT)
             self.bounce()
+        elif reaction.kind == "start" and self.spec.start and not self.spec.is_process:
+            try:
+                await self._shared.programs.run(self.spec.name, self.spec.start, "Started", label=self.spec.label)
+            except HostError as exc:
+                self.notify("Execution failed", "alert", str(exc))
         await asyncio.sleep(0)
+
+    def _has_programs(self) -> bool:
+        """A restart would run a program."""
+        start, stop = self.spec.start is not None, self.spec.stop is not None
+        return start and stop if self.spec.is_process else start or stop or bool(self.dependants)
 
     # --- stopping ---------------------------------------------------------------------------------------------------
 

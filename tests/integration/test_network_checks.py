@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.supervisor import network_checks
-from agent_shim.supervisor.monit.ast import Connection, Protocol
+from agent_shim.supervisor.monit.ast import Connection, Echo, Protocol
 from tests.support.serving import Talk, serving
 
 HTTP = Protocol("http", "/health")
@@ -110,7 +111,76 @@ async def test_http_request_is_monits() -> None:
     assert heard[0].startswith(b"GET /x?y=1 HTTP/1.1\r\nHost: web.example\r\n")
     assert b"\r\nUser-Agent: monit/5.2.5\r\n" in heard[0]
     assert await asked(talk, Protocol("http")) == ""
-    assert heard[1].startswith(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+    assert heard[1].startswith(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:")
+    assert await asked(talk, Protocol("http", '/a b"%20?c', credentials="me:secret")) == ""
+    assert heard[2].startswith(b"GET /a%20b%22%2520?c HTTP/1.1\r\n")
+    assert b"\r\nAuthorization: Basic bWU6c2VjcmV0\r\n" in heard[2]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "said"),
+    [
+        (Protocol("http", content="he.lo$"), ""),
+        (Protocol("http", "/p", content="good"), "answers /p without 'good'"),
+        (Protocol("http", "/p", content="^hello", is_negated=True), "answers /p with '^hello'"),
+        (Protocol("http", content="good", is_negated=True), ""),
+        (Protocol("http", checksum=hashlib.md5(b"hello").hexdigest()), ""),
+        (Protocol("http", checksum=hashlib.sha1(b"hello").hexdigest()), ""),
+        (Protocol("http", "/p", checksum="0" * 32), "answers /p with another checksum"),
+    ],
+)
+async def test_a_page_is_compared(protocol: Protocol, said: str) -> None:
+    """With an expression, or by its checksum."""
+    why = await asked(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", b"lo"), protocol)
+
+    assert why.endswith(said) if said else why == ""
+
+
+async def test_a_page_without_a_length_ends_with_the_connection() -> None:
+    """Its checksum is not compared, as in monit."""
+    answer = saying(b"HTTP/1.1 200 OK\r\n\r\nhello")
+
+    assert await asked(answer, Protocol("http", content="lo$")) == ""
+    assert await asked(answer, Protocol("http", checksum="0" * 32)) == ""
+
+
+# --- udp and echo requests --------------------------------------------------------------------------------------------
+
+
+async def test_a_port_of_udp_fails_if_the_kernel_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent server passes."""
+    monkeypatch.setattr(network_checks, "REFUSAL_S", 0.2)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        test = Connection("127.0.0.1", server.getsockname()[1], is_udp=True)
+
+        assert await network_checks.probe(test) == ""
+        assert server.recv(10) == b"\0"
+    place = f"127.0.0.1 port {test.port} (udp)"
+    assert await network_checks.probe(test) == f"connection failed: cannot connect to {place}: Connection refused"
+
+
+async def test_a_dialogue_may_use_udp() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        dialogue = Protocol("generic", dialogue=(("send", "ping"), ("expect", "^pong$")))
+        test = Connection("127.0.0.1", server.getsockname()[1], protocol=dialogue, is_udp=True)
+
+        def answer() -> None:
+            heard, sender = server.recvfrom(10)
+            server.sendto(heard.replace(b"i", b"o"), sender)
+
+        answered = asyncio.create_task(asyncio.to_thread(answer))
+        assert await network_checks.probe(test) == ""
+        await answered
+
+
+async def test_a_host_answers_echo_requests() -> None:
+    """None is said where this user may send none, as by monit."""
+    assert await network_checks.echo("127.0.0.1", Echo()) in ("", None)
+    assert "cannot send an echo request to no-such-host.invalid" in str(
+        await network_checks.echo("no-such-host.invalid", Echo())
+    )
 
 
 async def test_http_may_come_in_pieces_and_must_be_http() -> None:

@@ -352,22 +352,14 @@ check device lost with path {world.base}/absent
 
 
 async def test_rules_that_are_not_acted_on_are_named(world: World) -> None:
-    """Their service runs; a bad figure of theirs is no fault."""
+    """Their service runs."""
     path = world.base / "data.txt"
-    path.write_text("x" * 2000)
-    text = f"""
-check file data with path {path}
-  if size > 1 kb then restart
-  if failed permission 7777 then alert
-  group vcap
-check host far with address 127.0.0.1
-  if failed port 1 then alert
-"""
+    path.touch()
+    text = f"check file data with path {path}\n if match /etc/patterns then restart\n group vcap\n"
     async with checking(world, JobFile("data", "", text)) as supervisor:
-        await until(supervisor, "data", "running")
+        await eventually(lambda: info(supervisor, "data").process.state == "running")
 
-        assert info(supervisor, "data").unheeded == ("if size", "if failed permission")
-        assert info(supervisor, "far").unheeded == ("if failed port",)
+        assert info(supervisor, "data").unheeded == ("if match",)
         assert world.events == []
 
 

@@ -262,6 +262,10 @@ RAW: Mapping[str, Raw] = {
             }
         ),
     ),
+    "supervisor.path_checks": Raw(
+        "size, owner and age of what a link of a job names; the content goes through the door",
+        frozenset({"PathWatch.look"}),
+    ),
     "supervisor.process_finder": Raw(PROBE, frozenset({"ProcessFinder.look_at_path"})),
     "supervisor.ctl_programs": Raw(SCRATCH, frozenset({"Programs.trim", "_cut", "Programs.printed"})),
     "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state"})),

@@ -114,6 +114,12 @@ def statements() -> str:
     return "\n".join(["| statement | in a `check` of |", "|---|---|", *rows, ""])
 
 
+def without_effect() -> str:
+    """The statements that are not acted on, with the reason."""
+    rows = [f"| `{words}` | {why} |" for words, why in rules.WITHOUT_EFFECT.items()]
+    return "\n".join(["| statement | why |", "|---|---|", *rows, ""])
+
+
 GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("architecture.md", "floors"): floor_table,
     ("architecture.md", "states"): lambda: f"```mermaid\n{mermaid()}```\n",
@@ -122,6 +128,7 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("lifecycle.md", "boot steps"): boot_steps,
     ("limits.md", "limits"): limits_page.table,
     ("monit-deviations.md", "statements"): statements,
+    ("monit-deviations.md", "without effect"): without_effect,
     ("metrics.md", "metrics"): metrics_page.table,
 }
 """Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""

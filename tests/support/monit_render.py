@@ -11,7 +11,11 @@ from agent_shim.supervisor.monit import ast as values
 from agent_shim.supervisor.monit.lexer import WORD
 from agent_shim.supervisor.monit.rules import UNITS
 
-BYTES: Final = frozenset({"memory", "totalmemory", "space"})
+BYTES: Final = frozenset({"memory", "totalmemory", "space", "swap"})
+METRICS: Final = {
+    **{f"loadavg{minutes}": f"loadavg ({minutes}min)" for minutes in (1, 5, 15)},
+    **{f"cpu {share}": f"cpu ({share})" for share in ("user", "system", "wait")},
+}
 _ESCAPES: Final[Mapping[str, str]] = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _UNSAFE: Final = re.compile(r"[\\\n\r\t\"'\udc80-\udcff]")
 _BARE_ARGUMENT: Final = re.compile(r"[^ \t\n\"'\r][^ \t\n\"]*")
@@ -40,6 +44,8 @@ def _check(check: values.Check) -> Iterator[str]:
         yield f"  mode {check.mode}"
     if check.every != 1:
         yield f"  every {check.every} cycles"
+    for each in check.passed_over:
+        yield f"  ignore {'not ' if each.is_negated else ''}match {_string(each.pattern)}"
     for rule in check.rules:
         yield f"  {_rule(rule)}"
 
@@ -96,16 +102,41 @@ def _test(test: values.Test) -> str:
             return _limit(test)
         case values.Connection():
             return _connection(test)
+        case values.Echo():
+            return f"failed icmp type echo count {test.count}{_timeout(test.timeout)}"
+        case values.Changed():
+            return f"changed {_algorithm(test)}{test.what}"
+        case values.Unlike():
+            return f"failed {_algorithm(test)}{test.what}{_unlike(test)}"
+        case values.Match():
+            return f"{'not ' if test.is_negated else ''}match {_string(test.pattern)}"
+        case values.WrongType() | values.Unreadable():
+            raise ValueError("monit has no words for it")
+
+
+def _algorithm(test: values.Changed | values.Unlike) -> str:
+    return f"{test.algorithm} " if test.what == "checksum" else ""
+
+
+def _unlike(test: values.Unlike) -> str:
+    match test.what:
+        case "permission":
+            return f" {test.value}"
+        case "checksum":
+            return f" expect {_string(test.value)}" if test.value else ""
+    return f" {_identity(test.value)}"
 
 
 def _limit(limit: values.Limit) -> str:
     if limit.percent:
         figure = f"{_number(limit.limit)} %"
+    elif limit.metric == "size":
+        figure = _number(limit.limit)
     elif limit.metric in BYTES:
         figure = _scaled(limit.limit, UNITS)
     else:
         figure = _number(limit.limit)
-    return f"{limit.metric} {limit.operator} {figure}"
+    return f"{METRICS.get(limit.metric, limit.metric)} {limit.operator} {figure}"
 
 
 def _scaled(value: float, units: Mapping[str, int]) -> str:
@@ -122,8 +153,14 @@ def _number(value: float) -> str:
 def _connection(test: values.Connection) -> str:
     timeout = _timeout(test.timeout)
     protocol = test.protocol
+    if protocol.credentials or protocol.content:
+        login = f"{protocol.credentials}@" if protocol.credentials else ""
+        operator = "!=" if protocol.is_negated else "="
+        content = f" content {operator} {_string(protocol.content)}" if protocol.content else ""
+        return f"failed url http://{login}{test.host}:{test.port}{protocol.request} {content}{timeout}"
     place = f"unixsocket {_path(test.unixsocket)}" if test.unixsocket else f"host {_string(test.host)} port {test.port}"
-    return f"failed {place}{_protocol(protocol)}{timeout}"
+    kind = " type udp" if test.is_udp else ""
+    return f"failed {place}{kind}{_protocol(protocol)}{timeout}"
 
 
 def _protocol(protocol: values.Protocol) -> str:
@@ -134,6 +171,8 @@ def _protocol(protocol: values.Protocol) -> str:
     text = f" protocol {protocol.name}"
     if protocol.request:
         text += f" request {_path(protocol.request)}"
+    if protocol.checksum:
+        text += f" checksum {_string(protocol.checksum)}"
     if protocol.hostheader:
         text += f" hostheader {_string(protocol.hostheader)}"
     return text

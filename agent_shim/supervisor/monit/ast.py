@@ -13,10 +13,12 @@ import msgspec
 Kind: TypeAlias = Literal["process", "file", "filesystem", "directory", "fifo", "host", "system", "status"]
 Mode: TypeAlias = Literal["active", "passive", "manual"]
 Operator: TypeAlias = Literal[">", "<", "=", "!="]
+Algorithm: TypeAlias = Literal["md5", "sha1"]
 ActionKind: TypeAlias = Literal["alert", "restart", "start", "stop", "unmonitor", "exec", "ignore"]
 
 START_TIMEOUT: Final = 30
 NET_TIMEOUT: Final = 5
+ECHO_COUNT: Final = 3
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -67,7 +69,9 @@ class Restarts(msgspec.Struct, frozen=True):
 class Limit(msgspec.Struct, frozen=True):
     """Comparison with a limit in percent, bytes or a plain number.
 
-    Metrics: of a process ``cpu totalcpu memory totalmemory children``; of a file system ``space inode``.
+    Metrics: of a process ``cpu totalcpu memory totalmemory children``, of the system ``memory swap cpu user cpu system
+    cpu wait``, of both ``loadavg1 loadavg5 loadavg15``; of a file system ``space inode``; of a file ``size``, and of a
+    path ``timestamp``, its age in seconds.
     """
 
     metric: str
@@ -76,15 +80,58 @@ class Limit(msgspec.Struct, frozen=True):
     percent: bool = False
 
 
+class Changed(msgspec.Struct, frozen=True):
+    """Another value than at the last check; ``algorithm`` belongs to a checksum."""
+
+    what: Literal["checksum", "fsflag", "ppid", "size", "timestamp"]
+    algorithm: Algorithm = "md5"
+
+
+class Unlike(msgspec.Struct, frozen=True):
+    """Another value than the named one: octal digits, an owner, or a checksum, of which "" means the first seen."""
+
+    what: Literal["checksum", "gid", "permission", "uid"]
+    value: str = ""
+    algorithm: Algorithm = "md5"
+
+
+class Match(msgspec.Struct, frozen=True):
+    """A new line of a file that has ``pattern``, or lacks it if ``is_negated``."""
+
+    pattern: str
+    is_negated: bool = False
+
+
+class WrongType(msgspec.Struct, frozen=True):
+    """The path is no file, directory or fifo, whichever the check is of. Has no syntax."""
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """The path exists and tells nothing of itself. Has no syntax."""
+
+
+class Echo(msgspec.Struct, frozen=True):
+    """No answer to ``count`` echo requests (ICMP), each within ``timeout`` seconds."""
+
+    count: int = ECHO_COUNT
+    timeout: int = NET_TIMEOUT
+
+
 class Protocol(msgspec.Struct, frozen=True):
     """Protocol of a connection: a name of monit, ``default`` (connect only) or ``generic`` (the ``dialogue``).
 
-    ``request`` and ``hostheader`` belong to http. A ``send`` text may contain ``\\0xHH`` for bytes, including zero.
+    A ``send`` text may contain ``\\0xHH`` for bytes, including zero. The others belong to http: ``checksum`` is that of
+    the page, which must have ``content``, a regular expression, or must lack it if ``is_negated``; ``credentials`` are
+    a user and a password.
     """
 
     name: str = "default"
     request: str = ""
     hostheader: str = ""
+    checksum: str = ""
+    content: str = ""
+    is_negated: bool = False
+    credentials: str = ""
     dialogue: tuple[tuple[Literal["send", "expect"], str], ...] = ()
 
 
@@ -96,9 +143,14 @@ class Connection(msgspec.Struct, frozen=True):
     unixsocket: str = ""
     protocol: Protocol = Protocol()
     timeout: int = NET_TIMEOUT
+    is_udp: bool = False
 
 
-Test: TypeAlias = Missing | PidChanged | Restarts | Limit | Connection
+Test: TypeAlias = (
+    Missing | PidChanged | Restarts | Limit | Changed | Unlike | Match | WrongType | Unreadable | Echo | Connection
+)
+CHANGES: Final = (Changed, Match, PidChanged)
+"""Tests of an event: each one counts, and nothing is said when the next check finds none."""
 
 
 class _Placed(msgspec.Struct, frozen=True, eq=False):
@@ -146,6 +198,8 @@ class Check(_Placed, frozen=True):
     mode: Mode = "active"
     every: int = 1
     rules: tuple[Rule, ...] = ()
+    passed_over: tuple[Match, ...] = ()
+    """Lines that no ``if match`` sees."""
     line: int = 0
 
 
@@ -160,7 +214,7 @@ class Ignored(_Placed, frozen=True):
     def first_words(self) -> str:
         """Words that name the statement; the others may be secret."""
         words = self.statement.split()
-        return " ".join(words[: 3 if words[1].lower() in ("changed", "failed") else 2])
+        return " ".join(words[: 3 if words[1].lower() in ("changed", "failed", "not") else 2])
 
 
 class MonitFile(_Placed, frozen=True):

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 class Token(NamedTuple):
     """One token; ``start`` and ``end`` are offsets into the text.
 
-    ``kind`` is a keyword in canonical spelling, a value (``STRING PATH NUMBER REAL MAIL NAME INCLUDE FROM REPLY-TO
+    ``kind`` is a keyword in canonical spelling, a value (``STRING PATH NUMBER REAL MAIL NAME URL INCLUDE FROM REPLY-TO
     SUBJECT MESSAGE``), ``END`` of the text, ``BAD``, or any other character itself. ``value`` is the text of a value
     without quotes and escapes, or the defect of a ``BAD`` one.
     """
@@ -47,7 +47,7 @@ KEYWORDS: Final = _words(
     " gracefullimit cleanuplimit memory totalmemory swap cpu totalcpu children timestamp second minute hour day sslv2"
     " sslv3 tlsv1 sslauto inode space permission exec size basedir slot eventqueue match connection unmonitor action"
     " icmp echo send expect expectbuffer cleartext md5 sha1 crypt signature nonexist exist invalid data mmonit url"
-    " content pid ppid loadavg count reminder instance fsflag ssl include b kb mb gb > < = !="
+    " content pid ppid count reminder instance fsflag ssl include b kb mb gb > < = !="
 )
 
 SYNONYMS: Final[Mapping[str, str]] = dict(
@@ -66,6 +66,12 @@ _KINDS: Final[Mapping[str, str]] = {**dict.fromkeys(NOISE, ""), **{word: word fo
 WORD: Final = r"""[^\x00-\x21@:{}"';(),%]+"""
 """A word ends at blanks, control characters, ``!`` and these signs, but not at ``#``."""
 
+URL: Final = (
+    r"(?P<scheme>[a-z0-9]+)://(?:(?P<credentials>[^:@ ]+:[^@ \t\r\n]+)@)?(?P<host>[^/?:# \t\r\n]+)"
+    r"(?::(?P<port>[0-9]+))?(?P<path>/[^?# \t\r\n]*)?(?:\?(?P<query>[^# \t\r\n]*))?(?:#[^ \t\r\n]*)?"
+)
+"""A URL; a blank or line end follows it, also after ``)``, which is a part of its path."""
+
 _TOKEN: Final = rf"""
   (?P<skip>(?: [ \r\t;,()]+ | (?:\#[^\n]*)? \\? \n )+)
 | (?P<quoted>"[^"]*" | '[^']*')
@@ -76,6 +82,10 @@ _TOKEN: Final = rf"""
 | (?P<depends>depends? [ \t]+ (?:on [ \t]*)?)
 | (?P<check>check [ \t]+ (?:process[ \t]|(?P<type>device|filesystem|file|directory|host|system|fifo|status))?)
 | (?P<mail>(?:from|reply-to): [ \t]* {WORD}@{WORD} | subject:[^}}\n]* | message:[^}}]*)
+| (?P<url>[a-z0-9]+://[^ \t\r\n]*(?=[ \t\r\n]))
+| (?P<load>loadavg[ ]* (?:\([ ]* (?P<minutes>1|5|15)[ ]*(?:m|min)?[ ]*\) | (?!{WORD})))
+| (?P<share>cpu[ ]* (?:usage)*[ ]* \([ ]*
+    (?: (?:us|usr|user)? | (?P<system>sy|sys|system) | (?P<wait>wa|wait))[ ]*\))
 | (?P<word>{WORD} (?:@{WORD})?)
 | (?P<sign>!= | .)
 """
@@ -235,6 +245,24 @@ def _mail(match: re.Match[str], tokens: list[Token]) -> int:
     return match.end()
 
 
+def _url(match: re.Match[str], tokens: list[Token]) -> int:
+    tokens.append(Token("URL", match[0], *match.span()))
+    return match.end()
+
+
+def _load(match: re.Match[str], tokens: list[Token]) -> int:
+    """Tokenise ``loadavg`` with its minutes, by default one."""
+    tokens.append(Token(f"loadavg{match['minutes'] or 1}", "", *match.span()))
+    return match.end()
+
+
+def _share(match: re.Match[str], tokens: list[Token]) -> int:
+    """Tokenise ``cpu (user)``, the default, ``cpu (system)`` or ``cpu (wait)``."""
+    kind = "system" if match["system"] else "wait" if match["wait"] else "user"
+    tokens.append(Token(f"cpu {kind}", "", *match.span()))
+    return match.end()
+
+
 def _sign(match: re.Match[str], tokens: list[Token]) -> int:
     tokens.append(Token("BAD", UNCLOSED, *match.span()) if match[0] in "\"'" else Token(match[0], "", *match.span()))
     return match.end()
@@ -249,6 +277,9 @@ _TAKE: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
     "depends": _depends,
     "check": _named,
     "mail": _mail,
+    "url": _url,
+    "load": _load,
+    "share": _share,
     "word": _word,
     "sign": _sign,
 }

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit import rules
-from agent_shim.supervisor.monit.ast import Check, Ignored, Kind, Mode, MonitFile
+from agent_shim.supervisor.monit.ast import Check, Connection, Echo, Ignored, Kind, Mode, MonitFile
 from agent_shim.supervisor.monit.ignored_statements import read_alert, read_set
 from agent_shim.supervisor.monit.reader import MonitSyntaxError, Reader
 from agent_shim.supervisor.monit.rules import ALL, STATUS, SYSTEM, read_ignore, read_program, read_regex, read_rule
@@ -91,7 +91,8 @@ def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]
         _recover(reader, first, exc)
     check = _options(reader, check, ignored)
     is_whole = len(reader.mistakes) == before
-    if is_whole and check.kind == "host" and all(other.service != check.name for other in ignored):
+    asks = [rule.test for rule in check.rules if isinstance(rule.test, Connection | Echo)]
+    if is_whole and check.kind == "host" and not asks and all(other.service != check.name for other in ignored):
         raise reader.error(f"'if failed port' or 'if failed icmp' for the host {check.name}")
     return check
 
@@ -179,13 +180,13 @@ def _alert(reader: Reader, check: Check) -> Check:
 
 
 def _rule(reader: Reader, check: Check) -> Check:
-    rule = read_rule(reader, check.kind)
+    rule = read_rule(reader, check.kind, check.address or "localhost")
     return replace(check, rules=(*check.rules, rule)) if rule else check
 
 
 def _ignore(reader: Reader, check: Check) -> Check:
-    read_ignore(reader)
-    return check
+    passed_over = read_ignore(reader)
+    return replace(check, passed_over=(*check.passed_over, passed_over)) if passed_over else check
 
 
 class _Option(NamedTuple):

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Literal, NamedTuple, cast
 
+from msgspec.structs import replace
+
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit import ast as values
+from agent_shim.supervisor.monit.lexer import URL
 from agent_shim.supervisor.monit.reader import Reader
 
 MAX_CYCLES: Final = 64
@@ -20,13 +24,21 @@ MAX_WORDS: Final = 63
 
 UNITS: Final[Mapping[str, int]] = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
+AGES: Final[Mapping[str, int]] = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
+
+MAX_PERMISSION: Final = 0o7777
+
 PLAIN_PROTOCOLS: Final = (
     *("clamav", "default", "dns", "dwp", "ftp", "gps", "imap", "ldap2", "ldap3", "lmtp", "memcache", "mysql", "nntp"),
+    "ntp3",
     *("pgsql", "pop", "postfix-policy", "rdate", "rsync", "smtp", "ssh", "tns"),
 )
 """Protocols without options, judged by the connection alone."""
 
-PROTOCOLS: Final = tuple(sorted((*PLAIN_PROTOCOLS, "apache-status", "http", "ntp3", "radius", "sip")))
+PROTOCOLS: Final = tuple(sorted((*PLAIN_PROTOCOLS, "apache-status", "http", "radius", "sip")))
+
+DIGESTS: Final[Mapping[int, values.Algorithm]] = {32: "md5", 40: "sha1"}
+"""Algorithms of checksums by their number of hexadecimal digits."""
 
 NO_TLS: Final = "monit on a BOSH machine has no TLS"
 
@@ -53,14 +65,17 @@ def read_program(reader: Reader, *, timed: bool = True) -> values.Program:
     return values.Program(tuple(argv), uid, gid, timeout)
 
 
-def read_rule(reader: Reader, kind: values.Kind) -> values.Rule | None:
-    """Parse a rule of a check of this kind; None for a test that the agent does not act on.
+def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | None:
+    """Parse a rule of a check of this kind; None for a test that the agent does not act on. ``address`` is the host of
+    a connection that names none.
 
     A rule without a rate has none. (monit 5.2.5 applies the rate of the preceding rule if that one tests existence or a
     pid change: a bug of ``seteventaction`` in ``p.y``.)
     """
     line = reader.line(reader.skip())
     test = _test(reader, kind)
+    if isinstance(test, values.Connection) and not (test.host or test.unixsocket):
+        test = replace(test, host=address)
     ends = ("then", "if", "set", "END", "BAD")
     while test is None and reader.kind not in ends and not reader.kind.startswith("check "):
         reader.skip()  # the words of the test and its rate
@@ -68,37 +83,39 @@ def read_rule(reader: Reader, kind: values.Kind) -> values.Rule | None:
     rate = values.ONCE if is_count else _rate(reader)
     reader.need("'then'" if is_count else "a rate or 'then'", "then")
     action = values.Action("unmonitor") if is_count and reader.take("timeout") else _action(reader)
-    recovers = not isinstance(test, values.PidChanged | values.Restarts)
+    recovers = not isinstance(test, (values.Restarts, *values.CHANGES))
     recovery, recovery_rate = _recovery(reader) if recovers else (values.IGNORE, values.ONCE)
     return values.Rule(test, action, rate, recovery, recovery_rate, line) if test else None
 
 
-def read_ignore(reader: Reader) -> None:
-    """Parse ``ignore [not] match PATTERN``, without effect."""
+def read_ignore(reader: Reader) -> values.Match | None:
+    """Parse ``ignore [not] match PATTERN``; None for the path of a file with patterns, without effect."""
     reader.skip()
-    reader.take("not")
-    reader.need("'match' or 'not match' after 'ignore'", "match")
-    reader.need("a regular expression or a path", "STRING", "PATH")
+    is_negated = reader.take("not") is not None
+    if reader.kind != "match":
+        raise reader.error("'match' or 'not match' after 'ignore'")
+    found = _matched(reader, is_negated=is_negated)
+    if found is None:
+        reader.skip()
+    return found
 
 
 def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
     wanted = _wanted(reader, kind)
-    test = TESTS[wanted].read(reader) if wanted else None
+    test = TESTS[wanted].read(reader)
     # Resource tests may follow each other; monit keeps the last.
-    while isinstance(test, values.Limit) and reader.kind in RESOURCES and kind == "process":
+    while wanted in RESOURCES and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
         test = _resource(reader)
     return test
 
 
 def _wanted(reader: Reader, kind: values.Kind) -> str:
-    """Return the next test as a key of ``TESTS``; "" for one that is known and not acted on."""
+    """Return the next test as a key of ``TESTS``."""
     first, second = reader.next, reader.second
     is_pair = first.kind in ("not", "changed", "failed")
     wanted = f"{first.kind} {second.kind}" if is_pair else first.kind
     if wanted in TESTS and kind in TESTS[wanted].kinds:
         return wanted
-    if wanted in NOT_ACTED_ON or (wanted in TESTS and kind not in ("process", "filesystem")):
-        return ""
     known = [name for name, test in TESTS.items() if kind in test.kinds]
     alike = [name for name in known if is_pair and name.startswith(f"{first.kind} ")]
     raise reader.error(f"a test of check {kind}: {_listed(alike or known)}", second if is_pair else first)
@@ -172,11 +189,85 @@ def _restarts(reader: Reader) -> values.Restarts:
     return values.Restarts(count, cycles)
 
 
+def _changed(reader: Reader) -> values.Changed:
+    reader.need("'changed'", "changed")
+    what = reader.skip().kind
+    if what in ("md5", "sha1"):
+        reader.need("'checksum'", "checksum")
+        return values.Changed("checksum", cast("values.Algorithm", what))
+    return values.Changed(cast('Literal["checksum", "fsflag", "ppid", "size", "timestamp"]', what))
+
+
+def _owned(reader: Reader) -> values.Unlike:
+    reader.need("'failed'", "failed")
+    what = cast('Literal["gid", "uid"]', reader.skip().kind)
+    return values.Unlike(what, _owner(reader, "a user" if what == "uid" else "a group"))
+
+
+def _permission(reader: Reader) -> values.Unlike:
+    reader.need("'failed'", "failed")
+    reader.skip()
+    token, expected = reader.next, "an octal number from 0 to 7777"
+    digits = str(reader.number(expected))
+    if set(digits) - set("01234567") or int(digits, 8) > MAX_PERMISSION:
+        raise reader.error(expected, token)
+    return values.Unlike("permission", digits)
+
+
+def _checksum(reader: Reader) -> values.Unlike:
+    """Parse ``[md5|sha1] checksum [expect DIGITS]``."""
+    reader.need("'failed'", "failed")
+    named = reader.take("md5", "sha1")
+    reader.need("'checksum'", "checksum")
+    algorithm = cast("values.Algorithm", named.kind) if named else None
+    if not reader.take("expect"):
+        return values.Unlike("checksum", "", algorithm or "md5")
+    return values.Unlike("checksum", *_digest(reader, algorithm))
+
+
+def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[str, values.Algorithm]:
+    """Parse a checksum, of ``algorithm`` if that is known; other characters than hexadecimal digits do not count."""
+    token = reader.next
+    digits = "".join(re.findall("[0-9a-f]", reader.string("a checksum").lower()))
+    found = DIGESTS.get(len(digits))
+    if found is None or algorithm not in (None, found):
+        raise reader.error(f"a checksum of {algorithm or 'md5 or sha1'}", token)
+    return digits, found
+
+
+def _match(reader: Reader) -> values.Match | None:
+    return _matched(reader, is_negated=reader.take("not") is not None)
+
+
+def _matched(reader: Reader, *, is_negated: bool) -> values.Match | None:
+    """Parse ``match PATTERN``; None for a path, which remains to be read."""
+    reader.need("'match'", "match")
+    if reader.kind == "PATH":
+        return None
+    if reader.kind != "STRING":
+        raise reader.error("a regular expression or a path")
+    return values.Match(read_regex(reader, "STRING"), is_negated)
+
+
+def _size(reader: Reader) -> values.Limit:
+    metric, operator = _metric(reader)
+    size, unit = reader.number(AMOUNT), reader.take(*UNITS)
+    return values.Limit(metric, operator, size * (UNITS[unit.kind] if unit else 1))
+
+
+def _age(reader: Reader) -> values.Limit:
+    metric, operator = _metric(reader)
+    age, unit = reader.number("a number, a blank and a unit, like '5 minutes'"), reader.take(*AGES)
+    return values.Limit(metric, operator, age * (AGES[unit.kind] if unit else 1))
+
+
 def _resource(reader: Reader) -> values.Limit:
     metric, operator = _metric(reader)
     if metric == "children":
         return values.Limit(metric, operator, reader.number("a number"))
-    if metric in ("memory", "totalmemory"):
+    if metric.startswith("loadavg"):
+        return values.Limit(metric, operator, reader.figure("a number"))
+    if metric in ("memory", "totalmemory", "swap"):
         return _amount(reader, metric, operator)
     limit = values.Limit(metric, operator, reader.number("a whole number of percent"), percent=True)
     reader.need("'%'", "%")
@@ -224,6 +315,35 @@ def read_regex(reader: Reader, *kinds: str) -> str:
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
+def _echo(reader: Reader) -> values.Echo:
+    reader.need("'failed'", "failed")
+    reader.need("'icmp'", "icmp")
+    reader.need("'type'", "type")
+    reader.need("'echo'", "echo")
+    count = reader.number("a number of requests") if reader.take("count") else values.ECHO_COUNT
+    return values.Echo(count, reader.timeout(values.NET_TIMEOUT))
+
+
+def _url(reader: Reader) -> values.Connection:
+    """Parse ``url URL [content = PATTERN]``."""
+    reader.need("'failed'", "failed")
+    reader.need("'url'", "url")
+    token = reader.need("a URL like http://HOST:PORT/PATH, and a blank", "URL")
+    url = re.fullmatch(URL, token.value)
+    if url is None or url["scheme"].lower() != "http":
+        raise reader.error(f"a URL like http://HOST:PORT/PATH ({NO_TLS})", token)
+    request = (url["path"] or "/") + (f"?{url['query']}" if url["query"] else "")
+    content, is_negated = "", False
+    if reader.take("content"):
+        is_negated = reader.need("'=' or '!='", "=", "!=").kind == "!="
+        content = read_regex(reader, "STRING")
+    protocol = values.Protocol(
+        "http", request, content=content, is_negated=is_negated, credentials=url["credentials"] or ""
+    )
+    timeout = reader.timeout(values.NET_TIMEOUT)
+    return values.Connection(url["host"], int(url["port"] or 80), protocol=protocol, timeout=timeout)
+
+
 def _connection(reader: Reader) -> values.Connection | None:
     """Parse ``[host H] port P`` or ``unixsocket PATH``; None for a protocol that is not spoken."""
     reader.need("'failed'", "failed")
@@ -231,13 +351,15 @@ def _connection(reader: Reader) -> values.Connection | None:
     if reader.take("unixsocket"):
         path = reader.path("a path")
     else:
-        host = reader.string("a host name or address") if reader.take("host") else "localhost"
+        host = reader.string("a host name or address") if reader.take("host") else ""
         reader.need("'port'", "port")
         port = reader.number("a port")
-    if reader.take("type") and reader.need(f"'tcp' or 'udp' ({NO_TLS})", "tcp", "udp").kind == "udp":
-        return None
+    is_udp = bool(reader.take("type")) and reader.need(f"'tcp' or 'udp' ({NO_TLS})", "tcp", "udp").kind == "udp"
     protocol = _protocol(reader)
-    return values.Connection(host, port, path, protocol, reader.timeout(values.NET_TIMEOUT)) if protocol else None
+    if protocol is None:
+        return None
+    is_udp = is_udp or protocol.name == "ntp3"
+    return values.Connection(host, port, path, protocol, reader.timeout(values.NET_TIMEOUT), is_udp)
 
 
 def _protocol(reader: Reader) -> values.Protocol | None:
@@ -261,14 +383,14 @@ def _dialogue(reader: Reader) -> values.Protocol:
     return values.Protocol("generic", dialogue=tuple(lines))
 
 
-def _http(reader: Reader) -> values.Protocol | None:
-    """Parse ``[request PATH [hostheader NAME]]``; None with a checksum of the page."""
+def _http(reader: Reader) -> values.Protocol:
+    """Parse ``[request PATH [checksum DIGITS] [hostheader NAME]]``."""
     if not reader.take("request"):
         return values.Protocol("http")
     request = reader.path("a path")
-    if reader.kind == "checksum":
-        return None
-    return values.Protocol("http", request, reader.string("a host name") if reader.take("hostheader") else "")
+    checksum = _digest(reader)[0] if reader.take("checksum") else ""
+    hostheader = reader.string("a host name") if reader.take("hostheader") else ""
+    return values.Protocol("http", request, hostheader, checksum)
 
 
 class Reading(NamedTuple):
@@ -283,28 +405,49 @@ SYSTEM: Final = frozenset({"system"})
 FILE: Final = frozenset({"file"})
 FILESYSTEM: Final = frozenset({"filesystem"})
 STATUS: Final = frozenset({"status"})
-ALL: Final = PROCESS | SYSTEM | FILE | FILESYSTEM | STATUS | {"directory", "fifo", "host"}
+HOST: Final = frozenset({"host"})
+ALL: Final = PROCESS | SYSTEM | FILE | FILESYSTEM | STATUS | HOST | {"directory", "fifo"}
 
-RESOURCES: Final = ("cpu", "totalcpu", "children", "memory", "totalmemory")
+PATHS: Final = FILE | {"directory", "fifo"}
+
+RESOURCES: Final[Mapping[str, frozenset[str]]] = {
+    **dict.fromkeys(("cpu", "totalcpu", "children"), PROCESS),
+    **dict.fromkeys(("cpu user", "cpu system", "cpu wait", "swap"), SYSTEM),
+    **dict.fromkeys(("memory", "totalmemory", "loadavg1", "loadavg5", "loadavg15"), PROCESS | SYSTEM),
+}
 
 TESTS: Final[Mapping[str, Reading]] = {
     "not exist": Reading(_missing, ALL - SYSTEM),
     "NUMBER": Reading(_restarts, ALL),
     "changed pid": Reading(_pid_changed, PROCESS),
-    "failed host": Reading(_connection, PROCESS),
-    "failed port": Reading(_connection, PROCESS),
+    "changed ppid": Reading(_changed, PROCESS),
+    "failed host": Reading(_connection, PROCESS | HOST),
+    "failed port": Reading(_connection, PROCESS | HOST),
     "failed unixsocket": Reading(_connection, PROCESS),
-    **{metric: Reading(_resource, PROCESS) for metric in RESOURCES},
+    "failed url": Reading(_url, PROCESS | HOST),
+    "failed icmp": Reading(_echo, HOST),
+    **{metric: Reading(_resource, kinds) for metric, kinds in RESOURCES.items()},
     "space": Reading(_space, FILESYSTEM),
     "inode": Reading(_inode, FILESYSTEM),
+    "changed fsflag": Reading(_changed, FILESYSTEM),
+    "size": Reading(_size, FILE),
+    "changed size": Reading(_changed, FILE),
+    **{f"changed {word}": Reading(_changed, FILE) for word in ("checksum", "md5", "sha1")},
+    **{f"failed {word}": Reading(_checksum, FILE) for word in ("checksum", "md5", "sha1")},
+    "match": Reading(_match, FILE),
+    "not match": Reading(_match, FILE),
+    "timestamp": Reading(_age, PATHS),
+    "changed timestamp": Reading(_changed, PATHS),
+    "failed permission": Reading(_permission, PATHS | FILESYSTEM),
+    "failed uid": Reading(_owned, PATHS | FILESYSTEM),
+    "failed gid": Reading(_owned, PATHS | FILESYSTEM),
 }
 """Readers by the words after ``if``: two for ``not``, ``changed`` and ``failed``, else one."""
 
-NOT_ACTED_ON: Final = frozenset(
-    {
-        *(f"changed {what}" for what in ("checksum", "fsflag", "md5", "ppid", "sha1", "size", "timestamp")),
-        *(f"failed {what}" for what in ("checksum", "gid", "icmp", "md5", "permission", "sha1", "uid", "url")),
-        *("loadavg", "match", "not match", "size", "swap", "timestamp"),
-    }
-)
-"""Other tests of monit, which no known release has: read up to their ``then``, and listed."""
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    "alert ADDRESS, noalert ADDRESS": "alerts go to the Health Monitor",
+    "set …, include …": "the agent is the daemon",
+    "if failed … protocol apache-status, radius or sip …": "no known release has one; the other rules are evaluated",
+    "if match PATH, ignore match PATH": "no known release has one; patterns that the file itself holds are compared",
+}
+"""Statements that are read and listed, with the reason; any words may stand up to the ``then`` of a rule."""

@@ -153,10 +153,10 @@ def test_keys_of_the_go_agent_are_no_unknown_keys(tmp_path: Path, capsys: pytest
 def test_a_rule_that_is_not_acted_on_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With its first words alone: the others may be secret."""
     path = tmp_path / "monit"
-    path.write_text("check process a pidfile /p\n  if failed url http://u:secret@h then alert\n")
+    path.write_text("check process a pidfile /p\n  if failed port 1 protocol radius secret s then alert\n")
 
     assert check.main([path], None) == check.GOOD
-    assert capsys.readouterr().err == f"warning: {path}: line 2: not acted on: if failed url\n"
+    assert capsys.readouterr().err == f"warning: {path}: line 2: not acted on: if failed port\n"
 
 
 def test_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,13 +18,13 @@ NUMBERS = (4096, 512, 100, 60, 50, 80, 20, 20, 0, 255)
 def test_usage_in_numbers_and_in_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(NUMBERS))
 
-    assert usage(tmp_path) == {"space": 40 * 512, "space %": 40.0, "inode": 60, "inode %": 75.0}
+    assert usage(tmp_path) == {"space": 40 * 512, "space %": 40.0, "inode": 60, "inode %": 75.0, "flags": 0}
 
 
 def test_a_file_system_without_inodes_has_no_figure_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*NUMBERS[:5], 0, 0, 0, 0, 255)))
 
-    assert set(usage(tmp_path)) == {"space", "space %"}
+    assert set(usage(tmp_path)) == {"space", "space %", "flags"}
 
 
 @pytest.mark.parametrize("is_device", [True, False])

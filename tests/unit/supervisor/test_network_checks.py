@@ -34,7 +34,7 @@ async def test_an_address_is_looked_up_nowhere(
     """Its family is plain, and a silent name server delays it not at all."""
     monkeypatch.setattr(socket, "getaddrinfo", None)
 
-    assert await network_checks._addresses(host, 80) == [(family, (host, 80))]
+    assert await network_checks._addresses(host, 80, socket.SOCK_STREAM) == [(family, (host, 80))]
 
 
 async def test_a_host_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,14 +108,14 @@ def test_statements_that_are_not_acted_on_are_named_without_what_may_be_secret()
     text = f"""
 set httpd port 2812 and allow admin:hidden
 {check("one", "alert someone@example.com")}
-check directory two with path /tmp
-  if failed permission 755 then alert
-  if timestamp > 3 days then alert
+check file two with path /tmp
+  if not match /secret then alert
+  ignore match /secret
 """
     one, two = plan([JobFile("j", "", text)])
 
     assert one.unsupported == ("set httpd", "alert someone@example.com")
-    assert two.unsupported == ("if failed permission", "if timestamp")
+    assert two.unsupported == ("if not match", "ignore match")
 
 
 BOTH = ('start program "/bin/a"', 'stop program "/bin/b"')

@@ -65,7 +65,7 @@ def test_faults_are_in_the_order_of_monit_while_the_service_is_up(stats: Process
     up, down = stats.describe([service(), service(state=State.DOWN)])
 
     assert up.faults == ("Connection failed", "Resource limit matched")
-    assert up.reason == "it ended; too much; no answer"
+    assert up.reason == "it ended; no answer; too much"
     assert (down.faults, down.reason) == ((), "it ended")
 
 

@@ -15,7 +15,8 @@ from agent_shim.host import clock, proc
 from agent_shim.supervisor import rule_engine
 from agent_shim.supervisor.monit.ast import ALERT, Limit, Rate, Rule
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.rule_engine import Finding, RuleEngine
+from agent_shim.supervisor.rule_counter import Finding
+from agent_shim.supervisor.rule_engine import RuleEngine
 from agent_shim.supervisor.state import State
 
 ENGINE = RuleEngine(tuple, lambda: 8192 * 1024, 10.0)
@@ -23,7 +24,7 @@ RULE = Rule(Limit("memory", ">", 5), ALERT, Rate(), ALERT, Rate(2, 2))
 
 
 def service(**changes: Any) -> Any:
-    async def react(_: object) -> None:
+    async def react(*_: object) -> None:
         """Alerts do nothing."""
 
     members = {
@@ -33,6 +34,8 @@ def service(**changes: Any) -> Any:
         "state": State.RUNNING,
         "up_at": 500.0,
         "complaints": {},
+        "responses": {},
+        "is_checked": False,
         "notify": lambda *_: None,
         "react": react,
     }
@@ -55,6 +58,8 @@ def test_figures_are_bytes_and_shares_of_the_tree(monkeypatch: pytest.MonkeyPatc
     """The processor's need two looks; a process that came meanwhile counts with all of its time."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(clock, "TICKS", 100)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.0, 2.0, 3.0))
+    loads = {"loadavg1": 1.0, "loadavg5": 2.0, "loadavg15": 3.0}
     one = watch()
 
     first = ENGINE._figures(one, table(stat(10, 300, 1024), at=100.0))
@@ -66,6 +71,7 @@ def test_figures_are_bytes_and_shares_of_the_tree(monkeypatch: pytest.MonkeyPatc
         "memory %": 12.5,
         "totalmemory %": 12.5,
         "children": 0,
+        **loads,
     }
     assert second == {
         "memory": 1 << 20,
@@ -75,6 +81,7 @@ def test_figures_are_bytes_and_shares_of_the_tree(monkeypatch: pytest.MonkeyPatc
         "children": 1,
         "cpu %": 10.0,
         "totalcpu %": 15.0,
+        **loads,
     }
 
 
@@ -120,12 +127,12 @@ def test_a_watch_is_of_one_process_and_one_set_of_rules() -> None:
 
 
 def test_the_first_check_is_a_cycle_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process counts; a check without one begins now."""
+    """The process counts; the first look of another check is now."""
     monkeypatch.setattr(time, "monotonic", lambda: 700.0)
     other = ProcessSpec("web", "web", kind="file", rules=(RULE,))
 
     assert ENGINE._watch(service())._next_at == 510.0
-    assert ENGINE._watch(service(spec=other))._next_at == 710.0
+    assert ENGINE._watch(service(spec=other))._next_at == 700.0
 
 
 def test_a_watch_lasts_as_long_as_the_process() -> None:
@@ -143,14 +150,14 @@ async def test_a_complaint_stands_until_its_rule_has_recovered() -> None:
     one = rule_engine._Watch(ours, 0.0)
     complaints = []
     for fails in (False, True, False, False):
-        await ENGINE._conclude(ours, one, {0: Finding(fails, "too much")})
+        await ENGINE._conclude(ours, one, [(0, Finding(fails, "too much"))])
         complaints.append(sorted(ours.complaints))
     assert complaints == [[], [0], [0], []]
 
     ours.state = State.DOWN
-    await ENGINE._conclude(ours, one, {0: Finding(True, "too much")})
+    await ENGINE._conclude(ours, one, [(0, Finding(True, "too much"))])
     ours.state, ours.process = State.RUNNING, SimpleNamespace(identity=(11, 1001))
-    await ENGINE._conclude(ours, one, {0: Finding(True, "too much")})
+    await ENGINE._conclude(ours, one, [(0, Finding(True, "too much"))])
     assert ours.complaints == {}
 
 

@@ -271,7 +271,7 @@ async def test_a_rule_restarts_what_is_up_and_has_both_programs(
     service.take_spec(msgspec.structs.replace(service.spec, **{"start": CTL, "stop": CTL} | changes))
     service.record.state = state
 
-    await service.react(Reaction("restart"))
+    await service.react(Reaction("restart"), "Timeout", "too often")
 
     assert service.state is after
     assert service.record.restarts == service._is_counted == (after is State.BOUNCING)
@@ -284,11 +284,11 @@ async def test_a_program_that_cannot_run_is_reported() -> None:
     service.take_spec(msgspec.structs.replace(service.spec, start=CTL, stop=CTL))
     service.record.state = State.RUNNING
 
-    await service.react(Reaction("exec", CTL))
+    await service.react(Reaction("exec", CTL), "Timeout", "too often")
     await service._run_stop()
 
     assert [(event.event, event.action, event.description) for event in events] == [
-        ("Execution failed", "alert", "cannot run Action done"),
+        ("Execution failed", "alert", "cannot run Timeout"),
         ("Execution failed", "alert", "cannot run Stopped"),
     ]
 

@@ -44,7 +44,14 @@ def words(text: str) -> list[str]:
         ("'it is' \"it's\"", ["STRING:it is", "STRING:it's"]),
         ('"abc\\" x', ["STRING:abc\\", "STRING:x"]),
         ('set "x', ["set", f"BAD:{UNCLOSED}", "STRING:x"]),
-        ("loadavg (5min) cpu usage (user)", ["loadavg", "STRING:5min", "cpu", "STRING:user"]),
+        ("loadavg loadavg (5min) loadavg(15) loadavg(1m)", ["loadavg1", "loadavg5", "loadavg15", "loadavg1"]),
+        ("loadavg (7) loadavgs", ["loadavg1", "NUMBER:7", "STRING:loadavgs"]),
+        (
+            "cpu usage (user) cpu(sys) cpu ( wait ) cpu () cpu",
+            ["cpu user", "cpu system", "cpu wait", "cpu user", "cpu"],
+        ),
+        ("url http://a:b@c/d;e) x", ["url", "URL:http://a:b@c/d;e)", "STRING:x"]),
+        ("http://a", ["http", ":", "PATH://a"]),
         ("from: a@b subject: x y\nmessage: z\n}", ["FROM:a@b", "SUBJECT:x y", "MESSAGE:z", "}"]),
     ],
 )

@@ -12,6 +12,7 @@ from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.monit.ast import (
     Action,
     Check,
+    Connection,
     Ignored,
     Limit,
     Missing,
@@ -124,11 +125,10 @@ def test_kinds(text: str, expected: Check) -> None:
 
 
 def test_host_has_an_address() -> None:
-    """Its tests are not acted on."""
-    file = parse('check host a with address "10.0.0.1" if failed port 80 then alert')
+    """A connection that names no host goes there."""
+    (check,) = parse('check host a with address "10.0.0.1" if failed port 80 then alert').services
 
-    assert file.services == (Check("host", "a", address="10.0.0.1"),)
-    assert file.ignored == (Ignored("if failed port 80 then alert", "a"),)
+    assert (check.address, [rule.test for rule in check.rules]) == ("10.0.0.1", [Connection("10.0.0.1", 80)])
 
 
 def test_last_program_wins() -> None:

@@ -6,17 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from msgspec.structs import replace
 
 from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.monit.ast import (
     ALERT,
+    CHANGES,
     IGNORE,
     Action,
+    Changed,
     Check,
     Connection,
+    Echo,
     Ignored,
     Kind,
     Limit,
+    Match,
     Missing,
     MonitFile,
     PidChanged,
@@ -26,6 +31,7 @@ from agent_shim.supervisor.monit.ast import (
     Restarts,
     Rule,
     Test,
+    Unlike,
 )
 from agent_shim.supervisor.monit.rules import PLAIN_PROTOCOLS, RESOURCES
 from tests.support import monit_render
@@ -42,11 +48,13 @@ check process web with pidfile "/run/web.pid"
   if does not exist for 3 cycles then restart
   if memory > 500 mb 2 times within 5 cycles then exec "/bin/x" else if succeeded then start
   if failed host "localhost" port 80 protocol http request "/" with timeout 9 seconds then alert
+  if loadavg (5min) > 2 then alert
   alert a@b
-  if loadavg 5min > 2 then alert
 check file log with path "/log"
-  if size > 2 gb then alert
   ignore match "b"
+  if size > 2147483648 then alert
+  if match "a" then alert
+  ignore match /patterns
 """
 
 
@@ -116,7 +124,9 @@ def limit(metric: str) -> SearchStrategy[Limit]:
     """Figures as they can be written for a metric."""
     percent = st.builds(Limit, st.just(metric), OPERATOR, NUMBER, st.just(True))
     amount = st.builds(lambda number, unit: number * unit, NUMBER | REAL, UNITS)
-    if metric in ("memory", "totalmemory", "space"):
+    if metric.startswith("loadavg"):
+        return st.builds(Limit, st.just(metric), OPERATOR, NUMBER | REAL)
+    if metric in ("memory", "totalmemory", "space", "swap"):
         return percent | st.builds(Limit, st.just(metric), OPERATOR, amount)
     if metric in ("children", "inode"):
         return st.builds(Limit, st.just(metric), OPERATOR, NUMBER)
@@ -132,17 +142,49 @@ PROTOCOL = st.one_of(
     st.builds(Protocol, st.just("http"), PATH, TEXT),
     st.builds(Protocol, st.just("generic"), dialogue=DIALOGUE),
 )
-PORT_TEST = st.builds(Connection, FILLED, PORT, st.just(""), PROTOCOL, NUMBER)
-SOCKET_TEST = st.builds(Connection, st.just(""), st.just(0), PATH, PROTOCOL, NUMBER)
+PAGE = st.builds(
+    Protocol,
+    st.just("http"),
+    st.just("/a?b=(c)"),
+    content=REGEX.filter(bool),
+    is_negated=st.booleans(),
+    credentials=st.sampled_from(["", "u:p"]),
+)
+PORT_TEST = st.builds(Connection, FILLED, PORT, st.just(""), PROTOCOL, NUMBER, st.booleans()).map(
+    lambda test: replace(test, is_udp=test.is_udp or test.protocol.name == "ntp3")
+)
+SOCKET_PROTOCOL = PROTOCOL.filter(lambda protocol: protocol.name != "ntp3")
+SOCKET_TEST = st.builds(Connection, st.just(""), st.just(0), PATH, SOCKET_PROTOCOL, NUMBER)
+URL_TEST = st.builds(Connection, st.sampled_from(["h", "10.0.0.1"]), PORT, st.just(""), PAGE, NUMBER)
+ALGORITHM = st.sampled_from(["md5", "sha1"])
+AGE = st.builds(Limit, st.just("timestamp"), OPERATOR, NUMBER)
+PATH_TESTS: list[SearchStrategy[Test]] = [
+    st.builds(Unlike, st.sampled_from(["uid", "gid"]), OWNER),
+    st.builds(Unlike, st.just("permission"), st.integers(0, 0o7777).map(lambda mode: f"{mode:o}")),
+]
+LINES = st.builds(Match, REGEX.filter(bool), st.booleans())
+DIGEST = st.sampled_from([Unlike("checksum", "1a" * 16), Unlike("checksum", "f0" * 20, "sha1")])
+FILE_TESTS: list[SearchStrategy[Test]] = [
+    DIGEST,
+    st.builds(Unlike, st.just("checksum"), st.just(""), ALGORITHM),
+    st.builds(Changed, st.just("checksum"), ALGORITHM),
+    st.just(Changed("size")),
+    st.builds(Limit, st.just("size"), OPERATOR, NUMBER),
+    LINES,
+]
+AGES: list[SearchStrategy[Test]] = [AGE, st.just(Changed("timestamp"))]
 COUNT_TEST = st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)).map(lambda pair: Restarts(min(pair), max(pair)))
 TESTS: dict[Kind, list[SearchStrategy[Test]]] = {
-    "process": [*map(limit, RESOURCES), st.just(PidChanged()), PORT_TEST, SOCKET_TEST],
-    "filesystem": [limit("space"), limit("inode")],
-    "file": [],
-    "directory": [],
-    "fifo": [],
-    "host": [],
-    "system": [],
+    "process": [
+        *(limit(metric) for metric, kinds in RESOURCES.items() if "process" in kinds),
+        *(st.just(PidChanged()), st.just(Changed("ppid")), PORT_TEST, SOCKET_TEST, URL_TEST),
+    ],
+    "filesystem": [limit("space"), limit("inode"), st.just(Changed("fsflag")), *PATH_TESTS],
+    "file": [*PATH_TESTS, *AGES, *FILE_TESTS],
+    "directory": [*PATH_TESTS, *AGES],
+    "fifo": [*PATH_TESTS, *AGES],
+    "host": [PORT_TEST, URL_TEST, st.builds(Echo, NUMBER, NUMBER)],
+    "system": [limit(metric) for metric, kinds in RESOURCES.items() if "system" in kinds],
     "status": [],
 }
 
@@ -153,7 +195,7 @@ def rules(draw: st.DrawFn, kind: Kind) -> Rule:
     test = draw(st.one_of(*common, *TESTS[kind]))
     if isinstance(test, Restarts):
         return Rule(test, draw(ACTION), recovery=IGNORE)
-    if isinstance(test, PidChanged):
+    if isinstance(test, CHANGES):
         return Rule(test, draw(ACTION), draw(RATE), IGNORE)
     return Rule(test, draw(ACTION), draw(RATE), draw(st.just(ALERT) | ACTION), draw(st.just(Rate()) | RATE))
 
@@ -178,7 +220,11 @@ def checks(draw: st.DrawFn) -> Check:
         mode=draw(st.sampled_from(["active", "passive", "manual"])) if has_mode else "active",
         every=draw(st.integers(1, 1000)),
         rules=tuple(found),
+        passed_over=tuple(draw(st.lists(LINES, max_size=2))) if kind == "file" else (),
     )
+
+
+UNSPOKEN = "if failed port 1 protocol radius secret s then alert"
 
 
 @st.composite
@@ -186,7 +232,7 @@ def files(draw: st.DrawFn) -> MonitFile:
     services = draw(st.lists(checks(), max_size=3, unique_by=lambda check: check.name.lower()))
     outside = draw(st.lists(st.sampled_from(["set daemon 5", "include '/a b'", "set alert a@b { uid }"]), max_size=2))
     others = [
-        Ignored(draw(st.sampled_from(["noalert a@b", "if size > 5 then alert"])), check.name)
+        Ignored(UNSPOKEN if check.kind == "host" else "noalert a@b", check.name)
         for check in services
         if check.kind == "host" or draw(st.booleans())  # a host must have a test
     ]

@@ -8,8 +8,11 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.monit.ast import (
     Action,
+    Changed,
     Connection,
+    Echo,
     Limit,
+    Match,
     Missing,
     PidChanged,
     Program,
@@ -18,8 +21,9 @@ from agent_shim.supervisor.monit.ast import (
     Restarts,
     Rule,
     Test,
+    Unlike,
 )
-from agent_shim.supervisor.monit.rules import NOT_ACTED_ON, PLAIN_PROTOCOLS
+from agent_shim.supervisor.monit.rules import PLAIN_PROTOCOLS
 
 HEADS = {
     "process": "check process a pidfile /p",
@@ -127,8 +131,7 @@ def test_operators(operator: str, spellings: str) -> None:
 def test_protocols_without_options(protocol: str) -> None:
     test = rule(f"if failed port 1 protocol {protocol} then alert").test
 
-    assert isinstance(test, Connection)
-    assert test.protocol == Protocol(protocol)
+    assert test == Connection("localhost", 1, protocol=Protocol(protocol), is_udp=protocol == "ntp3")
 
 
 @pytest.mark.parametrize(
@@ -251,37 +254,19 @@ def test_refusals(text: str, expected: str) -> None:
     assert expected in refusal(text)
 
 
-@pytest.mark.parametrize("words", sorted(NOT_ACTED_ON))
-def test_tests_that_are_not_acted_on_are_any_words(words: str) -> None:
-    """They are listed; the action after them is read as any other."""
-    text = f"if {words} of 'a' > 5 for 3 cycles then restart else if recovered then alert"
-    (check,) = (file := parser.parse(f"{HEADS['file']} {text} group b", origin="x")).services
-
-    assert (check.rules, check.groups) == ((), ("b",))
-    assert [each.statement for each in file.ignored] == [text.replace("of ", "").replace("for ", "")]
-
-
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("process", "if failed port 1 type udp then alert"),
-        ("process", "if failed port 1 protocol ntp3 timeout 5 seconds then alert"),
         ("process", "if failed port 1 protocol radius secret s then alert"),
         ("process", "if failed port 1 protocol sip target a@b maxforward 6 then alert"),
         ("process", "if failed port 1 protocol apache-status loglimit > 10 % or dnslimit < 2 % then alert"),
-        ("process", "if failed port 1 protocol http request /x checksum abc hostheader h then alert"),
-        ("process", "if failed url http://u:p@h:81/a?b#c content = 'x' timeout 1 second then alert"),
-        ("process", "if loadavg (5min) > 2.5 then alert"),
-        ("system", "if cpu (wait) > 20 % then alert"),
-        ("system", "if memory > 20 % then alert"),
-        ("host", "if failed icmp type echo count 5 timeout 15 seconds then alert"),
-        ("host", "if failed port 80 protocol http then alert"),
-        ("file", "ignore not match 'x'"),
+        ("file", "if match /patterns for 3 cycles then alert"),
+        ("file", "if not match /patterns then alert"),
         ("file", "ignore match /patterns"),
     ],
 )
-def test_other_tests_of_monit_are_not_acted_on(kind: str, text: str) -> None:
-    """No known release has one."""
+def test_tests_that_are_not_acted_on_are_listed(kind: str, text: str) -> None:
+    """Their action is read as any other."""
     (check,) = (file := parser.parse(f"{HEADS[kind]} {text} group b", origin="x")).services
 
     assert (check.rules, check.groups) == ((), ("b",))
@@ -289,15 +274,109 @@ def test_other_tests_of_monit_are_not_acted_on(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("file", "size > 2 GB", Limit("size", ">", 2 << 30)),
+        ("file", "size = 5", Limit("size", "=", 5)),
+        ("file", "timestamp > 5 minutes", Limit("timestamp", ">", 300)),
+        ("directory", "timestamp lt 2 days", Limit("timestamp", "<", 172800)),
+        ("file", "changed timestamp", Changed("timestamp")),
+        ("file", "changed size", Changed("size")),
+        ("file", "changed checksum", Changed("checksum")),
+        ("file", "changed sha1 checksum", Changed("checksum", "sha1")),
+        ("file", "failed checksum", Unlike("checksum")),
+        ("file", f"failed checksum and expect the sum {'AB' * 16}", Unlike("checksum", "ab" * 16)),
+        ("file", f"failed sha1 checksum expect '{'a:' * 40}'", Unlike("checksum", "a" * 40, "sha1")),
+        ("directory", "failed permission 0755", Unlike("permission", "755")),
+        ("filesystem", "failed perm 1777", Unlike("permission", "1777")),
+        ("file", "failed uid 'vcap'", Unlike("uid", "vcap")),
+        ("file", "failed gid 0", Unlike("gid", "0")),
+        ("file", "match '^error'", Match("^error")),
+        ("file", "not match '^error'", Match("^error", is_negated=True)),
+        ("filesystem", "changed fsflags", Changed("fsflag")),
+        ("process", "changed ppid", Changed("ppid")),
+        ("process", "loadavg > 5", Limit("loadavg1", ">", 5)),
+        ("process", "loadavg(5min) > 2.5", Limit("loadavg5", ">", 2.5)),
+        ("system", "loadavg ( 15 m ) > 2", Limit("loadavg15", ">", 2)),
+        ("system", "cpu usage (user) > 70%", Limit("cpu user", ">", 70, percent=True)),
+        ("system", "cpu (sys) > 70%", Limit("cpu system", ">", 70, percent=True)),
+        ("system", "cpu() > 70%", Limit("cpu user", ">", 70, percent=True)),
+        ("system", "cpu (wa) > 70%", Limit("cpu wait", ">", 70, percent=True)),
+        ("system", "swap usage > 5 mb", Limit("swap", ">", 5 << 20)),
+        ("system", "memory > 75 % loadavg > 3", Limit("loadavg1", ">", 3)),
+        ("host", "failed port 80", Connection("h", 80)),
+        ("host", "failed icmp type echo", Echo()),
+        ("host", "failed icmp type echo count 5 with timeout 15 seconds", Echo(5, 15)),
+        ("process", "failed port 53 type udp protocol dns", Connection("localhost", 53, "", Protocol("dns"), 5, True)),
+        ("process", "failed port 123 protocol ntp3", Connection("localhost", 123, "", Protocol("ntp3"), 5, True)),
+        (
+            "process",
+            f"failed port 1 protocol http request '/a b' checksum {'a' * 32} hostheader 'x'",
+            Connection("localhost", 1, "", Protocol("http", "/a b", "x", "a" * 32)),
+        ),
+        ("process", "failed url http://h ", Connection("h", 80, "", Protocol("http", "/"))),
+        (
+            "host",
+            "failed url http://u:p@a.b:81/c?d=e#f and content != '^ok' timeout 1 second",
+            Connection("a.b", 81, "", Protocol("http", "/c?d=e", content="^ok", is_negated=True, credentials="u:p"), 1),
+        ),
+        ("process", "(failed url http://h/x)", Connection("h", 80, "", Protocol("http", "/x)"))),
+        ("process", "(failed url http://h/x )", Connection("h", 80, "", Protocol("http", "/x"))),
+        ("process", "size > 5", None),
+        ("process", "swap > 5 mb", None),
+        ("process", "cpu (user) > 5 %", None),
+        ("system", "cpu > 5 %", None),
+        ("system", "not exist", None),
+        ("filesystem", "timestamp > 5", None),
+        ("directory", "size > 5", None),
+        ("host", "failed unixsocket /s", None),
+    ],
+)
+def test_tests_of_each_kind_of_check(kind: str, text: str, expected: Test | None) -> None:
+    """None is refused, as monit refuses it."""
+    if expected is None:
+        refusal(f"if {text} then alert", kind)
+    else:
+        assert rule(f"if {text} then alert", kind).test == expected
+
+
+def test_a_change_has_no_recovery() -> None:
+    for kind, test in (("file", "changed size"), ("file", "match 'a'"), ("process", "changed ppid")):
+        assert rule(f"if {test} then alert", kind).recovery == IGNORE
+        assert "found 'else'" in refusal(f"if {test} then alert else if passed then alert", kind)
+
+
+def test_ignored_lines_belong_to_the_check() -> None:
+    text = "check file a path /p if match 'a' then alert ignore match '^#' ignore not match 'x'"
+
+    (check,) = parser.parse(text, origin="x").services
+
+    assert check.passed_over == (Match("^#"), Match("x", is_negated=True))
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("if size > 5", "found the end of the file, expected a rate or 'then'"),
-        ("if size > 5 alert\nset daemon 5", "found 'set', expected a rate or 'then'"),
+        ("if size > 5 alert\nset daemon 5", "found 'alert', expected a rate or 'then'"),
         ("if size > 5 then", "found the end of the file, expected an action"),
-        ("if match 'a then alert", "found a quote that is not closed, expected a rate or 'then'"),
+        ("if size > 5.5 mb then alert", "found '5.5', expected a number"),
+        ("if match 'a then alert", "found a quote that is not closed, expected a regular expression or a path"),
+        ("if match /a", "found the end of the file, expected a rate or 'then'"),
         ("ignore exist", "found 'exist', expected 'match' or 'not match' after 'ignore'"),
         ("ignore match 5", "found '5', expected a regular expression or a path"),
+        ("if failed permission 800 then alert", "found '800', expected an octal number from 0 to 7777"),
+        ("if failed permission 10000 then alert", "found '10000', expected an octal number from 0 to 7777"),
+        ("if failed checksum expect abc then alert", "found 'abc', expected a checksum of md5 or sha1"),
+        (f"if failed sha1 checksum expect {'a' * 32} then alert", "expected a checksum of sha1"),
+        ("if changed md5 then alert", "found 'then', expected 'checksum'"),
     ],
 )
-def test_their_end_must_be_found(text: str, expected: str) -> None:
+def test_mistakes_in_tests_of_a_file(text: str, expected: str) -> None:
     assert expected in refusal(text, "file")
+
+
+@pytest.mark.parametrize("url", ["https://h/ ", "ftp://h/ ", "http://h:x/ ", "http:///x "])
+def test_urls_that_monit_refuses(url: str) -> None:
+    """It has no TLS, no other protocol, and reads a URL up to the next blank."""
+    assert "expected a URL like http://HOST:PORT/PATH" in refusal(f"if failed url {url}then alert")

@@ -1,0 +1,225 @@
+"""Tests of paths: type, owner, permission, age, size, checksum, new lines, and the use of a file system.
+
+Blocks, perhaps forever: see ``host.guarded``. Bounds limit the bytes and lines of a look, and the seconds of a
+checksum.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import hashlib
+import os
+import pwd
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from agent_shim.host import clock, guarded
+from agent_shim.host.descriptors import closing
+from agent_shim.supervisor import posix_regex
+from agent_shim.supervisor.filesystem_usage import usage
+from agent_shim.supervisor.monit.ast import Algorithm, Changed, Match, Rule, Unlike, Unreadable, WrongType
+from agent_shim.supervisor.plan import ProcessSpec
+from agent_shim.supervisor.rule_counter import MAX_HISTORY, Finding, judge
+
+MAX_DIGEST_S: Final = 30.0
+"""Seconds for the checksum of one file, which may grow faster than it is read."""
+DIGEST_CHUNK_BYTES: Final = 256 * 1024
+MAX_LOOK_BYTES: Final = 1024 * 1024
+"""New content of a file that is read in one cycle; the rest waits for the next."""
+MAX_LINE_BYTES: Final = 511
+"""Bytes of a line that are compared, as in monit."""
+MAX_HITS: Final = 20
+"""Matching lines of one cycle, each of which may run a program; the next lines wait for the next cycle."""
+
+Numbered: TypeAlias = tuple[int, Finding]
+"""Finding of the rule of this number."""
+Opener: TypeAlias = Callable[[], int]
+"""Opens the file for reading, or raises ``OSError``."""
+
+_TYPES: Final = {
+    "file": (stat.S_ISREG, "a regular file"),
+    "directory": (stat.S_ISDIR, "a directory"),
+    "fifo": (stat.S_ISFIFO, "a fifo"),
+}
+
+
+class PathWatch:
+    """A check of a path, with its values of the last look; used by one thread at a time."""
+
+    def __init__(self, spec: ProcessSpec, path: Path) -> None:
+        self._spec = spec
+        self._path = path
+        self._seen: dict[int, object] = {}
+        """Value at the last look, by the number of the rule that compares with it."""
+        self._digests: dict[Algorithm, tuple[tuple[int, ...], str]] = {}
+        """Last checksum, and the state of the file that it belongs to."""
+        self._inode = 0
+        self._read_to = 0
+        """End of the lines that have been compared."""
+
+    def look(self) -> list[Numbered]:
+        """Return the findings; none for a missing path, which the service reports itself."""
+        troubles: list[str] = []
+        found: list[Numbered] = []
+        try:
+            with guarded.held(self._path) as held:
+                found = list(self._findings(partial(guarded.reopen, held, os.O_RDONLY), os.fstat(held), troubles))
+        except FileNotFoundError:
+            return []
+        except OSError as exc:
+            if exc.errno == errno.ELOOP:  # a job's link tells size, owner and age, and no content
+                found = list(self._findings(partial(_refuse, exc), self._path.stat(), troubles))
+            else:
+                troubles.append(exc.strerror or str(exc))
+        text = f"cannot read {self._path}: {'; '.join(troubles)}" if troubles else f"{self._path} can be read"
+        return [*found, *((number, Finding(bool(troubles), text)) for number, _ in self._rules(Unreadable))]
+
+    def _rules(self, *kinds: type) -> Iterator[tuple[int, Rule]]:
+        return ((number, rule) for number, rule in enumerate(self._spec.rules) if isinstance(rule.test, kinds))
+
+    def _findings(self, opened: Opener, status: os.stat_result, troubles: list[str]) -> Iterator[Numbered]:
+        if self._spec.kind in _TYPES:
+            is_right, noun = _TYPES[self._spec.kind]
+            is_wrong = not is_right(status.st_mode)
+            for number, _ in self._rules(WrongType):
+                yield number, Finding(is_wrong, f"{self._path} is {'not ' if is_wrong else ''}{noun}")
+            if is_wrong:
+                return
+        figures = self._figures(status)
+        yield from judge(self._spec.rules, figures)
+        for number, rule in self._rules(Unlike, Changed):
+            try:
+                yield from self._compared(number, rule.test, figures, opened, status)
+            except OSError as exc:
+                troubles.append(exc.strerror or str(exc))
+        if any(self._rules(Match)):
+            try:
+                yield from self._matches(opened, status)
+            except OSError as exc:
+                troubles.append(exc.strerror or str(exc))
+
+    def _figures(self, status: os.stat_result) -> Mapping[str, float]:
+        if self._spec.kind == "filesystem":
+            return usage(self._path)
+        changed_at = max(status.st_mtime, status.st_ctime)
+        return {"size": status.st_size, "timestamp": int(clock.wall_time() - changed_at)}
+
+    def _compared(
+        self, number: int, test: object, figures: Mapping[str, float], opened: Opener, status: os.stat_result
+    ) -> Iterator[Numbered]:
+        if isinstance(test, Unlike):
+            wanted, actual = self._wanted(number, test, opened, status)
+            yield number, Finding(wanted != actual, f"{test.what} of {self._path} is {actual}, not {wanted}")
+        elif isinstance(test, Changed):
+            now: object
+            match test.what:
+                case "checksum":
+                    now = self._digest(opened, status, test.algorithm)
+                case "fsflag":
+                    now = figures["flags"]
+                case "size":
+                    now = status.st_size
+                case _:
+                    now = max(status.st_mtime_ns, status.st_ctime_ns)
+            before, self._seen[number] = self._seen.get(number, now), now
+            has = "was changed" if before != now else "was not changed"
+            # monit reports each change of flags, and never that they stay.
+            if before != now or test.what != "fsflag":
+                yield number, Finding(before != now, f"{test.what} {has} for {self._path}")
+
+    def _wanted(self, number: int, test: Unlike, opened: Opener, status: os.stat_result) -> tuple[object, object]:
+        """Return the wanted and the actual value."""
+        match test.what:
+            case "permission":
+                return f"{int(test.value, 8):04o}", f"{stat.S_IMODE(status.st_mode):04o}"
+            case "uid":
+                return _uid(test.value), status.st_uid
+            case "gid":
+                return _gid(test.value), status.st_gid
+        actual = self._digest(opened, status, test.algorithm)
+        return test.value or self._seen.setdefault(number, actual), actual
+
+    def _digest(self, opened: Opener, status: os.stat_result, algorithm: Algorithm) -> str:
+        """Return the checksum; an unchanged file is not read again."""
+        state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        known = self._digests.get(algorithm)
+        if known is not None and known[0] == state:
+            return known[1]
+        digest, until = hashlib.new(algorithm, usedforsecurity=False), time.monotonic() + MAX_DIGEST_S
+        with closing(opened()) as descriptor:
+            while chunk := os.read(descriptor, DIGEST_CHUNK_BYTES):
+                digest.update(chunk)
+                if time.monotonic() > until:
+                    raise OSError(errno.ETIMEDOUT, f"its checksum takes more than {MAX_DIGEST_S:g} seconds")
+        self._digests[algorithm] = state, digest.hexdigest()
+        return digest.hexdigest()
+
+    # --- lines --------------------------------------------------------------------------------------------------------
+
+    def _matches(self, opened: Opener, status: os.stat_result) -> Iterator[Numbered]:
+        """Compare the lines written since the last look; the first look begins at the end of the file."""
+        quiet: dict[int, int] = {}
+        hits = 0
+        for line, end in self._lines(opened, status):
+            for number, finding in self._match(line):
+                quiet[number] = 0 if finding.fails else quiet.get(number, 0) + 1
+                hits += finding.fails
+                if quiet[number] <= MAX_HISTORY:  # more of them change nothing
+                    yield number, finding
+            self._read_to = end
+            if hits >= MAX_HITS:
+                return
+
+    def _lines(self, opened: Opener, status: os.stat_result) -> Iterator[tuple[bytes, int]]:
+        """Yield each whole line with the offset of its end."""
+        if not self._inode:
+            self._read_to = status.st_size
+        elif status.st_ino != self._inode or self._read_to > status.st_size:
+            self._read_to = 0
+        self._inode = status.st_ino
+        if self._read_to == status.st_size:
+            return
+        with closing(opened()) as descriptor:
+            content = os.pread(descriptor, MAX_LOOK_BYTES, self._read_to)
+        begin, at = self._read_to, 0
+        while (end := content.find(b"\n", at)) >= 0:
+            yield content[at : min(end, at + MAX_LINE_BYTES)], begin + end + 1
+            at = end + 1
+        if at == 0 and len(content) == MAX_LOOK_BYTES:  # one line, larger than a look
+            yield content[:MAX_LINE_BYTES], begin + len(content)
+
+    def _match(self, line: bytes) -> Iterator[Numbered]:
+        for number, rule in self._rules(Match):
+            assert isinstance(rule.test, Match)
+            has = _has(rule.test, line)
+            if has and any(_has(test, line) for test in self._spec.passed_over):
+                return
+            shown = line.partition(b"\0")[0].decode(errors="replace")  # the end of a text for monit
+            yield number, Finding(has, f"content {'matches' if has else 'does not match'} [{shown}]")
+
+
+def _refuse(why: OSError) -> int:
+    raise why
+
+
+def _has(test: Match, line: bytes) -> bool:
+    return posix_regex.compiled(test.pattern).search(line) != test.is_negated
+
+
+def _uid(owner: str) -> int:
+    try:
+        return int(owner) if owner.isdecimal() else pwd.getpwnam(owner).pw_uid
+    except KeyError:
+        raise OSError(errno.ENOENT, f"there is no user {owner}") from None
+
+
+def _gid(owner: str) -> int:
+    try:
+        return int(owner) if owner.isdecimal() else grp.getgrnam(owner).gr_gid
+    except KeyError:
+        raise OSError(errno.ENOENT, f"there is no group {owner}") from None

@@ -1,0 +1,298 @@
+"""Checks without a process, and rules of public releases, by their effect: state, alerts, programs, restarts.
+
+Each test names the release whose monit file it follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from agent_shim.edges.alerts import alert_of
+from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from tests.integration.test_rule_engine import checking, told
+from tests.support.programs import eventually
+from tests.support.programs.jobs import World, info, until
+
+
+class Web:
+    """A web server that may be closed and opened again on its port."""
+
+    def __init__(self) -> None:
+        self.status = "200 OK"
+        self.heard: list[bytes] = []
+        self._server: asyncio.Server | None = None
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+        self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            self.heard.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(f"HTTP/1.1 {self.status}\r\nContent-Length: 0\r\n\r\n".encode())
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.fixture
+async def web() -> AsyncIterator[Web]:
+    found = Web()
+    yield found
+    await found.close()
+
+
+def states(supervisor: Supervisor) -> dict[str, str]:
+    """The states that ``get_state`` reports."""
+    return {process.name: process.state for process in supervisor.processes()}
+
+
+# --- hosts ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_haproxy_behind_check_host_fails_the_instance(world: World, web: Web) -> None:
+    """haproxy-boshrelease: the process runs, and its health page decides; the Health Monitor gets an alert."""
+    health = f"""
+    check host haproxy-health with address localhost
+      if failed host localhost port {web.port} protocol http and request "/health"
+        with timeout 5 seconds
+        for 2 cycles
+      then alert
+      depends on haproxy
+      group vcap
+    """
+    proxy = world.job("haproxy")
+    async with checking(world, JobFile("haproxy", "", proxy.text + health)) as supervisor:
+        await eventually(lambda: supervisor.job_state() == "failing")
+
+        assert states(supervisor) == {"haproxy": "running", "haproxy-health": "failing"}
+        assert told(world, "Connection failed") == [("haproxy-health", "alert")]
+        event = world.events[-1]
+        assert alert_of(event.service, event.event, event.action, event.description, [], 0.0)
+        await web.open()
+        await eventually(lambda: supervisor.job_state() == "running")
+
+        assert web.heard[-1].startswith(f"GET /health HTTP/1.1\r\nHost: localhost:{web.port}\r\n".encode())
+        assert told(world, "Connection succeeded") == [("haproxy-health", "alert")]
+        web.status = "503 Service Unavailable"
+        await eventually(lambda: supervisor.job_state() == "failing")
+
+
+async def test_a_check_host_is_starting_until_it_has_been_tested(world: World, web: Web) -> None:
+    """As in monit: the Director trusts the first ``running``."""
+    text = f"check host far with address 127.0.0.1\n if failed port {web.port} then alert\n group vcap\n"
+    async with world.supervising(JobFile("far", "", text)) as supervisor:
+        await until(supervisor, "far", "running")
+
+        assert supervisor.job_state() == "starting"
+        await supervisor.unmonitor_one("far")
+        await supervisor.start_one("far")
+        assert supervisor.job_state() == "starting"
+
+
+async def test_a_host_check_restarts_its_programs_in_each_failing_cycle(world: World, web: Web) -> None:
+    """app-autoscaler, scheduler: ``check host … if failed url … then restart``, with programs or without."""
+    start, stop = (world.script("health", verb, f"echo {verb} >>$log") for verb in ("start", "stop"))
+    text = f"""
+    check host scheduler-health with address localhost
+      start program "{start}"
+      stop program "{stop}"
+      if failed url http://localhost:{web.port}/health with timeout 5 seconds for 2 cycles then restart
+      group vcap
+    check host other-health with address localhost
+      if failed url http://localhost:{web.port}/health with timeout 5 seconds for 2 cycles then restart
+      group vcap
+    """
+    async with checking(world, JobFile("scheduler", "", text)) as supervisor:
+        await eventually(lambda: world.lines().count("start") >= 3)
+
+        assert world.lines()[:5] == ["start", "stop", "start", "stop", "start"]
+        await eventually(lambda: states(supervisor)["other-health"] == "failing")
+        assert set(told(world, "Connection failed")) == {("scheduler-health", "restart"), ("other-health", "restart")}
+        await web.open()
+        await eventually(lambda: supervisor.job_state() == "running")
+
+
+async def test_a_host_check_restarts_what_depends_on_it(world: World, web: Web) -> None:
+    """monit stops and starts the dependants of a service that it restarts."""
+    text = f"check host far with address 127.0.0.1\n if failed port {web.port} then restart\n group vcap\n"
+    start = "echo start >>$log; echo $$ >$pidfile; exec sleep 600"
+    job = world.job("web", start, "kill $(cat $pidfile)", "depends on far")
+    async with checking(world, JobFile("far", "", text), job):
+        await eventually(lambda: world.lines().count("start") >= 2)
+
+        assert told(world, "Connection failed") == [("far", "restart")]
+
+
+async def test_a_silent_host_is_not_asked_for_its_ports(
+    world: World, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = ["no answer"]
+
+    async def echo(*_: object) -> str:
+        return answers[0]
+
+    monkeypatch.setattr("agent_shim.supervisor.network_checks.echo", echo)
+    await web.open()
+    text = f"""
+    check host far with address 127.0.0.1
+      if failed icmp type echo count 3 with timeout 3 seconds then alert
+      if failed port {web.port} protocol http then alert
+      group vcap
+    """
+    async with checking(world, JobFile("far", "", text)) as supervisor:
+        await eventually(lambda: states(supervisor)["far"] == "failing")
+
+        assert info(supervisor, "far").faults == ("ICMP failed",)
+        assert web.heard == []
+        answers[0] = ""
+        await eventually(lambda: states(supervisor)["far"] == "running")
+        assert web.heard
+
+
+# --- connections of processes -----------------------------------------------------------------------------------------
+
+
+async def test_a_failed_url_restarts_a_process(world: World, web: Web) -> None:
+    """docker-boshrelease, swarm_manager: ``if (failed url … ) then restart``."""
+    await web.open()
+    rule = f"if (failed url http://127.0.0.1:{web.port}/info and content != 'x' for 2 cycles) then restart"
+    async with checking(world, world.job("manager", None, "kill $(cat $pidfile)", rule)) as supervisor:
+        first = (await until(supervisor, "manager", "running")).pid
+        await eventually(lambda: len(web.heard) > 3)
+        assert info(supervisor, "manager").pid == first
+        web.status = "500 Oh"
+        await eventually(lambda: info(supervisor, "manager").pid not in (0, first))
+
+        assert told(world, "Connection failed") == [("manager", "restart")]
+
+
+async def test_a_closed_port_of_udp_restarts_a_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """logsearch, ingestor_syslog: ``if failed port … type udp``."""
+    monkeypatch.setattr("agent_shim.supervisor.network_checks.REFUSAL_S", 0.1)
+    server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    server.bind(("127.0.0.1", 0))
+    rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} type udp then restart"
+    async with checking(world, world.job("syslog", None, "kill $(cat $pidfile)", rule)) as supervisor:
+        with server:
+            first = (await until(supervisor, "syslog", "running")).pid
+            server.settimeout(30)
+            assert [await asyncio.to_thread(server.recv, 10) for _ in range(2)] == [b"\0", b"\0"]
+        await eventually(lambda: info(supervisor, "syslog").pid not in (0, first))
+
+        assert ("syslog", "restart") in told(world, "Connection failed")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_changed_file_runs_a_program_with_the_words_of_monit(world: World) -> None:
+    """prometheus-boshrelease, nginx: ``if changed timestamp then exec``, here once for each change."""
+    hosts = world.base / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    body = 'echo "$MONIT_SERVICE: $MONIT_EVENT: $MONIT_DESCRIPTION" >>$log'
+    text = f"""
+    check file hosts with path {hosts}
+      if changed timestamp then exec "{world.script("hosts", "reload", body)}"
+      group vcap
+    """
+    async with checking(world, JobFile("nginx", "", text)) as supervisor:
+        await eventually(lambda: supervisor.job_state() == "running")
+        await asyncio.sleep(3 * world.timing.cycle)
+        assert world.lines() == []
+        for number in (1, 2):
+            os.utime(hosts, ns=(0, number))
+            await eventually(lambda number=number: len(world.lines()) == number)  # type: ignore[misc]
+
+        assert world.lines() == [f"hosts: Timestamp changed: timestamp was changed for {hosts}"] * 2
+        assert told(world, "Timestamp changed") == [("hosts", "exec")] * 2
+        # The service fails until the next check finds no change.
+        await eventually(lambda: supervisor.job_state() == "running")
+        assert told(world, "Timestamp succeeded") == []
+
+
+async def test_a_file_that_grows_too_large_is_failing(world: World) -> None:
+    """logsearch, queue: ``if size > …``."""
+    dump = world.base / "dump.rdb"
+    dump.write_bytes(bytes(100))
+    text = f"check file dump with path {dump}\n if size > 1 kb for 2 cycles then alert\n group vcap\n"
+    async with checking(world, JobFile("queue", "", text)) as supervisor:
+        await eventually(lambda: supervisor.job_state() == "running")
+        dump.write_bytes(bytes(2000))
+        await eventually(lambda: supervisor.job_state() == "failing")
+
+        assert info(supervisor, "dump").reason == "size of 2000 B matches the resource limit > 1024 B"
+        assert info(supervisor, "dump").faults == ("Size failed",)
+        assert told(world, "Size failed") == [("dump", "alert")]
+        dump.write_bytes(b"")
+        await eventually(lambda: supervisor.job_state() == "running")
+        assert told(world, "Size succeeded") == [("dump", "alert")]
+
+
+async def test_a_file_of_another_type_is_restarted(world: World) -> None:
+    """monit has this rule for each file, directory and fifo."""
+    pid = world.base / "run"
+    stop, start = (
+        world.script("run", verb, body) for verb, body in (("stop", f"rmdir {pid}"), ("start", f"touch {pid}"))
+    )
+    text = f'check file run with path {pid}\n start program "{start}"\n stop program "{stop}"\n group vcap\n'
+    async with checking(world, JobFile("run", "", text)) as supervisor:
+        await eventually(lambda: supervisor.job_state() == "running")
+        pid.unlink()
+        pid.mkdir()
+        await eventually(lambda: told(world, "Type succeeded"))
+
+        assert told(world, "Invalid type") == [("run", "restart")]
+        await eventually(lambda: supervisor.job_state() == "running")
+
+
+async def test_a_missing_file_is_made_by_its_start_program_alone(world: World) -> None:
+    """capi-release, nfs_mounter, and os-conf-release, iptables; monit needs no stop program for it."""
+    crontab = world.base / "crontab"
+    start = world.script("mounter", "start", f"echo start >>$log; touch {crontab}")
+    text = f'check file mounter path {crontab}\n start program "{start}"\n group vcap\n'
+    async with checking(world, JobFile("mounter", "", text)) as supervisor:
+        await eventually(lambda: supervisor.job_state() == "running")
+        crontab.unlink()
+        await eventually(crontab.exists)
+
+        assert told(world, "Does not exist") == [("mounter", "restart")]
+        assert [each.description for each in world.events if each.event == "Does not exist"] == ["file doesn't exist"]
+
+
+async def test_lines_of_a_log_run_a_program_each(world: World) -> None:
+    """Those that were there before do not count, nor do those that the check ignores."""
+    log = world.base / "app.log"
+    log.write_text("error: old\n")
+    body = 'echo "$MONIT_DESCRIPTION" >>$log'
+    text = f"""
+    check file app with path {log}
+      if match "^error" then exec "{world.script("app", "seen", body)}"
+      ignore match "harmless"
+      group vcap
+    """
+    async with checking(world, JobFile("app", "", text)) as supervisor:
+        await eventually(lambda: supervisor.job_state() == "running")
+        with log.open("a") as writer:
+            writer.write("error: one\nfine\nerror: harmless\nerror: two\nerror: half")
+        await eventually(lambda: len(world.lines()) == 2)
+
+        assert sorted(world.lines()) == ["content matches [error: one]", "content matches [error: two]"]
+        assert supervisor.job_state() == "failing"  # as in monit, until a line comes that does not match
+        with log.open("a") as writer:
+            writer.write(" a line\nfine\n")
+        await eventually(lambda: supervisor.job_state() == "running")
+        assert len(world.lines()) == 3

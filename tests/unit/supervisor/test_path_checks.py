@@ -1,0 +1,261 @@
+"""Tests of paths, one look after the other; ``integration/test_rule_engine_releases.py`` has their effects."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import guarded
+from agent_shim.supervisor import path_checks
+from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.path_checks import PathWatch
+from agent_shim.supervisor.plan import JobFile, plan
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "file"
+    found.write_text("one\n")
+    found.chmod(0o640)
+    return found
+
+
+def made(path: Path, *tests: str, kind: str = "file") -> PathWatch:
+    """A watch of a check with these tests, which may be ``ignore`` statements too."""
+    lines = [test if test.startswith("ignore") else f"if {test} then alert" for test in tests]
+    (spec,) = plan([JobFile("job", "", "\n".join([f"check {kind} it with path {path}", *lines, ""]))])
+    assert not spec.error, spec.error
+    return PathWatch(spec, path)
+
+
+def fails(watch: PathWatch) -> list[int]:
+    """The numbers of the rules that fail."""
+    return [number for number, finding in watch.look() if finding.fails]
+
+
+def said(watch: PathWatch) -> list[str]:
+    return [finding.text for _, finding in watch.look() if finding.fails]
+
+
+@pytest.mark.parametrize(
+    ("test", "is_bad"),
+    [
+        ("failed permission 640", False),
+        ("failed permission 644", True),
+        ("failed permission 0640", False),
+        (f"failed uid {os.geteuid()}", False),
+        ("failed uid 12345", True),
+        (f"failed gid {os.getegid()}", False),
+        ("failed gid 12345", True),
+        ("size > 3", True),
+        ("size > 4", False),
+        ("size = 4 b", True),
+        ("size != 4 b", False),
+        ("timestamp > 1 hour", False),
+        ("timestamp < 1 hour", True),
+        (f"failed checksum expect {hashlib.md5(b'one').hexdigest()}", True),
+        (f"failed checksum expect {hashlib.md5(b'one' + bytes([10])).hexdigest()}", False),
+        (f"failed checksum expect {hashlib.sha1(b'one' + bytes([10])).hexdigest()}", False),
+    ],
+)
+def test_a_value_is_compared(path: Path, test: str, is_bad: bool) -> None:
+    assert fails(made(path, test)) == [0] * is_bad
+
+
+def test_the_age_is_that_of_the_last_change(path: Path) -> None:
+    """The content, or the owner, mode and name, whichever changed later."""
+    os.utime(path, (0, 0))
+
+    assert fails(made(path, "timestamp > 1 hour")) == []
+
+
+@pytest.mark.parametrize("test", ["changed timestamp", "changed size", "changed checksum", "changed sha1 checksum"])
+def test_a_change_is_one_between_two_looks(path: Path, test: str) -> None:
+    watch = made(path, test)
+    assert fails(watch) == fails(watch) == []
+
+    path.write_text("another\n")
+
+    assert fails(watch) == [0]
+    assert fails(watch) == []
+
+
+def test_a_checksum_without_a_value_is_that_of_the_first_look(path: Path) -> None:
+    watch = made(path, "failed checksum")
+    found = [fails(watch)]
+    for text in ("two\n", "one\n"):
+        path.write_text(text)
+        found.append(fails(watch))
+
+    assert found == [[], [0], []]
+
+
+def test_an_unchanged_file_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one would be read in each cycle."""
+    watch = made(path, "changed checksum")
+    watch.look()
+    monkeypatch.setattr(guarded, "reopen", refuse)
+
+    assert fails(watch) == []
+    path.write_text("two")
+    assert said(watch) == [f"cannot read {path}: not again"]
+
+
+def refuse(*_: object) -> int:
+    raise OSError(0, "not again")
+
+
+def test_a_checksum_that_takes_too_long_is_a_data_access_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_checks, "MAX_DIGEST_S", -1.0)
+
+    assert said(made(path, "changed checksum")) == [
+        f"cannot read {path}: its checksum takes more than -1 seconds",
+    ]
+
+
+def test_a_missing_path_has_no_findings(tmp_path: Path) -> None:
+    """The service reports its absence."""
+    assert made(tmp_path / "absent", "size > 5").look() == []
+
+
+def test_an_unknown_owner_is_a_data_access_error(path: Path) -> None:
+    """monit refuses to start."""
+    watch = made(path, "failed uid nobody-of-that-name", "failed gid nobody-of-that-name", "size > 5")
+
+    assert said(watch) == [
+        f"cannot read {path}: there is no user nobody-of-that-name; there is no group nobody-of-that-name"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "fifo"])
+def test_each_kind_has_its_type(tmp_path: Path, kind: str) -> None:
+    """Nothing else is compared for a path of another type."""
+    paths = {name: tmp_path / name for name in ("file", "directory", "fifo", "socket")}
+    paths["file"].touch()
+    paths["directory"].mkdir()
+    os.mkfifo(paths["fifo"])
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(paths["socket"]))
+
+    found = {name: said(made(each, "failed permission 7777", kind=kind)) for name, each in paths.items()}
+
+    nouns = {"file": "a regular file", "directory": "a directory", "fifo": "a fifo"}
+    assert found.pop(kind)[0].startswith("permission of ")
+    assert found == {name: [f"{paths[name]} is not {nouns[kind]}"] for name in found}
+
+
+def test_a_link_of_a_job_tells_no_content(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through it root would read any file; its size is no secret."""
+    link = path.with_name("link")
+    link.symlink_to(path)
+    monkeypatch.setattr(guarded, "trusted_users", lambda: {12345})
+
+    assert fails(made(link, "size > 3")) == [0]
+    for test in ("changed checksum", "match 'x'"):
+        watch = made(link, test)
+        watch.look()
+        append(path, "x\n")
+        assert said(watch) == [f"cannot read {link}: the path contains a link, link, of user {os.geteuid()}"], test
+
+
+def test_flags_of_a_file_system_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """monit reports each change, and never that they stay."""
+    flags = [0]
+    monkeypatch.setattr(path_checks, "usage", lambda _: {"flags": flags[0]})
+    watch = made(tmp_path, "space > 5 %", kind="filesystem")
+    found = []
+    for flags[0] in (0, 0, 1, 1, 0):
+        found.append([number for number, _ in watch.look()])
+
+    # 1 tells that the path can be read, 2 is the change
+    assert found == [[1], [1], [2, 1], [1], [2, 1]]
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_new_whole_lines_are_compared(path: Path) -> None:
+    """From the end that the first look found; a line waits for its end."""
+    watch = made(path, "match 'o'", "not match 'o'")
+    assert fails(watch) == []
+    append(path, "two\nthree\nfo")
+    assert fails(watch) == [0, 1]
+    assert fails(watch) == []
+    append(path, "ur\n")
+    assert fails(watch) == [0]
+
+
+def test_a_new_or_shorter_file_is_compared_from_its_start(path: Path) -> None:
+    watch = made(path, "match 'o'")
+    watch.look()
+    path.write_text("o\n")
+    assert fails(watch) == [0]
+    path.rename(path.with_name("old"))
+    path.write_text("o\no\no\n")
+    assert fails(watch) == [0, 0, 0]
+
+
+def test_ignored_lines_are_seen_by_no_rule(path: Path) -> None:
+    watch = made(path, "match 'o'", "ignore match '^#'", "ignore not match 'e'")
+    watch.look()
+    append(path, "# one\ntwo\none\n")
+
+    assert said(watch) == ["content matches [one]"]
+
+
+def test_a_long_line_is_compared_by_its_beginning(path: Path) -> None:
+    """monit has room for 511 bytes; and a line longer than all that is read at once is one too."""
+    watch = made(path, "match 'x$'", "match 'y'")
+    watch.look()
+    append(path, f"{'x' * 600}y\n")
+    assert fails(watch) == [0]
+    append(path, "x" * (path_checks.MAX_LOOK_BYTES + 10))
+    assert fails(watch) == [0]
+    append(path, "\n")
+    assert fails(watch) == [0]
+
+
+def test_a_line_ends_at_a_null_byte(path: Path) -> None:
+    """As in C; no environment of a program can have one."""
+    watch = made(path, "match 'x'")
+    watch.look()
+    append(path, "x\0y\ny\0x\n")
+
+    assert said(watch) == ["content matches [x]"]
+
+
+def test_matching_lines_of_a_cycle_have_a_bound(path: Path) -> None:
+    """Each may run a program; the others wait for the next cycle."""
+    watch = made(path, "match 'x'")
+    watch.look()
+    append(path, "x\n" * (path_checks.MAX_HITS + 5))
+
+    assert len(fails(watch)) == path_checks.MAX_HITS
+    assert len(fails(watch)) == 5
+
+
+def test_other_lines_are_few_findings(path: Path) -> None:
+    """A rule remembers no more of them."""
+    watch = made(path, "match 'x'")
+    watch.look()
+    append(path, "y\n" * 10_000 + "x\n")
+    found = [finding.fails for number, finding in watch.look() if number == 0]
+
+    assert found == [False] * 64 + [True]
+
+
+def test_every_test_of_a_path_has_a_rule() -> None:
+    """The last rules of a check are monit's own."""
+    (spec,) = plan([JobFile("job", "", "check fifo it with path /x\n if timestamp > 5 then alert\n")])
+
+    assert [type(rule.test).__name__ for rule in spec.rules] == ["Limit", "WrongType", "Unreadable"]
+    assert parser.parse("check fifo it with path /x", origin="x").services[0].rules == ()
