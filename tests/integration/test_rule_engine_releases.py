@@ -295,4 +295,4 @@ async def test_lines_of_a_log_run_a_program_each(world: World) -> None:
         with log.open("a") as writer:
             writer.write(" a line\nfine\n")
         await eventually(lambda: supervisor.job_state() == "running")
-        assert len(world.lines()) == 3
+        await eventually(lambda: len(world.lines()) == 3)
