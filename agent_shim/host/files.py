@@ -319,17 +319,17 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
     raise HostError(f"cannot make the directory {path}: another user keeps putting something there")
 
 
-def close_to_others(path: Path, owner: str | None) -> None:
+def close_to_others(path: Path, owner: str | None, *, more: int = 0) -> None:
     """Give an existing directory to ``owner``, and take the right to make entries in it from all others.
 
-    Only root's links are followed. Raises ``HostError``.
+    ``more`` is a mode that the directory gets beside its own. Only root's links are followed. Raises ``HostError``.
     """
     with (
         attempting(f"close the directory {path} to others"),
         guarded.held(path) as held,
         closing(guarded.open_directory(held, "")) as fd,
     ):
-        _settle(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH), owner)
+        _settle(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH) | more, owner)
 
 
 def move_away(path: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Callable
@@ -177,6 +178,18 @@ async def test_a_disk_is_bound_to_the_real_store(tmp_path: Path) -> None:
     await instance.disks.unmount("a")
     assert not mounts.is_mount_point(instance.paths.store)
     assert mounts.is_mount_point(instance.volume("a")), "the mount of the runtime is not ours"
+
+
+def test_a_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
+    """Provisioners make volumes that jobs of other users cannot pass; a later mode is the choice of a job."""
+    volume = tmp_path / "volume"
+    volume.mkdir(mode=0o750)
+    markers.write(volume, Marker("a"))
+    assert stat.S_IMODE(volume.stat().st_mode) == 0o755
+
+    volume.chmod(0o700)
+    markers.write(volume, Marker("a", "store"))
+    assert stat.S_IMODE(volume.stat().st_mode) == 0o700
 
 
 @alone

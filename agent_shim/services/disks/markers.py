@@ -102,12 +102,14 @@ def set_aside(volume: Path) -> None:
 def write(volume: Path, marker: Marker) -> None:
     """Write the marker atomically; raises ``HostError``.
 
-    Where root writes it, the right of others to write at the top of the volume, with which some provisioners make it,
-    is taken: a job could exchange the directory of the marker.
+    Where root writes it, a new volume gets the mode of a new file system, 0755, whatever mode its provisioner gave:
+    jobs of every user must reach their directories. The right of others to write at the top is taken from every
+    volume: a job could exchange the directory of the marker.
     """
     if os.geteuid() == 0:
+        is_new = not os.path.lexists(volume / DIRECTORY)
         try:
-            files.close_to_others(volume, None)
+            files.close_to_others(volume, None, more=0o755 if is_new else 0)
         except HostError as exc:
             logger.warning("%s: jobs may exchange its marker", exc)
     with files.attempting(f"mark the volume {volume} as disk {marker.cid}"):
