@@ -483,3 +483,25 @@ async def test_early_refusals_are_retried_quickly(tmp_path: Path) -> None:
             await asyncio.sleep(0.3)
 
             assert late.stats.attempts == 1
+
+
+async def test_a_silent_address_of_a_name_leaves_time_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packets to it vanish, as while a network changes. The attempt continues with the next address."""
+    async with NatsServer(tmp_path) as server:
+        await server.add_agent("agent")
+        with socket.create_server(("127.0.0.2", server.port), backlog=0), contextlib.ExitStack() as filling:
+            for _ in range(5):  # more than it takes: further packets are dropped
+                waiting = filling.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(("127.0.0.2", server.port))
+
+            async def both(_: object) -> list[str]:
+                return ["127.0.0.2", "127.0.0.1"]
+
+            monkeypatch.setattr(nats, "look_up", both)
+            async with on_bus(server.mbus("agent"), timing=replace(FAST, dial=0.2)) as bus:
+                await connected(bus)
+
+                assert bus.stats.attempts == 1

@@ -82,6 +82,10 @@ class Timing(msgspec.Struct, frozen=True):
 
     connect: float = 10.0
     """Timeout of one attempt at one address: look-up, TCP, TLS, subscription."""
+    dial: float = 4.0
+    """Time for TCP within it, for each address of a name: a network that is gone answers no sooner for a longer wait,
+    and may be back for the next attempt. The kernel tries thrice in it.
+    """
     ping: float = 5.0
     """Interval between pings; after ``unanswered`` missed replies the connection counts as dead: 10 to 15 s."""
     unanswered: int = 2
@@ -205,6 +209,8 @@ class _Transport(TcpTransport):
 
     is_secure = False
     has_greeted = False
+    dial = 0.0
+    """Timeout of TCP for one address."""
     peer = ""
     """Peer address."""
 
@@ -213,7 +219,8 @@ class _Transport(TcpTransport):
         addresses = await look_up(uri)
         for number, address in enumerate(addresses, 1):
             try:
-                reader, writer = await asyncio.open_connection(address, uri.port, limit=buffer_size)
+                async with asyncio.timeout(self.dial):
+                    reader, writer = await asyncio.open_connection(address, uri.port, limit=buffer_size)
             except OSError:
                 if number == len(addresses):
                     raise
@@ -297,6 +304,7 @@ class _Link(Client):
         """Connect and subscribe; returns once the server has confirmed the subscription."""
         self.url = bus_address(url)
         self.address = _host_port(url)
+        self._wire.dial = timing.dial
         if not self.url.hostname:
             raise BusError("the address must be nats://HOST:PORT, with a percent-encoded password")
         await self.connect(
