@@ -68,7 +68,7 @@ async def killed_in_apply(stand: Stand) -> str:
     spec = world.spec(2, 2, MB // 4)
     await world.run("prepare", spec)
     await world.run("apply", spec)
-    await world.run("stop")
+    await stand.stop()
     stand.remember()
     clean = _installed(world, "1")
 

@@ -51,7 +51,7 @@ async def broken_disk(stand: Stand) -> str:
     expect(state["job_state"] == "running" and stand.live() == jobs, "the jobs do not go on")
     raised = len(stand.alerts()) - alerts
     expect(raised <= 1, f"{raised} alerts")
-    await stand.world.run("stop")
+    await stand.stop()
     expect(not stand.live(), "the jobs cannot be stopped")
     told = " / ".join(error.rpartition(": ")[2] for error in errors)
     return f"refused: {told}; a heartbeat within {beat:.0f} s; each apply complete once the disk is well"
@@ -80,7 +80,7 @@ async def bad_blobs(stand: Stand) -> str:
     await stand.deploy(1)
     stand.remember()
     stand.involved = {"job0"}
-    await stand.world.run("stop")
+    await stand.stop()
     spec = stand.world.spec(1, 1, 1 << 20, version="2")
     blob = stand.world.store / "package0-2"
     good = blob.read_bytes()

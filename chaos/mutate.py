@@ -1,6 +1,7 @@
 """``./dev mutate [PATH…]``: make small wrong changes to the agent, one at a time, and list those that no test notices.
 
-A mutant is one change of ``agent_shim``: a statement removed, a condition negated, another number, another constant.
+A mutant is one change of ``agent_shim`` or ``kubernetes_cpi``: a statement removed, a condition negated, another
+number, another constant.
 The tests that reach its line run against it until one fails, those of its module first; if all pass, it survives the
 stage.
 
@@ -38,7 +39,7 @@ from chaos import confined
 
 ROOT: Final = Path(__file__).parents[1]
 STORE: Final = Path(os.environ.get("SHIM_MUTATE_STORE") or ROOT / ".mutate")
-DEFAULT_PATHS: Final = ("supervisor", "host", "services/disks", "edges/bus", "actions/dispatch.py")
+DEFAULT_PATHS: Final = ("supervisor", "host", "services", "edges", "actions", "daemon", "kubernetes_cpi")
 MAX_TESTS: Final = 150
 """Tests that run against one mutant, of those that reach its line."""
 TIMEOUT_S: Final = 120.0
@@ -61,7 +62,7 @@ class Stage:
 
 STAGES: Final = (
     Stage("unit", ("tests/unit",), 3.0),
-    Stage("integration", ("tests/contract", "tests/integration"), 6.0),
+    Stage("integration", ("tests/contract", "tests/integration", "tests/cpi"), 6.0),
     Stage("processes", ("tests",), 20.0, is_forked=False),
 )
 DAILY: Final = "not root and not image and not slow and not kubernetes and not go_agent and not vm"
@@ -70,7 +71,7 @@ _COVERAGE: Final = """
 [run]
 branch = false
 parallel = true
-source = agent_shim
+source = agent_shim,kubernetes_cpi
 data_file = {data}
 sigterm = true
 """
@@ -201,7 +202,8 @@ def measure(copy: Path, stage: Stage, workers: int) -> None:
     place.mkdir(parents=True)
     config = place / "coveragerc"
     config.write_text(_COVERAGE.format(data=place / "coverage") + ("" if stage.is_forked else _CHILDREN))
-    files = sorted(str(path) for tests in stage.tests for path in (copy / tests).rglob("test_*.py"))
+    named = (copy / tests for tests in stage.tests)
+    files = sorted(str(path) for one in named for path in ([one] if one.is_file() else one.rglob("test_*.py")))
     running, taken = [], []
     for number in range(workers):
         taken.append(place / f"durations-{number}.json")
@@ -231,7 +233,7 @@ def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
         test = context.split(" (")[0].partition("|")[0]
         if test not in durations:
             continue
-        name = path[path.rindex("agent_shim/") :]
+        name = path[max(path.rfind("agent_shim/"), path.rfind("kubernetes_cpi/")) :]
         for line in _lines(bits):
             found[name][line].add(test)
 
@@ -319,19 +321,23 @@ def _environment(copy: Path) -> dict[str, str]:
 
 
 def chosen(paths: Iterable[str]) -> list[Mutant]:
-    """The mutants of these files and directories of ``agent_shim``."""
+    """The mutants of these files and directories of ``agent_shim``, or of ``kubernetes_cpi``."""
     files: list[Path] = []
     for name in paths:
-        place = ROOT / name if name.startswith("agent_shim") else ROOT / "agent_shim" / name
+        place = ROOT / name if name.startswith(("agent_shim", "kubernetes_cpi")) else ROOT / "agent_shim" / name
         if not place.exists():
-            raise SystemExit(f"cannot mutate {name}: no such file below agent_shim")
+            raise SystemExit(f"cannot mutate {name}: no such file below agent_shim or kubernetes_cpi")
         files += sorted(place.rglob("*.py")) if place.is_dir() else [place]
     return [one for path in files for one in mutants(str(path.relative_to(ROOT)), path.read_text())]
 
 
 def table(results: Results, wanted: Sequence[Mutant], stages: Sequence[Stage]) -> str:
-    """Counts by module and stage, then the mutants that no stage noticed."""
-    lines = ["| module | stage | mutants | reached | noticed | survived | not tried |", "|---|---|---|---|---|---|---|"]
+    """Counts by module and stage, then the mutants that no stage noticed.
+
+    *Unreached* mutants are on lines that no test of the stage runs in a process with coverage; the next stage may.
+    """
+    names = ("module", "stage", "mutants", "noticed", "survived", "unreached", "not tried")
+    lines = [f"| {' | '.join(names)} |", "|---|---|---|---|---|---|---|"]
     by_module: dict[str, list[Mutant]] = defaultdict(list)
     for one in wanted:
         by_module[one.path].append(one)
@@ -351,11 +357,10 @@ def table(results: Results, wanted: Sequence[Mutant], stages: Sequence[Stage]) -
 
 
 def _counts(ones: Sequence[Mutant], results: Results, stage: Stage) -> tuple[int, int, int, int, int]:
-    """Mutants, those that tests reach, noticed, survived, and those without an answer though reached (or unknown)."""
+    """Count mutants, and those noticed, survived, on lines that no test reaches, and without an answer."""
     outcomes = [results.get(one.key, {}).get(stage.name, {}).get("outcome") for one in ones]
-    noticed, survived = outcomes.count("noticed"), outcomes.count("survived")
-    reached = len(ones) - outcomes.count("unreached")
-    return len(ones), reached, noticed, survived, reached - noticed - survived
+    noticed, survived, unreached = map(outcomes.count, ("noticed", "survived", "unreached"))
+    return len(ones), noticed, survived, unreached, len(ones) - noticed - survived - unreached
 
 
 def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage]) -> bool:
@@ -450,18 +455,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="try N mutants, chosen at random")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="try one of N mutants, always the same ones")
     parser.add_argument("--stages", type=int, choices=(1, 2, 3), default=3, help="run only the first N stages")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="run one stage in forks, with these tests alone")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of the stages with forks")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after this time; the next run continues")
     parser.add_argument("--measure", action="store_true", help="measure the coverage again")
     parser.add_argument("--table", action="store_true", help="only print the table of earlier results")
     asked = parser.parse_args(arguments)
-    wanted = chosen(asked.path)
+    wanted = [one for one in chosen(asked.path) if int(one.key, 16) % asked.share == 0]
     if asked.sample:
         wanted = random.Random(asked.seed).sample(wanted, min(asked.sample, len(wanted)))
     store = STORE / "results.json"
     results: Results = json.loads(store.read_text()) if store.exists() else {}
-    stages = STAGES[: asked.stages]
+    stages = (Stage("chosen", tuple(asked.tests), 3.0),) if asked.tests else STAGES[: asked.stages]
     if not asked.table:
         run(wanted, results, stages, asked.workers, time.time() + 60 * asked.minutes, measured=not asked.measure)
     sys.stdout.write(f"{table(results, wanted, stages)}\n")

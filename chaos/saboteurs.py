@@ -464,7 +464,7 @@ JOBS: Final = (
         "agent_shim/supervisor/ctl_programs.py",
         "        held: dict[Identity, Process] = {}\n",
         "        return []\n        held: dict[Identity, Process] = {}\n",
-        "processes of the job are left",
+        "processes of the job are left|still there after a stop",
     ),
     Saboteur(
         "S-08",

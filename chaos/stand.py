@@ -144,10 +144,21 @@ class Stand:
         """Deploy this number of jobs, and ``more`` given by their files; return the spec."""
         spec = self.world.spec(jobs, packages, size, version=version, more=more)
         self.jobs = jobs
-        for method, *arguments in (("prepare", spec), ("stop",), ("apply", spec), ("start",)):
-            await self.world.run(method, *arguments)
+        await self.world.run("prepare", spec)
+        await self.stop()
+        await self.world.run("apply", spec)
+        await self.world.run("start")
         await self.world.until_running()
         return spec
+
+    async def stop(self, limit: float | None = None) -> float:
+        """Stop all jobs; return the seconds. Their processes end, and not only what their pidfiles name."""
+        before = self.witness.processes()
+        took = await self.world.run("stop", limit=limit)
+        alive = {one.identity for one in proc.table().values() if one.is_alive}
+        left = [line for identity, line in before.items() if identity in alive]
+        expect(not left, f"still there after a stop: {', '.join(left[:3])}")
+        return took
 
     async def call(self, method: str, *arguments: Any, timeout: float = 5.0) -> Any:
         """One reply's value."""

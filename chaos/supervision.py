@@ -156,6 +156,7 @@ async def late_pidfile(stand: Stand) -> str:
     await deployed(stand, {"late": checked("late", late), "never": checked("never", never)})
     stand.remember()
     stand.involved = stand.failing = {"never"}
+    stand.told = {"^never .* Execution failed - restart, severity 1$": None}
     stand.lasting = {"sleep 100002"}
     took = await reaches(stand, "late", "running", 10)
     await asyncio.sleep(8)
@@ -193,7 +194,7 @@ async def lying_pidfiles(stand: Stand) -> str:
         for name in names:
             await reaches(stand, name, "running", 10)
         stand.remember()
-        await stand.world.run("stop")
+        await stand.stop()
         expect(stranger.poll() is None, "a foreign process was killed")
         expect(not namespaces.signals_to_init(), f"process 1 got signals {namespaces.signals_to_init()}")
     finally:
@@ -278,7 +279,8 @@ while :; do sleep 0.2; done"""
     await deployed(stand, {"deaf": checked("deaf", start)})
     await reaches(stand, "deaf", "running", 5)
     stand.remember()
-    took = await stand.world.run("stop")
+    stand.told = {"^deaf .* Execution failed - alert, severity 1$": 1}
+    took = at_most(await stand.stop(), 45, "seconds until the answer to stop")
     left = commands("sleep 100003") + commands("sleep 100004")
     expect(left == 0, f"{left} processes of the job are left")
     return f"nothing left {took:.1f} s after stop was asked for"
@@ -301,7 +303,7 @@ async def bad_stops(stand: Stand) -> str:
         await reaches(stand, name, "running", 5)
     stand.remember()
     begun_at = time.monotonic()
-    await stand.world.run("stop", limit=60)
+    await stand.stop(limit=60)
     took = at_most(time.monotonic() - begun_at, 60, "seconds until all have ended")
     stand.told = {rf"^{name} .* Execution failed - alert, severity 1$": 1 for name in ("hangs", "fails", "missing")}
     expect(not stand.live(), f"still there: {stand.live()}")
@@ -323,6 +325,7 @@ async def bad_starts(stand: Stand) -> str:
         await reaches(stand, name, "running", 10)
     stand.remember()
     stand.involved = stand.failing = {"hangs"}
+    stand.told = {"^hangs .* Execution failed - restart, severity 1$": None}
     await asyncio.sleep(15)
     states = await process_states(stand)
     expect(states["hangs"] != "running", "the one that hangs is said to be running")
@@ -372,7 +375,7 @@ async def talkative(stand: Stand) -> str:
     os.kill(before["good"], signal.SIGKILL)
     stand.dies("good")
     again = await until(lambda: stand.live().get("good", before["good"]) != before["good"], 40, "a restart")
-    await stand.world.run("stop")
+    await stand.stop()
     return f"no job was restarted; a heartbeat within {beat:.0f} s; with room a job is back in {again:.2f} s"
 
 
@@ -435,6 +438,8 @@ async def bad_files(stand: Stand) -> str:
     took = await reaches(stand, "good", "running", 10)
     stand.remember()
     states = await process_states(stand)
+    stand.failing = states.keys() - {"good"}
+    stand.told = {r"^m\d+ .* Execution failed - restart, severity 1$": None}
     wrong = {name: states.get(name) for name in ("cycle-a", "lonely") if states.get(name) == "running"}
     expect(not wrong, f"said to be running: {wrong}")
     expect(len(stand.world.starts().get("twin", ())) <= 1, "the name that is there twice was started twice")

@@ -62,7 +62,6 @@ LOG: Final = "".join(f"{number} a line of the witness\n" for number in range(300
 """A log file that is there before the fault and complete in an archive after it."""
 OWN: Final = "bpm"
 """The job and the package of the agent itself."""
-PSEUDO: Final = ("/proc", "/sys", "/dev", "/run")
 Identity: TypeAlias = tuple[int, int]
 """Pid and start time of a process."""
 Entry: TypeAlias = tuple[int, str]
@@ -235,6 +234,12 @@ class Witness:
                     found[name] = stat.identity
         return found
 
+    def processes(self) -> dict[Identity, str]:
+        """Return the processes of the jobs, with their command lines."""
+        table = proc.table()
+        pids = proc.descent(proc.children(table), [pid for pid, _ in self._roots().values()])
+        return {table[pid].identity: _line(pid) for pid in pids if pid in table}
+
     def _numbers(self) -> dict[int, int]:
         """Map the pids of the agent's own pid namespace to ours; empty if the namespace is ours."""
         if not self._stand.world.is_apart:
@@ -277,13 +282,13 @@ class Witness:
         return missing[:3] + other
 
     def _mounts(self) -> Counter[str]:
-        """Count the mounts of the agent: point, root, type and source of each."""
-        found = Counter[str]()
+        """Count the mounts of the agent, but for those of the machine: point, root, type and source of each."""
+        found, ours = Counter[str](), (f"{self._stand.world.scratch}/", "/etc/", "/var/vcap")
         for line in Path(f"/proc/{self._stand.pid}/mountinfo").read_text().splitlines():
             words = line.split()
             after = words.index("-")
             point, source = words[4], words[after + 2]
-            if not point.startswith(PSEUDO):
+            if point.startswith(ours):
                 found[f"{point}: {source}, {words[after + 1]}, {words[3]}"] += 1
         return found
 
@@ -340,7 +345,9 @@ class Witness:
                 found += [f"I13: {kind}/{name}/{path} is not as in its blob" for path in wrong[:1]]
         if spec is before.applied and not found:
             now = self._deployed()
-            wrong = sorted(path for path in now.keys() | before.files.keys() if now.get(path) != before.files.get(path))
+            # A refused apply may have installed other versions.
+            new = {path for path in now.keys() - before.files.keys() if not path.startswith("data/")}
+            wrong = sorted(new | {path for path, entry in before.files.items() if now.get(path) != entry})
             wrong = [path for path in wrong if not any(path.endswith(one.partition("/")[2]) for one in stand.written)]
             found += [f"I13: {wrong[0]} and {len(wrong) - 1} other files have changed"] if wrong else []
         return found[:3]

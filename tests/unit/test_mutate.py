@@ -81,8 +81,8 @@ def test_the_table_counts_by_module_and_stage() -> None:
 
     lines = mutate.table(results, ones, (unit, integration)).splitlines()
 
-    assert lines[2:4] == ["| `x.py` | unit | 5 | 4 | 1 | 1 | 2 |", "| `x.py` | integration | 4 | 4 | 1 | 0 | 3 |"]
-    assert lines[4:6] == ["| `all` | unit | 5 | 4 | 1 | 1 | 2 |", "| `all` | integration | 4 | 4 | 1 | 0 | 3 |"]
+    assert lines[2:4] == ["| `x.py` | unit | 5 | 1 | 1 | 1 | 2 |", "| `x.py` | integration | 4 | 1 | 0 | 0 | 3 |"]
+    assert lines[4:6] == ["| `all` | unit | 5 | 1 | 1 | 1 | 2 |", "| `all` | integration | 4 | 1 | 0 | 0 | 3 |"]
     assert [line.partition(": ")[0] for line in lines[7:]] == ["x.py:12", "x.py:12", "x.py:12"]
 
 
