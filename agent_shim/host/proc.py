@@ -33,6 +33,8 @@ MAX_COMMAND_LINE_BYTES: Final = 4096
 """Length that monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
 MAX_MAPS_BYTES: Final = 16 << 20
 MAX_OPEN_FILES: Final = 1 << 20
+MAX_USES: Final = 10
+"""Files in use found for one process: a job may have a million descriptors."""
 MAX_PID_CHARS: Final = len("4194304 ")
 """Length of a pid in a list of the kernel."""
 MAX_THREADS: Final = 16
@@ -243,29 +245,30 @@ class Use(NamedTuple):
 
 
 def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Collection[int]) -> dict[int, list[Use]]:
-    """Find the files that processes have open, run or map, if ``is_wanted`` accepts the path and it is on ``devices``.
+    """Find some files that processes have open, run or map, if ``is_wanted`` accepts the path and it is on ``devices``.
 
     Maps are read only for processes in our mount namespace: they name no device that ``stat`` knows. Blocks.
     """
 
-    def of_one(pid: int) -> list[Use]:
+    def of_one(pid: int) -> Iterator[Use]:
         about = _shown(pid)
-        links = [(kind, about / kind) for kind in ("cwd", "root", "exe")]
         with suppress(OSError):
-            links += [("fd", Path(each.path)) for each in itertools.islice(os.scandir(about / "fd"), MAX_OPEN_FILES)]
-        found = []
-        for kind, link in links:
-            with suppress(OSError):
-                path = str(link.readlink())
-                if is_wanted(path) and link.stat().st_dev in devices:
-                    found.append(Use(kind, path))
+            yield from filter(None, (found(kind, about / kind) for kind in ("cwd", "root", "exe")))
+            with os.scandir(about / "fd") as entries:
+                yield from filter(None, (found("fd", Path(each.path)) for each in entries))
         with suppress(OSError):
             if (about / "ns/mnt").samefile("/proc/self/ns/mnt"):
                 paths = dict.fromkeys(_mapped(_read_memory(pid, "maps", MAX_MAPS_BYTES)))
-                found += [Use("map", path) for path in paths if is_wanted(path)]
-        return found
+                yield from (Use("map", path) for path in paths if is_wanted(path))
 
-    return _of_each(pids, of_one)
+    def found(kind: str, link: Path) -> Use | None:
+        with suppress(OSError):
+            path = str(link.readlink())
+            if is_wanted(path) and link.stat().st_dev in devices:
+                return Use(kind, path)
+        return None
+
+    return _of_each(pids, lambda pid: list(itertools.islice(of_one(pid), MAX_USES)))
 
 
 def _mapped(maps: bytes) -> Iterator[str]:

@@ -67,7 +67,9 @@ class Node:
     @cached_property
     def minor(self) -> int:
         """Return the minor version of Kubernetes."""
-        said = subprocess.run([self._program("kubelet"), "--version"], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [self._program("kubelet"), "--version"], capture_output=True, text=True, check=True
+        ).stdout
         found = re.match(r"Kubernetes v1\.(\d+)\.", said)
         assert found is not None, said
         return int(found[1])

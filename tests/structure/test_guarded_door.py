@@ -211,6 +211,7 @@ RAW: Mapping[str, Raw] = {
                 "_pids",
                 "has_our_root",
                 "uses.of_one",
+                "uses.found",
             }
         ),
     ),

@@ -275,3 +275,13 @@ def test_a_reader_that_hangs_holds_no_end_of_the_process() -> None:
     found = proc._of_each([1], lambda _: threading.current_thread().daemon)
 
     assert found == {1: True}
+
+
+def test_of_a_thousand_files_in_use_a_few_are_found(tmp_path: Path) -> None:
+    """A job may have a million descriptors of its disk."""
+    with contextlib.ExitStack() as opened:
+        for number in range(100):
+            opened.enter_context((tmp_path / str(number)).open("w"))
+        found = proc.uses([os.getpid()], lambda path: path.startswith(str(tmp_path)), {tmp_path.stat().st_dev})
+
+    assert len(found[os.getpid()]) == proc.MAX_USES
