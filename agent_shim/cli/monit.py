@@ -30,11 +30,15 @@ usage: monit [-g GROUP] [-b DIR] ACTION
   status                                      details of each service
   start|stop|restart|monitor|unmonitor NAME   a service, "all", or with -g those of a group
   reload, validate, quit                      as in monit
+  procmatch PATTERN                           processes whose command line matches
   -t [FILE...]                                check the syntax of monit files
+  -v                                          list the services first
   -V                                          the version
 
   -b DIR                                      root directory instead of /var/vcap"""
 
+FATAL: Final = frozenset({"Does not exist", "Invalid type", "Data access error", "ICMP failed"})
+"""Faults that count as errors of ``validate``."""
 CHANGES: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 
 
@@ -61,17 +65,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """``monit``: return 0 on success, and for a status without an agent; 1 on failure."""
     name = Path(sys.argv[0]).name
     try:
-        options, words = getopt.gnu_getopt(list(sys.argv[1:] if argv is None else argv), "b:c:d:g:l:p:s:iItvVh")
-        given = dict(options)
+        given, words = _options(list(sys.argv[1:] if argv is None else argv))
         command = Command(name, Paths(Path(given.get("-b", VCAP)).absolute()), given, words)
         return _run(command)
-    except (MonitError, getopt.GetoptError) as exc:
+    except MonitError as exc:
         print(safetext.lines(f"{name}: {exc}"), file=sys.stderr)
         return FAILED
     except BrokenPipeError:
         # The reader closed the pipe, as `grep -q` does: not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+
+
+def _options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Split a command line; raises ``MonitError`` in monit's words."""
+    try:
+        options, words = getopt.gnu_getopt(argv, "b:c:d:g:l:p:s:iItvVh")
+    except getopt.GetoptError as exc:
+        if "requires" in exc.msg:
+            raise MonitError(f"option -- {exc.opt} requires an argument") from exc
+        raise MonitError(f"invalid option -- {exc.opt}  (-h will show valid options)") from exc
+    return dict(options), words
 
 
 def _run(command: Command) -> int:
@@ -81,8 +95,11 @@ def _run(command: Command) -> int:
     if "-V" in command.options:
         print(f"This is Monit version {VERSION}\nas agent-shim {__version__} has it")
         return 0
+    _require_control_file(command)
     if "-t" in command.options:
         return _check(command)
+    if "-v" in command.options:
+        _list(command)
     action = command.words[0] if command.words else ""
     if action in CHANGES:
         return _change(command, action)
@@ -95,26 +112,52 @@ def _run(command: Command) -> int:
             return 0
         case "validate":
             return _validate(command)
+        case "procmatch":
+            return _match(command)
+        case "":
+            print(f"{command.name} daemon at {_need(command, 'show')['pid']} awakened", file=sys.stderr)
+            return 0
         case "quit":  # unmonitors all services, the effect of an ended monit; the agent itself keeps running
             print(f"monit daemon with pid [{_need(command, 'quit')['pid']}] killed")
             return 0
     raise MonitError(f"invalid argument -- {action}  (-h will show valid arguments)")
 
 
+def _require_control_file(command: Command) -> None:
+    """Raise ``MonitError`` for ``-c`` with a file that is not there; that of a stemcell stands for the agent."""
+    given = command.options.get("-c", "")
+    if given and Path(given) != _control_file(command) and not Path(given).exists():
+        raise MonitError(f"Cannot stat the control file '{given}' -- No such file or directory")
+
+
+def _control_file(command: Command) -> Path:
+    return command.paths.bosh / "etc/monitrc"
+
+
 def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
     """Send a request and return the answer; raises ``MonitError`` on a refusal, ``NoAgentError`` without an agent."""
     request = {"command": "services", "action": action, "names": list(names), "group": command.group}
-    reply: dict[str, Any] = control_client.ask(command.paths.control_socket, request)
+    try:
+        reply: dict[str, Any] = control_client.ask(command.paths.control_socket, request)
+    except NoAgentError as exc:
+        if isinstance(exc.__cause__, PermissionError):
+            raise _not_owned(command) from exc
+        raise
     if "exception" in reply:
         raise MonitError(f"action failed -- {reply['exception']['message']}")
     return reply
+
+
+def _not_owned(command: Command) -> MonitError:
+    """Build the error of a user without the right, with which monit ends too."""
+    return MonitError(f"The control file '{_control_file(command)}' must be owned by you (use sudo).")
 
 
 def _change(command: Command, action: str) -> int:
     """Request an action without output; returns when the agent has accepted it, not at its end."""
     names = command.words[1:2]
     if not names and not command.group:
-        raise MonitError(f"please specify a service name or 'all' after {action}")
+        raise MonitError(f"please specify the configured service name or 'all' after {action}")
     _need(command, action, ["all"] if command.group else names)
     return 0
 
@@ -123,22 +166,53 @@ def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str,
     try:
         return _ask(command, action, names)
     except NoAgentError as exc:
-        raise MonitError(_why_none(exc)) from exc
-
-
-def _why_none(exc: NoAgentError) -> str:
-    return str(exc) if isinstance(exc.__cause__, PermissionError) else NOT_RUNNING
+        raise MonitError(NOT_RUNNING) from exc
 
 
 def _validate(command: Command) -> int:
-    """Print the failing services that the agent knows; return 1 if there are any.
-
-    monit 5.2.5 swaps the exit codes (validate.c); newer versions return these.
-    """
+    """Print the failing services; return 0 if one is missing, of another type or silent, else 1, as monit 5.2.5."""
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
     for service in wrong:
         print(safetext.line(f"'{service['name']}' {service['reason'] or 'process is not running'}"), file=sys.stderr)
-    return FAILED if wrong else 0
+    return 0 if any(service["phase"] != "running" or FATAL & {*service["faults"]} for service in wrong) else FAILED
+
+
+def _match(command: Command) -> int:
+    """Print the command lines that match a pattern."""
+    if len(command.words) == 1:
+        print('Invalid syntax - usage: procmatch "<pattern>"')
+        return FAILED
+    from agent_shim.host import proc
+    from agent_shim.supervisor import posix_regex
+
+    try:
+        pattern = posix_regex.compiled(command.words[1])
+    except ValueError as exc:
+        print(safetext.line(f"Regex {command.words[1]} parsing error: {exc}"))
+        return FAILED
+    lines = [line or proc.name(pid) for pid, line in sorted(proc.command_lines(proc.table()).items())]
+    found = [line for line in lines if "procmatch" not in line and pattern.search(line)]
+    rule = "-" * 42
+    print(safetext.line(f'List of processes matching pattern "{command.words[1]}":'))
+    print(rule, *(f"\t{safetext.line(line)}" for line in found), rule, f"Total matches: {len(found)}", sep="\n")
+    if len(found) > 1:
+        print("WARNING: multiple processes matched the pattern. The agent takes the oldest, please refine the pattern")
+    return 0
+
+
+def _list(command: Command) -> None:
+    """Print the services in the words of ``monit -v``."""
+    services = safetext.value(_need(command, "show"))["services"]
+    print(f"Runtime constants:\n Control file       = {_control_file(command)}")
+    print(" Poll time          = 10 seconds with start delay 0 seconds\n")
+    print("The service list contains the following entries:\n")
+    for service in services:
+        kind = "Remote Host" if service["kind"] == "host" else service["kind"].capitalize()
+        rows = {f"{kind} Name": service["name"], " Group": ", ".join(service["groups"])}
+        for name, value in (rows | {" Monitoring mode": service["mode"]}).items():
+            print(f"{name:<21} = {value}")
+        print()
+    print("-" * 79)
 
 
 def _check(command: Command) -> int:
@@ -146,7 +220,14 @@ def _check(command: Command) -> int:
     from agent_shim.supervisor.monit import parser
 
     named = [*command.words, *filter(None, [command.options.get("-c")])]
-    paths = [Path(name) for name in named] or sorted(command.paths.monit_job.glob("*.monitrc"))
+    try:
+        there = command.paths.monit_job
+        paths = [Path(name) for name in named if Path(name) != _control_file(command)]
+        paths = paths or sorted(path for path in there.iterdir() if path.suffix == ".monitrc")
+    except PermissionError as exc:
+        raise _not_owned(command) from exc
+    except FileNotFoundError:
+        paths = []
     try:
         files = [parser.parse(path.read_text(), origin=str(path)) for path in paths]
     except (ConfigError, OSError, UnicodeDecodeError) as exc:
@@ -161,8 +242,8 @@ def _show(command: Command) -> int:
     """Print all services for ``summary`` and ``status``, ignoring names and groups. Returns 0 also without an agent."""
     try:
         shown = _ask(command, "show")
-    except NoAgentError as exc:
-        print(f"{command.name}: no status available -- {_why_none(exc)}", file=sys.stderr)
+    except NoAgentError:
+        print(f"{command.name}: no status available -- {NOT_RUNNING}", file=sys.stderr)
         return 0
     here = Machine.now()
     print(summary(shown, here) if command.words[0] == "summary" else status(shown, here))

@@ -15,6 +15,7 @@ import binascii
 import functools
 import hashlib
 import hmac
+import operator
 import os
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -26,7 +27,7 @@ from agent_shim.core import safetext
 from agent_shim.edges import http_server, monit_text
 from agent_shim.edges.http_server import Request, Response
 from agent_shim.host import clock, files, host_stats, proc
-from agent_shim.supervisor.event_kinds import BITS
+from agent_shim.supervisor.event_kinds import BITS, HINTS
 
 ACTIONS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 XML: Final = "text/xml"
@@ -159,7 +160,8 @@ def document(shown: Mapping[str, Any], here: _Machine, *, version: int) -> str:
         "httpd": {"address": "127.0.0.1", "port": 2822, "ssl": 0},
     }
     bodies = [(each["name"], TYPES.get(each["kind"], 3), _service(each)) for each in services]
-    bodies.append((f"system_{here.name}", TYPES["system"], _system()))
+    if not any(each["kind"] == "system" for each in services):
+        bodies.append((f"system_{here.name}", TYPES["system"], _state(0, 0, 1, 0, 0) | _load()))
     head = '<?xml version="1.0" encoding="ISO-8859-1"?>'
     platform = _element("platform", here.platform)
     if version == 1:
@@ -184,8 +186,9 @@ def document(shown: Mapping[str, Any], here: _Machine, *, version: int) -> str:
 def _service(service: Mapping[str, Any]) -> dict[str, Any]:
     """List the members in monit's order; includes figures only where monit does."""
     phase, status = service["phase"], _bits(service)
-    monitor = MONITOR.get(phase, 1)
-    members = _state(status, monitor, MODES.get(service["mode"], 0), PENDING.get(phase, 0))
+    hint = sum(HINTS.get(fault, 0) for fault in service["faults"]) if phase == "running" else 0
+    monitor = MONITOR["starting"] if service["state"] == "starting" else MONITOR.get(phase, 1)
+    members = _state(status, hint, monitor, MODES.get(service["mode"], 0), PENDING.get(phase, 0))
     if status:
         members["status_message"] = _Data(service["reason"] or "process is not running")
     if service["kind"] == "process" and monitor == 1 and not status & MISSING and service["pid"]:
@@ -202,14 +205,29 @@ def _service(service: Mapping[str, Any]) -> dict[str, Any]:
             },
             "cpu": {"percent": f"{service['own_cpu']:.1f}", "percenttotal": f"{service['cpu_total']:.1f}"},
         }
+    if monitor == 1 and phase == "running":
+        members |= _load() if service["kind"] == "system" else {}
+        members["responses"] = _Parts(_response(each) for each in service["responses"])
     return members
+
+
+def _response(response: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the element of a connection or echo request."""
+    seconds = {"responsetime": f"{response['seconds']:.3f}"}
+    match response["kind"]:
+        case "ICMP":
+            return "icmp", {"type": "Echo Request"} | seconds
+        case "UNIX":
+            return "unix", {"path": response["path"], "protocol": response["protocol"]} | seconds
+    place = {"hostname": response["host"], "portnumber": response["port"], "request": response["request"]}
+    return "port", place | {"protocol": response["protocol"], "type": response["kind"]} | seconds
 
 
 def _bits(service: Mapping[str, Any]) -> int:
     """Return the ``status`` bits; 0 means no fault."""
     match service["phase"]:
         case "running":
-            return sum(BITS[fault] for fault in service["faults"])
+            return functools.reduce(operator.or_, (BITS[fault] for fault in service["faults"]), 0)
         case "down" | "restarting":
             return MISSING | (FAILED if service["reason"].startswith("cannot start") else 0)
         case "broken":
@@ -217,14 +235,14 @@ def _bits(service: Mapping[str, Any]) -> int:
     return 0
 
 
-def _system() -> dict[str, Any]:
+def _load() -> dict[str, Any]:
     load = [f"{average:.2f}" for average in os.getloadavg()]
-    return _state(0, 1, 0, 0) | {"system": {"load": dict(zip(("avg01", "avg05", "avg15"), load, strict=True))}}
+    return {"system": {"load": dict(zip(("avg01", "avg05", "avg15"), load, strict=True))}}
 
 
-def _state(status: int, monitor: int, mode: int, pending: int) -> dict[str, Any]:
+def _state(status: int, hint: int, monitor: int, mode: int, pending: int) -> dict[str, Any]:
     now = clock.wall_time()
-    collected = {"collected_sec": int(now), "collected_usec": int(now % 1 * 1e6), "status": status, "status_hint": 0}
+    collected = {"collected_sec": int(now), "collected_usec": int(now % 1 * 1e6), "status": status, "status_hint": hint}
     return collected | {"monitor": monitor, "monitormode": mode, "pendingaction": pending}
 
 
@@ -251,11 +269,19 @@ class _Data(str):
     __slots__ = ()
 
 
+class _Parts(tuple[tuple[str, Any], ...]):
+    """Elements, each with its own name, without one around them."""
+
+    __slots__ = ()
+
+
 def _members(members: Mapping[str, Any]) -> str:
     return "".join(_element(name, value) for name, value in members.items())
 
 
 def _element(name: str, value: Any) -> str:
+    if isinstance(value, _Parts):
+        return "".join(_element(*part) for part in value)
     if isinstance(value, Mapping):
         content = _members(value)
     elif isinstance(value, _Data):

@@ -41,17 +41,19 @@ class Machine(NamedTuple):
 
 
 def summary(shown: Mapping[str, Any], machine: Machine) -> str:
-    """Format a header and a line per service, the system last."""
+    """Format a header and a line per service, the system last, unless a job has a check of it."""
     shown = safetext.value(shown)
     rows = [(_title(service), words(service)) for service in shown["services"]]
-    rows.append((f"System 'system_{machine.name}'", "running"))
+    if not has_system(shown):
+        rows.append((f"System 'system_{machine.name}'", "running"))
     return "\n".join([_header(shown), "", *(f"{title:<35} {text}" for title, text in rows)])
 
 
 def status(shown: Mapping[str, Any], machine: Machine) -> str:
-    """Format a header and a paragraph per service, the system last."""
+    """Format a header and a paragraph per service, the system last, unless a job has a check of it."""
     shown = safetext.value(shown)
     lines = [_header(shown), ""]
+    load = {"load average": " ".join(f"[{number:.2f}]" for number in machine.load)}
     for service in shown["services"]:
         text = words(service)
         is_monitored = not text.startswith("not monitored")
@@ -59,15 +61,25 @@ def status(shown: Mapping[str, Any], machine: Machine) -> str:
         lines += _fields({"status": text, "monitoring status": "monitored" if is_monitored else "not monitored"})
         if service["kind"] == "process" and service["pid"] and is_monitored:
             lines += _fields(_numbers(service))
+        if service["kind"] == "system" and is_monitored:
+            lines += _fields(load)
+        if service["phase"] == "running":
+            lines += [line for response in service["responses"] for line in _fields(_response(response))]
         if service["reason"]:
             lines += _fields({"message": service["reason"]})
         if service["unheeded"]:
             lines += _fields({"not acted on": ", ".join(service["unheeded"])})
         lines += [*_fields({"data collected": machine.time}), ""]
-    load = " ".join(f"[{number:.2f}]" for number in machine.load)
-    lines.append(f"System 'system_{machine.name}'")
-    lines += _fields({"status": "running", "monitoring status": "monitored", "load average": load})
-    return "\n".join([*lines, *_fields({"data collected": machine.time}), ""])
+    if not has_system(shown):
+        lines.append(f"System 'system_{machine.name}'")
+        lines += _fields({"status": "running", "monitoring status": "monitored", **load})
+        lines += [*_fields({"data collected": machine.time}), ""]
+    return "\n".join(lines)
+
+
+def has_system(shown: Mapping[str, Any]) -> bool:
+    """True if a job has a ``check system``; monit makes up one only if none has."""
+    return any(service["kind"] == "system" for service in shown["services"])
 
 
 def _fields(values: Mapping[str, str]) -> list[str]:
@@ -89,6 +101,17 @@ def _numbers(service: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def _response(response: Mapping[str, Any]) -> dict[str, str]:
+    seconds = f"{max(0.0, response['seconds']):.3f}s"
+    match response["kind"]:
+        case "ICMP":
+            return {"icmp response time": f"{seconds} [Echo Request]"}
+        case "UNIX":
+            return {"unix socket response time": f"{seconds} to {response['path']} [{response['protocol']}]"}
+    place = f"{response['host']}:{response['port']}{response['request']}"
+    return {"port response time": f"{seconds} to {place} [{response['protocol']} via {response['kind']}]"}
+
+
 def _header(shown: Mapping[str, Any]) -> str:
     return f"The Monit daemon {VERSION} uptime: {duration(shown['uptime_secs'])}"
 
@@ -104,6 +127,8 @@ def words(service: Mapping[str, Any]) -> str:
     if phase == "down":
         is_dead = service["kind"] == "process" and not service["reason"].startswith("cannot start")
         return "Does not exist" if is_dead else "Execution failed"
+    if phase == "running" and service["state"] == "starting":
+        return "initializing"  # before the first check
     if phase == "running":
         is_good = service["state"] != "failing"
         return _GOOD.get(service["kind"], "accessible") if is_good else str(service["faults"][0])

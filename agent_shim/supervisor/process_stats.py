@@ -7,13 +7,15 @@ import os
 import threading
 import time
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from agent_shim.host import cgroups, clock, host_stats, proc
 from agent_shim.supervisor.event_kinds import ORDER
+from agent_shim.supervisor.monit.ast import Connection, Echo
+from agent_shim.supervisor.network_checks import requested
 from agent_shim.supervisor.process_record import Identity
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import MONITORED, UP
@@ -43,6 +45,19 @@ class ProcessInfo(msgspec.Struct, frozen=True):
     mem_kb: int = 0
     mem_percent: float = 0.0
     cpu_total: float = 0.0
+
+
+class ResponseInfo(msgspec.Struct, frozen=True):
+    """The last answer to a connection or echo request; ``seconds`` is -1 if there was none, 0 before the first."""
+
+    kind: str
+    """``TCP``, ``UDP``, ``UNIX`` or ``ICMP``."""
+    seconds: float
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    request: str = ""
+    protocol: str = ""
 
 
 class ServiceInfo(msgspec.Struct, frozen=True):
@@ -77,6 +92,8 @@ class ServiceInfo(msgspec.Struct, frozen=True):
     exits: Mapping[str, int] = {}
     """Unexpected exits by kind (``process_finder.KINDS``)."""
     oom_kills: int = 0
+    responses: tuple[ResponseInfo, ...] = ()
+    """In the order of monit, the last rule first."""
 
 
 class _Sample(NamedTuple):
@@ -190,6 +207,7 @@ class ProcessStats:
                     unheeded=service.spec.unsupported,
                     exits=service.record.exits,
                     oom_kills=service.record.oom_kills,
+                    responses=tuple(_responses(service)),
                     **own,
                 )
             )
@@ -211,6 +229,19 @@ class ProcessStats:
         share, own_share = _percent(ticks - last.ticks, seconds), _percent(own_ticks - last.own_ticks, seconds)
         self._samples[name] = _Sample(identity, now, ticks, own_ticks, share, own_share)
         return share, own_share
+
+
+def _responses(service: Service) -> Iterator[ResponseInfo]:
+    for number, rule in reversed(list(enumerate(service.spec.rules))):
+        seconds = service.responses.get(number, 0.0)
+        match rule.test:
+            case Echo():
+                yield ResponseInfo("ICMP", seconds)
+            case Connection(host, port, path, protocol, _, is_udp):
+                name = protocol.name if protocol.name == "generic" else protocol.name.upper()
+                request = requested(protocol) if protocol.request else ""
+                kind = "UNIX" if path else "UDP" if is_udp else "TCP"
+                yield ResponseInfo(kind, seconds, host, port, path, request, name)
 
 
 def _percent(ticks: int, seconds: float) -> float:

@@ -187,7 +187,7 @@ class RuleEngine:
     async def _ask_host(self, service: Service, watch: _Watch) -> list[Numbered]:
         """Send echo requests, then test the ports, unless the host is silent."""
         rules = list(enumerate(watch.spec.rules))
-        echoes = [_echo(rule.test, watch.spec.address, number) for number, rule in rules if isinstance(rule.test, Echo)]
+        echoes = [_echo(service, rule.test, number) for number, rule in rules if isinstance(rule.test, Echo)]
         findings = [each for found in await asyncio.gather(*echoes) for each in found]
         if not any(finding.fails for _, finding in findings):
             asked = [_ask(service, rule.test, number) for number, rule in rules if isinstance(rule.test, Connection)]
@@ -279,11 +279,13 @@ async def _ask(service: Service, test: Connection, number: int) -> list[Numbered
     return [(number, Finding(bool(why), why or f"connection succeeded to {network_checks.where(test)}"))]
 
 
-async def _echo(test: Echo, address: str, number: int) -> list[Numbered]:
+async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
     """Return no finding where this container may send no echo requests, as monit does."""
+    begun_at, address = time.monotonic(), service.spec.address
     why = await network_checks.echo(address, test)
     if why is None:
         return []
+    service.responses[number] = -1.0 if why else time.monotonic() - begun_at
     return [(number, Finding(bool(why), why or f"{address} answers echo requests"))]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from agent_shim.edges import monit_http
+from agent_shim.supervisor.event_kinds import SIZE, Complaint
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from benchmarks.world import COMMAND
@@ -109,6 +110,39 @@ async def test_running_service_is_told_as_the_go_agent_reads_it(world: World) ->
         assert [name for name in services if name and name.startswith("system_")] != []
         groups = root.findall("servicegroups/servicegroup")
         assert [(group.get("name"), [each.text for each in group]) for group in groups] == [("vcap", ["db", "web"])]
+
+
+async def test_other_checks_are_told_with_their_answers(world: World) -> None:
+    """A change is a hint as well, and a system of a job takes the place of monit's own."""
+    path = world.base / "file"
+    path.touch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        text = f"""
+        check system ours
+          if memory > 0 % then alert
+        check host far with address 127.0.0.1
+          if failed port {port} protocol http and request "/a b" then alert
+        check file changing with path {path}
+          if changed size then alert
+        """
+        async with listening(world, JobFile("job", "", text)) as (supervisor, where):
+            await eventually(lambda: all(info(supervisor, name).faults for name in ("ours", "far")))
+            await eventually(lambda: info(supervisor, "changing").process.state == "running")
+            root = await status(where)
+            ours, far, changing = root.findall("services/service")
+
+            assert [number(each, "type") for each in (ours, far, changing)] == [5, 4, 2]
+            assert [number(each, "status") for each in (ours, far, changing)] == [2, 32, 0]
+            assert ours.find("system/load/avg01") is not None
+            assert [(each.tag, each.text) for each in far.findall("port/")] == [
+                *(("hostname", "127.0.0.1"), ("portnumber", str(port)), ("request", "/a%20b"), ("protocol", "HTTP")),
+                *(("type", "TCP"), ("responsetime", "-1.000")),
+            ]
+            supervisor._services["changing"].complaints[0] = Complaint(SIZE, "size was changed", is_change=True)
+            _, _, changing = (await status(where)).findall("services/service")
+            assert (number(changing, "status"), number(changing, "status_hint")) == (16, 16)
 
 
 async def test_dead_and_broken_services_have_a_status_and_a_message(world: World) -> None:

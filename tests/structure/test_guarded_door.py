@@ -236,7 +236,7 @@ RAW: Mapping[str, Raw] = {
     "services.state_backup": Raw(
         OWN, frozenset({"StateBackup._move", "StateBackup._restore", "StateBackup._update", "_empty"})
     ),
-    "cli.monit": Raw(NAMED, frozenset({"_check", "main"})),
+    "cli.monit": Raw(NAMED, frozenset({"_check", "_require_control_file", "main"})),
     "cli.release_tarball": Raw(
         "named by the caller, and blobs, where only root writes", frozenset({"_opened", "_write_packages"})
     ),

@@ -33,6 +33,10 @@ def service(name: str = "web", **members: Any) -> dict[str, Any]:
         "cpu_total": 2.5,
         "reason": "",
         "unheeded": [],
+        "groups": ["vcap"],
+        "mode": "active",
+        "faults": [],
+        "responses": [],
         **members,
     }
 
@@ -143,8 +147,9 @@ def test_durations_name_units_when_needed(seconds: int, text: str) -> None:
         ("stop -g vcap", "stop", ["all"], "vcap"),
         ("-g vcap stop", "stop", ["all"], "vcap"),
         ("-gvcap restart all", "restart", ["all"], "vcap"),
-        ("-v -I monitor web", "monitor", ["web"], ""),
-        ("-c /etc/monitrc unmonitor web", "unmonitor", ["web"], ""),
+        ("-I monitor web", "monitor", ["web"], ""),
+        ("-c /var/vcap/bosh/etc/monitrc unmonitor web", "unmonitor", ["web"], ""),
+        ("-c /dev/null unmonitor web", "unmonitor", ["web"], ""),
     ],
 )
 def test_options_stand_before_or_after_the_action(
@@ -164,9 +169,11 @@ def test_options_stand_before_or_after_the_action(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("start", "please specify a service name or 'all' after start"),
+        ("start", "please specify the configured service name or 'all' after start"),
         ("dance", "invalid argument -- dance"),
-        ("-Z", "option -Z not recognized"),
+        ("-Z", "invalid option -- Z  (-h will show valid options)"),
+        ("summary -c", "option -- c requires an argument"),
+        ("-c /no/such summary", "Cannot stat the control file '/no/such' -- No such file or directory"),
     ],
 )
 def test_wrong_lines_end_with_1(
@@ -226,15 +233,110 @@ def test_reload_and_quit_say_what_monit_says(asked: list[dict[str, Any]], capfd:
     assert [one["action"] for one in asked] == ["show", "quit"]
 
 
-def test_validate_ends_with_1_when_something_fails(
-    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("members", "status", "said"),
+    [
+        ({}, 1, ""),
+        ({"phase": "down", "state": "failing", "reason": "it ended"}, 0, "'web' it ended\n"),
+        ({"state": "failing", "faults": ["Connection failed"], "reason": "no answer"}, 1, "'web' no answer\n"),
+        ({"state": "failing", "faults": ["Invalid type"], "reason": "a link"}, 0, "'web' a link\n"),
+    ],
+)
+def test_validate_ends_with_the_codes_of_monit(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], members: dict[str, Any], status: int, said: str
 ) -> None:
-    assert monit.main(["validate"]) == 0
-    monkeypatch.setattr(
-        control_client, "ask", lambda *_: shown(service(phase="down", state="failing", reason="it ended"))
-    )
-    assert monit.main(["validate"]) == 1
-    assert capfd.readouterr() == ("", "'web' it ended\n")
+    """Exit code 1 without an error, as 5.2.5 has it; a closed port is none."""
+    monkeypatch.setattr(control_client, "ask", lambda *_: shown(service(**members)))
+
+    assert monit.main(["validate"]) == status
+    assert capfd.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize("line", ["", "-g vcap", "-I"])
+def test_without_an_action_the_daemon_is_awakened(
+    asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str], line: str
+) -> None:
+    assert monit.main(line.split()) == 0
+    assert capfd.readouterr() == ("", "monit daemon at 7 awakened\n")
+
+
+def test_verbose_lists_the_services_first(asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]) -> None:
+    assert monit.main(["-v", "stop", "web"]) == 0
+
+    assert "\nProcess Name          = web\n Group                = vcap\n" in capfd.readouterr().out
+    assert [one["action"] for one in asked] == ["show", "stop"]
+
+
+def test_processes_that_match_a_pattern_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    """The command that lists them is none of them."""
+    own = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
+    word = own.split(" ")[0]
+    assert monit.main(["procmatch", f"^{word}"]) == 0
+    out = capfd.readouterr().out.splitlines()
+
+    assert out[:2] == [f'List of processes matching pattern "^{word}":', "-" * 42]
+    assert any(line.startswith(f"\t{word}") for line in out)
+    assert any(line.startswith("Total matches: ") for line in out)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("procmatch", 'Invalid syntax - usage: procmatch "<pattern>"\n'),
+        ("procmatch (", "Regex ( parsing error: Unmatched ( or \\(\n"),
+    ],
+)
+def test_a_wrong_pattern_ends_with_1(capfd: pytest.CaptureFixture[str], line: str, said: str) -> None:
+    assert monit.main(line.split()) == 1
+    assert capfd.readouterr() == (said, "")
+
+
+@pytest.mark.parametrize("line", ["summary", "status", "stop web", "reload", "validate", "quit", "-v summary", ""])
+def test_a_user_without_the_right_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], line: str
+) -> None:
+    """With exit code 1 for any action, as monit ends for a user who does not own its control file."""
+
+    def ask(*_: object) -> None:
+        raise NoAgentError("no") from PermissionError()
+
+    monkeypatch.setattr(control_client, "ask", ask)
+    monkeypatch.setattr(sys, "argv", ["/usr/local/bin/monit"])
+
+    assert monit.main(line.split()) == 1
+    said = "The control file '/var/vcap/bosh/etc/monitrc' must be owned by you (use sudo)."
+    assert capfd.readouterr() == ("", f"monit: {said}\n")
+
+
+def test_the_systems_own_check_takes_the_place_of_the_invented_one() -> None:
+    services = shown(service(), service("ours", kind="system"))
+
+    assert monit_text.summary(services, MACHINE).splitlines()[2:] == [
+        "Process 'web'                       running",
+        "System 'ours'                       running",
+    ]
+    status = monit_text.status(services, MACHINE)
+    assert status.count("System '") == 1
+    assert "  load average                      [0.50] [1.25] [2.00]\n" in status
+
+
+def test_response_times_are_shown() -> None:
+    responses = [
+        {"kind": "TCP", "seconds": 0.0126, "host": "h", "port": 80, "request": "/x", "protocol": "HTTP"},
+        {"kind": "UNIX", "seconds": -1.0, "path": "/s", "protocol": "DEFAULT"},
+        {"kind": "UDP", "seconds": 0.0, "host": "h", "port": 53, "request": "", "protocol": "DNS"},
+        {"kind": "ICMP", "seconds": 2.0},
+    ]
+    text = monit_text.status(shown(service(kind="host", responses=responses)), MACHINE)
+
+    assert (
+        "  port response time                0.013s to h:80/x [HTTP via TCP]\n"
+        "  unix socket response time         0.000s to /s [DEFAULT]\n"
+        "  port response time                0.000s to h:53 [DNS via UDP]\n"
+        "  icmp response time                2.000s [Echo Request]\n"
+    ) in text
+    stopped = shown(service(kind="host", phase="stopped", state="unknown", responses=responses))
+    assert "response time" not in monit_text.status(stopped, MACHINE)
 
 
 def test_version_is_the_one_of_stemcells(capfd: pytest.CaptureFixture[str]) -> None:
