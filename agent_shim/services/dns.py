@@ -3,7 +3,7 @@
 bosh-dns reads ``records.json``, byte for byte as the Director wrote it, so that file is written first and decides.
 ``/etc/hosts`` helps programs that do not use bosh-dns: in a pod it may be read-only or a mount, which must not make DNS
 stale. ``localhost`` and the host name are in it from the boot on, with or without a Director: some CPIs unmount the
-file of the container runtime, and the one below is empty.
+file of the container runtime, warden's after the agent has started, and the one below does not have them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
 from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
-from agent_shim.host import files, hostname, mounts, network
+from agent_shim.host import clock, files, guarded, hostname, mounts, network
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ FETCH_TIMEOUT_S: Final = 45.0
 _ADDRESS: Final = re.compile(r"[0-9A-Fa-f.:]{2,45}")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 LOCALHOST: Final = "localhost"
+POLL_S: Final = 10.0
+"""Interval of looks for another hosts file."""
 
 
 class _Blob(msgspec.Struct, frozen=True):
@@ -85,6 +87,20 @@ class Dns:
         async with self._turn:
             return await asyncio.to_thread(self._name_self, agent_id)
 
+    async def keep_names(self, agent_id: Callable[[], str]) -> NoReturn:
+        """Add both names again whenever another hosts file appears, for ever."""
+        known = None
+        while True:
+            found = await asyncio.to_thread(_identity, self._paths.etc / "hosts")
+            if found != known:
+                known = found
+                try:
+                    async with self._turn:
+                        await asyncio.to_thread(self._complete_hosts, agent_id())
+                except (ActionError, OSError) as exc:
+                    logger.warning("cannot name this machine in the hosts file: %s", exc)
+            await asyncio.sleep(clock.until_beat(POLL_S))
+
     async def _has(self, version: int) -> bool:
         return await asyncio.to_thread(stored_version, self._paths.dns_records) >= version
 
@@ -120,6 +136,10 @@ class Dns:
 
     def _name_self(self, agent_id: str) -> str | None:
         kept = hostname.set_host_name(agent_id) if self._paths.is_system else "the machine is left alone"
+        self._complete_hosts(agent_id)
+        return kept or None
+
+    def _complete_hosts(self, agent_id: str) -> None:
         hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
         missing = [name for name in (LOCALHOST, host_name) if not lines_naming(name, hosts)]
         if missing and mounts.is_mount_point(hosts):
@@ -128,7 +148,6 @@ class Dns:
             files.write_atomic(hosts, "\n".join([text + own_lines(missing), ""]).encode())
         elif missing:
             self._write_hosts(self._stored() or _Blob(), agent_id)
-        return kept or None
 
     def _write_hosts(self, blob: _Blob, agent_id: str) -> None:
         hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
@@ -138,6 +157,14 @@ class Dns:
             hosts.parent.mkdir(parents=True, exist_ok=True)
             kept = lines_naming(host_name, hosts) if agent_id != host_name else []
             files.write_atomic(hosts, hosts_text(agent_id, host_name, kept, records).encode(), mode=0o644)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = guarded.status(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def stored_version(records: Path) -> int:

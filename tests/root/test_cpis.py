@@ -30,7 +30,7 @@ pytestmark = pytest.mark.root
 WITHOUT_CAPABILITIES = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--")
 
 OURS = [cpis.OURS, cpis.OURS_LIVE]
-ALL = [cpis.DOCKER, cpis.GARDEN, cpis.LXD, cpis.KUBERNETES, cpis.SYKESM, cpis.SAP, *OURS]
+ALL = [cpis.DOCKER, cpis.GARDEN, cpis.WARDEN_WITH_SYSTEMD, cpis.LXD, cpis.KUBERNETES, cpis.SYKESM, cpis.SAP, *OURS]
 WITH_TWO_DISKS = [cpis.DOCKER, cpis.CREATE_ENV, cpis.GARDEN, cpis.LXD, cpis.KUBERNETES, cpis.SYKESM, *OURS]
 AS_VCAP = "setpriv --reuid=vcap --regid=vcap --clear-groups --"
 
@@ -254,3 +254,15 @@ async def test_a_volume_that_the_manifest_mounts_on_the_store(tmp_path: Path, pr
         await one.pod.run("mount_disk", "disk-1")
         assert await one.pod.run("list_disk") == ["disk-1"]
         assert fingerprint(one.pod.volume("disk-1")) == one.content
+
+
+async def test_names_after_warden_has_unmounted_the_hosts_file(tmp_path: Path) -> None:
+    """Its last step uncovers the image's own file when the agent is up; sudo and compilations look up both names."""
+    async with made(tmp_path, cpis.WARDEN_WITH_SYSTEMD) as pod:
+        await pod.start()
+        names = ("localhost", pod.machine.run("hostname").strip())
+        assert pod.machine.run("! mountpoint -q /etc/hosts; getent -s hosts:files ahosts localhost").split()[0]
+
+        async with asyncio.timeout(60):
+            while not all(pod.machine.run(f"getent -s hosts:files ahosts {name} || true") for name in names):
+                await asyncio.sleep(0.1)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from kubernetes_cpi import manifests
+from tests.structure.source import ROOT
 from tests.support.machine import Machine
 
 BOSH: Final = "/var/vcap/bosh"
@@ -96,6 +97,8 @@ class Cpi:
     members: Document = field(default_factory=dict)
     start: str = ""
     saves: tuple[str, ...] = ()
+    finish: str = ""
+    """Its last step, which it does not wait for: the agent is up by then."""
 
     def disk(self, cid: str) -> str:
         """Where a disk is in the container."""
@@ -131,6 +134,19 @@ CREATE_ENV: Final = Cpi(
 GARDEN: Final = Cpi(
     name="warden", place="/mnt/warden-cpi-dev/{cid}", attaches="live", loses_data_unasked=False, start=RUN_DIRECTORIES
 )
+WARDEN_WITH_SYSTEMD: Final = Cpi(
+    name="warden with start_containers_with_systemd",
+    is_late=True,
+    place="/mnt/warden-cpi-dev/{cid}",
+    attaches="live",
+    loses_data_unasked=False,
+    start=(
+        f"cat {shlex.quote(str(ROOT / 'stemcell_overlay/blank/etc/hosts'))} >/etc/hosts; "
+        "echo 10.254.0.2 $(hostname) >/mnt/hosts; mount --bind /mnt/hosts /etc/hosts"
+    ),
+    finish="umount /etc/hosts || true",
+)
+"""bosh-lite's way: process 1 is the image's, settings are streamed in after it, Garden's hosts file goes late."""
 LXD: Final = Cpi(
     name="LXD",
     deliver=put_for_all,

@@ -179,9 +179,12 @@ class Pod:
             while True:
                 try:
                     await self.director.value(self.agent_id, "ping", timeout=0.02)
-                    return begun_at
+                    break
                 except RpcTimeoutError:
                     continue
+        if self.cpi.finish:
+            self.machine.run(self.cpi.finish)
+        return begun_at
 
     def end_agent(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Stop the agent, as its service manager does; the container continues."""

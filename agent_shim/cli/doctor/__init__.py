@@ -66,6 +66,8 @@ LOGIN_PROGRAMS: Final = ("useradd", "usermod", "userdel", "sshd", "ssh-keygen")
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(etc-hosts|containers/)")
 """The directory on a node from which a kubelet mounts the hosts file and the termination log into containers."""
+DISKS_OF_WARDEN: Final = Path("/warden-cpi-dev")
+"""The directory of the host below which the warden CPI mounts disks; other CPIs mount each disk below that path."""
 RESOLV_CONF: Final = Path("/etc/resolv.conf")
 
 
@@ -100,9 +102,12 @@ def examine(paths: Paths, config: Path | None) -> Report:
 
 
 def runtime(settings: Effective | None) -> Runtime:
-    """The creator of the container: mounts of a kubelet imply a pod, settings with a bus a CPI."""
-    if "KUBERNETES_SERVICE_HOST" in os.environ or any(OF_A_KUBELET.search(mount.root) for mount in mounts.mounts()):
+    """The creator of the container: a mount of a kubelet, or of all disks by warden; else settings with a bus imply a CPI."""
+    table = mounts.mounts()
+    if "KUBERNETES_SERVICE_HOST" in os.environ or any(OF_A_KUBELET.search(mount.root) for mount in table):
         return "pod"
+    if any(mount.point == DISKS_OF_WARDEN for mount in table):
+        return "warden"
     return "cpi" if settings is not None and settings.mbus.urls else "engine"
 
 

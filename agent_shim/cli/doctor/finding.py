@@ -22,13 +22,16 @@ WIDTH: Final = 120
 SHOWN: Final = {GOOD: "ok", LIMITED: "limited", WRONG: "WRONG"}
 
 
-Runtime = Literal["pod", "cpi", "engine"]
+Runtime = Literal["pod", "cpi", "warden", "engine"]
 """The creator of the container, and thus the place of a change: a pod's manifest, ``cloud_properties`` of a CPI outside
-of Kubernetes, options of ``docker run`` and ``podman run``."""
+of Kubernetes, the host of Garden, options of ``docker run`` and ``podman run``."""
+
+CLOUD_PROPERTIES: Final = "cloud_properties of the VM"
+ON_HOST: Final = "the host of Garden: the warden CPI has no cloud property but ports"
 
 
 class Change(str):
-    """The change for a pod's manifest; ``cpi`` and ``engine`` are the same change for the other two."""
+    """The change for a pod's manifest; ``cpi`` and ``engine`` are the same change for the others."""
 
     __slots__ = ("cpi", "engine")
 
@@ -41,7 +44,8 @@ class Change(str):
         return made
 
     def words(self, runtime: Runtime) -> str:
-        return {"pod": str(self), "cpi": self.cpi, "engine": self.engine}[runtime]
+        warden = ON_HOST if self.cpi.startswith(CLOUD_PROPERTIES) else self.cpi
+        return {"pod": str(self), "cpi": self.cpi, "warden": warden, "engine": self.engine}[runtime]
 
 
 class Finding(NamedTuple):

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from agent_shim.cli.doctor.finding import GOOD, LIMITED, WRONG, Change, Finding
+from agent_shim.cli.doctor.finding import CLOUD_PROPERTIES, GOOD, LIMITED, WRONG, Change, Finding
 from agent_shim.host.capabilities import Privileges
 
 MIB: Final = 1 << 20
@@ -48,7 +48,7 @@ ROOT: Final = "root with few capabilities"
 RESTRICTED: Final = "restricted: no root"
 
 _SECURITY: Final = "securityContext"
-_CPI: Final = "cloud_properties of the VM"
+_CPI: Final = CLOUD_PROPERTIES
 _PRIVILEGED_BY_CPI: Final = "an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all"
 """The Docker and warden CPIs create privileged containers and ignore ``cloud_properties`` for this."""
 

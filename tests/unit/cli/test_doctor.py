@@ -15,6 +15,7 @@ from agent_shim.cli.doctor import verdicts
 from agent_shim.cli.doctor.finding import (
     GOOD,
     LIMITED,
+    ON_HOST,
     WRONG,
     Finding,
     Report,
@@ -194,7 +195,8 @@ def test_advice_is_in_the_words_of_the_runtime(finding: Finding, pod: str, cpi: 
     assert pod in said["pod"]
     assert cpi in said["cpi"]
     assert engine in said["engine"]
-    assert len(set(said.values())) == 3
+    assert said["warden"] == (ON_HOST if said["cpi"].startswith("cloud_properties") else said["cpi"])
+    assert len({said["pod"], said["cpi"], said["engine"]}) == 3
 
 
 def test_no_advice_for_a_cpi_or_an_engine_names_a_field_of_a_pod() -> None:
@@ -229,18 +231,20 @@ def _name(node: ast.Call) -> str:
 
 
 @pytest.mark.parametrize(
-    ("root", "settings", "runtime"),
+    ("root", "place", "settings", "runtime"),
     [
-        ("/var/lib/kubelet/pods/0f2f6a53-5b8e-4f0e-8a53-37a3f1a3b1c2/etc-hosts", True, "pod"),
-        ("/pods/0f2f6a53-5b8e-4f0e-8a53-37a3f1a3b1c2/containers/bosh/1a2b", False, "pod"),
-        ("/containers/0f2f/hosts", True, "cpi"),
-        ("/", False, "engine"),
+        ("/var/lib/kubelet/pods/0f2f6a53-5b8e-4f0e-8a53-37a3f1a3b1c2/etc-hosts", "/etc/hosts", True, "pod"),
+        ("/pods/0f2f6a53-5b8e-4f0e-8a53-37a3f1a3b1c2/containers/bosh/1a2b", "/etc/hosts", False, "pod"),
+        ("/containers/0f2f/hosts", "/etc/hosts", True, "cpi"),
+        ("/warden_cpi/persistent_bind_mounts_dir/0f2f", "/warden-cpi-dev", True, "warden"),
+        ("/volumes/disk-1", "/warden-cpi-dev/disk-1", True, "cpi"),
+        ("/", "/etc/hosts", False, "engine"),
     ],
 )
 def test_the_runtime_is_told_by_mounts_and_settings(
-    monkeypatch: pytest.MonkeyPatch, root: str, settings: bool, runtime: str
+    monkeypatch: pytest.MonkeyPatch, root: str, place: str, settings: bool, runtime: str
 ) -> None:
-    table = f"36 35 98:0 {root} /etc/hosts rw - ext4 /dev/vda rw\n".encode()
+    table = f"36 35 98:0 {root} {place} rw - ext4 /dev/vda rw\n".encode()
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(table))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     document = b'{"agent_id": "a", "mbus": "nats://192.0.2.1:4222"}'
