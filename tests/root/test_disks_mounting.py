@@ -184,6 +184,7 @@ def test_a_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None
     """Provisioners make volumes that jobs of other users cannot pass; a later mode is the choice of a job."""
     volume = tmp_path / "volume"
     volume.mkdir(mode=0o750)
+    (volume / markers.DIRECTORY).mkdir(mode=0o700)  # a lease is taken before the marker is written
     markers.write(volume, Marker("a"))
     assert stat.S_IMODE(volume.stat().st_mode) == 0o755
 

@@ -107,7 +107,7 @@ def write(volume: Path, marker: Marker) -> None:
     volume: a job could exchange the directory of the marker.
     """
     if os.geteuid() == 0:
-        is_new = not os.path.lexists(volume / DIRECTORY)
+        is_new = not os.path.lexists(volume / DIRECTORY / NAME)
         try:
             files.close_to_others(volume, None, more=0o755 if is_new else 0)
         except HostError as exc:
