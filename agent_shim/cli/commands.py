@@ -147,6 +147,9 @@ EXAMPLES: Final[dict[str, str]] = {
     "check": """
   agent-shim check jobs/web/monit jobs/web/config/bpm.yml
   agent-shim check --as settings warden-cpi-agent-env""",
+    "render": """
+  agent-shim render manifest.yml release.tgz --out rendered
+  agent-shim render manifest.yml ~/nginx-release --group web --only nginx --out rendered""",
     "probe": """
   agent-shim probe live
   agent-shim probe ready        # exit code 1 and the reason if not ready""",
@@ -286,6 +289,16 @@ def _add_for_tools(command: Command) -> None:
     check.add_argument("--json", action="store_true", dest="as_json", help=text)
     text = "monit file, bpm.yml, agent.json or settings"
     check.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
+
+    text = "evaluate the templates of an instance group by ruby, for an agent without a Director"
+    render = command("render", _render, text)
+    render.add_argument("manifest", type=Path, metavar="MANIFEST", help="deployment manifest without variables")
+    text = "directory or tarball of a release with the jobs"
+    render.add_argument("releases", nargs="+", type=Path, metavar="RELEASE", help=text)
+    render.add_argument("--group", default="", metavar="GROUP", help="instance group, if the manifest has several")
+    render.add_argument("--only", action="append", metavar="JOB", help="only this job")
+    text = "directory for jobs, packages and instance.json: AgentShim.spec of agent.json"
+    render.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
 
     probe = command("probe", _probe, "print the answer of /healthz or /readyz, for exec probes")
     probe.add_argument("kind", choices=("live", "ready"), help="live is /healthz, ready is /readyz")
@@ -532,6 +545,12 @@ def _check(args: argparse.Namespace) -> int:
     from agent_shim.cli import check
 
     return check.main(args.files, args.kind, as_json=args.as_json)
+
+
+def _render(args: argparse.Namespace) -> int:
+    from agent_shim.cli import render
+
+    return render.main(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
 """The file tree of an agent as one value.
 
 ``Paths()`` is the tree of a BOSH machine. ``Paths(DIR)`` moves all of it below ``DIR``, which takes the place of
-``/var/vcap``; files in ``/etc`` move to ``DIR/etc``, so nothing outside ``DIR`` is written. Names and locations are
+``/var/vcap``; files in ``/etc`` move to ``DIR/etc``, so nothing outside ``DIR`` is written, and no file of the real
+``/var/vcap`` is read. Names and locations are
 those of the Go agent (settings/directories/directories_provider.go).
 """
 
@@ -96,3 +97,7 @@ class Paths:
         self.dns_records = self.instance / "dns" / "records.json"
         self.instance_disks = self.instance / "disks"
         self.ssh_home = base / "bosh_ssh"
+
+    def moved(self, path: Path) -> Path:
+        """Return the place in this tree of a path below ``/var/vcap``, and any other path as it is."""
+        return path if self.is_system or not path.is_relative_to(VCAP) else self.base / path.relative_to(VCAP)

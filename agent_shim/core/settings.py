@@ -17,6 +17,7 @@ import msgspec
 
 from agent_shim.core import config_check, wire, x509
 from agent_shim.core.errors import ConfigError, SettingsError
+from agent_shim.core.paths import Paths
 from agent_shim.core.wire import Internal, Lenient
 
 T = TypeVar("T")
@@ -121,9 +122,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
     infrastructure: Infrastructure = msgspec.field(default=Infrastructure(), name="Infrastructure")
     shim: ShimOptions = msgspec.field(default=ShimOptions(), name="AgentShim")
 
-    @property
-    def settings_files(self) -> list[Path]:
-        """Return the possible settings files, in order.
+    def settings_files(self, paths: Paths) -> list[Path]:
+        """Return the possible settings files, in order, each in the tree of ``paths``.
 
         These are the files of all container CPIs if none is named (a volume may hide agent.json) or if one of them is
         named (an official stemcell names only the first).
@@ -131,8 +131,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
         sources = self.infrastructure.settings.sources
         named = [Path(each.settings_path) for each in sources if each.type == "File" and each.settings_path]
         if named and not set(named) & set(CPI_SETTINGS):
-            return named
-        return list(dict.fromkeys([*named, *CPI_SETTINGS]))
+            return [paths.moved(path) for path in named]
+        return [paths.moved(path) for path in dict.fromkeys([*named, *CPI_SETTINGS])]
 
 
 _OF_THE_GO_AGENT: Final = frozenset({"platform", "infrastructure"})

@@ -58,8 +58,11 @@ def main(options: Options) -> int:
     """Run until told to stop; returns the exit code."""
     unknown: list[str] = []
     config = _read_config(options.config, unknown)
+    why_not = _show_as_vcap(options.paths) if config.shim.spec and not options.paths.is_system else ""
     form = options.log_format or config.shim.log_format
     log.setup(level=options.log_level or config.shim.log_level, form=form, file=options.paths.agent_log / "current")
+    if why_not:
+        logger.warning("jobs that name /var/vcap find the real one or none: %s", why_not)
     for key in unknown:
         logger.warning("ignoring an %s of %s", key, options.config)
     if options.job_logs or config.shim.job_logs:
@@ -79,6 +82,18 @@ def _guard_loop(reports: str) -> Sequence[str]:
 
     loop_guard.install(Path(reports) if Path(reports).is_dir() else None)
     return loop_guard.violations
+
+
+def _show_as_vcap(paths: Paths) -> str:
+    """Let jobs find the tree at ``/var/vcap``; return the reason if they cannot."""
+    from agent_shim.host import tree_namespace  # late: only for a tree elsewhere
+
+    try:
+        files.make_dir(paths.base, 0o755)
+        tree_namespace.show_as_vcap(paths.base)
+    except OSError as exc:
+        return str(exc)
+    return ""
 
 
 def _read_config(path: Path | None, unknown: list[str]) -> settings.AgentConfig:
@@ -209,7 +224,7 @@ class Daemon:
 
     def _settings_store(self) -> SettingsStore:
         if not self._config.shim.spec:
-            return SettingsStore(self._paths, self._config.settings_files)
+            return SettingsStore(self._paths, self._config.settings_files(self._paths))
         from agent_shim.daemon import standalone  # late: most agents have a Director
 
         source = standalone.write_settings(self._paths, Path(self._config.shim.spec))

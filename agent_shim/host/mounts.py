@@ -26,6 +26,7 @@ MOUNTINFO: Final = Path("/proc/self/mountinfo")
 MS_RDONLY: Final = 1
 MS_REMOUNT: Final = 32
 MS_BIND: Final = 4096
+MS_MOVE: Final = 8192
 MS_REC: Final = 16384
 MS_PRIVATE: Final = 1 << 18
 MNT_DETACH: Final = 2
@@ -129,6 +130,16 @@ def bind(source: Path, target: Path, *, read_only: bool = False) -> None:
         _mount(source, target, MS_BIND | MS_REMOUNT | MS_RDONLY, f"make {target} read-only")
 
 
+def bind_all(source: Path, target: Path) -> None:
+    """Bind mount ``source`` at ``target`` with the mounts below it."""
+    _mount(source, target, MS_BIND | MS_REC, f"bind {source} on {target}")
+
+
+def move(source: Path, target: Path) -> None:
+    """Move the mount at ``source`` to ``target``."""
+    _mount(source, target, MS_MOVE, f"move {source} to {target}")
+
+
 def set_flags(target: Path, flags: int) -> None:
     """Replace the flags of the mount itself at ``target``."""
     _mount(Path("none"), target, MS_BIND | MS_REMOUNT | flags, f"change the mount options of {target}")
@@ -150,9 +161,12 @@ def mount_tmpfs(target: Path, options: str = "mode=755") -> None:
     _mount(Path("tmpfs"), target, 0, f"mount a tmpfs on {target}", kind=b"tmpfs", options=options.encode())
 
 
-def leave_mount_namespace() -> None:
-    """Enter a new mount namespace; later changes are visible only to this process and its children."""
-    if _libc().unshare(CLONE_NEWNS) != 0:
+def leave_mount_namespace(flags: int = 0) -> None:
+    """Enter a new mount namespace; later changes are visible only to this process and its children.
+
+    ``flags`` are those of further namespaces to leave.
+    """
+    if _libc().unshare(CLONE_NEWNS | flags) != 0:
         raise _refused("leave the mount namespace")
     make_private()
 

@@ -21,7 +21,7 @@ LIBRARIES: Mapping[str, frozenset[str]] = {
     "nats": frozenset({"edges.bus.nats", "demo"}),
     "prometheus_client": frozenset({"edges.metrics"}),
     "psutil": frozenset({"host"}),
-    "yaml": frozenset({"cli.release_tarball", "supervisor.bpm.config"}),
+    "yaml": frozenset({"cli.release_tarball", "cli.render", "supervisor.bpm.config"}),
     "yarl": frozenset({"services.blobstore"}),
 }
 """Allowed imports from outside; a package includes all its modules, and all others are forbidden."""

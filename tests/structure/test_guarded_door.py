@@ -26,7 +26,7 @@ METHODS = frozenset(
 MODULES = frozenset({"os", "io", "proc", "guarded", "files", "glob", "entry"})
 """Names whose attributes are no methods of a path: modules (see CALLS for them), directory entries."""
 
-OUTSIDE = frozenset({"cli.check", "demo"})
+OUTSIDE = frozenset({"cli.check", "cli.render", "demo"})
 """Commands that read what the user who calls them has named, with that user's rights; and the demonstration."""
 
 
@@ -189,6 +189,7 @@ RAW: Mapping[str, Raw] = {
         frozenset({"_report", "_sleep", "_waited_for_processor"}),
     ),
     "host.host_stats": Raw(KERNEL, frozenset({"load"})),
+    "host.tree_namespace": Raw(KERNEL, frozenset({"_make_place", "show_as_vcap"})),
     "host.mounts": Raw(KERNEL, frozenset({"mounts", "is_mount_point"})),
     "host.hostname": Raw(KERNEL, frozenset({"owner"})),
     "host.network": Raw(KERNEL, frozenset({"listeners", "is_of_machine"})),

@@ -18,7 +18,7 @@ OWN_CODES: Final = {0: "Success, or yes.", 1: "No, or incomplete.", 2: "Usage."}
 NAMES: Final = {"NAME": "name", "JOB": "job"}
 """Arguments that the running agent knows, and the member of ``status --json`` with the word."""
 
-FILES: Final = {"FILE": "f", "agent.json": "f", "DIR": "d"}
+FILES: Final = {"FILE": "f", "MANIFEST": "f", "RELEASE": "f", "agent.json": "f", "DIR": "d"}
 """Arguments that are files or directories, as ``compgen`` calls them."""
 
 

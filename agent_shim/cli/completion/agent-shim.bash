@@ -11,7 +11,7 @@ _agent_shim_members() {
 _agent_shim() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} words="" kind=""
     if [ "$COMP_CWORD" = 1 ]; then
-        words="run status logs doctor drain start stop restart monitor unmonitor call check probe handback demo completion help version --help --version"
+        words="run status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version --help --version"
     else
         case "${COMP_WORDS[1]} $before" in
             "run -C") kind=f ;;
@@ -37,6 +37,9 @@ _agent_shim() {
             "unmonitor -b") kind=d ;;
             "call -b") kind=d ;;
             "check --as") words="monit bpm agent settings" ;;
+            "render --group") : ;;
+            "render --only") : ;;
+            "render --out") kind=d ;;
             "probe -b") kind=d ;;
             "handback -b") kind=d ;;
             *)
@@ -53,6 +56,7 @@ _agent_shim() {
                     unmonitor) words="--help --wait -b all" kind=name ;;
                     call) words="--help -b" ;;
                     check) words="--help --as --json" kind=f ;;
+                    render) words="--help --group --only --out" kind=f ;;
                     probe) words="--help live ready -b" ;;
                     handback) words="--help -b" ;;
                     demo) words="--help --keep" ;;

@@ -22,6 +22,7 @@ complete -c agent-shim -n __fish_use_subcommand -a monitor -d 'Monitor services,
 complete -c agent-shim -n __fish_use_subcommand -a unmonitor -d 'Stop monitoring services.'
 complete -c agent-shim -n __fish_use_subcommand -a call -d 'Send a Director\'s request to the running agent.'
 complete -c agent-shim -n __fish_use_subcommand -a check -d 'Validate configuration files.'
+complete -c agent-shim -n __fish_use_subcommand -a render -d 'Evaluate the templates of an instance group by ruby, for an agent without a Director.'
 complete -c agent-shim -n __fish_use_subcommand -a probe -d 'Print the answer of /healthz or /readyz, for exec probes.'
 complete -c agent-shim -n __fish_use_subcommand -a handback -d 'Prepare state and jobs for the BOSH agent and monit (end this agent first).'
 complete -c agent-shim -n __fish_use_subcommand -a demo -d 'Deploy a small release with a scripted Director to a private agent.'
@@ -71,6 +72,11 @@ complete -c agent-shim -n '__fish_seen_subcommand_from call' -s b -x -a '(__fish
 complete -c agent-shim -n '__fish_seen_subcommand_from check' -l as -x -a 'monit bpm agent settings' -d 'kind of the files if their names are ambiguous'
 complete -c agent-shim -n '__fish_seen_subcommand_from check' -l json -d 'print mistakes and warnings of each file as JSON'
 complete -c agent-shim -n '__fish_seen_subcommand_from check' -F
+complete -c agent-shim -n '__fish_seen_subcommand_from render' -F
+complete -c agent-shim -n '__fish_seen_subcommand_from render' -F
+complete -c agent-shim -n '__fish_seen_subcommand_from render' -l group -x -d 'instance group, if the manifest has several'
+complete -c agent-shim -n '__fish_seen_subcommand_from render' -l only -x -d 'only this job'
+complete -c agent-shim -n '__fish_seen_subcommand_from render' -l out -x -a '(__fish_complete_directories)' -d 'directory for jobs, packages and instance.json: AgentShim.spec of agent.json'
 complete -c agent-shim -n '__fish_seen_subcommand_from probe' -a 'live ready'
 complete -c agent-shim -n '__fish_seen_subcommand_from probe' -s b -x -a '(__fish_complete_directories)' -d 'root directory instead of /var/vcap'
 complete -c agent-shim -n '__fish_seen_subcommand_from handback' -s b -x -a '(__fish_complete_directories)' -d 'root directory instead of /var/vcap'

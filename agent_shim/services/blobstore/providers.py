@@ -256,7 +256,7 @@ def local_directory(store: Blobstore, paths: Paths) -> Path:
         raise BlobError("Validating blobstore: missing blobstore_path")
     if not isinstance(directory, str):
         raise BlobError("Validating blobstore: blobstore_path must be a string")
-    return paths.blobs if directory == CREATE_ENV_CACHE else Path(directory)
+    return paths.blobs if directory == CREATE_ENV_CACHE else paths.moved(Path(directory))
 
 
 # --- what a program said --------------------------------------------------------------------------------------------

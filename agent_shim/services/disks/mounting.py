@@ -75,7 +75,11 @@ class DiskMounts:
     def known(self) -> dict[str, DiskSettings]:
         """Return all disks that the settings or a hint name."""
         source = self._settings().source
-        return hints.known(source.disks.persistent, source.env, hints.load(self._paths.disk_hints))
+        found = hints.known(source.disks.persistent, source.env, hints.load(self._paths.disk_hints))
+        if self._paths.is_system:
+            return found
+        moved = {cid: self._paths.moved(disk.place) for cid, disk in found.items() if disk.place is not None}
+        return found | {cid: msgspec.structs.replace(found[cid], path=str(path)) for cid, path in moved.items()}
 
     def look(self) -> View:
         disks = {cid: self._find(cid, known) for cid, known in self.known().items()}

@@ -11,6 +11,7 @@ import pytest
 
 from agent_shim.core import settings
 from agent_shim.core.errors import ConfigError, SettingsError
+from agent_shim.core.paths import Paths
 from agent_shim.demo.pki import HOUR, Authority
 
 CERT = {"ca": "CA", "certificate": "CERT", "private_key": "KEY"}
@@ -30,7 +31,7 @@ def test_stemcell_agent_json_names_the_settings_file() -> None:
                    {"Type": "HTTP", "URI": "http://169.254.169.254"},
                    {"Type": "File", "SettingsPath": "/var/vcap/bosh/x.json"}], "UseRegistry": true}}}"""
 
-    assert settings.parse_config(raw, origin="agent.json").settings_files == [Path("/var/vcap/bosh/x.json")]
+    assert settings.parse_config(raw, origin="agent.json").settings_files(Paths()) == [Path("/var/vcap/bosh/x.json")]
 
 
 def test_member_names_of_agent_json_match_in_any_case() -> None:
@@ -39,7 +40,7 @@ def test_member_names_of_agent_json_match_in_any_case() -> None:
     )
     config = settings.parse_config(raw, origin="agent.json")
 
-    assert (config.settings_files, config.shim.http) == ([Path("/x")], "off")
+    assert (config.settings_files(Paths()), config.shim.http) == ([Path("/x")], "off")
 
 
 @pytest.mark.parametrize(("raw", "port"), [(b"{}", 22), (b'{"AgentShim":{"ssh":{"port":2222}}}', 2222)])
@@ -54,7 +55,7 @@ def test_a_port_that_is_none_is_refused(port: bytes) -> None:
 
 
 def test_without_a_file_source_the_paths_of_container_cpis_are_read() -> None:
-    assert settings.parse_config(b"{}", origin="agent.json").settings_files == list(settings.CPI_SETTINGS)
+    assert settings.parse_config(b"{}", origin="agent.json").settings_files(Paths()) == list(settings.CPI_SETTINGS)
 
 
 def test_beside_the_path_of_one_container_cpi_those_of_the_others_are_read() -> None:
@@ -62,7 +63,17 @@ def test_beside_the_path_of_one_container_cpi_those_of_the_others_are_read() -> 
     first, second, third = settings.CPI_SETTINGS
     raw = b'{"Infrastructure":{"Settings":{"Sources":[{"Type":"File","SettingsPath":"%s"}]}}}' % bytes(second)
 
-    assert settings.parse_config(raw, origin="agent.json").settings_files == [second, first, third]
+    assert settings.parse_config(raw, origin="agent.json").settings_files(Paths()) == [second, first, third]
+
+
+@pytest.mark.parametrize("named", ["/var/vcap/bosh/warden-cpi-agent-env.json", "/var/vcap/bosh/mine.json", None])
+def test_below_another_base_no_settings_of_the_real_tree_are_read(named: str | None) -> None:
+    sources = [{"Type": "File", "SettingsPath": named}] if named else []
+    raw = json.dumps({"Infrastructure": {"Settings": {"Sources": sources}}}).encode()
+    found = settings.parse_config(raw, origin="agent.json").settings_files(Paths(Path("/tmp/x")))
+
+    assert found
+    assert [path for path in found if not path.is_relative_to("/tmp/x/bosh")] == []
 
 
 def test_broken_agent_json_is_named() -> None:

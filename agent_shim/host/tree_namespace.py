@@ -1,0 +1,64 @@
+"""Another tree as ``/var/vcap``, for this process and its children: jobs of releases name that path.
+
+A mount namespace has the tree in place of the real one; without root a user namespace comes with it, in which the user
+keeps its id. Nothing outside the namespaces changes. Needs a process with one thread.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from agent_shim.core.paths import VCAP
+from agent_shim.host import mounts
+
+CLONE_NEWUSER: Final = 0x10000000
+_CAPABILITIES_VERSION: Final = 0x20080522
+
+
+def show_as_vcap(tree: Path) -> None:
+    """Show ``tree``, an existing directory, as ``/var/vcap``; raises ``OSError`` where that is forbidden."""
+    tree, user, group = tree.resolve(), os.geteuid(), os.getegid()
+    if user == 0:
+        mounts.leave_mount_namespace()
+    else:
+        mounts.leave_mount_namespace(CLONE_NEWUSER)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    if not VCAP.is_dir():
+        _make_place(VCAP, tree)
+    mounts.bind_all(tree, VCAP)
+    if user != 0:
+        _drop_capabilities()
+
+
+def _make_place(place: Path, tree: Path) -> None:
+    """Make the directory ``place`` in a copy of its parent whose other entries are those of the original."""
+    parent, copy = place.parent, tree / ".parent"
+    copy.mkdir(exist_ok=True)
+    mounts.mount_tmpfs(copy)
+    for entry in parent.iterdir():
+        target = copy / entry.name
+        if entry.is_symlink():
+            target.symlink_to(entry.readlink())
+            continue
+        if entry.is_dir():
+            target.mkdir()
+        else:
+            target.touch()
+        mounts.bind_all(entry, target)
+    (copy / place.name).mkdir()
+    mounts.move(copy, parent)
+    copy.rmdir()
+
+
+def _drop_capabilities() -> None:
+    """Give up those of the user namespace, which the mounts needed."""
+    import ctypes
+
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
+    if ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,108 @@
+"""Jobs that name ``/var/vcap`` below another base: for root, for a user, without such a directory, and forbidden."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.paths import Paths
+from tests.support.jobs import sleeper
+
+pytestmark = pytest.mark.root
+
+AS_USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+WITHOUT_VCAP = """
+set -e
+share() { mkdir "$copy/$1" && mount --rbind "/var/$1" "$copy/$1"; }
+copy=$(mktemp -d)
+mount -t tmpfs copy "$copy"
+for entry in /var/*; do
+    case $entry in
+        /var/vcap) ;;
+        *) if [ -L "$entry" ]; then cp -a "$entry" "$copy"; else share "${entry#/var/}"; fi ;;
+    esac
+done
+mount --move "$copy" /var
+! [ -e /var/vcap ]
+exec "$@"
+"""
+NONE_LEFT = 'echo 0 >/proc/sys/user/max_mnt_namespaces; exec "$@"'
+PREFIXES = {
+    "root": [],
+    "user": AS_USER,
+    "without": ["unshare", "--mount", "bash", "-c", WITHOUT_VCAP, "bash"],
+    "user without": ["unshare", "--mount", "bash", "-c", WITHOUT_VCAP, "bash", *AS_USER],
+}
+
+
+@contextmanager
+def agent(where: Path, prefix: list[str]) -> Iterator[Path]:
+    """An agent without a Director, with a job that names ``/var/vcap``; yields its tree."""
+    for name, text in sleeper(Paths(), "web").items():
+        path = where / "rendered/jobs/web" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.lstrip("\n"))
+    config = where / "agent.json"
+    config.write_text(json.dumps({"AgentShim": {"http": "off", "spec": str(where / "rendered")}}))
+    tree = where / "vcap"
+    argv = [*prefix, sys.executable, "-m", "agent_shim", "run", "-C", str(config), "-b", str(tree), "--log-format=text"]
+    with (where / "log").open("w") as log, subprocess.Popen(argv, stdout=log, stderr=log) as started:
+        try:
+            yield tree
+        finally:
+            command("drain", tree, "--timeout", "5")
+            started.terminate()
+
+
+def listed() -> list[Path] | None:
+    return sorted(Path("/var/vcap").iterdir()) if Path("/var/vcap").is_dir() else None
+
+
+def command(word: str, tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "agent_shim", word, "-b", str(tree), *words]
+    return subprocess.run(argv, capture_output=True, text=True)
+
+
+def until(tree: Path, state: str) -> dict[str, object]:
+    """Wait until the job has a state; return its line of the status."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        done = command("status", tree, "--json")
+        found = json.loads(done.stdout)["processes"] if done.returncode == 0 else []
+        if found and found[0]["phase"] == state:
+            line: dict[str, object] = found[0]
+            return line
+        time.sleep(0.1)
+    raise AssertionError(f"the job is not {state}: {done}\n{(tree.parent / 'log').read_text()}")
+
+
+@pytest.mark.parametrize("kind", PREFIXES)
+def test_jobs_find_the_tree_at_var_vcap(tmp_path: Path, kind: str) -> None:
+    """The machine's ``/var/vcap`` stays as it is, and commands from outside reach the agent."""
+    before = listed()
+    tmp_path.chmod(0o777)
+    with agent(tmp_path, PREFIXES[kind]) as tree:
+        pid = until(tree, "running")["pid"]
+
+        assert (tree / "sys/run/web/web.pid").read_text().strip() == str(pid)
+        assert "jobs that name /var/vcap" not in (tmp_path / "log").read_text()
+        assert not (tree / ".parent").exists()
+        if "user" in kind:
+            (line,) = [one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("CapEff")]
+            assert int(line.split()[1], 16) == 0
+    assert listed() == before
+
+
+def test_without_a_namespace_the_first_line_says_why(tmp_path: Path) -> None:
+    with agent(tmp_path, ["unshare", "--user", "--map-root-user", "bash", "-c", NONE_LEFT, "bash"]) as tree:
+        until(tree, "down")
+        first = (tmp_path / "log").read_text().splitlines()[0]
+
+    assert "jobs that name /var/vcap find the real one or none: cannot leave the mount namespace" in first
