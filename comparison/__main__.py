@@ -1,0 +1,126 @@
+"""``./dev compare-release PATH…``: each job of releases lives the same life under both agents; a table of differences.
+
+PATH is a checkout of a release, or the git directory of one. BOSH_AGENT and MONIT name the Go agent and monit 5.2.5.
+Needs root and ruby. docs/comparison.md describes the lives and the allowed differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from agent_shim.demo.pki import Authority
+from comparison import judge, plan
+from comparison.releases import Checkout, Job
+from tests.support.machine import CODE, machine
+
+LIFE_LIMIT_S: Final = 1500
+TRIES: Final = 3
+"""Lives of a job whose scripts look for further programs of its packages."""
+WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-mknod,-syslog,-mac_admin,-mac_override,-audit_control"
+"""Capabilities that no script of a release gets, in either world."""
+
+
+def main() -> int:
+    """Compare; 0 if all that could be compared was equal or listed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="jobs at once (default: %(default)s)")
+    parser.add_argument(
+        "--cycle", type=int, default=10, metavar="SECONDS", help="monit's cycle in both worlds (default: 10)"
+    )
+    parser.add_argument("--only", default="", metavar="JOB,…", help="these jobs")
+    parser.add_argument("--properties", type=Path, help="YAML: properties by the name of the job, over the defaults")
+    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="keep what each world has said there")
+    args = parser.parse_args()
+    missing = [name for name in ("BOSH_AGENT", "MONIT") if not os.access(os.environ.get(name, ""), os.X_OK)]
+    if missing or os.geteuid() != 0 or shutil.which("ruby") is None:
+        parser.error(f"needs root, ruby, and programs in {' and '.join(missing) or 'BOSH_AGENT and MONIT'}")
+    values = yaml.safe_load(args.properties.read_text()) if args.properties else {}
+    only = {name for name in args.only.split(",") if name}
+    pem = Authority().ca
+    kept = args.keep or Path(tempfile.mkdtemp(prefix="comparison-"))
+    kept.mkdir(parents=True, exist_ok=True)
+    plans: list[plan.Plan] = []
+    for path in args.paths:
+        checkout = Checkout(path.resolve())
+        plans += [plan.plan(checkout, job) for job in checkout.jobs(values, pem) if not only or job.name in only]
+    print(f"{len(plans)} jobs of {len(args.paths)} releases; what each world says is kept in {kept}", flush=True)
+    begun_at = time.monotonic()
+    verdicts: list[judge.Verdict] = []
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        waiting = {pool.submit(compare, one, args.cycle, kept): one for one in plans}
+        for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
+            verdict = done.result()
+            verdicts.append(verdict)
+            print(f"{time.monotonic() - begun_at:7.0f} s  {number}/{len(plans)}  {verdict}", flush=True)
+    print(judge.table(verdicts))
+    return int(any(verdict.differences for verdict in verdicts))
+
+
+def compare(made: plan.Plan, cycle: int, kept: Path) -> judge.Verdict:
+    """Let one job live in both worlds at once."""
+    if made.job.error:
+        return judge.Verdict(made.job, not_rendered=made.job.error)
+    place = kept / f"{made.job.release}+{made.job.name}"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    for _ in range(TRIES):
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            worlds = [pool.submit(live, kind, made, cycle, place) for kind in ("go", "shim")]
+        verdict = judge.judge(made, *(world.result() for world in worlds))
+        said = "\n".join(path.read_text(errors="replace") for path in place.glob("go-*/*"))
+        if not verdict.not_played or not plan.learn(made, said):
+            break
+    (place / "verdict.json").write_text(json.dumps(verdict.document(), indent=1))
+    return verdict
+
+
+def live(kind: str, made: plan.Plan, cycle: int, place: Path) -> dict[str, Any]:
+    """Return the result of one world."""
+    with tempfile.TemporaryDirectory(prefix="world-") as name:
+        scratch = Path(name)
+        (scratch / "plan.json").write_text(plan.written(made))
+        shutil.copy(os.environ["BOSH_AGENT"], scratch / "bosh-agent")
+        shutil.copy(os.environ["MONIT"], scratch / "monit")
+        with machine(scratch, has_network=True) as inside:
+            argv = [sys.executable, "-m", "comparison.life", kind, "/mnt/plan.json", "/mnt/result.json"]
+            setting = [f"CYCLE={cycle}", f"PYTHONPATH={CODE}", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
+            command = ["unshare", "--uts", "setpriv", f"--bounding-set={WITHOUT}", "env", *setting, *argv]
+            with (scratch / "life.log").open("wb") as log:
+                playing = inside.popen(command, stdout=log, stderr=log, cwd=CODE)
+                try:
+                    playing.wait(LIFE_LIMIT_S)
+                except subprocess.TimeoutExpired:
+                    playing.kill()
+            if (inside.vcap / "monit/monit.log").exists():
+                shutil.copy(inside.vcap / "monit/monit.log", place / "go-monit.log")
+            for path in inside.vcap.glob("data/sys/log/*/*"):
+                if path.is_file():
+                    (place / f"{kind}-log").mkdir(exist_ok=True)
+                    shutil.copy(path, place / f"{kind}-log" / path.name)
+        for file in ("life.log", "agent.log", "result.json"):
+            if (scratch / file).exists():
+                shutil.copy(scratch / file, place / f"{kind}-{file}")
+        if not (scratch / "result.json").exists():
+            said = (scratch / "life.log").read_text(errors="replace").strip().splitlines()[-1:]
+            return {"world": kind, "error": f"the life did not end: {''.join(said)}", "phases": []}
+        document: dict[str, Any] = json.loads((scratch / "result.json").read_text())
+        return document
+
+
+__all__ = ["Job", "compare", "live"]
+
+if __name__ == "__main__":
+    sys.exit(main())

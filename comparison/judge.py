@@ -1,0 +1,180 @@
+"""Compares two lives of a job."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from comparison.plan import Plan
+from comparison.releases import Job
+
+
+@dataclass
+class Difference:
+    """``line`` is the place in the release; ``allowed`` is the row of docs/monit-deviations.md that has it."""
+
+    phase: str
+    what: str
+    go: str
+    shim: str
+    line: str = ""
+    allowed: str = ""
+    is_bpm: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.phase}: {self.what}: {self.go or 'none'} | {self.shim or 'none'}  ({self.line})"
+
+
+@dataclass
+class Verdict:
+    """One of the reasons is set, or both lives were compared."""
+
+    job: Job
+    not_rendered: str = ""
+    not_played: str = ""
+    differences: list[Difference] = field(default_factory=list)
+    listed: list[Difference] = field(default_factory=list)
+    has_process: bool = True
+
+    @property
+    def kind(self) -> str:
+        if self.not_rendered:
+            return "not rendered"
+        if self.not_played:
+            return "needs more than a stand-in"
+        if self.differences:
+            return "difference"
+        return "listed" if self.listed else "equal"
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "job": str(self.job),
+            "kind": self.kind,
+            "reason": self.not_rendered or self.not_played,
+            "guessed": list(self.job.guessed),
+            "differences": [vars(one) for one in self.differences],
+            "listed": [vars(one) for one in self.listed],
+        }
+
+    def __str__(self) -> str:
+        reason = self.not_rendered or self.not_played
+        shown = "".join(f"\n            {one}" for one in self.differences)
+        return f"{self.job}: {self.kind}{f': {reason}' if reason else ''}{shown}"
+
+
+Phases = dict[str, dict[str, Any]]
+
+ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
+    (
+        "the first check follows the start",
+        lambda one: one.phase in ("start", "post-start", "rest") and "Does not exist" in one.go and not one.shim,
+    ),
+    ("a changed parent is reported", lambda one: "PPID changed" in one.go),
+    ("the pidfile of a bpm process that lives", lambda one: one.is_bpm and one.phase == "empty pidfile"),
+]
+"""Rows of docs/monit-deviations.md by how they begin, and the differences that are theirs."""
+
+
+def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
+    """Compare two lives phase by phase; a job that runs in neither world needs more than stand-ins."""
+    verdict = Verdict(made.job, has_process=bool(made.services))
+    if go["error"] or shim["error"]:
+        verdict.not_played = f"Go agent: {go['error']}; this agent: {shim['error']}"[:300]
+    lives = [{phase["name"]: phase for phase in life["phases"]} for life in (go, shim)]
+    verdict.not_played = verdict.not_played or _obstacle(*lives)
+    for one in [] if verdict.not_played else _differences(*lives):
+        one.line = _line(made.job, one)
+        one.is_bpm = "/sys/run/bpm/" in made.job.monit
+        one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
+        (verdict.listed if one.allowed else verdict.differences).append(one)
+    return verdict
+
+
+def _obstacle(go: Phases, shim: Phases) -> str:
+    """Return why a job ran in neither world."""
+    for script in ("pre-start", "post-start"):
+        failed = [life[script] for life in (go, shim) if life.get(script, {}).get("value", "").startswith("error")]
+        if len(failed) == 2:
+            return f"{script}: {(failed[0]['texts'].get('log') or failed[0]['value'])[-160:]}".replace("\n", " / ")
+    if all("start" in life and life["start"]["running_after"] < 0 for life in (go, shim)):
+        states = ", ".join(f"{name} {states[-1]}" for name, states in go["start"]["states"].items())
+        return f"runs in neither world: {states}: {go.get('rest', {}).get('texts', {}).get('logs', '')[-200:]}".replace(
+            "\n", " / "
+        )
+    return ""
+
+
+def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
+    for name in list(go) + [name for name in shim if name not in go]:
+        if name not in go or name not in shim:
+            yield Difference(name, "phase", "played" if name in go else "", "played" if name in shim else "")
+            continue
+        seen = [dict(_facts(life[name])) for life in (go, shim)]
+        for what in sorted({*seen[0], *seen[1]}):
+            values = [one.get(what, "") for one in seen]
+            if values[0] != values[1]:
+                yield Difference(name, what, values[0], values[1])
+
+
+def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each comparable fact of a phase and its value."""
+    name = phase["name"]
+    yield "answer", re.sub(r"[0-9a-f-]{36}|\d+\.\d+", "…", phase["value"])[:200]
+    yield "job state", "".join(phase["job_states"][-1:])
+    if name in ("rest", "port closed", "port open again", "agent restarted"):
+        yield "is failing meanwhile", str("failing" in phase["job_states"][1:])
+    for process, states in phase["states"].items():
+        yield f"state of {process}", states[-1]
+    for service, lives in phase["services"].items():
+        yield f"process of {service}", "lives" if lives else "is dead"
+        yield f"process of {service} is the former one", str(phase["same"][service]) if lives else ""
+    if name not in ("start", "rest"):
+        for (event, program), count in Counter((event, program) for _, event, program in phase["events"]).items():
+            yield f"{program} {event}", str(count) if event == "lives" else "yes"
+    for alert in sorted(set(phase["alerts"])):
+        yield f"alert {alert}", alert
+    if "monit summary" in phase["texts"]:
+        code, _, text = phase["texts"]["monit summary"].partition("\n")
+        yield "code of monit summary", code
+        for kind, service, state in re.findall(r"^(\w+) '([^']*)'\s+(.*)$", text, re.MULTILINE):
+            yield f"monit summary {kind} {service}", state
+    if "processes" in phase["texts"]:
+        yield "processes left", phase["texts"]["processes"].replace("\n", " ")
+    for file in phase["files"]:
+        if file.startswith("data/jobs/bpm/") or (
+            " " in file and file.startswith("data/sys/log/") and re.search(r"(pre-|post-|drain).*\.log", file)
+        ):
+            continue
+        yield f"file {file}", "left"
+
+
+def _line(job: Job, one: Difference) -> str:
+    """Return the place in the release that a difference comes from, as far as its words show."""
+    text = job.sources.get(f"jobs/{job.name}/monit", "")
+    lines = text.splitlines()
+    words = one.what.split()
+    script = next((path for path in job.sources if path.split("/")[-1].split(".")[0] == one.phase), "")
+    if script:
+        return script
+    found = [
+        number for number, line in enumerate(lines, 1) if any(len(word) > 3 and word in line for word in words[1:])
+    ]
+    if "port" in one.phase:
+        found = [number for number, line in enumerate(lines, 1) if re.search(r"failed|unixsocket", line)] or found
+    return f"jobs/{job.name}/monit:{found[0] if found else 1}"
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """Return all differences and the counts, as Markdown."""
+    rows = ["", "| job | phase | what | Go agent and monit | this agent | from |", "|---|---|---|---|---|---|"]
+    for verdict in sorted(verdicts, key=str):
+        rows += [
+            f"| {verdict.job} | {one.phase} | {one.what} | {one.go or '-'} | {one.shim or '-'} | {one.line} |"
+            for one in verdict.differences
+        ]
+    counts = Counter(verdict.kind for verdict in verdicts)
+    rows += ["", ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))]
+    return "\n".join(rows)

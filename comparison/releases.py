@@ -1,0 +1,107 @@
+"""Checkouts of releases, and their jobs rendered by ``render.rb``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+ADDRESS: Final = "10.244.0.5"
+"""Address of the instance, in networks and links."""
+
+RENDER_TIMEOUT_S: Final = 120
+MAX_FILE_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """``files`` are as installed, by their path in the job; ``error`` says why there are none."""
+
+    release: str
+    name: str
+    files: dict[str, str]
+    sources: dict[str, str]
+    """Unrendered texts by their path in the release, for the lines that differences name."""
+    packages: tuple[str, ...]
+    guessed: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def monit(self) -> str:
+        """Every monit file of it."""
+        return "\n".join(
+            text for path, text in sorted(self.files.items()) if path == "monit" or path.endswith(".monit")
+        )
+
+    def __str__(self) -> str:
+        return f"{self.release}/{self.name}"
+
+
+@dataclass
+class Checkout:
+    """A directory with a release, or the bare git directory of one."""
+
+    path: Path
+    _names: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        named = self.path.parent if self.path.name in ("repo", ".git") else self.path
+        return named.name.rpartition("+")[2]
+
+    def names(self) -> list[str]:
+        """Return the paths of all files."""
+        if not self._names:
+            if self._is_bare:
+                listed = self._git("ls-tree", "-r", "--name-only", "-z", "HEAD")
+                self._names = [name for name in listed.decode(errors="replace").split("\0") if name]
+            else:
+                files = (one for one in self.path.rglob("*") if one.is_file() and ".git" not in one.parts)
+                self._names = sorted(str(one.relative_to(self.path)) for one in files)
+        return self._names
+
+    def read(self, name: str) -> str:
+        """Return a text; "" if it is too long to be one."""
+        raw = self._git("show", f"HEAD:{name}") if self._is_bare else (self.path / name).read_bytes()
+        return raw.decode(errors="replace") if len(raw) < MAX_FILE_BYTES else ""
+
+    @property
+    def _is_bare(self) -> bool:
+        return (self.path / "HEAD").is_file()
+
+    def _git(self, *arguments: str) -> bytes:
+        argv = ["git", "--git-dir", str(self.path), *arguments]
+        return subprocess.run(argv, capture_output=True, check=True).stdout
+
+    def jobs(self, values: dict[str, Any], pem: str) -> Iterator[Job]:
+        """Yield each job, rendered with its defaults and ``values``, which are properties by the name of the job."""
+        texts: dict[str, dict[str, str]] = {}
+        for name in self.names():
+            parts = name.split("/", 2)
+            if (
+                len(parts) == 3
+                and parts[0] == "jobs"
+                and (parts[2] in ("spec", "monit") or parts[2][:10] == "templates/")
+            ):
+                texts.setdefault(parts[1], {})[parts[2]] = self.read(name)
+        found = {name: files for name, files in texts.items() if "spec" in files}
+        document = {
+            "jobs": [{"name": name, "spec": files["spec"], "templates": files} for name, files in found.items()],
+            "values": values,
+            "address": ADDRESS,
+            "pem": pem,
+        }
+        argv = ["ruby", str(Path(__file__).with_name("render.rb"))]
+        done = subprocess.run(
+            argv, input=json.dumps(document).encode(), capture_output=True, timeout=RENDER_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"cannot render {self.name}: {done.stderr.decode(errors='replace')[-400:]}")
+        for one in json.loads(done.stdout):
+            sources = {f"jobs/{one['name']}/{path}": text for path, text in found[one["name"]].items()}
+            packages = tuple(str(name) for name in one["packages"] if name)
+            guessed = tuple(map(str, one["guessed"]))
+            yield Job(self.name, one["name"], one["files"], sources, packages, guessed, one["error"])

@@ -1,0 +1,77 @@
+"""Programs of a stemcell that this machine lacks, or that would reach beyond it: they go over ``/usr`` of a world."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Final
+
+_QUIET: Final = """#!/bin/sh
+exit 0
+"""
+_CHPST: Final = """#!/bin/sh
+while getopts u:U:b:e:/:n:l:L:m:d:o:p:f:c:r:t:vP012 option; do [ "$option" != u ] || user=$OPTARG; done
+shift $((OPTIND - 1))
+[ -n "$user" ] || exec "$@"
+exec setpriv --reuid="${user%%:*}" --regid="$(id -g "${user%%:*}")" --init-groups "$@"
+"""
+_SUDO: Final = """#!/bin/sh
+user=root
+while [ $# -gt 0 ]; do
+    case $1 in
+    -u) user=$2; shift 2 ;;
+    --) shift; break ;;
+    -*) shift ;;
+    *) break ;;
+    esac
+done
+exec setpriv --reuid="$user" --regid="$(id -g "$user")" --init-groups env "$@"
+"""
+QUIET: Final = (
+    *("sysctl", "modprobe", "insmod", "rmmod", "reboot", "shutdown", "poweroff", "halt", "apt-get", "service", "sv"),
+    *(
+        "systemctl",
+        "initctl",
+        "rsyslogd",
+        "logrotate",
+        "swapon",
+        "swapoff",
+        "blockdev",
+        "hwclock",
+        "ntpdate",
+        "chronyc",
+    ),
+    *("update-ca-certificates", "monit-actions", "losetup", "mkfs", "mkfs.ext4", "mkfs.xfs", "auditctl", "augenrules"),
+    *(
+        "dmidecode",
+        "setcap",
+        "ethtool",
+        "losetup",
+        "dmsetup",
+        "kexec",
+        "telinit",
+        "udevadm",
+        "crontab",
+        "resolvectl",
+        "netplan",
+        "iptables-restore",
+        "ulimit",
+    ),
+)
+_IP: Final = """#!/bin/sh
+[ "$*" != "${*#*type dummy}" ] || exec /usr/libexec/ip "$@"
+exec /usr/libexec/ip link add "$3" type bridge
+"""
+"""A kernel may have no dummy interfaces."""
+PROGRAMS: Final = dict.fromkeys(QUIET, _QUIET) | {"chpst": _CHPST, "sudo": _SUDO, "ip": _IP}
+
+
+def put(above: Path, more: dict[str, str]) -> None:
+    """Write all into the upper directory of an overlay of ``/usr``."""
+    (above / "libexec").mkdir(parents=True)
+    shutil.copy(shutil.which("ip") or "", above / "libexec/ip")
+    for place in ("bin", "sbin"):
+        (above / place).mkdir(parents=True, exist_ok=True)
+        for name, text in (more | PROGRAMS).items():
+            (above / place / name).write_text(text)
+            (above / place / name).chmod(0o755)
