@@ -29,6 +29,9 @@ PAGE_KB: Final = os.sysconf("SC_PAGE_SIZE") // 1024
 MAX_KERNEL_BYTES: Final = 64 * 1024
 """Limit for a file that the kernel writes by itself."""
 MAX_ENVIRON_BYTES: Final = 256 * 1024
+MAX_PASS_BYTES: Final = 8 << 20
+"""Limit for all environments of one pass; the beginning of each further one is read."""
+MIN_ENVIRON_BYTES: Final = 4096
 MAX_COMMAND_LINE_BYTES: Final = 4096
 """Length that monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
 MAX_MAPS_BYTES: Final = 16 << 20
@@ -180,11 +183,11 @@ class Census(msgspec.Struct, frozen=True):
     marked: Mapping[str, set[int]]
 
 
-def census(mark: str) -> Census:
-    """Read all processes with the value of the environment variable ``mark``; about 20 µs each. Blocks."""
+def census(mark: str, known: Collection[int] = ()) -> Census:
+    """Read all processes, and the environment variable ``mark`` of all but ``known``; about 20 µs each. Blocks."""
     processes = table()
     marked: dict[str, set[int]] = {}
-    living = [pid for pid, process in processes.items() if process.is_alive]
+    living = [pid for pid, process in processes.items() if process.is_alive and pid not in known]
     for pid, value in variables(living, mark).items():
         marked.setdefault(value, set()).add(pid)
     return Census(processes, children(processes), marked)
@@ -212,11 +215,16 @@ def variable(pid: int, name: str) -> str | None:
 
 def variables(pids: Collection[int], name: str) -> dict[int, str]:
     """Return the ``variable`` of many processes, without those that lack it. Blocks."""
-    begin = name.encode() + b"="
+    begin = b"\0" + name.encode() + b"="
+    left = MAX_PASS_BYTES
 
     def value(pid: int) -> str | None:
-        entries = _read_memory(pid, "environ", MAX_ENVIRON_BYTES).split(b"\0")
-        return next((one[len(begin) :].decode(errors="replace") for one in entries if one.startswith(begin)), None)
+        nonlocal left
+        found = b"\0" + _read_memory(pid, "environ", MAX_ENVIRON_BYTES if left > 0 else MIN_ENVIRON_BYTES)
+        left -= len(found)
+        # An environment may be all NULs: its entries are searched and not made.
+        _, is_there, rest = found.partition(begin)
+        return rest.partition(b"\0")[0].decode(errors="replace") if is_there else None
 
     return {pid: found for pid, found in _of_each(pids, value).items() if found is not None}
 
@@ -421,6 +429,8 @@ class _Pass(Generic[T]):
             self.is_over.set()
 
 
+readers = 0
+"""Threads that this module has started: each takes a number as a process does."""
 _hung: dict[int, threading.Event] = {}
 """Processes that block a thread, each with the event that ends the read."""
 _hung_lock = threading.Lock()
@@ -428,6 +438,7 @@ _hung_lock = threading.Lock()
 
 def _of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
     """Apply ``work`` to each process in a thread, which is abandoned if one process blocks it for too long."""
+    global readers  # noqa: PLW0603 - as the kernel's count
     found: dict[int, T] = {}
     ahead = list(pids)
     while ahead:
@@ -442,6 +453,7 @@ def _of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
             threading.Thread(target=way.run, name="reads of processes", daemon=True).start()
         except RuntimeError:
             break  # no thread could be started: nothing is known
+        readers += 1
         done = -1
         while not way.is_over.wait(READ_TIMEOUT_S):
             if way.count == done and way.at is not None:

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PROCESSES_PER_TURN: Final = 50
-"""Processes opened, signalled or released per turn of the event loop."""
 MAX_DESCRIPTION_CHARS: Final = 236
 """Length of the text of an event in the environment of a program, as in monit."""
 MAX_CONCURRENT_SPAWNS: Final = 3
@@ -85,6 +83,8 @@ class Programs:
         """Exited orphans by owner."""
         self._counts_since = 0
         """First tick of the count."""
+        self._attentive = 0
+        """Blocks of ``_attending`` at work."""
         self._hunted: set[Verdict] = set()
         """Owners whose process groups are killed when an orphan of theirs exits."""
 
@@ -155,14 +155,28 @@ class Programs:
 
     @contextlib.contextmanager
     def counting(self, records: Callable[[], Records]) -> Iterator[None]:
-        """Track the services of ``records`` and count exited orphans for the duration of the block."""
+        """Track the services of ``records``, whose orphans come to this process for the duration of the block."""
         self.ownership.records = records
-        reaper.heirs.append(self._has_ended)
         self._counts_since = clock.boot_ticks()
+        yield
+
+    @contextlib.contextmanager
+    def _attending(self, *hunted: Verdict) -> Iterator[None]:
+        """Count the orphans that exit during the block, and kill the groups of those of ``hunted`` owners.
+
+        At other times an orphan costs only its reaping: a job can leave thousands a second.
+        """
+        self._hunted.update(hunted)
+        if not self._attentive:
+            reaper.heirs.append(self._has_ended)
+        self._attentive += 1
         try:
             yield
         finally:
-            reaper.heirs.remove(self._has_ended)
+            self._attentive -= 1
+            if not self._attentive:
+                reaper.heirs.remove(self._has_ended)
+            self._hunted.difference_update(hunted)
 
     def _has_ended(self, orphan: proc.Stat) -> None:
         verdict = self.ownership.attribute(orphan, self._hunted)
@@ -217,30 +231,25 @@ class Programs:
         An empty result is proven by a pass that no process can outrun. ``is_usual`` keeps a kill out of ``killed``.
         """
         cage = self.ownership.cage(name)
-        held: dict[Identity, Process] = {}
-        try:
-            ahead = await self._hold(name, traces, known, held)
-            for sig, patience in _rounds(grace):
-                if not ahead:
-                    if not await self._left_over(name, traces, cage):
-                        return []
-                    ahead = await self._hold(name, traces, (), held)
-                pids = ", ".join(str(each.pid) for each in ahead) or NAMELESS.name
-                logger.info("%s: sending %s to remaining processes: %s", name, sig.name, pids)
-                if sig is signal.SIGKILL:
+        ahead = await self.members(name, traces, known)
+        for sig, patience in _rounds(grace):
+            if not ahead:
+                if not await self._left_over(name, traces, cage):
+                    return []
+                ahead = await self.members(name, traces)
+            pids = ", ".join(str(pid) for pid, _ in ahead) or NAMELESS.name
+            logger.info("%s: sending %s to remaining processes: %s", name, sig.name, pids)
+            is_kill = sig is signal.SIGKILL
+            with self._attending(name) if is_kill and not traces.is_caged else contextlib.nullcontext():
+                if is_kill:
                     if not is_usual:
                         self.killed.add(name)
-                    self._hunted.add(name)
                     await asyncio.to_thread(cage.kill)
-                async for each in _in_turns(ahead):
-                    each.send(sig)
+                await _send(ahead, sig)
                 await _all_gone(ahead, patience)
-                ahead = await self._hold(name, traces, (), held)
-            alive = await asyncio.to_thread(left, [each.identity for each in ahead])
-            return alive or await self._left_over(name, traces, cage)
-        finally:
-            self._hunted.discard(name)
-            _release(list(held.values()))
+                ahead = await self.members(name, traces, ahead)
+        alive = await asyncio.to_thread(left, ahead)
+        return alive or await self._left_over(name, traces, cage)
 
     async def _left_over(self, name: str, traces: ProcessRecord, cage: job_cgroups.JobCgroup) -> list[Left]:
         """Return the remaining processes of a service after a pass found none; an empty list is proof.
@@ -270,12 +279,15 @@ class Programs:
         for number in range(MAX_PROOF_PASSES):
             if number >= QUICK_PROOF_PASSES:  # on a busy machine orphans exit in bursts: let them pass
                 await asyncio.sleep(PROOF_PAUSE_S)
-            ended, last = self._count_of(owners), proc.last_number()
-            found, _, leaving = await find()
-            if found:
-                return await asyncio.to_thread(left, found)
-            is_quiet = is_counted and not leaving and await self._none_ended(owners, ended)
-            if is_quiet or last == proc.last_number() is not None:
+            last, readers = proc.last_number(), proc.readers
+            with self._attending():
+                ended = self._count_of(owners)
+                found, _, leaving = await find()
+                if found:
+                    return await asyncio.to_thread(left, found)
+                is_quiet = is_counted and not leaving and await self._none_ended(owners, ended)
+            # The threads that read the processes are no sign of others.
+            if is_quiet or (last is not None and proc.last_number() == last + proc.readers - readers):
                 return []
         return (await asyncio.to_thread(left, leaving) or [NAMELESS]) if is_counted else []
 
@@ -305,39 +317,28 @@ class Programs:
 
         return await self._proven(find, since, [Unproven.ORPHAN])
 
+    async def doubtful(self, since: int) -> str:
+        """Describe orphans of root and of operators since the tick ``since``; "" without any.
+
+        Without a cgroup a job's process that forked twice in a new session and wiped its environment is one of these.
+        """
+        found = await asyncio.to_thread(self.ownership.strays, await self._look(), since, of_jobs=False)
+        named = await asyncio.to_thread(left, found.identities)
+        return f"stopped, but may have started {', '.join(map(str, named))}" if named else ""
+
     async def sweep_strays(self, since: int, grace: float) -> list[Left]:
         """End those orphans like ``sweep`` once all jobs are stopped; returns the survivors."""
+        strays = await self.strays(since)
         for sig, patience in _rounds(grace):
-            strays = await self.strays(since)
             if not strays:
                 break
-            named = [stray.identity for stray in strays if stray is not NAMELESS]
-            found = [each async for one in _in_turns(named) if (each := process.adopt(*one))]
+            found = [stray.identity for stray in strays if stray is not NAMELESS]
             logger.warning("sending %s to orphans of jobs: %s", sig.name, ", ".join(map(str, strays)))
-            self._hunted |= {Unproven.ORPHAN} if sig is signal.SIGKILL else set()
-            async for each in _in_turns(found):
-                each.send(sig)
-            await _all_gone(found, patience)
-            _release(found)
-        self._hunted.discard(Unproven.ORPHAN)
-        return await self.strays(since)
-
-    async def _hold(
-        self, name: str, traces: ProcessRecord, known: Iterable[Identity], held: dict[Identity, Process]
-    ) -> list[Process]:
-        """Open handles to the members before the pass that confirms them, so no number can be reused meanwhile.
-
-        ``held`` contains the open handles and receives the new ones.
-        """
-        living = [each async for each in _in_turns(list(held)) if held[each].is_alive]
-        sure = [*known, *living]  # a new handle needs confirmation by its own evidence
-        found = await self.members(name, traces, sure)
-        if new := [each for each in found if each not in held]:
-            async for each in _in_turns(new):
-                if holder := process.adopt(*each):
-                    held[each] = holder
-            found = await self.members(name, traces, sure)
-        return [held[each] async for each in _in_turns(found) if each in held and held[each].is_alive]
+            with self._attending(Unproven.ORPHAN) if sig is signal.SIGKILL else contextlib.nullcontext():
+                await _send(found, sig)
+                await _all_gone(found, patience)
+                strays = await self.strays(since)
+        return strays
 
     async def _look(self) -> Look:
         """Take a pass over all processes that starts after this call; concurrent callers share one."""
@@ -402,20 +403,14 @@ def _rounds(grace: float) -> list[tuple[signal.Signals, float]]:
     return [(signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS]
 
 
-async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield ``items`` with a turn of the event loop between portions: a job may have thousands of processes."""
-    for number, each in enumerate(items, 1):
-        yield each
-        if number % PROCESSES_PER_TURN == 0:
-            await asyncio.sleep(0)
+async def _send(processes: Collection[Identity], sig: signal.Signals) -> None:
+    """Signal processes, each only if it still has its start time, in a thread: a job may have thousands."""
 
+    def work() -> None:
+        for each in processes:
+            process.send(each, sig)
 
-def _release(processes: list[Process]) -> None:
-    """Release processes in portions, one per turn of the event loop."""
-    for each in processes[:PROCESSES_PER_TURN]:
-        each.release()
-    if rest := processes[PROCESSES_PER_TURN:]:
-        asyncio.get_running_loop().call_soon(_release, rest)
+    await asyncio.to_thread(work)
 
 
 async def last_line(whose: str, path: Path, root: Path) -> str:
@@ -474,8 +469,16 @@ class TokenBucket:
                 raise
 
 
-async def _all_gone(left: Collection[Process], patience: float) -> None:
+async def _all_gone(processes: Collection[Identity], patience: float) -> None:
     """Wait until all have exited, at most ``patience`` seconds."""
-    give_up_at = time.monotonic() + patience
-    while time.monotonic() < give_up_at and any(each.is_alive for each in left):  # noqa: ASYNC110 - some of many
+    begun_at = time.monotonic()
+
+    def living() -> list[Identity]:
+        found = (proc.stat(pid) for pid, _ in processes)
+        return [one.identity for one in found if one is not None and one.is_alive and one.identity in processes]
+
+    while processes := set(await asyncio.to_thread(living)):
+        now = time.monotonic()
+        if now > begun_at + patience:
+            break
         await asyncio.sleep(process.POLL_S / 4)

@@ -262,11 +262,11 @@ class Ownership:
         leaving = [processes[pid].identity for pid in unknown if processes[pid].is_alive and proc.is_leaving(pid)]
         return Members([each.identity for each in living], list(leads.values()), leaving)
 
-    def strays(self, look: Look, since: int) -> Members:
+    def strays(self, look: Look, since: int, *, of_jobs: bool = True) -> Members:
         """Find orphans of an unknown job, started since the tick ``since``. Blocks as ``members`` does.
 
-        Skips orphans of root where jobs have a user of their own, and those of operators: both look like an operator's
-        leftovers. A process with the mark of a service belongs to that service.
+        With ``of_jobs`` those of users of jobs, else those of root and of operators, who may have started them. A
+        process with the mark of a service belongs to that service.
         """
         processes = look.processes
         records = list(self.records())
@@ -280,7 +280,7 @@ class Ownership:
             and pid not in claimed
             and each.is_alive
             and each.start_ticks >= since
-            and is_job_user(proc.user(pid))
+            and is_job_user(proc.user(pid)) is of_jobs
         ]
         leaving = {identity for identity in orphans if proc.is_leaving(identity[0])}
         return Members([identity for identity in orphans if identity not in leaving], [], leaving)
@@ -395,8 +395,9 @@ class Look(proc.Census, frozen=True):
 
 def look(ownership: Ownership) -> Look:
     """Take a pass. Blocks for some 30 microseconds per process."""
-    census = proc.census(MARK)
-    return Look(census.processes, census.children, census.marked, ownership.caged())
+    caged = ownership.caged()
+    census = proc.census(MARK, caged)
+    return Look(census.processes, census.children, census.marked, caged)
 
 
 def _is_anothers(verdict: Verdict | None, label: str) -> bool:

@@ -30,12 +30,16 @@ MAX_POLL_S: Final = 0.05
 class Timing(msgspec.Struct, frozen=True):
     """Timeouts and intervals in seconds."""
 
-    settle: float = 10.0
+    settle: float = 8.0
     """Uptime after which a process restarted after an unexpected exit counts as running."""
     backoff_first: float = 0.5
     """Wait before the second restart in a row; the first is immediate."""
-    backoff_limit: float = 30.0
-    """Longest wait; a longer uptime resets the back-off."""
+    backoff_limit: float = 10.0
+    """Longest wait; a longer uptime resets the back-off. No longer than a cycle of monit."""
+    eager: float = 60.0
+    """Time after a requested start in which a Director may wait for a process that fails until another one is up."""
+    eager_limit: float = 1.0
+    """Longest wait meanwhile: with ``settle`` less than a cycle, after which monit would call the process running."""
     stop: float = 30.0
     """Time to exit after TERM for a process without a stop program."""
     grace: float = 5.0

@@ -135,7 +135,9 @@ class Service:
         self._stop = USUAL_STOP
         self._patience = 0.0
         self._restarted_at: tuple[float, ...] = ()
-        """Times of the last restarts, monotonic."""
+        """Times of the last restarts, monotonic; at most one in a cycle."""
+        self._asked_at = float("-inf")
+        """Time of the last request to start, monotonic."""
         self._is_counted = False
         """The restart in progress counts towards the restart limits."""
         self.take_spec(spec)
@@ -201,6 +203,7 @@ class Service:
     def start(self) -> None:
         """Start the service, after the stop in progress if there is one."""
         self.record.was_taken_along = False
+        self._asked_at = time.monotonic()
         self.on(Trigger.START_ASKED)
 
     def stop(self, request: StopRequest = USUAL_STOP) -> None:
@@ -268,9 +271,12 @@ class Service:
             self.is_checked = False
         if Effect.COUNT in effect:
             self._patience = 0.0
-            self._is_counted = True
             record.restarts += 1
-            self._restarted_at = (*self._restarted_at[-MAX_RECORDED_RESTARTS + 1 :], time.monotonic())
+            now = time.monotonic()
+            # monit restarts once in a cycle: more within one count once.
+            if not self._restarted_at or now - self._restarted_at[-1] >= self._timing.cycle:
+                self._is_counted = True
+                self._restarted_at = (*self._restarted_at[-MAX_RECORDED_RESTARTS + 1 :], now)
         if Effect.UNCOUNT in effect:
             self._is_counted = False
         if Effect.RELEASE_PROGRAM in effect:
@@ -569,7 +575,9 @@ class Service:
         if self.record.failures <= 1:
             return patience
         backoff = self._timing.backoff_first * 2.0 ** min(self.record.failures - 2, 32)
-        return max(patience, min(backoff, self._timing.backoff_limit))
+        is_eager = time.monotonic() - self._asked_at < self._timing.eager
+        limit = min(self._timing.eager_limit, self._timing.backoff_limit) if is_eager else self._timing.backoff_limit
+        return max(patience, min(backoff, limit))
 
     async def react(self, reaction: Reaction, event: str, description: str) -> None:
         """Carry out the action of a rule after an event; does not return if that ends the calling step.
@@ -640,6 +648,8 @@ class Service:
         found = left([running.identity]) if running is not None and running.is_alive and traces.is_guest else []
         if traces.begun and not (traces.is_caged or self._stop.is_one_of_all or self.state is State.BOUNCING):
             found += await self._shared.programs.strays(traces.begun)
+            if doubt := await self._shared.programs.doubtful(traces.begun):
+                self.notify("Execution failed", "alert", doubt)
         return found
 
     async def _run_stop(self) -> None:

@@ -58,6 +58,8 @@ MAX_TORN_LINES: Final = 3
 TRIM_PERIOD_S: Final = 10.0
 MEMORY_PERIOD_S: Final = 1.0
 """Seconds between checks of processes with a memory limit in bpm.yml."""
+MEMORY_SHARE: Final = 0.02
+"""Maximum share of a processor for these checks."""
 
 
 class Saved(msgspec.Struct):
@@ -209,9 +211,12 @@ class Supervisor:
         """Kill processes above their memory limit in bpm.yml; they are restarted as after any exit."""
         await self.bpm.used()  # never, on most instances
         while True:
+            begun_at = time.monotonic()
             for hog in await asyncio.to_thread(self.bpm.kill_hogs):
                 self._shared.notify(self._event_of(hog))
-            await asyncio.sleep(clock.until_beat(MEMORY_PERIOD_S))
+            took = time.monotonic() - begun_at
+            # A job can have thousands of processes for as long as it likes.
+            await asyncio.sleep(max(clock.until_beat(MEMORY_PERIOD_S), took / MEMORY_SHARE))
 
     def _event_of(self, hog: MemoryKill) -> Event:
         label = plan.bpm_label(hog.job, hog.process)
@@ -403,6 +408,8 @@ class Supervisor:
             # Orphans of unknown service belong to one of the services stopped now.
             if is_uncaged and all(each.state not in ACTIVE for each in self._services.values()):
                 left = await self._programs.sweep_strays(begun, self._shared.timing.grace)
+                if doubt := await self._programs.doubtful(begun):
+                    self._shared.notify(Event("all jobs", "Execution failed", "alert", doubt))
                 if left:
                     raise ActionError(f"Stopping services errored: {', '.join(map(str, left))} cannot be ended")
 

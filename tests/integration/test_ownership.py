@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import select
 import signal
 from collections.abc import Iterator
@@ -223,3 +224,45 @@ async def test_a_session_that_a_daemon_begins_after_its_pidfile_is_its_service_s
 
         assert not is_alive(worker)
         await supervisor.stop(wait=True)
+
+
+async def test_a_process_of_root_that_a_stop_cannot_attribute_is_told(
+    world: World, cgroups_or_not: cgroups.Tree | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It forked twice in a new session without its environment: with cgroups it ends, without an alert names it."""
+    monkeypatch.setattr("agent_shim.supervisor.ownership.is_job_user", lambda _: False)
+    child = world.base / "child"
+    start = f"exec {program('escape.py', '$pidfile', child)}"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        await until(supervisor, "web", "running")
+        pid = await eventually(lambda: number_in(child))
+        await eventually(lambda: proc.name(pid) == "sleep")
+        await supervisor.stop_one("web")
+        await until(supervisor, "web", "stopped")
+
+        told = [event.description for event in world.events]
+        if cgroups_or_not is None:
+            assert told == [f"stopped, but may have started {pid} (sleep)"]
+        else:
+            assert (told, is_alive(pid)) == ([], False)
+        await supervisor.stop(wait=True)
+        found = proc.stat(pid)
+        if found is not None:
+            process.send(found.identity, signal.SIGKILL)
+
+
+async def test_a_stop_takes_no_descriptor_for_each_process(world: World) -> None:
+    """A job may have more processes than the agent may have descriptors."""
+    start = f"for n in $(seq 60); do sleep 600 & done; echo $$ >$pidfile; {LASTING}"
+    async with world.supervising(world.job("web", start, "exit 0")) as supervisor:
+        pid = (await until(supervisor, "web", "running")).pid
+        children = [each.pid for each in proc.table().values() if each.parent == pid]
+        assert len(children) == 60
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 30, hard))
+        try:
+            await supervisor.stop(wait=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+        assert not any(map(is_alive, [pid, *children]))

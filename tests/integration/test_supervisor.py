@@ -564,7 +564,7 @@ async def test_a12_stop_that_takes_too_long_is_told_in_words_the_director_knows(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It swallows errors that contain "Timed out waiting for service"."""
-    monkeypatch.setattr(process.Process, "send", _lose)
+    monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
     async with world.supervising(job, world.job("fine")) as supervisor:
@@ -577,14 +577,14 @@ async def test_a12_stop_that_takes_too_long_is_told_in_words_the_director_knows(
         monkeypatch.undo()
 
 
-def _lose(self: process.Process, sig: int) -> bool:
+def _lose(_: tuple[int, int], sig: int) -> bool:
     """Signals that have no effect, as for a process that hangs in the kernel."""
     return True
 
 
 async def test_a12_what_cannot_be_killed_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of the Go agent."""
-    monkeypatch.setattr(process.Process, "send", _lose)
+    monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
     monkeypatch.setattr(process, "KILL_TIMEOUT_S", 0.1)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0", timeout=1)

@@ -512,13 +512,14 @@ class Bpm:
             job, name = path.parent.name, path.stem
             limit = self._memory_limit(job, name)
             cage = self._cage(bpm_label(job, name))
-            members = cage.members()  # listed first: later members belong to a new start
+            now = clock.boot_ticks()
             if cage.memory() is not None:
                 if hog := self._killed_by_kernel(job, name):
                     hogs.append(hog)
                     self._victims.add(bpm_label(job, name))
-                    for member in members:
-                        process.send(member, signal.SIGKILL)
+                    for member in cage.members():
+                        if member[1] < now:  # later ones belong to a new start
+                            process.send(member, signal.SIGKILL)
             elif limit and (found := self.find(job, name)):
                 limited.append((job, name, limit, found))
         if not limited:

@@ -65,6 +65,32 @@ def test_variable_is_the_one_at_the_start() -> None:
     assert proc.variable(os.getpid(), "PAT") is None
 
 
+def test_environments_of_one_pass_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job can give each of its processes a quarter of a megabyte of NULs: beyond the budget the first page counts."""
+    asked: list[int] = []
+
+    def read(pid: int, _: str, limit: int) -> bytes:
+        asked.append(limit)
+        text = b"A=b\0MARK=web\0"
+        return bytes(limit) if pid else text
+
+    monkeypatch.setattr(proc, "_read_memory", read)
+    full = proc.MAX_PASS_BYTES // proc.MAX_ENVIRON_BYTES
+
+    assert proc.variables([*range(1, full + 3), 0], "MARK") == {0: "web"}
+    assert asked == [proc.MAX_ENVIRON_BYTES] * full + [proc.MIN_ENVIRON_BYTES] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [(b"MARK=web", "web"), (b"A=MARK=x\0MARK=web\0B=c", "web"), (b"MARKS=web\0", None), (b"MARK=\0", ""), (b"", None)],
+)
+def test_a_variable_is_found_between_nuls(monkeypatch: pytest.MonkeyPatch, text: bytes, value: str | None) -> None:
+    monkeypatch.setattr(proc, "_read_memory", lambda *_: text)
+
+    assert proc.variable(7, "MARK") == value
+
+
 @pytest.mark.parametrize(
     ("parents", "roots", "found"),
     [

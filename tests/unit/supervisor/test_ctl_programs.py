@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from agent_shim.core.errors import HostError
@@ -66,30 +66,11 @@ def test_the_group_of_an_orphan_is_killed_where_its_owner_is_hunted(
     assert programs._count_of(["other", Unproven.ORPHAN]) == (verdict is Unproven.ORPHAN)
 
 
-class Held:
-    """A process that ends with a KILL."""
-
-    def __init__(self, sent: list[signal.Signals]) -> None:
-        self.pid = 7
-        self.releases = 0
-        self._sent = sent
-
-    @property
-    def is_alive(self) -> bool:
-        return signal.SIGKILL not in self._sent
-
-    def send(self, sig: signal.Signals) -> None:
-        self._sent.append(sig)
-
-    def release(self) -> None:
-        self.releases += 1
-
-
 async def test_orphans_are_hunted_while_they_are_swept_and_no_longer(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First they are asked to end; afterwards an orphan's group is left alone again."""
-    sent: list[signal.Signals] = []
+    sent: list[int] = []
     hunted: list[bool] = []
 
     async def strays(_: int) -> list[Left]:
@@ -97,14 +78,14 @@ async def test_orphans_are_hunted_while_they_are_swept_and_no_longer(
         return [] if signal.SIGKILL in sent else [Left(7, 1000, "orphan")]
 
     monkeypatch.setattr(programs, "strays", strays)
-    held = Held(sent)
-    monkeypatch.setattr(process, "adopt", lambda *_: held)
+    monkeypatch.setattr(process, "send", lambda _, sig: sent.append(sig))
+    monkeypatch.setattr(proc, "stat", lambda _: None)
 
     assert await programs.sweep_strays(0, 0.0) == []
 
     assert sent == [signal.SIGTERM, signal.SIGKILL]
-    assert hunted == [False, False, True, False]
-    assert held.releases == 2
+    assert hunted == [False, False, True]
+    assert programs._hunted == set()
 
 
 @pytest.mark.parametrize("left", [[], [Left(9, 90, "web")]])
@@ -131,14 +112,15 @@ async def test_a_start_follows_only_an_end_of_the_last_run(
     assert usual == [True]
 
 
-async def test_the_loop_goes_on_while_processes_have_time_to_end() -> None:
-    """Other jobs are not blocked by one that ends slowly."""
-    one: Any = SimpleNamespace(is_alive=True)
-    asyncio.get_running_loop().call_soon(setattr, one, "is_alive", False)
+async def test_the_wait_for_processes_ends_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with the number of one that has exited is another."""
+    one = proc.Stat(7, "S", 1, 7, 7, 0, 70, 0)
+    seen = iter([one, one, msgspec.structs.replace(one, start_ticks=71)])
+    monkeypatch.setattr(proc, "stat", lambda _: next(seen))
 
-    await ctl_programs._all_gone([one], 1.0)
+    await ctl_programs._all_gone([(7, 70)], 60.0)
 
-    assert not one.is_alive
+    assert next(seen, "none") == "none"
 
 
 async def test_a_bucket_fills_by_the_time_since_the_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +265,15 @@ async def test_what_has_exited_is_reaped_before_a_pass_counts(
 
 
 @pytest.mark.parametrize(
-    ("begun", "are_taken", "last", "passes"),
-    [(60, True, None, 1), (40, True, None, 40), (60, False, None, 40), (40, True, 5, 1), (60, False, 5, 1)],
+    ("begun", "are_taken", "last", "births", "passes"),
+    [
+        (60, True, None, 0, 1),
+        (40, True, None, 0, 40),
+        (60, False, None, 0, 40),
+        (40, True, 5, 0, 1),
+        (60, False, 5, 0, 1),
+        (40, True, 5, 1, 40),
+    ],
 )
 async def test_many_passes_prove_the_end_of_a_service_whose_orphans_go_elsewhere(
     programs: Programs,
@@ -293,11 +282,22 @@ async def test_many_passes_prove_the_end_of_a_service_whose_orphans_go_elsewhere
     begun: int,
     are_taken: bool,
     last: int | None,
+    births: int,
     passes: int,
 ) -> None:
-    """Those of an earlier agent do. One pass suffices during which no process at all has started."""
+    """Those of an earlier agent do. One pass suffices during which no process has started; its own threads are none."""
     members[:] = [Members([], [])] * 50
-    monkeypatch.setattr(proc, "last_number", lambda: last)
+    find = programs._members
+    born = 0
+
+    async def reading(*called: Any) -> Members:
+        nonlocal born
+        born += births
+        proc.readers += 1
+        return await find(*called)
+
+    monkeypatch.setattr(programs, "_members", reading)
+    monkeypatch.setattr(proc, "last_number", lambda: last and last + born + proc.readers)
     monkeypatch.setattr(process, "takes_orphans", are_taken)
     programs._counts_since = 50
 
@@ -367,17 +367,15 @@ async def test_a_sweep_ends_with_the_proof_that_a_service_is_over(
     proofs: list[bool] = []
     hunted: list[set[Verdict]] = []
     cage = SimpleNamespace(kill=lambda: hunted.append(set(programs._hunted)))
-    handle = Held([])
 
-    async def hold(*called: object) -> list[Any]:
-        cast("Any", called[-1])[7, 70] = handle
+    async def members(*_: object) -> list[Identity]:
         return []
 
     async def left_over(*_: object) -> list[Left]:
         proofs.append(len(proofs) + 1 == over_at)
         return [] if proofs[-1] else [ctl_programs.NAMELESS]
 
-    monkeypatch.setattr(programs, "_hold", hold)
+    monkeypatch.setattr(programs, "members", members)
     monkeypatch.setattr(programs, "_left_over", left_over)
     monkeypatch.setattr(programs.ownership, "cage", lambda _: cage)
 
@@ -387,7 +385,6 @@ async def test_a_sweep_ends_with_the_proof_that_a_service_is_over(
     assert hunted == [{"web"}] * kills
     assert programs.killed == ({"web"} if kills and not is_usual else set())
     assert programs._hunted == set()
-    assert handle.releases == 1
 
 
 async def test_a_process_that_only_the_proof_finds_is_signalled_in_the_same_round(
@@ -395,36 +392,15 @@ async def test_a_process_that_only_the_proof_finds_is_signalled_in_the_same_roun
 ) -> None:
     """It was born after the pass that found none."""
     caplog.set_level("INFO")
-    sent: list[signal.Signals] = []
-    handle = SimpleNamespace(pid=9, is_alive=True, release=lambda: None)
-
-    def send(sig: signal.Signals) -> None:
-        sent.append(sig)
-        handle.is_alive = False
-
-    handle.send = send
-    monkeypatch.setattr(process, "adopt", lambda *_: handle)
+    sent: list[object] = []
+    monkeypatch.setattr(process, "send", lambda *each: sent.append(each))
+    monkeypatch.setattr(proc, "stat", lambda _: None)
     monkeypatch.setattr(programs.ownership, "cage", lambda _: EMPTY)
-    members[:] = [Members([], []), *[Members([(9, 90)], [])] * 3, Members([], [])]
+    members[:] = [Members([], []), *[Members([(9, 90)], [])] * 2, Members([], [])]
 
     assert await programs.sweep("web", ProcessRecord(begun=1), (), 0.1) == []
-    assert sent == [signal.SIGTERM]
+    assert sent == [((9, 90), signal.SIGTERM)]
     assert "web: sending SIGTERM to remaining processes: 9" in caplog.text
-
-
-async def test_handles_are_of_members_that_live(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has ended since needs no signal."""
-    handles = {pid: SimpleNamespace(is_alive=pid != 8) for pid in (7, 8)}
-
-    async def members(*_: object) -> list[Identity]:
-        return [(7, 70), (8, 80), (9, 90)]
-
-    monkeypatch.setattr(programs, "members", members)
-    monkeypatch.setattr(process, "adopt", lambda pid, _: handles.get(pid))
-    held: dict[Identity, Any] = {}
-
-    assert await programs._hold("web", ProcessRecord(), (), held) == [handles[7]]
-    assert held == {(7, 70): handles[7], (8, 80): handles[8]}
 
 
 async def test_callers_share_a_pass_that_begins_after_their_call(
@@ -451,24 +427,18 @@ def test_orphans_are_counted_for_the_services_of_the_block(programs: Programs, m
 
     with programs.counting(lambda: [("web", traces)]):
         assert list(programs.ownership.records()) == [("web", traces)]
-        assert programs._has_ended in reaper.heirs
         assert programs._counts_since == 50
+
+
+async def test_orphans_are_attributed_only_during_a_search(programs: Programs) -> None:
+    """At other times one costs only its reaping; searches overlap."""
     assert programs._has_ended not in reaper.heirs
+    with programs._attending("web"):
+        with programs._attending():
+            assert reaper.heirs.count(programs._has_ended) == 1
+        assert (reaper.heirs.count(programs._has_ended), programs._hunted) == (1, {"web"})
 
-
-async def test_all_handles_are_released_in_portions() -> None:
-    """One for each turn of the event loop."""
-    released: list[int] = []
-    portion = ctl_programs.PROCESSES_PER_TURN
-    handles: list[Any] = [SimpleNamespace(release=partial(released.append, n)) for n in range(2 * portion + 1)]
-    counts = []
-
-    ctl_programs._release(handles)
-    for _ in range(3):
-        counts.append(len(released))
-        await asyncio.sleep(0)
-
-    assert counts == [portion, 2 * portion, 2 * portion + 1]
+    assert (reaper.heirs.count(programs._has_ended), programs._hunted) == (0, set())
 
 
 async def test_only_large_output_is_cut(programs: Programs, tmp_path: Path) -> None:

@@ -41,16 +41,29 @@ def _no_life_has_a_bug() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("failures", "delay_s"), [(1, 0.0), (2, 0.5), (3, 1.0), (4, 2.0), (7, 16.0), (8, 30.0), (99999, 30.0)]
+    ("failures", "delay_s", "eager_s"),
+    [(1, 0.0, 0.0), (2, 0.5, 0.5), (3, 1.0, 1.0), (4, 2.0, 1.0), (6, 8.0, 1.0), (7, 10.0, 1.0), (99999, 10.0, 1.0)],
 )
 async def test_the_first_restart_comes_at_once_and_each_next_after_twice_the_time(
-    failures: int, delay_s: float
+    failures: int, delay_s: float, eager_s: float
 ) -> None:
-    """Half a second before the second, thirty at most."""
+    """Half a second before the second; ten at most, and one in the minute after a requested start."""
     service = made("web")
     service.record.failures = failures
 
     assert service._delay() == delay_s
+    service._asked_at = time.monotonic() - Timing().eager + 30
+    assert service._delay() == eager_s
+    service._asked_at = time.monotonic() - Timing().eager
+    assert service._delay() == delay_s
+
+
+def test_a_process_that_stays_up_is_running_within_a_cycle_of_the_first_minute() -> None:
+    """Then monit, which looks each cycle, is never earlier."""
+    timing = Timing()
+
+    assert timing.eager_limit + timing.settle < timing.cycle
+    assert timing.backoff_limit <= timing.cycle
 
 
 @pytest.mark.parametrize(
@@ -1008,6 +1021,9 @@ class Programs:
 
     async def strays(self, _: int) -> list[Left]:
         return [Left(8, 80, "orphan")]
+
+    async def doubtful(self, _: int) -> str:
+        return ""
 
     async def clear(self, *_: object) -> None:
         self._calls.append("clear")

@@ -16,7 +16,7 @@ import pytest
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
-from agent_shim.host import clock, files, proc, reaper, watchdog
+from agent_shim.host import clock, files, proc, watchdog
 from agent_shim.supervisor import plan
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.bpm.runner import MemoryKill
@@ -507,16 +507,14 @@ async def test_an_obstacle_makes_the_jobs_fail_until_it_is_gone(supervisor: Supe
     assert supervisor.job_state() == "stopped"
 
 
-async def test_orphans_are_counted_and_the_state_is_saved_within_the_block(paths: Paths) -> None:
+async def test_the_state_is_saved_within_the_block(paths: Paths) -> None:
     """Jobs are wanted after a start only."""
     async with Supervisor(paths, on_event=lambda _: None) as supervisor:
         await supervisor.configure([WEB])
         labels = [label for label, _ in supervisor._programs.ownership.records()]
         assert labels == ["web", "db", "cache"]
-        assert supervisor._programs._has_ended in reaper.heirs
         assert not supervisor.is_wanted
 
-    assert supervisor._programs._has_ended not in reaper.heirs
     assert saved_states(paths) == dict.fromkeys(labels, State.STOPPED)
 
 
@@ -739,9 +737,9 @@ async def test_output_is_cut_at_each_beat_and_not_between(
         await asyncio.sleep(0.001)
     assert (len(trims), len(counts)) == (2, 2)
     assert not running.done()
-    names = {"memory of bpm processes", "rules", "process descendants", "output of programs"}
+    names = {"memory of bpm processes", "rules", "process descendants", "pidfiles", "output of programs"}
     beside = [task for task in asyncio.all_tasks() if task.get_name() in names]
-    assert len(beside) == 4
+    assert len(beside) == 5
     running.cancel()
     await asyncio.wait([running])
     await asyncio.wait(beside, timeout=10)
@@ -783,6 +781,35 @@ async def test_processes_of_bpm_above_their_limit_are_killed_at_each_beat(
     assert len(looks) >= 2
     assert len(events) >= 2
     assert {event.service for event in events} == {"server"}
+
+
+async def test_checks_of_memory_have_a_share_of_a_processor(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job with thousands of processes makes them rarer and not dearer."""
+    now, rests = [1000.0], list[float]()
+
+    def kill_hogs() -> list[MemoryKill]:
+        now[0] += 0.5
+        return []
+
+    async def sleep(seconds: float) -> None:
+        rests.append(seconds)
+        if len(rests) > 2:
+            raise asyncio.CancelledError
+
+    async def run(work: Callable[[], object]) -> object:
+        return work()
+
+    supervisor = Supervisor(paths, on_event=lambda _: None)
+    used = asyncio.Event()
+    used.set()
+    supervisor.bpm = SimpleNamespace(used=used.wait, kill_hogs=kill_hogs)  # type: ignore[assignment]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    monkeypatch.setattr("asyncio.to_thread", run)
+    with pytest.raises(asyncio.CancelledError):
+        await supervisor._watch_memory()
+
+    assert rests == [25.0] * 3
 
 
 async def test_a_kill_is_told_by_the_name_of_its_service(paths: Paths) -> None:
