@@ -124,7 +124,7 @@ class Site:
                 assert await self.deployments.ask(instance, "list_disk") == [instance.disk]
         await self._until_ended()
         unknown = [f"{one['kind']} {one['metadata']['name']}" for one in await self.unheld() if not self._knows(one)]
-        assert not unknown, "left behind, and unknown to the Director"
+        assert not unknown, f"left behind, and unknown to the Director: {unknown}"
         assert not list(self.stray_mounts()), "disks are mounted on the node for VMs that are gone"
         assert not list(self.stray_files()), "written to the node's file system instead of a disk"
         await self.check_levels()
@@ -202,8 +202,9 @@ def _is_ending(one: Document) -> bool:
 def _is_of_cluster(one: Document) -> bool:
     name = one["metadata"]["name"]
     kind = one["kind"]
+    authorities = ("kube-root-ca.crt", "openshift-service-ca.crt")
     return (kind == "Secret" and one["type"] == "kubernetes.io/service-account-token") or (
-        (kind, name) == ("ConfigMap", "kube-root-ca.crt")
+        kind == "ConfigMap" and name in authorities
     )
 
 
