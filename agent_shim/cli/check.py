@@ -1,12 +1,13 @@
 """``agent-shim check``: validate configuration files without regard to this machine.
 
 Users, paths and modes do not matter; a ``depends on`` target that no given file defines is a warning: another job's.
+A program that is no absolute path is a mistake, although the daemon tries it: ``start progam "/x"`` starts ``progam``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -15,12 +16,14 @@ import msgspec
 
 from agent_shim.core import settings
 from agent_shim.core.errors import ConfigError
+from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm import config
 from agent_shim.supervisor.monit import parser
-from agent_shim.supervisor.monit.ast import MonitFile
+from agent_shim.supervisor.monit.ast import Check, MonitFile
 
 GOOD: Final = 0
 USAGE: Final = 2
+MISSING: Final = 66
 WRONG: Final = 78
 
 
@@ -35,24 +38,28 @@ def kind_of(name: str) -> str:
     return "settings" if name.endswith(".json") else ""
 
 
-def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False) -> int:
-    """Check each file, as ``kind`` if its name is ambiguous; return the exit code of the worst.
+def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_strict: bool = False) -> int:
+    """Check each file, as ``kind`` or as its name says; return the exit code of the worst.
 
-    With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``.
+    With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``. With ``is_strict`` statements and
+    keys without effect are mistakes.
     """
-    reports = [_Report(path, kind_of(path.name) or kind or "") for path in files]
+    reports = [_Report(path, kind or kind_of(path.name)) for path in files]
     unknown = [report.file for report in reports if not report.kind]
     if unknown:
         print(f"agent-shim: cannot check {unknown[0]}: its name does not say what it is (use --as)", file=sys.stderr)
         return USAGE
     parsed: list[MonitFile] = []
     for report in reports:
+        ignored: list[str] = []
         try:
-            _check(report, parsed)
+            _check(report, parsed, ignored)
         except ConfigError as exc:
             report.mistakes.append(str(exc))
         except OSError as exc:
+            report.is_missing = True
             report.mistakes.append(f"cannot read {report.file}: {exc.strerror}")
+        (report.mistakes if is_strict else report.warnings).extend(f"{report.file}: {each}" for each in ignored)
     by_origin = {str(report.file): report for report in reports}
     for problem in parser.problems(parsed):
         report = by_origin[problem.origin]
@@ -62,17 +69,25 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False) -> i
     else:
         for report in reports:
             report.show()
-    return WRONG if any(report.mistakes for report in reports) else GOOD
+    if any(report.mistakes and not report.is_missing for report in reports):
+        return WRONG
+    return MISSING if any(report.is_missing for report in reports) else GOOD
 
 
-def _check(report: _Report, parsed: list[MonitFile]) -> None:
-    """Read a file as the daemon does; raises ``ConfigError`` with all its mistakes."""
+def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None:
+    """Read a file as the daemon does; raises ``ConfigError`` with all its mistakes.
+
+    ``unknown`` gets the keys and statements without effect, also of a file with mistakes.
+    """
     text, origin = report.file.read_bytes(), str(report.file)
-    unknown: list[str] = []
     if report.kind == "monit":
         file = parser.parse(_decoded(text, report.file), origin=origin)
         parsed.append(file)
         unknown += [f"line {each.line}: not acted on: {each.first_words}" for each in file.ignored]
+        for each in file.services:
+            if plan.is_never_restarted(plan.spec_of("", each)):
+                unknown.append(f"line {each.line}: not acted on: {plan.NEVER_RESTARTED}")
+            report.mistakes += [f"{origin}: {wrong}" for wrong in _wrong_programs(each)]
     elif report.kind == "bpm":
         config.parse(_decoded(text, report.file), origin=origin, unknown=unknown)
     elif report.kind == "agent":
@@ -80,7 +95,19 @@ def _check(report: _Report, parsed: list[MonitFile]) -> None:
     else:
         found = settings.parse(text, origin=origin, ignored=unknown)
         settings.require_bus(settings.Effective(found, settings.UpdateSettings()), origin)
-    report.warnings += [f"{origin}: {key}" for key in unknown]
+
+
+def _wrong_programs(check: Check) -> Iterator[str]:
+    """Name the programs that no monit can run."""
+    for verb, program in (("start", check.start), ("stop", check.stop)):
+        if program is not None and not program.argv[0].startswith("/"):
+            hint = f", expected '{verb} program \"/…\"'" if len(program.argv) > 1 else ""
+            name = f"the {verb} program of {check.name}, '{program.argv[0]}'"
+            yield f"line {check.line}: {name}, is no absolute path{hint}"
+    for rule in check.rules:
+        for action in (rule.action, rule.recovery):
+            if action.program is not None and not action.program.argv[0].startswith("/"):
+                yield f"line {rule.line}: the program '{action.program.argv[0]}' is no absolute path"
 
 
 @dataclass
@@ -89,6 +116,8 @@ class _Report:
 
     file: Path
     kind: str
+    is_missing: bool = False
+    """The file cannot be read."""
     mistakes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

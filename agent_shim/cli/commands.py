@@ -146,6 +146,7 @@ EXAMPLES: Final[dict[str, str]] = {
   agent-shim call run_script pre-start '{}'""",
     "check": """
   agent-shim check jobs/web/monit jobs/web/config/bpm.yml
+  agent-shim check --strict jobs/*/monit
   agent-shim check --as settings warden-cpi-agent-env""",
     "render": """
   agent-shim render manifest.yml release.tgz --out rendered
@@ -284,9 +285,10 @@ def _add_for_tools(command: Command) -> None:
     _base_option(call)
 
     check = command("check", _check, "validate configuration files")
-    check.add_argument("--as", dest="kind", choices=KINDS, help="kind of the files if their names are ambiguous")
+    check.add_argument("--as", dest="kind", choices=KINDS, help="kind of the files, whatever their names")
     text = "print mistakes and warnings of each file as JSON"
     check.add_argument("--json", action="store_true", dest="as_json", help=text)
+    check.add_argument("--strict", action="store_true", help="statements and keys without effect are mistakes")
     text = "monit file, bpm.yml, agent.json or settings"
     check.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
 
@@ -544,7 +546,7 @@ def _refuse_missing(paths: Paths, directory: Path, job: str, *, is_agent: bool) 
 def _check(args: argparse.Namespace) -> int:
     from agent_shim.cli import check
 
-    return check.main(args.files, args.kind, as_json=args.as_json)
+    return check.main(args.files, args.kind, as_json=args.as_json, is_strict=args.strict)
 
 
 def _render(args: argparse.Namespace) -> int:

@@ -152,7 +152,7 @@ def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -
             unknown += config_check.unknown_keys(ours, AgentConfig)
         return _converted(document, AgentConfig)
     except ValueError as exc:
-        raise ConfigError(f"cannot read the agent's configuration from {origin}: {exc}") from exc
+        raise ConfigError(f"cannot read the agent's configuration from {origin}: {_placed(exc, raw)}") from exc
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -336,7 +336,19 @@ def _decoded(raw: bytes, wanted: type[T], origin: str, ignored: list[str] | None
     try:
         return _converted(wire.decode_json(raw), wanted, ignored)
     except ValueError as exc:
-        raise SettingsError(f"cannot read settings from {origin}: {exc}") from exc
+        raise SettingsError(f"cannot read settings from {origin}: {_placed(exc, raw)}") from exc
+
+
+def _placed(exc: ValueError, raw: bytes) -> str:
+    """Name line and column of a mistake instead of its byte."""
+    text = str(exc)
+    head, found, tail = text.rpartition("(byte ")
+    number = tail.removesuffix(")")
+    if not found or not number.isdecimal():
+        return text
+    before = raw[: int(number)]
+    column = len(before) - before.rfind(b"\n")
+    return f"{head}(line {before.count(10) + 1} column {column})"
 
 
 def _converted(document: Any, wanted: type[T], ignored: list[str] | None = None) -> T:

@@ -22,6 +22,8 @@ VCAP: Final = "vcap"
 MAX_FILES: Final = 100
 """Monit files of one job."""
 
+NEVER_RESTARTED: Final = "restart when it ends (it has no stop program)"
+
 _BPM: Final = ("/jobs/bpm/bin/bpm", "/packages/bpm/bin/bpm")
 _FLAG: Final = r"(?:-p\0|-p=?|--process\0|--process=)"
 _BPM_ARGUMENTS: Final = rf"(?:{_FLAG}(?P<before>[^\0]+)\0)?(?P<job>[^-\0][^\0]*)(?:\0{_FLAG}(?P<after>[^\0]+))?"
@@ -220,15 +222,21 @@ def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
     for number, check in enumerate(file.services):
         own = ("", check.name) if number == 0 else (check.name,)
         unsupported = [each.first_words for each in file.ignored if each.service in own]
-        spec = _spec(job, check)
-        is_wanted = spec.is_process and spec.mode == "active" and spec.absence.kind == "restart"
-        if is_wanted and spec.start and not spec.stop:
-            unsupported.append("restart when it ends (it has no stop program)")
+        spec = spec_of(job, check)
+        if is_never_restarted(spec):
+            unsupported.append(NEVER_RESTARTED)
         found.append(msgspec.structs.replace(spec, unsupported=tuple(unsupported)))
     return found
 
 
-def _spec(job: str, check: values.Check) -> ProcessSpec:
+def is_never_restarted(spec: ProcessSpec) -> bool:
+    """True for a process that its author may expect to be restarted."""
+    is_wanted = spec.is_process and spec.mode == "active" and spec.absence.kind == "restart"
+    return is_wanted and spec.start is not None and spec.stop is None
+
+
+def spec_of(job: str, check: values.Check) -> ProcessSpec:
+    """Build the service of a check."""
     absence, cycles, change = RESTART, 1, ALERT
     limits: list[RestartLimit] = []
     rules: list[values.Rule] = []

@@ -55,7 +55,7 @@ _agent_shim() {
                     monitor) words="--help --wait -b all" kind=name ;;
                     unmonitor) words="--help --wait -b all" kind=name ;;
                     call) words="--help -b" ;;
-                    check) words="--help --as --json" kind=f ;;
+                    check) words="--help --as --json --strict" kind=f ;;
                     render) words="--help --group --only --out" kind=f ;;
                     probe) words="--help live ready -b" ;;
                     handback) words="--help -b" ;;

@@ -69,8 +69,9 @@ complete -c agent-shim -n '__fish_seen_subcommand_from unmonitor' -a '(__agent_s
 complete -c agent-shim -n '__fish_seen_subcommand_from unmonitor' -l wait -d 'wait for the end; exit code 1 on failure'
 complete -c agent-shim -n '__fish_seen_subcommand_from unmonitor' -s b -x -a '(__fish_complete_directories)' -d 'root directory instead of /var/vcap'
 complete -c agent-shim -n '__fish_seen_subcommand_from call' -s b -x -a '(__fish_complete_directories)' -d 'root directory instead of /var/vcap'
-complete -c agent-shim -n '__fish_seen_subcommand_from check' -l as -x -a 'monit bpm agent settings' -d 'kind of the files if their names are ambiguous'
+complete -c agent-shim -n '__fish_seen_subcommand_from check' -l as -x -a 'monit bpm agent settings' -d 'kind of the files, whatever their names'
 complete -c agent-shim -n '__fish_seen_subcommand_from check' -l json -d 'print mistakes and warnings of each file as JSON'
+complete -c agent-shim -n '__fish_seen_subcommand_from check' -l strict -d 'statements and keys without effect are mistakes'
 complete -c agent-shim -n '__fish_seen_subcommand_from check' -F
 complete -c agent-shim -n '__fish_seen_subcommand_from render' -F
 complete -c agent-shim -n '__fish_seen_subcommand_from render' -F

@@ -108,12 +108,12 @@ def parse(
     top = _Map(notes, "", node)
     disks = frozenset(str(root / disk / job) for disk in ("data", "store")) if job else frozenset[str]()
     file = BpmFile(tuple(_process(entry, str(root), disks) for entry in top.maps("processes", has_holes=False)))
+    if unknown is not None:
+        unknown += notes.unknown_keys()
     if notes.mistakes:
         more = len(notes.mistakes) - MAX_MISTAKES
         shown = [*notes.mistakes[:MAX_MISTAKES], *([f"and {more} more"] if more > 0 else [])]
         raise ConfigError(f"cannot read {origin}: {'; '.join(shown)}")
-    if unknown is not None:
-        unknown += notes.unknown_keys()
     return file
 
 

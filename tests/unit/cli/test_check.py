@@ -45,6 +45,8 @@ def test_good_files_are_good(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         ("monit", "check process web\n  with nonsense", "line 2"),
         ("agent.json", "{", "agent's configuration"),
+        ("agent.json", '{\n "AgentShim" 5}', "(line 2 column 14)"),
+        ("settings.json", '{"agent_id": "a",\n\n  "mbus" 5}', "(line 3 column 10)"),
         ("settings.json", '{"agent_id": 3}', "$.agent_id"),
         ("settings.json", '{"agent_id": "a"}', "$.mbus"),
         ("settings.json", '{"agent_id": "a", "mbus": "nats//foo"}', "$.mbus is no address"),
@@ -63,9 +65,12 @@ def test_a_wrong_file_is_named_with_the_place(
     assert said in error
 
 
-def test_a_missing_file_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(tmp_path / "monit")]) == 78
+def test_a_missing_file_has_its_own_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake in another file comes before it."""
+    assert main(["check", str(tmp_path / "monit")]) == 66
     assert "No such file" in capsys.readouterr().err
+    (tmp_path / "agent.json").write_text("{")
+    assert main(["check", str(tmp_path / "monit"), str(tmp_path / "agent.json")]) == 78
 
 
 def test_unknown_kind_is_a_usage_error_unless_told(tmp_path: Path) -> None:
@@ -73,6 +78,13 @@ def test_unknown_kind_is_a_usage_error_unless_told(tmp_path: Path) -> None:
 
     assert main(["check", str(tmp_path / "file")]) == 2
     assert main(["check", "--as", "monit", str(tmp_path / "file")]) == 0
+
+
+def test_the_kind_that_is_told_counts_more_than_the_name(tmp_path: Path) -> None:
+    (tmp_path / "agent.json").write_text(GOOD)
+
+    assert main(["check", str(tmp_path / "agent.json")]) == 78
+    assert main(["check", "--as", "monit", str(tmp_path / "agent.json")]) == 0
 
 
 def test_a_target_in_another_job_is_a_warning_and_a_duplicate_is_wrong(
@@ -139,6 +151,63 @@ def test_an_unknown_key_is_a_warning_with_the_nearest_known_one(
     warning = capsys.readouterr().err
     assert warning.startswith("warning: ")
     assert said in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("agent.json", '{"AgentShim": {"logLevle": "info", "http": "nine"}}', "did you mean logLevel?"),
+        ("bpm.yml", "processes:\n- {name: a, agrs: [c]}", "line 2: unknown key processes[0].agrs"),
+    ],
+)
+def test_an_unknown_key_is_named_beside_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
+) -> None:
+    (tmp_path / name).write_text(text)
+
+    assert main(["check", str(tmp_path / name)]) == 78
+    warning, mistake = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: ")
+    assert said in warning
+    assert "expected" in mistake
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            'start progam "/x start"',
+            "line 1: the start program of web, 'progam', is no absolute path, expected 'start program \"/…\"'",
+        ),
+        ('stop porgram "/x stop"', "the stop program of web, 'porgram', is no absolute path"),
+        ('start program "x"', "the start program of web, 'x', is no absolute path"),
+        ('if not exist then exec "reboot now"', "line 2: the program 'reboot' is no absolute path"),
+        ('strat program "/x start"', "line 2 column 1: found 'strat', expected an option of check process"),
+    ],
+)
+def test_a_misspelt_program_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str) -> None:
+    """monit starts a program called ``progam``."""
+    (tmp_path / "monit").write_text(f"check process web with pidfile /x\n{line}\n")
+
+    assert main(["check", str(tmp_path / "monit")]) == 78
+    assert said in capsys.readouterr().err
+
+
+def test_strict_refuses_what_has_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A service of another job is none of this."""
+    (tmp_path / "monit").write_text(
+        "check process web with pidfile /x\n start program '/x'\n alert a@b\n depends on other\n"
+    )
+    found = (
+        "monit: line 3: not acted on: alert a@b",
+        "monit: line 1: not acted on: restart when it ends (it has no stop program)",
+    )
+
+    for words, code in (([], 0), (["--strict"], 78)):
+        assert main(["check", *words, str(tmp_path / "monit")]) == code
+        lines = capsys.readouterr().err.splitlines()
+        assert all(any(each in line for line in lines) for each in found)
+        assert sum(line.startswith("warning: ") for line in lines) == (1 if words else 3)
 
 
 def test_keys_of_the_go_agent_are_no_unknown_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
