@@ -15,6 +15,7 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -126,7 +127,7 @@ class _Mirror:
         first: dict[tuple[int, int], tuple[int, str]] = {}
         places = _Places()
         for number, path, source, target, names in self._pairs(places):
-            for name in _names(target) - set(names) - self._spare(path):
+            for name in self._surplus(source, target, path):
                 _remove(target, name)
             for name in names:
                 with _errors_as(f"copy {path}{name}"):
@@ -151,8 +152,8 @@ class _Mirror:
         made: dict[tuple[int, int], tuple[int, int]] = {}
         owner: dict[tuple[int, int], tuple[int, int]] = {}
         for _, path, source, target, names in self._pairs(_Places(), make=False):
-            surplus = _names(target) - set(names) - self._spare(path)
-            for name in (*names, *surplus):
+            surplus = self._surplus(source, target, path)
+            for name in chain(names, surplus):
                 with _errors_as(f"compare {path}{name}"):
                     wanted = None if name in surplus else _status(source, name)
                     there = _status_or_none(target, name)
@@ -187,7 +188,7 @@ class _Mirror:
             with self._both(path) as (source, target):
                 if make:  # an earlier pass may have set a mode without write permission
                     os.fchmod(target, stat.S_IMODE(os.fstat(target).st_mode) | 0o700)
-                names = sorted(_names(source) - self._spare(path))
+                names = _names(source, self._spare(path))
                 yield number, path, source, target, names
                 for name in reversed(names):
                     there = _status_or_none(target, name)
@@ -201,7 +202,7 @@ class _Mirror:
             number = ahead.pop()
             path = places.path(number)
             with _errors_as(f"read {path}."), closing(_open_below(top, path)) as here:
-                names = sorted(_names(here) - self._spare(path))
+                names = _names(here, self._spare(path))
                 yield here, names
                 ahead += [places.add(number, name) for name in names if stat.S_ISDIR(_status(here, name).st_mode)]
 
@@ -209,6 +210,13 @@ class _Mirror:
     def _both(self, path: str) -> Iterator[tuple[int, int]]:
         with closing(_open_below(self._source, path)) as source, closing(_open_below(self._target, path)) as target:
             yield source, target
+
+    def _surplus(self, source: int, target: int, path: str) -> set[str]:
+        """Return the names that only the target has; a set of each side would take the memory of a huge directory."""
+        spared = self._spare(path)
+        with os.scandir(target) as entries:
+            ours = (each.name for each in entries if each.name not in spared)
+            return {name for name in ours if _status_or_none(source, name) is None}
 
     def _spare(self, path: str) -> frozenset[str]:
         return frozenset() if path else self._spared
@@ -353,8 +361,8 @@ def _same_data(old: int, new: int, size: int) -> bool:
 # --- small things ---------------------------------------------------------------------------------------------------
 
 
-def _names(directory: int) -> set[str]:
-    return set(os.listdir(directory))
+def _names(directory: int, spared: Collection[str]) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name not in spared)
 
 
 def _status(directory: int, name: str) -> os.stat_result:

@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -350,3 +352,20 @@ def test_a_time_that_the_other_disk_cannot_have_does_not_end_the_copy(
 
     assert (target / "odd").read_text() == "text"
     assert (target / "odd").stat().st_mtime in (1_000_000_000, 1_600_000_000)
+
+
+def test_a_huge_directory_takes_the_memory_of_its_names_alone(pair: tuple[Path, Path]) -> None:
+    """A job makes millions of them without an effort; sets of both sides took twice as much."""
+    source, target = pair
+    copytree.mirror(source, target)  # the first use loads more
+    names = [f"session-{number:040d}" for number in range(5000)]
+    for name in names:
+        (source / name).touch()
+    tracemalloc.start()
+    try:
+        copytree.mirror(source, target)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 3 * sum(map(sys.getsizeof, names))

@@ -139,7 +139,7 @@ RAW: Mapping[str, Raw] = {
     "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
     "host.copytree": Raw(
         "within directories that the door has opened: names in them, by descriptor, no link followed",
-        frozenset({"_copy_entry", "_copy_file", "_names", "mirror", "_same_entry", "_status"}),
+        frozenset({"_copy_entry", "_copy_file", "_names", "mirror", "_same_entry", "_status", "_Mirror._surplus"}),
     ),
     "host.files": Raw(
         "writes and makes what is ours; directories step by step, links as guarded.refuse_link says",
