@@ -389,8 +389,8 @@ JOBS: Final = (
         "S-05",
         "takes the next process with the number of one that ended for it",
         "agent_shim/supervisor/ownership.py",
-        '            return Tie.NONE, "its pidfile belongs to an exited process"\n',
-        '            return Tie.OWNED, ""\n',
+        '            return Evidence.STALE, ""\n',
+        "            return Evidence.ORPHAN, label\n",
         "strangers were signalled",
     ),
     Saboteur(

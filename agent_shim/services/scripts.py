@@ -110,7 +110,7 @@ class Scripts:
         script wrote to stderr.
         """
         never = asyncio.Event()
-        said: dict[str, str] = {}
+        unsuccessful: list[str] = []
         having = self._having(name, jobs)
 
         def sizes() -> dict[str, int]:
@@ -127,13 +127,18 @@ class Scripts:
             status = await self._end(script, never)
             if status != 0:
                 logger.warning("%s of job %s failed: exit status %s", name, job, status)
-                said[job] = await asyncio.to_thread(_last_line, err, begins[job])
+                unsuccessful.append(job)
             return status == 0
 
         try:
             await _side_by_side(name, having, run)
         except ActionError as exc:
-            lines = "".join(f" {job}: {line}" for job, line in said.items() if line)
+
+            def said(job: str) -> str:
+                return _last_line(self._paths.log / job / f"{name}.stderr.log", begins[job])
+
+            told = {job: await asyncio.to_thread(said, job) for job in unsuccessful}
+            lines = "".join(f" {job}: {line}" for job, line in told.items() if line)
             raise ActionError(f"{exc}{lines}") from exc
 
     async def drain(

@@ -1,16 +1,10 @@
-"""Process ownership by evidence that a job cannot forge.
+"""Process ownership: what makes a process that of a service (``Evidence``).
 
 monit believes any number of a living process in a pidfile. A job can write any number there, carry any environment, and
 leave its session and its parents by forking twice. It cannot leave the cgroup of its start program or enter a foreign
-session, and it descends from the agent while that adopts orphans (``host.reaper``). So a process belongs to a service
-
-- if it is in the cgroup of the service (``host.job_cgroups``), or else
-- if it is known by number and start time, is in a session of the service, or descends from such a process.
-
-Processes that the agent starts for itself, and their descendants, belong to no service. Where none of this decides,
-weaker evidence counts, but never against proof: the mark in the environment (``MARK``), which a process can set only
-for itself and its descendants; and a fresh pidfile that names a descendant of the agent younger than the service's
-start program. A process that only a pidfile or a pattern names is watched and never signalled.
+session, and it descends from the agent while that adopts orphans (``host.reaper``). So ``kinship`` attributes processes
+by proof: cgroup, known identity, session, descent. For a process that a pidfile names, weaker evidence counts where
+there is no proof, and never against it.
 """
 
 from __future__ import annotations
@@ -58,6 +52,72 @@ class Tie(enum.Enum):
     NAMED = "named"
     """Watched although started by hand or by another program; never signalled."""
     NONE = "none"
+
+
+class Row(NamedTuple):
+    """A row of the table of evidence."""
+
+    fact: str
+    """About the process that the pidfile names."""
+    kept_by: str
+    tie: Tie
+    why: str = ""
+    """Why it does not count; ``{}`` stands for the owner."""
+
+
+class Evidence(enum.Enum):
+    """Evidence about a process that a pidfile names; the first that there is decides."""
+
+    STALE = Row(
+        "the pidfile has not changed since the process that it named ended, or since the start program",
+        "agent: inode and time of the pidfile",
+        Tie.NONE,
+        "its pidfile is older than the process",
+    )
+    CGROUP = Row("is in the cgroup of the service", "kernel; only root leaves a cgroup", Tie.OWNED)
+    HISTORY = Row(
+        "is known by pid and start time, is in a session of the service that existed throughout, or descends from such "
+        "a process",
+        "agent and kernel: a session cannot be entered, orphans come to the agent",
+        Tie.OWNED,
+    )
+    SCRIPTS = Row(
+        "the same for the scripts of its job (pre-start, post-start, drain, errands)",
+        "agent and kernel",
+        Tie.SHARED,
+    )
+    OTHERS = Row("the same for another service or job", "agent and kernel", Tie.NONE, "it belongs to {}")
+    AGENT = Row("the agent started it for itself: `sshd`, a worker", "agent", Tie.NONE, "it belongs to the agent")
+    MARK = Row(
+        f"carries the mark of the service or of its job's scripts, `{MARK}`, or that of monit, `{MONIT_MARK}`",
+        "the process: it can mark itself and its descendants",
+        Tie.OWNED,
+    )
+    OTHERS_MARK = Row(
+        "carries the mark of another", "the process", Tie.NONE, "it carries the mark of another service"
+    )
+    ORPHAN = Row(
+        "is an orphan that came to the agent, began since the start program, and a pidfile of root or of its own user "
+        "names it that was written since then",
+        "agent and kernel",
+        Tie.OWNED,
+    )
+    PROGRAM = Row(
+        "is older than the pidfile and executes a file in `jobs` or `packages`",
+        "kernel; only root writes there",
+        Tie.NAMED,
+    )
+    COMMAND = Row(
+        "is older than the pidfile, which is of root or of its own user, and its command line names the base directory",
+        "the process and the writer of the pidfile",
+        Tie.NAMED,
+    )
+    NOTHING = Row(
+        "none of these",
+        "",
+        Tie.NONE,
+        "it was not started by this agent, and nothing shows that it belongs to the job",
+    )
 
 
 class Left(NamedTuple):
@@ -315,31 +375,38 @@ class Ownership:
         """Relate a process to the service of ``job`` whose ``pidfile`` names it; explain ``Tie.NONE``. Blocks."""
         if each.identity == traces.known:
             return (Tie.NAMED if traces.is_guest else Tie.OWNED), ""
-        if pidfile == traces.heeded:  # the number of the process that it named belongs to another one now
-            return Tie.NONE, "its pidfile belongs to an exited process"
+        found, owner = self._evidence(each, label, script_label(job), traces, pidfile)
+        if found in (Evidence.SCRIPTS, Evidence.MARK):
+            return (Tie.SHARED if owner != label else Tie.OWNED), ""
+        return found.value.tie, found.value.why.format(owner)
+
+    def _evidence(
+        self, each: proc.Stat, label: str, scripts: str, traces: ProcessRecord, pidfile: Pidfile
+    ) -> tuple[Evidence, str]:
+        """Return the first evidence about a process, and the label that it speaks for."""
         is_fresh = traces.is_fresh(pidfile)
-        if each.identity == traces.program and not is_fresh:
-            # The number may be reused: the pidfile is still that of the previous process.
-            return Tie.NONE, "its pidfile is older than its start program"
+        if pidfile == traces.heeded or (each.identity == traces.program and not is_fresh):
+            return Evidence.STALE, ""
+        if self.label_of(each.pid) == label:
+            return Evidence.CGROUP, label
         verdict = self.verdict(each)
-        ties = {label: Tie.OWNED, script_label(job): Tie.SHARED}
         if isinstance(verdict, str):
-            return (ties[verdict], "") if verdict in ties else (Tie.NONE, f"it belongs to {verdict}")
+            proofs = {label: Evidence.HISTORY, scripts: Evidence.SCRIPTS}
+            return proofs.get(verdict, Evidence.OTHERS), verdict
         if process.is_spawned(each.identity):
-            return Tie.NONE, "it belongs to the agent"
+            return Evidence.AGENT, ""
         if verdict is not Unproven.AGENTS and (carried := self._mark_of(each.pid)):
-            return (ties[carried], "") if carried in ties else (Tie.NONE, "it carries the mark of another service")
+            return (Evidence.MARK if carried in (label, scripts) else Evidence.OTHERS_MARK), carried
         # The owner of a pidfile may only name a process that it could signal itself.
         is_allowed = pidfile.owner in (0, os.geteuid(), proc.user(each.pid))
         if is_allowed and verdict is Unproven.ORPHAN and is_fresh and each.start_ticks >= traces.begun:
-            return Tie.OWNED, ""
-        # Started by hand, by cron, by another supervisor. A pidfile that was written while it lived may mean it.
-        if pidfile.modified + 0.1 > clock.wall_time_of(each.start_ticks) and (
-            proc.executable(each.pid).startswith(tuple(f"{self._base}/{name}" for name in PROGRAMS))
-            or (is_allowed and f"{self._base}/" in proc.command_line(each.pid))
-        ):
-            return Tie.NAMED, ""
-        return Tie.NONE, "it was not started by this agent, and nothing shows that it belongs to the job"
+            return Evidence.ORPHAN, label
+        if pidfile.modified + 0.1 > clock.wall_time_of(each.start_ticks):
+            if proc.executable(each.pid).startswith(tuple(f"{self._base}/{name}" for name in PROGRAMS)):
+                return Evidence.PROGRAM, label
+            if is_allowed and f"{self._base}/" in proc.command_line(each.pid):
+                return Evidence.COMMAND, label
+        return Evidence.NOTHING, ""
 
     def _mark_of(self, pid: int) -> str:
         """Return the label that a process carries; "" without a mark, the mark itself if it is another agent's."""

@@ -10,6 +10,7 @@ from typing import Final
 
 from agent_shim.daemon import boot
 from agent_shim.supervisor.monit import parser, rules
+from agent_shim.supervisor.ownership import Evidence, Tie
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
 from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules
 from tests.support import commands_page, limits_page, metrics_page, shell_pages
@@ -114,6 +115,18 @@ def statements() -> str:
     return "\n".join(["| statement | in a `check` of |", "|---|---|", *rows, ""])
 
 
+def evidence() -> str:
+    """The evidence about a process that a pidfile names, in the order in which it decides."""
+    verdicts = {
+        Tie.OWNED: "the service's",
+        Tie.SHARED: "the service's",
+        Tie.NAMED: "watched: counts as running, gets no signal",
+        Tie.NONE: "refused",
+    }
+    rows = [f"| {row.value.fact} | {row.value.kept_by} | {verdicts[row.value.tie]} |" for row in Evidence]
+    return "\n".join(["| the process … | kept by | it is |", "|---|---|---|", *rows, ""])
+
+
 def without_effect() -> str:
     """The statements that are not acted on, with the reason."""
     rows = [f"| `{words}` | {why} |" for words, why in rules.WITHOUT_EFFECT.items()]
@@ -130,6 +143,7 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("monit-deviations.md", "statements"): statements,
     ("monit-deviations.md", "without effect"): without_effect,
     ("metrics.md", "metrics"): metrics_page.table,
+    ("supervision.md", "evidence"): evidence,
 }
 """Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 

@@ -12,7 +12,7 @@ import pytest
 
 from agent_shim.host import clock, job_cgroups, proc, process
 from agent_shim.supervisor import posix_regex
-from agent_shim.supervisor.ownership import Look, Ownership, Tie, Unproven, is_job_user, kinship
+from agent_shim.supervisor.ownership import Evidence, Look, Ownership, Tie, Unproven, is_job_user, kinship
 from agent_shim.supervisor.process_record import (
     MARK,
     MAX_SESSIONS,
@@ -23,6 +23,7 @@ from agent_shim.supervisor.process_record import (
     Session,
     mark,
     read,
+    script_label,
 )
 
 BASE = Path("/var/vcap")
@@ -267,6 +268,48 @@ def test_process_started_by_hand(
     tie, why = Ownership(BASE).tie(kernel[50][0], "web", "web", ProcessRecord(), OLD._replace(owner=owner))
     assert tie is (Tie.NAMED if is_named else Tie.NONE)
     assert bool(why) is not is_named
+
+
+def test_each_row_of_the_table_decides(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first row that holds: each change adds a stronger one to those before it."""
+    one = stat(50, parent=1, start=100)
+    traces, pidfile = ProcessRecord(), Pidfile(50, 2.0, 7, USER)
+    ownership = Ownership(BASE)
+    records: list[tuple[str, ProcessRecord]] = [("web", traces)]
+    ownership.records = lambda: records
+    decided: list[Evidence] = []
+
+    def decide(each: proc.Stat = one, **environment: str) -> None:
+        kernel[50] = each, environment, line
+        decided.append(ownership._evidence(each, "web", script_label("web"), traces, pidfile)[0])
+
+    line = ""
+    decide()
+    line = "tail -f /var/vcap/sys/log/web/web.log"
+    decide()
+    monkeypatch.setattr(proc, "executable", lambda _: "/var/vcap/data/packages/web/1/bin/web")
+    decide()
+    orphan = stat(50, parent=US, start=100)
+    traces.begin((40, 90), None)
+    decide(orphan)
+    decide(orphan, **{MARK: mark("other", BASE)})
+    decide(orphan, **{MARK: mark(script_label("web"), BASE)})
+    monkeypatch.setattr(process, "is_spawned", lambda identity: identity == orphan.identity)
+    decide(orphan)
+    records.append(("other", ProcessRecord(kin=[orphan.identity])))
+    decide(orphan)
+    records[1:] = [(script_label("web"), ProcessRecord(kin=[orphan.identity]))]
+    decide(orphan)
+    traces.kin = [orphan.identity]
+    decide(orphan)
+    monkeypatch.setattr(ownership, "label_of", lambda _: "web")
+    decide(orphan)
+    traces.heeded = pidfile
+    decide(orphan)
+
+    assert decided == list(Evidence)[::-1]
 
 
 def test_members_are_all_that_belong() -> None:
