@@ -64,8 +64,8 @@ _spawned: dict[int, int] = {}
 """Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
 spawning: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 """Context of the start of a program; ``host.loop_guard`` replaces it."""
-_files_of_children: tuple[int, int] | None = None
-"""Limits of open files for children, if this process has raised its own."""
+FILES_OF_CHILDREN: Final = resource.getrlimit(resource.RLIMIT_NOFILE)
+"""Limits of open files that children get: those of this process before ``raise_file_limit``."""
 takes_orphans = False
 """True while orphaned descendants are reparented to this process (``host.reaper``)."""
 
@@ -340,9 +340,9 @@ def spawn(
     stat = proc.stat(popen.pid)
     assert stat is not None, "a child that is not reaped has a stat line"
     _spawned[popen.pid] = stat.start_ticks
-    if _files_of_children is not None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE) != FILES_OF_CHILDREN:
         with contextlib.suppress(OSError):  # it has ended, or is another user already
-            resource.prlimit(popen.pid, resource.RLIMIT_NOFILE, _files_of_children)
+            resource.prlimit(popen.pid, resource.RLIMIT_NOFILE, FILES_OF_CHILDREN)
     return Process(stat, _open(popen.pid), leads=True)
 
 
@@ -481,12 +481,10 @@ def disable_core_dumps(*, for_good: bool = False) -> None:
 
 def raise_file_limit() -> None:
     """Raise the soft limit of open files to the hard one; children get the former one, as those of Go and of monit."""
-    global _files_of_children
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            _files_of_children = soft, hard
         except (ValueError, OSError) as exc:  # above fs.nr_open
             logger.warning("cannot use more than %d open files: %s", soft, exc)
 

@@ -358,11 +358,11 @@ async def refused(program: Path, why: str, env: dict[str, str]) -> None:
 
 
 RAISED = """
-import asyncio, resource, sys
+import asyncio, os, resource
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
 from agent_shim.host import process
 async def main():
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
     process.raise_file_limit()
     print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard), flush=True)
     show = ["/bin/sh", "-c", f"test $(ulimit -Hn) = {hard} && ulimit -Sn"]
@@ -372,7 +372,6 @@ async def main():
     child = process.spawn(held, env={"PATH": "/bin"}, stdin=reading, stdout=1)
     os.write(writing, b"now\\n")
     await child.wait()
-import os
 asyncio.run(main())
 """
 
