@@ -102,7 +102,7 @@ def examine(paths: Paths, config: Path | None) -> Report:
 
 
 def runtime(settings: Effective | None) -> Runtime:
-    """The creator of the container: by a mount of a kubelet, or of all disks by warden; else a CPI if settings name a bus."""
+    """The creator of the container, by a mount of a kubelet or of all disks by warden; else a bus implies a CPI."""
     table = mounts.mounts()
     if "KUBERNETES_SERVICE_HOST" in os.environ or any(OF_A_KUBELET.search(mount.root) for mount in table):
         return "pod"
