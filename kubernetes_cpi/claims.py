@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 
 from kubernetes_cpi import manifests, names, pods
-from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, Object
-from kubernetes_cpi.errors import ApiError, CpiError, DiskNotFoundError
+from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, STORAGE_CLASSES, Object
+from kubernetes_cpi.errors import ApiError, CpiError, DiskNotFoundError, InputError
 from kubernetes_cpi.session import Session
 
 ATTEMPTS: Final = 10
@@ -137,6 +137,7 @@ def is_held(session: Session, disk: str, vm: str) -> bool:
 def make(session: Session, namespace: str, body: Object) -> Object:
     """Create a claim, or find that of an earlier attempt; ``CpiError`` if it belongs to another owner."""
     name = body["metadata"]["name"]
+    check_class(session, body)
     found, is_new = session.client.ensure(CLAIMS, namespace, body)
     if is_new:
         return found
@@ -144,6 +145,17 @@ def make(session: Session, namespace: str, body: Object) -> Object:
     if "deletionTimestamp" in found["metadata"] or not is_ours:
         raise CpiError(f"cannot make the claim {name}: one of that name is being deleted or not from this CPI")
     return found
+
+
+def check_class(session: Session, body: Object) -> None:
+    """Refuse a claim whose StorageClass is known to be missing; the CPI need not be allowed to read classes."""
+    name = body["spec"].get("storageClassName")
+    try:
+        if name and session.client.find(STORAGE_CLASSES, "", name) is None:
+            raise InputError(f"cannot make the claim {body['metadata']['name']}: no StorageClass is named {name!r}")
+    except ApiError as exc:
+        if exc.status != http.client.FORBIDDEN:
+            raise
 
 
 def annotate(session: Session, claim: Object, annotations: Mapping[str, str | None]) -> bool:

@@ -111,7 +111,18 @@ class Timeouts(Strict, frozen=True):
     unschedulable: Annotated[
         float, doc("For a node that takes the pod, before create_vm fails; longer where nodes are added on demand.")
     ] = 10
-    crashing: Annotated[float, doc("For a container that ends again and again, before create_vm fails.")] = 10
+    room: Annotated[
+        float, doc("For room on a node, where all that take the pod are full; the Director tries five times.")
+    ] = 30
+    volume: Annotated[float, doc("For the volumes of new claims, before create_vm fails with their events.")] = 120
+    crashing: Annotated[
+        float,
+        doc("For a container that ends again and again, before create_vm fails; ten where its agent exits with 78."),
+    ] = 40
+    unready: Annotated[float, doc("For the agent of a running container to boot, before create_vm fails.")] = 120
+    bus: Annotated[
+        float, doc("For the agent to reach the address of the bus, before create_vm fails. 0: unchecked.")
+    ] = 10
     unmount: Annotated[float, doc("For a VM to unmount a disk in detach_disk.")] = 20
     helper: Annotated[float, doc("For a node to start a helper pod, in addition to its work.")] = 60
     delete_vm: Annotated[

@@ -50,6 +50,7 @@ def create(session: Session, size_mib: int, cloud_properties: Mapping[str, Any],
     body = manifests.disk_claim(
         names.cid("disk", namespace, *key), session.director, size_mib, properties, session.config
     )
+    claims.check_class(session, body)
     made, is_new = session.client.ensure(CLAIMS, namespace, body)
     if not is_new and not _is_untouched(made):
         body["metadata"]["name"] = names.cid("disk", namespace, os.urandom(8).hex())

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from kubernetes_cpi import log
+import msgspec
+
+from kubernetes_cpi import log, manifests
 from kubernetes_cpi.client import EVENTS, NODES, PODS, WATCH_S, Object
-from kubernetes_cpi.config import Timeouts
 from kubernetes_cpi.errors import ApiError, CpiError, VMCreationFailedError
 from kubernetes_cpi.session import Session
 
@@ -23,11 +24,24 @@ PASSING: Final = r"time-?out|timed out|connection (refused|reset)|eof|too ?many 
 """Words of a failed pull that another attempt may fix."""
 NEW_CLAIM: Final = r'persistentvolumeclaim "[^"]*" not found|unbound immediate PersistentVolumeClaims'
 """Words of the scheduler for a claim that it has not seen yet or whose volume is being made."""
+HOPELESS_CLAIM: Final = r'storageclass\S* "[^"]*" not found|no storage class is set'
+"""Words of an event of a claim that never gets a volume."""
+ROOM: Final = "Insufficient|Too many pods|free ports|max volume count|anti-affinity"
+"""Words of the scheduler for nodes that are full: VMs that end give room."""
+NEVER_ADMITTED: Final = frozenset({"SysctlForbidden", "AppArmor", "PodOSNotSupported", "UnexpectedAdmissionError"})
+"""Reasons of a kubelet that refuses a pod for good."""
 NEW_CLAIM_TIMEOUT_S: Final = 60
 """A scheduler behind 32 new pods needed more than ten seconds to see their claims."""
+WRONG_CONFIGURATION: Final = 78
+"""Exit code of an agent that waits for another configuration."""
+TELL_S: Final = 3
+"""Duration of a state after which its reason is looked for in events and in the log of the agent."""
+LOG_LINES: Final = 50
 FORCED_END_S: Final = 30
 CLOCK_MARGIN_S: Final = 0.5
 EVENTS_SHOWN: Final = 3
+QUIET: Final = frozenset({"Scheduled", "Pulling", "Pulled", "Created", "Started", "WaitForFirstConsumer"})
+"""Reasons of events that explain no delay."""
 
 
 def is_ready(pod: Object) -> bool:
@@ -70,7 +84,8 @@ def until_ready(
     """Wait for a new pod; raises ``VMCreationFailedError`` with the kubelet's reason as soon as it cannot start."""
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     timeouts = session.config.timeouts
-    judge, tick_s = _Judge(name, timeouts), min(WATCH_S, timeouts.unschedulable, timeouts.crashing)
+    judge = _Judge(session, namespace, name)
+    tick_s = min(WATCH_S, TELL_S, timeouts.unschedulable, timeouts.crashing)
     state: Object | None = pod
     for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s, pod, tick_s=tick_s):
         if state is None or state["metadata"]["uid"] != uid or is_ending(state):
@@ -78,17 +93,13 @@ def until_ready(
         if is_enough(state):
             return state
         judge.look(state)
-    text = _waiting_for(state or pod) or "no reason is known"
-    events = "; ".join(_warnings(session, namespace, name))
-    raise VMCreationFailedError(
-        f"the pod {name} is not ready after {timeout_s:g} s: {text}{f'; events: {events}' if events else ''}"
-    )
+    raise VMCreationFailedError(f"the pod {name} is not ready after {timeout_s:g} s: {judge.reason(state or pod)}")
 
 
 def until_ended(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
     """Wait until a pod that runs once has ended; ``CpiError`` if it cannot start or does not end."""
     name = pod["metadata"]["name"]
-    judge, state = _Judge(name, session.config.timeouts), pod
+    judge, state = _Judge(session, namespace, name), pod
     for found in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s, pod):
         if found is None or is_ending(found):
             raise CpiError(f"the pod {name} was deleted meanwhile", ok_to_retry=True)
@@ -176,42 +187,106 @@ def _is_well(session: Session, node: str) -> bool:
 class _Judge:
     """Detects from the states of one pod that it cannot start."""
 
-    def __init__(self, name: str, timeouts: Timeouts) -> None:
-        self._name = name
+    def __init__(self, session: Session, namespace: str, name: str) -> None:
+        self._session, self._namespace, self._name = session, namespace, name
+        timeouts = session.config.timeouts
         self._patience = {
             "claim": max(timeouts.unschedulable, NEW_CLAIM_TIMEOUT_S),
+            "volume": timeouts.volume,
+            "room": timeouts.room,
             "unschedulable": timeouts.unschedulable,
+            "wrong": min(timeouts.crashing, timeouts.unschedulable),
             "crashing": timeouts.crashing,
+            "start": float("inf"),
+            "unready": timeouts.unready,
         }
         self._since: dict[str, float] = {}
         self._logged = ""
 
     def look(self, pod: Object) -> None:
         """Check one state; raises ``VMCreationFailedError`` if the pod cannot start."""
-        text = _waiting_for(pod)
-        if text and text != self._logged:
-            log.say(f"pod {self._name}: {text}")
-            self._logged = text
+        self._tell(_waiting_for(pod))
         if has_ended(pod):
-            raise VMCreationFailedError(f"the pod {self._name} has ended: {text}", ok_to_retry=True)
+            is_passing = pod["status"].get("reason") not in NEVER_ADMITTED
+            raise VMCreationFailedError(f"the pod {self._name} has ended: {_waiting_for(pod)}", ok_to_retry=is_passing)
         reason, words = _waiting(pod)
         if reason in HOPELESS:
             raise VMCreationFailedError(
-                f"the pod {self._name} cannot start: {text}", ok_to_retry=bool(re.search(PASSING, words, re.IGNORECASE))
+                f"the pod {self._name} cannot start: {_waiting_for(pod)}",
+                ok_to_retry=bool(re.search(PASSING, words, re.IGNORECASE)),
             )
-        message = _unschedulable(pod)
-        is_claim_new = message is not None and re.search(NEW_CLAIM, message) is not None
-        self._wait("claim", is_claim_new, text)
-        self._wait("unschedulable", message is not None and not is_claim_new, text)
-        self._wait("crashing", _crash(pod) is not None or reason.endswith("Error"), text)
-
-    def _wait(self, kind: str, is_so: bool, text: str) -> None:
-        if not is_so:
-            self._since.pop(kind, None)
+        kind = _kind(pod)
+        self._since = {kind: self._since.get(kind, time.monotonic())}
+        lasts_s = time.monotonic() - self._since[kind] + CLOCK_MARGIN_S
+        if lasts_s < min(TELL_S, self._patience[kind]):
             return
-        since = self._since.setdefault(kind, time.monotonic())
-        if time.monotonic() - since >= self._patience[kind] - CLOCK_MARGIN_S:
-            raise VMCreationFailedError(f"the pod {self._name} cannot start: {text}")
+        told = self.reason(pod)
+        self._tell(told)
+        if lasts_s >= self._patience[kind] or (kind in ("claim", "volume") and re.search(HOPELESS_CLAIM, told)):
+            raise VMCreationFailedError(
+                f"the pod {self._name} cannot start: {told}", ok_to_retry=kind in ("room", "crashing")
+            )
+
+    def reason(self, pod: Object) -> str:
+        """Return the reason of the scheduler or kubelet, events of pod and claims, and the agent's own last words."""
+        kind, found = _kind(pod), [_waiting_for(pod)]
+        if kind in ("claim", "volume", "start"):
+            for name in [*manifests.claims_of(pod), self._name]:
+                found += [f"{name}: {text}" for text in _events(self._session, self._namespace, name)]
+        if kind in ("wrong", "crashing", "unready"):
+            found.append(last_words(self._session, self._namespace, self._name) or "")
+        return "; ".join(filter(None, found)) or "no reason is known"
+
+    def _tell(self, text: str) -> None:
+        if text and text != self._logged:
+            log.say(f"pod {self._name}: {text}")
+            self._logged = text
+
+
+def _kind(pod: Object) -> str:
+    """Return the thing that a pod waits for."""
+    if (message := _unschedulable(pod)) is not None:
+        if re.search(NEW_CLAIM, message):
+            return "claim"
+        return "room" if re.search(ROOM, message) else "unschedulable"
+    if not pod["spec"].get("nodeName"):
+        return "volume"
+    crash, reason = _crash(pod), _waiting(pod)[0]
+    if crash is not None:
+        return "wrong" if crash.get("exitCode") == WRONG_CONFIGURATION else "crashing"
+    if reason.endswith("Error"):
+        return "crashing"
+    return "unready" if has_started(pod) else "start"
+
+
+def last_words(session: Session, namespace: str, name: str, wanted: str = "") -> str | None:
+    """Return the last line of the agent's log that matches ``wanted``, a regular expression; "" without one.
+
+    None if the log cannot be read. Without ``wanted``, warnings come before other lines.
+    """
+    try:
+        lines = session.client.log_of(namespace, name, LOG_LINES).splitlines()
+    except CpiError as exc:
+        log.say(f"cannot read the log of {name}: {exc}")
+        return None
+    found = [_Line.of(line) for line in lines if line.strip()]
+    matching = [one for one in found if re.search(wanted, one.message)]
+    warnings = [one for one in matching if one.level.lower() not in ("info", "debug") and not wanted]
+    return (warnings or matching or [_Line("")])[-1].message
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """A line of the agent's log, whose form is JSON in a pod."""
+
+    message: str
+    level: str = "info"
+
+    @classmethod
+    def of(cls, line: str) -> _Line:
+        try:
+            return msgspec.json.decode(line, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return cls(line.strip())
 
 
 def _waiting_for(pod: Object) -> str:
@@ -258,11 +333,12 @@ def _unschedulable(pod: Object) -> str | None:
     return None
 
 
-def _warnings(session: Session, namespace: str, name: str) -> list[str]:
-    """Return the last warnings about a pod, such as volumes that cannot be mounted."""
+def _events(session: Session, namespace: str, name: str) -> list[str]:
+    """Return the last events of an object, such as volumes that cannot be made or mounted."""
     try:
-        found = session.client.list(EVENTS, namespace, fields=f"involvedObject.name={name},type=Warning")
-        return [f"{one.get('reason')}: {one.get('message')}" for one in found][-EVENTS_SHOWN:]
+        found = session.client.list(EVENTS, namespace, fields=f"involvedObject.name={name}")
+        texts = [f"{one.get('reason')}: {one.get('message')}" for one in found if one.get("reason") not in QUIET]
+        return texts[-EVENTS_SHOWN:]
     except CpiError as exc:
         log.say(f"cannot read the events of {name}: {exc}")
         return []

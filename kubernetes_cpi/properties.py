@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
 from kubernetes_cpi.config import AttachWay
 from kubernetes_cpi.schema import Strict, doc
 
 Tier = Literal["privileged", "userns", "base", "restricted"]
 Protocol = Literal["TCP", "UDP", "SCTP"]
-Size = int | str
+Count = Annotated[int, Meta(ge=0)]
+Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?$")]
+Size = Count | Quantity
 """A size: an integer is MiB, a string a Kubernetes quantity."""
+Cpus = Annotated[float, Meta(ge=0)] | Quantity
+PortNumber = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class Port(Strict, frozen=True):
     """A port of a Service or of the pod."""
 
-    port: Annotated[int, doc("Port.")]
+    port: Annotated[PortNumber, doc("Port.")]
     name: Annotated[str, doc("Its name. Empty: `tcp-PORT` and the like.")] = ""
     target_port: Annotated[int | str, doc("Port of the pod behind a Service. 0: the same.")] = 0
     protocol: Annotated[Protocol, doc("Protocol.")] = "TCP"
@@ -102,8 +108,8 @@ class VmProperties(Strict, frozen=True):
             "`SETFCAP`; refused with `restricted`."
         ),
     ] = []
-    cpu: Annotated[float | str, doc("CPUs requested. 0: none.")] = 0
-    cpu_limit: Annotated[float | str, doc("CPUs at most. 0: no limit.")] = 0
+    cpu: Annotated[Cpus, doc("CPUs requested. 0: none.")] = 0
+    cpu_limit: Annotated[Cpus, doc("CPUs at most. 0: no limit.")] = 0
     memory: Annotated[Size, doc("Memory requested, which is its limit too: MiB, or a quantity. 0: none.")] = 0
     resources: Annotated[
         dict[str, Any], doc("Resources of the container as in a pod, instead of the three above.")
@@ -136,7 +142,7 @@ class VmProperties(Strict, frozen=True):
     host_aliases: Annotated[dict[str, list[str]], doc("Names by address, in `/etc/hosts`.")] = {}
     service_account: Annotated[str, doc("Service account of the pod. Empty: `default`.")] = ""
     service_account_token: Annotated[bool, doc("Mount the account's token, as a Director VM needs it.")] = False
-    grace: Annotated[int, doc("Seconds for jobs to drain and stop when the pod is deleted.")] = 50
+    grace: Annotated[Count, doc("Seconds for jobs to drain and stop when the pod is deleted.")] = 50
 
     def __post_init__(self) -> None:
         """Refuse what needs root in a tier without it."""

@@ -90,7 +90,8 @@ def rows(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, 
         hint, description = hints[field.name], ""
         if get_origin(hint) is Annotated:
             hint, *extras = get_args(hint)
-            description = next((extra.description or "" for extra in extras if isinstance(extra, msgspec.Meta)), "")
+            texts = (extra.description for extra in extras if isinstance(extra, msgspec.Meta))
+            description = next(filter(None, texts), "")
         inner = _struct_in(hint)
         has_parts = isinstance(inner, type) and issubclass(inner, msgspec.Struct)
         yield f"{prefix}{field.encode_name}", _type_name(hint), _default(field, has_parts), description

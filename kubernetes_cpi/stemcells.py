@@ -10,7 +10,12 @@ from kubernetes_cpi.config import Stemcells
 from kubernetes_cpi.errors import CpiError
 
 DIGEST: Final = r"sha256:[0-9a-f]{64}"
-REFERENCE: Final = r"[a-zA-Z0-9][-a-zA-Z0-9._:/]*"
+_PART: Final = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+REFERENCE: Final = (
+    r"(?:(?:localhost|[-a-zA-Z0-9]+(?=[.:])(?:\.[-a-zA-Z0-9]+)*)(?::[0-9]+)?/)?"
+    rf"{_PART}(?:/{_PART})*(?::[A-Za-z0-9_][-A-Za-z0-9_.]{{0,127}})?"
+)
+"""A registry, a path in lower case and a tag, as container runtimes read them."""
 
 
 def create(properties: Mapping[str, Any], config: Stemcells) -> str:

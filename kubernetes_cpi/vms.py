@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import http.client
+import re
+import time
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -28,6 +31,27 @@ GRACE_OF_FAILED_S: Final = 1
 """Grace for a VM that never ran a job."""
 
 
+BUS: Final = "to the bus|bus credentials"
+"""Words of the agent about its connection."""
+REACHED: Final = "connected to the bus|does not know us|refuses our certificate|bus credentials"
+"""Words of an agent that has reached a server."""
+BUS_PAUSE_S: Final = 0.2
+
+
+class Mbus(msgspec.Struct, frozen=True):
+    urls: list[str] = []
+
+
+class OfBosh(msgspec.Struct, frozen=True):
+    mbus: Mbus = Mbus()
+
+
+class Env(msgspec.Struct, frozen=True):
+    """The part of `env` that names the bus."""
+
+    bosh: OfBosh = OfBosh()
+
+
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
     """Arguments of create_vm, by position; surplus ones are ignored."""
 
@@ -45,6 +69,7 @@ def create(session: Session, wanted: Wanted) -> list[Any]:
     A failed one leaves nothing behind.
     """
     vm, disks, env = _described(session, wanted), wanted.disks or [], wanted.env or {}
+    bus = _bus(session.config.agent.mbus, env)
     for disk in disks:
         claims.check_same_namespace(session, vm.cid, disk)
     held = []
@@ -58,6 +83,7 @@ def create(session: Session, wanted: Wanted) -> list[Any]:
         _make_services(session, vm)
         ready = pods.until_ready(session, vm.namespace, pod, timeout_s=session.config.timeouts.create_vm)
         _check_address(ready, vm.networks.address)
+        _check_bus(session, vm, bus)
     except CpiError as exc:
         _clean_up(session, vm.cid, held, exc)
         if isinstance(exc, ApiError | UnreachableError):
@@ -259,6 +285,45 @@ def _make_services(session: Session, vm: Vm) -> None:
         spec = {key: value for key, value in body["spec"].items() if key != "clusterIP"}
         metadata = {key: body["metadata"][key] for key in ("labels", "annotations") if key in body["metadata"]}
         session.client.patch(SERVICES, vm.namespace, body["metadata"]["name"], {"metadata": metadata, "spec": spec})
+
+
+def _bus(mbus: str, env: Mapping[str, Any]) -> list[str]:
+    """Return the schemes of the addresses of the bus; an error does not repeat them, since they hold passwords."""
+    try:
+        given = msgspec.convert(env, Env).bosh.mbus.urls or [mbus]
+        parts = [urllib.parse.urlsplit(url) for url in given]
+        is_good = all(
+            one.scheme == "https" or (one.scheme == "nats" and one.hostname and one.port != 0) for one in parts
+        )
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise InputError(
+            f"cannot create the VM: `agent.mbus` of the CPI {'is no address of a bus' if mbus else 'is empty'}: set it "
+            "to the Director's, nats://IP:4222, or for `bosh create-env` to the https:// one of the VM"
+        )
+    return [one.scheme for one in parts]
+
+
+def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:
+    """Refuse a VM whose agent reports that the bus is out of reach; a refusal of its certificate passes.
+
+    Directors admit an agent only after create_vm has returned.
+    """
+    until = time.monotonic() + session.config.timeouts.bus
+    while "nats" in schemes and session.config.timeouts.bus:
+        words = pods.last_words(session, vm.namespace, vm.cid, BUS)
+        if words is None or re.search(REACHED, words):
+            return
+        if time.monotonic() >= until and not words:
+            log.say(f"the log of {vm.cid} has no attempt to reach the bus")
+            return
+        if time.monotonic() >= until:
+            raise VMCreationFailedError(
+                f"the agent of the VM does not reach the bus: {words}; see `agent.mbus` and the NetworkPolicies",
+                ok_to_retry=True,
+            )
+        time.sleep(BUS_PAUSE_S)
 
 
 def _check_address(pod: Object, wanted: str) -> None:

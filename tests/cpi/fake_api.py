@@ -89,6 +89,8 @@ class Cluster:
     has_snapshots: bool = True
     forbidden: set[str] = field(default_factory=set)
     """Plurals that the account may not read."""
+    logs: Callable[[Object], str] = lambda _: '{"level": "info", "message": "connected to the bus at 10.0.0.6:4222"}'
+    """Output of a pod."""
     violations: list[str] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     timers: list[threading.Timer] = field(default_factory=list)
@@ -240,7 +242,8 @@ class Cluster:
                     if (pod["metadata"].get("labels") or {}).get("cpi.bosh.io/kind") == "detachment":
                         status = self._unmounted(pod)
                     self._reboot(key[1], pod["metadata"].get("labels") or {})
-            spec = {} if "PodScheduled" in json.dumps(status) else {"nodeName": NODE}
+            is_scheduled = "containerStatuses" in status or status["phase"] != "Pending"
+            spec = {"nodeName": NODE} if is_scheduled else {}
             self._store(key, _merge(pod, {"spec": spec, "status": status}), "MODIFIED")
 
     def _unmounted(self, pod: Object) -> Object:
@@ -364,7 +367,8 @@ class Server:
     def config(self, **more: Any) -> Object:
         """A configuration of the CPI for this server; disks by recreation, which asks most of the CPI itself."""
         cluster = {"server": self.url, "token": self.token}
-        return {"cluster": cluster, "namespace": "bosh", "disks": {"attach": "recreate"}, **more}
+        agent = {"mbus": "nats://10.0.0.6:4222"}
+        return {"cluster": cluster, "namespace": "bosh", "agent": agent, "disks": {"attach": "recreate"}, **more}
 
     def fail(self, pattern: str, **what: Any) -> Fault:
         """Play a fault on requests to come."""
@@ -428,7 +432,7 @@ class Server:
             elif method == "DELETE":
                 answer = cluster.delete(key, body)
             elif part == "log":
-                answer = "cannot unmount the disk yet: the VM uses it\n"
+                answer = cluster.logs(cluster._existing(key))
             elif key[2]:
                 answer = cluster._existing(key)
             else:

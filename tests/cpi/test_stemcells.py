@@ -34,11 +34,22 @@ def test_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -> None:
         ({"image_reference": "registry.example/a:1", "digest": "md5:1"}, "no reference to an image"),
         ({"image_reference": "a b", "digest": DIGEST}, "no reference to an image"),
         ({"image_reference": ["a"], "digest": DIGEST}, "no reference to an image"),
+        ({"image_reference": "REG/X:1", "digest": DIGEST}, "no reference to an image"),
+        ({"image_reference": "registry.example/a/:1", "digest": DIGEST}, "no reference to an image"),
+        ({"image_reference": "registry.example/a:1:2", "digest": DIGEST}, "no reference to an image"),
     ],
 )
 def test_refused(properties: dict[str, Any], words: str) -> None:
     with pytest.raises(CpiError, match=words):
         stemcells.create(properties, Stemcells())
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
+)
+def test_reference_of_any_registry(reference: str) -> None:
+    assert stemcells.create({"image": f"{reference}@{DIGEST}"}, Stemcells()) == f"{reference}@{DIGEST}"
 
 
 def test_mutable_images_where_they_are_allowed() -> None:

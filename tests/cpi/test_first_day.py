@@ -1,0 +1,233 @@
+"""The mistakes of a first day: refused before a pod is made, or told within seconds in the words of the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kubernetes_cpi import names
+from tests.cpi.calls import DIRECTOR, DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
+from tests.cpi.fake_api import Cluster, Object, Server, unscheduled, waiting
+
+VM = names.cid("vm", "bosh", DIRECTOR, "agent-1")
+SHORT = {"retry": 2, "create_vm": 6, "volume": 1, "unready": 1, "crashing": 1, "room": 1, "unschedulable": 1, "bus": 1}
+
+
+def event(cluster: Cluster, about: str, reason: str, message: str) -> None:
+    body: Object = {"metadata": {"name": f"{about}.{len(cluster.events)}"}, "involvedObject": {"name": about}}
+    cluster.create(("events", "bosh", body["metadata"]["name"]), body | {"reason": reason, "message": message})
+
+
+def running(ready: str = "False") -> Object:
+    statuses = [{"restartCount": 0, "state": {"running": {}}}]
+    return {"phase": "Running", "containerStatuses": statuses, "conditions": [{"type": "Ready", "status": ready}]}
+
+
+# --- the bus --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mbus", ["", "10.0.0.6:4222", "nats://", "http://10.0.0.6", "nats://u:CANARY@10.0.0.6:port"])
+def test_address_of_the_bus_that_no_agent_can_use(cpi: Cpi, server: Server, mbus: str) -> None:
+    cpi.write(server.config() | {"agent": {"mbus": mbus}})
+
+    with pytest.raises(CpiFailedError, match="`agent.mbus` of the CPI.*IP:4222") as failed:
+        cpi.create_vm()
+
+    assert server.requests == []
+    assert "CANARY" not in failed.value.message
+
+
+def test_bus_of_the_request_is_enough(cpi: Cpi, server: Server) -> None:
+    cpi.write(server.config() | {"agent": {}})
+    env = {"bosh": {**ENV["bosh"], "mbus": {"urls": ["nats://10.0.0.6:4222"]}}}
+
+    assert cpi("create_vm", "agent-1", STEMCELL, {}, DYNAMIC, [], env)
+
+
+def test_bus_out_of_reach_is_told_in_the_words_of_the_agent(cpi: Cpi, cluster: Cluster) -> None:
+    """The Director waited ten minutes for a ping."""
+    line = '{"level": "warning", "message": "cannot connect to the bus at 10.0.0.7:4222: Connection refused"}'
+    cluster.logs = lambda _: f"{line}\nother\n"
+
+    with pytest.raises(CpiFailedError, match=r"bus at 10\.0\.0\.7:4222: Connection refused.*agent\.mbus") as failed:
+        cpi.create_vm()
+
+    assert (failed.value.type, failed.value.ok_to_retry) == ("VMCreationFailed", True)
+    assert cluster.snapshot() == {}
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "connected to the bus at 10.0.0.6:4222",
+        "cannot connect to the bus at 10.0.0.6:4222: the server does not know us (Authorization Violation)",
+        "cannot connect to the bus at 10.0.0.6:4222: the server refuses our certificate (TLSV1_ALERT)",
+    ],
+)
+def test_agent_that_the_director_has_not_admitted_yet_is_a_good_one(cpi: Cpi, cluster: Cluster, last: str) -> None:
+    first = "cannot connect to the bus at 10.0.0.6:4222: Connection refused"
+    cluster.logs = lambda _: f'{{"level": "warning", "message": "{first}"}}\n{{"level": "info", "message": "{last}"}}\n'
+
+    assert cpi.create_vm() == VM
+
+
+def test_log_that_cannot_be_read_is_no_failure(cpi: Cpi, server: Server) -> None:
+    server.fail(f"GET pods/{VM}", times=9, status=403, message="pods/log is forbidden")
+
+    assert cpi.create_vm() == VM
+
+
+def test_log_without_a_bus_is_no_failure(cpi: Cpi, cluster: Cluster) -> None:
+    cluster.logs = lambda _: "started\n"
+
+    assert cpi.create_vm() == VM
+
+
+def test_bus_is_not_looked_for_where_the_agent_listens(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    cpi.write(server.config() | {"agent": {"mbus": "https://u:password@0.0.0.0:6868"}})
+    cluster.logs = lambda _: pytest.fail("the log is read")
+
+    assert cpi.create_vm() == VM
+
+
+# --- claims ---------------------------------------------------------------------------------------------------------
+
+
+CLASS = {"storage_class": "slow"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cpi: cpi("create_disk", 64, CLASS, None),
+        lambda cpi: cpi.create_vm(persistent_disk={"size": 64, **CLASS}),
+        lambda cpi: cpi.create_vm(ephemeral_disk=CLASS),
+    ],
+)
+def test_unknown_storage_class_is_refused_before_anything_is_made(
+    cpi: Cpi, cluster: Cluster, call: Callable[[Cpi], Any]
+) -> None:
+    with pytest.raises(CpiFailedError, match="no StorageClass is named 'slow'"):
+        call(cpi)
+
+    assert cluster.snapshot() == {}
+    assert not any(key[0] == "pods" for _, _, key, _ in cluster.events)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (unscheduled("pod has unbound immediate PersistentVolumeClaims"), 'storageclass.storage.k8s.io "x" not found'),
+        ({"phase": "Pending"}, "no persistent volumes available for this claim and no storage class is set"),
+    ],
+)
+def test_claim_that_never_gets_a_volume_is_told_within_seconds(
+    cpi: Cpi, cluster: Cluster, server: Server, status: Object, message: str
+) -> None:
+    """An account that may not read StorageClasses learns it from the events of the claim."""
+    cluster.forbidden.add("storageclasses")
+    cluster.pod_status = lambda _: status
+    cpi.write(server.config() | {"timeouts": {"retry": 2, "unschedulable": 1}})
+    event(cluster, f"data-{VM}", "ProvisioningFailed", message)
+
+    with pytest.raises(CpiFailedError) as failed:
+        cpi.create_vm(ephemeral_disk={"storage_class": "x"})
+
+    assert f"data-{VM}: ProvisioningFailed: {message}" in failed.value.message
+    assert list(cluster.of("pods")) == []
+
+
+def test_volume_that_no_provisioner_makes_has_a_bound_of_its_own(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    cpi.write(server.config() | {"timeouts": SHORT})
+    cluster.pod_status = lambda _: {"phase": "Pending"}
+    event(cluster, f"data-{VM}", "ExternalProvisioning", "Waiting for a volume by the external provisioner 'none'")
+
+    with pytest.raises(CpiFailedError, match="cannot start: .*the external provisioner 'none'"):
+        cpi.create_vm()
+
+
+# --- pods -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "is_passing"),
+    [
+        (running(), "the last words", False),
+        (unscheduled("0/3 nodes are available: 3 Insufficient cpu."), "Insufficient cpu", True),
+        (unscheduled("0/3 nodes are available: 3 didn't match Pod's node affinity."), "node affinity", False),
+        ({"phase": "Failed", "reason": "SysctlForbidden", "message": "not allowed"}, "SysctlForbidden", False),
+        ({"phase": "Failed", "reason": "OutOfcpu", "message": "no"}, "OutOfcpu", True),
+        (waiting("ImageInspectError", "no"), "ImageInspectError", False),
+        (waiting("CreateContainerError", "context deadline exceeded"), "CreateContainerError: context", True),
+    ],
+)
+def test_pod_that_does_not_become_ready(
+    cpi: Cpi, cluster: Cluster, server: Server, status: Object, words: str, is_passing: bool
+) -> None:
+    cpi.write(server.config() | {"timeouts": SHORT})
+    cluster.pod_status = lambda _: status
+    cluster.logs = lambda _: '{"level": "error", "message": "the last words"}\n{"level": "info", "message": "no"}\n'
+
+    with pytest.raises(CpiFailedError, match=words) as failed:
+        cpi.create_vm()
+
+    assert (failed.value.type, failed.value.ok_to_retry) == ("VMCreationFailed", is_passing)
+    assert cluster.snapshot() == {}
+
+
+@pytest.mark.parametrize(("code", "is_passing"), [(78, False), (70, True)])
+def test_container_that_ends_may_be_tried_again_unless_its_configuration_is_wrong(
+    cpi: Cpi, cluster: Cluster, code: int, is_passing: bool
+) -> None:
+    """Two starts within the first back-off of the kubelet were one failure for good."""
+    ended = {"terminated": {"exitCode": code, "message": "agent-shim: no"}}
+    status = {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
+    cluster.pod_status = lambda _: {"phase": "Running", "containerStatuses": [status]}
+
+    with pytest.raises(CpiFailedError, match=f"exit code {code}") as failed:
+        cpi.create_vm()
+
+    assert failed.value.ok_to_retry is is_passing
+
+
+def test_slow_start_is_told_with_its_events(
+    cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpi.write(server.config() | {"timeouts": SHORT})
+    cluster.pod_status = lambda _: waiting("ContainerCreating", "")
+    event(cluster, VM, "FailedMount", "MountVolume.SetUp failed: not there")
+
+    with pytest.raises(CpiFailedError, match=f"not ready after 6 s: .*{VM}: FailedMount: MountVolume"):
+        cpi.create_vm()
+
+    assert f"pod {VM}: ContainerCreating; {VM}: FailedMount" in capsys.readouterr().err
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+WRONG: list[Callable[[Cpi], Any]] = [
+    lambda cpi: cpi.create_vm(grace=-5),
+    lambda cpi: cpi.create_vm(memory="much"),
+    lambda cpi: cpi.create_vm(memory=-1),
+    lambda cpi: cpi.create_vm(cpu="two"),
+    lambda cpi: cpi.create_vm(cpu=-0.5),
+    lambda cpi: cpi.create_vm(ephemeral_disk={"size": "10 GB"}),
+    lambda cpi: cpi.create_vm(ports=[{"port": 70000}]),
+]
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_value_that_kubernetes_would_refuse_is_refused_at_once(
+    cpi: Cpi, server: Server, call: Callable[[Cpi], Any]
+) -> None:
+    with pytest.raises(CpiFailedError, match="cannot use the cloud properties of the VM"):
+        call(cpi)
+
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("size", [0, 512, "512Mi", "1.5G", "1000k", "2Gi"])
+def test_sizes_of_kubernetes_pass(cpi: Cpi, size: Any) -> None:
+    assert cpi.create_vm(memory=size) == VM
