@@ -23,6 +23,7 @@ CONTAINER: Final = "attachment"
 DISK: Final = "/disk"
 TARGET: Final = "/target"
 TARGET_MOUNT: Final = {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"}
+WAIT_UNTIL_MOUNTED: Final = ["/bin/sh", "-c", "until [ -e /tmp/mounted ]; do sleep 0.02; done"]
 GRACE_S: Final = 365 * 24 * 3600
 """Grace of an attachment, which waits until the VM no longer uses the disk and must not be killed before."""
 TRIES: Final = 3
@@ -48,8 +49,7 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
     container = spec["containers"][0]
     container["volumeMounts"] += [{"name": "disk", "mountPath": DISK}, TARGET_MOUNT]
     # The kubelet reports the container as started, and so the pod as ready, when this returns.
-    wait = "until [ -e /tmp/mounted ]; do sleep 0.02; done"
-    container["lifecycle"] = {"postStart": {"exec": {"command": ["/bin/sh", "-c", wait]}}}
+    container["lifecycle"] = {"postStart": {"exec": {"command": WAIT_UNTIL_MOUNTED}}}
     return pod
 
 

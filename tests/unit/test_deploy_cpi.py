@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from kubernetes_cpi import reference, schema
+from kubernetes_cpi import attachments, names, reference, schema
 from kubernetes_cpi.config import Config
 from kubernetes_cpi.properties import DiskProperties, NetworkProperties, VmProperties
 from tests.structure.source import ROOT
@@ -110,6 +110,19 @@ def test_the_role_reads_no_list_of_secrets() -> None:
     verbs = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
     assert {verb for resource, verb in verbs if resource == "secrets"} == {"create", "delete", "get"}
     assert not any("*" in (resource, verb) or resource == "pods/exec" for resource, verb in verbs)
+
+
+def test_the_admission_policy_knows_the_objects_of_the_cpi() -> None:
+    """A helper whose form it does not know is refused."""
+    text = " ".join((ROOT / "deploy/cpi/admission/policy.yaml").read_text().split())
+    kinds = [names.KIND_ATTACHMENT, names.KIND_DETACHMENT, names.KIND_REBOOT]
+    account = yaml.safe_load_all((ROOT / "deploy/cpi/base/account.yaml").read_text())
+
+    assert f"variables.kind in {kinds}" in text
+    assert f"variables.labels['{names.MANAGED_BY}'] == '{names.OURS}'" in text
+    assert f"startsWith('{Config().disks.host_path}')" in text
+    assert f"postStart.exec.command == {attachments.WAIT_UNTIL_MOUNTED}" in text
+    assert f"':{next(account)['metadata']['name']}'" in text
 
 
 def test_the_tables_of_the_docs_are_those_of_the_types() -> None:
