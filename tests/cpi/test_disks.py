@@ -25,6 +25,11 @@ def mounts(cluster: Cluster, vm: str) -> list[str]:
     return [one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one]
 
 
+def make_class(cluster: Cluster, name: str, **more: object) -> None:
+    body: Object = {"metadata": {"name": name}, "provisioner": "x", **more}
+    cluster.create(("storageclasses", "", name), body)
+
+
 def attachments(cluster: Cluster) -> list[str]:
     return [name for name in cluster.of("pods") if name.startswith("attach-")]
 
@@ -47,6 +52,7 @@ def test_disk_at_creation_leaves_attach_nothing_to_do(cpi: Cpi, cluster: Cluster
 
 
 def test_new_disk_is_not_waited_for(cpi: Cpi, cluster: Cluster) -> None:
+    make_class(cluster, "on-first-use")
     disk = cpi("create_disk", 64, {"storage_class": "on-first-use"}, None)
 
     claim = cluster.of("persistentvolumeclaims")[disk]
@@ -792,6 +798,39 @@ def test_a_live_vm_of_an_older_version_keeps_the_paths_of_its_disks(cpi: Cpi, cl
     assert cpi("attach_disk", vm, disk) == {"path": f"/var/vcap/bosh/disks/{disk}"}
 
 
+@pytest.mark.parametrize("way", ["at creation", "live"])
+def test_recreation_that_is_resumed_late_takes_no_disk_of_another_vm(cpi: Cpi, cluster: Cluster, way: str) -> None:
+    """Its record is of the time before the interruption; the disk was attached elsewhere meanwhile."""
+    vm, other = live_vm(cpi, ephemeral_disk={"type": "claim"}), live_vm(cpi, "agent-2")
+    own, taken = (cpi("create_disk", 64, {}, None) for _ in range(2))
+    cpi("attach_disk", vm, own)
+    cpi("attach_disk", other, taken)
+    record = {"disks": [taken] if way == "at creation" else [], "live": [own, taken] if way == "live" else [own]}
+    text = json.dumps(record | {"labels": {}, "annotations": {}})
+    patch = {"metadata": {"annotations": {"cpi.bosh.io/disks": text}}}
+    cluster.patch(("persistentvolumeclaims", "bosh", f"data-{vm}"), patch)
+    cluster.delete(("pods", "bosh", vm), {"gracePeriodSeconds": 0})
+
+    cpi("reboot_vm", vm)
+
+    assert cpi("get_disks", vm) == [own]
+    assert cpi("get_disks", other) == [taken]
+    assert holder(cluster, taken) == other
+
+
+def test_attach_that_is_overtaken_again_and_again_may_be_tried_again(
+    cpi: Cpi, cluster: Cluster, server: Server
+) -> None:
+    vm = cpi.create_vm()
+    disk = cpi("create_disk", 64, {}, None)
+    server.fail(f"PATCH persistentvolumeclaims/{disk}", times=99, status=409, message="modified")
+
+    with pytest.raises(CpiFailedError, match="other calls keep changing its claim") as failed:
+        cpi("attach_disk", vm, disk)
+
+    assert failed.value.ok_to_retry is True
+
+
 # --- size, type, snapshots ------------------------------------------------------------------------------------------
 
 
@@ -809,8 +848,8 @@ def test_resize(cpi: Cpi, cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("can_read", [True, False])
 def test_class_that_does_not_grow(cpi: Cpi, cluster: Cluster, server: Server, can_read: bool) -> None:
+    make_class(cluster, "fixed")
     disk = cpi("create_disk", 64, {"storage_class": "fixed"}, None)
-    cluster.create(("storageclasses", "", "fixed"), {"metadata": {"name": "fixed"}, "provisioner": "x"})
     if not can_read:
         cluster.forbidden.add("storageclasses")
         server.fail(
@@ -824,6 +863,7 @@ def test_class_that_does_not_grow(cpi: Cpi, cluster: Cluster, server: Server, ca
 
 
 def test_update_disk(cpi: Cpi, cluster: Cluster) -> None:
+    make_class(cluster, "fast", allowVolumeExpansion=True)
     disk = cpi("create_disk", 64, {"storage_class": "fast"}, None)
 
     assert cpi("update_disk", disk, 128, {"storage_class": "fast", "volume_attributes_class": "gold"}) is None

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from kubernetes_cpi import manifests, names
-from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
+from tests.cpi.calls import DIRECTOR, DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
 from tests.cpi.fake_api import Cluster, Object, Server, merged, unscheduled, waiting
 from tests.structure.source import ROOT
 
@@ -136,6 +136,61 @@ def test_node_that_does_not_answer(cpi: Cpi, cluster: Cluster, capsys: pytest.Ca
 
     assert "has not confirmed the end" in capsys.readouterr().err
     assert cluster.snapshot() == {}
+
+
+def test_node_that_the_account_may_not_read_counts_as_dead(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm(grace=0)
+    cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
+    cluster.objects["nodes", "", "node-1"]["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
+    cluster.forbidden.add("nodes")
+    cluster.is_node_alive = False
+    cluster.of("pods")[vm]["spec"]["terminationGracePeriodSeconds"] = 1
+
+    cpi("delete_vm", vm)
+
+    assert list(cluster.snapshot()) == ["nodes/node-1"]
+
+
+def test_node_that_cannot_be_read_for_now_counts_as_neither(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    vm = cpi.create_vm(grace=0)
+    cluster.is_node_alive = False
+    cluster.of("pods")[vm]["spec"]["terminationGracePeriodSeconds"] = 1
+    server.fail("GET nodes", times=99, status=500, message="etcd is slow")
+
+    with pytest.raises(CpiFailedError, match="etcd is slow") as failed:
+        cpi("delete_vm", vm)
+
+    assert failed.value.ok_to_retry is True
+    assert vm in cluster.of("pods"), "no deletion by force"
+
+
+def replaced(cluster: Cluster, name: str) -> None:
+    """Play a pod that is deleted at once, and another of its name that is ready."""
+    pod = cluster.of("pods")[name]
+    cluster.delete(("pods", "bosh", name), {"gracePeriodSeconds": 0})
+    spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
+    cluster.create(("pods", "bosh", name), {"metadata": {"name": name, "labels": {}}, "spec": spec})
+
+
+def test_pod_that_was_replaced_while_it_started_is_not_the_vm(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    cluster.start_after_s = 0.3
+    vm = names.cid("vm", "bosh", DIRECTOR, "agent-1")
+    server.fail("WATCH pods/", on=lambda: replaced(cluster, vm))
+
+    with pytest.raises(CpiFailedError, match="was deleted while it started") as failed:
+        cpi.create_vm()
+
+    assert failed.value.ok_to_retry is True
+
+
+def test_end_of_a_pod_is_not_waited_for_in_its_successor(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    vm = cpi.create_vm()
+    cluster.is_node_alive = False
+    server.fail("WATCH pods/", on=lambda: replaced(cluster, vm))
+
+    cpi("delete_vm", vm)
+
+    assert vm not in cluster.of("secrets")
 
 
 def test_vm_is_gone_when_its_containers_have_ended(cpi: Cpi, cluster: Cluster) -> None:
