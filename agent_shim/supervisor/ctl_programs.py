@@ -123,13 +123,12 @@ class Programs:
                 env["TZ"] = os.environ["TZ"]
             with contextlib.ExitStack() as opened:
                 output = self._open(name, opened)
-                argv, user, group = program.argv, program.user, program.group
-                if is_aside:
-                    return process.spawn(argv, env=env, stdout=output, stderr=output, user=user, group=group)
-                env[process_record.MARK] = process_record.mark(label, self._base)
-                enter = partial(_enter, self.ownership.cage(label), label)
+                if not is_aside:
+                    env[process_record.MARK] = process_record.mark(label, self._base)
+                enter = partial(_enter, None if is_aside else self.ownership.cage(label), label)
+                user, group = program.user, program.group
                 return await process.spawn_prepared(
-                    enter, argv, env=env, stdout=output, stderr=output, user=user, group=group
+                    enter, program.argv, env=env, stdout=output, stderr=output, user=user, group=group
                 )
 
     async def run_script(self, job: str, argv: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Process:
@@ -390,10 +389,11 @@ class Programs:
         return output
 
 
-def _enter(cage: job_cgroups.JobCgroup, label: str, program: Process) -> None:
-    """Move a program that does not run yet into the cgroup of its service, where that is possible."""
+def _enter(cage: job_cgroups.JobCgroup | None, label: str, program: Process) -> None:
+    """Move a program that does not run yet into the cgroup of its service, if any, where that is possible."""
     try:
-        cage.take(program)
+        if cage is not None:
+            cage.take(program)
     except OSError as exc:
         logger.warning(_UNCAGED, label, exc)
 
