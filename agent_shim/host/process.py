@@ -525,9 +525,9 @@ def reap(pid: int) -> bool:
         return False
     _spawned.pop(pid, None)
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
-    # Orphans that came to this process prove more than a group of this number: it may be reused by now.
-    has_orphans = _has_child(os.P_PGID, pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
     for process in _watched.pop(pid, []):
+        # Orphans that came to this process prove more than a group of this number: it may be reused by now.
+        has_orphans = _has_child(os.P_PGID, pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
         process._finish(status, now + has_orphans, last.session if last else 0)  # noqa: SLF001 - one class, two halves
     return True
 
