@@ -164,6 +164,21 @@ async def test_who_is_named_in_a_foreign_pidfile_lives(pod: Pod, victim: str) ->
     pod.machine.run(f"kill -0 {web} 1")
 
 
+async def test_a_pidfile_of_vcap_that_names_an_operators_program_makes_no_dead_job_running(pod: Pod) -> None:
+    """A program of root with our directory in its arguments; the Director's stop succeeds too."""
+    await pod.start()
+    pod.machine.run("tail -f /var/vcap/data/log --retry >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
+    victim = int((pod.vcap / "data/victim").read_text())
+    names = f"{NAMES_ANOTHER}chown vcap /var/vcap/sys/run/liar/liar.pid\n"
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"liar": {"monit": LIAR, "bin/ctl": names}}))
+    await pod.run("start")
+
+    await pod.until("failing")
+    await pod.run("stop")
+
+    pod.machine.run(f"kill -0 {victim}")
+
+
 @pytest.mark.parametrize("planted", ["pipe", "link", "second name"])
 async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(pod: Pod, planted: str) -> None:
     """A pipe without a reader would block a process that opens it."""
