@@ -93,9 +93,7 @@ class Evidence(enum.Enum):
         "the process: it can mark itself and its descendants",
         Tie.OWNED,
     )
-    OTHERS_MARK = Row(
-        "carries the mark of another", "the process", Tie.NONE, "it carries the mark of another service"
-    )
+    OTHERS_MARK = Row("carries the mark of another", "the process", Tie.NONE, "it carries the mark of another service")
     ORPHAN = Row(
         "is an orphan that came to the agent, began since the start program, and a pidfile of root or of its own user "
         "names it that was written since then",
