@@ -47,6 +47,8 @@ CHANGES: Final = {
 """Actions on services by name, with their help texts."""
 
 DEFAULT_LINES: Final = 25
+STATUS_LINES: Final = 3
+"""Lines of each log file below the status of a process."""
 SHELLS: Final = {"bash": "agent-shim.bash", "zsh": "_agent-shim", "fish": "agent-shim.fish"}
 """Shells with the names of their files in ``cli/completion``."""
 KINDS: Final = ("monit", "bpm", "agent", "settings")
@@ -472,9 +474,18 @@ def _status_page(args: argparse.Namespace) -> tuple[str, int]:
         return safetext.lines(json.dumps(found, indent=None if args.watch else 2, ensure_ascii=False)), code
     paint = ansi.paint_for(sys.stdout)
     if args.names:
-        return "\n\n".join(status_text.details(safetext.value(process), paint) for process in processes), code
+        shown = (status_text.details(safetext.value(one), paint, _last_lines(args, one["job"])) for one in processes)
+        return "\n\n".join(shown), code
     columns, lines = shutil.get_terminal_size() if sys.stdout.isatty() else (0, 0)
     return status_text.render(safetext.value(status), paint, columns, lines if args.watch else 0), code
+
+
+def _last_lines(args: argparse.Namespace, job: str) -> list[str]:
+    """Return the last lines of the log files of a job that this user may read."""
+    from agent_shim.services.logs import tail
+
+    with contextlib.closing(tail.Follower(Paths(args.base.absolute()).log, job)) as follower:
+        return [safetext.line(f"{line.file} | {line.text}") for line in follower.last(STATUS_LINES)]
 
 
 def _named(names: Sequence[str], processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

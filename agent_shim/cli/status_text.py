@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
+import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 from agent_shim.cli.ansi import Paint, clipped, plain, width
@@ -20,26 +23,37 @@ _COLOURS: Final = {
 def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines: int = 0) -> str:
     """Header lines and a table of processes, failing ones first, from the control socket's answer to ``status``.
 
-    Clipped to the ``columns`` and ``lines`` of a terminal; 0 is no limit.
+    Reasons and warnings are wrapped, other lines clipped to the ``columns`` and ``lines`` of a terminal; 0 is no limit.
     """
     page = [
         f"{paint(f'{label:<11}', 'faint')}{text}"
         for label, text in (*_header(status, paint), *_machine(status.get("vitals", {}), paint))
     ]
-    page += [paint(f"{'warning':<11}{text}", "limited") for text in status["warnings"]]
-    page += ["", *_table(status["processes"], paint)]
+    for text in status["warnings"]:
+        lines_of = _wrapped(text, columns, " " * 11)
+        page += [paint(line, "limited") for line in (f"{'warning':<11}{lines_of[0][11:]}", *lines_of[1:])]
+    page += ["", *_table(status["processes"], paint, columns)]
     if lines and len(page) > lines:
         hidden = len(page) - lines + 1
         page = [*page[: lines - 1], paint(f"… {hidden} more lines", "faint")]
     return "\n".join(clipped(line, columns) if columns else line for line in page)
 
 
-def details(process: dict[str, Any], paint: Paint = plain) -> str:
-    """All about one process, from the same answer."""
+def _wrapped(text: str, columns: int, indent: str = "  ") -> list[str]:
+    """Break a text at words into lines of ``columns``; 0 is no limit."""
+    if not columns:
+        return [f"{indent}{text}"]
+    return textwrap.wrap(text, max(columns, 20), initial_indent=indent, subsequent_indent=indent)
+
+
+def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = ()) -> str:
+    """All about one process, from the same answer, and the last lines of the ``log`` of its job."""
     state, pid = shown_state(process), process["pid"]
-    since = f" for {duration(process['uptime_secs'])}" if pid else ""
+    since = f" since {_moment(process['started_at'])}, {duration(process['uptime_secs'])} ago" if pid else ""
+    retry = process["retry_secs"]
     rows = [
         ("state", paint(state, _COLOURS.get(state, "")) + since),
+        ("next start", "" if retry is None else f"in {duration(round(retry))}"),
         ("reason", process["reason"]),
         ("faults", ", ".join(process["faults"])),
         ("pid", f"{pid}, {process['children']} descendants, {process['threads']} threads" if pid else ""),
@@ -53,7 +67,12 @@ def details(process: dict[str, Any], paint: Paint = plain) -> str:
         ("logs", f"agent-shim logs {process['job']}"),
     ]
     head = f"{paint('●', _COLOURS.get(state, ''))} {paint(process['name'], 'strong')} of job {process['job']}"
-    return "\n".join([head, *(f"{paint(f'{label:>11}', 'faint')}  {text}" for label, text in rows if text)])
+    about = [f"{paint(f'{label:>11}', 'faint')}  {text}" for label, text in rows if text]
+    return "\n".join([head, *about, *(["", *log] if log else [])])
+
+
+def _moment(stamp: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(stamp))
 
 
 def shown_state(process: dict[str, Any]) -> str:
@@ -109,7 +128,7 @@ def _share(percent: str, paint: Paint) -> str:
     return paint(f"{percent} %", "wrong" if number >= 90 else "limited" if number >= 80 else "")
 
 
-def _table(processes: list[dict[str, Any]], paint: Paint) -> list[str]:
+def _table(processes: list[dict[str, Any]], paint: Paint, columns: int = 0) -> list[str]:
     processes = sorted(processes, key=_urgency)
     rows = [_row(process) for process in processes]
     widths = [max(width(row[column]) for row in (_COLUMNS, *rows)) for column in range(len(_COLUMNS))]
@@ -123,7 +142,7 @@ def _table(processes: list[dict[str, Any]], paint: Paint) -> list[str]:
     for process, cells in zip(processes, rows, strict=True):
         lines.append(line(cells, _COLOURS.get(shown_state(process), "")))
         if process["reason"]:
-            lines.append(paint(f"  {process['reason']}", "limited"))
+            lines += [paint(line, "limited") for line in _wrapped(process["reason"], columns)]
         if process["unheeded"]:
             lines.append(paint(f"  not acted on: {', '.join(process['unheeded'])}", "faint"))
     return lines if processes else [paint("no processes: nothing is deployed yet", "faint")]

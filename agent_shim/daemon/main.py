@@ -145,7 +145,7 @@ class Daemon:
         with exclusive_agent(self._paths, "start"):
             self._watchdog.start()
             violations = _guard_loop(guard)  # what blocks before it delays no connection
-            async with metrics.listening(http, metrics.Routes(self._metrics.render, self._ready)):
+            async with metrics.listening(http, metrics.Routes(self._metrics.render, self._ready, self._metrics.recent)):
                 if await until_stopped(self._without_rival(self._rival_on_data), self._stop):
                     await self._serve_alone()
         logger.info("the agent stops")

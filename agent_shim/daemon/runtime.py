@@ -254,6 +254,7 @@ class Runtime:
 
     async def _stop_in_order(self, stop: OrderlyStop) -> None:
         await stop.run(self.agent)
+        self.phase = f"the container ends: {stop.summary}"
         if self.agent.paths.is_system:
             await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
 

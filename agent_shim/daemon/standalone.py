@@ -189,6 +189,8 @@ class Standalone:
     def __init__(self, agent: Agent, directory: Path) -> None:
         self.obstacle = "the jobs are being deployed"
         """The reason the jobs are not deployed; "" without one."""
+        self.failure = ""
+        """The error of the last attempt; "" after a success and before the first failure."""
         self._agent = agent
         self._directory = directory
         self._is_new = False
@@ -217,10 +219,10 @@ class Standalone:
                 self._is_new = False
         except (ShimError, HostError) as exc:
             if self.obstacle != str(exc):
-                self.obstacle = str(exc)
+                self.obstacle = self.failure = str(exc)
                 logger.error("%s", self.obstacle)
             return False
-        self.obstacle = ""
+        self.obstacle = self.failure = ""
         return True
 
     async def _task(self, work: Callable[[], Awaitable[None]]) -> None:

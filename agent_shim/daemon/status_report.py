@@ -47,6 +47,20 @@ def _culprit(service: ServiceInfo) -> str:
     return safetext.label(f"{service.process.name} ({', '.join(reasons)})")
 
 
+def _job_state(live: Runtime) -> str:
+    """Return the state of the instance; jobs of a directory that are not deployed are no running instance."""
+    found, alone = live.agent.supervisor.job_state(), live.standalone
+    if alone is None or not alone.obstacle or found == "stopped":
+        return found
+    return "failing" if alone.failure else "starting"
+
+
+def _blocked(live: Runtime) -> str:
+    """Return the reason that the jobs cannot be started or deployed; "" without one."""
+    alone = live.standalone
+    return live.job_recovery.obstacle or (alone.failure if alone is not None else "")
+
+
 # --- status ---------------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +99,7 @@ async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any
         },
         "deployment": spec.deployment,
         "instance": f"{spec.name}/{spec.id}" if spec.name else "",
-        "job_state": agent.supervisor.job_state(),
+        "job_state": _job_state(live),
         "task": task.method if task else "",
         "task_progress": task.progress if task else "",
         "task_secs": int(time.monotonic() - task.begun_at) if task else 0,
@@ -113,8 +127,7 @@ def _heartbeat_age(live: Runtime) -> float | None:
 
 def _warnings(live: Runtime) -> list[str]:
     missing = [f"no interface has the address {ip} ({where})" for ip, where in live.address_watch.missing.items()]
-    obstacle = live.job_recovery.obstacle
-    jobs = [f"the jobs cannot be started: {obstacle}"] if obstacle else []
+    jobs = [f"the jobs cannot be started: {obstacle}"] if (obstacle := _blocked(live)) else []
     warnings = [*jobs, *missing]
     if live.bus.is_connected and live.bus.mbus != live.agent.settings.current.mbus:
         warnings.append("the credentials of the settings do not lead to the bus, which is reached with other ones")
@@ -141,6 +154,9 @@ def readings(live: Runtime) -> metrics.Readings:
         figures=agent.vitals.figures(),
         stemcell=_stemcell(agent.paths.bosh_etc),
         instance=_instance(agent.spec.current),
+        is_ready=readiness(live, "jobs")[0],
+        job_state=_job_state(live),
+        jobs_blocked=bool(_blocked(live)),
         processes=services,
         open_files={each.process.name: proc.open_files(each.pid) for each in services if each.pid},
         tasks_running=int(agent.tasks.running is not None),

@@ -86,6 +86,8 @@ class ServiceInfo(msgspec.Struct, frozen=True):
     """Statements of its file without effect."""
     started_at: float = 0.0
     """Seconds since 1970; 0 without a process."""
+    retry_secs: float | None = None
+    """Seconds until its next start; None unless one is due."""
     cpu_seconds: float = 0.0
     """Processor time of the tree, including exited descendants that were waited for."""
     threads: int = 0
@@ -200,6 +202,7 @@ class ProcessStats:
                     state=service.state.shown,
                     pid=process.pid if process is not None else 0,
                     restarts=service.record.restarts,
+                    retry_secs=max(0.0, service.retry_at - time.monotonic()) if service.retry_at else None,
                     last_exit=service.record.last_exit,
                     reason="; ".join(filter(None, [service.record.reason, *(each.text for each in complaints)])),
                     faults=tuple(dict.fromkeys(each.word for each in complaints)),

@@ -117,6 +117,8 @@ class Service:
         """Failed checks of the running service, by rule number; any of them makes the service ``failing``."""
         self.is_checked = False
         """Its rules have been tested; a check without a process is ``starting`` before, as in monit."""
+        self.retry_at = 0.0
+        """Monotonic time of the next start; 0 unless one is due."""
         self.responses: dict[int, float] = {}
         """Seconds of the last connection by rule number, -1 for a failed one."""
         self._shared = shared
@@ -550,12 +552,15 @@ class Service:
         if not self.spec.is_restartable:
             await self._wait_for_others()
             return
-        try_at = time.monotonic() + self._delay()
-        while (left := try_at - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, self._timing.look))
-            if await self._finder.look(self.spec, self.record.traces):
-                self.on(Trigger.APPEARED)
-                return
+        self.retry_at = time.monotonic() + self._delay()
+        try:
+            while (left := self.retry_at - time.monotonic()) > 0:
+                await asyncio.sleep(min(left, self._timing.look))
+                if await self._finder.look(self.spec, self.record.traces):
+                    self.on(Trigger.APPEARED)
+                    return
+        finally:
+            self.retry_at = 0.0
         self.on(Trigger.RETRIED)
 
     async def _wait_for_others(self) -> None:

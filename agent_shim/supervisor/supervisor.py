@@ -494,7 +494,8 @@ class Supervisor:
     def job_state(self) -> str:
         """Return the state of the instance (jobsupervisor/monit_job_supervisor.go)."""
         states = [service.reported for service in self._services.values() if service.spec.is_vcap]
-        is_stopped = self._paths.stopped_marker.exists()
+        is_ended = self._is_sealed and all(service.state is State.STOPPED for service in self._services.values())
+        is_stopped = is_ended or self._paths.stopped_marker.exists()
         if self._obstacle and not is_stopped:
             return "failing"
         if self._is_starting and not is_stopped:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -15,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 
 from agent_shim.edges import http_server, metrics
 from agent_shim.edges.metrics import Metrics, Readings, Routes, listening
+from agent_shim.supervisor.process_stats import ProcessInfo, ServiceInfo
 
 Where = tuple[str, int]
 
@@ -29,6 +31,11 @@ class Readiness:
         return self.answers[level]
 
 
+def routes(ready: Readiness, read: Callable[[], Readings] = Readings) -> Routes:
+    shown = Metrics(read)
+    return Routes(shown.render, ready, shown.recent)
+
+
 @pytest.fixture
 def readiness() -> Readiness:
     return Readiness()
@@ -37,7 +44,7 @@ def readiness() -> Readiness:
 @pytest.fixture
 async def where(readiness: Readiness) -> AsyncIterator[Where]:
     """A responder on a free port."""
-    async with listening("127.0.0.1:0", Routes(Metrics(Readings).render, readiness)) as found:
+    async with listening("127.0.0.1:0", routes(readiness)) as found:
         assert found is not None
         yield found
 
@@ -70,6 +77,42 @@ async def test_metrics(where: Where) -> None:
     assert f"Content-Length: {len(body)}" in head
     assert "Connection: close" in head
     assert b"agent_shim_build_info{" in body
+
+
+@pytest.mark.parametrize(
+    ("accepted", "is_packed"),
+    [("gzip", True), ("deflate, GZIP;q=0.5", True), ("gzip;q=0", False), ("br", False), ("identity", False)],
+)
+async def test_a_scraper_that_takes_gzip_gets_it(where: Where, accepted: str, is_packed: bool) -> None:
+    status, head, body = await get(where, "/metrics", f"accept-encoding: {accepted}")
+
+    assert (status, "Content-Encoding: gzip" in head) == (200, is_packed)
+    assert "Vary: Accept-Encoding" in head
+    assert f"Content-Length: {len(body)}" in head
+    assert b"agent_shim_build_info{" in (gzip.decompress(body) if is_packed else body)
+
+
+async def test_the_landing_page_links_and_shows_processes(readiness: Readiness) -> None:
+    """It has no script, and names of jobs cannot bring one."""
+    process = ProcessInfo("<b>web</b>", "running", 3, 20480)
+    service = ServiceInfo(process, "web", "process", (), "running", 7, 2, "", "secret words of the job")
+    instance = {"deployment": "shop", "group": "front", "index": "0", "id": "i-1", "az": "z1"}
+    readings = Readings(processes=[service], instance=instance)
+    readiness.answers["jobs"] = (False, "jobs are failing")
+    async with listening("127.0.0.1:0", routes(readiness, lambda: readings)) as found:
+        assert found is not None
+        status, head, body = await get(found, "/")
+    text = body.decode()
+
+    assert status == 200
+    assert "Content-Type: text/html; charset=utf-8" in head
+    assert "shop / front/0" in text
+    assert "jobs are failing" in text
+    assert [href in text for href in ('href="/metrics"', 'href="/readyz"', 'href="/healthz"')] == [True] * 3
+    assert "&lt;b&gt;web&lt;/b&gt;<td>web<td>running" in text
+    assert "<script" not in text
+    assert "<b>" not in text
+    assert "secret words" not in text
 
 
 async def test_openmetrics_on_request(where: Where) -> None:
@@ -108,7 +151,7 @@ async def test_readiness_says_why(where: Where, readiness: Readiness) -> None:
 @pytest.mark.parametrize(
     ("request_line", "status"),
     [
-        ("GET / HTTP/1.1", 404),
+        ("GET /other HTTP/1.1", 404),
         ("GET /metrics/../etc/passwd HTTP/1.1", 404),
         ("GET //metrics HTTP/1.1", 404),
         ("GET /readyz?level=x HTTP/1.1", 400),
@@ -250,7 +293,7 @@ async def test_many_at_once(where: Where) -> None:
 
 async def test_off() -> None:
     """Off is off."""
-    async with listening("off", Routes(Metrics(Readings).render, Readiness())) as found:
+    async with listening("off", routes(Readiness())) as found:
         assert found is None
 
 
@@ -258,7 +301,7 @@ async def test_taken_port_is_no_end(caplog: pytest.LogCaptureFixture) -> None:
     """A port in use is an error that names the address; the agent continues without it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        async with listening(address, Routes(Metrics(Readings).render, Readiness())) as found:
+        async with listening(address, routes(Readiness())) as found:
             assert found is None
 
     assert caplog.record_tuples == [
@@ -272,8 +315,8 @@ async def test_taken_port_is_no_end(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_end_leaves_nothing() -> None:
     """After the block the port is free and open connections are gone."""
-    routes = Routes(Metrics(Readings).render, Readiness())
-    async with listening("127.0.0.1:0", routes) as where:
+    answers = routes(Readiness())
+    async with listening("127.0.0.1:0", answers) as where:
         assert where is not None
         reader, writer = await asyncio.open_connection(*where)
         assert (await get(where, "/healthz"))[0] == 200
@@ -281,7 +324,7 @@ async def test_end_leaves_nothing() -> None:
     with suppress(ConnectionError):
         assert await asyncio.wait_for(reader.read(), 5) == b""
     writer.close()
-    async with listening(f"127.0.0.1:{where[1]}", routes) as again:
+    async with listening(f"127.0.0.1:{where[1]}", answers) as again:
         assert again == where
 
 

@@ -282,6 +282,7 @@ async def test_rules_fire_where_a_job_crash_loops_a_disk_fills_and_a_certificate
         "AgentShimProcessCrashLoops",
         "AgentShimProcessDown",
         "AgentShimDiskFull",
+        "AgentShimNotReady",
     }
 
 

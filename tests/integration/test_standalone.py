@@ -250,3 +250,32 @@ def test_wrong_instance_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"cannot read .*instance.json: .*index"):
         standalone.instance(tmp_path)
+
+
+async def test_status_and_metrics_show_a_failed_pre_start_with_its_last_line(place: Place) -> None:
+    """The state is failing until the script is mended."""
+    place.job("web")
+    script = place.rendered / "jobs/web/bin/pre-start"
+    script.write_text("#!/bin/sh\necho no port is set >&2\nexit 3\n")
+    place.start()
+    async with asyncio.timeout(20):
+        while "no port is set" not in (await place.ask("status"))[1]:
+            await asyncio.sleep(0.05)
+    status = json.loads((await place.ask("status", "--json"))[1])
+
+    assert status["job_state"] == "failing"
+    assert [line for line in status["warnings"] if line.endswith("web: no port is set")] == status["warnings"]
+    script.write_text("#!/bin/sh\n")
+    await place.until_ready()
+    status = json.loads((await place.ask("status", "--json"))[1])
+    assert (status["job_state"], status["warnings"]) == ("running", [])
+
+
+async def test_after_an_orderly_stop_the_jobs_are_stopped(place: Place) -> None:
+    place.job("web")
+    place.start()
+    await place.until_ready()
+    assert await place.ask("drain") == (0, "all jobs stopped in order")
+    status = json.loads((await place.ask("status", "--json"))[1])
+
+    assert (status["job_state"], status["phase"]) == ("stopped", "the container ends: all jobs stopped in order")

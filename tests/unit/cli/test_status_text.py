@@ -179,12 +179,14 @@ def test_details_of_a_process_leave_out_what_there_is_not() -> None:
         "cpu_seconds": 12.0,
         "groups": ["vcap"],
         "mode": "active",
+        "started_at": 1764151200.0,
+        "retry_secs": None,
     }
     web, worker = ({**process, **more} for process in shown()["processes"])
 
     assert status_text.details(web) == (
         "● web of job web\n"
-        "      state  running for 1h 1m\n"
+        "      state  running since 2025-11-26 10:00:00 UTC, 1h 1m ago\n"
         "        pid  812, 2 descendants, 5 threads\n"
         "     memory  20.0 MiB (1.5 %)\n"
         "        cpu  1.2 %, 12.0 s in all\n"
@@ -195,3 +197,23 @@ def test_details_of_a_process_leave_out_what_there_is_not() -> None:
     )
     assert "     reason  the process ended by itself" in status_text.details(worker)
     assert "pid" not in status_text.details(worker)
+
+
+def test_details_end_with_the_next_start_and_the_log() -> None:
+    worker = shown()["processes"][1] | dict.fromkeys(("faults", "groups"), ()) | {"mode": "active", "retry_secs": 8.2}
+    lines = status_text.details(worker, log=["worker.stderr.log | no such table"]).splitlines()
+
+    assert lines[2] == " next start  in 8s"
+    assert lines[-2:] == ["", "worker.stderr.log | no such table"]
+
+
+def test_reasons_and_warnings_are_wrapped_not_cut() -> None:
+    """At words, to the width of the terminal; a pipe gets each in one line."""
+    status = shown() | {"warnings": ["the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. web: x"]}
+    narrow = status_text.render(status, columns=60).splitlines()
+    wide = status_text.render(status).splitlines()
+
+    assert [line for line in narrow if len(line) > 60] == []
+    for text in ("the process ended by itself: exit code 1 (no such table)", status["warnings"][0]):
+        assert text in " ".join(line.strip() for line in narrow)
+        assert any(text in line for line in wide)

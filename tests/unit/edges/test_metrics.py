@@ -130,7 +130,7 @@ def test_what_is_read_is_shown() -> None:
     assert found['agent_shim_blob_transfers_total{direction="put",outcome="failed"}'] == 0
     assert found['agent_shim_blob_bytes_total{direction="get"}'] == 1000
     assert found['agent_shim_instance_info{az="z1",deployment="shop",group="web",id="a-b",index="0"}'] == 1
-    assert found['agent_shim_process_info{job="frontend",process="web"}'] == 1
+    assert found['agent_shim_process_info{bosh_job="frontend",process="web"}'] == 1
     assert found['agent_shim_process_up{process="web"}'] == 1
     assert found['agent_shim_process_up{process="worker"}'] == 0
     assert found['agent_shim_process_state{process="worker",state="failing"}'] == 1

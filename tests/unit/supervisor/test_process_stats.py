@@ -35,6 +35,7 @@ def service(**changes: Any) -> Any:
         "complaints": complaints,
         "spec": ProcessSpec("web", "job"),
         "record": Record(reason="it ended"),
+        "retry_at": 0.0,
     }
     return SimpleNamespace(**members | changes)
 
