@@ -40,6 +40,7 @@ def live(tmp_path: Path, **others: Any) -> Runtime:
         "address_watch": SimpleNamespace(missing={"a": "", "b": "", "c": "", "d": "", "e": ""}),
         "certificate_watch": SimpleNamespace(ends={"client": 7.0}),
         "standalone": None,
+        "job_recovery": SimpleNamespace(obstacle=""),
     }
     return cast("Runtime", SimpleNamespace(**made | others))
 
@@ -74,6 +75,24 @@ def test_an_idle_agent_has_no_task_no_migration_and_no_enforced_rules(tmp_path: 
 
     assert (found.tasks_running, found.firewall_enforced) == (0, False)
     assert (found.disk.is_mounted, found.disk.is_migrating, found.disk.migrated) == (True, False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "is_ready", "state", "is_blocked"),
+    [
+        ({}, True, "running", False),
+        ({"job_recovery": SimpleNamespace(obstacle="no disk")}, True, "running", True),
+        ({"standalone": SimpleNamespace(obstacle="deploying", failure="")}, False, "starting", False),
+        ({"standalone": SimpleNamespace(obstacle="exit 3", failure="exit 3")}, False, "failing", True),
+        ({"standalone": SimpleNamespace(obstacle="", failure="")}, True, "running", False),
+    ],
+)
+def test_jobs_that_are_not_deployed_are_no_running_instance(
+    tmp_path: Path, others: dict[str, Any], is_ready: bool, state: str, is_blocked: bool
+) -> None:
+    found: Any = status_report.readings(live(tmp_path, **others))
+
+    assert (found.is_ready, found.job_state, found.jobs_blocked) == (is_ready, state, is_blocked)
 
 
 @pytest.mark.parametrize(
