@@ -64,8 +64,8 @@ _spawned: dict[int, int] = {}
 """Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
 spawning: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 """Context of the start of a program; ``host.loop_guard`` replaces it."""
-FILES_OF_CHILDREN: Final = resource.getrlimit(resource.RLIMIT_NOFILE)
-"""Limits of open files that children get: those of this process before ``raise_file_limit``."""
+_files_of_children: Final[list[tuple[int, int]]] = []
+"""Limits of open files for children; empty unless ``raise_file_limit`` has raised those of this process."""
 takes_orphans = False
 """True while orphaned descendants are reparented to this process (``host.reaper``)."""
 
@@ -340,9 +340,9 @@ def spawn(
     stat = proc.stat(popen.pid)
     assert stat is not None, "a child that is not reaped has a stat line"
     _spawned[popen.pid] = stat.start_ticks
-    if resource.getrlimit(resource.RLIMIT_NOFILE) != FILES_OF_CHILDREN:
+    for limits in _files_of_children:
         with contextlib.suppress(OSError):  # it has ended, or is another user already
-            resource.prlimit(popen.pid, resource.RLIMIT_NOFILE, FILES_OF_CHILDREN)
+            resource.prlimit(popen.pid, resource.RLIMIT_NOFILE, limits)
     return Process(stat, _open(popen.pid), leads=True)
 
 
@@ -485,6 +485,7 @@ def raise_file_limit() -> None:
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            _files_of_children[:] = [(soft, hard)]
         except (ValueError, OSError) as exc:  # above fs.nr_open
             logger.warning("cannot use more than %d open files: %s", soft, exc)
 
