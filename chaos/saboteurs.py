@@ -713,9 +713,9 @@ GENERAL: Final = (
         "removes the pidfile of a job that it stops, and looks for nothing that is left",
         "agent_shim/supervisor/service.py",
         "            await self._run_stop()\n        if self.spec.start is not None:\n",
-        "            await self._run_stop()\n            if self.spec.pidfile is not None:\n"
-        f"                __import__('os').path.lexists(self.spec.pidfile) and __import__('os').unlink(self.spec.pidfile)\n            {RAN}\n            self.on(Trigger.EMPTIED)\n"
-        "            return\n        if self.spec.start is not None:\n",
+        "            await self._run_stop()\n            if self._finder.process is not None and self._finder.process.is_alive:\n"
+        f"                {RAN}\n                __import__('pathlib').Path(self.spec.pidfile or '/nothing').unlink(missing_ok=True)\n"
+        "            self.on(Trigger.EMPTIED)\n            return\n        if self.spec.start is not None:\n",
         "I15|I16|I2|live|left|still",
     ),
     Saboteur(

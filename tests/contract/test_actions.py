@@ -236,6 +236,30 @@ async def test_a11_start_writes_monit_files_in_reverse_and_takes_the_marker_away
     assert json.loads(world.paths.health.read_bytes())["state"] in ("starting", "running", "failing")
 
 
+async def test_a12_a_stop_is_in_the_health_file_at_once(world: World) -> None:
+    """bosh-dns would send requests to it until the next heartbeat."""
+    await deployed(world, "web")
+    await world.value("start")
+    await running(world)
+
+    await world.value("stop")
+
+    assert json.loads(world.paths.health.read_bytes()) == {"state": "stopped"}
+
+
+async def test_a10_processes_of_the_former_spec_are_forgotten_at_the_apply(world: World) -> None:
+    await deployed(world, "web")
+    await world.value("start")
+    await running(world)
+    await world.value("stop")
+
+    await deployed(world, "other")
+    assert "processes" not in await world.value("get_state", "full")
+    await world.value("start")
+
+    assert [process["name"] for process in (await running(world))["processes"]] == ["other"]
+
+
 async def test_a11_files_beyond_their_limits_fail_their_jobs_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

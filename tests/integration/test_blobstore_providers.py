@@ -86,6 +86,21 @@ async def test_a_directory_of_the_same_file_system_takes_the_file_itself(paths: 
     assert stat.S_IMODE(blob.st_mode) == 0o640
 
 
+async def test_a_blob_is_on_the_disk_before_its_name(
+    paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the machine would leave the name of an empty file."""
+    (tmp_path / "file").write_bytes(b"data")
+    synced: list[tuple[int, bool]] = []
+    target = tmp_path / "store" / ID
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, target.exists())))
+
+    await made(paths, "local", blobstore_path=str(tmp_path / "store")).put(ID, tmp_path / "file")
+
+    inodes = [(tmp_path / "file").stat().st_ino, (tmp_path / "store").stat().st_ino]
+    assert synced[-2:] == [(inodes[0], False), (inodes[1], True)]
+
+
 @pytest.fixture
 def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests have one file system only."""

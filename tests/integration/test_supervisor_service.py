@@ -247,6 +247,21 @@ async def test_restarts_within_one_cycle_count_once_towards_a_limit(world: World
         assert [each for each in world.events if each.event == "Timeout"] == []
 
 
+async def test_a_restart_limit_counts_the_restarts_of_its_cycles_alone(world: World) -> None:
+    """A process that dies once a month is not given up in the third."""
+    job = world.job("web", COUNTED, STOP, "if 2 restarts within 3 cycles then unmonitor")
+    async with world.supervising(job) as supervisor:
+        long_ago = time.monotonic() - 1000 * world.timing.cycle
+        for _ in range(3):
+            await killed(supervisor, "web")
+            await until(supervisor, "web", "running")
+            service = supervisor._services["web"]
+            assert len(service._restarted_at) >= 1
+            service._restarted_at = (long_ago,) * len(service._restarted_at)
+
+        assert [event.event for event in world.events if event.event == "Timeout"] == []
+
+
 async def test_manual_process_waits_for_its_start(world: World) -> None:
     """One that no Director asks for stays down; the Director's are started."""
     files = [

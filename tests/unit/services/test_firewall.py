@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.settings import Mbus
-from agent_shim.host import network
+from agent_shim.host import network, nftables
 from agent_shim.services import firewall as firewalls
 from agent_shim.services.firewall import Firewall, chains
 
@@ -100,3 +100,25 @@ async def test_a_name_server_that_never_answers_takes_no_thread_from_others(monk
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
     finally:
         answered.set()
+
+
+@pytest.mark.parametrize(("is_reached", "obstacle"), [(True, ""), (False, firewalls.PROXIED)])
+async def test_rules_stay_only_if_the_bus_is_heard_with_them(
+    is_reached: bool, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link through another user's proxy would be cut off by them."""
+    table = ""
+
+    async def run(given: str) -> None:
+        nonlocal table
+        table = given.rpartition("delete table inet agent_shim\n")[2]
+
+    async def hear(_: float) -> bool:
+        return is_reached or not table
+
+    monkeypatch.setattr(nftables, "_run", run)
+    firewall = Firewall(lambda: mbus("nats://10.0.0.6:4222"), lambda: True, hear)
+
+    assert await firewall._apply() == obstacle
+    assert ("ip daddr 10.0.0.6 tcp dport 4222 meta skuid != { 0" in table) == is_reached
+    assert (table == "") == (not is_reached)

@@ -1,8 +1,9 @@
-"""Requests to ``ssh`` that are refused before any change."""
+"""Requests to ``ssh``: the refused ones before any change, and the commands of the others."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -173,3 +174,41 @@ async def test_nobody_else_is_removed(user: str, monkeypatch: pytest.MonkeyPatch
         await users._remove(user)
 
     assert started == []
+
+
+async def test_a_user_is_made_for_a_key_and_removed_with_those_alone_that_match(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = Paths(tmp_path)
+    paths.is_system, paths.etc = True, tmp_path
+    passwd = tmp_path / "passwd"
+    passwd.write_text("root:x:0:0::/root:/bin/bash\nvcap:x:1000:1000::/home/vcap:/bin/bash\n")
+    ran: list[tuple[str, ...]] = []
+    keys: dict[str, str] = {}
+
+    async def run(*argv: str, given: str = "", user: str = "", **_: object) -> str:
+        ran.append(argv)
+        if argv[0] == "useradd":
+            passwd.write_text(passwd.read_text() + f"{argv[-1]}:x:1001:1001::{paths.ssh_home}/{argv[-1]}:/bin/bash\n")
+        elif argv[0] == "/bin/sh":
+            keys[user] = given
+        return ""
+
+    async def remove(user: str) -> None:
+        ran.append(("remove", user))
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(users, "_remove", remove)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    ours = Users(paths)
+    for user in ("bosh_jane", "bosh_joe"):
+        await ours.setup(user, KEY)
+
+    assert ours.made() == ["bosh_jane", "bosh_joe"]
+    assert keys == {"bosh_jane": KEY, "bosh_joe": KEY}
+    assert ran[:2] == [
+        ("useradd", "-m", "-b", str(paths.ssh_home), "-s", "/bin/bash", "bosh_jane"),
+        ("usermod", "-G", users.GROUPS, "bosh_jane"),
+    ]
+    assert await ours.cleanup("^bosh_ja") == ["bosh_jane"]
+    assert ran[-1] == ("remove", "bosh_jane")
