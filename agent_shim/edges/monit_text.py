@@ -125,8 +125,7 @@ def words(service: Mapping[str, Any]) -> str:
     """Return monit's status of a service, with a pending action after a dash."""
     phase = service["phase"]
     if phase == "down":
-        is_dead = service["kind"] == "process" and not service["reason"].startswith("cannot start")
-        return "Does not exist" if is_dead else "Execution failed"
+        return "Execution failed" if service["reason"].startswith("cannot start") else "Does not exist"
     if phase == "running" and service["state"] == "starting":
         return "initializing"  # before the first check
     if phase == "running":

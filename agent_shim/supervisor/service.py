@@ -481,8 +481,12 @@ class Service:
 
     async def _failed(self, why: str) -> None:
         self.record.failures = max(self.record.failures + 1, 2)
-        self.record.reason = await self._with_last_words(f"cannot start: {why}")
-        self.notify("Execution failed", "restart" if self.spec.is_restartable else "alert", self.record.reason)
+        if self.spec.is_process:
+            self.record.reason = await self._with_last_words(f"cannot start: {why}")
+            self.notify("Execution failed", "restart" if self.spec.is_restartable else "alert", self.record.reason)
+        else:  # monit waits for no path
+            self.record.reason = await self._with_last_words(f"{self.spec.absence_words}: {why}")
+            self.notify("Does not exist", self.spec.absence.kind, self.spec.absence_words)
         self.on(Trigger.FAILED)
 
     # --- watching ---------------------------------------------------------------------------------------------------
@@ -556,7 +560,7 @@ class Service:
         try:
             while (left := self.retry_at - time.monotonic()) > 0:
                 await asyncio.sleep(min(left, self._timing.look))
-                if await self._finder.look(self.spec, self.record.traces):
+                if await self._is_back():
                     self.on(Trigger.APPEARED)
                     return
         finally:
@@ -570,9 +574,15 @@ class Service:
             again_at = time.monotonic() + self._timing.cycle
             while time.monotonic() < again_at:
                 await asyncio.sleep(self._timing.look)
-                if await self._finder.look(self.spec, self.record.traces):
+                if await self._is_back():
                     self.on(Trigger.APPEARED)
                     return
+
+    async def _is_back(self) -> bool:
+        """Return True if the process or path exists now."""
+        if self.spec.is_process:
+            return await self._finder.look(self.spec, self.record.traces)
+        return await self._finder.look_at_path(self.spec)
 
     def _delay(self) -> float:
         """Seconds before the next restart: none after the first exit in a row, then doubled each time."""

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agent_shim.edges.alerts import alert_of
+from agent_shim.edges.monit_text import words
+from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.integration.test_rule_engine import checking, told
 from tests.support.programs import eventually
@@ -271,6 +273,21 @@ async def test_a_missing_file_is_made_by_its_start_program_alone(world: World) -
 
         assert told(world, "Does not exist") == [("mounter", "restart")]
         assert [each.description for each in world.events if each.event == "Does not exist"] == ["file doesn't exist"]
+
+
+async def test_a_directory_without_programs_is_watched(world: World) -> None:
+    """It fails while it is missing, from the start on, and runs again when it is there."""
+    path = world.base / "store"
+    text = f"check directory store path {path}\n group vcap\n"
+    async with checking(world, JobFile("store", "", text)) as supervisor:
+        for _ in range(2):
+            await eventually(lambda: supervisor.job_state() == "failing")
+            assert words(monit_api.describe(info(supervisor, "store"))) == "Does not exist"
+            path.mkdir()
+            await eventually(lambda: supervisor.job_state() == "running")
+            path.rmdir()
+
+        assert {each.event for each in world.events} == {"Does not exist", "Exists"}
 
 
 async def test_lines_of_a_log_run_a_program_each(world: World) -> None:

@@ -55,6 +55,9 @@ TESTS = {
         "failed unixsocket /tmp/s with timeout 5 seconds",
         'failed port 80 send "a\\n" expect "^b"',
         "failed port 80 protocol mysql",
+        "failed port 53 type udp protocol dns",
+        "failed url http://localhost:8080/a?b=c and content == 'ok' with timeout 3 seconds",
+        "loadavg(5min) > 2.5",
     ),
     "file": (
         "size > 2 GB",
@@ -66,11 +69,26 @@ TESTS = {
         "failed uid root",
         "failed gid 0",
         "match '^error'",
+        "not match 'fine'",
+        "changed sha1 checksum",
         "failed checksum expect d41d8cd98f00b204e9800998ecf8427e",
     ),
-    "filesystem": ("SPACE usage > 80%", "space > 1.5 gb", "inode > 90%", "inodes > 500", "failed permission 0755"),
+    "filesystem": (
+        "SPACE usage > 80%",
+        "space > 1.5 gb",
+        "inode > 90%",
+        "inodes > 500",
+        "failed permission 0755",
+        "changed fsflags",
+    ),
     "directory": ("changed timestamp", "timestamp > 3 days", "failed permission 755", "failed uid 0"),
-    "host": ("failed port 80", "failed icmp type echo count 3 with timeout 5 seconds"),
+    "fifo": ("changed timestamp", "failed gid 0"),
+    "host": (
+        "failed port 80",
+        "failed icmp type echo count 3 with timeout 5 seconds",
+        "failed url http://localhost/ with timeout 3 seconds",
+    ),
+    "system": ("loadavg (15min) > 2", "cpu usage (user) > 70%", "memory usage > 75%", "swap > 100 mb"),
 }
 HEADS = {
     "process": (
@@ -82,7 +100,9 @@ HEADS = {
     "file": ("file {} with path /etc/passwd",),
     "filesystem": ("device {} with path /", "filesystem {} path '/'"),
     "directory": ("directory {} path /tmp",),
+    "fifo": ("fifo {} path /tmp/fifo",),
     "host": ("host {} with address 127.0.0.1",),
+    "system": ("system {}",),
 }
 RATES = ("", "", "", " for 3 cycles", " 2 times within 3 cycles", " for 64 cycles", " 2 3 cycles")
 ACTIONS = ("alert", "restart", "start", "stop", "unmonitor", "exec \"/bin/true 'a b'\" as uid root", "exec /bin/true")
@@ -111,6 +131,11 @@ MISTAKES = (
     "if failed port http then alert",
     "if totalmem > 500Mb then alert",
     "if cpu > then alert",
+    "if size > 5 then alert",
+    "if failed icmp type echo then alert",
+    "if failed url ftp://localhost/ then alert",
+    "if swap > 5 % then alert",
+    "if changed timestamp then alert",
     "check process first with pidfile /p",
     "check process /a with pidfile /p",
     "check process b with pidfile p",
@@ -129,7 +154,9 @@ def statements(random: random.Random) -> Iterator[str]:
     for number in range(random.randrange(3)):
         kind = random.choice(sorted(HEADS))
         yield f"check {random.choice(HEADS[kind])}".format(f"name-{number}")
-        yield from random.sample(OPTIONS, random.randrange(4))
+        # Newer versions take a mode of a system.
+        options = [option for option in OPTIONS if not (kind == "system" and option.startswith("mode"))]
+        yield from random.sample(options, random.randrange(4))
         # A host has to have a test.
         for _ in range(random.randrange(4) or kind == "host"):
             test, rate, action, end = (random.choice(found) for found in (TESTS[kind], RATES, ACTIONS, ENDS))

@@ -625,7 +625,10 @@ async def test_a_check_without_a_process_whose_program_cannot_run_is_down() -> N
 
     await service._launch()
 
-    assert (service.state, service.record.reason) == (State.DOWN, "cannot start: cannot run Started (disk full)")
+    assert (service.state, service.record.reason) == (
+        State.DOWN,
+        "file doesn't exist: cannot run Started (disk full)",
+    )
 
 
 async def test_a_stop_program_that_hangs_is_ended_before_a_start() -> None:
