@@ -164,7 +164,7 @@ EXAMPLES: Final[dict[str, str]] = {
   kubectl exec web-0 -- /opt/agent_shim/bin/agent-shim doctor
   agent-shim doctor --json | jq '.findings[] | select(.verdict == "wrong")'""",
     "handback": """
-  sv stop agent && agent-shim handback""",
+  sv exit agent && agent-shim handback""",
     "demo": """
   agent-shim demo
   agent-shim demo --keep        # and try commands in another terminal""",

@@ -39,6 +39,8 @@ BUG: Final = 70
 """The exit code of an agent under ``AGENT_SHIM_DEBUG`` whose event loop was held."""
 DEBUG: Final = "AGENT_SHIM_DEBUG"
 """With this variable the event loop is guarded (``host.loop_guard``); a directory in it gets the reports as files."""
+NAME: Final = "bosh-agentmonit"
+"""Name of the process, of 15 characters at most: `pgrep monit` of scripts finds it, and so does `pgrep bosh-agent`."""
 RIVAL_POLL_S: Final = 1.0
 """Interval of checks for the end of another agent on the same volumes, in seconds."""
 
@@ -69,6 +71,7 @@ def main(options: Options) -> int:
         from agent_shim.services.logs import tail  # late: usually a collector reads the files
 
         tail.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
+    process.take_name(NAME)
     # asyncio.run then sets no handler, whose replacement would describe its task with inspect (0.4 MB).
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return asyncio.run(Daemon(options, config).serve(guard=os.environ.pop(DEBUG, "")))

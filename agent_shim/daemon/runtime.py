@@ -72,6 +72,8 @@ TAKEOVER_STOP_TIMEOUT_S: Final = 10.0
 """Stop timeout in seconds for jobs whose volume another agent has taken."""
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
+BUS: Final = "AGENT_SHIM_BUS"
+"""With the value `off` the agent keeps away from the bus: `sv stop agent` leaves supervision, which is monit's."""
 VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
 """Essential root tasks: the agent restarts if one of them keeps failing."""
 LAST_REPLIES_TIMEOUT_S: Final = 1.0
@@ -142,9 +144,12 @@ class Runtime:
 
     def _make_bus(self, paths: Paths, store: SettingsStore) -> Bus:
         """Choose the bus by the first address: HTTPS (bosh CLI) or NATS (Director) (mbus/handler_provider.go)."""
-        if self._shim.spec:
+        is_off = os.environ.get(BUS) == "off"
+        if is_off or self._shim.spec:
             from agent_shim.daemon.standalone import NoBus
 
+            if is_off:
+                logger.warning("the bus is off: this agent supervises the jobs and answers no Director")
             return NoBus()
         agent_id, mbus = store.current.agent_id, store.current.mbus
         if is_https(mbus):
@@ -357,7 +362,7 @@ class Runtime:
 
     async def _settings_changed(self, found: settings.Effective) -> None:
         """Apply new settings of the CPI; invalid credentials do not end the current link."""
-        if found.mbus == self.bus.mbus:
+        if found.mbus == self.bus.mbus or os.environ.get(BUS) == "off":
             return
         try:
             await self._reconnect(found.mbus)

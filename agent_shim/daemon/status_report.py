@@ -129,7 +129,7 @@ def _warnings(live: Runtime) -> list[str]:
     missing = [f"no interface has the address {ip} ({where})" for ip, where in live.address_watch.missing.items()]
     jobs = [f"the jobs cannot be started: {obstacle}"] if (obstacle := _blocked(live)) else []
     warnings = [*jobs, *missing]
-    if live.bus.is_connected and live.bus.mbus != live.agent.settings.current.mbus:
+    if live.bus.mbus.urls and live.bus.is_connected and live.bus.mbus != live.agent.settings.current.mbus:
         warnings.append("the credentials of the settings do not lead to the bus, which is reached with other ones")
     return [*warnings, *live.certificate_watch.warnings]
 

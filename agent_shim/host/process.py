@@ -341,6 +341,8 @@ def spawn(
     assert stat is not None, "a child that is not reaped has a stat line"
     _spawned[popen.pid] = stat.start_ticks
     for limits in _files_of_children:
+        if resource.getrlimit(resource.RLIMIT_NOFILE) != _raised(limits):  # `prlimit` has set those of jobs
+            break
         with contextlib.suppress(OSError):  # it has ended, or is another user already
             resource.prlimit(popen.pid, resource.RLIMIT_NOFILE, limits)
     return Process(stat, _open(popen.pid), leads=True)
@@ -480,14 +482,28 @@ def disable_core_dumps(*, for_good: bool = False) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one; children get the former one, as those of Go and of monit."""
+    """Raise the soft limit of open files; children get the former one, as those of Go and of monit.
+
+    Limits that another program sets from then on (the job `limits` of os-conf, for the jobs) are those of children.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    if soft < hard - 1:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, _raised((soft, hard)))
             _files_of_children[:] = [(soft, hard)]
         except (ValueError, OSError) as exc:  # above fs.nr_open
             logger.warning("cannot use more than %d open files: %s", soft, exc)
+
+
+def _raised(limits: tuple[int, int]) -> tuple[int, int]:
+    """Return limits of this process: other programs set a soft limit that equals the hard one."""
+    return limits[1] - 1, limits[1]
+
+
+def take_name(name: str) -> None:
+    """Set the name by which `ps` and `pgrep` know this process."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(name)
 
 
 def send(identity: tuple[int, int], sig: int) -> bool:

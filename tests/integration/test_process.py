@@ -358,13 +358,13 @@ async def refused(program: Path, why: str, env: dict[str, str]) -> None:
 
 
 RAISED = """
-import asyncio, os, resource
+import asyncio, os, resource, subprocess
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
 from agent_shim.host import process
 async def main():
     process.raise_file_limit()
-    print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard), flush=True)
+    print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard - 1, hard), flush=True)
     show = ["/bin/sh", "-c", f"test $(ulimit -Hn) = {hard} && ulimit -Sn"]
     await (await process.spawn_prepared(lambda _: None, show, env={"PATH": "/bin"}, stdout=1)).wait()
     held = ["/bin/sh", "-c", f"read line; {show[-1]}"]
@@ -372,6 +372,8 @@ async def main():
     child = process.spawn(held, env={"PATH": "/bin"}, stdin=reading, stdout=1)
     os.write(writing, b"now\\n")
     await child.wait()
+    subprocess.run(["prlimit", f"--pid={os.getpid()}", f"--nofile=200:{hard}"], check=True)
+    await process.spawn(["/bin/sh", "-c", "ulimit -Sn"], env={"PATH": "/bin"}, stdout=1).wait()
 asyncio.run(main())
 """
 
@@ -380,7 +382,7 @@ def test_an_agent_with_more_open_files_gives_its_children_the_former_limit() -> 
     """Programs with ``select`` fail above 1024; those of the Go agent and of monit have the limit of the container."""
     done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True, check=True)
 
-    assert done.stdout == "True\n100\n100\n"
+    assert done.stdout == "True\n100\n100\n200\n", "what prlimit sets is that of the jobs"
 
 
 def test_a_command_without_a_free_descriptor_is_an_error_that_is_named() -> None:

@@ -217,8 +217,8 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "host.process": Raw(
-        "the files of cgroups, and whether a program that is to run is there: no content is read",
-        frozenset({"_cannot_run", "_require_executable"}),
+        "the files of cgroups, whether a program that is to run is there, the process's own name: no content is read",
+        frozenset({"_cannot_run", "_require_executable", "take_name"}),
     ),
     "host.pseudo_terminal": Raw(KERNEL, frozenset({"open_pair"})),
     "host.copytruncate": Raw(

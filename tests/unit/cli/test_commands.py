@@ -31,7 +31,7 @@ def test_every_command_has_an_example_in_its_help(capsys: pytest.CaptureFixture[
         with pytest.raises(SystemExit) as ended:
             commands.parser().parse_args([name, "--help"])
         assert ended.value.code == 0
-        assert f"examples:\n  agent-shim {name}" in capsys.readouterr().out.replace("sv stop agent && ", "")
+        assert f"examples:\n  agent-shim {name}" in capsys.readouterr().out.replace("sv exit agent && ", "")
 
 
 def test_the_overview_names_every_command_that_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

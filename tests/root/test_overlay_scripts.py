@@ -1,0 +1,217 @@
+"""Scripts of the overlay, run as in an image: the init with its services, a real agent, `sv`, `service`, `systemctl`.
+
+Needs root and the packages s6 and cron.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.paths import Paths
+from agent_shim.demo.director import RpcTimeoutError
+from tests.structure.source import ROOT
+from tests.support import jobs
+from tests.support.pod import AGENT, Pod
+from tests.support.pod import pod as made
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("s6-svscan") is None, reason="needs the package s6"),
+]
+
+ARGUMENTS = "-C /var/vcap/bosh/agent.json"
+INSTALL = f"""
+set -e
+mount -t tmpfs -o mode=0755 tmpfs /opt
+cp -r {ROOT}/stemcell_overlay/rootfs/opt/agent_shim /opt
+mkdir -p /opt/agent_shim/bin /opt/agent_shim/s6/bin
+ln -s /usr/bin/s6-* /opt/agent_shim/s6/bin
+printf '#!/bin/sh\\nexec {sys.executable} -m agent_shim.cli "$@"\\n' >/opt/agent_shim/bin/agent-shim
+printf '#!/bin/sh\\nexec {sys.executable} -m agent_shim.cli run "$@"\\n' >/opt/agent_shim/bin/bosh-agent
+chmod 755 /opt/agent_shim/bin/*
+mkdir /opt/tools
+for name in sv service systemctl; do ln -s /opt/agent_shim/stand-ins/control /opt/tools/$name; done
+"""
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+    async with made(tmp_path) as one:
+        one.start_container()
+        one.machine.run(INSTALL)
+        yield one
+
+
+@contextmanager
+def init(pod: Pod) -> Iterator[subprocess.Popen[bytes]]:
+    """The init of the image in the container; it ends with the block."""
+    with (pod.scratch / "init.log").open("ab") as log:
+        argv = ["env", f"PYTHONPATH={ROOT}", "/opt/agent_shim/init/start", *ARGUMENTS.split()]
+        started = pod.machine.popen(argv, stdout=log, stderr=log)
+    try:
+        yield started
+    finally:
+        pod.machine.run("/opt/agent_shim/s6/bin/s6-svscanctl -q /run/agent_shim/services 2>/dev/null || true")
+        started.wait(60)
+
+
+async def answers(pod: Pod) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await pod.director.value(AGENT, "ping", timeout=0.05)
+                return
+            except RpcTimeoutError:
+                continue
+
+
+async def until(pod: Pod, command: str) -> None:
+    """Wait until a command inside succeeds."""
+    async with asyncio.timeout(60):
+        while pod.machine.run(f"({command}) >/dev/null 2>&1 && echo yes || true") == "":
+            await asyncio.sleep(0.1)
+
+
+def tool(pod: Pod, command: str) -> str:
+    """The output of a shell command with the stand-ins, both streams, and its exit code as the last line."""
+    return pod.machine.run(f"export PATH=/opt/tools:$PATH; ({command}) 2>&1; echo $?")
+
+
+async def with_a_job(pod: Pod) -> str:
+    """Deploy a job; its process."""
+    await answers(pod)
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
+    await pod.run("start")
+    await pod.until("running")
+    return number(pod)
+
+
+def number(pod: Pod) -> str:
+    return pod.machine.run("cat /var/vcap/sys/run/web/web.pid 2>/dev/null || true").strip()
+
+
+async def test_an_agent_that_a_release_disables_supervises_its_jobs(pod: Pod) -> None:
+    """The job disable_agent of os-conf: monit keeps the jobs of a stopped agent."""
+    with init(pod):
+        before = await with_a_job(pod)
+
+        assert tool(pod, "sv stop agent").startswith("ok: down: agent: ")
+        assert tool(pod, "sv kill agent | sed 's/ (.*//'") == "ok: down: agent:\n0\n"
+        await until(pod, "/opt/agent_shim/bin/agent-shim status | grep -q 'without a Director'")
+        assert tool(pod, "sv status agent | sed 's/ (.*//'") == "down: agent:\n0\n"
+        assert tool(pod, "systemctl is-active bosh-agent") == "inactive\n3\n"
+        with pytest.raises(RpcTimeoutError):
+            await pod.director.value(AGENT, "ping", timeout=0.5)
+        assert number(pod) == before
+        pod.machine.run(f"kill -KILL {before}")
+        await until(pod, f"test -s /var/vcap/sys/run/web/web.pid && ! grep -qx {before} /var/vcap/sys/run/web/web.pid")
+        after = number(pod)
+
+        assert tool(pod, "sv start agent").startswith("ok: run: agent: ")
+        await answers(pod)
+        assert (await pod.until("running"))["job_state"] == "running"
+        assert number(pod) == after
+
+
+async def test_an_agent_that_is_ended_for_a_handback_stays_down(pod: Pod) -> None:
+    with init(pod):
+        before = await with_a_job(pod)
+
+        assert tool(pod, "sv exit agent").startswith("ok: down: agent: ")
+        assert tool(pod, "pgrep monit") == "1\n"
+        pod.machine.run(f"kill -0 {before}")
+
+        assert tool(pod, "sv start agent").startswith("ok: run: agent: ")
+        await answers(pod)
+
+
+LIMITS = """
+pid=$(pgrep monit | awk '{print $1}')
+while [ "$pid" -gt 1 ]; do
+    prlimit --pid "$pid" --nofile=777:888
+    pid=$(ps -o ppid:1= -p "$pid")
+done
+"""
+"""As the job limits of os-conf: monit and its ancestors."""
+
+
+async def test_limits_that_a_release_sets_for_monit_are_those_of_jobs(pod: Pod) -> None:
+    with init(pod):
+        before = await with_a_job(pod)
+        assert tool(pod, "pgrep bosh-agent") == tool(pod, "pgrep monit")
+
+        pod.machine.run(LIMITS)
+        pod.machine.run(f"kill -KILL {before}")
+        await until(pod, f"test -s /var/vcap/sys/run/web/web.pid && ! grep -qx {before} /var/vcap/sys/run/web/web.pid")
+
+        limits = pod.machine.run(f"prlimit --pid {number(pod)} --nofile --output=SOFT,HARD --noheadings").split()
+        assert limits == ["777", "888"]
+
+
+async def test_the_end_of_the_container_stops_the_jobs_in_order(pod: Pod) -> None:
+    with init(pod) as started:
+        before = await with_a_job(pod)
+        (inside,) = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split() or [str(started.pid)]
+
+        os.kill(int(inside), 15)
+
+        assert await asyncio.to_thread(started.wait, 60) == 0
+        assert tool(pod, f"kill -0 {before} 2>/dev/null") == "1\n"
+        assert number(pod) == "", "its stop program ran"
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("systemctl is-active cron.service", "active\n0\n"),
+        ("systemctl --quiet is-active cron", "0\n"),
+        ("systemctl stop cron && systemctl is-active cron", "inactive\n3\n"),
+        ("systemctl stop cron; systemctl reload-or-restart cron && systemctl is-active cron", "active\n0\n"),
+        ("systemctl disable --now cron && systemctl is-active cron", "inactive\n3\n"),
+        ("systemctl daemon-reload && systemctl enable cron && systemctl reset-failed", "0\n"),
+        ("systemctl is-enabled cron", "enabled\n0\n"),
+        ("systemctl start nothing", "Unit nothing.service not found.\n5\n"),
+        ("systemctl is-active nothing", "inactive\n3\n"),
+        ("systemctl is-system-running", "offline\n1\n"),
+        ("systemctl restart ssh", "ssh is a part of the agent, which manages it\n0\n"),
+        ("systemctl status chronyd", "inactive\n3\n"),
+        ("service cron restart && service cron status", "cron is running\n0\n"),
+        ("service cron stop; service cron status", "cron is not running\n3\n"),
+        ("service nothing start", "nothing: unrecognized service\n1\n"),
+        ("service --status-all | grep agent", " [ + ]  agent\n0\n"),
+        ("service cron 2>&1 | cut -c -27", "Usage: service < option > |\n0\n"),
+        ("sv restart cron | sed 's/(.*/…/'", "ok: run: cron: …\n0\n"),
+        ("sv -w 3 down cron | sed 's/(.*/…/'", "ok: down: cron: …\n0\n"),
+        ("sv down cron >/dev/null; sv status cron | sed 's/(.*/…/'", "down: cron: …\n0\n"),
+        ("sv start nothing", "fail: nothing: unable to change to service directory: file does not exist\n1\n"),
+        ("sv status", "usage: sv [-v] [-w sec] command services\n100\n"),
+    ],
+)
+async def test_requests_for_services(pod: Pod, command: str, wanted: str) -> None:
+    """Each is understood, done, and answered as the real program would."""
+    if shutil.which("cron") is None:
+        pytest.skip("needs the package cron")
+    with init(pod):
+        await until(pod, "/opt/tools/systemctl is-active cron agent")
+
+        assert tool(pod, command) == wanted
+
+
+async def test_a_service_for_runit_becomes_one_of_the_init(pod: Pod) -> None:
+    pod.machine.run(
+        "mkdir -p /etc/sv/own && printf '#!/bin/sh\\nexec sleep 1000\\n' >/etc/sv/own/run && chmod 755 /etc/sv/own/run"
+    )
+    with init(pod):
+        await until(pod, "/opt/tools/systemctl is-active agent")
+
+        assert tool(pod, "sv start own").startswith("ok: run: own: (pid ")
+        assert tool(pod, "systemctl stop own && pgrep -fx 'sleep 1000'") == "1\n"
