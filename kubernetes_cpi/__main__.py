@@ -29,7 +29,15 @@ def run() -> NoReturn:
     os._exit(0)
 
 
+COMMANDS: Final = ("doctor", "leftovers")
+"""For operators; everything else is a request of a Director."""
+
+
 def main() -> None:
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        from kubernetes_cpi import commands
+
+        sys.exit(commands.run(sys.argv[1:]))
     response = take_stdout()
     from kubernetes_cpi import door
 

@@ -56,6 +56,7 @@ SERVICES: Final = Resource("api/v1", "services")
 EVENTS: Final = Resource("api/v1", "events")
 NODES: Final = Resource("api/v1", "nodes")
 STORAGE_CLASSES: Final = Resource("apis/storage.k8s.io/v1", "storageclasses")
+ACCESS_REVIEWS: Final = Resource("apis/authorization.k8s.io/v1", "selfsubjectaccessreviews")
 SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots")
 
 

@@ -69,7 +69,7 @@ def create(session: Session, wanted: Wanted) -> list[Any]:
     A failed one leaves nothing behind.
     """
     vm, disks, env = _described(session, wanted), wanted.disks or [], wanted.env or {}
-    bus = _bus(session.config.agent.mbus, env)
+    bus = bus_schemes(session.config.agent.mbus, env)
     for disk in disks:
         claims.check_same_namespace(session, vm.cid, disk)
     held = []
@@ -287,7 +287,7 @@ def _make_services(session: Session, vm: Vm) -> None:
         session.client.patch(SERVICES, vm.namespace, body["metadata"]["name"], {"metadata": metadata, "spec": spec})
 
 
-def _bus(mbus: str, env: Mapping[str, Any]) -> list[str]:
+def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
     """Return the schemes of the addresses of the bus; an error does not repeat them, since they hold passwords."""
     try:
         given = msgspec.convert(env, Env).bosh.mbus.urls or [mbus]

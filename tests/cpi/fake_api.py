@@ -33,6 +33,7 @@ LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 GROUPS = {
     "/api/v1/": {"pods", "secrets", "persistentvolumeclaims", "services", "events", "nodes"},
     "/apis/storage.k8s.io/v1/": {"storageclasses"},
+    "/apis/authorization.k8s.io/v1/": {"selfsubjectaccessreviews"},
     "/apis/snapshot.storage.k8s.io/v1/": {"volumesnapshots"},
 }
 
@@ -87,6 +88,8 @@ class Cluster:
     busy_disks: set[str] = field(default_factory=set)
     """Disks that a VM does not let go of: their attachments do not end."""
     has_snapshots: bool = True
+    denied: set[str] = field(default_factory=lambda: {"list secrets"})
+    """Verbs and plurals that access reviews deny."""
     forbidden: set[str] = field(default_factory=set)
     """Plurals that the account may not read."""
     logs: Callable[[Object], str] = lambda _: '{"level": "info", "message": "connected to the bus at 10.0.0.6:4222"}'
@@ -422,6 +425,12 @@ class Server:
         cluster = self.cluster
         if key[0] == "volumesnapshots" and not cluster.has_snapshots:
             raise RefusalError(404, "NotFound", "the server could not find the requested resource")
+        if key[0] == "selfsubjectaccessreviews":
+            wanted = body["spec"]["resourceAttributes"]
+            asked = f"{wanted['verb']} {wanted['resource']}" + (
+                f"/{wanted['subresource']}" if "subresource" in wanted else ""
+            )
+            return {"status": {"allowed": asked not in cluster.denied}}
         with cluster.changed:
             if method == "POST" and "dryRun" in query:
                 answer: Object | str = cluster.admitted(key, body)

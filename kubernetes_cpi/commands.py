@@ -1,0 +1,68 @@
+"""Commands for operators: ``python -m kubernetes_cpi doctor`` and ``leftovers``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from kubernetes_cpi import config as configuration
+from kubernetes_cpi import doctor, leftovers, log, session
+from kubernetes_cpi.errors import CpiError
+
+CONFIG: Final = "configuration as JSON (the job has it in /var/vcap/jobs/kubernetes_cpi/config/cpi.json)"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; return its exit code: 1 for findings that need a change, for leftovers, and for errors."""
+    parser = argparse.ArgumentParser(prog="python -m kubernetes_cpi")
+    commands = parser.add_subparsers(dest="command", required=True)
+    examine = commands.add_parser("doctor", help="table of what cluster, namespace and account allow; creates nothing")
+    search = commands.add_parser(
+        "leftovers",
+        help="objects of VMs and disks that standard input does not name",
+        epilog="{ bosh instances --details --json; bosh orphaned-vms --json; bosh disks --orphaned --json; "
+        "bosh snapshots --json; } | python -m kubernetes_cpi leftovers --config cpi.json --director UUID",
+    )
+    search.add_argument("--director", required=True, help="UUID of the Director (`bosh env`)")
+    search.add_argument("--delete", action="store_true", help="delete the VMs, while no task of the Director runs")
+    for one in (examine, search):
+        one.add_argument("--config", default="", help=CONFIG)
+    given = parser.parse_args(arguments)
+    log.reset()
+    try:
+        context = {"director_uuid": getattr(given, "director", "")}
+        with contextlib.closing(session.opened(configuration.load(given.config, {}), context)) as opened:
+            return _doctor(opened) if given.command == "doctor" else _leftovers(opened, given.delete)
+    except CpiError as exc:
+        log.say(f"{exc}")
+        return 1
+
+
+def _doctor(opened: session.Session) -> int:
+    states = set()
+    with contextlib.redirect_stderr(io.StringIO()):
+        for one in doctor.findings(opened):
+            states.add(one.state)
+            _write(f"{one.state:8} {one.subject:20} {one.text}")
+            if one.change:
+                _write(f"{'':29} change: {one.change}")
+    return int(doctor.WRONG in states)
+
+
+def _leftovers(opened: session.Session, is_deleting: bool) -> int:
+    with contextlib.redirect_stderr(io.StringIO()):
+        found = leftovers.unknown(opened, sys.stdin.read())
+        for owner, objects in found.items():
+            _write(f"{owner}: {', '.join(objects)}")
+        for line in leftovers.remove(opened, found) if is_deleting else ():
+            _write(line)
+    return int(bool(found) and not is_deleting)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(log.redacted(text) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,177 @@
+"""``python -m kubernetes_cpi doctor``: permissions, tiers, disks and classes of this cluster, namespace and account.
+
+It asks by access reviews and by dry runs, and creates nothing.
+"""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from kubernetes_cpi import attachments, manifests, names, networks, schema, vms
+from kubernetes_cpi.client import ACCESS_REVIEWS, NODES, PODS, SNAPSHOTS, STORAGE_CLASSES, Object
+from kubernetes_cpi.errors import ApiError, CpiError, InputError
+from kubernetes_cpi.manifests import Vm
+from kubernetes_cpi.properties import VmProperties
+from kubernetes_cpi.session import Session
+
+OK: Final = "ok"
+LIMITED: Final = "limited"
+WRONG: Final = "WRONG"
+PERMISSIONS: Final = {
+    "pods": "create delete get list patch watch",
+    "secrets": "create delete get",
+    "persistentvolumeclaims": "create delete get list patch watch",
+    "services": "create delete get list patch",
+    "events": "list",
+    "pods/log": "get",
+    "volumesnapshots.snapshot.storage.k8s.io": "create delete get list watch",
+}
+"""Verbs by resource: those of deploy/cpi/base/role.yaml."""
+IMAGE: Final = "registry.invalid/doctor@sha256:" + "0" * 64
+TIERS: Final = ("restricted", "base", "userns", "privileged")
+APPLY: Final = "kubectl apply -k deploy/cpi/LEVEL"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A line of the table."""
+
+    subject: str
+    state: str
+    text: str
+    change: str = ""
+
+
+def findings(session: Session) -> Iterator[Finding]:
+    """Examine everything that needs no VM; an unreachable cluster is the only finding then."""
+    try:
+        session.client.find(PODS, session.namespace, "doctor")
+    except CpiError as exc:
+        if not (isinstance(exc, ApiError) and exc.status == http.client.FORBIDDEN):
+            yield Finding("cluster", WRONG, str(exc), "`cluster` of the configuration: address, CA, token")
+            return
+    yield Finding("cluster", OK, f"{session.client.access.server}, namespace {session.namespace}")
+    yield from _permissions(session)
+    yield _bus(session)
+    yield from _tiers(session)
+    yield from _classes(session)
+    yield from _extras(session)
+
+
+def _permissions(session: Session) -> Iterator[Finding]:
+    missing = []
+    for name, verbs in PERMISSIONS.items():
+        resource, _, group = name.partition(".")
+        plural, _, part = resource.partition("/")
+        for verb in verbs.split():
+            wanted: Object = {"namespace": session.namespace, "verb": verb, "group": group, "resource": plural}
+            if not _may(session, wanted | ({"subresource": part} if part else {})):
+                missing.append(f"{verb} {name}")
+    if missing:
+        yield Finding("account", WRONG, f"may not {', '.join(missing)}", APPLY)
+    else:
+        yield Finding("account", OK, "has all permissions of the Role")
+    if _may(session, {"namespace": session.namespace, "verb": "list", "resource": "secrets"}):
+        yield Finding("account", LIMITED, "may list Secrets, which the CPI does not need", APPLY)
+
+
+def _may(session: Session, attributes: Object) -> bool:
+    body: Object = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "metadata": {"name": ""},
+        "spec": {"resourceAttributes": attributes},
+    }
+    return bool(session.client.create(ACCESS_REVIEWS, "", body).get("status", {}).get("allowed"))
+
+
+def _bus(session: Session) -> Finding:
+    try:
+        vms.bus_schemes(session.config.agent.mbus, {})
+    except InputError as exc:
+        return Finding("agent.mbus", WRONG, str(exc), "or `env.bosh.mbus.urls` of the Director's `agent.env`")
+    return Finding("agent.mbus", OK, "an address; create_vm checks that the agent reaches it")
+
+
+def _tiers(session: Session) -> Iterator[Finding]:
+    default = schema.read(session.config.vms, VmProperties, origin="`vms` of the configuration").tier
+    for tier in TIERS:
+        refusal = _refusal(session, tier)
+        state = OK if not refusal else WRONG if tier == default else LIMITED
+        change = "" if not refusal else "another `tier`, or a namespace of a higher Pod Security level"
+        yield Finding(f"tier {tier}", state, refusal or "admitted", change)
+    body = manifests.pod(_vm(session, default))
+    refusal = attachments.refusal(session, session.namespace, body)
+    way = session.config.disks.attach
+    if not refusal:
+        yield Finding("disks.attach", OK, f"{way}: disks reach running VMs live")
+        return
+    state = WRONG if way == "live" else OK if way in ("recreate", "never") else LIMITED
+    change = "a namespace of the level `privileged`, reserved disks, `disks.attach: recreate`, or a manual network"
+    yield Finding("disks.attach", state, f"{way}; no live disks: {refusal}", change if state != OK else "")
+
+
+def _refusal(session: Session, tier: str) -> str:
+    try:
+        session.client.try_create(PODS, session.namespace, manifests.pod(_vm(session, tier)))
+    except ApiError as exc:
+        return str(exc)
+    return ""
+
+
+def _vm(session: Session, tier: str) -> Vm:
+    properties = schema.read(
+        schema.merged(session.config.vms, {"tier": tier}), VmProperties, origin="`vms` of the configuration"
+    )
+    return Vm(
+        cid=names.cid("vm", session.namespace, "doctor", tier),
+        namespace=session.namespace,
+        director=session.director,
+        image=IMAGE,
+        properties=properties,
+        networks=networks.Plan(settings={}),
+        groups=[],
+        attach="never",
+        pull_policy=session.config.stemcells.pull_policy,
+        host_path=session.config.disks.host_path,
+        storage_class=session.config.disks.storage_class,
+    )
+
+
+def _classes(session: Session) -> Iterator[Finding]:
+    name = session.config.disks.storage_class
+    if not name:
+        yield Finding(
+            "disks.storage_class", OK, "empty: the cluster's default, if it has one (kubectl get storageclass)"
+        )
+        return
+    try:
+        found = session.client.find(STORAGE_CLASSES, "", name)
+    except ApiError as exc:
+        yield Finding("disks.storage_class", LIMITED, str(exc), "kubectl apply -k deploy/cpi/cluster-reader")
+        return
+    if found is None:
+        yield Finding("disks.storage_class", WRONG, f"no StorageClass is named {name!r}", "kubectl get storageclass")
+        return
+    grows = "grows" if found.get("allowVolumeExpansion") else "does not grow: the Director copies to a larger disk"
+    yield Finding("disks.storage_class", OK, f"{name}: {found.get('provisioner')}, {grows}")
+
+
+def _extras(session: Session) -> Iterator[Finding]:
+    for subject, resource, namespace, lost in (
+        ("snapshots", SNAPSHOTS, session.namespace, "snapshot_disk is not implemented"),
+        ("nodes", NODES, "", "delete_vm cannot distinguish a healthy node from a dead one"),
+    ):
+        try:
+            if resource is SNAPSHOTS:
+                list(session.client.list(resource, namespace))
+            else:
+                session.client.find(resource, namespace, "doctor")
+        except ApiError as exc:
+            change = "kubectl apply -k deploy/cpi/cluster-reader" if subject == "nodes" else ""
+            yield Finding(subject, LIMITED, f"{lost}: {exc}", change)
+        else:
+            yield Finding(subject, OK, "readable")
