@@ -9,6 +9,7 @@ reads them, and a process that blocks the thread is not read again until that re
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import logging
@@ -393,15 +394,40 @@ def _other_threads(pid: int, limit: int = MAX_THREADS) -> list[str]:
 
 def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
     """Read the first ``limit`` bytes of a file of a process; empty without the process or the permission."""
-    content = b""
-    with suppress(OSError):  # also in the midst: an environment may be mapped only in part
-        descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    path = f"/proc/{pid}/{name}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as exc:
+        return _read_without_descriptors(path, limit) if exc.errno == errno.EMFILE else b""
+    return _content(descriptor, limit)
+
+
+def _read_without_descriptors(path: str, limit: int) -> bytes:
+    """Read a file in the place of a spare descriptor: without a free one each living process would look ended."""
+    global _spare  # noqa: PLW0603 - the one of this process
+    with _spare_lock:
+        if _spare is not None:
+            os.close(_spare)
+        _spare = None
         try:
-            # A short read is not the end: the kernel fills a page or less at a time.
-            while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
-                content += chunk
+            return _content(os.open(path, os.O_RDONLY | os.O_CLOEXEC), limit)
+        except OSError:
+            return b""
         finally:
-            os.close(descriptor)
+            with suppress(OSError):
+                _spare = os.eventfd(0, os.EFD_CLOEXEC)
+
+
+def _content(descriptor: int, limit: int) -> bytes:
+    content = b""
+    try:
+        # A short read is not the end: the kernel fills a page or less at a time.
+        while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
+            content += chunk
+    except OSError:
+        pass  # in the midst: an environment may be mapped only in part
+    finally:
+        os.close(descriptor)
     return content
 
 
@@ -429,6 +455,9 @@ class _Pass(Generic[T]):
             self.is_over.set()
 
 
+_spare: int | None = os.eventfd(0, os.EFD_CLOEXEC)
+"""A descriptor whose place a file takes that is read without a free one."""
+_spare_lock = threading.Lock()
 readers = 0
 """Threads that this module has started: each takes a number as a process does."""
 _hung: dict[int, threading.Event] = {}

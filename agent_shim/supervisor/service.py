@@ -247,7 +247,7 @@ class Service:
                 "job": self.spec.job,
                 "trigger": trigger.value,
                 "state": move.to.value,
-                **({"exit": self.record.last_exit} if trigger is Trigger.DIED else {}),
+                **({"exit": self.record.last_exit} if trigger is Trigger.DIED and not self._finder.doubted else {}),
             }
             why = f"{trigger.value}: {self.record.reason}" if is_failure else trigger.value
             level = logging.WARNING if is_failure else logging.INFO

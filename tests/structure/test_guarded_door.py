@@ -202,6 +202,7 @@ RAW: Mapping[str, Raw] = {
         frozenset(
             {
                 "_read",
+                "_read_without_descriptors",
                 "executable",
                 "boot_id",
                 "incarnation",

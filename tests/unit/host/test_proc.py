@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -63,6 +64,29 @@ def test_variable_is_the_one_at_the_start() -> None:
     """A name is matched whole."""
     assert proc.variable(os.getpid(), "PATH")
     assert proc.variable(os.getpid(), "PAT") is None
+
+
+def test_a_process_is_read_without_a_free_descriptor() -> None:
+    """It would look ended."""
+    before = proc.stat(os.getpid())
+    taken: list[int] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        found = [proc.stat(os.getpid()) for _ in range(3)]
+        missing = proc.stat(1 << 22)
+        again = proc.stat(os.getpid())
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert before is not None
+    assert missing is None
+    assert {one and one.identity for one in (*found, again)} == {before.identity}
 
 
 def test_environments_of_one_pass_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
