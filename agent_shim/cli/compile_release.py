@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-directory", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=text)
     text = "root directory instead of /var/vcap"
     parser.add_argument("-b", dest="base", type=Path, default=VCAP, metavar="DIR", help=text)
-    parser.add_argument("tarballs", nargs="*", type=Path, metavar="TARBALL", help="release with sources, .tgz or .tar")
+    parser.add_argument("tarballs", nargs="+", type=Path, metavar="TARBALL", help="release with sources, .tgz or .tar")
     return parser
 
 

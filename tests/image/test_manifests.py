@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.structure.source import ROOT
 
@@ -52,6 +53,22 @@ def test_manifests_are_valid(name: str, version: str, tmp_path: Path) -> None:
     done = subprocess.run(validate, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_component_brings_monitoring_to_an_instance(tmp_path: Path) -> None:
+    """In the namespace of the overlay that lists it."""
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    overlay = {
+        "namespace": "mine",
+        "resources": ["../deploy/kubernetes/restricted"],
+        "components": ["../deploy/monitoring"],
+    }
+    (tmp_path / "overlay").mkdir()
+    (tmp_path / "overlay/kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    documents = [one for one in yaml.safe_load_all(manifests(str(tmp_path / "overlay"))) if one]
+
+    assert {one["kind"] for one in documents} > {"StatefulSet", "PodMonitor", "PrometheusRule", "ConfigMap"}
+    assert {one["metadata"]["namespace"] for one in documents} == {"mine"}
 
 
 def test_wrong_field_is_noticed(tmp_path: Path) -> None:

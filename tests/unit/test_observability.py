@@ -94,6 +94,19 @@ def test_panels_do_not_overlap_and_have_a_title_and_a_description() -> None:
                 assert cells.setdefault((column, row), panel["title"]) == panel["title"]
 
 
+def test_the_dashboard_can_show_one_deployment() -> None:
+    """The instances are those of the chosen deployment and group, and every panel shows only chosen instances."""
+    board = json.loads((DEPLOY / "grafana/agent-shim.json").read_text())
+    variables = {one["name"]: one for one in board["templating"]["list"]}
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+
+    assert list(variables) == ["datasource", "deployment", "group", "instance"]
+    assert 'deployment=~"$deployment",group=~"$group"' in variables["instance"]["query"]
+    assert "allValue" not in variables["instance"]
+    assert [one for one in expressions if 'instance=~"$instance"' not in one] == []
+    assert [one for one in expressions if re.search(r"\brate\([^)]*\[(?!\$__rate_interval])", one)] == []
+
+
 @pytest.mark.parametrize("name", ["podmonitor", "servicemonitor"])
 def test_monitors_ask_the_port_of_this_agent_alone(name: str) -> None:
     """Each selects labels that the manifests or the CPI set; a port named ``agent`` alone is anyone's."""
