@@ -73,6 +73,13 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         lambda one: one.phase in ("start", "post-start", "rest") and "Does not exist" in one.go and not one.shim,
     ),
     ("a changed parent is reported", lambda one: "PPID changed" in one.go),
+    (
+        "an absent process whose pidfile lost its number",
+        lambda one: (
+            (one.phase == "empty pidfile" and one.what.endswith("SIGTERM") and not one.go)
+            or (one.phase == "stop" and one.what == "processes left" and not one.shim)
+        ),
+    ),
     ("the pidfile of a bpm process that lives", lambda one: one.is_bpm and one.phase == "empty pidfile"),
 ]
 """Rows of docs/monit-deviations.md by how they begin, and the differences that are theirs."""
