@@ -19,7 +19,8 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm import config
 from agent_shim.supervisor.monit import parser
-from agent_shim.supervisor.monit.ast import Check, MonitFile
+from agent_shim.supervisor.monit.ast import Check, Connection, MonitFile
+from agent_shim.supervisor.monit.rules import UNSPOKEN_PROTOCOLS
 
 GOOD: Final = 0
 USAGE: Final = 2
@@ -87,6 +88,11 @@ def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None
         for each in file.services:
             if plan.is_never_restarted(plan.spec_of("", each)):
                 unknown.append(f"line {each.line}: not acted on: {plan.NEVER_RESTARTED}")
+            unknown += [
+                f"line {rule.line}: not acted on: the words of protocol {rule.test.protocol.name}, only its connection"
+                for rule in each.rules
+                if isinstance(rule.test, Connection) and rule.test.protocol.name in UNSPOKEN_PROTOCOLS
+            ]
             report.mistakes += [f"{origin}: {wrong}" for wrong in _wrong_programs(each)]
     elif report.kind == "bpm":
         config.parse(_decoded(text, report.file), origin=origin, unknown=unknown)

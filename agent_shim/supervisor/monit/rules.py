@@ -35,6 +35,8 @@ PLAIN_PROTOCOLS: Final = (
 )
 """Protocols without options, judged by the connection alone."""
 
+UNSPOKEN_PROTOCOLS: Final = frozenset(PLAIN_PROTOCOLS) - {"default"}
+
 PROTOCOLS: Final = tuple(sorted((*PLAIN_PROTOCOLS, "apache-status", "http", "radius", "sip")))
 
 DIGESTS: Final[Mapping[int, values.Algorithm]] = {32: "md5", 40: "sha1"}
@@ -448,6 +450,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "alert ADDRESS, noalert ADDRESS": "alerts go to the Health Monitor",
     "set …, include …": "the agent is the daemon",
     "if failed … protocol apache-status, radius or sip …": "no known release has one; the other rules are evaluated",
+    "… protocol ftp, mysql and others without options": "the connection alone decides; no known release has one",
     "if match PATH, ignore match PATH": "no known release has one; patterns that the file itself holds are compared",
 }
 """Statements that are read and listed, with the reason; any words may stand up to the ``then`` of a rule."""

@@ -197,9 +197,11 @@ def test_strict_refuses_what_has_no_effect(tmp_path: Path, capsys: pytest.Captur
     """A service of another job is none of this."""
     (tmp_path / "monit").write_text(
         "check process web with pidfile /x\n start program '/x'\n alert a@b\n depends on other\n"
+        " if failed port 5 protocol mysql then alert\n if failed port 5 protocol http then alert\n"
     )
     found = (
         "monit: line 3: not acted on: alert a@b",
+        "monit: line 5: not acted on: the words of protocol mysql, only its connection",
         "monit: line 1: not acted on: restart when it ends (it has no stop program)",
     )
 
@@ -207,7 +209,7 @@ def test_strict_refuses_what_has_no_effect(tmp_path: Path, capsys: pytest.Captur
         assert main(["check", *words, str(tmp_path / "monit")]) == code
         lines = capsys.readouterr().err.splitlines()
         assert all(any(each in line for line in lines) for each in found)
-        assert sum(line.startswith("warning: ") for line in lines) == (1 if words else 3)
+        assert sum(line.startswith("warning: ") for line in lines) == (1 if words else 4)
 
 
 def test_keys_of_the_go_agent_are_no_unknown_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
