@@ -102,6 +102,20 @@ def test_older_systemd_gets_no_key_that_it_does_not_know(debian: Path, version: 
     assert (units / "agent-shim.service").exists()
 
 
+def test_entries_of_runit_for_the_replaced_programs_are_gone(debian: Path) -> None:
+    """Links, as stemcells have them, or directories; and lists that would open cron to all users but some."""
+    put(debian, "etc/service/agent/run", "#!/bin/sh")
+    (debian / "etc/service/monit").symlink_to("/etc/sv/monit")
+    put(debian, "etc/service/ssh/run", "#!/bin/sh")
+    put(debian, "etc/cron.deny", "")
+
+    applied(debian)
+
+    assert [path.name for path in (debian / "etc/service").iterdir()] == ["ssh"]
+    assert not (debian / "etc/cron.deny").exists()
+    assert applied(debian) == []
+
+
 def test_manifest_and_rootfs_hold_the_same() -> None:
     """No file lies in rootfs unused, none is listed twice."""
     listed = [row["path"] for row in MANIFEST["file"] if "source" not in row]

@@ -215,3 +215,19 @@ async def test_a_service_for_runit_becomes_one_of_the_init(pod: Pod) -> None:
 
         assert tool(pod, "sv start own").startswith("ok: run: own: (pid ")
         assert tool(pod, "systemctl stop own && pgrep -fx 'sleep 1000'") == "1\n"
+
+
+async def test_only_root_gives_a_user_a_crontab(pod: Pod) -> None:
+    """Cron would run that of a job's user outside the job's cgroup, where neither stop nor limits reach."""
+    if shutil.which("crontab") is None:
+        pytest.skip("needs the package cron")
+    pod.machine.run(
+        f"install -m 600 {ROOT}/stemcell_overlay/rootfs/etc/cron.allow /etc/cron.allow; "
+        "mount -t tmpfs tmpfs /var/spool/cron; install -d -m 1730 -g crontab /var/spool/cron/crontabs"
+    )
+    write = "echo '* * * * * true' | {} crontab {}"
+
+    as_vcap = tool(pod, write.format("setpriv --reuid=vcap --regid=vcap --clear-groups --", "-"))
+    assert as_vcap.endswith("\n1\n")
+    assert "not allowed" in as_vcap
+    assert tool(pod, write.format("", "-u vcap -")) == "0\n"
