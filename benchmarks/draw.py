@@ -68,6 +68,58 @@ def _spans(line: str) -> Iterator[str]:
             yield f"<tspan{style}>{escape(part)}</tspan>"
 
 
+# --- the headline figures ---------------------------------------------------------------------------------------------
+
+UNITS: Final = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
+BARS: Final = """\
+<style>
+  .ours { fill: #2f81f7 } .theirs { fill: #9a9a9a } text { fill: #24292f } .grid { stroke: #8884 }
+  @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .theirs { fill: #6e7681 } }
+</style>
+"""
+
+
+def figures(page: str) -> str:
+    """Draw the durations in the table of figures of README.md as bars over a logarithmic scale."""
+    table = page.partition("<!-- figures -->")[2].partition("<!-- /figures -->")[0]
+    head, _, *rows = [[cell.strip(" `") for cell in line.strip("| ").split("|")] for line in table.split("\n") if line]
+    timed = [(name.replace("`", ""), cells) for name, *cells in rows if all(_seconds(cell) for cell in cells)]
+    left, width, decades = 330.0, 640.0, range(-4, 3)
+    bottom = 46 * len(timed) + 40
+
+    def at(seconds: float) -> float:
+        return left + (math.log10(seconds) - decades[0]) / len(decades) * width
+
+    drawn = []
+    for power in decades:
+        label = _shown(10.0**power, "s")
+        drawn.append(f'<path class="grid" d="M{at(10.0**power):.0f} 34V{bottom - 6}"/>')
+        drawn.append(_text(at(10.0**power), bottom + 10, label, text_anchor="middle", font_size=11))
+    for number, (name, cells) in enumerate(timed):
+        y = 46 * number + 40
+        drawn.append(_text(left - 12, y + 20, name, text_anchor="end"))
+        for place, (kind, cell) in enumerate(zip(("ours", "theirs"), cells, strict=True)):
+            length = at(_seconds(cell)) - left
+            drawn.append(
+                f'<rect class="{kind}" x="{left:g}" y="{y + 17 * place}" width="{length:.0f}" height="15" rx="2"/>'
+            )
+            drawn.append(_text(left + length + 6, y + 17 * place + 12, cell, font_size=12))
+    drawn.append(_text(left + width, 19, "logarithmic scale", text_anchor="end", font_size=11))
+    for place, (kind, name) in enumerate(zip(("ours", "theirs"), head[1:], strict=True)):
+        drawn.append(f'<rect class="{kind}" x="{left + 160 * place:g}" y="8" width="12" height="12" rx="2"/>')
+        drawn.append(_text(left + 160 * place + 18, 19, name))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1040 {bottom + 20}" width="1040" '
+        f'font-family="system-ui, Helvetica, sans-serif" font-size="14">\n' + BARS + "\n".join(drawn) + "\n</svg>\n"
+    )
+
+
+def _seconds(cell: str) -> float:
+    """Return a duration such as ``56.5 ms``; 0 for another figure."""
+    number, _, unit = cell.partition(" ")
+    return float(number) * UNITS[unit] if unit in UNITS else 0.0
+
+
 # --- a dashboard ------------------------------------------------------------------------------------------------------
 
 

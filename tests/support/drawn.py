@@ -12,6 +12,7 @@ from agent_shim.daemon import boot
 from agent_shim.supervisor.monit import parser, rules
 from agent_shim.supervisor.ownership import Evidence, Tie
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
+from benchmarks import draw
 from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules
 from tests.support import commands_page, limits_page, metrics_page, shell_pages
 
@@ -180,6 +181,7 @@ FILES: Final[Mapping[str, Callable[[], str]]] = {
     "agent_shim/cli/completion/_agent-shim": shell_pages.zsh,
     "agent_shim/cli/completion/agent-shim.fish": shell_pages.fish,
     "share/agent-shim.1": shell_pages.manual,
+    "docs/pictures/figures.svg": lambda: draw.figures((ROOT / "README.md").read_text()),
 }
 """Generated files."""
 
