@@ -259,6 +259,7 @@ async def killed_in_writes(stand: Stand) -> str:
     boots, last_of_boot = await _sweep(boot_point, stand.of(3, 1))
     stand.between = lambda: None
     names = {name for name in written if name.endswith(".json")}
+    expect(len(names) >= 5, f"killed in writes of {sorted(names)} alone")
     told = f"{count} kills at work, the last at call {last}, and {boots} in boots, the last at {last_of_boot}"
     return f"{told}; in writes of {len(names)} documents among others: each old or new, every boot ok"
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from benchmarks.world import AGENT
 from chaos.cases import case
-from chaos.stand import CannotInjectError, Stand, expect
+from chaos.stand import CannotInjectError, Stand, at_most, expect
 
 BAD: tuple[bytes, ...] = (
     b"",
@@ -153,6 +153,7 @@ async def large_reply(stand: Stand) -> str:
     stand.script("job0", "run", "yes '\"\\' | head -c 25000000\nhead -c 25000000 /dev/urandom")
     result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=60)
     size = len(json.dumps(result))
+    at_most(size, 2 << 20, "bytes of the reply, escaped")
     expect(result["exit_code"] == 0, f"exit code {result['exit_code']}")
     expect(len(result["stdout"]) > 100_000, "nearly nothing of the output is left")
     return f"a reply of {size >> 10} KiB"

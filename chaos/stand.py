@@ -190,10 +190,10 @@ class Stand:
         """Skip an invariant after this case; the row gives the reason."""
         self.omitted[invariant] = why
 
-    def dies(self, *names: str) -> None:
+    def dies(self, *names: str, times: int | None = 1) -> None:
         """Announce that the fault ends the processes of these jobs, and that they are started again."""
         self.involved |= set(names)
-        self.told |= {rf"^{name} \(127\.0\.0\.1\) - Does not exist - restart, severity 1$": 1 for name in names}
+        self.told |= {rf"^{name} \(127\.0\.0\.1\) - Does not exist - restart, severity 1$": times for name in names}
 
     def script(self, job: str, name: str, text: str) -> None:
         """Write a program of a job, which its blob does not have."""

@@ -484,13 +484,26 @@ class Witness:
         age, beats = told.get("agent_shim_heartbeat_age_seconds", -1.0), self._heartbeats()
         if not 0 <= age <= time.monotonic() - beats[-1].at + 2:
             found.append(f"I18: the age of a heartbeat is {age:.1f} s")
+        return found[:3] + self._counted(before)
+
+    def _counted(self, before: Before) -> list[str]:
+        """Compare the number of alerts with those that came; more may come meanwhile."""
+        stand = self._stand
         since = stand.restarted_at if stand.ends else 0
-        sent = sum(one.kind == "alert" for one in stand.monitor.notices[since:])
-        counted = told.get('agent_shim_alerts_total{outcome="sent"}', 0.0)
+
+        def came() -> int:
+            return sum(one.kind == "alert" for one in stand.monitor.notices[since:])
+
         # An alert that was sent into a dead link is counted and lost.
-        if counted < sent or (stand.proxy.connections == before.links and not stand.ends and counted > sent):
-            found.append(f"I18: {counted:g} alerts are counted, and {sent} came")
-        return found[:3]
+        may_be_lost = stand.proxy.connections != before.links or bool(stand.ends)
+        ends_at, least = time.monotonic() + SETTLED, came()
+        while True:
+            counted = stand.metric('agent_shim_alerts_total{outcome="sent"}')
+            if counted >= least and (may_be_lost or counted <= came()):
+                return []
+            if time.monotonic() > ends_at:
+                return [f"I18: {counted:g} alerts are counted, and {least} came"]
+            time.sleep(0.2)
 
     # --- I3 to I10 ---
 
