@@ -19,7 +19,7 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm import config
 from agent_shim.supervisor.monit import parser
-from agent_shim.supervisor.monit.ast import Check, Connection, MonitFile
+from agent_shim.supervisor.monit.ast import Check, Connection, Ignored, MonitFile
 from agent_shim.supervisor.monit.rules import UNSPOKEN_PROTOCOLS
 
 GOOD: Final = 0
@@ -82,9 +82,12 @@ def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None
     """
     text, origin = report.file.read_bytes(), str(report.file)
     if report.kind == "monit":
-        file = parser.parse(_decoded(text, report.file), origin=origin)
+        ignored: list[Ignored] = []
+        try:
+            file = parser.parse(_decoded(text, report.file), origin=origin, without_effect=ignored)
+        finally:
+            unknown += [f"line {each.line}: not acted on: {each.first_words}" for each in ignored]
         parsed.append(file)
-        unknown += [f"line {each.line}: not acted on: {each.first_words}" for each in file.ignored]
         for each in file.services:
             if plan.is_never_restarted(plan.spec_of("", each)):
                 unknown.append(f"line {each.line}: not acted on: {plan.NEVER_RESTARTED}")

@@ -715,5 +715,7 @@ class Service:
         return f"{why} ({words})" if words else why
 
     def notify(self, event: str, action: str, description: str) -> None:
-        """Report an event to operators."""
+        """Report an event to operators; a passive service is started, stopped and restarted by none."""
+        if self.spec.mode == "passive" and action in ("start", "stop", "restart"):
+            action = "alert"
         self._shared.notify(Event(self.spec.name, event, action, description))

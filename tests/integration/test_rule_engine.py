@@ -220,6 +220,7 @@ async def test_passive_service_is_only_told_of(world: World) -> None:
         await asyncio.sleep(2 * world.timing.cycle)
 
         assert info(supervisor, "web").state == "running"
+        assert told(world, "Resource limit matched") == [("web", "alert")]
 
 
 async def test_stop_and_unmonitor_end_the_looking(world: World) -> None:

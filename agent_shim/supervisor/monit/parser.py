@@ -30,9 +30,11 @@ LATER: Final = ("program", "network")
 """Check types of newer monit versions."""
 
 
-def parse(text: str, *, origin: str) -> MonitFile:
+def parse(text: str, *, origin: str, without_effect: list[Ignored] | None = None) -> MonitFile:
     """Parse a control file; raises ``ConfigError`` with the mistakes of all statements:
     ``cannot read ORIGIN: line L column C: found X, expected Y; line …``.
+
+    ``without_effect`` gets the statements without effect, also those of a file with mistakes.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")
@@ -58,11 +60,13 @@ def parse(text: str, *, origin: str) -> MonitFile:
                 raise reader.error(expected)
         except MonitSyntaxError as exc:
             _recover(reader, first, exc)
+    outside.sort(key=lambda found: found[0])
+    without_effect = [] if without_effect is None else without_effect
+    without_effect += [*(statement for _, statement in outside), *ignored]
     if found := reader.mistakes:
         more = [f"and {len(found) - MAX_MISTAKES} more"] if len(found) > MAX_MISTAKES else []
         raise ConfigError(f"cannot read {origin}: {'; '.join([*found[:MAX_MISTAKES], *more])}")
-    outside.sort(key=lambda found: found[0])
-    return MonitFile(tuple(services.values()), (*(statement for _, statement in outside), *ignored), origin)
+    return MonitFile(tuple(services.values()), tuple(without_effect), origin)
 
 
 def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:

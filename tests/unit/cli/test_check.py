@@ -158,6 +158,7 @@ def test_an_unknown_key_is_a_warning_with_the_nearest_known_one(
     [
         ("agent.json", '{"AgentShim": {"logLevle": "info", "http": "nine"}}', "did you mean logLevel?"),
         ("bpm.yml", "processes:\n- {name: a, agrs: [c]}", "line 2: unknown key processes[0].agrs"),
+        ("monit", "set daemon 5\ncheck nonsense", "line 1: not acted on: set daemon"),
     ],
 )
 def test_an_unknown_key_is_named_beside_a_mistake(

@@ -144,6 +144,22 @@ def test_a_watch_lasts_as_long_as_the_process() -> None:
     assert engine._watch(ours) is not one
 
 
+@pytest.mark.parametrize(
+    ("state", "is_kept"),
+    [(State.DOWN, True), (State.BOUNCING, True), (State.STOPPED, False), (State.UNMONITORED, False)],
+)
+async def test_a_missing_path_keeps_what_was_seen_of_it(state: State, is_kept: bool) -> None:
+    """A file that another replaces is a changed one; after a stop nothing is remembered, as after monit's reload."""
+    spec = ProcessSpec("web", "web", kind="file", path=Path("/x"), rules=(RULE,))
+    ours = service(state=state, spec=spec, process=None)
+    engine = RuleEngine(lambda: [ours], lambda: 0, 10.0)
+    engine._watches["web"] = one = rule_engine._Watch(ours, 0.0)
+
+    await engine._step()
+
+    assert engine._watches == ({"web": one} if is_kept else {})
+
+
 async def test_a_complaint_stands_until_its_rule_has_recovered() -> None:
     """And of a service that is no longer up nothing is concluded."""
     ours = service()
