@@ -145,7 +145,7 @@ class Programs:
 
         def end() -> None:
             record.ended(script.identity, script.session, script.seen_ticks)
-            cage.remove()
+            asyncio.get_running_loop().run_in_executor(None, cage.remove)
 
         script.on_end = end
         return script

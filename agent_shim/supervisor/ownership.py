@@ -358,7 +358,8 @@ class Ownership:
 
     def verdict(self, each: proc.Stat) -> Verdict:
         """Attribute one process by proof."""
-        if (own := self.label_of(each.pid)) is not None and each.pid not in (1, os.getpid()):
+        own = self.label_of(each.pid)
+        if own is not None and not is_script_label(own) and each.pid not in (1, os.getpid()):
             return own  # the strongest evidence, for which no other service is looked at
         near = self._near(each)
         caged = {pid: label for pid in near if (label := self.label_of(pid)) is not None}

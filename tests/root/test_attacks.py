@@ -169,11 +169,14 @@ async def test_a_pidfile_of_vcap_that_names_an_operators_program_makes_no_dead_j
     await pod.start()
     pod.machine.run("tail -f /var/vcap/data/log --retry >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
     victim = int((pod.vcap / "data/victim").read_text())
-    names = f"{NAMES_ANOTHER}chown vcap /var/vcap/sys/run/liar/liar.pid\n"
+    writes = f"{AS_VCAP} sh -c 'cat >/var/vcap/sys/run/liar/liar.pid'"
+    names = f"#!/bin/sh\ncat /var/vcap/data/victim | {writes}\n"
     await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"liar": {"monit": LIAR, "bin/ctl": names}}))
     await pod.run("start")
 
     await pod.until("failing")
+    told = pod.machine.run(f"{sys.executable} -m agent_shim.cli status --json")
+    assert f"the pidfile names process {victim} (tail): it was not started by this agent" in told
     await pod.run("stop")
 
     pod.machine.run(f"kill -0 {victim}")

@@ -312,6 +312,25 @@ def test_each_row_of_the_table_decides(
     assert decided == list(Evidence)[::-1]
 
 
+def test_a_process_of_scripts_that_is_a_services_is_of_no_other(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cgroup is still that of the scripts; so are its children's."""
+    table = {50: stat(50, parent=US), 51: stat(51, parent=50), 52: stat(52, parent=US)}
+    kernel.update({pid: (one, {}, "") for pid, one in table.items()})
+    scripts = script_label("web")
+    ownership = Ownership(BASE)
+    ownership.records = lambda: [("other", ProcessRecord(known=(50, 1000)))]
+    monkeypatch.setattr(ownership, "label_of", lambda _: scripts)
+
+    assert [ownership.verdict(one) for one in table.values()] == ["other", "other", scripts]
+    assert kinship(table, ownership.records(), dict.fromkeys(table, scripts)).verdicts == {
+        50: "other",
+        51: "other",
+        52: scripts,
+    }
+
+
 def test_members_are_all_that_belong() -> None:
     """Found by mark, session, descent and record.
 
