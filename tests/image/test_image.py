@@ -61,6 +61,9 @@ def test_configuration_of_the_image(podman: Podman, image: str) -> None:
     assert not config.get("Volumes")
     assert not config.get("ExposedPorts")
     assert not config.get("User")
+    assert {f"org.opencontainers.image.{name}" for name in ("created", "revision", "source", "version")} <= {
+        *config["Labels"]
+    }
     assert config["Labels"]["io.bosh.stemcell.version"] == __version__.replace(".dev0", "-dev")
 
 
@@ -151,6 +154,17 @@ def test_the_commands_of_the_agent_are_in_the_path(podman: Podman, image: str, w
     said = podman("run", "--rm", "--network=none", image, *way, *find)
 
     assert said.split() == ["/usr/local/bin/agent-shim", "/usr/local/bin/monit", "/usr/local/bin/bpm"]
+
+
+def test_names_of_other_programs_lead_to_the_agent(podman: Podman, image: str) -> None:
+    """The wheel installs none of them."""
+    ask = "bpm version; monit -V | tail -n 1; /opt/agent_shim/bin/bosh-agent -v"
+    said = podman("run", "--rm", "--network=none", image, "sh", "-c", ask).splitlines()
+    version = said[0]
+
+    assert version.startswith(__version__.partition("+")[0])
+    assert said[1] == f"as agent-shim {version} has it"
+    assert said[2].startswith(f"[Version] {version} (")
 
 
 def test_shells_complete_the_commands_of_the_agent(podman: Podman, image: str) -> None:

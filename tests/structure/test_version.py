@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+import hatch_build
 from agent_shim import __version__
 from tests.structure.source import ROOT, texts
 
@@ -67,6 +68,16 @@ def test_no_other_file_repeats_it() -> None:
     found = {name for name, text in texts() if own.search(text) and not name.startswith("tests/")}
 
     assert found <= READERS | set(BY_HAND) | MEASURED | {"Dockerfile", "hatch_build.py"}
+
+
+def test_the_repository_has_one_address() -> None:
+    """That of ``hatch_build.py``; the registry of images has the same name."""
+    home = hatch_build.HOME.removeprefix("https://github.com/")
+    named = re.compile(r"(?:github\.com|ghcr\.io)/(?!you/)([\w-]+/agent-shim)\b")
+    found = {name: set(named.findall(text)) for name, text in texts() if not name.startswith("tests/")}
+
+    assert found["README.md"]
+    assert {name: homes for name, homes in found.items() if homes - {home}} == {}
 
 
 def test_the_test_group_has_the_demo() -> None:
