@@ -129,7 +129,7 @@ def inherited(found: Mapping[str, Path], name: str) -> dict[str, object]:
 def expected(name: str) -> dict[str, object]:
     """Root keeps its groups, and the score is that of the container."""
     return {
-        "variables": ["AGENT_SHIM_SERVICE"] if name in ("caged", "hook", "starter", "stopper") else [],
+        "variables": [] if name == "packaging" else ["AGENT_SHIM_SERVICE"],
         "descriptors": ["0", "1", "2"],
         "of the parent": [],
         "blocked": 0,
