@@ -238,6 +238,7 @@ class _Response:
 async def _http(line: _Line, connection: Connection) -> None:
     """Send one GET; follows no redirect, and fails on any status from 400 on, even a missing permission."""
     protocol, path = connection.protocol, requested(connection.protocol)
+    shown = path.partition("?")[0]  # a query may be secret
     head = [f"GET {path} HTTP/1.1", f"Host: {protocol.hostheader or _host(connection)}", "Accept: */*"]
     head += ["User-Agent: monit/5.2.5", "Connection: close"]
     if protocol.credentials:
@@ -251,16 +252,16 @@ async def _http(line: _Line, connection: Connection) -> None:
         received += len(line.received)
         response.read(line.taken())
     if response.status >= BAD_STATUS:
-        raise _WrongError(f"answers {path} with status {response.status}")
+        raise _WrongError(f"answers {shown} with status {response.status}")
     while not response.is_whole and await line.more():
         response.read(line.taken())
     if protocol.content:
         search = partial(posix_regex.compiled(protocol.content).search, response.page, limit=MAX_CONTENT_BYTES)
         if await guarded.aside(f"page of {where(connection)}", search) == protocol.is_negated:
-            raise _WrongError(f"answers {path} {'with' if protocol.is_negated else 'without'} {protocol.content!r}")
+            raise _WrongError(f"answers {shown} {'with' if protocol.is_negated else 'without'} {protocol.content!r}")
     # Like monit, which reads as many bytes as the head names.
     if response.digest and response.has_length and response.digest.hexdigest() != protocol.checksum:
-        raise _WrongError(f"answers {path} with another checksum")
+        raise _WrongError(f"answers {shown} with another checksum")
 
 
 def requested(protocol: Protocol) -> str:

@@ -121,7 +121,7 @@ async def test_http_request_is_monits() -> None:
     ("protocol", "said"),
     [
         (Protocol("http", content="he.lo$"), ""),
-        (Protocol("http", "/p", content="good"), "answers /p without 'good'"),
+        (Protocol("http", "/p?token=secret", content="good"), "answers /p without 'good'"),
         (Protocol("http", "/p", content="^hello", is_negated=True), "answers /p with '^hello'"),
         (Protocol("http", content="good", is_negated=True), ""),
         (Protocol("http", checksum=hashlib.md5(b"hello").hexdigest()), ""),
