@@ -292,8 +292,9 @@ class Service:
     # --- pidfile ----------------------------------------------------------------------------------------------------
 
     def is_void(self) -> bool:
-        """True if the service is running and its pidfile names no process."""
-        return self.state is State.RUNNING and self._life is None and self._finder.is_void(self.spec)
+        """True if the service is running and its pidfile, unless the agent wrote it, names no process."""
+        is_ours = self.spec.start is not None and self.spec.start.bpm is not None
+        return self.state is State.RUNNING and self._life is None and not is_ours and self._finder.is_void(self.spec)
 
     def doubt(self) -> None:
         """Take the process for absent, as monit does without a number in its pidfile."""

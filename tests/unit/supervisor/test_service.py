@@ -58,6 +58,26 @@ async def test_the_first_restart_comes_at_once_and_each_next_after_twice_the_tim
     assert service._delay() == delay_s
 
 
+@pytest.mark.parametrize(
+    ("state", "start", "is_void"),
+    [
+        (State.RUNNING, CTL, True),
+        (State.SETTLING, CTL, False),
+        (State.UNMONITORED, CTL, False),
+        (State.RUNNING, Program(("bpm",), bpm=BpmCall("start", "web", "web")), False),
+    ],
+)
+def test_only_a_running_process_misses_its_number_in_a_pidfile_that_is_not_ours(
+    tmp_path: Path, state: State, start: Program, is_void: bool
+) -> None:
+    service = made("web")
+    service.take_spec(msgspec.structs.replace(service.spec, start=start, pidfile=str(tmp_path / "pid")))
+    service._finder.process = cast("Any", SimpleNamespace(is_alive=True, is_over=False))
+    service.record.state = state
+
+    assert service.is_void() is is_void
+
+
 def test_a_process_that_stays_up_is_running_within_a_cycle_of_the_first_minute() -> None:
     """Then monit, which looks each cycle, is never earlier."""
     timing = Timing()
