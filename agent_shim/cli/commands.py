@@ -23,7 +23,7 @@ from agent_shim.core import safetext
 from agent_shim.core.errors import BadArgumentsError, HostError, NoAgentError, NotThereError, ShimError
 from agent_shim.core.paths import VCAP, Paths
 
-VERSION: Final = f"{__version__} ({__revision__ or 'a checkout'})"
+VERSION: Final = f"{__version__} ({__revision__ or 'unknown revision'})"
 USAGE: Final = 2
 NO: Final = 1
 
