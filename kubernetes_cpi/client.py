@@ -57,6 +57,7 @@ EVENTS: Final = Resource("api/v1", "events")
 NODES: Final = Resource("api/v1", "nodes")
 STORAGE_CLASSES: Final = Resource("apis/storage.k8s.io/v1", "storageclasses")
 ACCESS_REVIEWS: Final = Resource("apis/authorization.k8s.io/v1", "selfsubjectaccessreviews")
+BUDGETS: Final = Resource("apis/policy/v1", "poddisruptionbudgets")
 SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots")
 
 

@@ -26,6 +26,7 @@ PERMISSIONS: Final = {
     "secrets": "create delete get",
     "persistentvolumeclaims": "create delete get list patch watch",
     "services": "create delete get list patch",
+    "poddisruptionbudgets.policy": "create delete get patch",
     "events": "list",
     "pods/log": "get",
     "volumesnapshots.snapshot.storage.k8s.io": "create delete get list watch",

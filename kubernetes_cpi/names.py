@@ -54,6 +54,7 @@ KIND_ATTACHMENT: Final = "attachment"
 KIND_VIP: Final = "vip"
 KIND_SERVICE: Final = "service"
 KIND_SNAPSHOT: Final = "snapshot"
+KIND_BUDGET: Final = "budget"
 KIND_REBOOT: Final = "reboot"
 KIND_DETACHMENT: Final = "detachment"
 

@@ -139,6 +139,9 @@ class VmProperties(Strict, frozen=True):
     volumes: Annotated[list[Volume], doc("Volumes beside those of the CPI.")] = []
     ports: Annotated[list[Port], doc("Ports of the pod, where `host_port` is wanted or for the reader.")] = []
     services: Annotated[list[Service], doc("Services in front of the instance group.")] = []
+    disruption_budget: Annotated[
+        bool, doc("A PodDisruptionBudget for the instance group: a drain of nodes evicts one of its VMs at a time.")
+    ] = True
     host_aliases: Annotated[dict[str, list[str]], doc("Names by address, in `/etc/hosts`.")] = {}
     service_account: Annotated[str, doc("Service account of the pod. Empty: `default`.")] = ""
     service_account_token: Annotated[bool, doc("Mount the account's token, as a Director VM needs it.")] = False

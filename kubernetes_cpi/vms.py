@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kubernetes_cpi import attachments, claims, log, manifests, names, networks, pods, recreation, schema
+from kubernetes_cpi import attachments, budgets, claims, log, manifests, names, networks, pods, recreation, schema
 from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, SERVICES, Object, Resource
 from kubernetes_cpi.errors import (
     ApiError,
@@ -81,6 +81,8 @@ def create(session: Session, wanted: Wanted) -> list[Any]:
         held = _held(session, vm, disks)
         pod = _made(session, vm, base, held, is_reserving=not disks)
         _make_services(session, vm)
+        if vm.group and vm.properties.disruption_budget:
+            budgets.keep(session, vm.namespace, vm.group)
         ready = pods.until_ready(session, vm.namespace, pod, timeout_s=session.config.timeouts.create_vm)
         _check_address(ready, vm.networks.address)
         _check_bus(session, vm, bus)
@@ -98,9 +100,12 @@ def delete(session: Session, vm: str) -> None:
     The pod ends before the helpers that mount disks into it.
     """
     namespace = session.namespace_of(vm)
-    _check_ours(session, vm)
+    pod = _check_ours(session, vm)
     pods.end(session, namespace, vm)
     _remove_belongings(session, vm)
+    # The budget of a group outlives a VM that was evicted: the Health Monitor brings it back.
+    if pod is not None and not pods.is_ending(pod) and not pods.has_ended(pod):
+        _fit_budget(session, pod)
     # A recreation that had looked for the Secret before can have made another.
     pods.end(session, namespace, vm)
 
@@ -342,19 +347,28 @@ def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> 
     """Remove the objects of a failed create; the label marks the rest for a later removal."""
     log.say(f"cannot create the VM: {why}; its objects are removed")
     try:
-        _check_ours(session, vm)
+        pod = _check_ours(session, vm)
         pods.end(session, session.namespace_of(vm), vm, grace_s=GRACE_OF_FAILED_S)
         _remove_belongings(session, vm)
+        if pod is not None:
+            _fit_budget(session, pod)
         for disk in held:
             claims.record_detach(session, disk, vm)
     except CpiError as exc:
         log.say(f"cannot remove all objects of {vm}: {exc}; delete_vm {vm} finds it")
 
 
-def _check_ours(session: Session, vm: str) -> None:
-    for resource in (PODS, SECRETS):
-        found = session.client.find(resource, session.namespace_of(vm), vm)
+def _fit_budget(session: Session, pod: Object) -> None:
+    if group := pod["metadata"]["labels"].get(names.GROUP):
+        budgets.keep(session, pod["metadata"]["namespace"], group)
+
+
+def _check_ours(session: Session, vm: str) -> Object | None:
+    """Return the pod of a VM, if there is one; ``VMNotFoundError`` if pod or Secret are not from this CPI."""
+    secret, pod = (session.client.find(resource, session.namespace_of(vm), vm) for resource in (SECRETS, PODS))
+    for found in (secret, pod):
         session.check_ours(found, names.KIND_VM, VMNotFoundError)
+    return pod
 
 
 def _remove_belongings(session: Session, vm: str) -> None:

@@ -33,6 +33,7 @@ LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 GROUPS = {
     "/api/v1/": {"pods", "secrets", "persistentvolumeclaims", "services", "events", "nodes"},
     "/apis/storage.k8s.io/v1/": {"storageclasses"},
+    "/apis/policy/v1/": {"poddisruptionbudgets"},
     "/apis/authorization.k8s.io/v1/": {"selfsubjectaccessreviews"},
     "/apis/snapshot.storage.k8s.io/v1/": {"volumesnapshots"},
 }

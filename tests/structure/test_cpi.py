@@ -17,7 +17,7 @@ FLOORS: Mapping[int, frozenset[str]] = {
     7: frozenset({"door", "commands"}),
     6: frozenset({"methods", "doctor", "leftovers"}),
     5: frozenset({"vms", "disks", "snapshots", "stemcells"}),
-    4: frozenset({"recreation"}),
+    4: frozenset({"recreation", "budgets"}),
     3: frozenset({"pods", "claims", "attachments"}),
     2: frozenset({"session", "manifests", "networks"}),
     1: frozenset({"client", "credentials"}),
@@ -46,7 +46,9 @@ BANNED: Mapping[str, tuple[str, frozenset[str]]] = {
     "ssl": ("requests are the client's", frozenset({"client"})),
     "http": (
         "requests are the client's",
-        frozenset({"client"}) | {"pods", "claims", "attachments", "recreation", "vms", "disks", "snapshots", "doctor"},
+        frozenset({"client"})
+        | {"pods", "claims", "attachments", "recreation", "budgets", "vms", "disks", "snapshots"}
+        | {"doctor"},
     ),
     "eval": ("runs what it reads", frozenset()),
     "exec": ("runs what it reads", frozenset()),

@@ -1,0 +1,67 @@
+"""PodDisruptionBudgets of instance groups: a drain of nodes evicts one VM of a group at a time.
+
+VMs are bare pods, for which only a number of available ones works. It is one less than the VMs of the group.
+"""
+
+from __future__ import annotations
+
+import http.client
+
+from kubernetes_cpi import claims, log, names, pods
+from kubernetes_cpi.client import BUDGETS, PODS, Object
+from kubernetes_cpi.errors import ApiError, CpiError
+from kubernetes_cpi.session import Session
+
+
+def keep(session: Session, namespace: str, group: str) -> None:
+    """Fit the budget of a group to its VMs; a cluster or account without budgets has none."""
+    try:
+        for _ in range(claims.ATTEMPTS):
+            if _is_kept(session, namespace, group):
+                return
+        log.say(f"the budget of the group {group} is not fitted: other calls keep changing it")
+    except ApiError as exc:
+        if exc.status not in (http.client.FORBIDDEN, http.client.NOT_FOUND):
+            raise
+        log.say(f"no PodDisruptionBudget: {exc}")
+
+
+def _is_kept(session: Session, namespace: str, group: str) -> bool:
+    """Fit the budget once; False if another call has changed it meanwhile."""
+    name = f"group-{group}"
+    # Before the VMs are counted: a change after this makes the count old.
+    found = session.client.find(BUDGETS, namespace, name)
+    session.check_ours(found, names.KIND_BUDGET, CpiError)
+    selector = {names.GROUP: group, names.KIND: names.KIND_VM}
+    labels = ",".join(f"{key}={value}" for key, value in selector.items())
+    size = sum(
+        not pods.is_ending(one) and not pods.has_ended(one)
+        for one in session.client.list(PODS, namespace, labels=labels)
+    )
+    version = found["metadata"]["resourceVersion"] if found else ""
+    if size < 2:
+        if found is not None:
+            session.client.delete(BUDGETS, namespace, name, version=version)
+        return True
+    spec: Object = {"minAvailable": size - 1}
+    if found is None:
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {
+                "name": name,
+                "labels": names.labels(names.KIND_BUDGET, session.director, **{names.GROUP: group}),
+            },
+            # A VM that is not ready does not hold up the drain of its node.
+            "spec": spec | {"selector": {"matchLabels": selector}, "unhealthyPodEvictionPolicy": "AlwaysAllow"},
+        }
+        return session.client.ensure(BUDGETS, namespace, body)[1]
+    if found["spec"].get("minAvailable") == size - 1:
+        return True
+    try:
+        session.client.patch(BUDGETS, namespace, name, {"metadata": {"resourceVersion": version}, "spec": spec})
+    except ApiError as exc:
+        if exc.status == http.client.CONFLICT:
+            return False
+        raise
+    return True

@@ -1,0 +1,115 @@
+"""PodDisruptionBudgets of instance groups on a fake API server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
+from tests.cpi.fake_api import Cluster, Server, waiting
+
+
+def available(cluster: Cluster) -> list[int]:
+    """Return the numbers of VMs that the budgets keep."""
+    return [one["spec"]["minAvailable"] for one in cluster.of("poddisruptionbudgets").values()]
+
+
+def test_budget_follows_the_size_of_the_group(cpi: Cpi, cluster: Cluster) -> None:
+    vms = [cpi.create_vm("agent-1")]
+    assert available(cluster) == [], "a single VM may be evicted"
+    vms.append(cpi.create_vm("agent-2"))
+    assert available(cluster) == [1]
+    vms.append(cpi.create_vm("agent-3"))
+    assert available(cluster) == [2]
+    (budget,) = cluster.of("poddisruptionbudgets").values()
+    labels = cluster.of("pods")[vms[0]]["metadata"]["labels"]
+    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+    cpi("delete_vm", vms[0])
+    assert available(cluster) == [1]
+    cpi("delete_vm", vms[1])
+    cpi("delete_vm", vms[2])
+    assert cluster.snapshot() == {}
+
+
+@pytest.mark.parametrize("is_object_there", [True, False])
+def test_budget_outlives_a_vm_that_was_evicted(cpi: Cpi, cluster: Cluster, is_object_there: bool) -> None:
+    """Otherwise the next node could be drained before the Health Monitor has brought the VM back."""
+    lost, *_ = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2", "agent-3"))
+    if is_object_there:
+        cluster.patch(("pods", "bosh", lost), {"status": {"phase": "Failed", "reason": "Evicted"}})
+    else:
+        cluster.delete(("pods", "bosh", lost), {"gracePeriodSeconds": 0})
+
+    cpi("delete_vm", lost)
+    assert available(cluster) == [2]
+    cpi.create_vm("agent-4")
+    assert available(cluster) == [2]
+
+
+def test_groups_do_not_share_a_budget(cpi: Cpi, cluster: Cluster) -> None:
+    env: dict[str, Any] = {"bosh": {**ENV["bosh"], "groups": ["director", "dep", "other"]}}
+    for agent in ("agent-1", "agent-2"):
+        cpi.create_vm(agent)
+    for agent in ("agent-3", "agent-4", "agent-5"):
+        cpi("create_vm", agent, STEMCELL, {}, DYNAMIC, [], env)
+
+    assert sorted(available(cluster)) == [1, 2]
+
+
+def test_group_without_a_budget(cpi: Cpi, cluster: Cluster) -> None:
+    for agent in ("agent-1", "agent-2"):
+        cpi.create_vm(agent, disruption_budget=False)
+
+    assert available(cluster) == []
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_cluster_or_account_without_budgets_has_none(
+    cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    """Kubernetes before 1.21 has no such API, and a former Role no such permission."""
+    server.fail("GET poddisruptionbudgets", times=99, status=status, message="no budgets")
+    if status == 404:
+        server.fail("POST poddisruptionbudgets", times=99, status=status, message="no budgets")
+
+    first = cpi.create_vm("agent-1")
+    cpi("delete_vm", cpi.create_vm("agent-2"))
+
+    assert "no PodDisruptionBudget: " in capsys.readouterr().err
+    assert list(cluster.of("pods")) == [first]
+
+
+def test_count_that_is_old_is_not_written(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    """Another VM of the group comes between the count and the change."""
+    for agent in ("agent-1", "agent-2"):
+        cpi.create_vm(agent)
+    server.fail("PATCH poddisruptionbudgets", on=lambda: cpi.create_vm("agent-4"))
+
+    cpi.create_vm("agent-3")
+
+    assert available(cluster) == [3]
+
+
+def test_vm_that_failed_does_not_count(cpi: Cpi, cluster: Cluster) -> None:
+    for agent in ("agent-1", "agent-2"):
+        cpi.create_vm(agent)
+    cluster.pod_status = lambda _: waiting("ErrImagePull", "not found")
+
+    with pytest.raises(CpiFailedError):
+        cpi.create_vm("agent-3")
+
+    assert available(cluster) == [1]
+
+
+def test_budget_of_another_program_stays(cpi: Cpi, cluster: Cluster) -> None:
+    for agent in ("agent-1", "agent-2"):
+        cpi.create_vm(agent)
+    (name,) = cluster.of("poddisruptionbudgets")
+    cluster.patch(("poddisruptionbudgets", "bosh", name), {"metadata": {"labels": {"cpi.bosh.io/director": "another"}}})
+
+    with pytest.raises(CpiFailedError, match="lacks the labels of a budget of this Director"):
+        cpi.create_vm("agent-3")
+
+    assert available(cluster) == [1]
