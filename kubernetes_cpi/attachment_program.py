@@ -35,7 +35,7 @@ MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH = 0x04, 0x40
 MOUNT_ATTR_IDMAP = 0x00100000
 OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
 DISK = "/disk"
-MOUNTED = "/tmp/mounted"  # noqa: S108 - of a container with one process
+DONE = "/tmp/done"  # noqa: S108 - of a container with one process
 TERMINATION_LOG = "/dev/termination-log"
 RETRY_S = 0.05
 REPORT_S = 5.0
@@ -76,6 +76,8 @@ def main(arguments: list[str]) -> None:
     elif what == "detach":
         target, uid, holder, patience = rest
         detach(disk_of(holder), target, uid, float(patience))
+        done()
+        signal.pause()
     else:
         reboot(rest[0], float(rest[1]))
 
@@ -98,8 +100,7 @@ def attach(disk: str, target: str, uid: str) -> None:
             libc.umount2(f"/proc/self/fd/{place}".encode(), 0)
             raise SystemExit(f"cannot mount the disk: the VM has moved {target} meanwhile")
     os.close(place)
-    with open(MOUNTED, "w"):
-        pass
+    done()
     say("mounted")
     sweep(os.path.dirname(os.path.dirname(target)))
     signal.sigwait({signal.SIGTERM})
@@ -334,6 +335,12 @@ def check(result: int, what: str) -> int:
     if result < 0:
         raise SystemExit(f"cannot {what}: {os.strerror(ctypes.get_errno())}")
     return result
+
+
+def done() -> None:
+    """Create the file that the pod's postStart hook waits for; with it the kubelet reports the pod as ready."""
+    with open(DONE, "w"):
+        pass
 
 
 def say(text: str) -> None:

@@ -23,7 +23,8 @@ CONTAINER: Final = "attachment"
 DISK: Final = "/disk"
 TARGET: Final = "/target"
 TARGET_MOUNT: Final = {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"}
-WAIT_UNTIL_MOUNTED: Final = ["/bin/sh", "-c", "until [ -e /tmp/mounted ]; do sleep 0.02; done"]
+WAIT_UNTIL_DONE: Final = {"exec": {"command": ["/bin/sh", "-c", "until [ -e /tmp/done ]; do sleep 0.02; done"]}}
+"""The kubelet reports a pod as ready when this hook returns, a second before it would report an end."""
 GRACE_S: Final = 365 * 24 * 3600
 """Grace of an attachment, which waits until the VM no longer uses the disk and must not be killed before."""
 TRIES: Final = 3
@@ -48,8 +49,7 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
     spec["volumes"] += [{"name": "disk", "persistentVolumeClaim": {"claimName": disk}}, _target(session)]
     container = spec["containers"][0]
     container["volumeMounts"] += [{"name": "disk", "mountPath": DISK}, TARGET_MOUNT]
-    # The kubelet reports the container as started, and so the pod as ready, when this returns.
-    container["lifecycle"] = {"postStart": {"exec": {"command": WAIT_UNTIL_MOUNTED}}}
+    container["lifecycle"] = {"postStart": WAIT_UNTIL_DONE}
     return pod
 
 
@@ -109,6 +109,7 @@ def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None
     body["metadata"]["labels"][names.DISK] = names.value(disk)
     body["spec"]["volumes"].append(_target(session))
     body["spec"]["containers"][0]["volumeMounts"].append(TARGET_MOUNT)
+    body["spec"]["containers"][0]["lifecycle"] = {"postStart": WAIT_UNTIL_DONE}
     try:
         _run(session, namespace, body, session.config.timeouts.unmount)
     except CpiError as exc:
@@ -194,12 +195,12 @@ def reboot(session: Session, vm: Object) -> None:
 
 
 def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> None:
-    """Run a helper to its end, which removes it; ``CpiError`` with its last words if it fails."""
+    """Run a helper until its work is done, and remove it; ``CpiError`` with its last words if it fails."""
     name = body["metadata"]["name"]
     pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
     made = _made(session, namespace, body)
     try:
-        ended = pods.until_ended(session, namespace, made, timeout_s=timeout_s + session.config.timeouts.helper)
+        ended = pods.until_done(session, namespace, made, timeout_s=timeout_s + session.config.timeouts.helper)
         if ended["status"].get("phase") == "Failed":
             raise CpiError(_last_words(ended))
     finally:

@@ -96,18 +96,18 @@ def until_ready(
     raise VMCreationFailedError(f"the pod {name} is not ready after {timeout_s:g} s: {judge.reason(state or pod)}")
 
 
-def until_ended(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
-    """Wait until a pod that runs once has ended; ``CpiError`` if it cannot start or does not end."""
+def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
+    """Wait until a pod that runs once is ready or has ended; ``CpiError`` if it cannot start or does neither."""
     name = pod["metadata"]["name"]
     judge, state = _Judge(session, namespace, name), pod
     for found in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s, pod):
         if found is None or is_ending(found):
             raise CpiError(f"the pod {name} was deleted meanwhile", ok_to_retry=True)
-        if has_ended(found):
+        if has_ended(found) or is_ready(found):
             return found
         judge.look(found)
         state = found
-    raise CpiError(f"the pod {name} has not ended after {timeout_s:g} s: {_waiting_for(state) or 'no reason is known'}")
+    raise CpiError(f"the pod {name} is not done after {timeout_s:g} s: {_waiting_for(state) or 'no reason is known'}")
 
 
 def end(

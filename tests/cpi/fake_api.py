@@ -253,9 +253,10 @@ class Cluster:
     def _unmounted(self, pod: Object) -> Object:
         """Status of a helper that unmounts a disk, and fails while the VM uses it."""
         is_busy = pod["metadata"]["labels"]["cpi.bosh.io/disk"] in self.busy_disks
-        told = {"exitCode": int(is_busy), "message": "cannot unmount the disk: the VM uses it" if is_busy else ""}
-        statuses = [{"restartCount": 0, "state": {"terminated": told}}]
-        return {"phase": "Failed" if is_busy else "Succeeded", "containerStatuses": statuses}
+        if not is_busy:
+            return _running(pod, len(self.events))
+        told = {"exitCode": 1, "message": "cannot unmount the disk: the VM uses it"}
+        return {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
 
     def _reboot(self, namespace: str, labels: Object) -> None:
         """Restart the container of the VM that a helper was made for."""

@@ -26,7 +26,7 @@ program.processes = lambda uid: (
     int(pid) for pid in (vm if uid == "uid" else uid.split(",")) if os.path.exists(f"/proc/{pid}/ns")
 )
 program.DISK = sys.argv[3] + "/disk"
-program.MOUNTED = sys.argv[3] + "/mounted"
+program.DONE = sys.argv[3] + "/done"
 program.main(sys.argv[4:])
 """
 NODE = """
@@ -83,11 +83,17 @@ class World:
         return self.helper("attach", str(self.place / "disk"), str(self.place / "bosh/vm/disk-1"), "uid")
 
     def detach(self, attachment: subprocess.Popen[str], patience: float = 0.5) -> str:
-        """Output of a helper that unmounts the disk of an attachment, and the exit code."""
+        """Output of a helper that unmounts the disk of an attachment, and "done" or the exit code."""
         pid, target = str(attachment.pid), str(self.place / "bosh/vm/disk-1")
+        sign = self.place / "done"
+        subprocess.run(self.on_node("rm", "-f", str(sign)), check=True)
         helper = self.helper("detach", target, "uid", pid, str(patience))
-        out, _ = helper.communicate(timeout=LIMIT_S)
-        return f"{out}{helper.returncode}"
+        while helper.poll() is None:
+            if subprocess.run(self.on_node("test", "-e", str(sign))).returncode == 0:
+                helper.kill()
+                return f"{helper.communicate(timeout=LIMIT_S)[0]}done"
+            time.sleep(0.01)
+        return f"{helper.communicate(timeout=LIMIT_S)[0]}{helper.returncode}"
 
     def helper(self, *arguments: str) -> subprocess.Popen[str]:
         """The program on the node."""
@@ -212,7 +218,7 @@ def test_detach_that_fails_leaves_the_attachment_as_it_was(world: World) -> None
     )
     assert (world.mounts(), attachment.poll()) == (1, None)
     world.in_vm("echo last >&9; exec 9>&-")
-    assert world.detach(attachment) == "unmounted\n0"
+    assert world.detach(attachment) == "unmounted\ndone"
     assert (world.mounts(), world.in_vm(f"ls {world.seen}")) == (0, "")
     assert world.end(attachment) == "unmounted\n0"
 
@@ -261,7 +267,7 @@ def test_renamed_directory_of_a_disk_does_not_keep_it(world: World) -> None:
     moved = "mount -o remount,bind,rw {0.seen} && umount {0.seen}/disk-1 && mv {0.seen}/disk-1 {0.seen}/other"
     assert world.in_vm(f"{moved.format(world)} && echo moved") == "moved"
 
-    assert world.detach(attachment) == "unmounted\n0"
+    assert world.detach(attachment) == "unmounted\ndone"
 
     assert str(world.place / "bosh/vm/other") not in Path(f"/proc/{world.node.pid}/mountinfo").read_text()
 

@@ -121,7 +121,7 @@ def test_the_admission_policy_knows_the_objects_of_the_cpi() -> None:
     assert f"variables.kind in {kinds}" in text
     assert f"variables.labels['{names.MANAGED_BY}'] == '{names.OURS}'" in text
     assert f"startsWith('{Config().disks.host_path}')" in text
-    assert f"postStart.exec.command == {attachments.WAIT_UNTIL_MOUNTED}" in text
+    assert f"postStart.exec.command == {attachments.WAIT_UNTIL_DONE['exec']['command']}" in text
     assert f"':{next(account)['metadata']['name']}'" in text
 
 
