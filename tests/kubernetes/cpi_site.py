@@ -202,7 +202,7 @@ def _is_ending(one: Document) -> bool:
 def _is_of_cluster(one: Document) -> bool:
     name = one["metadata"]["name"]
     kind = one["kind"]
-    authorities = ("kube-root-ca.crt", "openshift-service-ca.crt")
+    authorities = ("kube-root-ca.crt", "openshift-service-ca.crt", "bosh-cpi-policy")
     return (kind == "Secret" and one["type"] == "kubernetes.io/service-account-token") or (
         kind == "ConfigMap" and name in authorities
     )

@@ -160,6 +160,8 @@ async def test_detach_of_a_mounted_disk(site: Site, db: Instance) -> None:
     await site.exec(db, "touch", "/var/vcap/store_migration_target/of-the-second")
     with pytest.raises(CpiError, match="uses it"):
         await site.cpi.call("detach_disk", db.vm, second)
+    assert second in await site.cpi.call("get_disks", db.vm)
+    assert second in (await site.cpi.call("attach_disk", db.vm, second))["path"]
     await site.exec(db, "test", "-e", "/var/vcap/store_migration_target/of-the-second")
     await director.detach(db, second)
     await director.delete_disk(second)

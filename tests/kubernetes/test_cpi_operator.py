@@ -1,0 +1,168 @@
+"""VMs of the CPI under the operator of a cluster: evictions, a namespace without root, a policy for its account."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.kubernetes import cpi_site
+from tests.kubernetes.cpi_site import ACCOUNT, WAYS, Site, Way
+from tests.kubernetes.deployments import Instance
+from tests.kubernetes.node import Node
+from tests.kubernetes.objects import LIMIT, Document
+from tests.structure.source import ROOT
+
+pytestmark = pytest.mark.kubernetes
+
+BY_RECREATION = next(way for way in WAYS if way.attach == "recreate")
+RESTRICTED = Way("restricted", "never", "restricted", "restricted", reserved=True)
+UNDER_POLICY = Way("under a policy", "recreate", "base", "privileged")
+"""A level that refuses nothing by itself."""
+POLICY = ROOT / "deploy/cpi/admission/policy.yaml"
+
+
+async def attempt(site: Site, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """A kubectl command that may be refused."""
+    return await asyncio.to_thread(
+        site.namespace.node.kubectl, f"--namespace={site.namespace.name}", *arguments, stdin=stdin
+    )
+
+
+# --- evictions ------------------------------------------------------------------------------------------------------
+
+
+async def evict(site: Site, instance: Instance) -> subprocess.CompletedProcess[str]:
+    """As ``kubectl drain`` does for each pod of a node."""
+    where = f"/api/v1/namespaces/{site.namespace.name}/pods/{instance.vm}/eviction"
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": instance.vm}}
+    return await attempt(site, "create", "--raw", where, "--filename=-", stdin=json.dumps(body))
+
+
+async def until_allowed(site: Site, wanted: int) -> None:
+    """Wait for the count of the disruption controller."""
+    async with asyncio.timeout(LIMIT):
+        while await site.namespace.kubectl("get", "pdb", "-o", "jsonpath={.items[*].status.disruptionsAllowed}") != str(
+            wanted
+        ):
+            await asyncio.sleep(0.2)
+
+
+async def test_drain_evicts_one_vm_of_a_group_at_a_time(node: Node, tmp_path: Path) -> None:
+    if node.minor < 22:
+        pytest.skip("no policy/v1 in this Kubernetes")
+    async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
+        one, two, three = [await site.deployments.first_deploy(with_disk=False) for _ in range(3)]
+        await until_allowed(site, 1)
+
+        assert (await evict(site, one)).returncode == 0
+        await until_allowed(site, 0)
+        refused = await evict(site, two)
+        assert refused.returncode != 0
+        assert "disruption budget" in refused.stderr
+        await site.deployments.resurrect(one)
+        await until_allowed(site, 1)
+        assert (await evict(site, two)).returncode == 0
+
+        await site.deployments.resurrect(two)
+        await site.check(one, two, three)
+
+
+# --- without root ---------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def writable_volumes() -> AsyncIterator[None]:
+    """Open the volumes of the test's provisioner to every user: no kubelet applies fsGroup to directories of nodes."""
+
+    async def opened() -> None:
+        while True:
+            for path in Path("/tmp/hostpath_pv").glob("*"):
+                with contextlib.suppress(FileNotFoundError):
+                    path.chmod(0o777)
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(opened())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def test_vm_without_root_has_a_job_that_writes_to_its_disk(node: Node, tmp_path: Path) -> None:
+    """The namespace enforces the level `restricted`; the runtime must make no directory that the agent writes to."""
+    async with cpi_site.site(node, RESTRICTED, tmp_path) as site, writable_volumes():
+        db = await site.deployments.first_deploy()
+        await site.write(db)
+
+        assert (await site.exec(db, "id", "-u")).strip() == "1000"
+        await site.check(db)
+        await site.deployments.recreate(db)
+        await site.check(db)
+
+
+# --- the policy -----------------------------------------------------------------------------------------------------
+
+
+def thefts(namespace: str) -> Iterator[Document]:
+    """Return pods that the holder of a stolen token would like."""
+    ours = {"app.kubernetes.io/managed-by": "kubernetes-cpi", "cpi.bosh.io/kind": "vm"}
+    container = {"name": "c", "image": "localhost/agent-shim", "command": ["sleep", "9"]}
+    secret = {"name": "s", "secret": {"secretName": f"{ACCOUNT}-token"}}
+    specs = [
+        {"containers": [{**container, "image": "evil.example/x"}]},
+        {"containers": [container], "volumes": [secret]},
+        {"containers": [container], "hostNetwork": True},
+        {"containers": [container], "serviceAccountName": "admin"},
+        {"containers": [{**container, "securityContext": {"privileged": True}}]},
+    ]
+    for number, spec in enumerate(specs):
+        metadata = {"name": f"theft-{number}", "namespace": namespace, "labels": ours}
+        yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    helper = ours | {"cpi.bosh.io/kind": "attachment"}
+    program = {**container, "command": ["/opt/agent_shim/bin/python3", "-I", "-S", "-c", "evil"]}
+    metadata = {"name": "theft-helper", "namespace": namespace, "labels": helper}
+    yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [program]}}
+
+
+async def test_policy_bounds_a_stolen_token_and_not_the_cpi(node: Node, tmp_path: Path) -> None:
+    if node.minor < 30:
+        pytest.skip("no ValidatingAdmissionPolicy in this Kubernetes")
+    async with cpi_site.site(node, UNDER_POLICY, tmp_path) as site:
+        name = site.namespace.name
+        as_cpi = f"--as=system:serviceaccount:{name}:{ACCOUNT}"
+        program = f"--from-file=program={ROOT / 'kubernetes_cpi/attachment_program.py'}"
+        await site.namespace.kubectl("create", "serviceaccount", "admin")
+        values = ["--from-literal=images=localhost/", "--from-literal=privileged_vms=false"]
+        await site.namespace.kubectl("create", "configmap", "bosh-cpi-policy", program, *values)
+        documents = list(yaml.safe_load_all(POLICY.read_text()))
+        await site.namespace.kubectl("apply", "--filename=-", stdin=yaml.safe_dump_all(documents))
+        try:
+            for pod in thefts(name):
+                text = json.dumps(pod)
+                async with asyncio.timeout(LIMIT):
+                    # A new policy applies after a moment.
+                    while (
+                        "ValidatingAdmissionPolicy"
+                        not in (
+                            await attempt(site, "create", as_cpi, "--dry-run=server", "--filename=-", stdin=text)
+                        ).stderr
+                    ):
+                        await asyncio.sleep(0.5)
+            refused = await attempt(site, "delete", "secret", as_cpi, f"{ACCOUNT}-token")
+            assert "ValidatingAdmissionPolicy" in refused.stderr
+
+            db = await site.deployments.first_deploy()
+            await site.write(db)
+            await site.check(db)
+            await site.deployments.delete(db)
+            await site.deployments.delete_disk(db.disk)
+        finally:
+            await site.namespace.kubectl("delete", "--filename=-", stdin=yaml.safe_dump_all(documents))
