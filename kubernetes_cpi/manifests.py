@@ -253,7 +253,7 @@ def pod(vm: Vm) -> Object:
         "lifecycle": {
             "preStop": {"exec": {"command": [f"{PROGRAM}/bin/agent-shim", "drain", "--timeout", str(properties.grace)]}}
         },
-        "resources": _resources(properties),
+        "resources": _resources(vm),
         "volumeMounts": mounts,
     }
     spec: Object = {
@@ -447,7 +447,8 @@ def _ports(properties: VmProperties) -> list[Object]:
     ]
 
 
-def _resources(properties: VmProperties) -> Object:
+def _resources(vm: Vm) -> Object:
+    properties = vm.properties
     if properties.resources:
         return dict(properties.resources)
     requests, limits = {}, {}
@@ -455,6 +456,9 @@ def _resources(properties: VmProperties) -> Object:
         requests["cpu"] = str(properties.cpu)
     if properties.cpu_limit:
         limits["cpu"] = str(properties.cpu_limit)
+    if not vm.has_data_claim:
+        # No limit: the volume has its own, and logs of the container count here too.
+        requests["ephemeral-storage"] = quantity(properties.ephemeral_disk.size)
     if properties.memory:
         requests["memory"] = limits["memory"] = quantity(properties.memory)
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
@@ -477,8 +481,16 @@ def _scheduling(vm: Vm) -> Object:
         else:
             weighed = {"weight": 100, "podAffinityTerm": term}
             apart.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(weighed)
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "topology.kubernetes.io/zone",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {names.GROUP: vm.group}},
+    }
+    is_spread = vm.group and properties.anti_affinity != "none" and not properties.zone
     found = {
         "affinity": affinity,
+        "topologySpreadConstraints": [spread] if is_spread else [],
         "nodeSelector": properties.node_selector,
         "tolerations": properties.tolerations,
     }

@@ -84,6 +84,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "delete_vm": Method(Cid, lambda session, given: vms.delete(session, given.cid)),
     "has_vm": Method(Cid, lambda session, given: vms.has(session, given.cid)),
     "reboot_vm": Method(Cid, lambda session, given: vms.reboot(session, given.cid)),
+    "current_vm_id": Method(Arguments, lambda session, _: vms.current(session)),
     "set_vm_metadata": Method(Metadata, lambda session, given: vms.set_metadata(session, given.cid, given.metadata)),
     "create_disk": Method(
         CreateDisk,

@@ -56,7 +56,9 @@ class Volume(Strict, frozen=True):
 class EphemeralDisk(Strict, frozen=True):
     """`/var/vcap/data`."""
 
-    size: Annotated[Size, doc("MiB, or a quantity.")] = 10240
+    size: Annotated[Size, doc("MiB, or a quantity; `empty_dir` requests as much ephemeral storage of the node.")] = (
+        10240
+    )
     type: Annotated[
         Literal["", "claim", "empty_dir"],
         doc(
@@ -127,7 +129,10 @@ class VmProperties(Strict, frozen=True):
     node_selector: Annotated[dict[str, str], doc("Labels of nodes.")] = {}
     affinity: Annotated[dict[str, Any], doc("Affinity as in a pod, beside what `zone` and `anti_affinity` make.")] = {}
     anti_affinity: Annotated[
-        Literal["preferred", "required", "none"], doc("Whether VMs of one instance group keep to different nodes.")
+        Literal["preferred", "required", "none"],
+        doc(
+            "Whether VMs of one instance group keep to different nodes, and without `zone` also prefer different zones."
+        ),
     ] = "preferred"
     tolerations: Annotated[list[dict[str, Any]], doc("Tolerations as in a pod.")] = []
     priority_class: Annotated[str, doc("PriorityClass.")] = ""

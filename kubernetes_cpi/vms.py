@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import os
 import re
 import time
 import urllib.parse
@@ -18,6 +19,7 @@ from kubernetes_cpi.errors import (
     ApiError,
     CpiError,
     InputError,
+    NotImplementedByCpiError,
     NotSupportedError,
     UnreachableError,
     VMCreationFailedError,
@@ -132,6 +134,14 @@ def reboot(session: Session, vm: str) -> None:
             f"cannot reboot {vm}: disks are not attached live, and a new pod would lose "
             f"{'its address' if recreation.can_recreate(pod) else manifests.DATA}; recreate the VM instead"
         )
+
+
+def current(session: Session) -> str:
+    """Return the VM in which the CPI runs, by its host name; ``NotImplementedByCpiError`` elsewhere."""
+    name = os.uname().nodename
+    if session.find(PODS, name, names.KIND_VM) is None:
+        raise NotImplementedByCpiError(f"cannot name the current VM: {name} is no VM of this CPI")
+    return name
 
 
 def set_metadata(session: Session, vm: str, metadata: Mapping[str, Any]) -> None:

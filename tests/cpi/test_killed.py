@@ -121,6 +121,7 @@ CASES = [
     Case("delete_vm", _delete_vm(services=SERVICES, persistent_disk={"size": 64})),
     Case("delete_vm with a live disk", _delete_vm(**LIVE)),
     Case("has_vm", lambda cpi: ("has_vm", [cpi.create_vm()])),
+    Case("current_vm_id", lambda _: ("current_vm_id", [])),
     Case("reboot_vm", lambda cpi: ("reboot_vm", [cpi.create_vm()])),
     Case("reboot_vm that takes live disks", lambda cpi: ("reboot_vm", [cpi.create_vm(**LIVE)])),
     Case("set_vm_metadata", lambda cpi: ("set_vm_metadata", [cpi.create_vm(), {"name": "a/1", "index": "0"}])),

@@ -391,6 +391,7 @@ APART = {
     "labelSelector": {"matchLabels": {names.GROUP: names.digest("director", "dep", "zookeeper")}},
     "topologyKey": "kubernetes.io/hostname",
 }
+SPREAD = {**APART, "maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "ScheduleAnyway"}
 IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z1"]}
 
 
@@ -402,6 +403,11 @@ IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z
         ({}, f"affinity.podAntiAffinity.{PREFERRED}", [{"weight": 100, "podAffinityTerm": APART}]),
         ({"anti_affinity": "required"}, f"affinity.podAntiAffinity.{REQUIRED}", [APART]),
         ({"anti_affinity": "none"}, "affinity", None),
+        ({}, "topologySpreadConstraints", [SPREAD]),
+        ({"anti_affinity": "none"}, "topologySpreadConstraints", None),
+        ({"zone": "z1"}, "topologySpreadConstraints", None),
+        ({"attach": "never", "ephemeral_disk": {"size": 64}}, "container.resources.requests.ephemeral-storage", "64Mi"),
+        ({"ephemeral_disk": {"size": 64}}, "container.resources", {}),
         (
             {"zone": "z1"},
             f"affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms",
@@ -503,6 +509,18 @@ def test_a_pod_without_root_cannot_have_the_agent_over_its_image(cpi: Cpi, clust
         cpi.create_vm(agent=AGENT, tier="restricted")
 
     assert cluster.snapshot() == {}
+
+
+def test_cpi_in_a_vm_knows_which(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Director in the cluster asks for it before it snapshots its own disks."""
+    vm = cpi.create_vm()
+    with pytest.raises(CpiFailedError, match="is no VM of this CPI") as failed:
+        cpi("current_vm_id")
+    assert failed.value.type == "NotImplemented"
+
+    monkeypatch.setattr("os.uname", lambda: type("Uname", (), {"nodename": vm}))
+
+    assert cpi("current_vm_id") == vm
 
 
 def test_directory_of_the_agent_is_no_mount_point_of_the_runtime(cpi: Cpi, cluster: Cluster) -> None:
