@@ -300,6 +300,8 @@ class Deployments:
         await self.connect(instance)
         await self.stop(old)
         await self.detach(old, old.disk)
+        # The old VM is idle from now on, and its pod never becomes ready again.
+        await self.world.agents.value(old.agent, "shutdown")
         await self.attach(instance, instance.disk)
         await self.mount(instance, instance.disk)
         await self.start(instance)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -73,6 +74,23 @@ async def test_drain_evicts_one_vm_of_a_group_at_a_time(node: Node, tmp_path: Pa
 
         await site.deployments.resurrect(two)
         await site.check(one, two, three)
+
+
+# --- the doctor -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [BY_RECREATION, RESTRICTED], ids=str)
+async def test_doctor_agrees_with_the_cluster(node: Node, tmp_path: Path, way: Way) -> None:
+    async with cpi_site.site(node, way, tmp_path, vms={"tier": way.tier}) as site:
+        command = [sys.executable, "-m", "kubernetes_cpi", "doctor", "--config", str(tmp_path / "cpi.json")]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=ROOT)
+
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"ok       tier {way.tier}" in done.stdout
+        if node.minor >= 25:
+            assert "limited  tier privileged" in done.stdout
+            assert "violates PodSecurity" in done.stdout
+        assert await site.objects() == []
 
 
 # --- without root ---------------------------------------------------------------------------------------------------
