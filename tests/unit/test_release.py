@@ -35,7 +35,8 @@ def test_a_version_without_notes_is_refused() -> None:
         texts.notes("# Changelog\n\n## 0.2.0\n\n- a\n", "9.9.9")
 
 
-def test_our_own_changelog_has_notes() -> None:
+def test_our_own_changelog_has_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENT_SHIM_REVISION", "0" * 40)
     assert "\n- " in texts.notes((ROOT / "CHANGELOG.md").read_text(), semantic_version())
 
 
