@@ -1,0 +1,234 @@
+"""Shell scripts of the overlay, run below a scratch directory with recorders in the place of the programs they call.
+
+With the real init, cron and agent they run in the root ring, and as process 1 in the image ring.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.structure.source import ROOT
+
+SOURCE = ROOT / "stemcell_overlay/rootfs/opt/agent_shim"
+MOVED = ("/opt/agent_shim", "/var/vcap/bosh", "/etc/resolv", "/run/systemd/system", "/usr/bin/systemctl", "/usr/sbin/")
+ENVIRONMENT = {"PATH": os.environ["PATH"]}
+
+
+@pytest.fixture
+def top(tmp_path: Path) -> Path:
+    """The overlay below a directory: its scripts name places there."""
+    home = tmp_path / "opt/agent_shim"
+    shutil.copytree(SOURCE, home)
+    places = [*home.glob("init/*"), *home.glob("services/*/run"), *home.glob("stand-ins/*"), home / "launch"]
+    for script in places:
+        text = script.read_text()
+        for path in MOVED:
+            text = text.replace(path, f"{tmp_path}{path}")
+        script.write_text(text)
+    for directory in ("etc/resolvconf/resolv.conf.d", "var/vcap/bosh", "usr/bin", "usr/sbin", "tools"):
+        (tmp_path / directory).mkdir(parents=True)
+    return tmp_path
+
+
+def recorder(place: Path, body: str = "") -> None:
+    """A program that appends its name and arguments to ``told`` beside ``tools``, then runs ``body``."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    told = next(up for up in place.parents if (up / "tools").is_dir()) / "told"
+    place.write_text(f'#!/bin/sh\necho "${{0##*/}} $*" >>{told}\n{body}\n')
+    place.chmod(0o755)
+
+
+def told(top: Path) -> list[str]:
+    return (top / "told").read_text().splitlines() if (top / "told").exists() else []
+
+
+def run(program: Path, *arguments: str, cwd: Path, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    path = f"{cwd.parent / 'tools'}:{cwd / 'tools'}:{ENVIRONMENT['PATH']}"
+    env = {**ENVIRONMENT, "PATH": path, **environ}
+    return subprocess.run([program, *arguments], cwd=cwd, env=env, input=stdin, capture_output=True, text=True)
+
+
+# --- launch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("init", (), "start "),
+        ("init", ("-P", "ubuntu"), "start "),
+        ("runsvdir-start", (), "start "),
+        ("bosh-agent", ("-P", "ubuntu", "-C", "x y"), "bosh-agent -P ubuntu -C x y"),
+        ("bosh-agent", ("compile", "a.tgz"), "bosh-agent compile a.tgz"),
+        ("launch", (), "bosh-agent "),
+    ],
+)
+def test_each_name_of_launch_starts_the_agent_or_the_init(
+    top: Path, name: str, arguments: tuple[str, ...], said: str
+) -> None:
+    home = top / "opt/agent_shim"
+    recorder(home / "init/start")
+    recorder(home / "bin/bosh-agent", 'pwd; echo "$LANG $HOME $MALLOC_ARENA_MAX $(umask)"')
+    (top / "usr/bin" / name).symlink_to(home / "launch")
+
+    done = run(top / "usr/bin" / name, *arguments, cwd=top, HOME="")
+
+    assert (done.returncode, done.stderr, told(top)) == (0, "", [said])
+    if said.startswith("bosh-agent"):
+        where = top if "compile" in arguments else top / "var/vcap/bosh"
+        assert done.stdout.splitlines() == [str(where), "C.UTF-8 /root 2 0022"]
+
+
+# --- the end of the container ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codes", "drains", "code"),
+    [([0], 1, 0), ([1], 1, 1), ([2], 1, 1), ([69, 69, 0], 3, 0), ([69] * 9, 5, 1)],
+)
+def test_stop_waits_for_an_agent_that_is_just_back_and_notes_how_it_ended(
+    top: Path, codes: list[int], drains: int, code: int
+) -> None:
+    home = top / "opt/agent_shim"
+    (top / "codes").write_text("".join(f"{each}\n" for each in codes))
+    take = f"code=$(head -n 1 {top}/codes); sed -i 1d {top}/codes; exit $code"
+    recorder(home / "bin/agent-shim", take)
+    recorder(top / "tools/s6-svscanctl")
+    recorder(top / "tools/sleep")
+
+    done = run(home / "init/stop", cwd=top, AGENT_SHIM_GRACE="7")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    drained = [line for line in told(top) if line.startswith("agent-shim")]
+    assert drained == ["agent-shim drain --timeout 7"] * drains
+    assert told(top)[-1] == "s6-svscanctl -t ."
+    assert (top / "exit_code").read_text() == f"{code}\n"
+
+
+def test_drain_takes_the_grace_of_agent_json_without_a_variable(top: Path) -> None:
+    recorder(top / "opt/agent_shim/bin/agent-shim")
+    recorder(top / "tools/s6-svscanctl")
+
+    run(top / "opt/agent_shim/init/stop", cwd=top)
+
+    assert told(top)[0] == "agent-shim drain"
+
+
+@pytest.mark.parametrize(("noted", "code"), [("0\n", 0), ("1\n", 1), (None, 1)])
+def test_the_exit_code_of_the_container_is_that_of_the_drain(top: Path, noted: str | None, code: int) -> None:
+    if noted is not None:
+        (top / "exit_code").write_text(noted)
+
+    assert run(top / "opt/agent_shim/init/finish", cwd=top).returncode == code
+
+
+# --- services -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("service", "program"), [("cron", "cron"), ("rsyslog", "rsyslogd")])
+@pytest.mark.parametrize("uid", ["0", "1000"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_service_without_its_program_or_root_stays_down(
+    top: Path, service: str, program: str, uid: str, is_there: bool
+) -> None:
+    recorder(top / "tools/s6-svc")
+    recorder(top / "tools/rm")
+    (top / "tools/id").write_text(f"#!/bin/sh\necho {uid}\n")
+    (top / "tools/id").chmod(0o755)
+    if is_there:
+        recorder(top / "usr/sbin" / program)
+
+    done = run(top / f"opt/agent_shim/services/{service}/run", cwd=top)
+
+    assert done.returncode == 0
+    wanted = {"cron": "cron -f", "rsyslog": "rsyslogd -n -iNONE"}[service]
+    assert told(top)[-1] == (wanted if is_there and uid == "0" else "s6-svc -d .")
+
+
+@pytest.mark.parametrize("is_off", [True, False])
+def test_the_agent_starts_with_the_arguments_of_the_init(top: Path, is_off: bool) -> None:
+    recorder(top / "opt/agent_shim/launch", 'echo "[$AGENT_SHIM_BUS]"')
+    if is_off:
+        (top / "off_bus").touch()
+
+    done = run(top / "opt/agent_shim/services/agent/run", cwd=top, AGENT_SHIM_ARGUMENTS="-P ubuntu -C file")
+
+    assert told(top) == ["launch -P ubuntu -C file"]
+    assert done.stdout == ("[off]\n" if is_off else "[]\n")
+
+
+def test_logrotate_has_rsyslog_reopen_its_files(top: Path) -> None:
+    recorder(top / "usr/bin/systemctl")
+
+    run(top / "opt/agent_shim/stand-ins/rsyslog-rotate", cwd=top)
+
+    assert told(top) == ["systemctl --quiet reload rsyslog"]
+
+
+@pytest.mark.parametrize("name", ["control", "resolvectl", "rsyslog-rotate"])
+def test_where_systemd_runs_the_real_program_answers(top: Path, name: str) -> None:
+    place = top / "opt/agent_shim/stand-ins" / name
+    (top / "run/systemd/system").mkdir(parents=True)
+    recorder(place.with_name(f"{name}.distrib"))
+
+    assert run(place, "a", "b", cwd=top).returncode == 0
+    assert told(top) == [f"{name}.distrib a b"]
+
+
+# --- name servers ---------------------------------------------------------------------------------------------------
+
+
+BEFORE = "search x\nnameserver 192.0.2.1\n"
+FIRST = "nameserver {} # set by resolvectl\n"
+
+
+@pytest.mark.parametrize(
+    ("commands", "after"),
+    [
+        (["resolvectl dns bosh-dns 169.254.0.2"], FIRST.format("169.254.0.2") + BEFORE),
+        (["resolvectl --no-pager dns lo a b"], FIRST.format("a") + FIRST.format("b") + BEFORE),
+        (["resolvectl dns lo a", "resolvectl dns lo b"], FIRST.format("b") + BEFORE),
+        (["resolvectl dns lo a", "resolvectl revert lo"], BEFORE),
+        (["resolvectl domain lo ~.", "resolvectl flush-caches", "resolvectl log-level info"], BEFORE),
+        (["resolvconf -u"], FIRST.format("10.0.0.1") + BEFORE),
+        (["resolvconf -u", "resolvconf -u"], FIRST.format("10.0.0.1") + BEFORE),
+        (["resolvconf -u", "resolvconf -d eth0"], BEFORE),
+        (["resolvconf -a eth0"], FIRST.format("10.0.0.9") + BEFORE),
+        (["resolvconf --updates-are-enabled"], BEFORE),
+    ],
+)
+def test_servers_of_a_link_precede_the_others_until_they_are_reverted(
+    top: Path, commands: list[str], after: str
+) -> None:
+    stand_ins = top / "opt/agent_shim/stand-ins"
+    (stand_ins / "resolvconf").symlink_to("resolvectl")
+    (top / "etc/resolv.conf").write_text(BEFORE)
+    (top / "etc/resolvconf/resolv.conf.d/head").write_text("# head\nnameserver 10.0.0.1\n")
+
+    for command in commands:
+        name, *arguments = command.split()
+        done = run(stand_ins / name, *arguments, cwd=top, stdin="nameserver  10.0.0.9 x\n")
+        assert (done.returncode, done.stderr) == (0, "")
+
+    assert (top / "etc/resolv.conf").read_text() == after
+
+
+def test_name_servers_are_listed_and_a_link_becomes_a_file(top: Path) -> None:
+    """A mount of the file keeps its inode; a link to systemd-resolved's file leads nowhere in a container."""
+    resolvectl, file = top / "opt/agent_shim/stand-ins/resolvectl", top / "etc/resolv.conf"
+    file.write_text(BEFORE)
+    inode = file.stat().st_ino
+    run(resolvectl, "dns", "lo", "a", cwd=top)
+    assert file.stat().st_ino == inode
+    assert run(resolvectl, "dns", cwd=top).stdout == "a\n192.0.2.1\n"
+    assert run(resolvectl, cwd=top).stdout == file.read_text()
+
+    file.rename(top / "elsewhere")
+    file.symlink_to(top / "elsewhere")
+    run(resolvectl, "revert", "lo", cwd=top)
+    assert not file.is_symlink()
+    assert file.read_text() == BEFORE
