@@ -50,7 +50,8 @@ def told(top: Path) -> list[str]:
 def run(program: Path, *arguments: str, cwd: Path, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     path = f"{cwd.parent / 'tools'}:{cwd / 'tools'}:{ENVIRONMENT['PATH']}"
     env = {**ENVIRONMENT, "PATH": path, **environ}
-    return subprocess.run([program, *arguments], cwd=cwd, env=env, input=stdin, capture_output=True, text=True)
+    argv = [str(program), *arguments]
+    return subprocess.run(argv, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, umask=0o077)
 
 
 # --- launch ---------------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def test_each_name_of_launch_starts_the_agent_or_the_init(
 ) -> None:
     home = top / "opt/agent_shim"
     recorder(home / "init/start")
-    recorder(home / "bin/bosh-agent", 'pwd; echo "$LANG $HOME $MALLOC_ARENA_MAX $(umask)"')
+    recorder(home / "bin/bosh-agent", 'pwd; echo "$LANG $HOME $MALLOC_ARENA_MAX $(umask) ${PATH%%:*}"')
     (top / "usr/bin" / name).symlink_to(home / "launch")
 
     done = run(top / "usr/bin" / name, *arguments, cwd=top, HOME="")
@@ -80,7 +81,7 @@ def test_each_name_of_launch_starts_the_agent_or_the_init(
     assert (done.returncode, done.stderr, told(top)) == (0, "", [said])
     if said.startswith("bosh-agent"):
         where = top if "compile" in arguments else top / "var/vcap/bosh"
-        assert done.stdout.splitlines() == [str(where), "C.UTF-8 /root 2 0022"]
+        assert done.stdout.splitlines() == [str(where), f"C.UTF-8 /root 2 0022 {top}/var/vcap/bosh/bin"]
 
 
 # --- the end of the container ---------------------------------------------------------------------------------------
@@ -140,18 +141,19 @@ def test_a_service_without_its_program_or_root_stays_down(
     (top / "tools/id").write_text(f"#!/bin/sh\necho {uid}\n")
     (top / "tools/id").chmod(0o755)
     if is_there:
-        recorder(top / "usr/sbin" / program)
+        recorder(top / "usr/sbin" / program, "echo said >&2")
 
     done = run(top / f"opt/agent_shim/services/{service}/run", cwd=top)
 
-    assert done.returncode == 0
-    wanted = {"cron": "cron -f", "rsyslog": "rsyslogd -n -iNONE"}[service]
-    assert told(top)[-1] == (wanted if is_there and uid == "0" else "s6-svc -d .")
+    wanted = {"cron": ["rm -f /run/crond.pid", "cron -f"], "rsyslog": ["rsyslogd -n -iNONE"]}[service]
+    starts = is_there and uid == "0"
+    assert told(top) == (wanted if starts else ["s6-svc -d ."])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "said\n" if starts else "", "")
 
 
 @pytest.mark.parametrize("is_off", [True, False])
 def test_the_agent_starts_with_the_arguments_of_the_init(top: Path, is_off: bool) -> None:
-    recorder(top / "opt/agent_shim/launch", 'echo "[$AGENT_SHIM_BUS]"')
+    recorder(top / "opt/agent_shim/launch", 'echo "[$AGENT_SHIM_BUS]" >&2')
     if is_off:
         (top / "off_bus").touch()
 
@@ -226,6 +228,7 @@ def test_name_servers_are_listed_and_a_link_becomes_a_file(top: Path) -> None:
     assert file.stat().st_ino == inode
     assert run(resolvectl, "dns", cwd=top).stdout == "a\n192.0.2.1\n"
     assert run(resolvectl, cwd=top).stdout == file.read_text()
+    assert "localhost" in run(resolvectl, "query", "localhost", cwd=top).stdout
 
     file.rename(top / "elsewhere")
     file.symlink_to(top / "elsewhere")

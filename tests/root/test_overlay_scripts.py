@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcTimeoutError
 from tests.structure.source import ROOT
 from tests.support import jobs
+from tests.support.machine import machine
 from tests.support.pod import AGENT, Pod
 from tests.support.pod import pod as made
 
@@ -231,3 +233,34 @@ async def test_only_root_gives_a_user_a_crontab(pod: Pod) -> None:
     assert as_vcap.endswith("\n1\n")
     assert "not allowed" in as_vcap
     assert tool(pod, write.format("", "-u vcap -")) == "0\n"
+
+
+ALONE = "unshare --pid --fork --mount-proc"
+
+
+def test_process_1_is_the_init_but_for_a_compilation(tmp_path: Path) -> None:
+    with machine(tmp_path) as box:
+        box.run(INSTALL)
+        for path in ("init/start", "bin/bosh-agent"):
+            box.run(f"printf '#!/bin/sh\necho {path} $*\n' >/opt/agent_shim/{path}")
+
+        assert box.run(f"{ALONE} /opt/agent_shim/launch -P x") == "init/start -P x\n"
+        assert box.run(f"{ALONE} /opt/agent_shim/launch compile a.tgz") == "bin/bosh-agent compile a.tgz\n"
+
+
+FINISH = """
+cd /mnt
+(trap 'echo told >told; exit' TERM; echo >ready; while :; do sleep 0.05; done) &
+until [ -e ready ]; do sleep 0.05; done
+echo 3 >exit_code
+exec /opt/agent_shim/init/finish
+"""
+
+
+def test_the_end_of_process_1_asks_the_remaining_processes_to_end(tmp_path: Path) -> None:
+    """The kernel kills them with it: what they write on SIGTERM is complete before."""
+    with machine(tmp_path) as box:
+        box.run(INSTALL)
+
+        assert box.run(f"{ALONE} sh -c {shlex.quote(FINISH)}; echo $?") == "3\n"
+        assert box.run("cat /mnt/told") == "told\n"
