@@ -155,6 +155,7 @@ async def test_a_port_of_udp_fails_if_the_kernel_refuses_it(monkeypatch: pytest.
         test = Connection("127.0.0.1", server.getsockname()[1], is_udp=True)
 
         assert await network_checks.probe(test) == ""
+        server.settimeout(30)
         assert server.recv(10) == b"\0"
     place = f"127.0.0.1 port {test.port} (udp)"
     assert await network_checks.probe(test) == f"connection failed: cannot connect to {place}: Connection refused"
