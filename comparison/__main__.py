@@ -41,6 +41,9 @@ def main() -> int:
         "--cycle", type=int, default=10, metavar="SECONDS", help="monit's cycle in both worlds (default: 10)"
     )
     parser.add_argument("--only", default="", metavar="JOB,…", help="these jobs")
+    parser.add_argument(
+        "--each", type=int, default=1000, metavar="N", help="at most N jobs of each release, processes first"
+    )
     parser.add_argument("--properties", type=Path, help="YAML: properties by the name of the job, over the defaults")
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="keep what each world has said there")
     args = parser.parse_args()
@@ -55,7 +58,8 @@ def main() -> int:
     plans: list[plan.Plan] = []
     for path in args.paths:
         checkout = Checkout(path.resolve())
-        plans += [plan.plan(checkout, job) for job in checkout.jobs(values, pem) if not only or job.name in only]
+        found = [plan.plan(checkout, job) for job in checkout.jobs(values, pem) if not only or job.name in only]
+        plans += sorted(found, key=lambda one: (not one.services, bool(one.job.error)))[: args.each]
     print(f"{len(plans)} jobs of {len(args.paths)} releases; what each world says is kept in {kept}", flush=True)
     begun_at = time.monotonic()
     verdicts: list[judge.Verdict] = []
@@ -92,8 +96,9 @@ def live(kind: str, made: plan.Plan, cycle: int, place: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         scratch = Path(name)
         (scratch / "plan.json").write_text(plan.written(made))
-        shutil.copy(os.environ["BOSH_AGENT"], scratch / "bosh-agent")
-        shutil.copy(os.environ["MONIT"], scratch / "monit")
+        if kind == "go":
+            shutil.copy(os.environ["BOSH_AGENT"], scratch / "bosh-agent")
+            shutil.copy(os.environ["MONIT"], scratch / "monit")
         with machine(scratch, has_network=True) as inside:
             argv = [sys.executable, "-m", "comparison.life", kind, "/mnt/plan.json", "/mnt/result.json"]
             setting = [f"CYCLE={cycle}", f"PYTHONPATH={CODE}", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]

@@ -32,8 +32,9 @@ VCAP: Final = Path("/var/vcap")
 SCRATCH: Final = Path("/mnt")
 BLOBS: Final = VCAP / "blobs"
 OBSERVER: Final = 59999
-LOOK_S: Final = 0.4
+LOOK_S: Final = 0.5
 SCRIPT_LIMIT_S: Final = 60.0
+START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
 
 MONITRC: Final = """
@@ -295,31 +296,37 @@ class Life:
             phase.value = str(await self.director.run(AGENT, "start"))
             self.has_acted = True
             await asyncio.sleep(1)  # the Director asks no earlier
-            await self.until(self.is_running, 40 + START_LIMIT_CYCLES * self.cycle)
+            await self.until(self.is_running, START_LIMIT_S + START_LIMIT_CYCLES * self.cycle)
         has_run = phase.running_after >= 0
         await self.script("post-start")
         async with self.phase("rest") as phase:
-            await self.settled(max(6, self.plan["cycles"] + 2) if has_run else 2)
+            await self.settled(max(5, self.plan["cycles"] + 2) if has_run and self.plan["services"] else 1)
             phase.texts["monit summary"] = shell("/var/vcap/bosh/bin/monit summary")
             phase.texts["logs"] = "" if has_run else shell(f"tail -qn 3 /var/vcap/sys/log/{self.plan['job']}/*.log")
+        for name, command in self.plan["acts"]:
+            async with self.phase(name) as phase:
+                phase.value = shell(command)
+                await self.settled(max(3, self.plan["cycles"] + 2))
         if has_run and self.pidfiles:
-            await self._trials()
+            await self._trials(self.plan["trials"])
         await self._end_of_life()
 
-    async def _trials(self) -> None:
-        async with self.phase("death"):
-            for path in self.pidfiles.values():
-                if pid := living(path):
-                    os.kill(pid, signal.SIGKILL)
-            await self.settled(2.5)
+    async def _trials(self, wanted: list[str]) -> None:
+        if "death" in wanted:
+            async with self.phase("death"):
+                for path in self.pidfiles.values():
+                    if pid := living(path):
+                        os.kill(pid, signal.SIGKILL)
+                await self.settled(2.5)
         before = {path: pid for path in self.pidfiles.values() if (pid := living(path))}
-        async with self.phase("empty pidfile"):
-            for path in self.pidfiles.values():
-                if path.exists():
-                    path.write_text("")
-            await self.settled(2.5)
-        await self._put_back(before)
-        if self.plan["ports"]:
+        if "empty pidfile" in wanted:
+            async with self.phase("empty pidfile"):
+                for path in self.pidfiles.values():
+                    if path.exists():
+                        path.write_text("")
+                await self.settled(2.5)
+            await self._put_back(before)
+        if self.plan["ports"] and "port closed" in wanted:
             closed = VCAP / "packages/stand_in/closed"
             async with self.phase("port closed"):
                 closed.touch()
@@ -327,6 +334,8 @@ class Life:
             async with self.phase("port open again"):
                 closed.unlink()
                 await self.settled(2.5)
+        if "agent restarted" not in wanted:
+            return
         async with self.phase("agent restarted"):
             self.world.restart()
             await self.director.wait_until_ready(AGENT, timeout=60)
@@ -507,7 +516,7 @@ async def main() -> None:
     spec = spec_of(plan)
     world = WORLDS[kind](plan, cycle)
     world.prepare()
-    director, hm = Director(poll=0.05), HealthMonitor()
+    director, hm = Director(poll=0.2), HealthMonitor()
     bus = SCRATCH / "bus"
     bus.mkdir()
     async with NatsServer(bus) as server:

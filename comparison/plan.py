@@ -16,6 +16,7 @@ import yaml
 
 from comparison.releases import Checkout, Job
 
+TRIALS: Final = ("death", "empty pidfile", "port closed", "agent restarted")
 STAND_IN: Final = "STAND_IN"
 STAND_IN_TEXT: Final = Path(__file__).with_name("stand_in.py").read_text()
 _PATH: Final = re.compile(r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)((?:/[\w.@+-]+)*)")
@@ -27,7 +28,7 @@ _SOURCED: Final = re.compile(
 )
 _WORD: Final = re.compile(r"(?<![\w./$-])([A-Za-z][\w-]*(?:\.[a-z]+)?)(?![\w/=(.])")
 _BIN: Final = re.compile(r"/(?:bin|sbin)$")
-_PORT: Final = re.compile(r"\bport\s+(\d+)")
+_PORT: Final = re.compile(r"\bport\s+(\d+)|\burl\s+[\"']?http://[^\s/:]+:(\d+)")
 _SOCKET: Final = re.compile(r"\bunixsocket\s+[\"']?(/[^\s\"']+)")
 _CYCLES: Final = re.compile(r"(\d+)\s+cycles?", re.IGNORECASE)
 
@@ -54,6 +55,10 @@ class Plan:
     """Contents of packages: their files by package."""
     system: set[str] = field(default_factory=set)
     """Programs that scripts call by name and that neither the machine nor a package has."""
+
+    acts: tuple[tuple[str, str], ...] = ()
+    """Further phases after the rest: their names and shell commands."""
+    trials: tuple[str, ...] = TRIALS
 
     @property
     def ports(self) -> list[dict[str, Any]]:
@@ -155,7 +160,7 @@ def _services(text: str) -> Iterable[Service]:
         start = re.search(r"\bstart(?:\s+program)?\s*=?\s*(?:\"([^\"]+)\"|'([^']+)'|(/\S+))", part)
         ports: list[dict[str, Any]] = [
             {"port": int(number)} | ({"udp": True} if re.search(rf"port\s+{number}\s+type\s+udp", part) else {})
-            for number in dict.fromkeys(_PORT.findall(part))
+            for number in dict.fromkeys("".join(found) for found in _PORT.findall(part))
         ]
         ports += [{"path": path} for path in dict.fromkeys(_SOCKET.findall(part))]
         command = next((found for found in start.groups() if found), "") if start else ""
@@ -225,6 +230,8 @@ def written(made: Plan) -> str:
             "services": [vars(service) for service in made.services],
             "ports": made.ports,
             "system": sorted(made.system),
+            "acts": made.acts,
+            "trials": made.trials,
             "cycles": made.cycles,
         }
     )

@@ -49,7 +49,9 @@ class Checkout:
 
     @property
     def name(self) -> str:
-        named = self.path.parent if self.path.name in ("repo", ".git") else self.path
+        named = self.path
+        while named.name in ("repo", ".git"):
+            named = named.parent
         return named.name.rpartition("+")[2]
 
     def names(self) -> list[str]:
@@ -104,4 +106,5 @@ class Checkout:
             sources = {f"jobs/{one['name']}/{path}": text for path, text in found[one["name"]].items()}
             packages = tuple(str(name) for name in one["packages"] if name)
             guessed = tuple(map(str, one["guessed"]))
-            yield Job(self.name, one["name"], one["files"], sources, packages, guessed, one["error"])
+            windows = "for Windows" if any(path.endswith(".ps1") for path in one["files"]) else ""
+            yield Job(self.name, one["name"], one["files"], sources, packages, guessed, one["error"] or windows)

@@ -1,0 +1,28 @@
+"""The monit files of ``tests/releases``, read: their effects need root and minutes."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_shim.supervisor.monit import parser
+from tests.releases import test_releases as played
+
+JOBS = {
+    name: mark.kwargs["files"]["monit"]
+    for name, test in vars(played).items()
+    for mark in getattr(test, "pytestmark", ())
+    if name.startswith("test_") and mark.name == "release"
+}
+
+
+def test_there_are_twenty_habits() -> None:
+    assert len(JOBS) >= 20
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_each_statement_of_a_habit_has_an_effect(name: str) -> None:
+    """None is read and then ignored, and none is a mistake."""
+    read = parser.parse(JOBS[name], origin=name)
+
+    assert read.ignored == ()
+    assert parser.problems([read]) == []

@@ -1,0 +1,64 @@
+"""Jobs that behave as those of public releases, each played once in each world at hand; the tests look at the lives.
+
+A world is this agent, and the Go agent with monit 5.2.5 where BOSH_AGENT and MONIT name them: the same assertions hold
+in both. Lives run side by side, with a monit cycle of two seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from comparison.__main__ import live
+from comparison.plan import plan
+from comparison.releases import Checkout, Job
+
+AT_ONCE: Final = 4
+CYCLE_S: Final = 2
+GO: Final = os.environ.get("BOSH_AGENT") and os.environ.get("MONIT")
+WORLDS: Final = ("shim", "go") if GO else ("shim",)
+
+Phases = dict[str, dict[str, Any]]
+Lives = dict[str, Future[dict[str, Any]]]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test of a life is one of each world."""
+    if "life" in metafunc.fixturenames:
+        metafunc.parametrize("life", WORLDS, indirect=True)
+
+
+def _begin(pool: ThreadPoolExecutor, test: pytest.Item, where: Path) -> Future[dict[str, Any]]:
+    marked = test.get_closest_marker("release")
+    assert marked is not None, f"{test.name} names no release"
+    options = dict(marked.kwargs)
+    acts, trials = options.pop("acts", ()), options.pop("trials", ())
+    made = plan(Checkout(where / "nothing"), Job(marked.args[0], "web", options.pop("files"), {}, ()))
+    made.acts, made.trials = acts, trials
+    place = where / test.name
+    place.mkdir()
+    world = test.callspec.params["life"]  # type: ignore[attr-defined]
+    return pool.submit(live, world, made, CYCLE_S, place)
+
+
+@pytest.fixture(scope="session")
+def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    """Lives of all tests of this run, begun at once."""
+    where = tmp_path_factory.mktemp("releases")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        tests = [test for test in request.session.items if test.get_closest_marker("release")]
+        yield {test.name: _begin(pool, test, where) for test in tests}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def life(request: pytest.FixtureRequest, lives: Lives) -> Phases:
+    """The phases of the test's life by their names."""
+    result = lives[request.node.name].result()
+    assert result["error"] == ""
+    return {phase["name"]: phase for phase in result["phases"]}

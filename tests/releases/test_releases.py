@@ -1,0 +1,350 @@
+"""Effects of twenty habits of public releases; each test names the release and file that its job is modelled on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import pytest
+
+from tests.releases.conftest import Phases
+
+pytestmark = [pytest.mark.root, pytest.mark.releases]
+
+RUN: Final = "/var/vcap/sys/run/web"
+PROGRAM: Final = "/var/vcap/packages/web/bin"
+
+
+def check(name: str = "web", rules: str = "", program: str = "ctl") -> str:
+    """Return the check of a process with a ctl script, and its rules."""
+    ctl = f"/var/vcap/jobs/web/bin/{program}"
+    return (
+        f"check process {name} with pidfile {RUN}/{name}.pid\n"
+        f'  start program "{ctl} start"\n  stop program "{ctl} stop"\n  group vcap\n{rules}\n'
+    )
+
+
+def ctl(name: str = "web", before: str = "", program: str = "serve", keeps: str = "") -> str:
+    """Return a script that starts a program in the background, writes its pidfile, and stops it."""
+    return f"""#!/bin/bash
+set -e
+pidfile={RUN}/{name}.pid
+case $1 in
+start)
+    {keeps}
+    {before}
+    {PROGRAM}/{program} >/dev/null 2>&1 &
+    echo $! >$pidfile ;;
+stop)
+    kill $(cat $pidfile) || true
+    rm -f $pidfile ;;
+esac
+"""
+
+
+def bpm(*processes: str) -> str:
+    """Return a bpm.yml."""
+    return json.dumps({"processes": [{"name": one, "executable": f"{PROGRAM}/{one}"} for one in processes]})
+
+
+def checked_by_bpm(name: str, process: str) -> str:
+    command = f"/var/vcap/jobs/bpm/bin/bpm {{}} web -p {process}"
+    return (
+        f"check process {name} with pidfile /var/vcap/sys/run/bpm/web/{process}.pid\n"
+        f'  start program "{command.format("start")}"\n  stop program "{command.format("stop")}"\n  group vcap\n'
+    )
+
+
+def starts(phase: dict[str, Any], program: str = "serve") -> int:
+    """Return how often a program began to live in a phase."""
+    return sum(event == "lives" and name == program for _, event, name in phase["events"])
+
+
+def runs(phase: dict[str, Any]) -> bool:
+    return bool(phase["job_states"][-1] == "running" and all(phase["services"].values()))
+
+
+IS_ALIVE: Final = "if [ -e $pidfile ] && kill -0 $(cat $pidfile); then exit 0; fi"
+
+
+@pytest.mark.release(
+    "bosh-dns-release jobs/bosh-dns/templates/pre-start.erb",
+    files={
+        "monit": check(),
+        "bin/ctl": ctl(keeps=IS_ALIVE),
+        "bin/pre-start": "#!/bin/sh\nchown -R vcap:vcap /var/vcap/sys/run/web\n/var/vcap/jobs/web/bin/ctl start\n",
+    },
+)
+def test_a_process_that_pre_start_has_started_is_the_jobs(life: Phases) -> None:
+    assert runs(life["start"])
+    assert starts(life["pre-start"]) + starts(life["start"]) + starts(life["rest"]) == 1
+    assert not any("Execution failed" in alert for alert in life["start"]["alerts"])
+    assert life["stop"]["texts"]["processes"] == ""
+
+
+@pytest.mark.release(
+    "cf-rabbitmq-release jobs/rabbitmq-server/templates/post-start.bash",
+    files={"monit": check(), "bin/ctl": ctl(before="pkill -x serve || true")},
+    acts=(("unhealthy", f"echo 0 >{RUN}/web.pid"),),
+)
+def test_a_zero_in_the_pidfile_has_an_unhealthy_service_started_again(life: Phases) -> None:
+    assert starts(life["unhealthy"]) == 1
+    assert runs(life["unhealthy"])
+    assert "web - Does not exist - restart" in life["unhealthy"]["alerts"]
+
+
+@pytest.mark.release(
+    "cf-rabbitmq-release jobs/rabbitmq-server/templates/post-start.bash",
+    files={"monit": check(), "bin/ctl": ctl(before="pkill -x serve || true")},
+    acts=(("unhealthy", f"rm {RUN}/web.pid"),),
+)
+def test_a_service_whose_pidfile_goes_is_started_again(life: Phases) -> None:
+    assert starts(life["unhealthy"]) == 1
+    assert runs(life["unhealthy"])
+
+
+HEALTH: Final = (
+    "check host web-health with address localhost\n"
+    "  if failed host localhost port 8080 protocol http {}\n  group vcap\n"
+)
+
+
+@pytest.mark.release(
+    "haproxy-boshrelease jobs/haproxy/monit",
+    files={"monit": check() + HEALTH.format('and request "/health" then alert'), "bin/ctl": ctl()},
+    trials=("port closed",),
+)
+def test_a_dead_port_of_a_host_makes_the_instance_fail(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert life["port closed"]["job_states"][-1] == "failing"
+    assert life["port closed"]["states"]["web-health"][-1] == "failing"
+    assert "web-health - Connection failed - alert" in life["port closed"]["alerts"]
+    assert starts(life["port closed"]) == 0
+    assert runs(life["port open again"])
+
+
+@pytest.mark.release(
+    "prometheus-boshrelease jobs/nginx/monit",
+    files={
+        "monit": check() + "check file hosts with path /etc/hosts\n"
+        f"  if changed timestamp then exec \"/bin/sh -c 'kill -HUP $(cat {RUN}/web.pid)'\"\n",
+        "bin/ctl": ctl(),
+    },
+    acts=(("names change", "echo 10.0.0.9 other >>/etc/hosts"),),
+)
+def test_a_changed_file_runs_a_command(life: Phases) -> None:
+    assert not [event for event in life["rest"]["events"] if event[1] == "SIGHUP"]
+    assert [event for event in life["names change"]["events"] if event[1] == "SIGHUP"]
+    assert starts(life["names change"]) == 0
+    assert runs(life["names change"])
+
+
+@pytest.mark.release(
+    "logsearch-boshrelease jobs/queue/monit",
+    files={
+        "monit": check() + f"check file dump with path {RUN}/dump\n"
+        f"  if size > 1 MB then exec \"/bin/sh -c 'kill -HUP $(cat {RUN}/web.pid)'\"\n  group vcap\n",
+        "bin/ctl": ctl(before=f"touch {RUN}/dump"),
+    },
+    acts=(("file grows", f"truncate -s 2M {RUN}/dump"),),
+)
+def test_a_file_above_its_size_runs_a_command_and_fails(life: Phases) -> None:
+    assert life["rest"]["job_states"][-1] == "running"
+    assert [event for event in life["file grows"]["events"] if event[1] == "SIGHUP"]
+    assert life["file grows"]["states"]["dump"][-1] == "failing"
+
+
+@pytest.mark.release(
+    "docker-boshrelease jobs/swarm_manager/monit",
+    files={
+        "monit": check(rules="  if failed url http://127.0.0.1:8080/info for 2 cycles then restart"),
+        "bin/ctl": ctl(),
+    },
+    trials=("port closed",),
+)
+def test_a_dead_url_restarts_the_process(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert starts(life["port closed"]) >= 1
+    assert [event for event in life["port closed"]["events"] if event[1] == "SIGTERM"]
+    assert runs(life["port open again"])
+
+
+@pytest.mark.release(
+    "cf-networking-release jobs/bosh-dns-adapter/monit",
+    files={
+        "monit": check(rules="  if failed host 127.0.0.1 port 8080 for 3 cycles then restart"),
+        "bin/ctl": ctl(),
+    },
+    trials=("port closed",),
+)
+def test_a_dead_port_restarts_after_its_cycles(life: Phases) -> None:
+    assert starts(life["port closed"]) == 1
+    assert runs(life["port open again"])
+
+
+@pytest.mark.release(
+    "nats-release jobs/nats-tls/monit",
+    files={
+        "monit": check() + check("health", program="health"),
+        "bin/ctl": ctl(),
+        "bin/health": ctl("health", before=f"[ -e {RUN}/up ] || {{ touch {RUN}/up; exit 1; }}", program="health"),
+    },
+)
+def test_a_health_check_that_fails_first_runs_later(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert starts(life["start"], "health") + starts(life["rest"], "health") == 1
+
+
+@pytest.mark.release(
+    "nats-release jobs/nats-tls/templates/bpm.yml.erb",
+    files={
+        "monit": checked_by_bpm("serve", "serve") + checked_by_bpm("health", "health"),
+        "config/bpm.yml": bpm("serve", "health"),
+    },
+    trials=("death", "agent restarted"),
+)
+def test_processes_of_bpm_are_restarted_and_survive_the_agent(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert starts(life["death"]) == starts(life["death"], "health") == 1
+    assert runs(life["death"])
+    assert life["agent restarted"]["same"] == {"serve": True, "health": True}
+    assert life["stop"]["texts"]["processes"] == ""
+
+
+@pytest.mark.release(
+    "bosh jobs/blobstore/monit (nginx forks and writes its pidfile)",
+    files={
+        "monit": check(),
+        "bin/ctl": f"#!/bin/sh\ncase $1 in start) {PROGRAM}/serve --pid-path={RUN}/web.pid ;; "
+        f"stop) kill $(cat {RUN}/web.pid); rm {RUN}/web.pid ;; esac\n",
+    },
+    trials=("death", "agent restarted"),
+)
+def test_a_program_that_forks_and_writes_its_pidfile_is_supervised(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert starts(life["death"]) == 1
+    assert runs(life["death"])
+    assert life["agent restarted"]["same"] == {"web": True}
+    assert life["stop"]["texts"]["processes"] == ""
+
+
+@pytest.mark.release(
+    "garden-runc-release jobs/containerd/templates/bin/containerd_ctl",
+    files={
+        "monit": check(),
+        "bin/ctl": f"#!/bin/sh\ncase $1 in start) echo $$ >{RUN}/web.pid; exec chpst -u vcap:vcap {PROGRAM}/serve ;; "
+        f"stop) kill $(cat {RUN}/web.pid) ;; esac\n",
+    },
+    trials=("death",),
+)
+def test_a_ctl_that_becomes_its_program_is_supervised(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert starts(life["start"]) + starts(life["rest"]) == 1
+    assert starts(life["death"]) == 1
+    assert life["stop"]["texts"]["processes"] == ""
+
+
+@pytest.mark.release(
+    "uaa-release jobs/uaa/monit (a start of many seconds)",
+    files={"monit": check().replace(' start"', ' start" with timeout 60 seconds'), "bin/ctl": ctl(before="sleep 4")},
+)
+def test_a_slow_start_program_is_waited_for(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert starts(life["start"]) + starts(life["rest"]) == 1
+    assert not any("Execution failed" in alert for phase in life.values() for alert in phase["alerts"])
+
+
+@pytest.mark.release(
+    "cf-mysql-release jobs/proxy/monit (one process needs another)",
+    files={
+        "monit": check() + check("agent", rules="  depends on web", program="agent"),
+        "bin/ctl": ctl(),
+        "bin/agent": ctl("agent", program="agent"),
+    },
+    acts=(("one dies", f"kill -9 $(cat {RUN}/web.pid)"),),
+)
+def test_a_process_that_dies_has_its_dependants_restarted(life: Phases) -> None:
+    assert starts(life["one dies"]) == 1
+    assert starts(life["one dies"], "agent") == 1
+    assert runs(life["one dies"])
+
+
+@pytest.mark.release(
+    "garden-runc-release jobs/garden/monit (a socket)",
+    files={"monit": check(rules=f"  if failed unixsocket {RUN}/web.sock for 2 cycles then restart"), "bin/ctl": ctl()},
+    trials=("port closed",),
+)
+def test_a_dead_socket_restarts_the_process(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert starts(life["port closed"]) >= 1
+    assert runs(life["port open again"])
+
+
+@pytest.mark.release(
+    "os-conf-release jobs/iptables/monit",
+    files={
+        "monit": f'check file web with path {RUN}/web.check\n  start program "/var/vcap/jobs/web/bin/ctl start"\n'
+        '  stop program "/var/vcap/jobs/web/bin/ctl stop"\n  group vcap\n',
+        "bin/ctl": f"#!/bin/sh\ncase $1 in start) echo once >>/var/vcap/data/web/starts; touch {RUN}/web.check ;; "
+        f"stop) rm -f {RUN}/web.check ;; esac\n",
+    },
+    acts=(
+        ("before", "wc -l </var/vcap/data/web/starts"),
+        ("file goes", f"rm {RUN}/web.check"),
+        ("after", "wc -l </var/vcap/data/web/starts"),
+    ),
+)
+def test_a_file_that_goes_is_made_again_by_its_start_program(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert runs(life["file goes"])
+    before, after = (int(life[name]["value"].split()[1]) for name in ("before", "after"))
+    assert after == before + 1
+    assert not [file for file in life["stop"]["files"] if "web.check" in file]
+
+
+@pytest.mark.release(
+    "os-conf-release jobs/pre-start-script/monit (no process)",
+    files={"monit": "", "bin/pre-start": "#!/bin/sh\necho done >/var/vcap/data/web/done\n"},
+)
+def test_a_job_without_a_process_runs(life: Phases) -> None:
+    assert life["pre-start"]["value"] == "{}"
+    assert runs(life["start"])
+    assert life["stop"]["value"] == "stopped"
+
+
+@pytest.mark.release(
+    "postgres-release jobs/postgres/templates/pre-start.sh.erb (a script that fails)",
+    files={"monit": check(), "bin/ctl": ctl(), "bin/pre-start": "#!/bin/sh\necho no space >&2\nexit 3\n"},
+)
+def test_a_failed_pre_start_ends_the_update(life: Phases) -> None:
+    assert "1 of 1 pre-start scripts failed. Failed Jobs: web" in life["pre-start"]["value"]
+    assert life["pre-start"]["texts"]["log"] == "no space"
+    assert "start" not in life
+
+
+@pytest.mark.release(
+    "routing-release jobs/gorouter/templates/drain.erb (asks again)",
+    files={
+        "monit": check(),
+        "bin/ctl": ctl(),
+        "bin/drain": f"#!/bin/sh\nif [ -e {RUN}/asked ]; then echo 0; else touch {RUN}/asked; echo -1; fi\n",
+    },
+)
+def test_a_drain_that_asks_again_is_called_again(life: Phases) -> None:
+    assert life["drain"]["value"] == "0"
+    assert [file for file in life["stop"]["files"] if file.startswith("data/sys/run/web/asked")]
+    assert life["stop"]["texts"]["processes"] == ""
+
+
+@pytest.mark.release(
+    "cf-mysql-release jobs/mysql/monit (gives up)",
+    files={
+        "monit": check(rules="  if 2 restarts within 5 cycles then unmonitor"),
+        "bin/ctl": ctl(before=f"[ ! -e {RUN}/broken ] || exit 1"),
+    },
+    acts=(("broken", f"touch {RUN}/broken; kill -9 $(cat {RUN}/web.pid)"),),
+)
+def test_a_service_that_dies_in_a_row_is_given_up(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert life["broken"]["job_states"][-1] == "failing"
+    assert starts(life["broken"]) == 0
