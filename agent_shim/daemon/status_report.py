@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,8 @@ from agent_shim.host import files, proc, worker_client
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
+_WORDS: Final = re.compile(r"( Jobs: [\w, .-]+?\.) [\w.-]+: .*", re.DOTALL)
+"""The last lines of failed scripts after the names of their jobs; strangers may read ``readiness``."""
 MAX_CULPRITS: Final = 3
 """Services named by ``readiness``."""
 
@@ -32,7 +35,7 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
     if level == "agent":
         return True, "connected"
     if live.standalone is not None and live.standalone.obstacle:
-        return False, live.standalone.obstacle
+        return False, _WORDS.sub(r"\1", live.standalone.obstacle)
     state = live.agent.supervisor.job_state()
     culprits = [_culprit(each) for each in live.agent.supervisor.services() if each.process.state != "running"]
     why = "" if state in ("running", "stopped") else f": {'; '.join(culprits[:MAX_CULPRITS])}"

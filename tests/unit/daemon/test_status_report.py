@@ -77,6 +77,15 @@ def test_an_idle_agent_has_no_task_no_migration_and_no_enforced_rules(tmp_path: 
     assert (found.disk.is_mounted, found.disk.is_migrating, found.disk.migrated) == (True, False, 0.0)
 
 
+def test_readiness_has_no_words_of_a_job(tmp_path: Path) -> None:
+    """The last lines of its scripts are for operators, who ask for the status."""
+    names = "pre-start: 1 of 2 pre-start scripts failed. Failed Jobs: a-b. Successful Jobs: c."
+    alone = SimpleNamespace(obstacle=f"{names} a-b: token: secret", failure="x")
+
+    assert status_report.readiness(live(tmp_path, standalone=alone), "jobs") == (False, names)
+    assert status_report.readiness(live(tmp_path, standalone=SimpleNamespace(obstacle=names)), "jobs")[1] == names
+
+
 @pytest.mark.parametrize(
     ("others", "is_ready", "state", "is_blocked"),
     [
