@@ -262,6 +262,22 @@ def test_disk_that_root_of_the_vm_keeps_is_not_unmounted(world: World, commands:
     assert [line for line in table.splitlines() if " - tmpfs disk " in line and "/bosh/" in line] == []
 
 
+def test_disk_that_is_bound_elsewhere_is_not_taken_away_for_a_moment(world: World) -> None:
+    """Its other processes would see an empty directory between two attempts."""
+
+    def numbers() -> list[str]:
+        table = Path(f"/proc/{world.vm.pid}/mountinfo").read_text().splitlines()
+        return [line.split()[0] for line in table if line.split()[4] == str(world.seen / "disk-1")]
+
+    attachment = world.attach()
+    world.in_vm(f"mount --bind {world.seen}/disk-1 {world.spare}")
+    before = numbers()
+
+    assert world.detach(attachment).endswith("the VM uses it\n1")
+
+    assert numbers() == before
+
+
 def test_renamed_directory_of_a_disk_does_not_keep_it(world: World) -> None:
     attachment = world.attach()
     moved = "mount -o remount,bind,rw {0.seen} && umount {0.seen}/disk-1 && mv {0.seen}/disk-1 {0.seen}/other"
