@@ -77,7 +77,7 @@ def compare(made: plan.Plan, cycle: int, kept: Path) -> judge.Verdict:
     """Let one job live in both worlds at once."""
     if made.job.error:
         return judge.Verdict(made.job, not_rendered=made.job.error)
-    place = kept / f"{made.job.release}+{made.job.name}"
+    place = kept / f"{made.job.release}+{made.job.name}".replace("/", "+")
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     for _ in range(TRIES):

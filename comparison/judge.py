@@ -23,6 +23,9 @@ class Difference:
     line: str = ""
     allowed: str = ""
     is_bpm: bool = False
+    go_alerts: str = ""
+    """Alerts of the Go agent in the phase."""
+    go_answer: str = ""
 
     def __str__(self) -> str:
         return f"{self.phase}: {self.what}: {self.go or 'none'} | {self.shim or 'none'}  ({self.line})"
@@ -80,7 +83,22 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
             or (one.phase == "stop" and one.what == "processes left" and not one.shim)
         ),
     ),
-    ("the pidfile of a bpm process that lives", lambda one: one.is_bpm and one.phase == "empty pidfile"),
+    ("a changed parent is reported", lambda one: "PPID changed" in one.go_alerts and "failing" in one.what),
+    (
+        "the pidfile of a bpm process that lives",
+        lambda one: one.is_bpm and one.phase in ("empty pidfile", "pidfile filled again"),
+    ),
+    (
+        "a process whose pidfile is emptied",
+        lambda one: (
+            not one.is_bpm
+            and (
+                (one.phase == "empty pidfile" and one.what.endswith("SIGTERM") and not one.go)
+                or (one.phase == "stop" and one.what == "processes left" and not one.shim)
+            )
+        ),
+    ),
+    ("a stop while a start is pending", lambda one: one.phase == "stop" and "errored" in one.go_answer),
 ]
 """Rows of docs/monit-deviations.md by how they begin, and the differences that are theirs."""
 
@@ -95,6 +113,10 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
     for one in [] if verdict.not_played else _differences(*lives):
         one.line = _line(made.job, one)
         one.is_bpm = "/sys/run/bpm/" in made.job.monit
+        if one.is_bpm and one.phase == "death" and one.what.endswith("SIGTERM"):
+            continue  # the init of a process of bpm passes it on; the stand-in for bpm has none
+        seen = lives[0].get(one.phase, {})
+        one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
         one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
         (verdict.listed if one.allowed else verdict.differences).append(one)
     return verdict
@@ -138,7 +160,7 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for service, lives in phase["services"].items():
         yield f"process of {service}", "lives" if lives else "is dead"
         yield f"process of {service} is the former one", str(phase["same"][service]) if lives else ""
-    if name not in ("start", "rest"):
+    if name not in ("start", "rest", "stop"):  # many a ctl script sends KILL on the heels of TERM
         for (event, program), count in Counter((event, program) for _, event, program in phase["events"]).items():
             yield f"{program} {event}", str(count) if event == "lives" else "yes"
     for alert in sorted(set(phase["alerts"])):

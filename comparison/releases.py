@@ -52,7 +52,7 @@ class Checkout:
         named = self.path
         while named.name in ("repo", ".git"):
             named = named.parent
-        return named.name.rpartition("+")[2]
+        return named.name.replace("+", "/")
 
     def names(self) -> list[str]:
         """Return the paths of all files."""

@@ -50,9 +50,10 @@ def _remove(cgroup: Path, *, timeout: float) -> None:
     """Remove a cgroup and those below it; its processes have been killed and may still be ending."""
     give_up_at = time.monotonic() + timeout
     while cgroup.exists():
-        for below in sorted(cgroup.rglob("*/"), reverse=True):
-            with contextlib.suppress(OSError):
-                below.rmdir()
+        with contextlib.suppress(FileNotFoundError):  # another run removes it too
+            for below in sorted(cgroup.rglob("*/"), reverse=True):
+                with contextlib.suppress(OSError):
+                    below.rmdir()
         with contextlib.suppress(OSError):
             cgroup.rmdir()
             return
