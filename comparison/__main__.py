@@ -11,10 +11,13 @@ import concurrent.futures
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,7 +66,8 @@ def main() -> int:
     print(f"{len(plans)} jobs of {len(args.paths)} releases; what each world says is kept in {kept}", flush=True)
     begun_at = time.monotonic()
     verdicts: list[judge.Verdict] = []
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # worlds end with their blocks
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool, ending(pool):
         waiting = {pool.submit(compare, one, args.cycle, kept): one for one in plans}
         for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
             verdict = done.result()
@@ -71,6 +75,15 @@ def main() -> int:
             print(f"{time.monotonic() - begun_at:7.0f} s  {number}/{len(plans)}  {verdict}", flush=True)
     print(judge.table(verdicts))
     return int(any(verdict.differences for verdict in verdicts))
+
+
+@contextmanager
+def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
+    """Begin no further life after an interrupt."""
+    try:
+        yield
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def compare(made: plan.Plan, cycle: int, kept: Path) -> judge.Verdict:
