@@ -41,6 +41,9 @@ for name in vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oo
     cat /proc/sys/$name >"$SHIM_TEST_NODE/proc/$name"
     mount --bind "$SHIM_TEST_NODE/proc/$name" /proc/sys/$name
 done
+# A user namespace may mount its own /proc only where one without mounts below it is in sight.
+mkdir /run/whole-proc
+mount -t proc proc /run/whole-proc
 ! mountpoint -q /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified
 ip link set lo up
 exec catatonit -- "$@"

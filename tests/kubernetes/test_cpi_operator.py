@@ -24,6 +24,7 @@ from tests.structure.source import ROOT
 pytestmark = pytest.mark.kubernetes
 
 BY_RECREATION = next(way for way in WAYS if way.attach == "recreate")
+USERNS = Way("userns", "live", "userns", "privileged")
 RESTRICTED = Way("restricted", "never", "restricted", "restricted", reserved=True)
 UNDER_POLICY = Way("under a policy", "recreate", "base", "privileged")
 """A level that refuses nothing by itself."""
@@ -121,6 +122,22 @@ async def test_vm_without_root_has_a_job_that_writes_to_its_disk(node: Node, tmp
         await site.write(db)
 
         assert (await site.exec(db, "id", "-u")).strip() == "1000"
+        await site.check(db)
+        await site.deployments.recreate(db)
+        await site.check(db)
+
+
+# --- root of a user namespace ---------------------------------------------------------------------------------------
+
+
+async def test_vm_in_a_user_namespace_gets_its_disk_live(node: Node, tmp_path: Path) -> None:
+    if node.minor < 30:
+        pytest.skip("no pods with user namespaces in this Kubernetes")
+    async with cpi_site.site(node, USERNS, tmp_path) as site:
+        db = await site.deployments.first_deploy()
+        await site.write(db)
+
+        assert (await site.exec(db, "cat", "/proc/self/uid_map")).split()[1] != "0"
         await site.check(db)
         await site.deployments.recreate(db)
         await site.check(db)
