@@ -531,6 +531,8 @@ async def killed_in_worker(stand: Stand) -> str:
         expect(stand.live() == jobs, f"{where} the jobs are others: {stand.live()} after {jobs}")
         await _tidied([world.base], where)
     _check_syncs(calls, places[0])
+    await world.run("start")  # an apply forgets the jobs, whose processes it leaves
+    await world.until_running()
     done = f"{kills.total()} kills at {len(kinds)} kinds of call, {kills['caller']} kills of the worker alone"
     return f"{done}; each package whole or absent, each repeated apply the same"
 

@@ -363,8 +363,9 @@ class Witness:
                 for member in tar:
                     if not member.isdir():
                         path = os.path.normpath(member.name)
-                        file = tar.extractfile(member) if member.isreg() else None
-                        found[path] = _digest(file.read(), member.size) if file else ""
+                        file = tar.extractfile(member) if member.isreg() or member.islnk() else None
+                        content = file.read() if file else b""
+                        found[path] = _digest(content, len(content)) if file else ""
                 return found
             return None
 
