@@ -53,7 +53,8 @@ def terminal(text: str, command: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
         f'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="14" fill="#e6edf3">\n'
-        f'<rect width="100%" height="100%" rx="8" fill="#0d1117"/>{dots}\n' + "\n".join(rows) + "\n</svg>\n"
+        f'<rect x="0.5" y="0.5" width="{width - 1:.0f}" height="{height - 1}" rx="8" fill="#0d1117" stroke="#30363d"/>'
+        f"{dots}\n" + "\n".join(rows) + "\n</svg>\n"
     )
 
 
@@ -73,8 +74,8 @@ def _spans(line: str) -> Iterator[str]:
 UNITS: Final = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
 BARS: Final = """\
 <style>
-  .ours { fill: #2f81f7 } .theirs { fill: #9a9a9a } text { fill: #24292f } .grid { stroke: #8884 }
-  @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .theirs { fill: #6e7681 } }
+  .ours { fill: #2f81f7 } .theirs { fill: #848d97 } text { fill: #24292f } .grid { stroke: #8884 }
+  @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } }
 </style>
 """
 

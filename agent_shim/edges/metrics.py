@@ -465,17 +465,21 @@ _LANDING: Final = """\
 <title>{title}</title>
 <style>
 body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem }}
+h1 {{ font-size: 1.5rem; overflow-wrap: anywhere }}
+div {{ overflow-x: auto }}
 table {{ border-collapse: collapse; width: 100% }}
-th, td {{ border-bottom: 1px solid #8888; padding: .2rem .6rem .2rem 0; text-align: left }}
-td.number {{ text-align: right; font-variant-numeric: tabular-nums }}
+th, td {{ border-bottom: 1px solid #8888; padding: .2rem 0 .2rem .6rem; text-align: left; vertical-align: top }}
+td:nth-child(-n+2) {{ min-width: 4rem; overflow-wrap: anywhere }}
+th:first-child, td:first-child {{ padding-left: 0 }}
+.number {{ text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }}
 </style>
 <h1>{title}</h1>
 <p>{state}
 <p><a href="/metrics">metrics</a> · <a href="/readyz">readiness</a> · <a href="/healthz">liveness</a>
-<table>
-<thead><tr><th>process<th>job<th>state<th>memory<th>restarts</thead>
+<div><table>
+<thead><tr><th>process<th>job<th>state<th class="number">memory<th class="number">restarts</thead>
 {rows}
-</table>
+</table></div>
 <p>agent_shim {version}
 </html>
 """
@@ -483,8 +487,8 @@ td.number {{ text-align: right; font-variant-numeric: tabular-nums }}
 
 def landing_page(readings: Readings, ready: tuple[bool, str]) -> str:
     """Return the page at ``/`` in HTML, without scripts and words of jobs."""
-    instance = readings.instance
-    name = f"{instance['deployment']} / {instance['group']}/{instance['index'] or instance['id']}" if instance else ""
+    instance, (is_ready, why) = readings.instance, ready
+    name = f"{instance['deployment']} / {instance['group']}/{instance['id']}" if instance else ""
     rows = [
         f"<tr><td>{_text(one.process.name)}<td>{_text(one.job)}<td>{_text(one.state)}"
         f'<td class="number">{one.process.mem_kb / 1024:.1f} MiB<td class="number">{one.restarts}'
@@ -492,7 +496,7 @@ def landing_page(readings: Readings, ready: tuple[bool, str]) -> str:
     ]
     return _LANDING.format(
         title=_text(name) or "agent_shim",
-        state=_text(ready[1]),
+        state=_text(why) if is_ready else f"<strong>{_text(why)}</strong>",
         rows="\n".join(rows) or '<tr><td colspan="5">no processes',
         version=_text(__version__),
     )

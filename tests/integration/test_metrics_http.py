@@ -106,8 +106,8 @@ async def test_the_landing_page_links_and_shows_processes(readiness: Readiness) 
 
     assert status == 200
     assert "Content-Type: text/html; charset=utf-8" in head
-    assert "shop / front/0" in text
-    assert "jobs are failing" in text
+    assert "shop / front/i-1" in text
+    assert "<strong>jobs are failing</strong>" in text
     assert [href in text for href in ('href="/metrics"', 'href="/readyz"', 'href="/healthz"')] == [True] * 3
     assert "&lt;b&gt;web&lt;/b&gt;<td>web<td>running" in text
     assert "<script" not in text
