@@ -74,7 +74,7 @@ async def test_status_of_a_process_tells_all_about_it(world: World) -> None:
     code, page = await told(world, "status", name)
     assert code == 0
     assert page.startswith(f"● {name} of job {name}\n")
-    assert "\n      state  running for " in page
+    assert "\n      state  running since " in page
 
     await told(world, "stop", name, "--wait")
     code, page = await told(world, "status", name)
