@@ -235,7 +235,7 @@ async def until(port: int, wanted: tuple[str, str]) -> None:
 
 
 async def test_rules_fire_where_a_job_crash_loops_a_disk_fills_and_a_certificate_nears_its_end(scratch: Path) -> None:
-    """And for nothing else."""
+    """And for nothing else; a crash loop is also more than six restarts in two hours."""
     crashing, filling, ending = scratch / "crashing", scratch / "filling", scratch / "ending"
     dies = {
         "monit": f"check process dies with pidfile {crashing}/vcap/sys/run/dies.pid\n"
@@ -281,6 +281,7 @@ async def test_rules_fire_where_a_job_crash_loops_a_disk_fills_and_a_certificate
         "AgentShimCertificateEnds",
         "AgentShimProcessCrashLoops",
         "AgentShimProcessDown",
+        "AgentShimProcessUnstable",
         "AgentShimDiskFull",
         "AgentShimNotReady",
     }
