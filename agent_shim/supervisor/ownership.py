@@ -74,6 +74,11 @@ class Evidence(enum.Enum):
         Tie.NONE,
         "its pidfile is older than the process",
     )
+    INIT = Row(
+        "is process 1, in a pidfile written since the start program: the job has no process of its own",
+        "agent: inode and time of the pidfile",
+        Tie.NAMED,
+    )
     CGROUP = Row("is in the cgroup of the service", "kernel; only root leaves a cgroup", Tie.OWNED)
     HISTORY = Row(
         "is known by pid and start time, is in a session of the service that existed throughout, or descends from such "
@@ -386,6 +391,8 @@ class Ownership:
         is_fresh = traces.is_fresh(pidfile)
         if pidfile == traces.heeded or (each.identity == traces.program and not is_fresh):
             return Evidence.STALE, ""
+        if each.pid == 1:
+            return (Evidence.INIT if is_fresh else Evidence.NOTHING), ""
         if self.label_of(each.pid) == label:
             return Evidence.CGROUP, label
         verdict = self.verdict(each)

@@ -236,7 +236,7 @@ class ProcessFinder:
                 traces.widen(each)
             return match and (match.process, match.tie)
         found = proc.stat(pidfile.pid) if pidfile else None
-        if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
+        if pidfile is None or found is None or not found.is_alive or (found.pid != 1 and found.pid == os.getpid()):
             return None
         if spec.start is None:
             return found, Tie.NAMED  # trusted, as monit does

@@ -156,8 +156,11 @@ class Service:
 
     @property
     def process(self) -> Process | None:
-        """The watched process; it may already have ended in a state that does not watch it."""
-        return self._finder.process
+        """The watched process; it may already have ended in a state that does not watch it.
+
+        None for process 1, which stands for a job without a process: it has no figures, and no stop ends it.
+        """
+        return self._finder.process if self._finder.pid != 1 else None
 
     @property
     def up_at(self) -> float:
@@ -660,7 +663,7 @@ class Service:
         These are a process that only a pidfile or pattern names and, for a service without a cgroup, orphans of any job
         since its start. ``Supervisor.stop`` ends those orphans once all jobs are stopped.
         """
-        traces, running = self.record.traces, self._finder.process
+        traces, running = self.record.traces, self.process
         found = left([running.identity]) if running is not None and running.is_alive and traces.is_guest else []
         if traces.begun and not (traces.is_caged or self._stop.is_one_of_all or self.state is State.BOUNCING):
             found += await self._shared.programs.strays(traces.begun)
@@ -671,7 +674,7 @@ class Service:
     async def _run_stop(self) -> None:
         """Run the stop program, or send TERM without one, and wait for both it and the process to exit."""
         stop, stopper = self.spec.stop, None
-        running, program = self._finder.process, self._finder.program
+        running, program = self.process, self._finder.program
         if program is not None and running is None:
             await program.terminate(self._within(self._timing.grace))
         if stop is not None and stop.bpm is not None:

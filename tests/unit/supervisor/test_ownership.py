@@ -306,6 +306,7 @@ def test_each_row_of_the_table_decides(
     decide(orphan)
     monkeypatch.setattr(ownership, "label_of", lambda _: "web")
     decide(orphan)
+    decide(stat(1, parent=0, start=1))
     traces.heeded = pidfile
     decide(orphan)
 

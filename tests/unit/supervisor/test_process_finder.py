@@ -122,15 +122,14 @@ async def test_a_living_process_proves_its_session_at_each_look() -> None:
         (8, "S", None, Tie.NAMED),
         (8, "S", Program(("ctl",)), Tie.OWNED),
         (8, "Z", None, None),
-        (1, "S", None, None),
-        (1, "S", Program(("ctl",)), None),
+        (1, "S", None, Tie.NAMED),
         (os.getpid(), "S", None, None),
     ],
 )
 async def test_a_pidfile_is_believed_without_proof_only_where_nothing_starts_the_process(
     monkeypatch: pytest.MonkeyPatch, pid: int, state: str, start: Program | None, found: Tie | None
 ) -> None:
-    """And never where it names the init process or the agent."""
+    """And never where it names the agent."""
     monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, state, 0, number, number, 0, 80, 0))
     ownership: Any = SimpleNamespace(tie=lambda *_: (Tie.OWNED, ""))
     finder = ProcessFinder(ownership, Timing(), lambda: None)

@@ -968,7 +968,7 @@ async def test_what_may_remain_of_a_service_without_proof(
     monkeypatch.setattr(services, "left", lambda found: [Left(pid, start, "guest") for pid, start in found])
     service.record.traces, service.record.state = traces, state
     service._stop = StopRequest(is_one_of_all=is_one_of_all)
-    service._finder.process = cast("Any", SimpleNamespace(identity=(7, 70), is_alive=True))
+    service._finder.process = cast("Any", SimpleNamespace(pid=7, identity=(7, 70), is_alive=True))
 
     assert [str(each) for each in await service._unproven_left()] == left
 
