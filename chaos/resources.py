@@ -94,7 +94,7 @@ async def no_forks(stand: Stand) -> str:
         (group / "pids.max").write_text(current)
         name, victim = next(iter(stand.live().items()))
         stand.dies(name)
-        stand.told[rf"^{name} .* Execution failed - restart, severity 1$"] = None
+        stand.told[rf"^{name} .* Execution failed - alert, severity 1$"] = None
         os.kill(victim, signal.SIGKILL)
         errors = 0
         for _ in range(5):

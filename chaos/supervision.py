@@ -136,7 +136,7 @@ async def crash_loops(stand: Stand) -> str:
     await reaches(stand, "good", "running", 5)
     stand.remember()
     stand.involved = stand.failing = set(bad)
-    stand.told = {rf"^{name} .* Execution failed - restart, severity 1$": None for name in bad}
+    stand.told = {rf"^{name} .* Execution failed - alert, severity 1$": None for name in bad}
     good = stand.live()["good"]
     minutes = stand.of(1, 60)
     await asyncio.sleep(60 * minutes)
@@ -157,7 +157,7 @@ async def late_pidfile(stand: Stand) -> str:
     await deployed(stand, {"late": checked("late", late), "never": checked("never", never)})
     stand.remember()
     stand.involved = stand.failing = {"never"}
-    stand.told = {"^never .* Execution failed - restart, severity 1$": None}
+    stand.told = {"^never .* Execution failed - alert, severity 1$": None}
     stand.lasting = {"sleep 100002"}
     took = await reaches(stand, "late", "running", 10)
     await asyncio.sleep(8)
@@ -327,7 +327,7 @@ async def bad_starts(stand: Stand) -> str:
         await reaches(stand, name, "running", 10)
     stand.remember()
     stand.involved = stand.failing = {"hangs"}
-    stand.told = {"^hangs .* Execution failed - restart, severity 1$": None}
+    stand.told = {"^hangs .* Execution failed - alert, severity 1$": None}
     await asyncio.sleep(15)
     states = await process_states(stand)
     expect(states["hangs"] != "running", "the one that hangs is said to be running")
@@ -441,7 +441,7 @@ async def bad_files(stand: Stand) -> str:
     stand.remember()
     states = await process_states(stand)
     stand.failing = states.keys() - {"good"}
-    stand.told = {r"^m\d+ .* Execution failed - restart, severity 1$": None}
+    stand.told = {r"^m\d+ .* Execution failed - alert, severity 1$": None}
     wrong = {name: states.get(name) for name in ("cycle-a", "lonely") if states.get(name) == "running"}
     expect(not wrong, f"said to be running: {wrong}")
     expect(len(stand.world.starts().get("twin", ())) <= 1, "the name that is there twice was started twice")

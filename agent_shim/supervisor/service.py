@@ -142,6 +142,8 @@ class Service:
         """Time of the last request to start, monotonic."""
         self._is_counted = False
         """The restart in progress counts towards the restart limits."""
+        self._is_failure_told = False
+        """Operators know of the failed start; monit alerts once until a success, a stop or the end of monitoring."""
         self.take_spec(spec)
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -242,6 +244,7 @@ class Service:
         if move is None:
             return
         self.record.state = move.to
+        self._is_failure_told &= move.to in (State.STARTING, State.RESTARTING, State.DOWN)
         self._take_effect(move.effect)
         if move.to is not before:
             is_failure = trigger in (Trigger.DIED, Trigger.FAILED, Trigger.STUCK)
@@ -487,10 +490,13 @@ class Service:
         self.record.failures = max(self.record.failures + 1, 2)
         if self.spec.is_process:
             self.record.reason = await self._with_last_words(f"cannot start: {why}")
-            self.notify("Execution failed", "restart" if self.spec.is_restartable else "alert", self.record.reason)
+            alert = "Execution failed", "alert", self.record.reason
         else:  # monit waits for no path
             self.record.reason = await self._with_last_words(f"{self.spec.absence_words}: {why}")
-            self.notify("Does not exist", self.spec.absence.kind, self.spec.absence_words)
+            alert = "Does not exist", self.spec.absence.kind, self.spec.absence_words
+        if not self._is_failure_told:
+            self.notify(*alert)
+            self._is_failure_told = True
         self.on(Trigger.FAILED)
 
     # --- watching ---------------------------------------------------------------------------------------------------

@@ -105,8 +105,29 @@ async def test_failed_start_says_why(world: World) -> None:
 
         assert found.reason == "cannot start: the start program exited: exit 3 (no such table)"
         assert supervisor.job_state() == "failing"
-        assert [(e.service, e.event, e.action) for e in world.events] == [("web", "Execution failed", "restart")]
         await eventually(lambda: info(supervisor, "web").restarts >= 2)
+        assert [(e.service, e.event, e.action) for e in world.events] == [("web", "Execution failed", "alert")]
+
+
+@pytest.mark.parametrize("end", ["success", "stop", "unmonitor"])
+async def test_a_start_that_fails_again_is_told_once_more_after_a_change(world: World, end: str) -> None:
+    """Not at each try in between, as with monit."""
+    start = f"[ -e {world.base}/good ] || exit 3; rm {world.base}/good; echo $$ >$pidfile; exec sleep 600"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        await eventually(lambda: info(supervisor, "web").restarts >= 2)
+        assert [e.event for e in world.events] == ["Execution failed"]
+        if end == "success":
+            (world.base / "good").touch()
+            await until(supervisor, "web", "running")
+            os.kill(info(supervisor, "web").pid, signal.SIGKILL)
+        elif end == "stop":
+            await supervisor.stop(wait=True)
+            await supervisor.start()
+        else:
+            await supervisor.unmonitor()
+            await supervisor.start()
+        await eventually(lambda: [e.event for e in world.events].count("Execution failed") == 2)
+        await supervisor.stop(wait=True)
 
 
 async def test_limit_that_was_refused_is_told_of_a_running_process(world: World) -> None:
