@@ -136,8 +136,22 @@ def _stats(pids: Iterable[int]) -> dict[int, Stat]:
 
 
 def _pids(limit: int | None = None) -> list[int]:
-    with os.scandir("/proc") as entries:
-        return [int(each.name) for each in itertools.islice((each for each in entries if each.name.isdigit()), limit)]
+    return [int(name) for name in _numbers("/proc", limit)]
+
+
+def _numbers(directory: str, limit: int | None) -> list[str]:
+    """Return the first entries whose name is a number; raises ``OSError``."""
+
+    def listed() -> list[str]:
+        with os.scandir(directory) as entries:
+            return list(itertools.islice((each.name for each in entries if each.name.isdigit()), limit))
+
+    try:
+        return listed()
+    except OSError as exc:
+        if exc.errno != errno.EMFILE:
+            raise
+    return _without_descriptors(listed)
 
 
 def _listed(process: Stat, count: int) -> list[int]:
@@ -386,8 +400,7 @@ def _read_of_threads(pid: int, name: str, limit: int) -> bytes:
 def _other_threads(pid: int, limit: int = MAX_THREADS) -> list[str]:
     """Return some threads of a process, without the first."""
     try:
-        with os.scandir(f"/proc/{pid}/task") as entries:
-            return [each.name for each in itertools.islice(entries, limit) if each.name != str(pid)]
+        return [name for name in _numbers(f"/proc/{pid}/task", limit) if name != str(pid)]
     except OSError:
         return []
 
@@ -398,24 +411,35 @@ def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as exc:
-        return _read_without_descriptors(path, limit) if exc.errno == errno.EMFILE else b""
+        if exc.errno == errno.EMFILE:
+            with suppress(OSError):
+                return _without_descriptors(lambda: _content(os.open(path, os.O_RDONLY | os.O_CLOEXEC), limit))
+        return b""
     return _content(descriptor, limit)
 
 
-def _read_without_descriptors(path: str, limit: int) -> bytes:
-    """Read a file in the place of a spare descriptor: without a free one each living process would look ended."""
+def _without_descriptors(work: Callable[[], T]) -> T:
+    """Do work that opens one file, in the place of a spare descriptor; raises its ``OSError``.
+
+    Without a free one each living process would look ended.
+    """
     global _spare  # noqa: PLW0603 - the one of this process
+    _tell_shortage()
     with _spare_lock:
         if _spare is not None:
             os.close(_spare)
         _spare = None
         try:
-            return _content(os.open(path, os.O_RDONLY | os.O_CLOEXEC), limit)
-        except OSError:
-            return b""
+            return work()
         finally:
             with suppress(OSError):
                 _spare = os.eventfd(0, os.EFD_CLOEXEC)
+
+
+@functools.cache
+def _tell_shortage() -> None:
+    """Log the shortage once: reads are frequent."""
+    logger.error("no free descriptor: processes are read one by one in the place of a spare one")
 
 
 def _content(descriptor: int, limit: int) -> bytes:

@@ -202,15 +202,13 @@ RAW: Mapping[str, Raw] = {
         frozenset(
             {
                 "_read",
-                "_read_without_descriptors",
                 "executable",
                 "boot_id",
                 "incarnation",
                 "last_number",
-                "_other_threads",
+                "_numbers.listed",
                 "open_files",
                 "_has_lists",
-                "_pids",
                 "has_our_root",
                 "uses.of_one",
                 "uses.found",

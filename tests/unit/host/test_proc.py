@@ -66,9 +66,13 @@ def test_variable_is_the_one_at_the_start() -> None:
     assert proc.variable(os.getpid(), "PAT") is None
 
 
-def test_a_process_is_read_without_a_free_descriptor() -> None:
-    """It would look ended."""
+def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.LogCaptureFixture) -> None:
+    """They would look ended."""
+    proc._tell_shortage.cache_clear()
     before = proc.stat(os.getpid())
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
     taken: list[int] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
@@ -79,14 +83,19 @@ def test_a_process_is_read_without_a_free_descriptor() -> None:
         found = [proc.stat(os.getpid()) for _ in range(3)]
         missing = proc.stat(1 << 22)
         again = proc.stat(os.getpid())
+        listed = [proc.table().get(os.getpid()), (proc.trees([os.getpid()], 100_000) or {}).get(os.getpid())]
+        threads = proc._other_threads(os.getpid(), 100_000)
     finally:
+        ended.set()
         for descriptor in taken:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     assert before is not None
     assert missing is None
-    assert {one and one.identity for one in (*found, again)} == {before.identity}
+    assert {one and one.identity for one in (*found, again, *listed)} == {before.identity}
+    assert str(thread.native_id) in threads
+    assert caplog.text.count("no free descriptor") == 1
 
 
 def test_environments_of_one_pass_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
