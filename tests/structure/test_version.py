@@ -21,7 +21,7 @@ NEXT = WRITTEN.removesuffix(".dev0")
 BY_HAND = {
     "README.md": r"(?:shim:|/v|stemcell-|cpi-|is )(\d+\.\d+\.\d+)",
     "docs/cpi.md": r"(?:kubernetes-cpi|bosh-stemcell)-(\d+\.\d+\.\d+)",
-    "docs/kubernetes.md": r"agent-shim (\d+\.\d+\.\d+)",
+    "docs/kubernetes.md": r"agent-shim[ :](\d+\.\d+\.\d+)",
 }
 """Files that repeat the version, and where."""
 
