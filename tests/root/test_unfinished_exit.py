@@ -35,6 +35,7 @@ async def test_an_orphan_in_the_midst_of_its_exit_has_lost_its_mark_and_says_so(
             assert seen.leaving == []
 
             guest.send(signal.SIGSTOP)
+            await eventually(lambda: (stat := proc.stat(guest.pid)) is not None and stat.state == "T")
             orphan.send(signal.SIGKILL)
             await eventually(lambda: proc.is_leaving(first))
 
