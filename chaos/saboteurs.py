@@ -657,7 +657,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-04",
-        "answers each errand as one that ended with 0",
+        "answers each errand with exit code 0",
         "agent_shim/actions/scripts.py",
         _ERRAND,
         f'"exit_code": {RAN} or 0}}',

@@ -35,7 +35,7 @@ def show_as_vcap(tree: Path) -> None:
 
 
 def _make_place(place: Path, tree: Path) -> None:
-    """Make the directory ``place`` in a copy of its parent whose other entries are those of the original."""
+    """Make the directory ``place`` in a copy of its parent, with all other entries of the parent."""
     parent, copy = place.parent, tree / ".parent"
     copy.mkdir(exist_ok=True)
     mounts.mount_tmpfs(copy)
@@ -55,7 +55,7 @@ def _make_place(place: Path, tree: Path) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Give up those of the user namespace, which the mounts needed."""
+    """Give up the capabilities in the user namespace, which the mounts needed."""
     import ctypes
 
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)

@@ -150,7 +150,7 @@ Test: TypeAlias = (
     Missing | PidChanged | Restarts | Limit | Changed | Unlike | Match | WrongType | Unreadable | Echo | Connection
 )
 CHANGES: Final = (Changed, Match, PidChanged)
-"""Tests of an event: each one counts, and nothing is said when the next check finds none."""
+"""Tests of an event: each event counts, and the next check without one sends no recovery."""
 
 
 class _Placed(msgspec.Struct, frozen=True, eq=False):
