@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -23,6 +23,7 @@ from agent_shim.actions.agent import Agent
 from agent_shim.actions.jobs import bundles_of
 from agent_shim.core.errors import ActionError, BootError, HostError
 from agent_shim.core.paths import Paths
+from agent_shim.core.settings import BoshEnv
 from agent_shim.daemon.job_recovery import JobRecovery
 from agent_shim.host import files, mounts
 from agent_shim.host.descriptors import closing
@@ -50,14 +51,18 @@ RUN: Final = Path("/run")
 NOT_ROOT: Final = "not root of a container with the real /var/vcap"
 
 
+Run = Callable[[], Awaitable[str | None]]
+"""Returns why the step was skipped, or None."""
+
+
 class Step(msgspec.Struct, frozen=True):
-    """One idempotent action. ``run`` returns why it was skipped, or None; only a ``vital`` one may stop the boot.
+    """One idempotent action; only a ``vital`` one may stop the boot.
 
     A ``late`` step is required neither by the bus nor by a request: it runs in parallel with the connection.
     """
 
     name: str
-    run: Callable[[], Awaitable[str | None]]
+    run: Run
     vital: bool = False
     late: bool = False
 
@@ -131,101 +136,89 @@ def make_tree(paths: Paths) -> None:
 
 def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> list[Step]:
     """The steps after the settings are known."""
-    paths = agent.paths
+    paths, settings = agent.paths, agent.settings.current
+    bosh = settings.source.env.bosh
 
-    def make_temporary_files() -> None:
-        for path in (Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - these very directories are meant
-            files.make_dir(path, 0o1777, paths.shared_owner)
-        files.make_dir(RUN, 0o755, "root:root")
+    async def left() -> str:
+        return "it belongs to the container runtime"
+
+    async def refused() -> str | None:
+        return bosh_env.refused(bosh)
+
+    async def names() -> str | None:
+        return None if await agent.dns.restore(settings.agent_id) else "no records yet"
 
     async def leftovers() -> None:
         await agent.bundles.sweep()
         await agent.compiler.sweep()
         await agent.logs.tidy()
 
-    async def monit_user() -> str | None:
-        """Keep an existing password, because releases read it at their start."""
-        found = await asyncio.to_thread(_text, paths.monit_user)
-        known = found.startswith("vcap:") and found.removeprefix("vcap:").strip() not in ("", GO_AGENT_PASSWORD)
-        if known and not monit_password:
-            return "there is one"
-        password = monit_password or secrets.token_hex(16)
-        await asyncio.to_thread(files.write_atomic, paths.monit_user, f"vcap:{password}\n".encode(), mode=0o600)
-        return None
-
     async def disks() -> str | None:
         await agent.disks.recover()
         return await agent.disks.problem() or None
 
-    async def left() -> str:
-        return "it belongs to the container runtime"
+    def as_root(run: Callable[..., Awaitable[str | None]], *arguments: Any, **options: Any) -> Run:
+        """Skip a step unless the agent is root of a container with the real tree."""
 
+        async def checked() -> str | None:
+            return await run(*arguments, **options) if owns_system(paths) else NOT_ROOT
+
+        return checked
+
+    password = bosh.password or NO_PASSWORD
+    tools = partial(bosh_env.remove_listed, paths.dev_tools_list, is_wanted=bosh.remove_dev_tools)
+    libraries = partial(bosh_env.remove_listed, paths.static_libraries_list, is_wanted=bosh.remove_static_libraries)
+    authorities = partial(agent.certificates.install, settings.update.trusted_certs, tries=1)
     return [
         *(Step(name, left) for name in LEFT_TO_THE_CONTAINER),
-        Step("own names", lambda: agent.dns.name_self(agent.settings.current.agent_id)),
-        *_access_steps(agent),
-        *_wishes(agent),
-        _memory_step(agent),
-        *_server_steps(agent),
-        Step("temporary files", _for_system(paths, partial(asyncio.to_thread, make_temporary_files))),
-        *_trust_steps(agent),
+        Step("own names", partial(agent.dns.name_self, settings.agent_id)),
+        Step("authorized keys", as_root(_authorize_keys, agent, bosh.authorized_keys), late=True),
+        Step("passwords", as_root(agent.users.set_passwords, password, keep_root=bosh.keep_root_password), late=True),
+        Step("ssh server", as_root(agent.sshd.settle), late=True),
+        Step("unsupported keys of env.bosh", refused),
+        Step("settings in memory", as_root(bosh_env.settings_in_memory, paths, bosh)),
+        Step("development tools", as_root(tools)),
+        Step("static libraries", as_root(libraries)),
+        Step("directories in memory", as_root(_put_in_memory, paths, bosh)),
+        Step("name servers", as_root(resolver.write_servers, settings.name_servers)),
+        Step("time servers", partial(_write_time_servers, paths, settings.ntp)),
+        Step("temporary files", as_root(asyncio.to_thread, _make_temporary_files, paths)),
+        Step("trusted certificates", authorities, late=True),
+        Step("names of other instances", names),
         Step("leftovers of interrupted work", leftovers),
         # Before the first ``apply``, for scripts and operators.
         Step("command bpm", partial(asyncio.to_thread, install_bpm_wrapper, paths)),
-        Step("monit user", monit_user),
-        *_instance_steps(agent),
+        Step("monit user", partial(_write_monit_user, paths, monit_password)),
+        Step("links and files of the instance", partial(_restore_instance, agent), vital=True),
+        Step("job directories", partial(_make_job_directories, agent), vital=True),
         Step("persistent disk", disks),
         Step("jobs that ran before", recovery.begin, vital=True),
     ]
 
 
-def _for_system(paths: Paths, run: Callable[[], Awaitable[str | None]]) -> Callable[[], Awaitable[str | None]]:
-    """Skip a step unless the agent is root of a container with the real tree."""
-
-    async def checked() -> str | None:
-        return await run() if owns_system(paths) else NOT_ROOT
-
-    return checked
+async def _authorize_keys(agent: Agent, keys: list[str]) -> str | None:
+    if not keys:
+        return "no keys in the settings"
+    await agent.users.authorize_vcap(keys)
+    return None
 
 
-def _wishes(agent: Agent) -> list[Step]:
-    """Steps for keys of ``env.bosh`` that configure the machine."""
-    paths, bosh = agent.paths, agent.settings.current.source.env.bosh
-
-    async def refused() -> str | None:
-        return bosh_env.refused(bosh)
-
-    return [
-        Step("unsupported keys of env.bosh", refused),
-        Step("settings in memory", _for_system(paths, partial(bosh_env.settings_in_memory, paths, bosh))),
-        Step("development tools", _for_system(paths, partial(bosh_env.remove_dev_tools, paths, bosh))),
-        Step("static libraries", _for_system(paths, partial(bosh_env.remove_static_libraries, paths, bosh))),
-    ]
-
-
-def _memory_step(agent: Agent) -> Step:
+async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
     """Mount tmpfs on the directories that ``env.bosh`` names: rendered jobs, blobs with secrets, run files."""
-    paths, bosh = agent.paths, agent.settings.current.source.env.bosh
-
-    async def memory() -> str | None:
-        wanted = {
-            path: bosh.job_dir.size("100m") for path in (paths.data_jobs, paths.sensitive_blobs) if bosh.job_dir.tmpfs
-        }
-        if bosh.run_dir.tmpfs or bosh.run_dir.tmpfs_size:
-            wanted[paths.run] = bosh.run_dir.size("16m")
-        if wanted and not owns_system(paths):
-            return NOT_ROOT
-        if not wanted:
-            return "none are asked for"
-        for path, size in wanted.items():
-            await asyncio.to_thread(_put_in_memory, path, size, paths.shim_run)
-        await asyncio.to_thread(make_tree, paths)
-        return None
-
-    return Step("directories in memory", memory)
+    wanted = {}
+    if bosh.job_dir.tmpfs:
+        wanted = dict.fromkeys((paths.data_jobs, paths.sensitive_blobs), bosh.job_dir.size("100m"))
+    if bosh.run_dir.tmpfs or bosh.run_dir.tmpfs_size:
+        wanted[paths.run] = bosh.run_dir.size("16m")
+    if not wanted:
+        return "none are asked for"
+    for path, size in wanted.items():
+        await asyncio.to_thread(_mount_tmpfs, path, size, paths.shim_run)
+    await asyncio.to_thread(make_tree, paths)
+    return None
 
 
-def _put_in_memory(path: Path, size: str, shim_run: Path) -> None:
+def _mount_tmpfs(path: Path, size: str, shim_run: Path) -> None:
     """Mount a tmpfs on a directory that is no mount yet; the agent's own run files stay visible."""
     if mounts.is_mount_point(path):
         return
@@ -236,79 +229,51 @@ def _put_in_memory(path: Path, size: str, shim_run: Path) -> None:
             mounts.bind(Path(f"/proc/self/fd/{held}"), shim_run)
 
 
-def _server_steps(agent: Agent) -> list[Step]:
-    paths, settings = agent.paths, agent.settings.current
-
-    async def time_servers() -> str | None:
-        if not settings.ntp:
-            return "no servers in the settings"
-        await asyncio.to_thread(files.write_atomic, paths.bosh_etc / "ntpserver", " ".join(settings.ntp).encode())
-        return None
-
-    return [
-        Step("name servers", _for_system(paths, lambda: resolver.write_servers(settings.name_servers))),
-        Step("time servers", time_servers),
-    ]
+async def _write_time_servers(paths: Paths, servers: list[str]) -> str | None:
+    if not servers:
+        return "no servers in the settings"
+    await asyncio.to_thread(files.write_atomic, paths.bosh_etc / "ntpserver", " ".join(servers).encode())
+    return None
 
 
-def _instance_steps(agent: Agent) -> list[Step]:
-    """Restore links, instance files and job directories of the spec on a new root file system."""
-
-    async def instance() -> str | None:
-        spec = await agent.spec.load()
-        if not agent.state_backup.root_is_new:
-            return "the root file system is the old one"
-        jobs, packages = bundles_of(spec)
-        gone = agent.bundles.missing([*jobs, *packages])
-        jobs, packages = ([each for each in bundles if each not in gone] for bundles in (jobs, packages))
-        await agent.bundles.link(jobs, packages)
-        await asyncio.to_thread(agent.spec.write_instance_files)
-        return None
-
-    async def job_directories() -> str | None:
-        spec = agent.spec.current
-        if not spec.jobs:
-            return "nothing is deployed yet"
-        await agent.bundles.make_job_dirs(spec.job_names)
-        return None
-
-    return [
-        Step("links and files of the instance", instance, vital=True),
-        Step("job directories", job_directories, vital=True),
-    ]
+def _make_temporary_files(paths: Paths) -> None:
+    for path in (Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - these very directories are meant
+        files.make_dir(path, 0o1777, paths.shared_owner)
+    files.make_dir(RUN, 0o755, "root:root")
 
 
-def _access_steps(agent: Agent) -> list[Step]:
-    paths, bosh = agent.paths, agent.settings.current.source.env.bosh
-
-    async def ssh_keys() -> str | None:
-        if not bosh.authorized_keys:
-            return "no keys in the settings"
-        if not owns_system(paths):
-            return NOT_ROOT
-        await agent.users.authorize_vcap(bosh.authorized_keys)
-        return None
-
-    def passwords() -> Awaitable[None]:
-        return agent.users.set_passwords(bosh.password or NO_PASSWORD, keep_root=bosh.keep_root_password)
-
-    return [
-        Step("authorized keys", ssh_keys, late=True),
-        Step("passwords", _for_system(paths, passwords), late=True),
-        Step("ssh server", _for_system(paths, agent.sshd.settle), late=True),
-    ]
+async def _write_monit_user(paths: Paths, password: str) -> str | None:
+    """Keep an existing password, because releases read it at their start."""
+    try:
+        found = (await asyncio.to_thread(files.read, paths.monit_user, is_own=True)).decode()
+    except (OSError, ValueError):
+        found = ""
+    is_known = found.startswith("vcap:") and found.removeprefix("vcap:").strip() not in ("", GO_AGENT_PASSWORD)
+    if is_known and not password:
+        return "there is one"
+    line = f"vcap:{password or secrets.token_hex(16)}\n"
+    await asyncio.to_thread(files.write_atomic, paths.monit_user, line.encode(), mode=0o600)
+    return None
 
 
-def _trust_steps(agent: Agent) -> list[Step]:
-    """Restore files of ``update_settings`` and ``sync_dns`` outside the tree, which a new container lacks."""
-    settings = agent.settings.current
+async def _restore_instance(agent: Agent) -> str | None:
+    """Load the spec; restore its links and instance files on a new root file system."""
+    spec = await agent.spec.load()
+    if not agent.state_backup.root_is_new:
+        return "the root file system is the old one"
+    jobs, packages = bundles_of(spec)
+    gone = agent.bundles.missing([*jobs, *packages])
+    jobs, packages = ([each for each in bundles if each not in gone] for bundles in (jobs, packages))
+    await agent.bundles.link(jobs, packages)
+    await asyncio.to_thread(agent.spec.write_instance_files)
+    return None
 
-    certificates = partial(agent.certificates.install, settings.update.trusted_certs, tries=1)
 
-    async def names() -> str | None:
-        return None if await agent.dns.restore(settings.agent_id) else "no records yet"
-
-    return [Step("trusted certificates", certificates, late=True), Step("names of other instances", names)]
+async def _make_job_directories(agent: Agent) -> str | None:
+    if not agent.spec.current.jobs:
+        return "nothing is deployed yet"
+    await agent.bundles.make_job_dirs(agent.spec.current.job_names)
+    return None
 
 
 def owns_system(paths: Paths) -> bool:
@@ -332,11 +297,3 @@ def tree_step(paths: Paths) -> Step:
         return None
 
     return Step("directories", tree, vital=True)
-
-
-def _text(path: Path) -> str:
-    """The text of a small file; "" if it is missing or no UTF-8."""
-    try:
-        return files.read(path, is_own=True).decode()
-    except (OSError, ValueError):
-        return ""

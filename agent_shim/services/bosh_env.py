@@ -57,28 +57,21 @@ def refused(bosh: BoshEnv) -> str | None:
 # --- files that are not wanted ----------------------------------------------------------------------------------------
 
 
-async def remove_dev_tools(paths: Paths, bosh: BoshEnv) -> str | None:
-    """Boot step: remove compilers; return why they stay, or None. Raises ``OSError``."""
-    return await _remove(paths.dev_tools_list, is_wanted=bosh.remove_dev_tools)
+async def remove_listed(listing: Path, *, is_wanted: bool) -> str | None:
+    """Boot step: remove each file or link in ``listing``, one on a line, if it exists, no directories.
 
-
-async def remove_static_libraries(paths: Paths, bosh: BoshEnv) -> str | None:
-    """Boot step: remove ``*.a`` files; return why they stay, or None. Raises ``OSError``."""
-    return await _remove(paths.static_libraries_list, is_wanted=bosh.remove_static_libraries)
-
-
-async def _remove(listing: Path, *, is_wanted: bool) -> str | None:
+    Return why they stay, or None. Raises ``OSError``.
+    """
     if not is_wanted:
         return "not asked for"
     try:
-        await asyncio.to_thread(remove_listed, listing)
+        await asyncio.to_thread(_remove_listed, listing)
     except FileNotFoundError:
         return f"the image has no {listing}"
     return None
 
 
-def remove_listed(listing: Path) -> None:
-    """Remove each file or link in ``listing``, one on a line, if it exists, no directories. Raises ``OSError``."""
+def _remove_listed(listing: Path) -> None:
     for line in files.read(listing).decode(errors="surrogateescape").splitlines():
         if line.startswith("/"):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):

@@ -11,7 +11,7 @@ import pytest
 
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore, BoshEnv, Cert, parse
-from agent_shim.services.bosh_env import KEYS, refused, remove_dev_tools, remove_listed, remove_static_libraries
+from agent_shim.services.bosh_env import KEYS, refused, remove_listed
 from tests.structure.source import ROOT
 
 OF_THE_GO_AGENT = (
@@ -67,11 +67,10 @@ async def test_files_of_a_list_are_removed_where_that_is_asked_for(tmp_path: Pat
     names = [compiler, link, tmp_path / "gone", tmp_path / "cc/below", paths.bosh_etc, "", "kept"]
     paths.dev_tools_list.write_text("".join(f"{name}\n" for name in names))
 
-    assert await remove_dev_tools(paths, bosh()) == "not asked for"
+    assert await remove_listed(paths.dev_tools_list, is_wanted=False) == "not asked for"
     assert compiler.exists()
-    assert await remove_static_libraries(paths, bosh(remove_static_libraries=True)) == (
-        f"the image has no {paths.static_libraries_list}"
-    )
-    assert await remove_dev_tools(paths, bosh(remove_dev_tools=True)) is None
+    missing = await remove_listed(paths.static_libraries_list, is_wanted=True)
+    assert missing == f"the image has no {paths.static_libraries_list}"
+    for _ in range(2):
+        assert await remove_listed(paths.dev_tools_list, is_wanted=True) is None
     assert (compiler.exists(), link.is_symlink(), kept.exists(), library.exists()) == (False, False, True, True)
-    remove_listed(paths.dev_tools_list)
