@@ -14,7 +14,7 @@ from typing import Final
 
 from isal import isal_zlib
 
-from agent_shim.demo.release import archive
+from agent_shim_demo.release import archive
 from benchmarks.installs import unpack
 from benchmarks.large import fill
 from benchmarks.measuring import MB, Figure, Figures, figure, timed

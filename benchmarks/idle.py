@@ -9,8 +9,8 @@ import urllib.request
 from contextlib import suppress
 from typing import Final
 
-from agent_shim.demo.director import HealthMonitor
-from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim_demo.director import HealthMonitor
+from agent_shim_demo.pki import HEALTH_MONITOR
 from benchmarks.large import fill, watched
 from benchmarks.measuring import MB, Figures, Stopwatch, figure, pss
 from benchmarks.world import AGENT, BYSTANDER, ECHO, INTERPRETER, World, bystander, world

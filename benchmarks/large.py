@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.core.errors import HostError
-from agent_shim.demo.release import archive
+from agent_shim_demo.release import archive
 from benchmarks.measuring import Figures
 from benchmarks.world import AGENT, BYSTANDER, World, bystander, world
 

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agent_shim.demo.director import Director, RpcTimeoutError
+from agent_shim_demo.director import Director, RpcTimeoutError
 from benchmarks.world import AGENT, BYSTANDER, COMMAND, World, bystander, world
 
 ASKERS: Final = 8

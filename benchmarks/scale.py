@@ -27,10 +27,10 @@ from typing import Any, Final
 import msgspec
 
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.director import Director, HealthMonitor
-from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.edges import heartbeat
 from agent_shim.edges.bus.nats import NatsBus, Timing
+from agent_shim_demo.director import Director, HealthMonitor
+from agent_shim_demo.pki import HEALTH_MONITOR
 from benchmarks import scale_model, scale_page
 from benchmarks.measuring import Stopwatch, cpu_seconds, pss
 from tests.support.broker import NatsServer

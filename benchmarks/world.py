@@ -21,10 +21,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from agent_shim.core.errors import HostError
-from agent_shim.demo.director import Director, RpcTimeoutError
-from agent_shim.demo.release import archive
 from agent_shim.edges.bus.nats import NatsBus
 from agent_shim.host import guarded, process
+from agent_shim_demo.director import Director, RpcTimeoutError
+from agent_shim_demo.release import archive
 from benchmarks.measuring import cpu_seconds, own_memory, pss
 from tests.support.broker import NatsServer
 from tests.support.residue import remove_cgroups

@@ -24,8 +24,8 @@ from typing import Any, Final
 
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import small_installs
-from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
-from agent_shim.demo.release import archive
+from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, World
 from chaos.cases import case
 from chaos.stand import CannotInjectError, NotHeldError, Stand, asked, at_most, commands, expect, refused, until

@@ -40,7 +40,6 @@ from agent_shim.core import (
 )
 from agent_shim.core.errors import ArchiveError, BadArgumentsError, HostError, ShimError
 from agent_shim.core.paths import Paths
-from agent_shim.demo.pki import Authority
 from agent_shim.edges import http_server
 from agent_shim.edges.bus import tls
 from agent_shim.host import archive, mounts, packing, proc, worker_client
@@ -51,6 +50,7 @@ from agent_shim.supervisor import process_record, service, supervisor
 from agent_shim.supervisor.bpm import bpm_api, config
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.monit import parser as monitrc
+from agent_shim_demo.pki import Authority
 
 _ROOM: Final = 100
 """Limit of a blob in an answer."""

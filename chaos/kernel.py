@@ -18,9 +18,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
-from agent_shim.demo.pki import Pair
 from agent_shim.host import cgroups, job_cgroups
+from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim_demo.pki import Pair
 from benchmarks.world import AGENT, BYSTANDER, bystander
 from chaos.cases import case
 from chaos.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, until

@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, cast
 
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.pki import SERVER
 from agent_shim.edges.bus.nats import NatsBus
+from agent_shim_demo.pki import SERVER
 from benchmarks.measuring import cpu_seconds
 from benchmarks.world import AGENT
 from chaos.cases import case

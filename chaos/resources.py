@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
 from benchmarks.measuring import cpu_seconds
 from benchmarks.world import AGENT
 from chaos.cases import case

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
 from benchmarks.draw import Band, Line, charts
 from benchmarks.world import AGENT
 from chaos.messages import BAD, mutated

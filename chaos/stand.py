@@ -25,10 +25,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from agent_shim.core.paths import Paths
-from agent_shim.demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutError
-from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.edges import control_client
 from agent_shim.host import proc, process
+from agent_shim_demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutError
+from agent_shim_demo.pki import HEALTH_MONITOR
 from benchmarks.world import AGENT, World, world
 from chaos.witness import CANARY, Size, Witness
 from tests.support.proxy import Proxy

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from agent_shim.demo.director import RpcTimeoutError
-from agent_shim.demo.release import archive
 from agent_shim.host import proc
+from agent_shim_demo.director import RpcTimeoutError
+from agent_shim_demo.release import archive
 from benchmarks.measuring import cpu_seconds
 from benchmarks.world import AGENT, NETWORKS
 from chaos import namespaces

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from agent_shim.core.paths import Paths
-from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
-from agent_shim.demo.release import archive
 from agent_shim.host import proc
+from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim_demo.release import archive
 from benchmarks.world import AGENT
 
 if TYPE_CHECKING:

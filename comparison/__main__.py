@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import yaml
 
-from agent_shim.demo.pki import Authority
+from agent_shim_demo.pki import Authority
 from comparison import judge, plan
 from comparison.releases import Checkout, Job
 from tests.support.machine import CODE, machine

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from agent_shim.demo.director import Director, HealthMonitor, RpcRemoteError, RpcTimeoutError
-from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim_demo.director import Director, HealthMonitor, RpcRemoteError, RpcTimeoutError
+from agent_shim_demo.pki import HEALTH_MONITOR
 from comparison import plan as plans
 from comparison.releases import ADDRESS
 from tests.support.broker import NatsServer

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from agent_shim.cli import status_text
-from agent_shim.demo.release import archive
 from agent_shim.host.worker_client import BlobRef
 from agent_shim.services.compiler import Package
+from agent_shim_demo.release import archive
 from tests.support import jobs
 from tests.support.http import Server, http_server
 from tests.support.programs import end_marked, eventually, is_alive, number_in

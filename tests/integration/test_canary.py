@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agent_shim.demo.release import archive
+from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 

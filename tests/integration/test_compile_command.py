@@ -20,8 +20,8 @@ from agent_shim.cli.compile_release import duration, stemcell_slug
 from agent_shim.cli.release_tarball import Job, Manifest, SourcePackage
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
-from agent_shim.demo.release import archive
 from agent_shim.services.volume_lease import exclusive_agent
+from agent_shim_demo.release import archive
 from tests.support.programs import TIMEOUT_S, is_alive
 
 COMMAND = [sys.executable, "-c", "import sys; from agent_shim.cli.main import bosh_agent; sys.exit(bosh_agent())"]

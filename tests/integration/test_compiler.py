@@ -13,11 +13,11 @@ import pytest
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
-from agent_shim.demo.release import archive
 from agent_shim.edges import control_client
 from agent_shim.host import worker_client
 from agent_shim.host.worker_client import BlobRef, Pack, Put
 from agent_shim.services.compiler import Compiler, Package
+from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, COMMAND
 from benchmarks.world import World as Machine
 from benchmarks.world import world as made

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from agent_shim.demo.director import RpcRemoteError
-from agent_shim.demo.pki import HOUR, agent_name
 from agent_shim.host import process
+from agent_shim_demo.director import RpcRemoteError
+from agent_shim_demo.pki import HOUR, agent_name
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from agent_shim.demo.director import Director, HealthMonitor
-from agent_shim.demo.pki import HEALTH_MONITOR
-from agent_shim.demo.release import archive
 from agent_shim.host import files, process
+from agent_shim_demo.director import Director, HealthMonitor
+from agent_shim_demo.pki import HEALTH_MONITOR
+from agent_shim_demo.release import archive
 from benchmarks.idle import free_port
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.demo import play
+from agent_shim_demo import play
 
 pytestmark = pytest.mark.loop_may_be_held
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agent_shim.core.errors import ShimError
-from agent_shim.demo.director import Director, RpcRemoteError, RpcTimeoutError, joined
+from agent_shim_demo.director import Director, RpcRemoteError, RpcTimeoutError, joined
 from tests.support.broker import NatsServer
 from tests.support.bus import until
 

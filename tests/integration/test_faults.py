@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 

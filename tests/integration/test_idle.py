@@ -21,7 +21,7 @@ LIBRARIES: Final = {"httptools", "msgspec", "nats", "prometheus_client", "psutil
 """From outside the standard library."""
 ABSENT: Final = {
     *(
-        "agent_shim.demo",
+        "agent_shim_demo",
         "agent_shim.host.copytree",
         "agent_shim.daemon.worker",
         "agent_shim.edges.bus.https",

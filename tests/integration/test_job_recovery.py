@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from agent_shim.demo.director import RpcTimeoutError
-from agent_shim.demo.release import archive
 from agent_shim.host import files, process
+from agent_shim_demo.director import RpcTimeoutError
+from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, COMMAND, NETWORKS, World
 from benchmarks.world import world as made
 

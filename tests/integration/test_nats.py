@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from agent_shim.core.errors import BusError
-from agent_shim.demo.director import joined
-from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus import nats
+from agent_shim_demo.director import joined
+from agent_shim_demo.pki import Authority
 from tests.support.bus import FAST, FakeServer, Wire, connected, echo, on_bus, talking, until
 
 

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from agent_shim.core.errors import BusError
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.pki import SERVER, Authority
 from agent_shim.edges.bus import nats
 from agent_shim.edges.bus.nats import NatsBus, Timing
+from agent_shim_demo.pki import SERVER, Authority
 from tests.support.broker import NatsServer
 from tests.support.bus import FAST, FakeServer, Wire, connected, echo, on_bus, talking, until
 from tests.support.proxy import Proxy

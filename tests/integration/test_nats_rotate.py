@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.pki import EXPIRED, Authority
+from agent_shim_demo.pki import EXPIRED, Authority
 from benchmarks import rotation
 from tests.support.bus import FAST, Talk, connected, echo, on_bus, talking, until
 

@@ -8,8 +8,8 @@ import contextlib
 import pytest
 
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus.nats import NatsBus, Timing
+from agent_shim_demo.pki import Authority
 from tests.support.bus import FakeServer, Wire, connected, echo, on_bus, until
 
 HASTY = Timing(connect=0.3, step=0.01, longest=0.02, early_step=0.01)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus import nats, tls
+from agent_shim_demo.pki import Authority
 from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, on_bus, until
 from tests.support.old_tls import lenient, outdated
 

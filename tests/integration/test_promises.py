@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from agent_shim.demo.release import archive
 from agent_shim.host import mounts, process
+from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
 

@@ -26,9 +26,9 @@ from agent_shim.daemon.small_installs import (
     MAX_TARGETS,
     MAX_UNPACKED_BYTES,
 )
-from agent_shim.demo.pki import Authority
 from agent_shim.host import worker_client
 from agent_shim.host.worker_client import BlobRef, Done, Install, Request, Target
+from agent_shim_demo.pki import Authority
 from tests.support import http
 from tests.support.http import Server, http_server
 

@@ -7,7 +7,7 @@ import json
 import uuid
 from pathlib import Path
 
-from agent_shim.demo.director import Director
+from agent_shim_demo.director import Director
 from tests.support.broker import NatsServer
 from tests.support.bus import connected, on_bus, until
 from tests.support.world import world as made

@@ -86,8 +86,9 @@ def test_it_has_all_modules_and_no_tests(wheel: Path) -> None:
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     version = wheel.name.split("-")[1]
 
-    assert tops == {"agent_shim", "kubernetes_cpi", f"agent_shim-{version}.data", f"agent_shim-{version}.dist-info"}
-    for package in ("agent_shim", "kubernetes_cpi"):
+    packages = {"agent_shim", "agent_shim_demo", "kubernetes_cpi"}
+    assert tops == packages | {f"agent_shim-{version}.data", f"agent_shim-{version}.dist-info"}
+    for package in packages:
         here = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert here - set(zipfile.ZipFile(wheel).namelist()) == set()
 
@@ -95,8 +96,8 @@ def test_it_has_all_modules_and_no_tests(wheel: Path) -> None:
 def test_every_module_can_be_imported(programs: Path) -> None:
     """No library is missing from the metadata of the wheel."""
     code = (
-        "import importlib, pkgutil, agent_shim, kubernetes_cpi\n"
-        "for package in (agent_shim, kubernetes_cpi):\n"
+        "import importlib, pkgutil, agent_shim, agent_shim_demo, kubernetes_cpi\n"
+        "for package in (agent_shim, agent_shim_demo, kubernetes_cpi):\n"
         "    for one in pkgutil.walk_packages(package.__path__, package.__name__ + '.', onerror=lambda name: None):\n"
         "        if not one.name.endswith('__main__'):\n"
         "            importlib.import_module(one.name)\n"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.demo.director import RpcRemoteError
-from agent_shim.demo.pki import Authority
 from agent_shim.host import network
+from agent_shim_demo.director import RpcRemoteError
+from agent_shim_demo.pki import Authority
 from tests.support.fleet import Fleet
 from tests.support.fleet import fleet as made
 from tests.support.machine import Machine

@@ -19,9 +19,9 @@ import msgspec
 import pytest
 
 from agent_shim.core.paths import Paths
-from agent_shim.demo.director import RpcRemoteError
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
+from agent_shim_demo.director import RpcRemoteError
 from tests.support import jobs
 from tests.support.pod import Pod
 from tests.support.pod import pod as made

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
-from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
 from tests.support import jobs
 from tests.support.go_agent import CONTROL, CTL, NAMES, alive, starts
 from tests.support.pod import AGENT, Pod, end

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.paths import Paths
-from agent_shim.demo.director import RpcTimeoutError
+from agent_shim_demo.director import RpcTimeoutError
 from tests.structure.source import ROOT
 from tests.support import jobs
 from tests.support.machine import machine

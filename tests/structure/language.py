@@ -20,7 +20,7 @@ from tests.structure.source import ROOT, texts
 
 BASELINE: Final = ROOT / "tests/data/language.txt"
 
-SHIPPED: Final = ("agent_shim/", "kubernetes_cpi/", "cpi_release/", "stemcell_overlay/")
+SHIPPED: Final = ("agent_shim/", "agent_shim_demo/", "kubernetes_cpi/", "cpi_release/", "stemcell_overlay/")
 """Directories whose strings are read by people: log lines, errors, help texts. Strings of tests are data."""
 
 PASSED_OVER: Final = (

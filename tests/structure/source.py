@@ -19,7 +19,6 @@ PACKAGE = "agent_shim"
 FLOORS: Mapping[str, int] = {
     "__main__": 6,
     "cli": 6,
-    "demo": 6,
     "daemon": 5,
     "edges": 4,
     "actions": 3,

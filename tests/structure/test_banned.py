@@ -11,11 +11,8 @@ import pytest
 
 from tests.structure.source import Module, modules, uses
 
-SENDERS = frozenset({"host", "demo.play"})
-"""Modules that may signal by number: the demonstration kills a process that is not its own."""
-
 COMMANDS = frozenset(
-    {"cli.check", "cli.commands", "cli.compile_release", "cli.daemon", "cli.monit", "cli.bpm", "cli.bpm_logs", "demo"}
+    {"cli.check", "cli.commands", "cli.compile_release", "cli.daemon", "cli.monit", "cli.bpm", "cli.bpm_logs"}
 )
 
 
@@ -39,7 +36,6 @@ class Ban:
 WALL_CLOCK: Mapping[str, str] = {
     "edges.alerts": "created_at of an alert",
     "cli.commands": "the moment before which logs are not shown",
-    "demo.pki": "validity of a certificate",
     "services.certificate_watch": "validity of a certificate",
     "host.clock": "the one place that knows all clocks",
     "core.log": "stamps of log lines",
@@ -65,7 +61,7 @@ BANS = (
         "only host makes processes",
         frozenset({"host", "cli.render"}),  # a command of a user, which waits for ruby
     ),
-    Ban(("os.kill", "os.killpg", "signal.pidfd_send_signal"), "only host sends signals", SENDERS),
+    Ban(("os.kill", "os.killpg", "signal.pidfd_send_signal"), "only host sends signals", frozenset({"host"})),
     Ban(("os.system", "os.popen"), "a shell reads the string"),
     Ban(("pickle", "marshal", "shelve", "eval", "exec"), "runs what it reads"),
     Ban(

@@ -26,8 +26,8 @@ METHODS = frozenset(
 MODULES = frozenset({"os", "io", "proc", "guarded", "files", "glob", "entry"})
 """Names whose attributes are no methods of a path: modules (see CALLS for them), directory entries."""
 
-OUTSIDE = frozenset({"cli.check", "cli.render", "demo"})
-"""Commands that read what the user who calls them has named, with that user's rights; and the demonstration."""
+OUTSIDE = frozenset({"cli.check", "cli.render"})
+"""Commands that read what the user who calls them has named, with that user's rights."""
 
 
 @dataclass(frozen=True)

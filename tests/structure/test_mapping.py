@@ -51,7 +51,6 @@ ELSEWHERE: Mapping[str, str] = {
 UNTESTED: Mapping[str, str] = {
     "": "a version",
     "actions.agent": "a record",
-    "demo.release": "is a test itself: ./dev demo",
     "core.errors": "names only",
     "core.paths": "names only",
 }

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from agent_shim.core.errors import ShimError
-from agent_shim.demo import broker
-from agent_shim.demo.broker import SERVER_TIMEOUT_S, nats_server
-from agent_shim.demo.pki import Authority, Pair
 from agent_shim.host import process
+from agent_shim_demo import broker
+from agent_shim_demo.broker import SERVER_TIMEOUT_S, nats_server
+from agent_shim_demo.pki import Authority, Pair
 
 __all__ = ["SERVER_TIMEOUT_S", "NatsServer", "nats_server"]
 

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
-from agent_shim.demo.director import Director, RpcTimeoutError
+from agent_shim_demo.director import Director, RpcTimeoutError
 from tests.support.broker import NatsServer
 from tests.support.cpi import Cpi
 from tests.support.machine import Machine, machine

@@ -8,7 +8,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from agent_shim.demo import pki
+from agent_shim_demo import pki
 
 
 def read(pem: str) -> x509.Certificate:

@@ -18,8 +18,8 @@ from typing import Any, Final, Self
 
 from agent_shim.core.errors import ConfigError, ShimError
 from agent_shim.core.settings import Mbus
-from agent_shim.demo.pki import DIRECTOR, HEALTH_MONITOR, Authority, Pair, agent_name, subject
 from agent_shim.host import process
+from agent_shim_demo.pki import DIRECTOR, HEALTH_MONITOR, Authority, Pair, agent_name, subject
 
 SERVER_TIMEOUT_S: Final = 20.0
 """Limit for a start, a reload and a stop of the server."""

@@ -30,12 +30,12 @@ from typing import Any
 
 from agent_shim.core.errors import ShimError
 from agent_shim.core.paths import Paths
-from agent_shim.demo.broker import NatsServer
-from agent_shim.demo.director import Director, HealthMonitor
-from agent_shim.demo.pki import HEALTH_MONITOR
-from agent_shim.demo.release import Release
 from agent_shim.edges import control_client
 from agent_shim.host import process
+from agent_shim_demo.broker import NatsServer
+from agent_shim_demo.director import Director, HealthMonitor
+from agent_shim_demo.pki import HEALTH_MONITOR
+from agent_shim_demo.release import Release
 
 AGENT = "demo-agent"
 NETWORK = {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0", "default": ["dns", "gateway"]}
