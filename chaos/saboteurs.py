@@ -94,8 +94,8 @@ CRASHES: Final = (
         "C-08",
         "stops the jobs when it is replaced",
         "agent_shim/daemon/main.py",
-        "if os.getpid() != 1 or live is None or live.dispatcher is None:",
-        "if live is None or live.dispatcher is None:",
+        "if os.getpid() != 1 or live is None or not live.is_booted:",
+        "if live is None or not live.is_booted:",
         "I2",
     ),
     Saboteur(

@@ -23,7 +23,8 @@ from agent_shim.core import log, settings, wire
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery, status_report
-from agent_shim.daemon.runtime import SHUT_DOWN, Runtime, is_https, until_stopped
+from agent_shim.daemon.endings import SHUT_DOWN
+from agent_shim.daemon.runtime import Runtime, is_https, until_stopped
 from agent_shim.edges import control_server, metrics
 from agent_shim.host import daemon_thread, files, process, reaper, sd_notify, watchdog
 from agent_shim.services.settings_store import SettingsStore
@@ -155,7 +156,7 @@ class Daemon:
         self._watchdog.stop()
         if violations:
             return BUG
-        stop = self._live.orderly_stop if self._live is not None else None
+        stop = self._live.endings.orderly_stop if self._live is not None else None
         return 1 if stop is not None and stop.reasons else 0
 
     async def _serve_alone(self) -> None:
@@ -185,14 +186,15 @@ class Daemon:
 
     def _signalled(self) -> None:
         live = self._live
-        if os.getpid() != 1 or live is None or live.dispatcher is None:
+        if os.getpid() != 1 or live is None or not live.is_booted:
             self._systemd.stopping()
             self._stop.set()
-        elif live.orderly_stop is not None:
-            live.orderly_stop.hurry.set()
+        elif live.endings.orderly_stop is not None:
+            live.endings.orderly_stop.hurry.set()
         else:
             # The container is killed at the end of the grace: one second is reserved for the agent's own end.
-            live.begin_orderly_stop(max(1.0, self._config.shim.grace - 1)).add_done_callback(lambda _: self._stop.set())
+            stopping = live.endings.begin_orderly_stop(max(1.0, self._config.shim.grace - 1))
+            stopping.add_done_callback(lambda _: self._stop.set())
 
     async def _until_stopped(self) -> None:
         store = await asyncio.to_thread(self._settings_store)
@@ -244,7 +246,7 @@ class Daemon:
     async def _answer_operator(self, request: dict[str, Any], line: bytes, peer: control_server.Peer) -> bytes:
         live, begun_at = self._live, time.monotonic()
         caller = f"operator.uid-{peer.uid}.pid-{peer.pid}"
-        if "method" in request and live is not None and live.dispatcher is not None:
+        if "method" in request and live is not None and live.is_booted:
             asked = msgspec.structs.replace(wire.decode_request(line), reply_to=caller)
             return await live.dispatcher.reply(asked, line, limit=None)
         answer = await self._obey(request)
@@ -264,9 +266,9 @@ class Daemon:
                 return msgspec.json.encode({"ok": ok, "reason": reason})
             case {"command": "drain"} if live is None:
                 return msgspec.json.encode({"clean": True, "summary": f"nothing to stop: the agent is {self._phase}"})
-            case {"command": "drain", "timeout": grace} if live is not None and live.dispatcher is not None:
-                await live.begin_orderly_stop(float(grace if grace is not None else self._config.shim.grace))
-                stop = live.orderly_stop
+            case {"command": "drain", "timeout": grace} if live is not None and live.is_booted:
+                await live.endings.begin_orderly_stop(float(grace if grace is not None else self._config.shim.grace))
+                stop = live.endings.orderly_stop
                 assert stop is not None
                 return msgspec.json.encode({"clean": not stop.reasons, "summary": stop.summary})
             case {"command": "bpm"} if live is not None:

@@ -12,10 +12,8 @@ import gc
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,12 +23,12 @@ from agent_shim.actions import access, blobs, compile, disks, dns, jobs, logs, s
 from agent_shim.actions.agent import Agent, EdgeCallbacks
 from agent_shim.actions.dispatch import Dispatcher
 from agent_shim.actions.tasks import Tasks
-from agent_shim.core import settings, wire
-from agent_shim.core.errors import ActionError, BusError, HostError
+from agent_shim.core import settings
+from agent_shim.core.errors import ActionError, BusError
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery, small_installs
-from agent_shim.daemon.orderly_stop import OrderlyStop
+from agent_shim.daemon.endings import Endings
 from agent_shim.edges import alerts, heartbeat, monit_http
 from agent_shim.edges.bus import Bus
 from agent_shim.edges.bus.nats import NatsBus
@@ -57,19 +55,13 @@ from agent_shim.services.users import Users
 from agent_shim.services.vitals import Vitals
 from agent_shim.services.volume_lease import VolumeLeases
 from agent_shim.supervisor.monit import monit_api
-from agent_shim.supervisor.supervisor import STOP_TIMEOUT_S, Event, Supervisor
+from agent_shim.supervisor.supervisor import Event, Supervisor
 
 if TYPE_CHECKING:
     from agent_shim.daemon.standalone import Standalone
 
 logger = logging.getLogger(__name__)
 
-SHUT_DOWN: Final = "shut down by the Director"
-STOPPING_IN_ORDER: Final = "the container ends and all jobs are being stopped"
-TERMINATION_LOG: Final = Path("/dev/termination-log")
-"""The file whose content Kubernetes shows for an ended container (kubectl describe pod)."""
-TAKEOVER_STOP_TIMEOUT_S: Final = 10.0
-"""Stop timeout in seconds for jobs whose volume another agent has taken."""
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
 BUS: Final = "AGENT_SHIM_BUS"
@@ -81,10 +73,7 @@ LAST_REPLIES_TIMEOUT_S: Final = 1.0
 
 
 class Runtime:
-    """One agent_id with its services and edges; ``serve`` runs it.
-
-    ``phase`` is its progress as text, ``running`` when it answers; ``vitals`` are those of the last heartbeat.
-    """
+    """One agent_id with its services and edges; ``serve`` runs it. ``vitals`` are those of the last heartbeat."""
 
     def __init__(
         self,
@@ -102,45 +91,43 @@ class Runtime:
 
         ``disown`` is called when another agent has taken a volume, and stops all writes of the process to it.
         """
-        self.phase = "booting"
-        self._begun_at = time.monotonic()
+        self.is_booted = False
+        """True when requests are answered."""
         self.vitals: dict[str, Any] = {}
+        self._begun_at = time.monotonic()
         self._health: tuple[str, tuple[int, int, int] | None] = "", None
         """State of the jobs, and version of its file, at the last heartbeat."""
-        self.dispatcher: Dispatcher | None = None
-        self.orderly_stop: OrderlyStop | None = None
-        self.standalone: Standalone | None = None
-        self.address_watch = AddressWatch(
-            lambda: address_watch.expected(self.agent.settings.current, self.agent.spec.current.networks),
-            lambda where, text: self._process_event(Event(where, "Connection changed", "alert", text)),
-        )
-        self.certificate_watch = CertificateWatch(lambda: certificates(self.bus.mbus))
         self._shim = shim
         self._leases = leases
         self._metrics = metrics
-        self._disown = disown
         self._stop = stop
-        self._ending: asyncio.Task[None] | None = None
-        self._leaves_bus = asyncio.Event()
-        self.bus = self._make_bus(paths, store)
 
         def settling() -> float:
             return store.current.source.env.bosh.agent.settings.settling_time
 
-        supervisor = Supervisor(paths, on_event=self._process_event, is_strict=shim.bpm.strict, settling=settling)
-        edges = EdgeCallbacks(self._announce_shutdown, self._reconnect, self._begin_shutdown)
+        supervisor = Supervisor(paths, on_event=self._raise_alert, is_strict=shim.bpm.strict, settling=settling)
+        edges = EdgeCallbacks(self._announce_shutdown, self._reconnect, lambda: self.endings.begin_shutdown())  # noqa: PLW0108 - they come after it
         self.agent = assemble(
             paths, store, supervisor, edges, state_backup=state_backup, leases=leases, ssh_port=shim.ssh.port
         )
-        self.job_recovery = job_recovery.JobRecovery(self.agent, self._process_event)
+        self.dispatcher = Dispatcher(self.agent, self.agent.tasks, on_done=metrics.action_done)
+        self.endings = Endings(self.agent, self.dispatcher, disown)
+        self.bus = self._make_bus(paths, store)
+        self.alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
+        self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, partial(self._publish, "heartbeat"))
+        self.job_recovery = job_recovery.JobRecovery(self.agent, self._raise_alert)
+        self.address_watch = AddressWatch(
+            lambda: address_watch.expected(store.current, self.agent.spec.current.networks),
+            lambda where, text: self._raise_alert(Event(where, "Connection changed", "alert", text)),
+        )
+        self.certificate_watch = CertificateWatch(lambda: certificates(self.bus.mbus))
+        obstacle = _firewall_obstacle(paths, is_wanted=shim.firewall)
+        self.firewall = Firewall(lambda: self.bus.mbus, lambda: self.bus.is_connected, self._is_bus_heard, obstacle)
+        self.standalone: Standalone | None = None
         if shim.spec:
             from agent_shim.daemon import standalone
 
             self.standalone = standalone.Standalone(self.agent, Path(shim.spec))
-        obstacle = _firewall_obstacle(paths, is_wanted=shim.firewall)
-        self.firewall = Firewall(lambda: self.bus.mbus, lambda: self.bus.is_connected, self._is_bus_heard, obstacle)
-        self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, partial(self._publish, "heartbeat"))
-        self.alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
 
     def _make_bus(self, paths: Paths, store: SettingsStore) -> Bus:
         """Choose the bus by the first address: HTTPS (bosh CLI) or NATS (Director) (mbus/handler_provider.go)."""
@@ -151,44 +138,37 @@ class Runtime:
             if is_off:
                 logger.warning("the bus is off: this agent supervises the jobs and answers no Director")
             return NoBus()
-        agent_id, mbus = store.current.agent_id, store.current.mbus
+        agent_id, mbus, handle = store.current.agent_id, store.current.mbus, self.dispatcher.handle
         if is_https(mbus):
             from agent_shim.edges.bus.https import HttpsBus  # late: aiohttp is 9 MB that an agent on NATS does not need
 
-            return HttpsBus(mbus, partial(self._handle, limit=None), paths.blobs, on_connected=self._connected)
-        return NatsBus(agent_id, mbus, self._handle, on_connected=self._connected, reread=store.other_mbus)
+            return HttpsBus(mbus, partial(handle, limit=None), paths.blobs, on_connected=self._connected)
+        return NatsBus(agent_id, mbus, handle, on_connected=self._connected, reread=store.other_mbus)
+
+    @property
+    def phase(self) -> str:
+        """The progress as text, ``running`` when requests are answered."""
+        return self.endings.phase or ("running" if self.is_booted else "booting")
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
         """Boot, then answer requests until ``stop`` is set."""
-        agent = self.agent
-        steps = boot.steps(agent, self.job_recovery, monit_password=self._shim.monit.password)
+        agent, paths, monit = self.agent, self.agent.paths, self._shim.monit
+        steps = boot.steps(agent, self.job_recovery, monit_password=monit.password)
+        http = monit.http or (MONIT_HTTP if paths.is_system else "off")
+        mail = monit.mail or (MONIT_MAIL if paths.is_system else "off")
         async with agent.supervisor:
             if not await until_stopped(boot.boot([step for step in steps if not step.late]), self._stop):
                 return
-            self.dispatcher = Dispatcher(agent, agent.tasks, on_done=self._metrics.action_done)
             await agent.tasks.resume(self.dispatcher.resumed())
             gc.freeze()  # objects of the boot are permanent: later collections skip them
-            self.phase = "running"
-            async with self._ports():
-                await self._run(self.dispatcher, [step for step in steps if step.late])
+            self.is_booted = True
+            async with monit_http.listening(http, self.answer_monit, paths.monit_user), monit_http.refusing_mail(mail):
+                await self._run([step for step in steps if step.late])
 
-    def _rotation(self) -> Rotation:
-        wanted, spec = self._shim.logs, self.agent.spec
-        limits = Limits(rotation.size(wanted.size), wanted.keep, rotation.size(wanted.total), wanted.period)
-        return Rotation(self.agent.paths, limits, lambda: spec.current.properties.logging.max_log_file_size)
-
-    @asynccontextmanager
-    async def _ports(self) -> AsyncIterator[None]:
-        """Serve the ports of monit and of the Go agent's mail server for monit."""
-        paths, monit = self.agent.paths, self._shim.monit
-        http = monit.http or (MONIT_HTTP if paths.is_system else "off")
-        mail = monit.mail or (MONIT_MAIL if paths.is_system else "off")
-        async with monit_http.listening(http, self.answer_monit, paths.monit_user), monit_http.refusing_mail(mail):
-            yield
-
-    async def _run(self, dispatcher: Dispatcher, late: list[boot.Step]) -> None:
+    async def _run(self, late: list[boot.Step]) -> None:
+        """Run the root tasks until ``stop`` is set; without those that use the bus once it is left."""
         agent = self.agent
         booted = asyncio.Event()
 
@@ -208,19 +188,23 @@ class Runtime:
             "bus": self.bus.run,
             "heartbeat": self.heartbeat.run,
             "alerts": self.alerts.run,
-            "tasks": lambda: agent.tasks.run(dispatcher.failure),
+            "tasks": lambda: agent.tasks.run(self.dispatcher.failure),
             "settings": lambda: agent.settings.watch(self._settings_changed),
             "coming back": come_back,
             "copy of the state": agent.state_backup.watch,
-            "leases": lambda: self._leases.keep(self._begin_takeover_stop),
+            "leases": lambda: self._leases.keep(self.endings.begin_takeover_stop),
             "addresses": self.address_watch.watch,
             "own names": keep_names,
             "firewall": self.firewall.watch,
             "certificates": self.certificate_watch.watch,
             "loop lag": self._metrics.watch_lag,
         }
-        if self._shim.logs.rotate:
-            roots["logs of jobs"] = self._rotation().run
+        wanted, spec = self._shim.logs, agent.spec
+        if wanted.rotate:
+            limits = Limits(rotation.size(wanted.size), wanted.keep, rotation.size(wanted.total), wanted.period)
+            roots["logs of jobs"] = Rotation(
+                agent.paths, limits, lambda: spec.current.properties.logging.max_log_file_size
+            ).run
         else:
             await asyncio.to_thread(rotation.leave_to_logrotate, agent.paths.logrotate_rule)
         if self.standalone is not None:
@@ -233,7 +217,7 @@ class Runtime:
                     group.create_task(run_forever(name, run, is_vital=name in VITAL), name=name)
                     for name, run in roots.items()
                 ]
-                await until_stopped(self._leaves_bus.wait(), self._stop)
+                await until_stopped(self.endings.leaves_bus.wait(), self._stop)
                 agent.tasks.release_polls()
                 await self.bus.drain(LAST_REPLIES_TIMEOUT_S)
                 for task in running:
@@ -242,68 +226,7 @@ class Runtime:
         except BaseExceptionGroup as broken:
             raise broken.exceptions[0] from None
 
-    # --- endings ----------------------------------------------------------------------------------------------------
-    #
-    # orderly stop: the container ends; jobs stop in order, and the Director is still answered
-    # shutdown: the Director deletes the instance; jobs stop, then the agent leaves the bus, also after a restart
-    # takeover stop: another agent has taken a volume; the agent leaves the bus at once, and jobs stop
-
-    def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
-        """Stop all jobs in order, once; refuse all later changes of the machine."""
-        if self.orderly_stop is None or self._ending is None:
-            assert self.dispatcher is not None
-            self.phase = self.dispatcher.refusing = STOPPING_IN_ORDER
-            self.orderly_stop = OrderlyStop(grace)
-            self._ending = asyncio.create_task(self._stop_in_order(self.orderly_stop), name="orderly stop")
-        return self._ending
-
-    async def _stop_in_order(self, stop: OrderlyStop) -> None:
-        await stop.run(self.agent)
-        self.phase = f"the container ends: {stop.summary}"
-        if self.agent.paths.is_system:
-            await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
-
-    def _begin_shutdown(self) -> None:
-        # Not awaited: the Director deletes the container without waiting for the reply.
-        self._ending = asyncio.create_task(self._shut_down(), name="shutdown")
-
-    async def _shut_down(self) -> None:
-        agent = self.agent
-        self.phase = SHUT_DOWN
-        agent_id = agent.settings.current.agent_id.encode()
-        try:
-            await asyncio.to_thread(files.write_atomic, agent.paths.shut_down, agent_id, mode=0o600)
-            await agent.state_backup.update()
-        except HostError as exc:
-            logger.error("the agent would come back after a restart: %s", exc)
-        try:
-            await self._stop_jobs()
-        finally:
-            self._leaves_bus.set()
-
-    def _begin_takeover_stop(self, why: str) -> None:
-        if self._ending is None:
-            logger.critical("%s; the jobs are ended, and nothing more is done here", why)
-            self.phase = f"fenced off: {why}"
-            # At once: the Director would get two replies, and all root tasks write to the volume.
-            if self.dispatcher is not None:
-                self.dispatcher.refusing = self.phase
-            self._leaves_bus.set()
-            self._disown()
-            self.agent.supervisor.disown()
-            self._ending = asyncio.create_task(self._stop_jobs(TAKEOVER_STOP_TIMEOUT_S), name="takeover stop")
-
-    async def _stop_jobs(self, timeout: float = STOP_TIMEOUT_S) -> None:
-        try:
-            await self.agent.supervisor.stop(wait=True, timeout=timeout)
-        except (HostError, ActionError) as exc:
-            logger.error("cannot stop all jobs: %s", exc)
-
     # --- requests of the edges --------------------------------------------------------------------------------------
-
-    async def _handle(self, data: bytes, limit: int | None = wire.MAX_REPLY_BYTES) -> tuple[str, bytes] | None:
-        assert self.dispatcher is not None
-        return await self.dispatcher.handle(data, limit=limit)
 
     async def _is_bus_heard(self, timeout_s: float) -> bool:
         return isinstance(self.bus, NatsBus) and await self.bus.is_heard(timeout_s)
@@ -314,16 +237,13 @@ class Runtime:
         self.alerts.flush()
 
     async def _measure(self) -> dict[str, Any]:
-        await self._keep_health()
-        self.vitals = await self.agent.vitals.sample()
-        return self.vitals
-
-    async def _keep_health(self) -> None:
-        """Write the health for bosh-dns again if it, or its file, has changed."""
+        """Take the vitals; write the health for bosh-dns again if it, or its file, has changed."""
         path, job_state = self.agent.paths.health, self.agent.supervisor.job_state()
         if (version := files.version(path)) is None or (job_state, version) != self._health:
             await state.record_health(self.agent)
             self._health = job_state, files.version(path)
+        self.vitals = await self.agent.vitals.sample()
+        return self.vitals
 
     def _compose(self, vitals: dict[str, Any] | None) -> bytes:
         spec = self.agent.spec.current
@@ -369,14 +289,11 @@ class Runtime:
         except ActionError as exc:
             logger.error("the settings have changed, and %s", exc)
 
-    def _process_event(self, event: Event) -> None:
+    def _raise_alert(self, event: Event) -> None:
         of_settings = self.agent.settings.current.source.networks.values()
         # Addresses that apply filled in for dynamic networks are absent from the settings.
         stored = [each for each in self.agent.spec.current.networks.values() if isinstance(each, dict)]
-        found = chain(
-            (each.ip for each in of_settings if each.ip), (str(each["ip"]) for each in stored if each.get("ip"))
-        )
-        ips = set(islice(found, address_watch.MAX_ADDRESSES))
+        ips = {each.ip for each in of_settings if each.ip} | {str(each["ip"]) for each in stored if each.get("ip")}
         self.alerts.raise_alert(event.service, event.event, event.action, event.description, ips)
 
 
@@ -392,7 +309,12 @@ def assemble(
 ) -> Agent:
     """Create and wire the services of an agent."""
     spec = SpecStore(paths)
-    of_jobs = partial(_processes_of_jobs, supervisor)
+
+    def of_jobs() -> set[int]:
+        """The processes of all jobs and their descendants."""
+        leaders = [service.pid for service in supervisor.services() if service.pid]
+        return proc.descent(proc.children(proc.table()), leaders)
+
     environ = {**process.script_environment(os.environ), "TMPDIR": str(paths.tmp)}
     users = Users(paths)
     persistent = Disks(
@@ -452,19 +374,3 @@ async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
     finally:
         working.cancel()
         stopping.cancel()
-
-
-def _processes_of_jobs(supervisor: Supervisor) -> set[int]:
-    """The processes of all jobs and their descendants."""
-    leaders = [service.pid for service in supervisor.services() if service.pid]
-    return proc.descent(proc.children(proc.table()), leaders)
-
-
-def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
-    """Write the outcome for Kubernetes; the file is its mount and is never created."""
-    try:
-        with path.open("r+") as opened:
-            opened.write(text)
-            opened.truncate()
-    except OSError as exc:
-        logger.debug("no termination log: %s", exc)

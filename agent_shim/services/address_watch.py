@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from itertools import islice
 from typing import Any, Final, NoReturn
 
 from agent_shim.core.settings import Effective
@@ -19,12 +18,10 @@ logger = logging.getLogger(__name__)
 
 POLL_S: Final = 30.0
 """Poll interval; a poll takes some microseconds for each address."""
-MAX_ADDRESSES: Final = 100
-"""Addresses watched; an instance has a few."""
 
 
 def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
-    """Return expected addresses, at most ``MAX_ADDRESSES``, each with its source; ``applied`` are networks of the spec.
+    """Return expected addresses, each with its source; ``applied`` are networks of the spec.
 
     A floating address (vip) is on no interface; a dynamic one counts if a spec was applied with it.
     """
@@ -39,7 +36,7 @@ def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
         ip = members.get("ip") if isinstance(members, dict) else None
         if isinstance(ip, str) and ip and not is_floating:
             found[ip] = f"network {name} of the applied spec"
-    return dict(islice(found.items(), MAX_ADDRESSES))
+    return found
 
 
 class AddressWatch:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from agent_shim.daemon.endings import write_termination_log
 from agent_shim.daemon.orderly_stop import OrderlyStop
-from agent_shim.daemon.runtime import write_termination_log
 from tests.contract.test_actions import deployed, running
 from tests.support import jobs
 from tests.support.world import World

@@ -51,7 +51,7 @@ RAW: Mapping[str, Raw] = {
     "services.blobstore.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put", "on_this_machine"})),
     "services.blobstore.providers": Raw(NAMED, frozenset({"Dav.put", "External.get", "Local._copy", "open_blob"})),
     "services.blobstore.transfer": Raw(PROBE, frozenset({"Transfer._keeping"})),
-    "daemon.boot": Raw(OWN, frozenset({"_put_in_memory", "make_tree"})),
+    "daemon.boot": Raw(OWN, frozenset({"_mount_tmpfs", "make_tree"})),
     "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
     "cli.bpm": Raw(
         "methods of the log that goes through the door, and the place of our own socket",
@@ -241,7 +241,7 @@ RAW: Mapping[str, Raw] = {
         "named by the caller, and blobs, where only root writes", frozenset({"_opened", "_write_packages"})
     ),
     "services.resolver": Raw(KERNEL, frozenset({"_belongs_to_resolved"})),
-    "daemon.runtime": Raw(NAMED, frozenset({"write_termination_log"})),
+    "daemon.endings": Raw(NAMED, frozenset({"write_termination_log"})),
     "services.scripts": Raw(
         SCRATCH, frozenset({"Scripts._having", "Scripts._log_directory", "Scripts.errand", "shown"})
     ),

@@ -35,6 +35,7 @@ ELSEWHERE: Mapping[str, str] = {
     "host.volumes": "root/test_disks_volumes.py",
     "edges.accepting": "integration/test_http_server.py",
     "edges.monit_text": "unit/cli/test_monit.py",
+    "daemon.endings": "integration/test_orderly_stop.py",
     "daemon.runtime": "integration/test_daemon.py",
     "daemon.status_report": "integration/test_daemon.py",
     "services.spec_store": "contract/test_state.py",

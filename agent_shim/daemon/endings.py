@@ -1,0 +1,106 @@
+"""The ways in which an agent ends its jobs.
+
+| ending | cause | the bus |
+|---|---|---|
+| orderly stop | the container ends | the Director is answered until the end |
+| shutdown | the Director deletes the instance | left once the jobs are stopped; a restarted agent stays idle |
+| takeover stop | another agent has taken a volume | left at once |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from agent_shim.actions.agent import Agent
+from agent_shim.actions.dispatch import Dispatcher
+from agent_shim.core.errors import ActionError, HostError
+from agent_shim.daemon.orderly_stop import OrderlyStop
+from agent_shim.host import files
+from agent_shim.supervisor.supervisor import STOP_TIMEOUT_S
+
+logger = logging.getLogger(__name__)
+
+SHUT_DOWN: Final = "shut down by the Director"
+STOPPING_IN_ORDER: Final = "the container ends and all jobs are being stopped"
+TERMINATION_LOG: Final = Path("/dev/termination-log")
+"""The file whose content Kubernetes shows for an ended container (kubectl describe pod)."""
+TAKEOVER_STOP_TIMEOUT_S: Final = 10.0
+"""Stop timeout in seconds for jobs whose volume another agent has taken."""
+
+
+class Endings:
+    """``phase`` is the phase of the agent once one has begun, "" before; then ``leaves_bus`` is set in due time.
+
+    ``disown`` stops all writes of the process to a volume that another agent has taken.
+    """
+
+    def __init__(self, agent: Agent, dispatcher: Dispatcher, disown: Callable[[], None]) -> None:
+        self.phase = ""
+        self.orderly_stop: OrderlyStop | None = None
+        self.leaves_bus = asyncio.Event()
+        self._agent = agent
+        self._dispatcher = dispatcher
+        self._disown = disown
+        self._ending: asyncio.Task[None] | None = None
+
+    def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
+        """Stop all jobs in order, once; refuse all later changes of the machine."""
+        if self.orderly_stop is None or self._ending is None:
+            self.phase = self._dispatcher.refusing = STOPPING_IN_ORDER
+            self.orderly_stop = OrderlyStop(grace)
+            self._ending = asyncio.create_task(self._stop_in_order(self.orderly_stop), name="orderly stop")
+        return self._ending
+
+    async def _stop_in_order(self, stop: OrderlyStop) -> None:
+        await stop.run(self._agent)
+        self.phase = f"the container ends: {stop.summary}"
+        if self._agent.paths.is_system:
+            await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
+
+    def begin_shutdown(self) -> None:
+        """Stop the jobs and leave the bus. Not awaited: the Director deletes the container without the reply."""
+        self.phase = SHUT_DOWN
+        self._ending = asyncio.create_task(self._shut_down(), name="shutdown")
+
+    async def _shut_down(self) -> None:
+        agent = self._agent
+        agent_id = agent.settings.current.agent_id.encode()
+        try:
+            await asyncio.to_thread(files.write_atomic, agent.paths.shut_down, agent_id, mode=0o600)
+            await agent.state_backup.update()
+        except HostError as exc:
+            logger.error("the agent would come back after a restart: %s", exc)
+        try:
+            await self._stop_jobs()
+        finally:
+            self.leaves_bus.set()
+
+    def begin_takeover_stop(self, why: str) -> None:
+        """Write nothing more, leave the bus and stop the jobs; the Director would get two replies."""
+        if self._ending is None:
+            logger.critical("%s; the jobs are ended, and nothing more is done here", why)
+            self.phase = self._dispatcher.refusing = f"fenced off: {why}"
+            self.leaves_bus.set()
+            self._disown()
+            self._agent.supervisor.disown()
+            self._ending = asyncio.create_task(self._stop_jobs(TAKEOVER_STOP_TIMEOUT_S), name="takeover stop")
+
+    async def _stop_jobs(self, timeout: float = STOP_TIMEOUT_S) -> None:
+        try:
+            await self._agent.supervisor.stop(wait=True, timeout=timeout)
+        except (HostError, ActionError) as exc:
+            logger.error("cannot stop all jobs: %s", exc)
+
+
+def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
+    """Write the outcome for Kubernetes; the file is its mount and is never created."""
+    try:
+        with path.open("r+") as opened:
+            opened.write(text)
+            opened.truncate()
+    except OSError as exc:
+        logger.debug("no termination log: %s", exc)
