@@ -12,7 +12,7 @@ from agent_shim.actions.dispatch import Mode, action
 from agent_shim.actions.state import record_health
 from agent_shim.core.errors import ActionError
 from agent_shim.core.spec import ApplySpec
-from agent_shim.services.scripts import DrainSpec, drain_arguments
+from agent_shim.services.scripts import drain_arguments
 
 
 class ScriptOptions(msgspec.Struct, frozen=True):
@@ -31,24 +31,14 @@ async def run_script(agent: Agent, name: str, options: ScriptOptions) -> dict[st
 @action("drain", Mode.TASK)
 async def drain(agent: Agent, cancelled: asyncio.Event, kind: str, wanted: ApplySpec | None = None) -> int:
     """Drain the jobs; always returns 0, because the agent waits itself (agent/action/drain.go)."""
-    if kind not in ("update", "shutdown"):
-        raise ActionError(f"Unexpected call with drain type '{kind}'")
-    if kind == "update" and wanted is None:
-        raise ActionError("Drain update requires new spec")
+    current = agent.spec.current
+    arguments = drain_arguments(kind, current, wanted)
     if kind == "shutdown":
         await agent.edges.announce_shutdown()
     await agent.supervisor.unmonitor()
     await record_health(agent)
-    current = agent.spec.current
-    now, then = drain_spec(current), drain_spec(wanted) if wanted is not None else None
-    await agent.scripts.drain(current.job_names, drain_arguments(kind, now, then), now, then, cancelled)
+    await agent.scripts.drain(current.job_names, arguments, current, wanted, cancelled)
     return 0
-
-
-def drain_spec(spec: ApplySpec) -> DrainSpec:
-    """Extract the parts of a spec that drain scripts receive."""
-    digests = {name: package.sha1 for name, package in spec.packages.items()}
-    return DrainSpec(bool(spec.jobs), spec.configuration_hash, digests, spec.persistent_disk)
 
 
 @action("run_errand", Mode.TASK)

@@ -18,9 +18,8 @@ from typing import Final
 import msgspec
 
 from agent_shim.actions.agent import Agent
-from agent_shim.actions.scripts import drain_spec
 from agent_shim.core.errors import ActionError
-from agent_shim.services.scripts import drain_arguments
+from agent_shim.services.scripts import SHUTDOWN_ARGUMENTS
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,8 @@ class OrderlyStop(msgspec.Struct):
         await self._script("pre-stop", agent.scripts.run_all("pre-stop", jobs, NEXT_STATES), scripts)
         await agent.supervisor.seal()
         await agent.supervisor.unmonitor()
-        await self._script("drain", self._drain(agent, jobs), scripts)
+        drain = agent.scripts.drain(jobs, SHUTDOWN_ARGUMENTS, agent.spec.current, None, self.hurry)
+        await self._script("drain", drain, scripts)
         left = max(MIN_STOP_S, ends_at - time.monotonic())
         agent.supervisor.forget_killed()
         try:
@@ -68,10 +68,6 @@ class OrderlyStop(msgspec.Struct):
         if jobs and not self.hurry.is_set():
             await self._script("post-stop", agent.scripts.run_all("post-stop", jobs, {}), ends_at)
         logger.info("orderly stop: %s", self.summary)
-
-    async def _drain(self, agent: Agent, jobs: list[str]) -> None:
-        now = drain_spec(agent.spec.current)
-        await agent.scripts.drain(jobs, drain_arguments("shutdown", now, None), now, None, self.hurry)
 
     async def _script(self, name: str, work: Awaitable[None], until: float) -> None:
         """Run one kind of script until ``until`` (monotonic) or until ``hurry`` is set."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 FETCH_TIMEOUT_S: Final = 45.0
 """Timeout for the fetch of a blob; the Director waits for ten."""
 
-_ADDRESS: Final = re.compile(r"[0-9A-Fa-f.:]{2,45}")
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 LOCALHOST: Final = "localhost"
 POLL_S: Final = 10.0
 """Interval of looks for another hosts file."""
@@ -72,7 +69,10 @@ class Dns:
         Raises ``ActionError``.
         """
         async with self._turn:
-            return await asyncio.to_thread(self._restore, agent_id)
+            blob = await asyncio.to_thread(self._stored)
+            if blob is not None:
+                await asyncio.to_thread(self._write_hosts, blob, agent_id)
+        return blob is not None
 
     async def forget_neighbours(self, addresses: list[str]) -> None:
         """Forget the hardware addresses of these addresses as far as the container may; one program at a time."""
@@ -84,8 +84,12 @@ class Dns:
 
         Boot step: return why the host name stays another one, or None. Raises ``ActionError``.
         """
+        kept = "the machine is left alone"
         async with self._turn:
-            return await asyncio.to_thread(self._name_self, agent_id)
+            if self._paths.is_system:
+                kept = await asyncio.to_thread(hostname.set_host_name, agent_id)
+            await asyncio.to_thread(self._complete_hosts, agent_id)
+        return kept or None
 
     async def keep_names(self, agent_id: Callable[[], str]) -> NoReturn:
         """Add both names again whenever another hosts file appears, for ever."""
@@ -119,12 +123,6 @@ class Dns:
         except ActionError as exc:
             logger.warning("%s", exc)
 
-    def _restore(self, agent_id: str) -> bool:
-        if (blob := self._stored()) is None:
-            return False
-        self._write_hosts(blob, agent_id)
-        return True
-
     def _stored(self) -> _Blob | None:
         """Return the records of the last ``sync_dns``; None without one."""
         try:
@@ -133,11 +131,6 @@ class Dns:
             return None
         except (OSError, msgspec.DecodeError) as exc:
             raise ActionError(f"cannot read {self._paths.dns_records}: {exc}") from exc
-
-    def _name_self(self, agent_id: str) -> str | None:
-        kept = hostname.set_host_name(agent_id) if self._paths.is_system else "the machine is left alone"
-        self._complete_hosts(agent_id)
-        return kept or None
 
     def _complete_hosts(self, agent_id: str) -> None:
         hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
@@ -153,7 +146,9 @@ class Dns:
         hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
         what = f"{hosts} holds no names of other instances"
         with errors_as(what, OSError, msgspec.DecodeError, UnicodeDecodeError):
-            records: list[list[str]] = wire.convert(wire.decode(blob.records, object) or [], list[list[str]])
+            records: list[tuple[str, str]] = wire.convert(
+                wire.decode(blob.records, object) or [], list[tuple[str, str]]
+            )
             hosts.parent.mkdir(parents=True, exist_ok=True)
             kept = lines_naming(host_name, hosts) if agent_id != host_name else []
             files.write_atomic(hosts, hosts_text(agent_id, host_name, kept, records).encode(), mode=0o644)
@@ -185,37 +180,25 @@ def lines_naming(name: str, hosts: Path) -> list[str]:
 
 def own_lines(names: Sequence[str]) -> str:
     """Return lines that map ``names`` to this machine, for a hosts file written by another program."""
-    good = [name for name in names if _NAME.fullmatch(name)]
-    lines = [f"127.0.0.1 {name}" for name in good]
-    lines += [f"::1 {LOCALHOST} ip6-localhost ip6-loopback"] if LOCALHOST in good else []
+    lines = [f"127.0.0.1 {name}" for name in names]
+    lines += [f"::1 {LOCALHOST} ip6-localhost ip6-loopback"] if LOCALHOST in names else []
     return "\n".join(lines)
 
 
-def hosts_text(agent_id: str, host_name: str, kept: Iterable[str], records: Iterable[list[str]]) -> str:
+def hosts_text(agent_id: str, host_name: str, kept: Sequence[str], records: Iterable[tuple[str, str]]) -> str:
     """Return a hosts file that maps the agent id to this machine (platform/linux_platform.go, SaveDNSRecords).
 
-    ``kept`` are the container runtime's lines for ``host_name``; without one the host name also maps to this machine. A
-    record that is not an address and a name is left out, as a line break in it would forge lines; so is one for
-    ``localhost``, which would get two addresses.
+    ``kept`` are the container runtime's lines for ``host_name``; without one the host name also maps to this machine.
     """
-    own = f"{agent_id} {LOCALHOST}" if _NAME.fullmatch(agent_id) else LOCALHOST
+    own = f"{agent_id} {LOCALHOST}"
     header = [
         f"127.0.0.1 {own}",
         f"::1 {own} ip6-localhost ip6-loopback",
         *("fe00::0 ip6-localnet", "ff00::0 ip6-mcastprefix"),
         *("ff02::1 ip6-allnodes", "ff02::2 ip6-allrouters", "ff02::3 ip6-allhosts"),
     ]
-    kept = list(kept)
     if not kept and host_name not in own.split():
-        kept = list(filter(None, [own_lines([host_name])]))
-    taken = {LOCALHOST, "ip6-localhost", "ip6-loopback"}
-    good = [
-        f"{record[0]} {record[1]}"
-        for record in records
-        if len(record) >= 2
-        and _ADDRESS.fullmatch(record[0])
-        and _NAME.fullmatch(record[1])
-        and record[1].lower().rstrip(".") not in taken
-    ]
-    known = {*header, *good}
-    return "\n".join([*header, *(line for line in dict.fromkeys(kept) if line not in known), *good, ""])
+        kept = [own_lines([host_name])]
+    others = [f"{address} {name}" for address, name in records]
+    known = {*header, *others}
+    return "\n".join([*header, *(line for line in dict.fromkeys(kept) if line not in known), *others, ""])

@@ -19,6 +19,7 @@ import msgspec
 from agent_shim.core import safetext
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
+from agent_shim.core.spec import ApplySpec
 from agent_shim.core.wire import MAX_REPLY_BYTES
 from agent_shim.host import files, guarded
 from agent_shim.host.descriptors import closing
@@ -32,8 +33,6 @@ DIRECTORY: Final = Path("/")
 """Working directory of scripts: that of the Go agent on a stemcell."""
 NICE: Final = 5
 """Niceness of lifecycle scripts relative to the agent; drain and errands run with that of the agent."""
-MAX_NAME_BYTES: Final = 255
-"""Limit of the kernel for one part of a path."""
 GRACE_S: Final = 10.0
 """Between TERM and KILL for a cancelled script."""
 MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
@@ -41,18 +40,10 @@ MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
 
 _MAX_LINE_BYTES: Final = 4096
 _MAX_LINE_CHARS: Final = 300
+SHUTDOWN_ARGUMENTS: Final = ("job_shutdown", "hash_unchanged")
 STATUS_ARGUMENTS: Final = ("job_check_status", "hash_unchanged")
 _INTEGER: Final = re.compile(rb"[+-]?[0-9]{1,18}")
 _NEXT_STATE: Final = "BOSH_JOB_NEXT_STATE"
-
-
-class DrainSpec(msgspec.Struct, frozen=True):
-    """Part of an apply spec passed to drain scripts; ``packages`` maps names to digests, the disk is in MiB."""
-
-    has_jobs: bool
-    configuration_hash: str
-    packages: Mapping[str, str]
-    persistent_disk: int
 
 
 class Errand(msgspec.Struct, frozen=True):
@@ -63,10 +54,13 @@ class Errand(msgspec.Struct, frozen=True):
     exit_code: int
 
 
-def drain_arguments(kind: str, current: DrainSpec, new: DrainSpec | None) -> list[str]:
-    """Return the changes of job, configuration and packages as arguments (agent/script/drain/*_params.go)."""
+def drain_arguments(kind: str, current: ApplySpec, new: ApplySpec | None) -> list[str]:
+    """Return the changes of job, configuration and packages as arguments (agent/script/drain/*_params.go).
+
+    Raises ``ActionError`` for another ``kind`` than ``shutdown`` and ``update``, and for an update without ``new``.
+    """
     if kind == "shutdown":
-        return ["job_shutdown", "hash_unchanged"]
+        return list(SHUTDOWN_ARGUMENTS)
     if kind != "update":
         raise ActionError(f"Unexpected call with drain type '{kind}'")
     if new is None:
@@ -75,12 +69,13 @@ def drain_arguments(kind: str, current: DrainSpec, new: DrainSpec | None) -> lis
         change = "hash_new"
     else:
         change = "hash_unchanged" if current.configuration_hash == new.configuration_hash else "hash_changed"
-    packages = [name for name, digest in new.packages.items() if current.packages.get(name) != digest]
-    return ["job_changed" if current.has_jobs else "job_new", change, *sorted(packages)]
+    before = {name: package.sha1 for name, package in current.packages.items()}
+    packages = [name for name, package in new.packages.items() if before.get(name) != package.sha1]
+    return ["job_changed" if current.jobs else "job_new", change, *sorted(packages)]
 
 
-def drain_environment(current: DrainSpec, new: DrainSpec | None) -> dict[str, str]:
-    """Return variables with the size of the present persistent disk and, given a new spec, of the next one."""
+def drain_environment(current: ApplySpec, new: ApplySpec | None) -> dict[str, str]:
+    """Return variables with the MiB of the present persistent disk and, given a new spec, of the next one."""
     states = {"BOSH_JOB_STATE": current} | ({_NEXT_STATE: new} if new is not None else {})
     sizes = {name: {"persistent_disk": spec.persistent_disk} for name, spec in states.items()}
     return {name: msgspec.json.encode(size).decode() for name, size in sizes.items()}
@@ -109,44 +104,32 @@ class Scripts:
         Output is appended to the job's logs. Raises ``ActionError`` if one fails, with the last line that each failed
         script wrote to stderr.
         """
-        never = asyncio.Event()
-        unsuccessful: list[str] = []
-        having = self._having(name, jobs)
-
-        def sizes() -> dict[str, int]:
-            return {job: _size(self._paths.log / job / f"{name}.stderr.log") for job in having}
-
-        begins = await asyncio.to_thread(sizes)
+        last_lines: dict[str, str] = {}
 
         async def run(job: str) -> bool:
             log = self._log_directory(job)
             out, err = log / f"{name}.stdout.log", log / f"{name}.stderr.log"
-            argv = [str(self._script(job, name))]
-            environ = {**self._environ, **env}
+            begin = await asyncio.to_thread(_size, err)
+            argv, environ = [str(self._script(job, name))], {**self._environ, **env}
             script = await self._spawn(job, argv, env=environ, cwd=DIRECTORY, stdout=out, stderr=err, nice=NICE)
-            status = await self._end(script, never)
+            status = await self._end(script, asyncio.Event())
             if status != 0:
                 logger.warning("%s of job %s failed: exit status %s", name, job, status)
-                unsuccessful.append(job)
+                last_lines[job] = await asyncio.to_thread(_last_line, err, begin)
             return status == 0
 
         try:
-            await _side_by_side(name, having, run)
+            await _side_by_side(name, self._having(name, jobs), run)
         except ActionError as exc:
-
-            def said(job: str) -> str:
-                return _last_line(self._paths.log / job / f"{name}.stderr.log", begins[job])
-
-            told = {job: await asyncio.to_thread(said, job) for job in unsuccessful}
-            lines = "".join(f" {job}: {line}" for job, line in told.items() if line)
+            lines = "".join(f" {job}: {line}" for job, line in last_lines.items() if line)
             raise ActionError(f"{exc}{lines}") from exc
 
     async def drain(
         self,
         jobs: Sequence[str],
         arguments: Sequence[str],
-        current: DrainSpec,
-        new: DrainSpec | None,
+        current: ApplySpec,
+        new: ApplySpec | None,
         cancelled: asyncio.Event,
     ) -> None:
         """Run the drain scripts and wait until every job has drained.
@@ -228,10 +211,6 @@ class Scripts:
         return [job for job in jobs if self._script(job, name).exists()]
 
     def _script(self, job: str, name: str) -> Path:
-        for part in (job, name):
-            if part in ("", ".", "..") or "/" in part or "\0" in part or len(part.encode()) > MAX_NAME_BYTES:
-                what = f"script {name[:100]!r} of job {job[:100]!r}"
-                raise ActionError(f"cannot run {what}: {part[:100]!r} is not a name")
         return self._paths.jobs / job / "bin" / name
 
     def _log_directory(self, job: str) -> Path:

@@ -227,21 +227,6 @@ def test_a_missing_group_leaves_no_half_user(box: Machine, inside: Inside) -> No
     assert not (box.vcap / "bosh_ssh/bosh_half").exists()
 
 
-def test_there_is_an_end_to_users(box: Machine, inside: Inside) -> None:
-    """The fifty-first is refused, one that is there is not."""
-    passwd = box.root / "etc/passwd"
-    text = passwd.read_text()
-    many = "".join(f"bosh_m{i}:x:{5000 + i}:5000::/nowhere:/bin/false\n" for i in range(50))
-    passwd.write_text(text + many)
-    try:
-        error = inside(setup("bosh_more"))
-    finally:
-        passwd.write_text(text)
-
-    assert error.startswith("Creating user: there are 5")
-    assert error.endswith(" already")
-
-
 def test_without_useradd_it_is_said(box: Machine, inside: Inside) -> None:
     """A minimal image."""
     box.run("mount --bind /dev/null /usr/sbin/useradd")

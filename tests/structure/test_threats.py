@@ -59,7 +59,6 @@ ONCE_SUCCESSFUL = (
     "too long in characters or bytes",
     "braces that stand for a billion patterns",
     "tens of thousands of addresses",
-    "the agent's own host or `localhost`",
 )
 """Attacks that this agent once did not withstand: none of them leaves the tables."""
 

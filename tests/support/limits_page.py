@@ -19,7 +19,6 @@ LIMITS: Final = (
     ("connections to port 9190", "edges.http_server.MAX_CONNECTIONS", "the oldest of the busiest address is closed"),
     ("a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is refused"),
     ("a request over the control socket", "edges.control_server.MAX_REQUEST_BYTES", "it is refused"),
-    ("users of `bosh ssh` at a time", "services.users.MAX_USERS", "`bosh ssh` fails until one is removed"),
     ("DNS records of `sync_dns`", "services.bundles.MAX_SMALL_BYTES", "the request fails"),
     ("free space that downloads leave", "services.blobstore.transfer.RESERVE_BYTES", "the download fails"),
     ("age of an archive of `bosh logs`", "services.logs.archives.MAX_AGE_S", "it is removed"),

@@ -1,23 +1,20 @@
-"""DNS records: which are taken, in what order they are written, and what cannot get into a hosts file."""
+"""DNS records: which are taken, and in what order they are written."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 import socket
 import stat
 import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.host import files, mounts
-from agent_shim.services.dns import Dns, hosts_text
+from agent_shim.services.dns import Dns
 
 AGENT = "agent-1"
 LOOPBACK = "127.0.0.1"
@@ -229,22 +226,6 @@ async def test_records_of_millions_of_empty_lists_are_refused_before_they_are_de
     assert not paths.dns_records.exists()
 
 
-LINE = r"[0-9A-Fa-f.:]+( [A-Za-z0-9_.-]+)+"
-
-
-@given(st.lists(st.lists(st.text(max_size=20) | st.sampled_from(["10.0.0.1", "name", "a\nb", "::1\n"]), max_size=3)))
-def test_no_record_makes_a_line_of_another_form(records: list[list[str]]) -> None:
-    """Neither line breaks nor comments nor bytes get in."""
-    text = hosts_text(AGENT, "web-0", [], records)
-
-    assert all(re.fullmatch(LINE, line) for line in text.removesuffix("\n").split("\n"))
-
-
-def test_an_agent_id_that_is_no_name_is_left_out() -> None:
-    """It cannot make lines either."""
-    assert "evil" not in hosts_text("x\n1.2.3.4 evil", "y\n1.2.3.4 evil", [], [])
-
-
 # --- after a restart ------------------------------------------------------------------------------------------------
 
 
@@ -360,11 +341,3 @@ async def test_every_sync_keeps_both_names(dns: Dns, paths: Paths, monkeypatch: 
         assert resolve(text, "localhost") == [LOOPBACK, "::1"]
         assert resolve(text, name)[0] == LOOPBACK
         assert len(text.splitlines()) == len(set(text.splitlines()))
-
-
-@pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "localhost.", "ip6-localhost"])
-def test_no_record_gives_localhost_another_address(name: str) -> None:
-    text = hosts_text(AGENT, "pod-1", [], [["192.0.2.66", name], ["192.0.2.1", "a.b.bosh"]])
-
-    assert "192.0.2.66" not in text
-    assert "192.0.2.1 a.b.bosh" in text

@@ -11,11 +11,23 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agent_shim.core.errors import ActionError
+from agent_shim.core.spec import ApplySpec, Archive, Job, Package, Template
 from agent_shim.services import scripts
-from agent_shim.services.scripts import DrainSpec, drain_arguments, drain_environment
+from agent_shim.services.scripts import drain_arguments, drain_environment
 
-NOW = DrainSpec(True, "aaa", {"ruby": "sha1", "nginx": "sha1;sha256:x", "old": "1"}, 1024)
-FRESH = DrainSpec(False, "", {}, 0)
+
+def packages(**digests: str) -> dict[str, Package]:
+    return {name: Package(name=name, sha1=digest) for name, digest in digests.items()}
+
+
+NOW = ApplySpec(
+    job=Job(name="web", templates=[Template("web")]),
+    configuration_hash="aaa",
+    packages=packages(ruby="sha1", nginx="sha1;sha256:x", old="1"),
+    persistent_disk=1024,
+    rendered_templates_archive=Archive(),
+)
+FRESH = ApplySpec()
 
 
 @pytest.mark.parametrize(
@@ -28,19 +40,19 @@ FRESH = DrainSpec(False, "", {}, 0)
         (FRESH, FRESH, ["job_new", "hash_new"]),
         (
             NOW,
-            replace(NOW, packages={"zlib": "1", "ruby": "2", "old": "1"}),
+            replace(NOW, packages=packages(zlib="1", ruby="2", old="1")),
             ["job_changed", "hash_unchanged", "ruby", "zlib"],
         ),
-        (replace(NOW, has_jobs=False), NOW, ["job_new", "hash_unchanged"]),
+        (replace(NOW, job=Job()), NOW, ["job_new", "hash_unchanged"]),
     ],
 )
-def test_arguments_of_an_update(current: DrainSpec, new: DrainSpec, expected: list[str]) -> None:
+def test_arguments_of_an_update(current: ApplySpec, new: ApplySpec, expected: list[str]) -> None:
     """Packages that go away are not named, new and changed ones in order."""
     assert drain_arguments("update", current, new) == expected
 
 
 @pytest.mark.parametrize("new", [None, replace(NOW, configuration_hash="bbb")])
-def test_arguments_of_a_shutdown(new: DrainSpec | None) -> None:
+def test_arguments_of_a_shutdown(new: ApplySpec | None) -> None:
     """Nothing changes when all ends."""
     assert drain_arguments("shutdown", NOW, new) == ["job_shutdown", "hash_unchanged"]
 
@@ -53,7 +65,7 @@ def test_arguments_of_a_shutdown(new: DrainSpec | None) -> None:
         ("", NOW, "Unexpected call with drain type ''"),
     ],
 )
-def test_other_calls_are_refused(kind: str, new: DrainSpec | None, text: str) -> None:
+def test_other_calls_are_refused(kind: str, new: ApplySpec | None, text: str) -> None:
     """The texts are the Go agent's."""
     with pytest.raises(ActionError) as failed:
         drain_arguments(kind, NOW, new)
