@@ -58,6 +58,8 @@ NODES: Final = Resource("api/v1", "nodes")
 STORAGE_CLASSES: Final = Resource("apis/storage.k8s.io/v1", "storageclasses")
 ACCESS_REVIEWS: Final = Resource("apis/authorization.k8s.io/v1", "selfsubjectaccessreviews")
 BUDGETS: Final = Resource("apis/policy/v1", "poddisruptionbudgets")
+INGRESSES: Final = Resource("apis/networking.k8s.io/v1", "ingresses")
+POLICIES: Final = Resource("apis/networking.k8s.io/v1", "networkpolicies")
 SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots")
 
 

@@ -91,6 +91,9 @@ class Networks(Strict, frozen=True):
         dict[str, str],
         doc("Annotations of pods on a `manual` network; `((ip))`, `((prefix))`, `((gateway))` are filled in."),
     ] = {}
+    instance_names: Annotated[
+        bool, doc("A headless Service `DEPLOYMENT-GROUP-INDEX` for each instance, whose name outlives addresses.")
+    ] = True
 
 
 class Stemcells(Strict, frozen=True):

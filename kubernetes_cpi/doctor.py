@@ -27,6 +27,8 @@ PERMISSIONS: Final = {
     "persistentvolumeclaims": "create delete get list patch watch",
     "services": "create delete get list patch",
     "poddisruptionbudgets.policy": "create delete get patch",
+    "ingresses.networking.k8s.io": "create delete get patch",
+    "networkpolicies.networking.k8s.io": "create delete get patch",
     "events": "list",
     "pods/log": "get",
     "volumesnapshots.snapshot.storage.k8s.io": "create delete get list watch",

@@ -14,7 +14,15 @@ from kubernetes_cpi import names, networks, schema
 from kubernetes_cpi.client import Object
 from kubernetes_cpi.config import Agent, Config
 from kubernetes_cpi.networks import Plan
-from kubernetes_cpi.properties import AgentImage, DiskProperties, Service, Size, VmProperties
+from kubernetes_cpi.properties import (
+    AgentImage,
+    DiskProperties,
+    Ingress,
+    NetworkPolicy,
+    Service,
+    Size,
+    VmProperties,
+)
 
 CONTAINER: Final = "bosh"
 AGENT_PORT: Final = 9190
@@ -93,7 +101,11 @@ def secret(vm: Vm, settings: Object, pod: Object) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": vm.cid, "labels": names.labels(names.KIND_VM, vm.director, **{names.VM: vm.cid})},
+        "metadata": {
+            "name": vm.cid,
+            "labels": names.labels(names.KIND_VM, vm.director, **{names.VM: vm.cid}),
+            "annotations": {names.POLICY: _policy_name(vm)} if vm.properties.network_policy else {},
+        },
         "type": "Opaque",
         "immutable": True,
         "stringData": {
@@ -192,7 +204,7 @@ def group_service(service: Service, vm: Vm) -> Object:
     """Return a Service for the VM's instance group; each VM that uses it changes the annotation."""
     spec: Object = {
         "type": service.type,
-        "selector": {names.GROUP: vm.group} if vm.group else {names.VM: vm.cid, names.KIND: names.KIND_VM},
+        "selector": _members(vm),
         "ports": networks.ports(service.ports),
         "publishNotReadyAddresses": False,
     }
@@ -211,10 +223,66 @@ def group_service(service: Service, vm: Vm) -> Object:
                 names.GROUP: vm.group or names.digest(vm.cid),
                 **kept,
             },
-            "annotations": {**service.annotations, names.VM: vm.cid},
+            "annotations": {
+                **service.annotations,
+                names.VM: vm.cid,
+                **({names.INGRESS: "true"} if service.ingress else {}),
+            },
         },
         "spec": spec,
     }
+
+
+def group_ingress(service: Service, ingress: Ingress, vm: Vm) -> Object:
+    """Return the Ingress in front of a Service."""
+    backend = {"service": {"name": service.name, "port": {"number": ingress.port or service.ports[0].port}}}
+    rule: Object = {"http": {"paths": [{"path": ingress.path, "pathType": "Prefix", "backend": backend}]}}
+    spec: Object = {"rules": [{"host": host, **rule} for host in ingress.hosts] or [rule]}
+    if ingress.class_name:
+        spec["ingressClassName"] = ingress.class_name
+    if ingress.tls_secret:
+        spec["tls"] = [{"hosts": ingress.hosts, "secretName": ingress.tls_secret}]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "Ingress",
+        "metadata": {
+            "name": service.name,
+            "labels": {**names.labels(names.KIND_INGRESS, vm.director), names.GROUP: vm.group or names.digest(vm.cid)},
+            "annotations": dict(ingress.annotations),
+        },
+        "spec": spec,
+    }
+
+
+GROUP_PREFIX: Final = "group-"
+
+
+def group_policy(policy: NetworkPolicy, vm: Vm) -> Object:
+    """Return the NetworkPolicy of the VM's group."""
+    given = {"Ingress": policy.ingress, "Egress": policy.egress}
+    rules = {key: value for key, value in given.items() if value is not None}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": _policy_name(vm),
+            "labels": {**names.labels(names.KIND_POLICY, vm.director), names.GROUP: vm.group or names.digest(vm.cid)},
+        },
+        "spec": {
+            "podSelector": {"matchLabels": _members(vm)},
+            "policyTypes": list(rules),
+            **{key.lower(): value for key, value in rules.items()},
+        },
+    }
+
+
+def _policy_name(vm: Vm) -> str:
+    return GROUP_PREFIX + (vm.group or names.digest(vm.cid))
+
+
+def _members(vm: Vm) -> dict[str, str]:
+    """Return the labels of the pods of a group; those of the pod without one."""
+    return {names.GROUP: vm.group} if vm.group else {names.VM: vm.cid, names.KIND: names.KIND_VM}
 
 
 def quantity(size: Size) -> str:

@@ -30,6 +30,17 @@ class Port(Strict, frozen=True):
     host_port: Annotated[int, doc("Port of the node that leads to the pod; only in `ports` of VMs. 0: none.")] = 0
 
 
+class Ingress(Strict, frozen=True):
+    """An Ingress in front of a Service."""
+
+    hosts: Annotated[list[str], doc("Host names. Empty: all.")] = []
+    path: Annotated[str, doc("Prefix of paths.")] = "/"
+    port: Annotated[int, doc("Port of the Service. 0: its first one.")] = 0
+    class_name: Annotated[str, doc("IngressClass. Empty: the cluster's default.")] = ""
+    tls_secret: Annotated[str, doc("Secret with the certificate for `hosts`. Empty: no TLS.")] = ""
+    annotations: Annotated[dict[str, str], doc("Annotations.")] = {}
+
+
 class Service(Strict, frozen=True):
     """A Service in front of all VMs of an instance group."""
 
@@ -40,6 +51,11 @@ class Service(Strict, frozen=True):
     load_balancer_ip: Annotated[str, doc("Address asked of the load balancer.")] = ""
     annotations: Annotated[dict[str, str], doc("Annotations.")] = {}
     keep: Annotated[bool, doc("Leave the Service, with its address, when the last VM of the group is deleted.")] = False
+    ingress: Annotated[Ingress | None, doc("An Ingress of the same name.")] = None
+
+    def __post_init__(self) -> None:
+        if not self.ports:
+            raise ValueError(f"`ports` of the Service {self.name!r} is empty")
 
 
 class Volume(Strict, frozen=True):
@@ -93,6 +109,17 @@ class AgentImage(Strict, frozen=True):
     ] = False
 
 
+class NetworkPolicy(Strict, frozen=True):
+    """A NetworkPolicy of an instance group, beside those of the namespace; the agent needs its way to the bus."""
+
+    ingress: Annotated[
+        list[dict[str, Any]] | None, doc("Rules as in a NetworkPolicy. Absent: no limit; empty: nothing is admitted.")
+    ] = None
+    egress: Annotated[
+        list[dict[str, Any]] | None, doc("Rules as in a NetworkPolicy. Absent: no limit; empty: nothing is admitted.")
+    ] = None
+
+
 class VmProperties(Strict, frozen=True):
     """Cloud properties of vm_types, vm_extensions and AZs, merged by the Director."""
 
@@ -144,6 +171,9 @@ class VmProperties(Strict, frozen=True):
     volumes: Annotated[list[Volume], doc("Volumes beside those of the CPI.")] = []
     ports: Annotated[list[Port], doc("Ports of the pod, where `host_port` is wanted or for the reader.")] = []
     services: Annotated[list[Service], doc("Services in front of the instance group.")] = []
+    network_policy: Annotated[
+        NetworkPolicy | None, doc("A NetworkPolicy of the instance group, which remains until its last VM is deleted.")
+    ] = None
     disruption_budget: Annotated[
         bool, doc("A PodDisruptionBudget for the instance group: a drain of nodes evicts one of its VMs at a time.")
     ] = True

@@ -13,8 +13,20 @@ from typing import Any, Final
 
 import msgspec
 
-from kubernetes_cpi import attachments, budgets, claims, log, manifests, names, networks, pods, recreation, schema
-from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, SERVICES, Object, Resource
+from kubernetes_cpi import (
+    attachments,
+    budgets,
+    claims,
+    log,
+    manifests,
+    names,
+    networks,
+    pods,
+    recreation,
+    schema,
+    services,
+)
+from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, Object, Resource
 from kubernetes_cpi.errors import (
     ApiError,
     CpiError,
@@ -82,7 +94,7 @@ def create(session: Session, wanted: Wanted) -> list[Any]:
         _make_secret(session, vm, manifests.settings(vm, wanted.agent_id, env, session.config.agent), base)
         held = _held(session, vm, disks)
         pod = _made(session, vm, base, held, is_reserving=not disks)
-        _make_services(session, vm)
+        services.make(session, vm)
         if vm.group and vm.properties.disruption_budget:
             budgets.keep(session, vm.namespace, vm.group)
         ready = pods.until_ready(session, vm.namespace, pod, timeout_s=session.config.timeouts.create_vm)
@@ -102,9 +114,9 @@ def delete(session: Session, vm: str) -> None:
     The pod ends before the helpers that mount disks into it.
     """
     namespace = session.namespace_of(vm)
-    pod = _check_ours(session, vm)
+    pod, secret = _checked(session, vm)
     pods.end(session, namespace, vm)
-    _remove_belongings(session, vm)
+    _remove_belongings(session, vm, secret)
     # The budget of a group outlives a VM that was evicted: the Health Monitor brings it back.
     if pod is not None and not pods.is_ending(pod) and not pods.has_ended(pod):
         _fit_budget(session, pod)
@@ -148,6 +160,7 @@ def set_metadata(session: Session, vm: str, metadata: Mapping[str, Any]) -> None
     """Set labels and annotations of the pod from the Director's metadata."""
     get(session, vm)
     patch_metadata(session, PODS, vm, metadata, VMNotFoundError)
+    services.name_instance(session, vm, metadata)
 
 
 def get(session: Session, vm: str) -> Object:
@@ -288,20 +301,6 @@ def _is_same_pod(found: Object, wanted: Object) -> bool:
     return digests[0] == digests[1] and not pods.is_ending(found) and not pods.has_ended(found)
 
 
-def _make_services(session: Session, vm: Vm) -> None:
-    """Point the Services of the VM's group and of its `vip` networks to the VM; an address moves from VM to VM."""
-    bodies = [networks.service(vip, vm.cid, vm.director) for vip in vm.networks.vips]
-    bodies += [manifests.group_service(service, vm) for service in vm.properties.services]
-    for body in bodies:
-        made, is_new = session.client.ensure(SERVICES, vm.namespace, body)
-        if is_new:
-            continue
-        session.check_ours(made, body["metadata"]["labels"][names.KIND], VMCreationFailedError)
-        spec = {key: value for key, value in body["spec"].items() if key != "clusterIP"}
-        metadata = {key: body["metadata"][key] for key in ("labels", "annotations") if key in body["metadata"]}
-        session.client.patch(SERVICES, vm.namespace, body["metadata"]["name"], {"metadata": metadata, "spec": spec})
-
-
 def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
     """Return the schemes of the addresses of the bus; an error does not repeat them, since they hold passwords."""
     try:
@@ -357,9 +356,9 @@ def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> 
     """Remove the objects of a failed create; the label marks the rest for a later removal."""
     log.say(f"cannot create the VM: {why}; its objects are removed")
     try:
-        pod = _check_ours(session, vm)
+        pod, secret = _checked(session, vm)
         pods.end(session, session.namespace_of(vm), vm, grace_s=GRACE_OF_FAILED_S)
-        _remove_belongings(session, vm)
+        _remove_belongings(session, vm, secret)
         if pod is not None:
             _fit_budget(session, pod)
         for disk in held:
@@ -373,18 +372,20 @@ def _fit_budget(session: Session, pod: Object) -> None:
         budgets.keep(session, pod["metadata"]["namespace"], group)
 
 
-def _check_ours(session: Session, vm: str) -> Object | None:
-    """Return the pod of a VM, if there is one; ``VMNotFoundError`` if pod or Secret are not from this CPI."""
+def _checked(session: Session, vm: str) -> tuple[Object | None, Object | None]:
+    """Return the pod and the Secret of a VM, if there are any; ``VMNotFoundError`` if one is not from this CPI."""
     secret, pod = (session.client.find(resource, session.namespace_of(vm), vm) for resource in (SECRETS, PODS))
     for found in (secret, pod):
         session.check_ours(found, names.KIND_VM, VMNotFoundError)
-    return pod
+    return pod, secret
 
 
-def _remove_belongings(session: Session, vm: str) -> None:
+def _remove_belongings(session: Session, vm: str, secret: Object | None) -> None:
     """Delete the other objects of a VM whose pod is gone."""
     namespace = session.namespace_of(vm)
     attachments.end_all(session, vm)
+    # Before the Secret, which names the policy: a repeated call finds what is left.
+    services.remove(session, vm, ((secret or {}).get("metadata", {}).get("annotations") or {}).get(names.POLICY, ""))
     session.client.delete(SECRETS, namespace, vm)
     data = session.client.find(CLAIMS, namespace, names.data_claim(vm))
     if data is not None and names.is_ours(data, names.KIND_DATA, session.director):
@@ -393,21 +394,3 @@ def _remove_belongings(session: Session, vm: str) -> None:
     claim = session.find(CLAIMS, reserved, names.KIND_DISK)
     if claim and claims.annotation(claim, names.RESERVED_FOR) == vm:
         session.client.delete(CLAIMS, namespace, reserved)
-    _remove_services(session, vm)
-
-
-def _remove_services(session: Session, vm: str) -> None:
-    """Delete the Services that lead only to this VM, and those of a group without VMs."""
-    namespace = session.namespace_of(vm)
-    for service in session.client.list(SERVICES, namespace, labels=f"{names.MANAGED_BY}={names.OURS}"):
-        metadata = service["metadata"]
-        labels = metadata["labels"]
-        if not names.is_ours(service, labels.get(names.KIND, ""), session.director):
-            continue
-        is_mine = labels.get(names.VM) == vm or service["spec"].get("selector", {}).get(names.VM) == vm
-        if not is_mine and labels.get(names.KIND) == names.KIND_SERVICE and names.KEEP not in labels:
-            members = session.client.list(PODS, namespace, labels=f"{names.GROUP}={labels.get(names.GROUP)}")
-            is_mine = all(pods.is_ending(pod) for pod in members)
-        if is_mine and names.KEEP not in labels:
-            # Another VM has changed it meanwhile.
-            session.client.delete(SERVICES, namespace, metadata["name"], version=metadata["resourceVersion"])

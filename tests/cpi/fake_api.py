@@ -34,6 +34,7 @@ GROUPS = {
     "/api/v1/": {"pods", "secrets", "persistentvolumeclaims", "services", "events", "nodes"},
     "/apis/storage.k8s.io/v1/": {"storageclasses"},
     "/apis/policy/v1/": {"poddisruptionbudgets"},
+    "/apis/networking.k8s.io/v1/": {"ingresses", "networkpolicies"},
     "/apis/authorization.k8s.io/v1/": {"selfsubjectaccessreviews"},
     "/apis/snapshot.storage.k8s.io/v1/": {"volumesnapshots"},
 }

@@ -17,7 +17,7 @@ FLOORS: Mapping[int, frozenset[str]] = {
     7: frozenset({"door", "commands"}),
     6: frozenset({"methods", "doctor", "leftovers"}),
     5: frozenset({"vms", "disks", "snapshots", "stemcells"}),
-    4: frozenset({"recreation", "budgets"}),
+    4: frozenset({"recreation", "budgets", "services"}),
     3: frozenset({"pods", "claims", "attachments"}),
     2: frozenset({"session", "manifests", "networks"}),
     1: frozenset({"client", "credentials"}),
@@ -47,7 +47,7 @@ BANNED: Mapping[str, tuple[str, frozenset[str]]] = {
     "http": (
         "requests are the client's",
         frozenset({"client"})
-        | {"pods", "claims", "attachments", "recreation", "budgets", "vms", "disks", "snapshots"}
+        | {"pods", "claims", "attachments", "recreation", "budgets", "services", "vms", "disks", "snapshots"}
         | {"doctor"},
     ),
     "eval": ("runs what it reads", frozenset()),

@@ -1,0 +1,120 @@
+"""Objects that lead to VMs: Services, Ingresses and NetworkPolicies of groups, and a name for each instance.
+
+An object that several VMs share ends with the last of them.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kubernetes_cpi import log, manifests, names, networks, pods
+from kubernetes_cpi.client import INGRESSES, PODS, POLICIES, SERVICES, Object, Resource
+from kubernetes_cpi.errors import ApiError, CpiError, VMCreationFailedError
+from kubernetes_cpi.manifests import Vm
+from kubernetes_cpi.session import Session
+
+MAX_NAME_CHARS: Final = 63
+"""Length of the name of a Service, a DNS label that begins with a letter."""
+
+
+def make(session: Session, vm: Vm) -> None:
+    """Point all objects of the VM's group, and of its `vip` networks, to the VM; an address moves from VM to VM."""
+    for vip in vm.networks.vips:
+        _ensure(session, SERVICES, vm.namespace, networks.service(vip, vm.cid, vm.director))
+    for service in vm.properties.services:
+        _ensure(session, SERVICES, vm.namespace, manifests.group_service(service, vm))
+        if service.ingress:
+            _ensure(session, INGRESSES, vm.namespace, manifests.group_ingress(service, service.ingress, vm))
+    if vm.properties.network_policy:
+        _ensure(session, POLICIES, vm.namespace, manifests.group_policy(vm.properties.network_policy, vm))
+
+
+def remove(session: Session, vm: str, policy: str) -> None:
+    """Delete the Services that lead only to this VM, and the objects of a group without VMs.
+
+    ``policy``: the NetworkPolicy of its group, "" without one.
+    """
+    namespace = session.namespace_of(vm)
+    for service in session.client.list(SERVICES, namespace, labels=f"{names.MANAGED_BY}={names.OURS}"):
+        metadata = service["metadata"]
+        labels = metadata["labels"]
+        if not names.is_ours(service, labels.get(names.KIND, ""), session.director) or names.KEEP in labels:
+            continue
+        is_mine = labels.get(names.VM) == vm or service["spec"].get("selector", {}).get(names.VM) == vm
+        if labels.get(names.KIND) == names.KIND_SERVICE:
+            is_mine = is_mine or _is_empty(session, namespace, labels.get(names.GROUP))
+        if is_mine:
+            if names.INGRESS in (metadata.get("annotations") or {}):
+                _delete(session, INGRESSES, namespace, metadata["name"], names.KIND_INGRESS)
+            # Another VM has changed it meanwhile.
+            session.client.delete(SERVICES, namespace, metadata["name"], version=metadata["resourceVersion"])
+    if policy and _is_empty(session, namespace, policy.removeprefix(manifests.GROUP_PREFIX)):
+        _delete(session, POLICIES, namespace, policy, names.KIND_POLICY)
+
+
+def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> None:
+    """Lead the name `DEPLOYMENT-GROUP-INDEX` to a VM, from the Director's metadata; VMs of compilations have none.
+
+    The name outlives the VM's address. A missing permission or a Service of another owner is logged, not an error.
+    """
+    parts = [metadata.get(key) for key in ("deployment", "job", "index")]
+    if not session.config.networks.instance_names or "compiling" in metadata or None in parts:
+        return
+    body: Object = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": instance_name(*map(str, parts)),
+            "labels": names.labels(names.KIND_INSTANCE, session.director, **{names.VM: vm}),
+        },
+        "spec": {
+            "clusterIP": "None",
+            "selector": {names.VM: vm, names.KIND: names.KIND_VM},
+            # Members of a cluster find each other before they are ready.
+            "publishNotReadyAddresses": True,
+        },
+    }
+    try:
+        _ensure(session, SERVICES, session.namespace_of(vm), body)
+    except CpiError as exc:
+        log.say(f"the VM has no name in the cluster's DNS: {exc}")
+
+
+def instance_name(deployment: str, group: str, index: str) -> str:
+    """Return the name of an instance: a DNS label; a digest makes other texts unique."""
+    text = f"{deployment}-{group}-{index}"
+    if len(text) <= MAX_NAME_CHARS and re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", text):
+        return text
+    clean = re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")[: MAX_NAME_CHARS - 19].rstrip("-")
+    return f"i-{clean}-{names.digest(deployment, group, index)}"
+
+
+def _ensure(session: Session, resource: Resource, namespace: str, body: Object) -> None:
+    """Create an object, or give an existing one of this Director these contents."""
+    made, is_new = session.client.ensure(resource, namespace, body)
+    if is_new:
+        return
+    session.check_ours(made, body["metadata"]["labels"][names.KIND], VMCreationFailedError)
+    spec = {key: value for key, value in body["spec"].items() if key != "clusterIP"}
+    metadata = {key: body["metadata"][key] for key in ("labels", "annotations") if key in body["metadata"]}
+    session.client.patch(resource, namespace, body["metadata"]["name"], {"metadata": metadata, "spec": spec})
+
+
+def _is_empty(session: Session, namespace: str, group: str | None) -> bool:
+    members = session.client.list(PODS, namespace, labels=f"{names.GROUP}={group}")
+    return all(pods.is_ending(pod) for pod in members)
+
+
+def _delete(session: Session, resource: Resource, namespace: str, name: str, kind: str) -> None:
+    try:
+        found = session.client.find(resource, namespace, name)
+    except ApiError as exc:
+        if exc.status != http.client.FORBIDDEN:
+            raise
+        log.say(f"{resource.plural}/{name} remains: {exc}")
+        return
+    if found is not None and names.is_ours(found, kind, session.director):
+        session.client.delete(resource, namespace, name, version=found["metadata"]["resourceVersion"])

@@ -1,0 +1,186 @@
+"""Services, Ingresses, NetworkPolicies and names of instances on a fake API server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kubernetes_cpi import services
+from tests.cpi.calls import Cpi, CpiFailedError
+from tests.cpi.fake_api import Cluster, Server
+
+METADATA = {"deployment": "dep", "job": "zookeeper", "index": "0", "name": "zookeeper/1-2", "id": "1-2"}
+WEB: dict[str, Any] = {
+    "services": [{"name": "web", "ports": [{"port": 80}], "ingress": {"hosts": ["web.example.org"], "class_name": "n"}}]
+}
+POLICY: dict[str, Any] = {"network_policy": {"ingress": [{"ports": [{"port": 2181}]}]}}
+
+
+def target(cluster: Cluster, service: str) -> str:
+    """Return the VM that a Service leads to."""
+    return str(cluster.of("services")[service]["spec"]["selector"]["cpi.bosh.io/vm"])
+
+
+def test_name_of_an_instance_leads_to_its_vm_as_long_as_it_lives(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm()
+    cpi("set_vm_metadata", vm, METADATA)
+
+    spec = cluster.of("services")["dep-zookeeper-0"]["spec"]
+    assert (spec["clusterIP"], spec["publishNotReadyAddresses"]) == ("None", True)
+    assert target(cluster, "dep-zookeeper-0") == vm
+    cpi("delete_vm", vm)
+    assert cluster.snapshot() == {}
+
+
+def test_name_moves_to_the_new_vm_of_the_instance(cpi: Cpi, cluster: Cluster) -> None:
+    """With create-swap-delete both live for a while."""
+    old, new = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
+    cpi("set_vm_metadata", old, METADATA)
+    cpi("set_vm_metadata", new, METADATA)
+
+    assert target(cluster, "dep-zookeeper-0") == new
+    cpi("delete_vm", old)
+    assert target(cluster, "dep-zookeeper-0") == new
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{**METADATA, "compiling": "ruby"}, {"deployment": "dep", "job": "zookeeper"}, {}],
+    ids=["compilation", "no index", "nothing"],
+)
+def test_vm_without_an_instance_has_no_name(cpi: Cpi, cluster: Cluster, metadata: dict[str, str]) -> None:
+    cpi("set_vm_metadata", cpi.create_vm(), metadata)
+
+    assert cluster.of("services") == {}
+
+
+def test_names_of_instances_can_be_switched_off(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    cpi.write(server.config(agent={"mbus": "nats://10.0.0.6:4222"}, networks={"instance_names": False}))
+
+    cpi("set_vm_metadata", cpi.create_vm(), METADATA)
+
+    assert cluster.of("services") == {}
+
+
+@pytest.mark.parametrize("is_forbidden", [True, False])
+def test_name_that_is_not_available_fails_nothing(
+    cpi: Cpi, cluster: Cluster, server: Server, is_forbidden: bool
+) -> None:
+    if is_forbidden:
+        server.fail("POST services", times=9, status=403)
+    else:
+        cluster.create(("services", "bosh", "dep-zookeeper-0"), {"metadata": {"name": "dep-zookeeper-0"}, "spec": {}})
+    vm = cpi.create_vm()
+
+    cpi("set_vm_metadata", vm, METADATA)
+
+    assert "selector" not in cluster.of("services").get("dep-zookeeper-0", {"spec": {}})["spec"]
+    assert cluster.of("pods")[vm]["metadata"]["labels"]["bosh.io/index"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        (("dep", "web", "0"), "dep-web-0"),
+        (("cf", "doppler_z1", "3"), "i-cf-doppler-z1-3-"),
+        (("Prod", "web", "0"), "i-prod-web-0-"),
+        (("d" * 40, "g" * 40, "12"), "i-" + "d" * 40 + "-ggg-"),
+        (("7", "web", "0"), "i-7-web-0-"),
+    ],
+)
+def test_name_is_a_label_of_dns(parts: tuple[str, str, str], name: str) -> None:
+    found = services.instance_name(*parts)
+
+    assert found.startswith(name)
+    assert len(found) <= services.MAX_NAME_CHARS
+
+
+def test_names_that_look_alike_differ() -> None:
+    assert services.instance_name("a", "b_c", "0") != services.instance_name("a", "b.c", "0")
+
+
+def test_ingress_lives_as_long_as_its_service(cpi: Cpi, cluster: Cluster) -> None:
+    vms = [cpi.create_vm(agent, **WEB) for agent in ("agent-1", "agent-2")]
+
+    spec = cluster.of("ingresses")["web"]["spec"]
+    assert spec["ingressClassName"] == "n"
+    (rule,) = spec["rules"]
+    assert rule["host"] == "web.example.org"
+    assert rule["http"]["paths"][0]["backend"] == {"service": {"name": "web", "port": {"number": 80}}}
+    cpi("delete_vm", vms[0])
+    assert "web" in cluster.of("ingresses")
+    cpi("delete_vm", vms[1])
+    assert cluster.snapshot() == {}
+
+
+def test_ingress_without_hosts_takes_all_and_may_have_a_certificate(cpi: Cpi, cluster: Cluster) -> None:
+    ingress = {"tls_secret": "web-tls", "hosts": [], "path": "/api", "port": 8080, "annotations": {"a/b": "c"}}
+    cpi.create_vm(services=[{"name": "web", "ports": [{"port": 80}, {"port": 8080}], "ingress": ingress}])
+
+    made = cluster.of("ingresses")["web"]
+    assert made["metadata"]["annotations"] == {"a/b": "c"}
+    assert made["spec"]["tls"] == [{"hosts": [], "secretName": "web-tls"}]
+    assert "host" not in made["spec"]["rules"][0]
+    assert made["spec"]["rules"][0]["http"]["paths"][0]["path"] == "/api"
+    assert made["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]["port"] == {"number": 8080}
+
+
+def test_policy_is_that_of_the_group_and_ends_with_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
+    vms = [cpi.create_vm(agent, **POLICY) for agent in ("agent-1", "agent-2")]
+
+    (policy,) = cluster.of("networkpolicies").values()
+    labels = cluster.of("pods")[vms[1]]["metadata"]["labels"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["ingress"] == POLICY["network_policy"]["ingress"]
+    cpi("delete_vm", vms[0])
+    assert len(cluster.of("networkpolicies")) == 1
+    cpi("delete_vm", vms[1])
+    assert cluster.snapshot() == {}
+
+
+def test_changed_policy_replaces_the_former_rules(cpi: Cpi, cluster: Cluster) -> None:
+    cpi.create_vm("agent-1", **POLICY)
+    cpi.create_vm("agent-2", network_policy={"ingress": [], "egress": []})
+
+    (policy,) = cluster.of("networkpolicies").values()
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert (policy["spec"]["ingress"], policy["spec"]["egress"]) == ([], [])
+
+
+def test_policy_of_an_evicted_vm_is_found_by_its_secret(cpi: Cpi, cluster: Cluster) -> None:
+    vm = cpi.create_vm(**POLICY)
+    cluster.delete(("pods", "bosh", vm), {"gracePeriodSeconds": 0})
+
+    cpi("delete_vm", vm)
+
+    assert cluster.snapshot() == {}
+
+
+def test_objects_of_a_failed_vm_are_removed(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+    server.fail("POST networkpolicies", status=403, message="may not")
+
+    with pytest.raises(CpiFailedError, match="may not"):
+        cpi.create_vm(**WEB, **POLICY)
+
+    assert cluster.snapshot() == {}
+
+
+@pytest.mark.parametrize("plural", ["ingresses", "networkpolicies"])
+def test_object_of_another_director_is_not_taken_over(cpi: Cpi, cluster: Cluster, plural: str) -> None:
+    cpi.create_vm("agent-1", **WEB, **POLICY)
+    (name,) = cluster.of(plural)
+    cluster.patch((plural, "bosh", name), {"metadata": {"labels": {"cpi.bosh.io/director": "another"}}})
+    before = cluster.of(plural)[name]["spec"]
+
+    with pytest.raises(CpiFailedError, match="lacks the labels of a"):
+        cpi.create_vm("agent-2", services=WEB["services"], network_policy={"egress": []})
+    cpi("delete_vm", next(iter(cluster.of("pods"))))
+
+    assert cluster.of(plural)[name]["spec"] == before
+
+
+def test_service_needs_a_port(cpi: Cpi) -> None:
+    with pytest.raises(CpiFailedError, match="`ports` of the Service 'web' is empty"):
+        cpi.create_vm(services=[{"name": "web", "ports": []}])
