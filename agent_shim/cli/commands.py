@@ -228,7 +228,7 @@ def parser() -> argparse.ArgumentParser:
     demo = command("demo", _demo, "deploy a small release with a scripted Director to a private agent")
     demo.add_argument("--keep", action="store_true", help="leave Director, bus and agent running until Ctrl-C")
     completion = command("completion", _completion, "print the completion of a shell")
-    completion.add_argument("shell", choices=SHELLS, help="bash, zsh or fish")
+    completion.add_argument("shell", choices=tuple(SHELLS), help="bash, zsh or fish")
     of_help = command("help", _help, "describe a command, or list all")
     of_help.add_argument("topic", nargs="?", metavar="COMMAND", help="name of a command")
     of_help.set_defaults(top=top)

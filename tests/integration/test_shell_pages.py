@@ -26,7 +26,7 @@ SHELLS = {
     "bash": (["bash", "--noprofile", "--norc", "-i"], f"source {SCRIPTS}/agent-shim.bash"),
     "zsh": (
         ["zsh", "-f", "-i"],
-        f"autoload -U compinit; compinit -u -D; setopt menu_complete; source {SCRIPTS}/_agent-shim",
+        f"fpath=({SCRIPTS} $fpath); autoload -U compinit; compinit -u -D; setopt menu_complete",
     ),
 }
 FISH = {

@@ -22,9 +22,9 @@ def _section(name: str, parser: argparse.ArgumentParser) -> str:
     return "\n".join(lines)
 
 
-def parsers() -> Mapping[str, argparse.ArgumentParser]:
+def parsers(top: argparse.ArgumentParser | None = None) -> Mapping[str, argparse.ArgumentParser]:
     """The parser of each command, in the order of ``--help``."""
-    top = commands.parser()
+    top = top or commands.parser()
     (below,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     found: Mapping[str, argparse.ArgumentParser] = below.choices
     return found

@@ -6,6 +6,7 @@ import ast
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Final
 
 from agent_shim.daemon import boot
@@ -177,9 +178,9 @@ def _inner(text: str, width: int) -> str:
 FILES: Final[Mapping[str, Callable[[], str]]] = {
     "deploy/prometheus/prometheusrule.yaml": prometheus_rule,
     "deploy/prometheus/dashboard.yaml": dashboard,
-    "agent_shim/cli/completion/agent-shim.bash": shell_pages.bash,
-    "agent_shim/cli/completion/_agent-shim": shell_pages.zsh,
-    "agent_shim/cli/completion/agent-shim.fish": shell_pages.fish,
+    "agent_shim/cli/completion/agent-shim.bash": partial(shell_pages.completion, "bash"),
+    "agent_shim/cli/completion/_agent-shim": partial(shell_pages.completion, "zsh"),
+    "agent_shim/cli/completion/agent-shim.fish": partial(shell_pages.completion, "fish"),
     "share/agent-shim.1": shell_pages.manual,
     "docs/pictures/figures.svg": lambda: draw.figures((ROOT / "README.md").read_text()),
 }
