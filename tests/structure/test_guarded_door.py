@@ -109,7 +109,7 @@ RAW: Mapping[str, Raw] = {
     "services.dns": Raw(KERNEL, frozenset({"lines_naming"})),
     "cli.doctor": Raw(
         KERNEL,
-        frozenset({"_clock", "_directories", "_kernel", "_network", "_space"}),
+        frozenset({"_clock", "_directories", "_kernel", "_name_servers", "_space"}),
     ),
     "services.volume_lease": Raw(OWN, frozenset({"exclusive_agent.__enter__"})),
     "daemon.handback": Raw(OWN, frozenset({"_disks", "hand_back"})),

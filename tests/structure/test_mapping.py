@@ -26,7 +26,7 @@ ELSEWHERE: Mapping[str, str] = {
     "actions.dispatch": "contract/test_envelope.py",
     "services.disks.mounting": "integration/test_disks_service.py",
     "cli.doctor.finding": "unit/cli/test_doctor.py",
-    "cli.doctor.verdicts": "unit/cli/test_doctor.py",
+    "cli.doctor.limits": "unit/cli/test_doctor.py",
     "cli.bpm_logs": "contract/test_bpm_command.py",
     "host.sandbox": "root/test_bpm.py",
     "host.nftables": "root/test_firewall.py",

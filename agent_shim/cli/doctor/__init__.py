@@ -1,13 +1,14 @@
 """``agent-shim doctor``: probe what this container allows, and name consequences and changes.
 
 Run inside the container as the agent's user. It changes nothing: the effects of each probe end with its child process.
-This module collects facts, ``verdicts`` interprets them.
+``PROBES`` is the table of probes, ``limits.LIMITS`` the one of consequences and changes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import pwd
 import re
@@ -16,20 +17,21 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult
 
-from agent_shim.cli.doctor import verdicts
-from agent_shim.cli.doctor.finding import LIMITED, Finding, Report, Runtime
+from agent_shim.cli.doctor import limits
+from agent_shim.cli.doctor.finding import GOOD, LIMITED, WRONG, Finding, Limit, Report, Runtime
 from agent_shim.core import wire, x509
 from agent_shim.core.errors import ConfigError, HostError, NoAgentError, ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import (
     AgentConfig,
     Effective,
+    Mbus,
     UpdateSettings,
     bus_address,
     parse,
@@ -69,6 +71,12 @@ OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(etc-hosts|containers/
 DISKS_OF_WARDEN: Final = Path("/warden-cpi-dev")
 """The directory of the host below which the warden CPI mounts disks; other CPIs mount each disk below that path."""
 RESOLV_CONF: Final = Path("/etc/resolv.conf")
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+VCAP_UID: Final = 1000
+MIN_OPEN_FILES: Final = 65536
+MIN_SHARED_MEMORY: Final = 256 * MIB
+DAY_S: Final = 86400
 
 
 @dataclass(frozen=True)
@@ -85,20 +93,31 @@ class ContainerView:
     def is_root(self) -> bool:
         return os.geteuid() == 0
 
+    def judged(self, topic: str, found: str, limit: str | Limit = "", **words: str) -> Finding:
+        """Make a finding, good without a limit; a text is the name of a row in ``LIMITS``.
+
+        The change is the one for the creator of this container.
+        """
+        if not limit:
+            return Finding(topic, GOOD, found)
+        row = limits.LIMITS[limit] if isinstance(limit, str) else limit
+        change = row.change(runtime(self.settings)).format(**words)
+        return Finding(topic, row.verdict, found, row.follows.format(**words), change)
+
 
 def examine(paths: Paths, config: Path | None) -> Report:
     """Examine the container; ``config`` is agent.json, by default that of stemcells."""
     with _scratch(paths) as scratch:
         view = ContainerView(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
         findings: list[Finding] = []
-        for topic, check in CHECKS.items():
+        for topic, probe in PROBES.items():
             try:
-                findings += check(view)
+                findings += probe(view)
             except (OSError, ValueError, LookupError) as exc:
                 findings.append(Finding(topic, LIMITED, f"cannot be looked at: {exc}"))
-        bind_error = error_of(privilege_probes.bind_mount, view.scratch)
-        adapted = [finding.for_runtime(runtime(view.settings)) for finding in findings]
-        return Report(verdicts.tier(is_root=view.is_root, mounts=not bind_error), adapted)
+        mounts_work = not error_of(privilege_probes.bind_mount, view.scratch)
+    tier = "privileged" if mounts_work else "root with few capabilities"
+    return Report(tier if view.is_root else "restricted: no root", findings)
 
 
 def runtime(settings: Effective | None) -> Runtime:
@@ -116,7 +135,7 @@ def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
     for place in (None, paths.data, paths.base):
         with contextlib.suppress(OSError):
             return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=place)
-    return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=verdicts.SHARED_MEMORY)
+    return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=limits.SHARED_MEMORY)
 
 
 def _config(paths: Paths, config: Path | None) -> AgentConfig:
@@ -152,89 +171,145 @@ def _status(paths: Paths) -> Mapping[str, Any]:
 
 
 def _user(view: ContainerView) -> Iterator[Finding]:
-    vcap = _vcap()
-    uid, gid = (vcap.pw_uid, vcap.pw_gid) if vcap else (verdicts.VCAP_UID, verdicts.VCAP_UID)
-    yield verdicts.user(
-        os.geteuid(),
-        is_mapped=user_namespace.is_inside(),
-        change_user_error=error_of(privilege_probes.change_user, uid, gid) if view.is_root else 0,
-        change_owner_error=error_of(privilege_probes.change_owner, view.scratch, uid) if view.is_root else 0,
-    )
+    uid = os.geteuid()
+    who = ("root" if uid == 0 else f"user {uid}") + (", of a user namespace" if user_namespace.is_inside() else "")
+    if uid != 0:
+        yield view.judged("user", who, "one user")
+        return
+    ids = (vcap.pw_uid, vcap.pw_gid) if (vcap := _vcap()) else (VCAP_UID, VCAP_UID)
+    if error := error_of(privilege_probes.change_user, *ids):
+        yield view.judged("user", f"{who}: cannot become another user ({os.strerror(error)})", "no other user")
+    elif error := error_of(privilege_probes.change_owner, view.scratch, ids[0]):
+        yield view.judged("user", f"{who}: cannot give files to another user ({os.strerror(error)})", "no other user")
+    else:
+        yield view.judged("user", f"{who}: can run jobs as another user")
 
 
 def _privileges(view: ContainerView) -> Iterator[Finding]:
     found = capabilities.privileges()
-    yield verdicts.capabilities(found, is_root=view.is_root)
-    yield verdicts.privileges(found)
+    yield _capabilities(view, found.effective)
+    known = (("no new privileges", found.no_new_privs), ("seccomp filter", found.seccomp))
+    marks = ", ".join(text for text, is_so in known if is_so)
+    yield view.judged("confinement", marks or "none", "no new privileges" if found.no_new_privs else "")
+
+
+def _capabilities(view: ContainerView, held: Collection[str]) -> Finding:
+    """Judge the capabilities: each missing one disables a feature."""
+    topic, reasons = "capabilities", {**limits.NEEDED, **limits.USEFUL}
+    if not view.is_root:
+        return view.judged(topic, "none, as for every user but root", "no capabilities")
+    if missing := [name for name in reasons if name not in held]:
+        verdict = WRONG if any(name in limits.NEEDED for name in missing) else LIMITED
+        follows = "; ".join(dict.fromkeys(reasons[name] for name in missing))
+        limit = limits.capabilities(*missing, follows=follows, verdict=verdict)
+        return view.judged(topic, f"without {', '.join(missing)}", limit)
+    if absent := [name for name in limits.STRONG if name not in held]:
+        lost = "; ".join(limits.STRONG[name] for name in absent)
+        return view.judged(topic, f"those the agent needs; without {', '.join(absent)}", "few capabilities", lost=lost)
+    return view.judged(topic, f"{len(held)} of them, all that jobs ask for")
 
 
 def _mounts(view: ContainerView) -> Iterator[Finding]:
-    bind_error = error_of(privilege_probes.bind_mount, view.scratch)
-    yield verdicts.mounts(bind_error, error_of(privilege_probes.tmpfs, view.scratch))
+    tried = {"bind mount": privilege_probes.bind_mount, "tmpfs": privilege_probes.tmpfs}
+    errors = {what: error_of(probe, view.scratch) for what, probe in tried.items()}
+    failed = "; ".join(f"{what}: {os.strerror(error)}" for what, error in errors.items() if error)
+    yield view.judged("mounts", failed or "bind mounts and tmpfs work", "no mounts" if failed else "")
 
 
 def _isolation(view: ContainerView) -> Iterator[Finding]:
-    version = sandbox_exec.landlock_version()
-    namespaces = {
-        "mounts": error_of(privilege_probes.bind_mount, view.scratch),
-        "processes": error_of(privilege_probes.process_namespace, view.scratch),
-        "users": error_of(privilege_probes.user_namespace, view.scratch),
+    tried = {
+        "mounts": privilege_probes.bind_mount,
+        "processes": privilege_probes.process_namespace,
+        "users": privilege_probes.user_namespace,
     }
+    can = ", ".join(name for name, probe in tried.items() if not error_of(probe, view.scratch))
     # A running agent knows its level; without one the probe asks the kernel.
     level = view.status.get("bpm", {}).get("level") or asyncio.run(sandbox.isolation()).level
-    yield verdicts.isolation(level, version, namespaces)
+    landlock = sandbox_exec.landlock_version() or "missing"
+    found = f"level {level} (Landlock {landlock}; namespaces that can be made: {can or 'none'})"
+    yield view.judged("bpm isolation", found, "no isolation" if level > 2 else "")
 
 
 def _users(view: ContainerView) -> Iterator[Finding]:
     vcap = _vcap()
     missing = [name for name in LOGIN_PROGRAMS if view.is_root and shutil.which(name, path=SYSTEM_PATH) is None]
-    yield verdicts.users(vcap=vcap.pw_uid if vcap else None, programs=missing, is_root=view.is_root)
+    if vcap is None and view.is_root:
+        yield view.judged("users", "no user vcap", "no vcap")
+    elif missing:
+        yield view.judged("users", f"vcap; no {', '.join(missing)}", "no login programs")
+    elif vcap is not None and vcap.pw_uid != VCAP_UID:
+        yield view.judged("users", f"vcap is user {vcap.pw_uid}", "other vcap")
+    else:
+        yield view.judged("users", "vcap, and what bosh ssh makes users with" if view.is_root else "not needed")
 
 
 def _vcap() -> pwd.struct_passwd | None:
-    try:
+    with contextlib.suppress(KeyError):
         return pwd.getpwnam("vcap")
-    except KeyError:
-        return None
+    return None
 
 
 # --- what there is --------------------------------------------------------------------------------------------------
 
 
-def _cgroups(_: ContainerView) -> Iterator[Finding]:
-    found, host = cgroups.find(), host_stats.memory()
+def _cgroups(view: ContainerView) -> Iterator[Finding]:
+    found = cgroups.find()
     hierarchy = found.memory or found.cpu
-    version, delegates = hierarchy.version if hierarchy else 0, "memory" in job_cgroups.offered()
-    limits = cgroups.memory(found, host)
-    memory = limits.total if limits else None
-    yield from verdicts.cgroups(version, delegates=delegates, memory=memory, cpus=cgroups.processors(found))
+    if hierarchy is None:
+        yield view.judged("cgroups", "not visible", "no cgroups")
+        return
+    if "memory" in job_cgroups.offered():
+        yield view.judged("cgroups", f"version {hierarchy.version}, can be made below ours")
+    else:
+        yield view.judged("cgroups", f"version {hierarchy.version}, read-only", "cgroups read-only")
+    memory, cpus = cgroups.memory(found, host_stats.memory()), cgroups.processors(found)
+    total = memory.total if memory else None
+    texts = [f"memory {total / MIB:.0f} MiB" if total else "", f"{cpus:g} processors" if cpus else ""]
+    shown = ", ".join(filter(None, texts)) or "none"
+    yield view.judged("limits", shown, "" if total else "no memory limit")
 
 
-def _job_limits(_: ContainerView) -> Iterator[Finding]:
-    limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
-    yield verdicts.open_files(*(resource.getrlimit(limit)[1] for limit in limits))
+def _job_limits(view: ContainerView) -> Iterator[Finding]:
+    hard, processes = (resource.getrlimit(which)[1] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    shown = [f"{'no limit' if value < 0 else value} {what}" for value, what in ((hard, "files"), (processes, "tasks"))]
+    yield view.judged("job limits", ", ".join(shown), "few open files" if 0 <= hard < MIN_OPEN_FILES else "")
 
 
 def _directories(view: ContainerView) -> Iterator[Finding]:
-    paths, table = view.paths, mounts.mounts()
-    for path, needs in (
-        (paths.data, "packages, jobs, logs and the state of the agent"),
-        (paths.store, "the files of jobs that have a persistent disk"),
-    ):
-        if not path.is_dir():
-            continue
-        mount = mounts.mount_of(path, table)
-        options, is_own = (mount.options, mount.point != Path("/")) if mount else ((), False)
-        error = error_of(privilege_probes.write, path)
-        yield verdicts.directory(str(path), error, options, is_own_volume=is_own, needs=needs)
-    for path, follows in (
-        (paths.bosh, "the agent does not start"),
-        (paths.etc, "no users, no host keys, no names of other instances in /etc/hosts: no bosh ssh"),
-        (Path("/tmp"), "scripts that need it fail"),  # noqa: S108 - that very directory
-        (Path("/run"), "daemons that put their pid files there fail"),
-    ):
-        if path.is_dir():
-            yield verdicts.plain_directory(str(path), error_of(privilege_probes.write, path), follows)
+    paths = view.paths
+    needs = {
+        paths.data: "packages, jobs, logs and the state of the agent",
+        paths.store: "the files of jobs that have a persistent disk",
+    }
+    yield from (_volume(view, path, text) for path, text in needs.items() if path.is_dir())
+    follows = {
+        paths.bosh: "the agent does not start",
+        paths.etc: "no users, no host keys, no names of other instances in /etc/hosts: no bosh ssh",
+        Path("/tmp"): "scripts that need it fail",  # noqa: S108 - that very directory
+        Path("/run"): "daemons that put their pid files there fail",
+    }
+    for path, text in follows.items():
+        if path.is_dir() and (error := error_of(privilege_probes.write, path)):
+            is_top = path.parent == Path("/") and path != Path("/etc")
+            limit = "top directory not writable" if is_top else "directory not writable"
+            found = f"cannot be written: {os.strerror(error)}"
+            yield view.judged(str(path), found, limit, needs=text, path=str(path))
+        elif path.is_dir():
+            yield view.judged(str(path), "writable")
+
+
+def _volume(view: ContainerView, path: Path, needs: str) -> Finding:
+    """Judge a directory that should be a volume; ``needs`` names its content."""
+    mount = mounts.mount_of(path, mounts.mounts())
+    if error := error_of(privilege_probes.write, path):
+        found = f"cannot be written: {'read-only' if error == errno.EROFS else os.strerror(error)}"
+        return view.judged(str(path), found, "volume not writable", needs=needs, path=str(path))
+    if mount and "noexec" in mount.options:
+        return view.judged(str(path), "mounted noexec", "volume noexec", path=str(path))
+    if mount is None or mount.point == Path("/"):
+        found = "in the root file system of the container"
+        return view.judged(str(path), found, "no volume", needs=needs, path=str(path))
+    return view.judged(str(path), "a volume of its own, writable")
 
 
 def _space(view: ContainerView) -> Iterator[Finding]:
@@ -242,27 +317,44 @@ def _space(view: ContainerView) -> Iterator[Finding]:
     for path in (view.paths.data, view.paths.store, Path("/")):
         if path.is_dir() and (device := path.stat().st_dev) not in seen:
             seen.add(device)
-            found = os.statvfs(path)
-            free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-            yield verdicts.space(str(path), free, total, found.f_favail, found.f_files)
-    memory = os.statvfs("/dev/shm")  # noqa: S108 - that very directory
-    yield verdicts.shared_memory(memory.f_blocks * memory.f_frsize)
+            yield _free(view, path)
+    memory = os.statvfs(limits.SHARED_MEMORY)
+    size = memory.f_blocks * memory.f_frsize
+    limit = "little shared memory" if size < MIN_SHARED_MEMORY else ""
+    yield view.judged(limits.SHARED_MEMORY, f"{size / MIB:.0f} MiB", limit)
 
 
-def _kernel(_: ContainerView) -> Iterator[Finding]:
-    lacking = {}
-    if error_of(privilege_probes.open_pidfd):
-        lacking["pidfd"] = "ends of processes that were adopted are noticed by looking, up to a second late"
-    if not sandbox_exec.landlock_version():
-        lacking["Landlock"] = "processes of bpm.yml are not confined to their files"
-    if not Path("/proc/pressure/memory").exists():
-        lacking["pressure stall information"] = "memory pressure is invisible until memory runs out"
-    yield verdicts.kernel(os.uname().release, lacking)
+def _free(view: ContainerView, path: Path) -> Finding:
+    """Judge the bytes and inodes of a file system; one without inodes reports 0 of them."""
+    status = os.statvfs(path)
+    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    found = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    is_short = status.f_files > 0 and status.f_favail / status.f_files < 0.05
+    found += f", {status.f_favail} of {status.f_files} inodes" if is_short else ""
+    is_low = free < total * 0.1 or is_short
+    return view.judged("disk space", found, "disk full" if free < 64 * MIB else "disk nearly full" if is_low else "")
+
+
+def _kernel(view: ContainerView) -> Iterator[Finding]:
+    has = {
+        "pidfd": not error_of(privilege_probes.open_pidfd),
+        "Landlock": bool(sandbox_exec.landlock_version()),
+        "pressure stall information": Path("/proc/pressure/memory").exists(),
+    }
+    lacking = [name for name, is_there in has.items() if not is_there]
+    lost = "; ".join(limits.KERNEL_FEATURES[name] for name in lacking)
+    found = f"Linux {os.uname().release}" + (f" without {', '.join(lacking)}" if lacking else "")
+    yield view.judged("kernel", found, "old kernel" if lacking else "", lost=lost)
     names = ("max_user_instances", "max_user_watches")
-    limits = [int(Path("/proc/sys/fs/inotify", name).read_text()) for name in names]
-    yield verdicts.watches(error_of(privilege_probes.open_inotify), *limits)
+    instances, watches = (int(Path("/proc/sys/fs/inotify", name).read_text()) for name in names)
+    found = f"{instances} instances and {watches} watches a user"
+    error = error_of(privilege_probes.open_inotify)
+    yield view.judged("inotify", f"{os.strerror(error)} ({found})" if error else found, "no inotify" if error else "")
     name = proc.name(1)
-    yield verdicts.first_process(name, is_init=name in INITS or "agent_shim" in proc.command_line(1))
+    if name in INITS or "agent_shim" in proc.command_line(1):
+        yield view.judged("process 1", name)
+    else:
+        yield view.judged("process 1", f"{name}, no known init", "no init")
 
 
 # --- environment ----------------------------------------------------------------------------------------------------
@@ -271,23 +363,49 @@ def _kernel(_: ContainerView) -> Iterator[Finding]:
 def _clock(view: ContainerView) -> Iterator[Finding]:
     drift = float(Path("/proc/uptime").read_text().split()[0]) - clock.boot_time()
     is_synchronized = privilege_probes.is_clock_synchronized()
-    yield verdicts.clock(year=time.gmtime().tm_year, drift=drift, is_synchronized=is_synchronized)
+    if (year := time.gmtime().tm_year) < 2024:
+        yield view.judged("clock", f"it shows the year {year}", "wrong year")
+    elif abs(drift) > 5:
+        yield view.judged("clock", f"/proc/uptime tells another age ({drift:+.0f} s): lxcfs", "other uptime")
+    elif is_synchronized is False:
+        yield view.judged("clock", "the kernel says that no time server is followed", "no time server")
+    else:
+        yield view.judged("clock", "follows a time server" if is_synchronized else "no complaint")
     if view.settings is not None and "BEGIN CERTIFICATE" in view.settings.mbus.certificate:
-        begins, ends = x509.validity(view.settings.mbus.certificate)
-        now = clock.wall_time_of(clock.boot_ticks())
-        is_door = view.settings.mbus.scheme == "https"
-        yield verdicts.certificate(ends - now, begins - now, is_door=is_door)
+        yield _certificate(view, view.settings.mbus)
+
+
+def _certificate(view: ContainerView, mbus: Mbus) -> Finding:
+    """Judge the certificate of the bus, or of the HTTPS door of ``create-env``."""
+    begins, ends = x509.validity(mbus.certificate)
+    now = clock.wall_time_of(clock.boot_ticks())
+    days = (ends - now) / DAY_S
+    kind, topic = ("door", "certificate of the HTTPS door") if mbus.scheme == "https" else ("bus", "bus certificate")
+    if begins > now:
+        return view.judged(topic, "not good yet", f"{kind} certificate not yet valid")
+    if days <= 0:
+        return view.judged(topic, f"expired {-days:.0f} days ago", f"{kind} certificate expired")
+    found = f"good for {days:.0f} days more"
+    return view.judged(topic, found, f"{kind} certificate near its end" if days < 30 else "")
 
 
 def _ports(view: ContainerView) -> Iterator[Finding]:
     host, colon, port = view.config.shim.http.rpartition(":")
     if colon and port.isdigit():
         place, number = host.strip("[]"), int(port)
-        error = error_of(privilege_probes.listen, place, number)
+        topic, what = f"port {number}", "metrics and probes"
         is_answered = bool(view.status) and not _failure(_connect, place, number)
-        is_ours = is_answered and network.listeners(number) <= {os.geteuid()}
-        yield verdicts.port("metrics and probes", number, error, is_ours=is_ours)
-    yield verdicts.low_ports(error_of(privilege_probes.listen_low))
+        if is_answered and network.listeners(number) <= {os.geteuid()}:
+            yield view.judged(topic, f"{what}: the agent listens")
+        elif not (error := error_of(privilege_probes.listen, place, number)):
+            yield view.judged(topic, f"{what}: free")
+        elif error == errno.EADDRINUSE:
+            yield view.judged(topic, f"{what}: another program listens there", "port taken")
+        else:
+            yield view.judged(topic, f"{what}: {os.strerror(error)}", "port refused")
+    error = error_of(privilege_probes.listen_low)
+    found = os.strerror(error).lower() if error else "can be listened on"
+    yield view.judged("ports below 1024", found, "no low ports" if error else "")
 
 
 def _connect(host: str, port: int) -> None:
@@ -302,6 +420,75 @@ def _failure(call: Callable[..., object], *arguments: Any) -> str:
     except OSError as exc:
         return exc.strerror or str(exc)
     return ""
+
+
+def _names(view: ContainerView) -> Iterator[Finding]:
+    names = ("localhost", socket.gethostname())
+    failed = _unknown(names)
+    yield view.judged("names", failed or f"{' and '.join(names)} found", "own names unknown" if failed else "")
+
+
+def _unknown(names: Iterable[str]) -> str:
+    """The names that cannot be looked up, each with the reason."""
+    errors = {name: _failure(socket.getaddrinfo, name, None) for name in names}
+    return "; ".join(f"{name}: {why}" for name, why in errors.items() if why)
+
+
+def _name_servers(view: ContainerView) -> Iterator[Finding]:
+    words = [line.split() for line in RESOLV_CONF.read_text(errors="replace").splitlines()]
+    servers = [word[1] for word in words if word[:1] == ["nameserver"] and len(word) > 1]
+    hosts = [place.hostname or "" for place in _bus_places(view)]
+    names = [host for host in hosts if not network.family_of(host)]
+    found = ", ".join(servers) + (f"; {', '.join(names)} found" if names else "")
+    if not servers:
+        yield view.judged("DNS", "/etc/resolv.conf names no server", "no name server")
+    elif failed := _unknown(names):
+        yield view.judged("DNS", failed, "bus name unknown")
+    elif view.is_root and error_of(privilege_probes.open_for_writing, RESOLV_CONF):
+        yield view.judged("DNS", found, "fixed name servers")
+    else:
+        yield view.judged("DNS", found)
+
+
+def _addresses(view: ContainerView) -> Iterator[Finding]:
+    expected = address_watch.expected(view.settings, _applied(view.paths)) if view.settings else {}
+    missing = [f"no interface has {ip} ({where})" for ip, where in expected.items() if not network.has_address(ip)]
+    own = network.default_address() or network.default_address(ipv6=True)
+    if missing:
+        yield view.judged("addresses", "; ".join(missing), "address missing")
+    elif own is None:
+        yield view.judged("addresses", "no default route", "no default route")
+    else:
+        yield view.judged("addresses", own.ip)
+
+
+def _applied(paths: Paths) -> Mapping[str, Any]:
+    """The networks of the applied spec."""
+    try:
+        networks = wire.decode(files.read(paths.spec, is_own=True), dict[str, Any]).get("networks")
+    except (OSError, ValueError):
+        return {}
+    return networks if isinstance(networks, dict) else {}
+
+
+def _bus(view: ContainerView) -> Iterator[Finding]:
+    """Judge the bus, of which one address that answers is enough, and the rules that keep jobs from it."""
+    errors = {f"{place.hostname}:{place.port or 4222}": _bus_error(view, place) for place in _bus_places(view)}
+    if not errors:
+        return
+    if reached := [place for place, why in errors.items() if not why]:
+        yield view.judged("bus", f"{', '.join(reached)} can be reached")
+    else:
+        yield view.judged("bus", "; ".join(f"{place}: {why}" for place, why in errors.items()), "bus not reached")
+    obstacle = _firewall_obstacle(view)
+    found = f"jobs can reach the bus: {obstacle}" if obstacle else "keeps jobs from the bus"
+    yield view.judged("firewall", found, "no firewall" if obstacle else "")
+
+
+def _bus_places(view: ContainerView) -> list[SplitResult]:
+    """The addresses of the bus in the settings."""
+    places = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
+    return [place for place in places if place.scheme == "nats" and place.hostname]
 
 
 def _bus_error(view: ContainerView, place: SplitResult) -> str:
@@ -331,30 +518,6 @@ def _read_line(one: socket.socket) -> None:
             return
 
 
-def _network(view: ContainerView) -> Iterator[Finding]:
-    words = [line.split() for line in RESOLV_CONF.read_text(errors="replace").splitlines()]
-    servers = [word[1] for word in words if word[:1] == ["nameserver"] and len(word) > 1]
-    places = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
-    places = [place for place in places if place.scheme == "nats" and place.hostname]
-    names = [place.hostname for place in places if place.hostname and not network.family_of(place.hostname)]
-    name_errors = {name: _failure(socket.getaddrinfo, name, None) for name in names}
-    write_error = error_of(privilege_probes.open_for_writing, RESOLV_CONF) if view.is_root else 0
-    yield verdicts.name_servers(servers, write_error, name_errors)
-    expected = address_watch.expected(view.settings, _applied(view.paths)) if view.settings else {}
-    found = network.default_address() or network.default_address(ipv6=True)
-    missing = {ip: where for ip, where in expected.items() if not network.has_address(ip)}
-    yield verdicts.addresses(found.ip if found else "", missing)
-    bus_errors = {f"{place.hostname}:{place.port or 4222}": _bus_error(view, place) for place in places}
-    if (finding := verdicts.bus(bus_errors)) is not None:
-        yield finding
-        yield verdicts.firewall(_firewall_obstacle(view))
-
-
-def _names(_: ContainerView) -> Iterator[Finding]:
-    names = ("localhost", socket.gethostname())
-    yield verdicts.own_names({name: _failure(socket.getaddrinfo, name, None) for name in names})
-
-
 def _firewall_obstacle(view: ContainerView) -> str:
     """The reason the rules do not, or could not, keep jobs from the bus; "" if they do or could."""
     if held := view.status.get("firewall"):
@@ -368,16 +531,7 @@ def _firewall_obstacle(view: ContainerView) -> str:
     return ""
 
 
-def _applied(paths: Paths) -> Mapping[str, Any]:
-    """The networks of the applied spec."""
-    try:
-        networks = wire.decode(files.read(paths.spec, is_own=True), dict[str, Any]).get("networks")
-    except (OSError, ValueError):
-        return {}
-    return networks if isinstance(networks, dict) else {}
-
-
-CHECKS: Final[Mapping[str, Callable[[ContainerView], Iterator[Finding]]]] = {
+PROBES: Final[Mapping[str, Callable[[ContainerView], Iterator[Finding]]]] = {
     "user": _user,
     "capabilities": _privileges,
     "users": _users,
@@ -391,5 +545,8 @@ CHECKS: Final[Mapping[str, Callable[[ContainerView], Iterator[Finding]]]] = {
     "clock": _clock,
     "ports": _ports,
     "names": _names,
-    "network": _network,
+    "DNS": _name_servers,
+    "addresses": _addresses,
+    "bus": _bus,
 }
+"""The probes, in the order of the report; each yields what it found."""

@@ -1,151 +1,134 @@
-"""Verdicts of the doctor on facts, and their presentation."""
+"""Findings of the doctor, the table of limits, and their presentation."""
 
 from __future__ import annotations
 
-import ast
-import errno
+import json
 import re
-from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from agent_shim.cli import ansi, doctor
-from agent_shim.cli.doctor import verdicts
-from agent_shim.cli.doctor.finding import (
-    GOOD,
-    LIMITED,
-    ON_HOST,
-    WRONG,
-    Finding,
-    Report,
-    Runtime,
-    table,
-)
-from agent_shim.core.settings import Effective, UpdateSettings, parse
-from agent_shim.host import mounts
+from agent_shim.cli.doctor.finding import GOOD, LIMITED, ON_HOST, WRONG, Finding, Report, Runtime, table
+from agent_shim.cli.doctor.limits import LIMITS, NEEDED, USEFUL
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import AgentConfig, Effective, UpdateSettings, parse
+from agent_shim.host import capabilities, mounts
 from agent_shim.host.capabilities import NAMES, Privileges
-from tests.structure.source import ROOT
+from agent_shim_demo import pki
 
-FEW = frozenset({*verdicts.NEEDED, *verdicts.USEFUL})
-
-
-@pytest.mark.parametrize(
-    ("is_root", "mounts", "tier"),
-    [(True, True, "privileged"), (True, False, "root with few capabilities"), (False, False, "restricted: no root")],
-)
-def test_the_tier_follows_from_root_and_mounts(is_root: bool, mounts: bool, tier: str) -> None:
-    assert verdicts.tier(is_root=is_root, mounts=mounts) == tier
+FEW = frozenset({*NEEDED, *USEFUL})
 
 
-def test_a_missing_capability_that_jobs_need_is_wrong_and_named_as_the_manifest_wants_it() -> None:
-    finding = verdicts.capabilities(Privileges(effective=FEW - {"SETUID", "KILL"}), is_root=True)
-
-    assert finding.verdict == WRONG
-    assert finding.change == "securityContext.capabilities.add: [SETUID, KILL]"
-    assert "processes of vcap cannot be stopped" in finding.follows
-
-
-def test_a_missing_capability_for_ssh_alone_is_a_limit() -> None:
-    finding = verdicts.capabilities(Privileges(effective=FEW - {"AUDIT_WRITE"}), is_root=True)
-
-    assert (finding.verdict, finding.change) == (LIMITED, "securityContext.capabilities.add: [AUDIT_WRITE]")
-
-
-def test_the_capabilities_of_the_manifests_are_enough_and_what_they_lack_is_told() -> None:
-    few = verdicts.capabilities(Privileges(effective=FEW), is_root=True)
-    all_of_them = verdicts.capabilities(Privileges(effective=frozenset(NAMES)), is_root=True)
-
-    assert few.verdict == LIMITED
-    assert "SYS_ADMIN" in few.found
-    assert all_of_them.verdict == GOOD
+def found(topic: str, base: Path, settings: dict[str, object] | None = None) -> Finding:
+    """The last finding of a probe on a tree with these settings."""
+    document = json.dumps({"agent_id": "a", **(settings or {})}).encode()
+    known = Effective(parse(document, origin="x"), UpdateSettings())
+    view = doctor.ContainerView(Paths(base), base, AgentConfig(), known, {})
+    return list(doctor.PROBES[topic](view))[-1 if topic == "clock" else 0]
 
 
 @pytest.mark.parametrize(
-    ("refused", "options", "is_own_volume", "verdict", "word"),
+    ("effective", "verdict", "word"),
     [
-        (0, (), True, GOOD, "writable"),
-        (0, (), False, LIMITED, "root file system"),
-        (0, ("noexec",), True, WRONG, "noexec"),
-        (errno.EROFS, (), True, WRONG, "read-only"),
-        (errno.EACCES, (), True, WRONG, "Permission denied"),
+        (FEW - {"SETUID", "KILL"}, WRONG, "processes of vcap cannot be stopped"),
+        (FEW - {"AUDIT_WRITE"}, LIMITED, "bosh ssh may not work"),
+        (FEW, LIMITED, "no mounts: see mounts"),
+        (NAMES, GOOD, ""),
     ],
 )
-def test_a_volume_must_be_writable_and_execute(
-    refused: int, options: tuple[str, ...], is_own_volume: bool, verdict: str, word: str
+def test_a_missing_capability_has_its_consequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effective: frozenset[str], verdict: str, word: str
 ) -> None:
-    finding = verdicts.directory("/var/vcap/data", refused, options, is_own_volume=is_own_volume, needs="packages")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(capabilities, "privileges", lambda: Privileges(effective=frozenset(effective)))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "192.0.2.1")
+
+    finding = found("capabilities", tmp_path)
 
     assert finding.verdict == verdict
+    assert word in finding.follows
+    if missing := [name for name in FEW if name not in effective]:
+        listed = finding.change.removeprefix("securityContext.capabilities.add: ").strip("[]").split(", ")
+        assert sorted(listed) == sorted(missing)
+
+
+@pytest.mark.parametrize(
+    ("mount", "verdict", "word"),
+    [
+        ("data rw", GOOD, "writable"),
+        ("other rw", LIMITED, "root file system"),
+        ("data rw,noexec", WRONG, "noexec"),
+        (" rw", GOOD, "writable"),
+    ],
+)
+def test_the_data_directory_should_be_a_volume_that_executes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount: str, verdict: str, word: str
+) -> None:
+    place, options = mount.split(" ")
+    (tmp_path / "data").mkdir()
+    rows = f"1 0 8:0 / / rw - ext4 /dev/vda rw\n2 1 8:1 / {tmp_path / place} {options} - ext4 /dev/vdb rw\n"
+    monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(rows.encode()))
+
+    finding = found("directories", tmp_path)
+
+    assert (finding.topic, finding.verdict) == (str(tmp_path / "data"), verdict)
     assert word in finding.found
 
 
 @pytest.mark.parametrize(
-    ("reached", "verdict"),
+    ("days", "verdict"),
+    [((-2, -1), WRONG), ((-1, 1), LIMITED), ((-1, 29), LIMITED), ((-1, 31), GOOD), ((1, 40), WRONG)],
+)
+@pytest.mark.parametrize("url", ["nats://192.0.2.1:4222", "https://0.0.0.0:6868"])
+def test_a_certificate_near_its_end_is_told_in_time(
+    tmp_path: Path, days: tuple[int, int], verdict: str, url: str
+) -> None:
+    begins, ends = (timedelta(days=day, hours=1).total_seconds() for day in days)
+    pair = pki.Authority().client("a", valid=(begins, ends))
+    cert = {"ca": "x", "certificate": pair.certificate, "private_key": ""}
+
+    finding = found("clock", tmp_path, {"mbus": url, "env": {"bosh": {"mbus": {"cert": cert}}}})
+
+    assert "certificate" in finding.topic
+    assert finding.verdict == verdict
+    assert ("bus" in str(finding)) == (url.startswith("nats"))
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_every_limit_says_what_follows_and_what_to_change(name: str) -> None:
+    limit = LIMITS[name]
+
+    assert limit.follows
+    assert limit.verdict == GOOD or limit.pod
+    for runtime in get_args(Runtime):
+        said = limit.change(runtime)
+        if runtime != "pod" and limit.cpi:
+            assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", said)
+    # The Docker CPI sets privileges and bind mounts of a container; other keys are not its own.
+    assert not re.search(r"\b(Privileged|CapAdd|Binds|User|Cmd|Entrypoint)\b", limit.cpi)
+    assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", "" if limit.cpi else limit.pod)
+
+
+@pytest.mark.parametrize(
+    ("name", "pod", "cpi", "engine"),
     [
-        ({"10.0.0.6:4222": ""}, GOOD),
-        ({"10.0.0.6:4222": "Connection refused", "10.0.0.7:4222": ""}, GOOD),
-        ({"10.0.0.6:4222": "Connection refused"}, WRONG),
+        ("little shared memory", "medium: Memory", "ShmSize", "--shm-size"),
+        ("few open files", "LimitNOFILE", "Ulimits", "--ulimit=nofile"),
+        ("no memory limit", "resources.limits", "Memory", "--memory"),
+        ("no name server", "dnsPolicy", "cloud-config", "--dns"),
+        ("no low ports", "securityContext", "an engine that runs as root", "--cap-add=NET_BIND"),
     ],
 )
-def test_one_address_of_the_bus_that_answers_is_enough(reached: Mapping[str, str], verdict: str) -> None:
-    finding = verdicts.bus(reached)
+def test_advice_is_in_the_words_of_the_runtime(name: str, pod: str, cpi: str, engine: str) -> None:
+    said = {runtime: LIMITS[name].change(runtime) for runtime in get_args(Runtime)}
 
-    assert finding is not None
-    assert finding.verdict == verdict
-
-
-def test_without_settings_nothing_is_said_of_the_bus() -> None:
-    assert verdicts.bus({}) is None
-
-
-@pytest.mark.parametrize(("days", "verdict"), [(-1, WRONG), (1, LIMITED), (29, LIMITED), (31, GOOD)])
-def test_a_certificate_near_its_end_is_told_in_time(days: float, verdict: str) -> None:
-    assert verdicts.certificate(days * 86400, -1).verdict == verdict
-    door = verdicts.certificate(days * 86400, -1, is_door=True)
-    assert door.verdict == verdict
-    assert "bus" not in str(door)
-
-
-def test_every_limit_says_what_follows_and_what_to_change() -> None:
-    """Facts of a container that allows nothing at all."""
-    refused = errno.EPERM
-    findings = [
-        verdicts.user(1000, is_mapped=True, change_user_error=0, change_owner_error=0),
-        verdicts.user(0, is_mapped=False, change_user_error=refused, change_owner_error=refused),
-        verdicts.capabilities(Privileges(), is_root=False),
-        verdicts.capabilities(Privileges(), is_root=True),
-        verdicts.privileges(Privileges(no_new_privs=True, seccomp=True)),
-        verdicts.mounts(refused, refused),
-        verdicts.isolation(3, 0, {"mounts": refused}),
-        *verdicts.cgroups(0, delegates=False, memory=None, cpus=None),
-        *verdicts.cgroups(2, delegates=False, memory=None, cpus=None)[1:],
-        verdicts.open_files(1024, -1),
-        verdicts.directory("/var/vcap/data", refused, (), is_own_volume=False, needs="packages"),
-        verdicts.plain_directory("/etc", refused, "no users"),
-        verdicts.space("/", 0, 1 << 40, 0, 0),
-        verdicts.shared_memory(64 << 20),
-        verdicts.users(vcap=None, programs=(), is_root=True),
-        verdicts.users(vcap=1000, programs=("sshd",), is_root=True),
-        verdicts.port("metrics", 9190, errno.EADDRINUSE, is_ours=False),
-        verdicts.low_ports(refused),
-        verdicts.clock(year=1970, drift=0, is_synchronized=None),
-        verdicts.clock(year=2026, drift=0, is_synchronized=False),
-        verdicts.own_names({"localhost": "", "web-0": "Name or service not known"}),
-        verdicts.name_servers((), 0, {}),
-        verdicts.name_servers(("10.0.0.2",), 0, {"bus.example": "Name or service not known"}),
-        verdicts.addresses("", {}),
-        verdicts.addresses("10.0.0.3", {"10.0.0.9": "network default of the settings"}),
-        verdicts.firewall("nft is not installed"),
-        verdicts.watches(errno.EMFILE, 128, 8192),
-        verdicts.kernel("4.4", {"pidfd": "ends are noticed late"}),
-        verdicts.first_process("sleep", is_init=False),
-    ]
-
-    for finding in findings:
-        assert finding.verdict != GOOD, finding
-        assert finding.follows, finding
-        assert finding.change, finding
+    assert pod in said["pod"]
+    assert cpi in said["cpi"]
+    assert engine in said["engine"]
+    assert said["warden"] == (ON_HOST if said["cpi"].startswith("cloud_properties") else said["cpi"])
 
 
 REPORT = Report(
@@ -174,60 +157,7 @@ def test_the_table_gives_no_orders_to_a_terminal_and_forges_no_line() -> None:
 
 
 def test_colours_change_nothing_but_colours() -> None:
-    import re
-
     assert re.sub(r"\x1b\[[0-9;]*m", "", table(REPORT, ansi.coloured)) == table(REPORT)
-
-
-@pytest.mark.parametrize(
-    ("finding", "pod", "cpi", "engine"),
-    [
-        (verdicts.shared_memory(64 << 20), "medium: Memory", "ShmSize", "--shm-size"),
-        (verdicts.open_files(1024, 1024), "LimitNOFILE", "Ulimits", "--ulimit=nofile"),
-        (verdicts.cgroups(2, delegates=True, memory=None, cpus=None)[-1], "resources.limits", "Memory", "--memory"),
-        (verdicts.name_servers((), 0, {}), "dnsPolicy", "cloud-config", "--dns"),
-        (verdicts.low_ports(errno.EACCES), "securityContext", "an engine that runs as root", "--cap-add=NET_BIND"),
-    ],
-)
-def test_advice_is_in_the_words_of_the_runtime(finding: Finding, pod: str, cpi: str, engine: str) -> None:
-    said = {runtime: finding.for_runtime(runtime).change for runtime in get_args(Runtime)}
-
-    assert pod in said["pod"]
-    assert cpi in said["cpi"]
-    assert engine in said["engine"]
-    assert said["warden"] == (ON_HOST if said["cpi"].startswith("cloud_properties") else said["cpi"])
-    assert len({said["pod"], said["cpi"], said["engine"]}) == 3
-
-
-def test_no_advice_for_a_cpi_or_an_engine_names_a_field_of_a_pod() -> None:
-    """Each place where advice is written has words for all three."""
-    source = (ROOT / "agent_shim/cli/doctor/verdicts.py").read_text()
-    changes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _name(node) == "Change"]
-    others = [ast.unparse(word.value) for node in changes for word in node.keywords]
-
-    assert len(changes) > 15
-    assert [
-        text for text in others if re.search("securityContext|_SECURITY|emptyDir|dnsPolicy|NetworkPolicy", text)
-    ] == []
-    given = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    plain = [text for text in given if text.startswith("Finding(") and "Change(" not in text]
-    assert [
-        text for text in plain if re.search("securityContext|_SECURITY|emptyDir|dnsPolicy|NetworkPolicy", text)
-    ] == []
-
-
-def test_no_advice_for_a_cpi_names_a_key_without_effect_there() -> None:
-    """The Docker CPI itself sets privileges and bind mounts of a container; other keys are not its own."""
-    source = (ROOT / "agent_shim/cli/doctor/verdicts.py").read_text()
-    changes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _name(node) == "Change"]
-    advice = [ast.unparse(word.value) for node in changes for word in node.keywords if word.arg == "cpi"]
-
-    assert len(advice) > 15
-    assert [text for text in advice if re.search(r"\b(Privileged|CapAdd|Binds|User|Cmd|Entrypoint)\b", text)] == []
-
-
-def _name(node: ast.Call) -> str:
-    return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
 @pytest.mark.parametrize(
