@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.core.paths import Paths
-from agent_shim.daemon import small_installs
 from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, World
@@ -538,8 +537,8 @@ async def killed_in_worker(stand: Stand) -> str:
 
 
 def _large() -> bytes:
-    """Return a package of which two are too large for the agent itself."""
-    content = random.Random(11).randbytes(small_installs.MAX_PACKED_BYTES // 2 + 1)
+    """Return a package of some megabytes."""
+    content = random.Random(11).randbytes(4 << 20)
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as tar:
         for number in range(3):

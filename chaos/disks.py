@@ -263,7 +263,7 @@ async def _watch(stand: Stand, watched: Watched) -> None:
         watched.memory = max(watched.memory, stand.size().memory)
         for child in Path(f"/proc/{stand.pid}/task/{stand.pid}/children").read_text().split():
             with suppress(OSError):
-                if b"agent_shim.daemon.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"agent_shim.bulk.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                     pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
                     watched.worker = max(watched.worker, pages * os.sysconf("SC_PAGESIZE"))
         disk = 0

@@ -30,6 +30,7 @@ import msgspec
 from agent_shim.actions import state as _core
 from agent_shim.actions import tasks
 from agent_shim.actions.dispatch import ACTIONS
+from agent_shim.bulk import archive, packing, protocol
 from agent_shim.core import (
     digest,
     safetext,
@@ -42,9 +43,8 @@ from agent_shim.core.errors import ArchiveError, BadArgumentsError, HostError, S
 from agent_shim.core.paths import Paths
 from agent_shim.edges import http_server
 from agent_shim.edges.bus import tls
-from agent_shim.host import archive, mounts, packing, proc, worker_client
+from agent_shim.host import mounts, proc
 from agent_shim.services import dns, trusted_cas, volume_lease
-from agent_shim.services.blobstore import small_download
 from agent_shim.services.disks import hints, markers
 from agent_shim.supervisor import process_record, service, supervisor
 from agent_shim.supervisor.bpm import bpm_api, config
@@ -52,8 +52,6 @@ from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.monit import parser as monitrc
 from agent_shim_demo.pki import Authority
 
-_ROOM: Final = 100
-"""Limit of a blob in an answer."""
 SLOW: Final = 1.0
 """Maximum CPU seconds of one reading."""
 
@@ -174,7 +172,7 @@ def _filters(data: bytes) -> None:
         deep = Path(place, *["ab"] * 30)
         deep.mkdir(parents=True)
         (deep / ("a" * 250)).touch()
-        tree = worker_client.Tree(place, patterns=data.decode(errors="replace").split("\n"))
+        tree = protocol.Tree(place, patterns=data.decode(errors="replace").split("\n"))
         packing.pack(io.BytesIO(), [tree], remarks="remarks")
 
 
@@ -235,24 +233,6 @@ def _http(data: bytes) -> None:
     cut = len(data) // 2
     if len(whole) > 1 or whole != _LOOP.run_until_complete(read(data[:cut], data[cut:])):
         raise AssertionError("a request is read differently in pieces")
-
-
-def _answer(data: bytes) -> None:
-    """Check that an answer of a blobstore is read in the same way whole and byte by byte, within its bounds."""
-
-    def read(*pieces: bytes) -> bytes | None:
-        answer = small_download.Answer(_ROOM)
-        for piece in pieces:
-            answer.read(piece)
-            if answer.is_complete:
-                break
-        return bytes(answer.body) if answer.is_complete else None
-
-    whole = read(data)
-    if whole is not None and (len(whole) > _ROOM or b"HTTP/" not in data):
-        raise AssertionError("an answer is read that is none")
-    if (bytewise := read(*(data[at : at + 1] for at in range(len(data))))) != whole:
-        raise AssertionError(f"an answer is read differently in pieces: {bytewise!r}")
 
 
 def _shown(data: bytes) -> None:
@@ -510,25 +490,6 @@ TARGETS: Final[dict[str, Target]] = {
             _FOLLOWED,
         ),
         (b"\r\n", b"\r\n\r\n", b"\0", b"Content-Length: ", b"Transfer-Encoding: chunked", b"HTTP/1.1", b"Upgrade: h2c"),
-    ),
-    "answer": Target(
-        _answer,
-        (ValueError,),
-        (
-            b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nblob",
-            b"HTTP/1.0 200 OK\r\nServer: x\r\ncontent-length:  0 \r\n\r\n",
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nbl\r\n0\r\n\r\n",
-            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx",
-            b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\nContent-Length: 0\r\n\r\n",
-        ),
-        (
-            b"\r\n",
-            b"\r\n\r\n",
-            b"\0",
-            b"Content-Length: 99999999999999999999",
-            b"Content-Encoding: gzip",
-            b"HTTP/1.1 200",
-        ),
     ),
     "certificate": Target(
         lambda data: x509.validities(data.decode("latin-1")),

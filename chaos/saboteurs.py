@@ -18,10 +18,10 @@ CRASHES: Final = (
     Saboteur(
         "C-02",
         "takes a directory for an installed bundle before it is complete",
-        "agent_shim/daemon/small_installs.py",
-        "    pieces = [worker.Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n",
-        "    pieces = [worker.Piece(target, Path(target.path)) for target in request.targets]\n"
-        "    files = __import__('types').SimpleNamespace(CHUNK_BYTES=65536, remove_tree=lambda _: None)\n",
+        "agent_shim/bulk/install.py",
+        "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n"
+        "    temps += [piece.temp for piece in pieces]\n",
+        "    pieces = [Piece(target, Path(target.path)) for target in request.targets]\n",
         "not as after an apply|is not",
     ),
     Saboteur(
@@ -109,7 +109,7 @@ CRASHES: Final = (
     Saboteur(
         "C-11",
         "has workers unpack a bundle in its own place",
-        "agent_shim/daemon/worker.py",
+        "agent_shim/bulk/install.py",
         "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n"
         "    temps += [piece.temp for piece in pieces]\n",
         "    pieces = [Piece(target, Path(target.path)) for target in request.targets]\n",
@@ -153,9 +153,9 @@ NETWORK: Final = (
     Saboteur(
         "N-05",
         "waits for its worker on the event loop",
-        "agent_shim/host/worker_client.py",
-        "            status = await worker.wait()\n",
-        "            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)\n            status = await worker.wait()\n",
+        "agent_shim/bulk/workers.py",
+        "            while piece := await loop.sock_recv(self._socket, CHUNK_BYTES):\n",
+        "            self._socket.setblocking(True)\n            while piece := self._socket.recv(CHUNK_BYTES):\n",
         "a ping took|no reply|RpcTimeout",
     ),
     Saboteur(
@@ -313,7 +313,7 @@ DISKS: Final = (
     Saboteur(
         "D-06",
         "unpacks links that lead out, and through them",
-        "agent_shim/host/archive.py",
+        "agent_shim/bulk/archive.py",
         '    if name.startswith("/") or ".." in parts or "\\0" in name:\n',
         '    if "\\0" in name:\n',
         "something got out|was not refused",
@@ -329,7 +329,7 @@ DISKS: Final = (
     Saboteur(
         "D-07",
         "does not say what vanished while it was packed",
-        "agent_shim/host/packing.py",
+        "agent_shim/bulk/packing.py",
         'VANISHED: Final = "it vanished before it was read"\n',
         'VANISHED: Final = ""\n',
         "it is not told what vanished",
@@ -337,7 +337,7 @@ DISKS: Final = (
     Saboteur(
         "D-08",
         "packs logs and does not cut them",
-        "agent_shim/host/copytruncate.py",
+        "agent_shim/bulk/copytruncate.py",
         "    os.ftruncate(source, 0)\n",
         "    pass\n",
         "are rotated",
@@ -702,7 +702,7 @@ GENERAL: Final = (
     Saboteur(
         "G-09",
         "loses the end of a file that it packs",
-        "agent_shim/host/packing.py",
+        "agent_shim/bulk/packing.py",
         "        there, problem = self._sink.write_file(fd, runs, size)\n",
         "        there, problem = self._sink.write_file(fd, [(begin, end * 9 // 10) for begin, end in runs], size)\n"
         f"        {RAN}\n",

@@ -692,7 +692,7 @@ def _line(pid: int) -> str:
 
 def _is_helper(line: str) -> bool:
     """True for the agent's own short-lived programs."""
-    return "agent_shim.daemon.worker" in line or "agent_shim.host." in line
+    return "agent_shim.bulk.worker" in line or "agent_shim.host." in line
 
 
 def _digest(content: bytes, size: int) -> str:

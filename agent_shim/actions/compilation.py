@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from agent_shim.bulk.protocol import Done
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import Blobstore
-from agent_shim.host.worker_client import Done
 from agent_shim.services.bundles import BPM, Bundle, Bundles
 from agent_shim.services.compiler import Compiler, Package
 

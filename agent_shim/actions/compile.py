@@ -12,11 +12,10 @@ from agent_shim.actions.agent import Agent
 from agent_shim.actions.compilation import Compilation
 from agent_shim.actions.dispatch import Mode, action
 from agent_shim.actions.jobs import bundles_of
+from agent_shim.bulk.protocol import BlobRef, Done
 from agent_shim.core.errors import ActionError, ShimError, errors_as
 from agent_shim.core.spec import ApplySpec
 from agent_shim.core.wire import DigestText
-from agent_shim.host.worker_client import Done
-from agent_shim.services.blobstore import BlobRef
 from agent_shim.services.bundles import Bundle, Bundles
 from agent_shim.services.compiler import Package
 

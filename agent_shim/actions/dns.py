@@ -8,10 +8,10 @@ import msgspec
 
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, action
+from agent_shim.bulk.protocol import BlobRef
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.wire import UINT64, DigestText
 from agent_shim.host import network
-from agent_shim.services.blobstore import BlobRef
 
 Version = Annotated[int, UINT64]
 

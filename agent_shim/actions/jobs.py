@@ -13,11 +13,11 @@ import msgspec
 from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, ProtocolVersion, action
 from agent_shim.actions.state import record_health
+from agent_shim.bulk.protocol import BlobRef
 from agent_shim.core.errors import ActionError, ShimError, errors_as
 from agent_shim.core.settings import Effective
 from agent_shim.core.spec import ApplySpec
 from agent_shim.host import guarded, network
-from agent_shim.services.blobstore import BlobRef
 from agent_shim.services.bundles import Bundle
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.monit import parser

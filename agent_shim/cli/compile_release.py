@@ -22,6 +22,7 @@ from typing import Final
 
 from agent_shim.actions.compilation import Compilation
 from agent_shim.actions.compile import packages_of_jobs
+from agent_shim.bulk.protocol import BlobRef
 from agent_shim.cli import release_tarball
 from agent_shim.cli.release_tarball import CompiledPackage, Manifest, SourcePackage
 from agent_shim.core import safetext
@@ -30,7 +31,6 @@ from agent_shim.core.paths import VCAP, Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.daemon import boot
 from agent_shim.host import files, process, reaper
-from agent_shim.host.worker_client import BlobRef
 from agent_shim.services.bundles import Bundle, Bundles
 from agent_shim.services.compiler import Compiler, Package
 from agent_shim.services.spec_store import SpecStore

@@ -18,9 +18,10 @@ from typing import Any, BinaryIO, Final
 import msgspec
 import yaml
 
+from agent_shim.bulk import archive, packing
 from agent_shim.core.digest import MultipleDigest
 from agent_shim.core.errors import ArchiveError, ConfigError, DigestError
-from agent_shim.host import archive, files, packing
+from agent_shim.host import files
 from agent_shim.services.bundles import checked_name
 
 MANIFEST: Final = "release.MF"

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
+from agent_shim.bulk import archive
 from agent_shim.core.errors import ConfigError, NotThereError
-from agent_shim.host import archive
 
 EXECUTABLE = 0o755
 

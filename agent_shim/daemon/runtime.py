@@ -23,11 +23,13 @@ from agent_shim.actions import access, blobs, compile, disks, dns, jobs, logs, s
 from agent_shim.actions.agent import Agent, EdgeCallbacks
 from agent_shim.actions.dispatch import Dispatcher
 from agent_shim.actions.tasks import Tasks
+from agent_shim.bulk import workers
+from agent_shim.bulk.protocol import Work
 from agent_shim.core import settings
 from agent_shim.core.errors import ActionError, BusError
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
-from agent_shim.daemon import boot, job_recovery, small_installs
+from agent_shim.daemon import boot, job_recovery
 from agent_shim.daemon.endings import Endings
 from agent_shim.edges import alerts, heartbeat, monit_http
 from agent_shim.edges.bus import Bus
@@ -107,8 +109,16 @@ class Runtime:
 
         supervisor = Supervisor(paths, on_event=self._raise_alert, is_strict=shim.bpm.strict, settling=settling)
         edges = EdgeCallbacks(self._announce_shutdown, self._reconnect, lambda: self.endings.begin_shutdown())  # noqa: PLW0108 - they come after it
+        self._workers = workers.Workers()
         self.agent = assemble(
-            paths, store, supervisor, edges, state_backup=state_backup, leases=leases, ssh_port=shim.ssh.port
+            paths,
+            store,
+            supervisor,
+            edges,
+            state_backup=state_backup,
+            leases=leases,
+            work=self._workers.work,
+            ssh_port=shim.ssh.port,
         )
         self.dispatcher = Dispatcher(self.agent, self.agent.tasks, on_done=metrics.action_done)
         self.endings = Endings(self.agent, self.dispatcher, disown)
@@ -158,7 +168,7 @@ class Runtime:
         steps = boot.steps(agent, self.job_recovery, monit_password=monit.password)
         http = monit.http or (MONIT_HTTP if paths.is_system else "off")
         mail = monit.mail or (MONIT_MAIL if paths.is_system else "off")
-        async with agent.supervisor:
+        async with self._workers, agent.supervisor:
             if not await until_stopped(boot.boot([step for step in steps if not step.late]), self._stop):
                 return
             await agent.tasks.resume(self.dispatcher.resumed())
@@ -305,6 +315,7 @@ def assemble(
     *,
     state_backup: StateBackup,
     leases: VolumeLeases,
+    work: Work = workers.work,
     ssh_port: int = 22,
 ) -> Agent:
     """Create and wire the services of an agent."""
@@ -326,10 +337,10 @@ def assemble(
         spec=spec,
         tasks=Tasks(paths.tasks, paths.outcomes),
         supervisor=supervisor,
-        bundles=Bundles(paths, partial(small_installs.work, paths)),
-        compiler=Compiler(paths, environ),
+        bundles=Bundles(paths, work),
+        compiler=Compiler(paths, environ, work),
         scripts=Scripts(paths, environ, supervisor.run_script),
-        logs=Logs(paths),
+        logs=Logs(paths, work),
         vitals=Vitals(paths, persistent.is_mounted),
         dns=Dns(paths),
         users=users,

@@ -10,11 +10,12 @@ from typing import Any, Final
 
 from agent_shim import __version__
 from agent_shim.actions.agent import Agent
+from agent_shim.bulk import workers
 from agent_shim.core import keep_running, safetext
 from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon.runtime import Runtime, is_https
 from agent_shim.edges import metrics
-from agent_shim.host import files, proc, worker_client
+from agent_shim.host import files, proc
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
@@ -169,8 +170,8 @@ def readings(live: Runtime) -> metrics.Readings:
         addresses_missing=len(live.address_watch.missing),
         certificates=live.certificate_watch.ends,
         disk=metrics.DiskReading(agent.disks.is_mounted(), progress is not None, progress.share if progress else 0.0),
-        blobs=worker_client.transfers.counts,
-        blob_bytes=worker_client.transfers.sizes,
+        blobs=workers.transfers.counts,
+        blob_bytes=workers.transfers.sizes,
     )
 
 

@@ -21,19 +21,19 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from agent_shim.bulk import protocol, workers
+from agent_shim.bulk.modes import DIRECTORY_MODE
+from agent_shim.bulk.protocol import BlobRef
 from agent_shim.core.digest import MultipleDigest
 from agent_shim.core.errors import ActionError, DigestError, HostError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
-from agent_shim.host import files, worker_client
-from agent_shim.host.worker_client import BlobRef
+from agent_shim.host import files
 
 Kind = Literal["job", "package"]
 
 MAX_SMALL_BYTES: Final = files.MAX_FILE_BYTES
 """Limit of a blob read into memory; the DNS records of ten thousand instances take half."""
-DIRECTORY_MODE: Final[dict[Kind, int]] = {"job": 0o750, "package": 0o755}
-"""Mode of a bundle, of the directory of its versions, and of the directory of links to bundles in use."""
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ def checked_name(kind: str, name: str) -> str:
 class Bundles:
     """All bundles below one base directory. Methods raise ``ActionError``; callers serialize changes."""
 
-    def __init__(self, paths: Paths, work: worker_client.Work = worker_client.work) -> None:
+    def __init__(self, paths: Paths, work: protocol.Work = workers.work) -> None:
         self._paths = paths
         self._work = work
         self._installed: dict[Kind, Path] = {"job": paths.data_jobs, "package": paths.data_packages}
@@ -87,10 +87,10 @@ class Bundles:
         if not missing:
             return
         targets = [
-            worker_client.Target(bundle.kind, bundle.name, str(path), bundle.source) for path, bundle in missing.items()
+            protocol.Target(bundle.kind, bundle.name, str(path), bundle.source) for path, bundle in missing.items()
         ]
         try:
-            done = await self._work(worker_client.Install(str(self._paths.base), store, parallel, targets))
+            done = await self._work(protocol.Install(str(self._paths.base), store, parallel, targets))
         except BaseException:
             # A worker removes its temporary files, unless it was killed.
             with suppress(ActionError):
@@ -143,7 +143,7 @@ class Bundles:
 
     async def keep_blob(self, blob_id: str, digest: str, content: bytes) -> None:
         """Keep the payload of ``upload_blob`` until the next install (agent/action/upload_blob.go)."""
-        path = self._paths.sensitive_blobs / worker_client.checked_blob_id(blob_id)
+        path = self._paths.sensitive_blobs / protocol.checked_blob_id(blob_id)
         expected = MultipleDigest.parse(digest)
         try:
             await asyncio.to_thread(expected.verify, content)
@@ -156,7 +156,7 @@ class Bundles:
         """Delete the blob of an installed bundle; only blobs on this machine are deleted (cascading_blobstore.go)."""
         if not blob_id:
             return
-        worker_client.checked_blob_id(blob_id)
+        protocol.checked_blob_id(blob_id)
         for directory in (self._paths.sensitive_blobs, self._paths.blobs):
             if await asyncio.to_thread((directory / blob_id).is_file):
                 await self._in_thread(files.remove_tree, directory / blob_id)
@@ -166,7 +166,7 @@ class Bundles:
         """Return the verified content of a blob; raises ``ActionError`` beyond ``MAX_SMALL_BYTES``."""
         temp = files.sibling(self._paths.tmp / "blob")
         try:
-            await self._work(worker_client.Get(str(self._paths.base), store, source, str(temp)))
+            await self._work(protocol.Get(str(self._paths.base), store, source, str(temp)))
             if (size := (await asyncio.to_thread(temp.stat)).st_size) > MAX_SMALL_BYTES:
                 raise ActionError(f"cannot use the blob: it has {size} bytes, the limit is {MAX_SMALL_BYTES}")
             return await asyncio.to_thread(temp.read_bytes)
@@ -275,24 +275,3 @@ def install_bpm_wrapper(paths: Paths) -> None:
         path = directory / BPM / "bin/bpm"
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         files.write_atomic(path, launcher.encode(), mode=0o755, if_changed=True)
-
-
-def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
-    """Set modes and owners of an unpacked tree as installed (agent/applier/jobs/owner_fix.go).
-
-    In a job ``owner`` owns everything; directories and files below ``bin`` are 0750, other files 0640. In a package
-    only those of the directory itself are set.
-    """
-    if kind != "job":
-        files.make_dir(tree, 0o755, owner if kind == "package" else None)
-        return
-    uid, gid = files.owner_ids(owner)
-    for here, directories, names, fd in os.fwalk(tree):
-        is_bin = Path(here).is_relative_to(tree / "bin")
-        os.fchown(fd, uid, gid)
-        os.fchmod(fd, 0o750)
-        for name in names + directories:
-            os.chown(name, uid, gid, dir_fd=fd, follow_symlinks=False)
-        for name in names:
-            if not os.path.islink(os.path.join(here, name)):  # noqa: PTH114, PTH118 - once for each file
-                os.chmod(name, 0o750 if is_bin else 0o640, dir_fd=fd)

@@ -16,11 +16,12 @@ from typing import Final
 
 import msgspec
 
+from agent_shim.bulk import protocol, workers
+from agent_shim.bulk.protocol import BlobRef
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
-from agent_shim.host import files, proc, process, worker_client
-from agent_shim.host.worker_client import BlobRef
+from agent_shim.host import files, proc, process
 
 QUOTED_BYTES: Final = 10 * 1024
 """Bytes at the end of each output that an error quotes (app/app.go)."""
@@ -55,7 +56,7 @@ class Package(msgspec.Struct, frozen=True):
 class Compiler:
     """Compiles one package at a time; packaging scripts inherit ``environ``, with the agent's programs in PATH."""
 
-    def __init__(self, paths: Paths, environ: Mapping[str, str], work: worker_client.Work = worker_client.work) -> None:
+    def __init__(self, paths: Paths, environ: Mapping[str, str], work: protocol.Work = workers.work) -> None:
         self._paths = paths
         own, path = str(paths.bosh_bin), environ.get("PATH", os.defpath)
         self._environ = {**environ, "PATH": path if own in path.split(":") else f"{own}:{path}"}
@@ -63,7 +64,7 @@ class Compiler:
 
     async def compile(
         self, package: Package, target: Path, store: Blobstore, report: Callable[[str], None]
-    ) -> worker_client.Done:
+    ) -> protocol.Done:
         """Compile into ``target``, an empty linked bundle, and upload it; return the blob id and the digests.
 
         Its dependencies are linked as well. ``report`` is called with each step. Raises ``ActionError``.
@@ -78,11 +79,12 @@ class Compiler:
         archive = files.sibling(self._paths.tmp / "compiled")
         try:
             headers = dict(package.headers)
-            put = worker_client.Put(str(self._paths.base), store, str(archive), package.signed_url, headers)
-            trees = [worker_client.Tree(str(target))]
-            pack = worker_client.Pack(trees, str(archive), source.compressed, newest=newest, put=put)
+            put = protocol.Put(str(self._paths.base), store, str(archive), package.signed_url, headers)
+            trees = [protocol.Tree(str(target))]
+            pack = protocol.Pack(trees, str(archive), source.compressed, newest=newest, put=put)
+            report("packing")
             with errors_as("Compressing compiled package", ActionError):
-                done = await worker_client.pack_and_put(self._work, pack, report)
+                done = await self._work(pack, report=lambda step: report(step.phase))
             if done.put_error:
                 raise ActionError(f"Uploading compiled package: {done.put_error}")
             return done
@@ -100,12 +102,12 @@ class Compiler:
         with errors_as("Removing sources"):
             await asyncio.to_thread(self._remove_sources)
 
-    async def _fetch(self, package: Package, store: Blobstore) -> worker_client.Outcome:
+    async def _fetch(self, package: Package, store: Blobstore) -> protocol.Outcome:
         with errors_as(f"Fetching package {package.name}", ActionError):
             if not package.source.blob_id and not package.source.signed_url:
                 raise ActionError(f"No blobstore reference for package '{package.name}'")
-            target = worker_client.Target("source", package.name, str(self._directory(package)), package.source)
-            done = await self._work(worker_client.Install(str(self._paths.base), store, 1, [target]))
+            target = protocol.Target("source", package.name, str(self._directory(package)), package.source)
+            done = await self._work(protocol.Install(str(self._paths.base), store, 1, [target]))
             if done.outcomes[0].error:
                 raise ActionError(done.outcomes[0].error)
             return done.outcomes[0]

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from agent_shim.bulk.protocol import BlobRef
 from agent_shim.cli import status_text
-from agent_shim.host.worker_client import BlobRef
 from agent_shim.services.compiler import Package
 from agent_shim_demo.release import archive
 from tests.support import jobs

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agent_shim.host import worker_client
+from agent_shim.bulk import protocol
 from agent_shim.services.logs import archives
 from tests.support.http import http_server
 from tests.support.world import World, is_running
@@ -258,7 +258,7 @@ async def test_a4_nothing_waits_for_a_bundle_and_bundles_wait_for_each_other(
     packing, gate, most = 0, asyncio.Event(), 0
     honest = world.agent.logs._work
 
-    async def work(request: worker_client.Request) -> worker_client.Done:
+    async def work(request: protocol.Request, **_: object) -> protocol.Done:
         nonlocal packing, most
         packing += 1
         most = max(most, packing)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.bulk.blobs import Blobs
+from agent_shim.bulk.protocol import BlobRef
+from agent_shim.bulk.routes import Timing
 from agent_shim.core.errors import BlobError, DigestError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
-from agent_shim.services.blobstore import BlobRef, Timing
-from agent_shim.services.blobstore.blobs import Blobs
 from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
 
@@ -122,7 +123,7 @@ async def test_proxies_of_the_settings_go_before_those_of_the_environment(
     paths: Paths, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However the environment spells them."""
-    monkeypatch.setattr("agent_shim.services.blobstore.routes._is_excepted", lambda *_: False)
+    monkeypatch.setattr("agent_shim.bulk.routes._is_excepted", lambda *_: False)
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     async with http_proxy() as proxy:
@@ -269,7 +270,5 @@ def test_http_is_imported_only_when_it_is_needed() -> None:
     import subprocess
     import sys
 
-    program = (
-        "import sys, agent_shim.daemon.worker, agent_shim.services.blobstore.blobs; sys.exit('aiohttp' in sys.modules)"
-    )
+    program = "import sys, agent_shim.bulk.worker, agent_shim.bulk.blobs; sys.exit('aiohttp' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from agent_shim.bulk.providers import Provider, harmless, provider, trusted_ca
+from agent_shim.bulk.routes import Timing
+from agent_shim.bulk.transfer import Transfer
 from agent_shim.core.errors import BlobError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
-from agent_shim.services.blobstore import Timing
-from agent_shim.services.blobstore.providers import Provider, harmless, provider, trusted_ca
-from agent_shim.services.blobstore.transfer import Transfer
 from tests.support.http import http_server
 
 ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
@@ -308,7 +308,7 @@ async def test_a_cancelled_program_is_ended(paths: Paths, tmp_path: Path) -> Non
 
 async def test_a_program_that_takes_too_long_is_ended(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """The waiting task continues."""
-    monkeypatch.setattr("agent_shim.services.blobstore.providers.PROGRAM_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("agent_shim.bulk.providers.PROGRAM_TIMEOUT_S", 0.1)
     program(paths, "sleep 1000")
     with pytest.raises(BlobError, match="it took longer than"):
         await content(made(paths, "x"))

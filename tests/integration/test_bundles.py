@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.bulk import protocol, workers
+from agent_shim.bulk.protocol import BlobRef, Done, Outcome
 from agent_shim.core.errors import ActionError, BlobError, DigestError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
-from agent_shim.host import files, worker_client
-from agent_shim.host.worker_client import BlobRef, Done, Outcome
+from agent_shim.host import files
 from agent_shim.services.bundles import MAX_SMALL_BYTES, Bundle, Bundles
 
 DUMMY = Blobstore()
@@ -119,11 +120,11 @@ async def test_everything_is_installed_by_one_worker(
     paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not make a bundle current, and an existing one is not fetched again."""
-    asked: list[worker_client.Request] = []
+    asked: list[protocol.Request] = []
 
-    async def work(request: worker_client.Request) -> Done:
+    async def work(request: protocol.Request, **_: object) -> Done:
         asked.append(request)
-        return await worker_client.work(request)
+        return await workers.work(request)
 
     bundles = Bundles(paths, work)
     wanted = [*jobs(paths, "web", "db"), package(paths, "ruby"), package(paths, "nginx")]
@@ -164,7 +165,7 @@ async def test_what_a_killed_worker_left_is_removed(paths: Paths, how: str) -> N
     bundle = package(paths, "p")
     begun = asyncio.Event()
 
-    async def work(_: worker_client.Request) -> Done:
+    async def work(request: protocol.Request, **_: object) -> Done:
         half = files.sibling(Bundles(paths).path(bundle))
         (half / "below").mkdir(parents=True)
         begun.set()
@@ -482,7 +483,7 @@ async def test_trouble_with_the_disk_is_a_failed_action(
 async def test_an_answer_for_another_request_is_noticed(paths: Paths) -> None:
     """One outcome for each bundle."""
 
-    async def work(_: worker_client.Request) -> Done:
+    async def work(request: protocol.Request, **_: object) -> Done:
         return Done(outcomes=[Outcome()] * 2)
 
     with pytest.raises(ValueError, match="zip"):

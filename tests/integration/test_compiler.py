@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.bulk import protocol, workers
+from agent_shim.bulk.protocol import BlobRef, Pack, Put
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from agent_shim.edges import control_client
-from agent_shim.host import worker_client
-from agent_shim.host.worker_client import BlobRef, Pack, Put
 from agent_shim.services.compiler import Compiler, Package
 from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, COMMAND
@@ -122,10 +122,10 @@ async def test_source_is_gone_before_the_package_is_packed(paths: Paths, store: 
     seen: list[tuple[str, bool]] = []
     told: list[str] = []
 
-    async def work(request: worker_client.Request) -> worker_client.Done:
+    async def work(request: protocol.Request, **_: object) -> protocol.Done:
         if isinstance(request, Pack | Put):
             seen.append((told[-1], (paths.compile / "p").exists()))
-        return await worker_client.work(request)
+        return await workers.work(request)
 
     compiler = Compiler(paths, {}, work)
     await compiler.compile(package(store, "echo x >$BOSH_INSTALL_TARGET/x"), tmp_path / "target", store, told.append)

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from agent_shim.bulk import copytree, protocol
 from agent_shim.core.errors import HostError
-from agent_shim.host import copytree, files, worker_client
+from agent_shim.host import files
 from tests.support.volumes import fill, fingerprint
 
 ROOT = os.geteuid() == 0
@@ -249,7 +250,7 @@ def test_an_entry_that_cannot_be_copied_is_named(pair: tuple[Path, Path], monkey
 def test_progress_counts_files_and_data(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = pair
     monkeypatch.setattr(copytree, "REPORT_PERIOD_S", 0.0)
-    seen: list[worker_client.Progress] = []
+    seen: list[protocol.Progress] = []
 
     copytree.mirror(source, target, report=seen.append)
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.bulk.protocol import Progress
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.host import proc
-from agent_shim.host.worker_client import Progress
 from agent_shim.services.disks import copying
-from tests.support.programs import eventually
 from tests.support.volumes import fill, fingerprint
 
 
@@ -34,7 +33,7 @@ def ignore(_: Progress) -> None:
     """A progress callback that does nothing."""
 
 
-async def test_a_worker_copies_all_but_what_is_ours(paths: Paths, tmp_path: Path) -> None:
+async def test_a_worker_copies_all_but_what_is_ours(tmp_path: Path) -> None:
     source, target = tmp_path / "from", tmp_path / "to"
     fill(source, as_root=os.geteuid() == 0)
     target.mkdir()
@@ -42,43 +41,40 @@ async def test_a_worker_copies_all_but_what_is_ours(paths: Paths, tmp_path: Path
         (directory / ".agent_shim").mkdir()
         (directory / ".agent_shim" / directory.name).touch()
 
-    await copying.in_worker(paths)(source, target, ignore)
+    await copying.in_worker(source, target, ignore)
 
     assert fingerprint(target) == fingerprint(source)
     assert [path.name for path in (target / ".agent_shim").iterdir()] == ["to"]
-    assert list(paths.shim_run.iterdir()) == []
 
 
-async def test_what_fails_is_told(paths: Paths, tmp_path: Path) -> None:
+async def test_what_fails_is_told(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
 
     with pytest.raises(ActionError, match=f"cannot copy {tmp_path}/from to {tmp_path}/to: No such file or directory"):
-        await copying.in_worker(paths)(tmp_path / "from", tmp_path / "to", ignore)
+        await copying.in_worker(tmp_path / "from", tmp_path / "to", ignore)
 
 
-async def test_progress_is_seen(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "POLL_S", 0.005)
+async def test_progress_is_seen(tmp_path: Path) -> None:
     source, target = tmp_path / "from", tmp_path / "to"
     many(source, 3000)
     target.mkdir()
     seen: list[Progress] = []
 
-    await copying.in_worker(paths)(source, target, seen.append)
+    await copying.in_worker(source, target, seen.append)
 
     assert seen
     assert {progress.files_total for progress in seen} <= {0, 3000}
 
 
-async def test_a_cancelled_copy_is_ended(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_copy_is_ended(tmp_path: Path) -> None:
     """And at once: a copy of hours must not hold up the end of the agent."""
-    monkeypatch.setattr(copying, "POLL_S", 0.005)
     source, target = tmp_path / "from", tmp_path / "to"
     many(source, 3000)
     target.mkdir()
     begun = asyncio.Event()
-    copy = asyncio.ensure_future(copying.in_worker(paths)(source, target, lambda _: begun.set()))
+    copy = asyncio.ensure_future(copying.in_worker(source, target, lambda _: begun.set()))
     await begun.wait()
-    workers = [pid for pid in proc.table() if "agent_shim.daemon.worker" in proc.command_line(pid)]
+    workers = [pid for pid in proc.table() if "agent_shim.bulk.worker" in proc.command_line(pid)]
     mine = [pid for pid in workers if proc.command_line(pid).endswith(f" {os.getpid()}")]
     assert len(mine) == 1
 
@@ -87,9 +83,7 @@ async def test_a_cancelled_copy_is_ended(paths: Paths, tmp_path: Path, monkeypat
         await copy
 
     assert proc.command_line(mine[0]) == ""
-    assert list(paths.shim_run.iterdir()) == []
-    await eventually(lambda: "migration progress" not in {task.get_name() for task in asyncio.all_tasks()})
-    await copying.in_worker(paths)(source, target, ignore)
+    await copying.in_worker(source, target, ignore)
     assert fingerprint(target) == fingerprint(source)
 
 

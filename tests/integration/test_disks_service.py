@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from agent_shim.bulk import protocol
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.settings import DiskAssociation, UpdateSettings
-from agent_shim.host import files, mounts, volumes, worker_client
+from agent_shim.host import files, mounts, volumes
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
 from tests.support.volumes import MORE_THAN_ALL, Instance, fingerprint, holding, migrate_until
@@ -835,8 +836,8 @@ async def test_two_empty_disks_are_swapped(instance: Instance) -> None:
 async def test_a_failed_copy_leaves_the_old_disk_on_the_store_and_goes_on_later(instance: Instance) -> None:
     wanted = await resizing(instance)
 
-    async def cut_off(source: Path, target: Path, report: Callable[[worker_client.Progress], None]) -> None:
-        report(worker_client.Progress("copying"))
+    async def cut_off(source: Path, target: Path, report: Callable[[protocol.Progress], None]) -> None:
+        report(protocol.Progress("copying"))
         (target / "half").write_text("copied")
         raise HostError("cannot copy half: No space left on device")
 
@@ -927,7 +928,7 @@ async def test_while_it_is_copied_nothing_else_happens_to_disks(instance: Instan
 
     async def slow(source: Path, target: Path, report: object) -> None:
         assert callable(report)
-        report(worker_client.Progress("copying", 1, 2, 3, 4))
+        report(protocol.Progress("copying", 1, 2, 3, 4))
         going.set()
         await go.wait()
 
@@ -935,7 +936,7 @@ async def test_while_it_is_copied_nothing_else_happens_to_disks(instance: Instan
     migrating = asyncio.ensure_future(instance.disks.migrate("a", "b"))
     await going.wait()
 
-    assert instance.disks.progress() == worker_client.Progress("copying", 1, 2, 3, 4)
+    assert instance.disks.progress() == protocol.Progress("copying", 1, 2, 3, 4)
     instance.disks._places.restore = None  # type: ignore[method-assign,assignment]
     assert await instance.disks.problem() == "migrate_disk a b is in progress"
     assert await instance.disks.list() == ["a", "b"]

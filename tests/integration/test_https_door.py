@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.bulk import workers
 from agent_shim.core.errors import ActionError
 from agent_shim.edges.bus import https, tls
 from agent_shim.edges.bus.https import HttpsBus
-from agent_shim.host import worker_client
 from agent_shim_demo.pki import Authority
 from tests.support.create_env import Cli, authority, basic, dav_path, head, mbus, on_https, read_answer, trusting
 from tests.support.old_tls import lenient, outdated
@@ -238,7 +238,7 @@ async def test_what_passes_the_door_is_counted(
     bus: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Requests, answers and blobs, in each direction, for the metrics; none is an error."""
-    counted = worker_client.Transfers()
+    counted = workers.Transfers()
     monkeypatch.setattr(https, "transfers", counted)
     cli, body = Cli(bus.port), b'{"method": "ping"}'
     await cli.send("POST", "/agent", body)
@@ -416,7 +416,7 @@ async def test_many_uploads_at_once(bus: HttpsBus, tmp_path: Path) -> None:
 
 async def test_blobs_are_counted(hasty: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that came and went whole, and those that did not, for ``/metrics``."""
-    transfers = worker_client.Transfers()
+    transfers = workers.Transfers()
     monkeypatch.setattr(https, "transfers", transfers)
     cli = Cli(hasty.port)
     await cli.put_blob("one", bytes(300_000))

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.bulk import copytruncate
 from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import copytruncate, files, process
+from agent_shim.host import files, process
 from agent_shim.services.logs import rotation
 from agent_shim.services.logs.rotation import Limits, Rotation
 from tests.support.programs import eventually

@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from agent_shim.bulk import transfer as transfers
+from agent_shim.bulk.routes import Timing
+from agent_shim.bulk.transfer import Transfer
 from agent_shim.core.errors import BlobError, LastingError
-from agent_shim.services.blobstore import Timing
-from agent_shim.services.blobstore import transfer as transfers
-from agent_shim.services.blobstore.transfer import Transfer
 from agent_shim_demo.pki import EXPIRED, Authority
 from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
@@ -317,7 +317,7 @@ async def test_proxies_of_the_environment_are_used(
     server: Server, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With their password, for plain requests and tunnels."""
-    monkeypatch.setattr("agent_shim.services.blobstore.routes._is_excepted", lambda *_: False)
+    monkeypatch.setattr("agent_shim.bulk.routes._is_excepted", lambda *_: False)
     authority = Authority("blobstore-ca")
     async with (
         http_proxy() as proxy,

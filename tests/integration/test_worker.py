@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gzip
 import hashlib
 import io
@@ -16,18 +17,17 @@ import stat
 import subprocess
 import sys
 import tarfile
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from agent_shim.core.errors import ActionError
-from agent_shim.core.paths import Paths
-from agent_shim.core.settings import Blobstore
-from agent_shim.daemon import worker
-from agent_shim.host import files, process, worker_client
-from agent_shim.host.worker_client import (
+from agent_shim.bulk import install as installs
+from agent_shim.bulk import protocol, worker, workers
+from agent_shim.bulk.protocol import (
     BlobRef,
     Done,
     Get,
@@ -39,6 +39,10 @@ from agent_shim.host.worker_client import (
     Target,
     Tree,
 )
+from agent_shim.core.errors import ActionError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
+from agent_shim.host import files, process
 from tests.support import http
 from tests.support.http import Server, http_server
 from tests.support.programs import eventually, number_in
@@ -62,17 +66,17 @@ async def server() -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> list[process.Process]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[process.Process]:
     """Every process that the helper starts."""
-    started: list[process.Process] = []
+    found: list[process.Process] = []
     honest = process.spawn
 
     def spawn(*arguments: object, **options: object) -> process.Process:
-        started.append(honest(*arguments, **options))  # type: ignore[arg-type]
-        return started[-1]
+        found.append(honest(*arguments, **options))  # type: ignore[arg-type]
+        return found[-1]
 
     monkeypatch.setattr(process, "spawn", spawn)
-    return started
+    return found
 
 
 def tgz(
@@ -113,7 +117,7 @@ def left_half_made(paths: Paths) -> list[Path]:
 
 
 async def install(paths: Paths, *targets: Target, parallel: int = 5, store: Blobstore = DUMMY) -> list[Outcome]:
-    return (await worker_client.work(Install(str(paths.base), store, parallel, list(targets)))).outcomes
+    return (await workers.work(Install(str(paths.base), store, parallel, list(targets)))).outcomes
 
 
 # --- install --------------------------------------------------------------------------------------------------------
@@ -212,7 +216,7 @@ async def test_a_store_that_stalls_does_not_hold_the_lane_for_each_blob(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two minutes for each of hundreds of packages, and no task could begin meanwhile."""
-    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(installs, "PATIENCE_S", 0.0)
     good = kept(paths, tgz({"a": b"a"}))
     targets = [package(paths, "first", good), package(paths, "missing", BlobRef("missing", digest="00"))]
     targets += [package(paths, f"p{number}", BlobRef(f"missing{number}", digest="00")) for number in range(20)]
@@ -221,7 +225,7 @@ async def test_a_store_that_stalls_does_not_hold_the_lane_for_each_blob(
 
     assert done.outcomes[0].error == ""
     assert "cannot get missing" in done.outcomes[1].error
-    assert done.outcomes[2:] == [worker.UNREACHED] * 20
+    assert done.outcomes[2:] == [installs.UNREACHED] * 20
     assert (paths.data_packages / "first/digest/a").exists()
 
 
@@ -234,6 +238,28 @@ async def test_a_bundle_that_somebody_else_installed_meanwhile_stays(paths: Path
     assert outcomes == [Outcome()]
     assert list(tree(paths.data_packages)) == ["p/digest/theirs"]
     assert left_half_made(paths) == []
+
+
+@pytest.mark.parametrize("planted", ["lease", "link"])
+async def test_a_job_that_owns_a_local_store_holds_no_install(paths: Paths, tmp_path: Path, planted: str) -> None:
+    """An open waits for 45 s on a file under a lease of its owner."""
+    source, store = kept(paths, tgz({"file": b"content"})), tmp_path / "store"
+    store.mkdir()
+    (paths.blobs / source.blob_id).rename(store / (source.blob_id if planted == "lease" else "other"))
+    if planted == "link":
+        (store / source.blob_id).symlink_to("other")
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the owner of a lease gets
+    with (store / source.blob_id).open("rb+") as owner:
+        if planted == "lease":
+            fcntl.fcntl(owner.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        begun_at = time.monotonic()
+        (outcome,) = await install(
+            paths, package(paths, "p", source), store=Blobstore("local", {"blobstore_path": str(store)})
+        )
+    signal.signal(signal.SIGIO, before)
+
+    assert time.monotonic() - begun_at < 30
+    assert "cannot open" in outcome.error
 
 
 async def test_an_older_source_is_replaced(paths: Paths) -> None:
@@ -251,7 +277,7 @@ async def test_an_older_source_is_replaced(paths: Paths) -> None:
 async def test_a_blob_becomes_a_file(paths: Paths) -> None:
     """With the mode that was asked for."""
     target = paths.tmp / "records.json"
-    await worker_client.work(Get(str(paths.base), DUMMY, kept(paths, b"data"), str(target), mode=0o640))
+    await workers.work(Get(str(paths.base), DUMMY, kept(paths, b"data"), str(target), mode=0o640))
 
     assert target.read_bytes() == b"data"
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
@@ -266,7 +292,7 @@ async def test_an_attempt_that_stalls_is_given_up_and_made_again(paths: Paths, s
     server.plan = [http.STALL, http.DRIBBLE]
     target = paths.tmp / "file"
     async with asyncio.timeout(110):
-        await worker_client.work(Get(str(paths.base), store, BlobRef("b", digest=sha1(data)), str(target)))
+        await workers.work(Get(str(paths.base), store, BlobRef("b", digest=sha1(data)), str(target)))
 
     assert target.read_bytes() == data
     assert len(server.requests) == 3
@@ -276,10 +302,8 @@ async def test_a_file_becomes_a_blob(paths: Paths, tmp_path: Path, server: Serve
     """In the blobstore under a new id, or where the signed URL leads."""
     (tmp_path / "file").write_bytes(b"data")
     store = Blobstore("local", {"blobstore_path": str(tmp_path / "store")})
-    stored = await worker_client.work(Put(str(paths.base), store, str(tmp_path / "file")))
-    signed = await worker_client.work(
-        Put(str(paths.base), DUMMY, str(tmp_path / "file"), f"{server.url}/new", {"h": "v"})
-    )
+    stored = await workers.work(Put(str(paths.base), store, str(tmp_path / "file")))
+    signed = await workers.work(Put(str(paths.base), DUMMY, str(tmp_path / "file"), f"{server.url}/new", {"h": "v"}))
 
     assert (tmp_path / "store" / stored.blob_id).read_bytes() == b"data"
     assert signed == Done()
@@ -293,7 +317,7 @@ async def test_a_tree_becomes_an_archive(tmp_path: Path) -> None:
     (tmp_path / "logs" / "b.txt").write_bytes(b"text\n")
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / "logs.tgz"
-    done = await worker_client.work(Pack([Tree(str(tmp_path / "logs"), patterns=["*.log"])], str(path)))
+    done = await workers.work(Pack([Tree(str(tmp_path / "logs"), patterns=["*.log"])], str(path)))
 
     assert (done.sha1, done.sha512) == (sha1(path.read_bytes()), hashlib.sha512(path.read_bytes()).hexdigest())
     with tarfile.open(path) as tar:
@@ -315,32 +339,32 @@ async def test_a_tree_becomes_an_archive(tmp_path: Path) -> None:
 async def test_a_failure_is_told_and_leaves_nothing(paths: Paths, make: Callable[[str], Request]) -> None:
     """As an error of the action."""
     with pytest.raises(ActionError):
-        await worker_client.work(make(str(paths.base)))
+        await workers.work(make(str(paths.base)))
 
     assert [path for path in paths.base.rglob("*") if path.is_file()] == []
 
 
 async def test_one_worker_packs_and_uploads(
-    paths: Paths, tmp_path: Path, server: Server, workers: list[process.Process]
+    paths: Paths, tmp_path: Path, server: Server, started: list[process.Process]
 ) -> None:
-    """Each step is reported, and an upload that hangs is not stopped by the timeout of packing."""
+    """The upload is reported."""
     (tmp_path / "logs").mkdir()
     path, told = paths.tmp / "logs.tgz", list[str]()
     put = Put(str(paths.base), DUMMY, str(path), f"{server.url}/new")
     server.plan = [http.SILENT]
     pack = Pack([Tree(str(tmp_path / "logs"))], str(path), put=put)
-    working = asyncio.create_task(worker_client.pack_and_put(worker_client.work, pack, told.append))
+    working = asyncio.create_task(workers.work(pack, report=lambda step: told.append(step.phase)))
     await eventually(lambda: "uploading" in told and bool(server.requests))
-    before = worker_client.transfers.counts["put", "failed"]
+    before = workers.transfers.counts["put", "failed"]
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
 
-    assert told == ["packing", "uploading"]
-    assert len(workers) == 1
-    assert not workers[0].is_alive
-    assert worker_client.transfers.counts["put", "failed"] == before + 1
-    assert (await worker_client.work(pack)).put_error == ""
+    assert told == ["uploading"]
+    assert len(started) == 1
+    assert not started[0].is_alive
+    assert workers.transfers.counts["put", "failed"] == before + 1
+    assert (await workers.work(pack)).put_error == ""
     assert server.blobs["/new"] == path.read_bytes()
 
 
@@ -351,24 +375,10 @@ async def test_a_failed_upload_is_told_apart_from_a_failed_archive(
     path = paths.tmp / "logs.tgz"
     put = Put(str(paths.base), DUMMY, str(path), f"{server.url}/new")
     server.plan = ["403"]
-    done = await worker_client.work(Pack([Tree(str(tmp_path / "logs"))], str(path), put=put))
+    done = await workers.work(Pack([Tree(str(tmp_path / "logs"))], str(path), put=put))
 
     assert done.put_error == f"Error executing PUT, response was 403 from {server.host}"
     assert done.sha1 == sha1(path.read_bytes())
-
-
-async def test_packing_that_hangs_is_ended() -> None:
-    ended = asyncio.Event()
-
-    async def work(_: Request) -> Done:
-        try:
-            return await asyncio.Future[Done]()
-        finally:
-            ended.set()
-
-    with pytest.raises(TimeoutError):
-        await worker_client.pack_and_put(work, Pack([], "/missing/archive"), lambda _: None, timeout=0.1)
-    assert ended.is_set()
 
 
 @pytest.mark.parametrize("what", ["archive", "file"])
@@ -387,7 +397,7 @@ async def test_a_disk_that_takes_no_more_is_named_with_the_room_there_is(
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(ActionError, match=rf"^cannot write {path}: File too large, \d+ MiB are free$"):
-            await worker_client.work(request)
+            await workers.work(request)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -397,7 +407,7 @@ async def test_a_disk_that_takes_no_more_is_named_with_the_room_there_is(
 # --- how it ends ----------------------------------------------------------------------------------------------------
 
 
-async def begun(paths: Paths, server: Server, workers: list[process.Process]) -> asyncio.Task[list[Outcome]]:
+async def begun(paths: Paths, server: Server, started: list[process.Process]) -> asyncio.Task[list[Outcome]]:
     """An install of two packages that hangs: one is being unpacked for good, the other's server has stalled."""
     data = tgz({"a": os.urandom(100_000)})
     server.blobs = {"/one": data, "/two": data}
@@ -409,46 +419,46 @@ async def begun(paths: Paths, server: Server, workers: list[process.Process]) ->
     task = asyncio.create_task(install(paths, *targets))
     while len(server.requests) < 2:
         await asyncio.sleep(0.01)
-    assert len(workers) == 1
+    assert len(started) == 1
     return task
 
 
-async def test_cancelling_ends_the_worker(paths: Paths, server: Server, workers: list[process.Process]) -> None:
+async def test_cancelling_ends_the_worker(paths: Paths, server: Server, started: list[process.Process]) -> None:
     """At once, and it tidies up."""
-    task = await begun(paths, server, workers)
+    task = await begun(paths, server, started)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
-    assert not workers[0].is_alive
+    assert not started[0].is_alive
     assert left_half_made(paths) == []
 
 
-async def test_a_terminated_worker_tidies_up(paths: Paths, server: Server, workers: list[process.Process]) -> None:
+async def test_a_terminated_worker_tidies_up(paths: Paths, server: Server, started: list[process.Process]) -> None:
     """The waiting caller gets the error."""
-    task = await begun(paths, server, workers)
-    workers[0].send(signal.SIGTERM)
+    task = await begun(paths, server, started)
+    started[0].send(signal.SIGTERM)
     with pytest.raises(ActionError, match="cannot finish the work: the worker was killed by SIGTERM"):
         await task
 
     assert left_half_made(paths) == []
 
 
-async def test_a_killed_worker_is_told(paths: Paths, server: Server, workers: list[process.Process]) -> None:
+async def test_a_killed_worker_is_told(paths: Paths, server: Server, started: list[process.Process]) -> None:
     """As when the kernel runs out of memory."""
-    task = await begun(paths, server, workers)
-    workers[0].send(signal.SIGKILL)
+    task = await begun(paths, server, started)
+    started[0].send(signal.SIGKILL)
     with pytest.raises(ActionError, match="cannot finish the work: the worker was killed by SIGKILL"):
         await task
 
 
-async def test_a_terminated_worker_tidies_up_while_it_unpacks(paths: Paths, workers: list[process.Process]) -> None:
+async def test_a_terminated_worker_tidies_up_while_it_unpacks(paths: Paths, started: list[process.Process]) -> None:
     """Threads cannot be ended from outside; they notice that their file is closed."""
     source = kept(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
     task = asyncio.create_task(install(paths, package(paths, "p", source)))
     while not left_half_made(paths):
         await asyncio.sleep(0.001)
-    workers[0].send(signal.SIGTERM)
+    started[0].send(signal.SIGTERM)
     with contextlib.suppress(ActionError):
         await task
 
@@ -457,7 +467,7 @@ async def test_a_terminated_worker_tidies_up_while_it_unpacks(paths: Paths, work
 
 
 async def test_a_worker_killed_at_any_moment_leaves_whole_bundles_or_none(
-    paths: Paths, workers: list[process.Process]
+    paths: Paths, started: list[process.Process]
 ) -> None:
     """A directory that looks installed is complete."""
     sources = [kept(paths, tgz({f"f{n}": os.urandom(3000) for n in range(150)}, compress=bytes)) for _ in range(3)]
@@ -466,7 +476,7 @@ async def test_a_worker_killed_at_any_moment_leaves_whole_bundles_or_none(
         task = asyncio.create_task(install(paths, *(package(paths, f"p{n}", ref) for n, ref in enumerate(sources))))
         await asyncio.sleep(0.05)
         await asyncio.sleep(chance.random() * 0.15)
-        workers[-1].send(signal.SIGKILL)
+        started[-1].send(signal.SIGKILL)
         with contextlib.suppress(ActionError):
             await task
         for bundle in paths.data_packages.glob("*/digest"):
@@ -478,33 +488,33 @@ async def test_a_worker_killed_at_any_moment_leaves_whole_bundles_or_none(
 
 
 async def test_a_killed_worker_leaves_no_half_of_an_archive(
-    paths: Paths, workers: list[process.Process], tmp_path: Path
+    paths: Paths, started: list[process.Process], tmp_path: Path
 ) -> None:
     """It may be large, and would remain until the next boot."""
     (tmp_path / "logs").mkdir()
     with (tmp_path / "logs/large").open("wb") as sparse:
         sparse.truncate(16 << 30)
-    packing = asyncio.create_task(worker_client.work(Pack([Tree(str(tmp_path / "logs"))], str(paths.tmp / "logs.tgz"))))
+    packing = asyncio.create_task(workers.work(Pack([Tree(str(tmp_path / "logs"))], str(paths.tmp / "logs.tgz"))))
     await eventually(lambda: left_half_made(paths))
-    workers[0].send(signal.SIGKILL)
+    started[0].send(signal.SIGKILL)
     with pytest.raises(ActionError, match="the worker was killed by SIGKILL"):
         await packing
 
     assert left_half_made(paths) == []
 
 
-async def test_a_killed_worker_leaves_nothing_of_a_command(paths: Paths, workers: list[process.Process]) -> None:
+async def test_a_killed_worker_leaves_nothing_of_a_command(paths: Paths, started: list[process.Process]) -> None:
     """Files fetched so far are removed; those of another worker stay."""
     paths.bosh_bin.mkdir(parents=True)
-    command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(worker_client.scratch(paths, 1))
+    command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(protocol.scratch(paths, 1))
     command.write_text('#!/bin/sh\necho $$ >"$5"\nexec sleep 600\n')
     command.chmod(0o755)
     paths.bosh_etc.mkdir(parents=True)
     others.touch()
     get = Get(str(paths.base), Blobstore("x"), BlobRef("b", digest="00"), str(paths.tmp / "file"))
-    getting = asyncio.create_task(worker_client.work(get))
+    getting = asyncio.create_task(workers.work(get))
     pid = await eventually(lambda: next((n for path in paths.tmp.glob(".*/blob") if (n := number_in(path))), None))
-    workers[0].send(signal.SIGKILL)
+    started[0].send(signal.SIGKILL)
     try:
         with pytest.raises(ActionError, match="the worker was killed by SIGKILL"):
             await getting
@@ -519,7 +529,8 @@ async def test_a_worker_goes_with_its_parent(paths: Paths, server: Server, tmp_p
     server.plan = [http.SILENT]
     program = f"""
 import asyncio
-from agent_shim.host import process, worker_client
+from agent_shim.bulk import protocol, workers
+from agent_shim.host import process
 from agent_shim.core.settings import Blobstore
 spawn = process.spawn
 def spy(*arguments, **options):
@@ -527,8 +538,8 @@ def spy(*arguments, **options):
     print(worker.pid, flush=True)
     return worker
 process.spawn = spy
-source = worker_client.BlobRef(signed_url="{server.url}/b", digest="00")
-asyncio.run(worker_client.work(worker_client.Get("{paths.base}", Blobstore(), source, "{tmp_path}/file")))
+source = protocol.BlobRef(signed_url="{server.url}/b", digest="00")
+asyncio.run(workers.work(protocol.Get("{paths.base}", Blobstore(), source, "{tmp_path}/file")))
 """
     parent = await asyncio.to_thread(
         subprocess.Popen, [sys.executable, "-c", program], stdout=subprocess.PIPE, process_group=0
@@ -547,10 +558,14 @@ asyncio.run(worker_client.work(worker_client.Get("{paths.base}", Blobstore(), so
     assert not (tmp_path / "file").exists()
 
 
+class Guess(msgspec.Struct, tag=True):
+    password: str
+
+
 async def test_a_request_nobody_understands_is_a_bug_and_told_without_its_text() -> None:
     """The place and the kind of error, not the words: they may hold a secret."""
     with pytest.raises(ActionError) as caught:
-        await worker_client.run_worker(b'{"type": "Guess", "password": "' + CANARY.encode() + b'"}')
+        await workers.work(Guess(CANARY))  # type: ignore[arg-type]
 
     assert str(caught.value).startswith(
         'cannot finish the work: the worker ended with code 1: msgspec.ValidationError in File "'
@@ -562,11 +577,11 @@ async def test_a_request_nobody_understands_is_a_bug_and_told_without_its_text()
 
 
 async def test_secrets_stand_neither_in_arguments_nor_in_the_environment(
-    paths: Paths, server: Server, workers: list[process.Process]
+    paths: Paths, server: Server, started: list[process.Process]
 ) -> None:
     """Nor in a file: ``ps`` and the disk show nothing."""
-    task = await begun(paths, server, workers)
-    seen = Path(f"/proc/{workers[0].pid}")
+    task = await begun(paths, server, started)
+    seen = Path(f"/proc/{started[0].pid}")
     told = [(seen / name).read_bytes() for name in ("cmdline", "environ")]
     written = [path.read_bytes() for path in paths.base.rglob("*") if path.is_file()]
     limits = (seen / "limits").read_text()
@@ -586,7 +601,7 @@ async def test_a_failed_transfer_is_told_without_its_secrets(paths: Paths, serve
     (paths.tmp / "file").write_bytes(b"data")
     url = f"http://me:{CANARY}@{server.host}/b?sig={CANARY}"
     with pytest.raises(ActionError) as caught:
-        await worker_client.work(Put(str(paths.base), DUMMY, str(paths.tmp / "file"), url))
+        await workers.work(Put(str(paths.base), DUMMY, str(paths.tmp / "file"), url))
 
     assert str(caught.value) == f"Error executing PUT, response was 403 from {server.host}"
     assert CANARY not in repr(BlobRef(signed_url=url))

@@ -17,9 +17,10 @@ from typing import Final
 
 import pytest
 
+from agent_shim.bulk import copytruncate
 from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import copytruncate, files, guarded
+from agent_shim.host import files, guarded
 from agent_shim.services.disks import markers
 from agent_shim.services.logs import tail
 from agent_shim.supervisor import filesystem_usage, process_record

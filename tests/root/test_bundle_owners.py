@@ -16,7 +16,7 @@ pytestmark = pytest.mark.root
 INSIDE = """
 import asyncio, gzip, hashlib, io, json, os, tarfile
 from agent_shim.services.bundles import Bundle, Bundles
-from agent_shim.host.worker_client import BlobRef
+from agent_shim.bulk.protocol import BlobRef
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 

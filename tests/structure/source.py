@@ -17,13 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "agent_shim"
 FLOORS: Mapping[str, int] = {
-    "__main__": 6,
-    "cli": 6,
-    "daemon": 5,
-    "edges": 4,
-    "actions": 3,
-    "services": 2,
-    "supervisor": 2,
+    "__main__": 7,
+    "cli": 7,
+    "daemon": 6,
+    "edges": 5,
+    "actions": 4,
+    "services": 3,
+    "supervisor": 3,
+    "bulk": 2,
     "host": 1,
     "core": 0,
     "": 0,

@@ -69,7 +69,7 @@ BANS = (
         "hides an import from the floor test",
         frozenset({"core.lean_imports"}),
     ),
-    Ban(("print",), "the daemon speaks through logging", COMMANDS | {"daemon.worker"}),
+    Ban(("print",), "the daemon speaks through logging", COMMANDS | {"bulk.worker"}),
     Ban(("time.sleep",), "holds the event loop", COMMANDS | {"host.job_cgroups"}),  # which blocks, and says so
     Ban(
         (

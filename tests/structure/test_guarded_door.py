@@ -48,9 +48,9 @@ PROBE = "whether something is there; nothing of it is read or written"
 
 RAW: Mapping[str, Raw] = {
     "actions.jobs": Raw(BUNDLES, frozenset({"monit_files"})),
-    "services.blobstore.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put", "on_this_machine"})),
-    "services.blobstore.providers": Raw(NAMED, frozenset({"Dav.put", "External.get", "Local._copy", "open_blob"})),
-    "services.blobstore.transfer": Raw(PROBE, frozenset({"Transfer._keeping"})),
+    "bulk.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put"})),
+    "bulk.providers": Raw(NAMED, frozenset({"Dav.put", "External.get", "Local._copy", "open_blob"})),
+    "bulk.transfer": Raw(PROBE, frozenset({"Transfer._keeping"})),
     "daemon.boot": Raw(OWN, frozenset({"_mount_tmpfs", "make_tree"})),
     "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
     "cli.bpm": Raw(
@@ -90,7 +90,6 @@ RAW: Mapping[str, Raw] = {
         BUNDLES, frozenset({"Compiler.sweep", "Compiler._remove_sources", "Compiler.compile", "_quote"})
     ),
     "daemon.main": Raw(OWN, frozenset({"_guard_loop"})),
-    "services.disks.copying": Raw(SCRATCH, frozenset({"_watch"})),
     "services.disks.mounting": Raw(
         "places that root mounts and links; disks.identity reads volumes through the door",
         frozenset(
@@ -113,7 +112,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "services.volume_lease": Raw(OWN, frozenset({"exclusive_agent.__enter__"})),
     "daemon.handback": Raw(OWN, frozenset({"_disks", "hand_back"})),
-    "host.archive": Raw(
+    "bulk.archive": Raw(
         "a new directory of ours, by descriptor, O_EXCL and O_NOFOLLOW", frozenset({"_Tree.file", "_unpack"})
     ),
     "host.job_cgroups": Raw(
@@ -137,7 +136,7 @@ RAW: Mapping[str, Raw] = {
     "host.capabilities": Raw(KERNEL, frozenset({"privileges"})),
     "host.user_namespace": Raw(KERNEL, frozenset({"is_inside", "overflow_user"})),
     "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
-    "host.copytree": Raw(
+    "bulk.copytree": Raw(
         "within directories that the door has opened: names in them, by descriptor, no link followed",
         frozenset({"_copy_entry", "_copy_file", "_names", "mirror", "_same_entry", "_status", "_Mirror._surplus"}),
     ),
@@ -165,7 +164,6 @@ RAW: Mapping[str, Raw] = {
             }
         ),
     ),
-    "host.worker_client": Raw(SCRATCH, frozenset({"_count", "become_worker", "pack_and_put"})),
     "host.sandbox_exec": Raw(
         "in the process that becomes the job: what it may open is opened once, and mounted by descriptor",
         frozenset(
@@ -193,7 +191,7 @@ RAW: Mapping[str, Raw] = {
     "host.mounts": Raw(KERNEL, frozenset({"mounts", "is_mount_point"})),
     "host.hostname": Raw(KERNEL, frozenset({"owner"})),
     "host.network": Raw(KERNEL, frozenset({"listeners", "is_of_machine"})),
-    "host.packing": Raw(
+    "bulk.packing": Raw(
         "roots that the agent names; below them the door, and what it holds",
         frozenset({"_Archive._add_open", "_Archive.finish", "_Archive.open", "_listed", "pack"}),
     ),
@@ -220,7 +218,7 @@ RAW: Mapping[str, Raw] = {
         frozenset({"_cannot_run", "_require_executable", "take_name"}),
     ),
     "host.pseudo_terminal": Raw(KERNEL, frozenset({"open_pair"})),
-    "host.copytruncate": Raw(
+    "bulk.copytruncate": Raw(
         "within a directory that the door has opened, by descriptor, O_EXCL or no link followed",
         frozenset({"_is_there"}),
     ),
@@ -273,7 +271,9 @@ RAW: Mapping[str, Raw] = {
     "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
-    "daemon.worker": Raw(SCRATCH, frozenset({"finish", "_copy_tree.report", "_newest", "_rotate"})),
+    "bulk.install": Raw(SCRATCH, frozenset({"_newest", "finish"})),
+    "bulk.worker": Raw(SCRATCH, frozenset({"_rotate", "become_worker"})),
+    "bulk.workers": Raw(SCRATCH, frozenset({"_count"})),
 }
 """Functions that open what no job can influence, or what the door has opened for them."""
 

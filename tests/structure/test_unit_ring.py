@@ -9,8 +9,8 @@ from tests.structure.source import ROOT
 STARTS = re.compile(r"\bsys\.executable\b|\bon_terminal\(|\bimport subprocess\b")
 
 COMPARED = {
-    "tests/unit/host/test_archive.py": "with GNU tar",
-    "tests/unit/host/test_packing.py": "with GNU tar and diff",
+    "tests/unit/bulk/test_archive.py": "with GNU tar",
+    "tests/unit/bulk/test_packing.py": "with GNU tar and diff",
 }
 """Files whose subject is compared with a short-lived program."""
 

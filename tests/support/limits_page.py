@@ -20,7 +20,7 @@ LIMITS: Final = (
     ("a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is refused"),
     ("a request over the control socket", "edges.control_server.MAX_REQUEST_BYTES", "it is refused"),
     ("DNS records of `sync_dns`", "services.bundles.MAX_SMALL_BYTES", "the request fails"),
-    ("free space that downloads leave", "services.blobstore.transfer.RESERVE_BYTES", "the download fails"),
+    ("free space that downloads leave", "bulk.transfer.RESERVE_BYTES", "the download fails"),
     ("age of an archive of `bosh logs`", "services.logs.archives.MAX_AGE_S", "it is removed"),
     ("files that `--job-logs` follows", "services.logs.tail.MAX_FILES", "each job has an equal share of them"),
     ("levels of directories for `--job-logs`", "services.logs.tail.MAX_DEPTH", "files below are not followed"),

@@ -227,7 +227,7 @@ class Pod:
     def _worker(self) -> int:
         for pid in self.machine.pids():
             with suppress(OSError):
-                if b"agent_shim.daemon.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"agent_shim.bulk.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
         return 0
 

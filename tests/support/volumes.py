@@ -23,13 +23,14 @@ from typing import Any
 
 import pytest
 
+from agent_shim.bulk import copytree
+from agent_shim.bulk.protocol import Progress
 from agent_shim.core import settings
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Effective, UpdateSettings
-from agent_shim.host import copytree, files, mounts, volumes
-from agent_shim.host.worker_client import Progress
+from agent_shim.host import files, mounts, volumes
 from agent_shim.services.disks import Disks, Timeouts, markers
-from agent_shim.services.disks.copying import Copy
+from agent_shim.services.disks.copying import Copy, in_worker
 from agent_shim.services.disks.markers import OURS, Marker
 
 # --- mounts of our own ----------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ class Instance:
             self.effective,
             lambda: self.id,
             lambda: self.of_jobs,
-            copy=self.copy,
+            copy=self.copy or in_worker,
             timeouts=HASTY,
         )
         self.disks._places._binds = self.bind

@@ -26,13 +26,14 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from agent_shim.bulk.protocol import checked_blob_id
+from agent_shim.bulk.workers import transfers
 from agent_shim.core import lean_imports, wire
 from agent_shim.core.errors import ActionError, BlobError, BusError
 from agent_shim.core.settings import Mbus
 from agent_shim.edges import accepting
 from agent_shim.edges.bus import Handle, Stats, tls
 from agent_shim.host import files
-from agent_shim.host.worker_client import checked_blob_id, transfers
 
 with lean_imports.without_authorities():  # aiohttp creates client contexts on import
     from aiohttp import web

@@ -16,11 +16,11 @@ from typing import Any, Final
 
 import msgspec
 
+from agent_shim.bulk.protocol import Progress
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import DiskAssociation, Effective
 from agent_shim.host import files, process, volumes
-from agent_shim.host.worker_client import Progress
 from agent_shim.services.disks import hints
 from agent_shim.services.disks.copying import Copy, in_worker
 from agent_shim.services.disks.hints import DiskSettings
@@ -66,13 +66,13 @@ class Disks:
         *,
         hold: Callable[[Path], str] = lambda _: "",
         release: Callable[[Path], None] = lambda _: None,
-        copy: Copy | None = None,
+        copy: Copy = in_worker,
         timeouts: Timeouts = Timeouts(),
     ) -> None:
         self._paths = paths
         self._settings = settings
         self._of_jobs = of_jobs
-        self._copy = copy or in_worker(paths)
+        self._copy = copy
         self._timeouts = timeouts
         self._places = DiskMounts(paths, settings, instance, hold, release)
         self._running = ""

@@ -13,14 +13,14 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final
 
+from agent_shim.bulk import protocol, workers
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
-from agent_shim.host import files, worker_client
+from agent_shim.host import files
 
 REMARKS: Final = "agent_shim.remarks.txt"
 """Entry of an archive that lists its deviations from the files on disk; absent without any."""
@@ -34,14 +34,13 @@ NICE: Final = 5
 PACK_TIMEOUT_S: Final = 1500.0
 """Timeout for a whole archive; the packer ends before it unless a disk hangs."""
 
-_GENTLY: Final = partial(worker_client.work, nice=NICE)
 _BUNDLE: Final = r"logs-[0-9a-f]{16}\.tgz"
 
 
 class Logs:
     """Packs and uploads logs. All methods raise ``ActionError``."""
 
-    def __init__(self, paths: Paths, work: worker_client.Work = _GENTLY) -> None:
+    def __init__(self, paths: Paths, work: protocol.Work = workers.work) -> None:
         self._paths = paths
         self._work = work
         self._turn = asyncio.Lock()
@@ -55,14 +54,14 @@ class Logs:
         *,
         signed_url: str = "",
         headers: Mapping[str, str] = {},
-    ) -> worker_client.Done:
+    ) -> protocol.Done:
         """Upload an archive to the signed URL, else to the blobstore; return its digests and the blob id.
 
         ``kinds`` is a comma-separated list of ``job``, ``agent``, ``system``; without patterns all files are packed.
         ``report`` is called with each step.
         """
         archive = files.sibling(self._paths.tmp / "logs")
-        put = worker_client.Put(str(self._paths.base), store, str(archive), signed_url, dict(headers))
+        put = protocol.Put(str(self._paths.base), store, str(archive), signed_url, dict(headers))
         try:
             done = await self._pack(kinds, patterns, archive, put, report)
             if done.put_error:
@@ -118,27 +117,34 @@ class Logs:
         kinds: str,
         patterns: Sequence[str],
         archive: Path,
-        put: worker_client.Put | None = None,
+        put: protocol.Put | None = None,
         report: Callable[[str], None] = lambda _: None,
-    ) -> worker_client.Done:
+    ) -> protocol.Done:
         # The last of equal names counts: a repeated kind is packed once, in its last place.
         named = reversed(dict.fromkeys(reversed(kinds.split(","))))
         trees = [self._tree(kind, list(patterns) or ["**/*"]) for kind in named]
-        pack = worker_client.Pack(trees, str(archive), remarks=REMARKS, put=put)
+        pack = protocol.Pack(trees, str(archive), remarks=REMARKS, put=put)
+        report("packing")
         try:
-            with errors_as("Making logs tarball", ActionError):
-                return await worker_client.pack_and_put(self._work, pack, report, PACK_TIMEOUT_S)
+            async with asyncio.timeout(PACK_TIMEOUT_S) as timeout:
+
+                def packed(step: protocol.Progress) -> None:
+                    timeout.reschedule(None)
+                    report(step.phase)
+
+                with errors_as("Making logs tarball", ActionError):
+                    return await self._work(pack, nice=NICE, report=packed)
         except TimeoutError:
             raise ActionError(f"Making logs tarball: no result within {PACK_TIMEOUT_S:g} seconds") from None
 
-    def _tree(self, kind: str, patterns: list[str]) -> worker_client.Tree:
+    def _tree(self, kind: str, patterns: list[str]) -> protocol.Tree:
         match kind:
             case "job":
-                return worker_client.Tree(str(self._paths.sys / "log"), patterns=patterns)
+                return protocol.Tree(str(self._paths.sys / "log"), patterns=patterns)
             case "agent":
-                return worker_client.Tree(str(self._paths.agent_log), patterns=patterns)
+                return protocol.Tree(str(self._paths.agent_log), patterns=patterns)
             case "system":
-                return worker_client.Tree(str(self._paths.system_log), prefix="var/log/", patterns=patterns)
+                return protocol.Tree(str(self._paths.system_log), prefix="var/log/", patterns=patterns)
         raise ActionError("Invalid log type")
 
 

@@ -26,9 +26,10 @@ from typing import Final, NamedTuple, NoReturn, TypeAlias
 
 import msgspec
 
+from agent_shim.bulk import protocol, workers
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import clock, files, guarded, worker_client
+from agent_shim.host import clock, files, guarded
 from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
@@ -134,9 +135,9 @@ class Rotation:
             logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in due))
             most = max(self._limits.most, 2 * limit)  # a deployment that raises the size wants the content
             paths = [os.fsencode(log.path) for log in due]
-            request = worker_client.Rotate(str(self._root), paths, self._limits.keep, most)
+            request = protocol.Rotate(str(self._root), paths, self._limits.keep, most)
             async with asyncio.timeout(ROTATE_TIMEOUT_S):
-                done = await worker_client.work(request, nice=10)
+                done = await workers.work(request, nice=10)
             for log, outcome in zip(due, done.outcomes, strict=True):
                 if outcome.error:
                     logger.error("%s", outcome.error)

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
+from agent_shim.bulk import workers
 from agent_shim.core import keep_running
 from agent_shim.core.settings import Mbus
 from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon import status_report
 from agent_shim.daemon.runtime import Runtime
-from agent_shim.host import worker_client
 
 
 def live(tmp_path: Path, **others: Any) -> Runtime:
@@ -49,7 +49,7 @@ def test_each_value_of_a_scrape_comes_from_its_source(tmp_path: Path, monkeypatc
     (tmp_path / "operating_system").write_text("ubuntu\n")
     (tmp_path / "stemcell_version").write_text("1.2\n")
     blobs = SimpleNamespace(counts=Counter({("in", "done"): 21}), sizes=Counter({"in": 22}))
-    monkeypatch.setattr(worker_client, "transfers", blobs)
+    monkeypatch.setattr(workers, "transfers", blobs)
     monkeypatch.setattr(keep_running, "failures", {"rules": 23})
 
     found: Any = status_report.readings(live(tmp_path))

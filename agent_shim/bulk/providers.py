@@ -1,4 +1,4 @@
-"""Providers of blobstores in the settings (bosh-utils blobstore/provider.go). The agent itself uses local ones only."""
+"""Providers of blobstores in the settings (bosh-utils blobstore/provider.go)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from urllib.parse import quote
 
 import msgspec
 
+from agent_shim.bulk.protocol import scratch
 from agent_shim.core import wire
 from agent_shim.core.digest import Hasher
 from agent_shim.core.errors import BlobError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
-from agent_shim.host import files, process, worker_client
+from agent_shim.host import files, process
 from agent_shim.host.descriptors import closing
-from agent_shim.host.worker_client import BlobRef
 
 if TYPE_CHECKING:
-    from agent_shim.services.blobstore.transfer import Transfer
+    from agent_shim.bulk.transfer import Transfer
 
 CREATE_ENV_CACHE: Final = "/var/vcap/micro_bosh/data/cache"
 """Name in create-env manifests for the directory that the agent itself serves under ``/blobs`` (app/app.go)."""
@@ -122,16 +122,6 @@ class DavOptions(msgspec.Struct, frozen=True):
         return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
 
 
-def address(ref: BlobRef, store: Blobstore) -> tuple[str, Mapping[str, str]]:
-    """Return the URL of a blob over HTTP and the headers of its request; raises ``BlobError`` for any other."""
-    if ref.signed_url:
-        return ref.signed_url, ref.headers
-    if store.provider != "dav":
-        raise BlobError("the blob is not fetched over HTTP")
-    options = _options(store, DavOptions)
-    return options.url(worker_client.checked_blob_id(ref.blob_id)), options.headers()
-
-
 class Dav:
     """WebDAV as the Director's blobstore serves it (bosh-davcli client/client.go)."""
 
@@ -154,7 +144,7 @@ class External:
         self._program = f"bosh-blobstore-{name}"
         self._options = options
         self._config = paths.bosh_etc / f"blobstore-{name}.json"
-        self._scratch = worker_client.scratch(paths, os.getpid())
+        self._scratch = scratch(paths, os.getpid())
         self._path = f"{paths.bosh_bin}:{environment.get('PATH') or DEFAULT_PATH}"
         self._environment = {**environment, "PATH": self._path}
 

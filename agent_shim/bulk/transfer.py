@@ -16,12 +16,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
+from agent_shim.bulk.routes import Timing, proxy_for, trusting
 from agent_shim.core import lean_imports
 from agent_shim.core.digest import Hasher
 from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.host.files import CHUNK_BYTES
-from agent_shim.services.blobstore import Timing
-from agent_shim.services.blobstore.routes import proxy_for, trusting
 
 with lean_imports.without_authorities():  # aiohttp creates contexts at import; each client here has its own
     import aiohttp

@@ -1,4 +1,4 @@
-"""Fetching and storing of blobs: sources, their order, retries. The agent itself fetches small local ones only.
+"""Fetching and storing of blobs: sources, their order, retries.
 
 Order, retries and texts are those of the Go agent (agent/httpblobprovider/blobstore_delegator/blobstore_delegator.go,
 agent/blobstore/cascading_blobstore.go, bosh-utils blobstore/retryable_blobstore.go).
@@ -14,31 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Self, TypeVar
 
+from agent_shim.bulk.protocol import BlobRef, checked_blob_id
+from agent_shim.bulk.providers import environment, opened, provider, trusted_ca
+from agent_shim.bulk.routes import Timing
 from agent_shim.core.digest import Hasher, MultipleDigest
 from agent_shim.core.errors import BlobError, DigestError, LastingError, ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
-from agent_shim.host.worker_client import checked_blob_id
-from agent_shim.services.blobstore import BlobRef, Timing
-from agent_shim.services.blobstore.providers import environment, local_directory, opened, provider, trusted_ca
 
 if TYPE_CHECKING:
-    from agent_shim.services.blobstore.transfer import Transfer
+    from agent_shim.bulk.transfer import Transfer
 
 T = TypeVar("T")
 
 TRIES: Final = 3
-
-
-def on_this_machine(ref: BlobRef, store: Blobstore, paths: Paths) -> Path | None:
-    """Return the file of a blob that needs no transfer; None for any other. Raises ``BlobError``."""
-    if ref.signed_url or not ref.blob_id:
-        return None
-    places = [paths.sensitive_blobs, paths.blobs]
-    if store.provider == "local":
-        places.append(local_directory(store, paths))
-    found = (place / checked_blob_id(ref.blob_id) for place in places)
-    return next((path for path in found if path.is_file()), None)
 
 
 class Blobs:
@@ -99,7 +88,7 @@ class Blobs:
     def _transfer(self) -> Transfer:
         if self._client is None:
             # Imported late: takes a tenth of a second, and is not always needed.
-            from agent_shim.services.blobstore.transfer import Transfer
+            from agent_shim.bulk.transfer import Transfer
 
             self._client = Transfer(trusted_ca(self._store), self._timing, self._paths.tmp, environment(self._store))
         return self._client

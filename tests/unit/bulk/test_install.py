@@ -1,4 +1,4 @@
-"""In which order the worker brings to disk what it has unpacked; what it does is in ``integration/test_worker.py``."""
+"""Order in which an install brings bundles to disk; the rest is in ``integration/test_worker.py``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.daemon import worker
+from agent_shim.bulk import install
+from agent_shim.bulk.protocol import BlobRef, Target
 from agent_shim.host import files
-from agent_shim.host.worker_client import BlobRef, Target
 
 
 def test_a_bundle_has_its_name_only_when_all_of_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_a_bundle_has_its_name_only_when_all_of_it_is_on_disk(tmp_path: Path, mo
 
     monkeypatch.setattr(files, "sync_filesystem", synced)
     monkeypatch.setattr(files, "sync_directory", synced)
-    worker.finish([worker.Piece(Target("package", "p", str(bundle), BlobRef()), temp)])
+    install.finish([install.Piece(Target("package", "p", str(bundle), BlobRef()), temp)])
 
     assert seen == [False, True]
     assert (bundle / "file").read_text() == "x"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_shim.services.blobstore.routes import proxy_for
+from agent_shim.bulk.routes import proxy_for
 
 ENVIRONMENT = {
     "HTTP_PROXY": "proxy:3128",

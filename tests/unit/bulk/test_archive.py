@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from agent_shim.bulk import archive
 from agent_shim.core.errors import ArchiveError
-from agent_shim.host import archive
 from tests.support.users import as_ordinary_user
 
 END = bytes(1024)

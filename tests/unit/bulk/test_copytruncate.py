@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.bulk import copytruncate
 from agent_shim.core.errors import HostError
-from agent_shim.host import copytruncate
 
 
 def rotate(directory: Path, keep: int = 3, most: int = 1000) -> copytruncate.Moved:

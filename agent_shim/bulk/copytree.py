@@ -21,10 +21,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from agent_shim.bulk.protocol import Progress
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
 from agent_shim.host.descriptors import closing
-from agent_shim.host.worker_client import Progress
 
 CHUNK_BYTES: Final = 1 << 20
 REPORT_PERIOD_S: Final = 0.5

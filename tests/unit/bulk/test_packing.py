@@ -23,9 +23,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from agent_shim.bulk import archive, packing
+from agent_shim.bulk.protocol import Tree
 from agent_shim.core.errors import HostError
-from agent_shim.host import archive, cgroups, guarded, packing
-from agent_shim.host.worker_client import Tree
+from agent_shim.host import cgroups, guarded
 from tests.support.users import as_ordinary_user
 
 

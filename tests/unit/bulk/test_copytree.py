@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from agent_shim.host import copytree, guarded
+from agent_shim.bulk import copytree
+from agent_shim.host import guarded
 from tests.support.users import as_ordinary_user
 
 SECOND_NS = 1_000_000_000

@@ -29,11 +29,11 @@ from typing import BinaryIO, Final, Self
 import msgspec
 from isal import isal_zlib
 
+from agent_shim.bulk.protocol import Tree
 from agent_shim.core.digest import Digest, MultipleDigest
 from agent_shim.core.errors import HostError
 from agent_shim.host import cgroups, files, guarded
 from agent_shim.host.descriptors import closing
-from agent_shim.host.worker_client import Tree
 
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 """Errors of an open after a file vanished, or was replaced by a link or a socket."""

@@ -1,0 +1,127 @@
+"""Installs: blobs become directories of jobs, packages and sources.
+
+Runs in worker processes only. A directory gets its name when it is complete and on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from agent_shim.bulk import archive
+from agent_shim.bulk.blobs import Blobs
+from agent_shim.bulk.modes import DIRECTORY_MODE, set_owners_and_modes
+from agent_shim.bulk.protocol import Install, Outcome, Target
+from agent_shim.core.errors import ShimError
+from agent_shim.core.paths import Paths
+from agent_shim.host import files
+
+FETCHING = {"job": "Getting job source from blobstore: ", "package": "Fetching package blob: ", "source": ""}
+INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package directory: ", "source": ""}
+"""Error texts of the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
+
+
+MOST_SYNCS = 4
+"""Maximum number of directories synced one by one; beyond it one sync of the file system is cheaper."""
+
+UNREACHED = Outcome("it was not reached")
+
+PATIENCE_S = 120.0
+"""Time in which transfers begin after the first failure: a store that stalls takes two minutes for each blob."""
+
+
+class Piece(msgspec.Struct):
+    """One target, unpacked to ``temp``; renamed to ``target.path`` when all are on disk."""
+
+    target: Target
+    temp: Path
+    outcome: Outcome = UNREACHED
+
+
+async def install(request: Install, temps: list[Path]) -> list[Outcome]:
+    """Install all targets; those of one blob share its transfer.
+
+    The failure of one does not affect the others, unless they would begin ``PATIENCE_S`` later.
+    """
+    paths = Paths(Path(request.base))
+    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]
+    temps += [piece.temp for piece in pieces]
+    of_blob: dict[tuple[str, str, str], list[Piece]] = {}
+    for piece in pieces:
+        source = piece.target.source
+        of_blob.setdefault((source.blob_id, source.signed_url, source.digest), []).append(piece)
+    gate, failed_at = asyncio.Semaphore(max(1, request.parallel)), list[float]()
+    async with Blobs(request.store, paths) as blobs, asyncio.TaskGroup() as group:
+        for those in of_blob.values():
+            group.create_task(_fetch_and_unpack(blobs, those, gate, failed_at, paths.shared_owner))
+    await asyncio.to_thread(finish, [piece for piece in pieces if not piece.outcome.error])
+    return [piece.outcome for piece in pieces]
+
+
+async def _fetch_and_unpack(
+    blobs: Blobs, pieces: Sequence[Piece], gate: asyncio.Semaphore, failed_at: list[float], owner: str | None
+) -> None:
+    async with gate:
+        if failed_at and time.monotonic() > failed_at[0] + PATIENCE_S:
+            return
+        try:
+            async with blobs.fetched(pieces[0].target.source) as file:
+                for piece in pieces:
+                    await asyncio.to_thread(_unpack, file, piece, owner)
+        except (ShimError, OSError) as exc:
+            failed_at.append(time.monotonic())
+            for piece in pieces:
+                piece.outcome = Outcome(f"{FETCHING[piece.target.kind]}{exc}")
+
+
+def _unpack(file: BinaryIO, piece: Piece, owner: str | None) -> None:
+    """Unpack one target to ``piece.temp``; the outcome is in ``piece``."""
+    target = piece.target
+    try:
+        if target.kind == "source":
+            piece.temp.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            files.make_dir(piece.temp.parent, DIRECTORY_MODE[target.kind], owner)
+        is_job = target.kind == "job"
+        archive.unpack(file, piece.temp, subtree=target.name if is_job else "", outside_links=not is_job)
+        set_owners_and_modes(target.kind, piece.temp, owner)
+        newest = _newest(piece.temp) if target.kind == "source" else 0
+        piece.outcome = Outcome(compressed=archive.is_gzip(file), newest=newest)
+    except (ShimError, OSError) as exc:
+        piece.outcome = Outcome(f"{INSTALLING[target.kind]}{exc}")
+
+
+def _newest(tree: Path) -> int:
+    """The latest modification time in the tree, without times in the future."""
+    now = tree.stat().st_ctime
+    found = (Path(here, name).lstat() for here, _, names in os.walk(tree) for name in names)
+    return int(max((each.st_mtime for each in found if stat.S_ISREG(each.st_mode) and each.st_mtime <= now), default=0))
+
+
+def finish(pieces: Sequence[Piece]) -> None:
+    """Sync unpacked directories, then rename them: a crash leaves complete directories or none."""
+    places = {piece.temp.stat().st_dev: piece.temp.parent for piece in pieces}
+    for place in places.values():
+        files.sync_filesystem(place)
+    for piece in pieces:
+        path = Path(piece.target.path)
+        try:
+            if piece.target.kind == "source":
+                files.remove_tree(path)
+            piece.temp.rename(path)
+            if len(pieces) <= MOST_SYNCS:
+                files.sync_directory(path.parent)
+        except OSError as exc:
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another worker was faster
+                piece.outcome = Outcome(f"{INSTALLING[piece.target.kind]}{files.failed(f'make {path}', exc)}")
+    if len(pieces) > MOST_SYNCS:
+        for place in places.values():
+            files.sync_filesystem(place)

@@ -1,0 +1,33 @@
+"""Modes and owners of installed bundles, as those of the Go agent (agent/applier/jobs/owner_fix.go)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from agent_shim.host import files
+
+DIRECTORY_MODE: Final = {"job": 0o750, "package": 0o755}
+"""Mode of a bundle, of the directory of its versions, and of the directory of links to bundles in use."""
+
+
+def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
+    """Set modes and owners of an unpacked tree as installed (agent/applier/jobs/owner_fix.go).
+
+    In a job ``owner`` owns everything; directories and files below ``bin`` are 0750, other files 0640. In a package
+    only those of the directory itself are set.
+    """
+    if kind != "job":
+        files.make_dir(tree, 0o755, owner if kind == "package" else None)
+        return
+    uid, gid = files.owner_ids(owner)
+    for here, directories, names, fd in os.fwalk(tree):
+        is_bin = Path(here).is_relative_to(tree / "bin")
+        os.fchown(fd, uid, gid)
+        os.fchmod(fd, 0o750)
+        for name in names + directories:
+            os.chown(name, uid, gid, dir_fd=fd, follow_symlinks=False)
+        for name in names:
+            if not os.path.islink(os.path.join(here, name)):  # noqa: PTH114, PTH118 - once for each file
+                os.chmod(name, 0o750 if is_bin else 0o640, dir_fd=fd)

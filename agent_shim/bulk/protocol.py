@@ -1,0 +1,199 @@
+"""Requests to a worker and its answers: one JSON document each, a line on a socket.
+
+They contain secrets: never in arguments, in the environment, or on a disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from agent_shim.core.errors import BlobError
+from agent_shim.core.paths import Paths
+from agent_shim.core.settings import Blobstore
+
+
+class BlobRef(msgspec.Struct, frozen=True):
+    """Location and digest of a blob; with a signed URL the id is ignored."""
+
+    blob_id: str = ""
+    signed_url: str = ""
+    headers: Mapping[str, str] = {}
+    digest: str = ""
+
+    def __repr__(self) -> str:
+        return f"BlobRef({self.blob_id!r}, digest={self.digest!r})"  # the others may be secret
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A blob to fetch and unpack into the new directory ``path``.
+
+    A ``job`` is the part ``name`` of the rendered templates, a ``package`` is compiled, a ``source`` is to be compiled.
+    """
+
+    kind: Literal["job", "package", "source"]
+    name: str
+    path: str
+    source: BlobRef
+
+
+class Install(msgspec.Struct, frozen=True, tag=True):
+    """Fetch and unpack all targets, at most ``parallel`` blobs at once; ``base`` is the root of the file tree."""
+
+    base: str
+    store: Blobstore
+    parallel: int
+    targets: list[Target]
+
+
+class Get(msgspec.Struct, frozen=True, tag=True):
+    """Download a blob to ``path`` and verify it."""
+
+    base: str
+    store: Blobstore
+    source: BlobRef
+    path: str
+    mode: int = 0o600
+
+
+class Put(msgspec.Struct, frozen=True, tag=True):
+    """Upload the file ``path``: to the signed URL if given, else to the blobstore under a new id."""
+
+    base: str
+    store: Blobstore
+    path: str
+    signed_url: str = ""
+    headers: dict[str, str] = {}
+
+
+class Tree(msgspec.Struct, frozen=True):
+    """A directory to pack, with ``prefix`` before its names (ending in ``/`` for a directory).
+
+    Without ``patterns`` it is packed completely, with directories, and must exist. With patterns (``**/*.log``, in the
+    doublestar syntax of the Go agent) only files and links that match are packed; a pattern that names a directory
+    includes its whole content.
+    """
+
+    root: str
+    prefix: str = ""
+    patterns: list[str] = []
+
+
+class Pack(msgspec.Struct, frozen=True, tag=True):
+    """Pack ``trees`` into the file ``path``, gzip by default.
+
+    Times after ``newest`` (seconds since 1970) become ``newest``. With ``remarks`` the trees are live, and deviations
+    from the files on disk are listed in an entry of this name. The same worker executes ``put`` after it.
+    """
+
+    trees: list[Tree]
+    path: str
+    compressed: bool = True
+    mode: int = 0o600
+    newest: int | None = None
+    remarks: str = ""
+    put: Put | None = None
+
+
+class CopyTree(msgspec.Struct, frozen=True, tag=True):
+    """Mirror ``source`` to ``target``, except ``spared`` (``bulk.copytree``)."""
+
+    source: str
+    target: str
+    spared: list[str]
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Progress of a request: ``uploading`` after packing; counting, copying or comparing of a copy.
+
+    Sizes are bytes of data without holes.
+    """
+
+    phase: str
+    files: int = 0
+    files_total: int = 0
+    size: int = 0
+    size_total: int = 0
+
+    @property
+    def share(self) -> float:
+        """Return the completed part of the present phase, 0 to 1; 0 while the total is unknown."""
+        return self.size / self.size_total if self.size_total else 0.0
+
+    def __str__(self) -> str:
+        if self.phase == "counting":
+            return f"counting: {self.files} files, {self.size} bytes"
+        return f"{self.phase}: {self.files}/{self.files_total} files, {self.size}/{self.size_total} bytes"
+
+
+class Rotate(msgspec.Struct, frozen=True, tag=True):
+    """Rotate the log files ``paths`` below ``root`` (``bulk.copytruncate``), keeping ``keep`` archives of each.
+
+    Files with more than ``most`` bytes keep only their end. The paths are bytes, as jobs may use any name.
+    """
+
+    root: str
+    paths: list[bytes]
+    keep: int
+    most: int
+
+
+Request = Install | Get | Put | Pack | CopyTree | Rotate
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Outcome of one target: the error or "", and True if its archive was gzip.
+
+    ``newest`` is the latest modification time of a source (seconds since 1970), ``left_out`` the bytes of a log that
+    were dropped.
+    """
+
+    error: str = ""
+    compressed: bool = True
+    newest: int = 0
+    left_out: int = 0
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Answer of a worker: the error, or the results of the request.
+
+    ``blob_id`` is that of a new blob, the digests (hex) are those of the packed archive, the outcomes are in the order
+    of the targets. ``put_error`` is the error of the upload after packing.
+    """
+
+    error: str = ""
+    put_error: str = ""
+    blob_id: str = ""
+    sha1: str = ""
+    sha512: str = ""
+    outcomes: list[Outcome] = []
+
+
+Report = Callable[[Progress], None]
+
+
+def ignore(_: Progress) -> None:
+    """The report of a request without one."""
+
+
+class Work(Protocol):
+    """Executes a request in a worker; raises ``ActionError`` with the worker's error."""
+
+    def __call__(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Awaitable[Done]: ...
+
+
+def scratch(paths: Paths, pid: int) -> Path:
+    """Return the path prefix of the temporary files of the worker with this pid."""
+    return paths.tmp / f"worker-{pid}"
+
+
+def checked_blob_id(blob_id: str) -> str:
+    """Return ``blob_id``; raises ``BlobError`` if it could be a path or an option."""
+    is_plain = re.fullmatch(r"[^/\x00-\x1f\x7f.-][^/\x00-\x1f\x7f]*", blob_id) and ".." not in blob_id
+    if not is_plain or len(blob_id.encode()) > 255:
+        raise BlobError(f"cannot use the blob id {blob_id[:100]!r}: it is not a plain name")
+    return blob_id

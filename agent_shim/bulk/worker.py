@@ -1,0 +1,166 @@
+"""The worker: a process for heavy requests, whose exit returns its memory to the system.
+
+``python -m agent_shim.bulk.worker PARENT`` reads requests from standard input, one line each, executes one after the
+other, and writes the answers to standard output (``bulk.protocol``; the other end is ``bulk.workers``). Expected
+failures are part of the answer; any other ends the worker with a traceback. It removes temporary files when it is
+terminated, also at the end of its parent.
+
+Its start delays the action, so each kind of request imports only its own modules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shutil
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent_shim.bulk.protocol import CopyTree, Done, Get, Install, Outcome, Pack, Progress, Put, Request, Rotate
+from agent_shim.core.errors import HostError, ShimError
+from agent_shim.core.paths import Paths
+from agent_shim.host import files, process
+from agent_shim.host.descriptors import closing
+
+PR_SET_PDEATHSIG: Final = 1  # include/uapi/linux/prctl.h
+
+
+def main() -> int:
+    """Execute requests until standard input ends; the exit code is 143 when terminated."""
+    become_worker(int(sys.argv[1]))
+    while line := sys.stdin.buffer.readline():
+        temps: list[Path] = []
+        try:
+            done = asyncio.run(serve(msgspec.json.decode(line, type=Request), temps))
+        except asyncio.CancelledError:
+            return 128 + signal.SIGTERM
+        finally:
+            # No thread writes any more: each fails when its file is closed, and the loop has waited for them.
+            for temp in temps:
+                files.remove_tree(temp)
+        _send(done)
+    return 0
+
+
+def become_worker(parent: int) -> None:
+    """Set up a worker: it dies with ``parent``, is the OOM killer's choice before the agent, and dumps no core."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # the parent died before it could be watched
+        raise SystemExit(128 + signal.SIGTERM)
+    process.disable_core_dumps(for_good=True)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")
+
+
+def _send(message: Progress | Done) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def serve(request: Request, temps: list[Path]) -> Done:
+    """Execute ``request``; add every file to remove afterwards, also on failure, to ``temps``."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await _serve(request, temps)
+
+
+async def _serve(request: Request, temps: list[Path]) -> Done:
+    try:
+        match request:
+            case Install():
+                from agent_shim.bulk import install
+
+                return Done(outcomes=await install.install(request, temps))
+            case Get():
+                return await _get(request)
+            case Put():
+                return await _put(request)
+            case Pack():
+                packed = await _pack(request)
+                if request.put is None:
+                    return packed
+                _send(Progress("uploading"))
+                put = await _serve(request.put, temps)
+                return msgspec.structs.replace(packed, blob_id=put.blob_id, put_error=put.error)
+            case CopyTree():
+                return _copy_tree(request)
+            case Rotate():
+                return _rotate(request)
+    except (ShimError, HostError) as exc:
+        return Done(error=str(exc))
+    except OSError as exc:
+        return Done(error=_refused(request, exc))
+
+
+def _refused(request: Request, exc: OSError) -> str:
+    """Describe a failed system call: its file, else the file being written, and the free space."""
+    if exc.filename is not None or not isinstance(request, Get | Pack):
+        return f"cannot use {exc.filename or 'a file'}: {exc.strerror}"
+    free = shutil.disk_usage(Path(request.path).parent).free
+    return f"cannot write {request.path}: {exc.strerror}, {free // (1 << 20)} MiB are free"
+
+
+async def _get(request: Get) -> Done:
+    from agent_shim.bulk.blobs import Blobs
+
+    async with Blobs(request.store, Paths(Path(request.base))) as blobs, blobs.fetched(request.source) as file:
+        with files.replacing(Path(request.path), mode=request.mode) as out:
+            os.lseek(file.fileno(), 0, os.SEEK_SET)  # the kernel's position, not that of the buffer before it
+            files.copy_data(file.fileno(), out.fileno())
+    return Done()
+
+
+async def _put(request: Put) -> Done:
+    from agent_shim.bulk.blobs import Blobs
+
+    async with Blobs(request.store, Paths(Path(request.base))) as blobs:
+        return Done(blob_id=await blobs.put(Path(request.path), request.signed_url, request.headers))
+
+
+async def _pack(request: Pack) -> Done:
+    from agent_shim.bulk import packing
+
+    # A file to upload is removed after it: its copy in a local store is synced.
+    with files.replacing(Path(request.path), mode=request.mode, is_synced=request.put is None) as out:
+        newest, remarks = request.newest, request.remarks
+        digest = await asyncio.to_thread(
+            packing.pack, out, request.trees, compressed=request.compressed, newest=newest, remarks=remarks
+        )
+    sha1, sha512 = (each.value for each in digest.digests)
+    return Done(sha1=sha1, sha512=sha512)
+
+
+def _copy_tree(request: CopyTree) -> Done:
+    from agent_shim.bulk import copytree
+
+    # No clean-up: the next worker resumes an interrupted copy.
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    copytree.mirror(Path(request.source), Path(request.target), spared=request.spared, report=_send)
+    return Done()
+
+
+def _rotate(request: Rotate) -> Done:
+    from agent_shim.bulk import copytruncate
+
+    # Each step leaves complete files: the worker may be killed between any two.
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    outcomes = []
+    with closing(os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
+        for path in request.paths:
+            try:
+                moved = copytruncate.rotate(root, os.fsdecode(path), request.keep, request.most)
+                outcomes.append(Outcome(left_out=moved.left_out))
+            except HostError as exc:
+                outcomes.append(Outcome(error=str(exc)))
+    return Done(outcomes=outcomes)
+
+
+if __name__ == "__main__":
+    os._exit(main())  # the end of the interpreter takes 35 ms, for memory that the system takes anyway

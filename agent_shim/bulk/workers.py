@@ -1,0 +1,200 @@
+"""Worker processes of the agent: each executes one request at a time, and stays for half a minute after it.
+
+Bulk work takes memory and the interpreter; a process of its own returns the memory at its end. A worker that stays
+answers a small request in the time of the work alone: its start takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self
+
+import msgspec
+
+from agent_shim.bulk.protocol import Done, Get, Install, Pack, Progress, Put, Report, Request, ignore, scratch
+from agent_shim.core.errors import ActionError, HostError
+from agent_shim.core.paths import Paths
+from agent_shim.host import files, process
+
+GRACE_S: Final = 5.0
+"""For a cancelled worker to remove its temporary files."""
+STAY_S: Final = 30.0
+"""Time for which a worker without a request stays."""
+CHUNK_BYTES: Final = 64 * 1024
+
+
+class Workers:
+    """The workers of an agent. A context manager, at whose end those without a request end."""
+
+    def __init__(self) -> None:
+        self._resting: dict[int, _Worker] = {}
+        """Workers without a request, by niceness: at most one of each."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        while self._resting:
+            await self._resting.popitem()[1].end()
+
+    async def work(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
+        """Execute ``request``; raises ``ActionError`` with the worker's error.
+
+        ``report`` is called with each step of the request. Cancellation ends the worker and its process group.
+        """
+        try:
+            done = await self._execute(request, nice, report)
+            if done.error:
+                raise ActionError(done.error)
+        except BaseException:
+            _count(request, "failed")
+            raise
+        _count(request, "failed" if done.put_error else "done")
+        return done
+
+    async def _execute(self, request: Request, nice: int, report: Report) -> Done:
+        worker = self._resting.pop(nice, None)
+        if worker is None or not worker.wake():
+            worker = _Worker(nice)
+        try:
+            done = await worker.execute(request, report)
+        except BaseException:
+            await worker.end()
+            await asyncio.to_thread(_tidy, request, worker.process.pid)
+            raise
+        if nice in self._resting:
+            await worker.end()
+        else:
+            self._resting[nice] = worker
+            worker.rest(lambda: self._resting.pop(nice))
+        return done
+
+
+async def work(request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
+    """Execute ``request`` as ``Workers.work`` does, by a worker that does not stay."""
+    async with Workers() as workers:
+        return await workers.work(request, nice=nice, report=report)
+
+
+class _Worker:
+    """One worker process, started by the constructor; raises ``ActionError``."""
+
+    def __init__(self, nice: int) -> None:
+        self._leaving: asyncio.TimerHandle | None = None
+        self._errors = os.memfd_create("errors")
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        command = [sys.executable, "-P", "-X", "utf8", "-m", "agent_shim.bulk.worker", str(os.getpid())]
+        try:
+            with theirs:
+                fd = theirs.fileno()
+                self.process = process.spawn(
+                    command, env=os.environ, stdin=fd, stdout=fd, stderr=self._errors, nice=nice
+                )
+        except HostError as exc:
+            self._close()
+            raise ActionError(str(exc)) from exc
+
+    async def execute(self, request: Request, report: Report) -> Done:
+        """Return the answer to ``request``; raises ``ActionError`` if the worker dies."""
+        loop = asyncio.get_running_loop()
+        received = b""
+        with suppress(ConnectionError):  # it died: its status tells more
+            await loop.sock_sendall(self._socket, msgspec.json.encode(request) + b"\n")
+            while piece := await loop.sock_recv(self._socket, CHUNK_BYTES):
+                *lines, received = (received + piece).split(b"\n")
+                for line in lines:
+                    message = msgspec.json.decode(line, type=Progress | Done)
+                    if isinstance(message, Done):
+                        return message
+                    report(message)
+        status = await self.process.wait()
+        errors = os.pread(self._errors, os.fstat(self._errors).st_size, 0)
+        raise ActionError(f"cannot finish the work: the worker {_ending(status, errors)}")
+
+    def rest(self, left: Callable[[], object]) -> None:
+        """Let it leave after a while without a request, and call ``left`` then."""
+
+        def leave() -> None:
+            left()
+            self._close()  # it reads an end
+
+        self._leaving = asyncio.get_running_loop().call_later(STAY_S, leave)
+
+    def wake(self) -> bool:
+        """Prepare it for a further request; False if it has died meanwhile."""
+        assert self._leaving is not None
+        self._leaving.cancel()
+        if not self.process.is_alive:
+            self._close()
+        return self.process.is_alive
+
+    async def end(self) -> None:
+        """End it and its process group, and wait for that."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+        try:
+            await self.process.terminate(GRACE_S)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._socket.close()
+        os.close(self._errors)
+
+
+def _ending(status: int | None, errors: bytes) -> str:
+    """Describe the end of a worker. From a traceback only location and type are used: its text may contain a secret."""
+    if status is not None and status > 128:
+        return f"was killed by {signal.Signals(status - 128).name}"
+    lines = errors.decode(errors="replace").splitlines() or [""]
+    kind = re.match(r"[\w.]+", lines[-1])
+    places = [line.strip() for line in lines if line.startswith('  File "')]
+    return f"ended with code {status}" + (f": {kind[0]} in {places[-1]}" if kind and places else "")
+
+
+def _tidy(request: Request, pid: int) -> None:
+    """Remove the temporary files of a killed worker; unfinished bundles are removed by their owner."""
+    with suppress(HostError):
+        if isinstance(request, Get | Pack):
+            files.remove_leftovers(Path(request.path))
+        if isinstance(request, Get | Install):
+            files.remove_leftovers(scratch(Paths(Path(request.base)), pid))
+
+
+class Transfers:
+    """Counters of blobs since the process started: number by direction and outcome (done, failed), bytes of successful
+    ones.
+
+    Directions are get and put for the blobstore, upload and download for clients over HTTPS.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.sizes: Counter[str] = Counter()
+
+    def add(self, direction: str, outcome: str, size: int = 0) -> None:
+        """Count one transfer."""
+        self.counts[direction, outcome] += 1
+        self.sizes[direction] += size
+
+
+transfers: Final = Transfers()
+
+
+def _count(request: Request, outcome: str) -> None:
+    transfer = request.put if isinstance(request, Pack) else request
+    if isinstance(transfer, Get | Put):
+        size = 0
+        with suppress(OSError):
+            size = os.stat(transfer.path).st_size if outcome == "done" else 0  # noqa: PTH116 - a text
+        transfers.add("get" if isinstance(transfer, Get) else "put", outcome, size)

@@ -1,0 +1,143 @@
+"""Worker processes as the agent uses them: how long they stay, and what happens when one cannot run."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent_shim.bulk import worker, workers
+from agent_shim.bulk.protocol import BlobRef, CopyTree, Get, Pack, Put, Tree
+from agent_shim.bulk.workers import Transfers, Workers
+from agent_shim.core.errors import ActionError
+from agent_shim.core.settings import Blobstore
+from agent_shim.host import process
+from tests.support.programs import eventually
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[process.Process]:
+    """Every worker that is started."""
+    found: list[process.Process] = []
+    honest = process.spawn
+
+    def spawn(*arguments: object, **options: object) -> process.Process:
+        found.append(honest(*arguments, **options))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(process, "spawn", spawn)
+    return found
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Transfers:
+    made = Transfers()
+    monkeypatch.setattr(workers, "transfers", made)
+    return made
+
+
+def packing(tmp_path: Path, name: str = "archive") -> Pack:
+    (tmp_path / "tree").mkdir(exist_ok=True)
+    return Pack([Tree(str(tmp_path / "tree"))], str(tmp_path / name))
+
+
+async def test_a_worker_executes_one_request_after_the_other(tmp_path: Path, started: list[process.Process]) -> None:
+    """An error of a request does not end it."""
+    async with Workers() as pool:
+        await pool.work(packing(tmp_path))
+        with pytest.raises(ActionError):
+            await pool.work(Pack([Tree("/missing")], str(tmp_path / "none")))
+        await pool.work(packing(tmp_path, "second"))
+        assert [each.is_alive for each in started] == [True]
+
+    assert not started[0].is_alive
+    assert (tmp_path / "second").exists()
+
+
+async def test_requests_at_the_same_time_have_a_worker_each(tmp_path: Path, started: list[process.Process]) -> None:
+    """One of the workers stays."""
+    async with Workers() as pool:
+        await asyncio.gather(pool.work(packing(tmp_path)), pool.work(packing(tmp_path, "second")))
+
+        assert len(started) == 2
+        assert sum(each.is_alive for each in started) == 1
+
+
+async def test_a_worker_has_the_niceness_of_its_requests(tmp_path: Path, started: list[process.Process]) -> None:
+    async with Workers() as pool:
+        await pool.work(packing(tmp_path))
+        await pool.work(packing(tmp_path), nice=5)
+
+        assert len(started) == 2
+
+
+async def test_a_worker_without_a_request_leaves(
+    tmp_path: Path, started: list[process.Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory returns to the system; the next request has a new one."""
+    monkeypatch.setattr(workers, "STAY_S", 0.0)
+    async with Workers() as pool:
+        await pool.work(packing(tmp_path))
+        await eventually(lambda: not started[0].is_alive)
+        await pool.work(packing(tmp_path))
+
+    assert len(started) == 2
+
+
+async def test_a_worker_that_died_at_rest_is_replaced(tmp_path: Path, started: list[process.Process]) -> None:
+    """The kernel may end it when memory is short."""
+    async with Workers() as pool:
+        await pool.work(packing(tmp_path))
+        started[0].send(signal.SIGKILL)
+        await started[0].wait()
+        await pool.work(packing(tmp_path))
+
+    assert len(started) == 2
+
+
+async def test_a_worker_that_cannot_be_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a failed action, which the Director understands."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(ActionError, match="^cannot run /nowhere/python: No such file or directory$"):
+        await workers.work(Pack([], "/nowhere/archive"))
+
+
+async def test_a_worker_that_is_given_up_is_killed_and_its_files_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stubborn, left = tmp_path / "python", tmp_path / ".archive.tmp-00000000"
+    stubborn.write_text("#!/bin/sh\nexec sleep 600\n")
+    stubborn.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stubborn))
+    left.touch()
+    working = asyncio.create_task(workers.work(Pack([], str(tmp_path / "archive"))))
+    await asyncio.sleep(0)
+
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert not left.exists()
+
+
+def test_a_worker_whose_parent_is_gone_ends() -> None:
+    """It was killed before it could be watched."""
+    with pytest.raises(SystemExit) as caught:
+        worker.become_worker(1)
+
+    assert caught.value.code == 143
+
+
+async def test_blobs_are_counted_by_their_outcome(counted: Transfers, tmp_path: Path) -> None:
+    """Bytes are those of blobs that arrived; other work is not counted."""
+    base, path = str(tmp_path), tmp_path / "blob"
+    path.write_bytes(b"12345")
+    await workers.work(Put(base, Blobstore(), str(path)))
+    for request in (Get(base, Blobstore(), BlobRef("id", digest="00"), f"{path}2"), CopyTree("/missing", base, [])):
+        with pytest.raises(ActionError):
+            await workers.work(request)
+
+    assert dict(counted.counts) == {("put", "done"): 1, ("get", "failed"): 1}
+    assert counted.sizes["put"] == 5

@@ -1,0 +1,25 @@
+"""Names of blobs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from agent_shim.bulk.protocol import checked_blob_id
+from agent_shim.core.errors import BlobError
+
+
+@pytest.mark.parametrize("blob_id", ["3fa85f64-5717-4562-b3fc-2c963f66afa6", "a", "A_b.c-d", "ü" * 127])
+def test_a_plain_name_is_a_blob_id(blob_id: str) -> None:
+    """The Director may give blobs any id."""
+    assert checked_blob_id(blob_id) == blob_id
+
+
+@pytest.mark.parametrize(
+    "blob_id", ["", ".", "..", ".a", "a/b", "/a", "a..b", "-a", "a\0", "a\n", "a" * 256, "ü" * 128]
+)
+def test_anything_that_could_be_more_is_refused(blob_id: str) -> None:
+    """A path, an option, a hidden file."""
+    with pytest.raises(BlobError, match=re.escape("it is not a plain name")):
+        checked_blob_id(blob_id)
