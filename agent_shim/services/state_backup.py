@@ -64,19 +64,14 @@ class BackedUpFile(msgspec.Struct, frozen=True):
     owner: str | None = None
 
 
-def backup_files(paths: Paths) -> dict[str, BackedUpFile]:
-    """Return the files to back up by the name of their copy."""
-    return {
-        "update_settings.json": BackedUpFile(paths.update_settings),
-        "former_mbus.json": BackedUpFile(paths.former_mbus),
-        "spec.json": BackedUpFile(paths.spec),
-        "tasks.json": BackedUpFile(paths.tasks),
-        "persistent_disk_hints.json": BackedUpFile(paths.disk_hints),
-        "managed_disk_settings.json": BackedUpFile(paths.managed_disk),
-        "shut_down": BackedUpFile(paths.shut_down),
-        "stopped": BackedUpFile(paths.stopped_marker, 0o644),
-        "records.json": BackedUpFile(paths.dns_records, 0o640, paths.shared_owner),
-    }
+def backup_files(paths: Paths) -> list[BackedUpFile]:
+    """Return the files to back up; a copy has the name of its file."""
+    private = (paths.update_settings, paths.former_mbus, paths.spec, paths.tasks, paths.disk_hints, paths.managed_disk)
+    return [
+        *map(BackedUpFile, (*private, paths.shut_down)),
+        BackedUpFile(paths.stopped_marker, 0o644),
+        BackedUpFile(paths.dns_records, 0o640, paths.shared_owner),
+    ]
 
 
 class StateBackup:
@@ -85,7 +80,7 @@ class StateBackup:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._files = backup_files(paths)
-        self._copied: dict[str, tuple[int, int, int] | None] = {}
+        self._copied: dict[Path, tuple[int, int, int] | None] = {}
         self._stamp: Stamp | None = None
         self._former = ""
         self._writing = asyncio.Lock()
@@ -130,14 +125,13 @@ class StateBackup:
         here, copy = _read(self._paths.stamp) or Stamp(SCHEMA, "", ""), _read(self._copy_stamp)
         if self._former not in ("", agent_id):
             aside = self._paths.bosh / SET_ASIDE / _plain(self._former)
-            places = [*((file.path, name) for name, file in self._files.items()), (self._paths.stamp, STAMP)]
-            self._move(places, aside, self._former)
+            self._move([*(file.path for file in self._files), self._paths.stamp], aside, self._former)
             _empty(self._paths.monit_job)  # they are links into the bundles of the jobs
             here = Stamp(SCHEMA, "", "")
         if copy is not None and copy.agent_id != agent_id:
-            names = [*self._files, self._paths.supervisor_state.name, STAMP]
             aside = self._paths.mirror / SET_ASIDE / _plain(copy.agent_id)
-            self._move(((self._paths.mirror / name, name) for name in names), aside, copy.agent_id)
+            copies = [self._copy_of(file) for file in self._files]
+            self._move([*copies, self._paths.supervisor_state, self._copy_stamp], aside, copy.agent_id)
             copy = None
         ours = Stamp(SCHEMA, agent_id, here.lineage or secrets.token_hex(8), proc.incarnation(), here.is_prepared)
         if copy is not None and here.lineage != copy.lineage:
@@ -151,19 +145,19 @@ class StateBackup:
         self._update()
 
     def _restore(self) -> None:
-        for name, file in self._files.items():
+        for file in self._files:
             with suppress(FileNotFoundError):
-                raw = files.read(self._paths.mirror / name, is_own=True)
+                raw = files.read(self._copy_of(file), is_own=True)
                 if not file.path.parent.is_dir():
                     files.make_dir(file.path.parent, 0o755)
                 files.write_atomic(file.path, raw, mode=file.mode, owner=file.owner)
                 logger.info("%s is restored from the backup of the former root file system", file.path)
 
-    def _move(self, found: Iterable[tuple[Path, str]], aside: Path, whose: str) -> None:
-        for path, name in found:
+    def _move(self, found: Iterable[Path], aside: Path, whose: str) -> None:
+        for path in found:
             if path.exists():
                 files.make_dir(aside, 0o700)
-                shutil.move(path, aside / name)
+                shutil.move(path, aside / path.name)
                 logger.warning("%s belongs to another agent, %s: moved to %s", path, whose, aside)
 
     # --- pre-start on a new root file system ------------------------------------------------------------------------
@@ -187,7 +181,7 @@ class StateBackup:
             return
         async with self._writing:
             # Not in a thread, which takes longer than these calls of stat.
-            if any(files.version(file.path) != self._copied.get(name, ()) for name, file in self._files.items()):
+            if any(files.version(file.path) != self._copied.get(file.path, ()) for file in self._files):
                 await asyncio.to_thread(self._update)
 
     async def watch(self) -> NoReturn:
@@ -198,10 +192,10 @@ class StateBackup:
 
     def _update(self) -> None:
         """Make the copies of changed files equal to them; an equal copy is not written."""
-        for name, file in self._files.items():
-            if (seen := files.version(file.path)) == self._copied.get(name, ()):
+        for file in self._files:
+            if (seen := files.version(file.path)) == self._copied.get(file.path, ()):
                 continue
-            copy, raw = self._paths.mirror / name, None
+            copy, raw = self._copy_of(file), None
             try:
                 with suppress(FileNotFoundError):
                     if not file.path.is_symlink():  # a link leads to memory, where the content stays
@@ -216,7 +210,10 @@ class StateBackup:
                     self._logged = text
                     logger.error("%s", text)
                 continue
-            self._copied[name] = seen
+            self._copied[file.path] = seen
+
+    def _copy_of(self, file: BackedUpFile) -> Path:
+        return self._paths.mirror / file.path.name
 
     @property
     def _copy_stamp(self) -> Path:
@@ -225,8 +222,8 @@ class StateBackup:
 
 def forget(paths: Paths) -> None:
     """Remove the backup and both stamps: another agent takes over, and its changes would not be copied."""
-    names = [*backup_files(paths), paths.supervisor_state.name, SET_ASIDE]
-    for path in (paths.mirror / STAMP, *(paths.mirror / name for name in names), paths.stamp):
+    names = [STAMP, *(file.path.name for file in backup_files(paths)), paths.supervisor_state.name, SET_ASIDE]
+    for path in (*(paths.mirror / name for name in names), paths.stamp):
         files.remove_tree(path)
 
 

@@ -27,7 +27,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -73,10 +74,10 @@ class _Hold(msgspec.Struct):
     """An open file, used by one thread at a time: a closed descriptor may be reused for another file."""
 
     descriptor: int
+    is_local: bool
+    """Only this kernel writes to the file system."""
     turn: threading.Lock = msgspec.field(default_factory=threading.Lock)
     count: int = 0
-    is_local: bool | None = None
-    """Only this kernel writes to the file system; None until the first renewal."""
     version: tuple[int, int, int] | None = None
     """Version of the file after our last write, if the file system is local."""
 
@@ -92,7 +93,10 @@ class VolumeLeases:
         self._pace = pace
         self._holder = secrets.token_hex(8)
         self._host = socket.gethostname() if host is None else host
-        self._boot = _boot() if boot is None else boot
+        self._boot = boot or ""
+        if boot is None:
+            with suppress(OSError):  # hidden
+                self._boot = proc.boot_id()
         self._held: dict[Path, _Hold] = {}
         self._seen: dict[Path, tuple[bytes, float]] = {}
         """Leases of other agents, each with the time of its last change."""
@@ -121,7 +125,7 @@ class VolumeLeases:
             os.close(descriptor)
             return rival
         self._seen.pop(directory, None)
-        hold = self._held[directory] = _Hold(descriptor)
+        hold = self._held[directory] = _Hold(descriptor, mounts.is_local(directory))
         self._write(directory, hold)
         return ""
 
@@ -196,9 +200,6 @@ class VolumeLeases:
                 return f"{directory.parent} was taken over by {taker}"
             hold.count += 1
             self._write(directory, hold)
-            if hold.is_local is None:
-                hold.is_local = mounts.is_local(directory)
-            hold.version = files.version(directory / NAME) if hold.is_local else None
         return ""
 
     def _taker(self, directory: Path, hold: _Hold) -> str:
@@ -220,6 +221,7 @@ class VolumeLeases:
             os.fdatasync(hold.descriptor)
         except OSError as exc:
             logger.warning("cannot write the lease of %s: %s", directory, exc)
+        hold.version = files.version(directory / NAME) if hold.is_local else None
 
 
 def _open(directory: Path) -> int:
@@ -240,7 +242,7 @@ def _lock(descriptor: int) -> bool | None:
     except BlockingIOError:
         return False
     except OSError as exc:
-        logger.info("the file system has no locks, only the lease protects the volume: %s", exc.strerror)
+        logger.info("the file system has no locks against a second agent: %s", exc.strerror)
         return None
     return True
 
@@ -253,41 +255,26 @@ def _decoded(raw: bytes) -> Lease | None:
         return None
 
 
-def _boot() -> str:
-    try:
-        return proc.boot_id()
-    except OSError:
-        return ""
-
-
 # --- one root file system --------------------------------------------------------------------------------------------
 
 
-class exclusive_agent:  # noqa: N801 - reads as a phrase: with exclusive_agent(paths, "start")
+@contextmanager
+def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
     """Lock this root file system for one agent; ``AlreadyRunningError`` "cannot WHAT" for a second one."""
-
-    def __init__(self, paths: Paths, what: str) -> None:
-        self._what = what
-        self._path = paths.bosh / "agent_shim.lock"
-        self._held: int | None = None
-
-    def __enter__(self) -> None:
-        with files.attempting(f"{self._what}: {self._path}"):
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            self._held = os.open(self._path, flags, 0o600)
-            if not stat.S_ISREG(os.fstat(self._held).st_mode):
+    path = paths.bosh / "agent_shim.lock"
+    with files.attempting(f"{what}: {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        with files.attempting(f"{what}: {path}"):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EINVAL, "it is no regular file")
-        try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = os.pread(self._held, 20, 0).decode(errors="replace").strip()
-            os.close(self._held)
+        if _lock(descriptor) is False:
+            who = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
             other = f"another agent, process {who}," if who.isdigit() else "another agent"
-            raise AlreadyRunningError(f"cannot {self._what}: {other} holds {self._path}") from None
-        os.ftruncate(self._held, 0)
-        os.pwrite(self._held, f"{os.getpid()}\n".encode(), 0)
-
-    def __exit__(self, *_: object) -> None:
-        if self._held is not None:
-            os.close(self._held)
+            raise AlreadyRunningError(f"cannot {what}: {other} holds {path}")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

@@ -29,7 +29,7 @@ OTHERS = (
     *("monit/stopped", "monit/monit.user", "instance/dns/records.json", "instance/id", "instance/health.json"),
     *("data/bosh/supervisor.json", "data/bosh/held.json", "data/bosh/held.trace", "data/bosh/held.page", "etc/hosts"),
 )
-COPIES = tuple(f"data/bosh/{name}" for name in backup_files(Paths(Path("/"))))
+COPIES = tuple(f"data/bosh/{file.path.name}" for file in backup_files(Paths(Path("/"))))
 """They are read on a new root file system, and the first one that is no file ends the start."""
 
 

@@ -110,7 +110,7 @@ RAW: Mapping[str, Raw] = {
         KERNEL,
         frozenset({"_clock", "_directories", "_kernel", "_name_servers", "_space"}),
     ),
-    "services.volume_lease": Raw(OWN, frozenset({"exclusive_agent.__enter__"})),
+    "services.volume_lease": Raw(OWN, frozenset({"exclusive_agent"})),
     "daemon.handback": Raw(OWN, frozenset({"_disks", "hand_back"})),
     "bulk.archive": Raw(
         "a new directory of ours, by descriptor, O_EXCL and O_NOFOLLOW", frozenset({"_Tree.file", "_unpack"})
