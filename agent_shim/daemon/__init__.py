@@ -9,9 +9,7 @@ with lean_imports.without(late=_LATE):
     import asyncio  # noqa: F401
     import urllib.parse  # noqa: F401
 # 0.9 MB: msgspec takes the functions of typing_extensions from typing, too; nothing here describes types or has decimal
-# numbers; uuid looks for Windows, and for libuuid, which only ids made of the time need.
+# numbers; uuid looks for Windows.
 _UNUSED = ("msgspec.inspect", "msgspec._json_schema", "decimal")
-with lean_imports.without("_uuid", "typing_extensions", empty=_UNUSED, late={"platform": {"system": lambda: "Linux"}}):
+with lean_imports.without("typing_extensions", empty=_UNUSED, late={"platform": {"system": lambda: "Linux"}}):
     import msgspec  # noqa: F401
-with lean_imports.without("bz2", "lzma"):  # 0.13 MB: nothing here has archives made by shutil
-    import shutil  # noqa: F401

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -169,8 +170,6 @@ class Scripts:
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bytes:
         """Return the output of the script; its exit code is ignored."""
-        import tempfile  # late: 0.1 MB
-
         with tempfile.TemporaryFile(dir=self._paths.tmp, buffering=0) as stdout:
             argv, env = [str(self._script(job, "drain")), *arguments], {**self._environ, **environment}
             err = self._log_directory(job) / "drain.stderr.log"

@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -142,8 +143,6 @@ async def _make_host_key(private: Path, public: Path) -> None:
         derived = await command.run("ssh-keygen", "-y", "-P", "", "-f", str(private))
         await asyncio.to_thread(files.write_atomic, public, derived.encode())
     except HostError:
-        import tempfile  # late: 0.1 MB
-
         await asyncio.to_thread(files.make_dir, private.parent, 0o755)
         with tempfile.TemporaryDirectory(dir=private.parent) as scratch:
             made = Path(scratch, "key")

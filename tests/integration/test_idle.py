@@ -30,7 +30,6 @@ ABSENT: Final = {
     *(
         "agent_shim.supervisor.bpm.config",
         "ast",
-        "bz2",
         "decimal",
         "dis",
         "email",
@@ -46,8 +45,8 @@ ABSENT: Final = {
         "sqlite3",
         "tokenize",
     ),
-    *("_strptime", "argparse", "encodings.idna", "msgspec.inspect", "tempfile"),
-    *("lzma", "tarfile", "unittest", "urllib.request", "xml", "zipfile"),
+    *("_strptime", "argparse", "encodings.idna", "msgspec.inspect"),
+    *("tarfile", "unittest", "urllib.request", "xml", "zipfile"),
 }
 """Modules of this package and of the standard library for other processes, or for single requests."""
 MEMORY: Final = 2.5
