@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from tests.structure.source import FLOORS, ROOT, Module, modules
+from tests.structure.source import ROOT, Module
 from tests.support.drawn import (
     FILES,
     GENERATED,
     PAGES,
     PROMETHEUS,
     dashboard,
-    module_tables,
     prometheus_rule,
     purpose,
     regenerated,
@@ -44,14 +43,6 @@ def test_missing_marker_is_an_error() -> None:
     """A page cannot lose a generated part unnoticed."""
     with pytest.raises(ValueError, match="no place for states"):
         regenerated("architecture.md", "<!-- floors -->\n<!-- /floors -->\ntext\n<!-- states -->\n")
-
-
-def test_each_module_is_in_a_table() -> None:
-    """Every module below a folder of FLOORS has one row; the folders themselves are in the table of floors."""
-    rows = [line.split("`")[1] for line in module_tables().splitlines() if line.startswith("| `")]
-    names = [name.partition(".")[2] for name in modules() if name not in FLOORS]
-
-    assert sorted(rows) == sorted(names)
 
 
 def test_purpose_is_the_first_sentence() -> None:

@@ -27,19 +27,6 @@ def floor_table() -> str:
     return "\n".join(["| floor | folder | content |", "|---|---|---|", *rows, ""])
 
 
-def module_tables() -> str:
-    """A heading and a table for each floor: every module with its purpose."""
-    return "\n".join(line for folder, number in FLOORS.items() if folder for line in _module_table(folder, number))
-
-
-def _module_table(folder: str, number: int) -> Iterator[str]:
-    yield from (f"### {number}: {folder}", "", "| module | purpose |", "|---|---|")
-    for name, module in modules().items():
-        if module.top == folder and name != folder:
-            yield f"| `{name.removeprefix(f'{folder}.')}` | {purpose(module)} |"
-    yield ""
-
-
 def purpose(module: Module) -> str:
     """The first sentence of the module's docstring in one line, for a cell of a table.
 
@@ -138,7 +125,6 @@ def without_effect() -> str:
 GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("architecture.md", "floors"): floor_table,
     ("architecture.md", "states"): lambda: f"```mermaid\n{mermaid()}```\n",
-    ("architecture.md", "modules"): module_tables,
     ("commands.md", "commands"): commands_page.tables,
     ("lifecycle.md", "boot steps"): boot_steps,
     ("limits.md", "limits"): limits_page.table,
