@@ -30,9 +30,9 @@ def fail(name: str) -> None:
 class Failing(Daemon):
     """Run the daemon, with a signal that makes one of its tasks fail."""
 
-    async def serve(self, *, guard: str = "") -> int:
+    async def serve(self) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGRTMIN, lambda: fail(FILE.read_text()))
-        return await super().serve(guard=guard)
+        return await super().serve()
 
 
 def run() -> int:

@@ -12,15 +12,17 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from agent_shim.daemon.main import DEBUG
 from agent_shim.host import cgroups, job_cgroups, process
 from tests.support.programs.jobs import World
 from tests.support.residue import remove_cgroups
+
+GUARDED_START = str(Path(__file__).parent / "support/guarded_start")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Undo the ignored SIGINT of a background run; every process that a test interrupts would inherit it."""
     process.default_signals()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [GUARDED_START, os.environ.get("PYTHONPATH")]))
     # A slow machine fails no example. The daily tests try five times as many examples as the unit ring.
     hypothesis.settings.register_profile("daily", deadline=None)
     hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
@@ -44,9 +46,9 @@ def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     directory = tmp_path_factory.mktemp("held")
     ring = request.config.getoption("markexpr")
     if not ring or "not slow" in ring:
-        os.environ[DEBUG] = str(directory)
+        os.environ["AGENT_SHIM_LOOP_REPORTS"] = str(directory)
     yield directory
-    os.environ.pop(DEBUG, None)
+    os.environ.pop("AGENT_SHIM_LOOP_REPORTS", None)
 
 
 @pytest.fixture(autouse=True)

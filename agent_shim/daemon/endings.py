@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -33,18 +32,14 @@ TAKEOVER_STOP_TIMEOUT_S: Final = 10.0
 
 
 class Endings:
-    """``phase`` is the phase of the agent once one has begun, "" before; then ``leaves_bus`` is set in due time.
+    """``phase`` is the phase of the agent once one has begun, "" before; then ``leaves_bus`` is set in due time."""
 
-    ``disown`` stops all writes of the process to a volume that another agent has taken.
-    """
-
-    def __init__(self, agent: Agent, dispatcher: Dispatcher, disown: Callable[[], None]) -> None:
+    def __init__(self, agent: Agent, dispatcher: Dispatcher) -> None:
         self.phase = ""
         self.orderly_stop: OrderlyStop | None = None
         self.leaves_bus = asyncio.Event()
         self._agent = agent
         self._dispatcher = dispatcher
-        self._disown = disown
         self._ending: asyncio.Task[None] | None = None
 
     def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
@@ -85,7 +80,6 @@ class Endings:
             logger.critical("%s; the jobs are ended, and nothing more is done here", why)
             self.phase = self._dispatcher.refusing = f"fenced off: {why}"
             self.leaves_bus.set()
-            self._disown()
             self._agent.supervisor.disown()
             self._ending = asyncio.create_task(self._stop_jobs(TAKEOVER_STOP_TIMEOUT_S), name="takeover stop")
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -36,10 +36,6 @@ logger = logging.getLogger(__name__)
 
 THREADS: Final = 6
 """Threads for blocking calls, independent of the number of processors."""
-BUG: Final = 70
-"""The exit code of an agent under ``AGENT_SHIM_DEBUG`` whose event loop was held."""
-DEBUG: Final = "AGENT_SHIM_DEBUG"
-"""With this variable the event loop is guarded (``host.loop_guard``); a directory in it gets the reports as files."""
 NAME: Final = "bosh-agentmonit"
 """Name of the process, of 15 characters at most: `pgrep monit` of scripts finds it, and so does `pgrep bosh-agent`."""
 RIVAL_POLL_S: Final = 1.0
@@ -75,17 +71,7 @@ def main(options: Options) -> int:
     process.take_name(NAME)
     # asyncio.run then sets no handler, whose replacement would describe its task with inspect (0.4 MB).
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return asyncio.run(Daemon(options, config).serve(guard=os.environ.pop(DEBUG, "")))
-
-
-def _guard_loop(reports: str) -> Sequence[str]:
-    """Guard the event loop from now on if ``AGENT_SHIM_DEBUG`` had this value; "" is none. Returns the violations."""
-    if not reports:
-        return ()
-    from agent_shim.host import loop_guard  # late: an agent without that variable has none
-
-    loop_guard.install(Path(reports) if Path(reports).is_dir() else None)
-    return loop_guard.violations
+    return asyncio.run(Daemon(options, config).serve())
 
 
 def _show_as_vcap(paths: Paths) -> str:
@@ -118,7 +104,6 @@ class Daemon:
         self._paths = options.paths
         self._begun_at = time.monotonic()
         self._systemd = sd_notify.from_environment()
-        self._watchdog = watchdog.Watchdog(self._systemd.beat, period=self._systemd.period)
         self._stop = asyncio.Event()
         self._stage = "starting"
         self._live: Runtime | None = None
@@ -131,7 +116,7 @@ class Daemon:
         """The phase of the agent as text; ``running`` when it answers requests."""
         return self._stage if self._live is None else self._live.phase
 
-    async def serve(self, *, guard: str = "") -> int:
+    async def serve(self) -> int:
         """Boot, answer requests, and end on SIGTERM or SIGINT without touching the jobs.
 
         As process 1 of a container it first stops the jobs in order, because these signals end the container.
@@ -146,23 +131,17 @@ class Daemon:
         for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):
             loop.add_signal_handler(number, log.turn, steps)
         http = self._options.http or self._config.shim.http
-        with exclusive_agent(self._paths, "start"):
-            self._watchdog.start()
-            violations = _guard_loop(guard)  # what blocks before it delays no connection
+        with exclusive_agent(self._paths, "start"), watchdog.watching(self._systemd.beat, self._systemd.period):
             async with metrics.listening(http, metrics.Routes(self._metrics.render, self._ready, self._metrics.recent)):
                 if await until_stopped(self._without_rival(self._rival_on_data), self._stop):
                     await self._serve_alone()
         logger.info("the agent stops")
-        self._watchdog.stop()
-        if violations:
-            return BUG
         stop = self._live.endings.orderly_stop if self._live is not None else None
         return 1 if stop is not None and stop.reasons else 0
 
     async def _serve_alone(self) -> None:
         await asyncio.to_thread(self._state_backup.begin)
         await boot.boot([boot.tree_step(self._paths)])
-        await asyncio.to_thread(self._watchdog.remember, self._paths.mirror)
         with reaper.reaping():
             async with control_server.listening(self._paths.control_socket, self._answer_operator):
                 self._systemd.ready()
@@ -222,7 +201,6 @@ class Daemon:
             state_backup=self._state_backup,
             leases=self._leases,
             metrics=self._metrics,
-            disown=self._watchdog.disown,
             stop=self._stop,
         )
         await self._live.serve()

@@ -86,13 +86,9 @@ class Runtime:
         state_backup: StateBackup,
         leases: VolumeLeases,
         metrics: Metrics,
-        disown: Callable[[], None],
         stop: asyncio.Event,
     ) -> None:
-        """``stop`` ends the agent and leaves the jobs running.
-
-        ``disown`` is called when another agent has taken a volume, and stops all writes of the process to it.
-        """
+        """``stop`` ends the agent and leaves the jobs running."""
         self.is_booted = False
         """True when requests are answered."""
         self.vitals: dict[str, Any] = {}
@@ -121,7 +117,7 @@ class Runtime:
             ssh_port=shim.ssh.port,
         )
         self.dispatcher = Dispatcher(self.agent, self.agent.tasks, on_done=metrics.action_done)
-        self.endings = Endings(self.agent, self.dispatcher, disown)
+        self.endings = Endings(self.agent, self.dispatcher)
         self.bus = self._make_bus(paths, store)
         self.alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
         self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, partial(self._publish, "heartbeat"))

@@ -62,8 +62,6 @@ _due: deque[Process] = deque()
 """Processes whose exit was seen and is not processed yet."""
 _spawned: dict[int, int] = {}
 """Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
-spawning: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-"""Context of the start of a program; ``host.loop_guard`` replaces it."""
 _files_of_children: Final[list[tuple[int, int]]] = []
 """Limits of open files for children; empty unless ``raise_file_limit`` has raised those of this process."""
 takes_orphans = False
@@ -320,7 +318,6 @@ def spawn(
                 opened.enter_context(closing(guarded.open_log(each, 0o640))) if isinstance(each, Path) else each
                 for each in (stdout, stderr)
             )
-            opened.enter_context(spawning())
             popen = subprocess.Popen(
                 [*before, *argv],
                 env=env,

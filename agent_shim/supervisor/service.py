@@ -100,17 +100,14 @@ class ServiceContext(msgspec.Struct, frozen=True):
 
 
 USUAL_STOP: Final = StopRequest()
-HELD: Final = "not read, because {} blocked the agent before: left alone until a start, stop or monitor request"
 
 
 class Service:
     """Keeps one process of a job in the requested state."""
 
-    def __init__(self, spec: ProcessSpec, shared: ServiceContext, held_by: str = "") -> None:
-        """``held_by`` names the read that blocked an earlier agent; no file of the service is read until ``trust``."""
+    def __init__(self, spec: ProcessSpec, shared: ServiceContext) -> None:
         self.spec = spec
         self.record = Record()
-        self.held_by = held_by
         self.prerequisites: Sequence[Service] = ()
         self.dependants: Sequence[Service] = ()
         self.complaints: dict[int, Complaint] = {}
@@ -193,19 +190,11 @@ class Service:
             self.responses.clear()
             self.is_checked = False
         self.spec = spec
-        if error := spec.error or (HELD.format(self.held_by) if self.held_by else ""):
+        if spec.error:
             self.on(Trigger.FILE_BROKE)
-            self.record.reason = error
+            self.record.reason = spec.error
         else:
             self.on(Trigger.FILE_MENDED)
-
-    def trust(self) -> None:
-        """Read the files again that blocked an earlier agent: the request needs them."""
-        if self.held_by:
-            text = "%s: reading its files again on request, although %s blocked the agent before"
-            logger.warning(text, self.name, self.held_by)
-            self.held_by = ""
-            self.take_spec(self.spec)
 
     def start(self) -> None:
         """Start the service, after the stop in progress if there is one."""
@@ -317,7 +306,7 @@ class Service:
         self.record = record
         self._has_lived = record.state is not State.STOPPED
         self.take_spec(self.spec)
-        if same_world and not self.held_by:
+        if same_world:
             self._finder.resume(record.traces)
             return
         record.traces = ProcessRecord()

@@ -20,7 +20,7 @@ from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
-from agent_shim.host import clock, files, proc, watchdog
+from agent_shim.host import clock, files, proc
 from agent_shim.host.process import Process
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm, MemoryKill
@@ -121,8 +121,6 @@ class Supervisor:
         self._planned: Sequence[plan.ProcessSpec] = ()
         self._memory: dict[str, Record] = {}
         """Records of services outside the current plan: an apply forgets, then configures again."""
-        self._held: dict[str, str] = {}
-        """The read of each service, by key, that blocked an earlier agent (``host.watchdog``)."""
         self._is_wanted = False
         self._is_starting = False
         """A start is being saved: its services are still in the state before it."""
@@ -249,7 +247,6 @@ class Supervisor:
         saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
         if saved is None:
             return False
-        self._held = await asyncio.to_thread(watchdog.read_marks, self._held_marks)
         same_world = saved.incarnation == self._incarnation != "" and not root_is_new
         self._is_wanted = saved.is_wanted
         self._memory = saved.services
@@ -323,7 +320,7 @@ class Supervisor:
                     service = before[key]
                     service.take_spec(spec)
                 else:
-                    service = Service(spec, self._shared, self._held.get(key, ""))
+                    service = Service(spec, self._shared)
                     if spec.unsupported:
                         logger.info("%s: not acted on: %s", spec.name, ", ".join(spec.unsupported))
                     if record := self._memory.pop(key, None):
@@ -359,7 +356,6 @@ class Supervisor:
         """
         self._is_wanted = True
         self._settled_at = time.monotonic() + self._settling()
-        await self._trust(self._services.values())
         wanted = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         self._is_starting = any(each.spec.is_vcap and each.state not in MONITORED for each in wanted)
 
@@ -393,7 +389,6 @@ class Supervisor:
         self._is_wanted = self._is_sealed and self._is_wanted
         kill_after = min(timeout * KILL_SHARE, timeout - min(KILL_RESERVE_S, timeout / 2))
         vcap = [service for service in self._services.values() if service.spec.is_vcap]
-        await self._trust(vcap)
         begun = min((each.record.traces.begun for each in vcap if each.record.traces.begun), default=0)
         is_uncaged = any(each.record.traces.begun and not each.record.traces.is_caged for each in vcap)
         for service in vcap:
@@ -439,18 +434,18 @@ class Supervisor:
 
     async def stop_one(self, name: str) -> None:
         """Stop a service after its dependants."""
-        service = await self._ordered(name)
+        service = self._named(name)
         for each in _closure([service], lambda it: it.dependants):
             each.record.was_taken_along = each is not service and each.state in MONITORED
         service.stop()
 
     async def restart_one(self, name: str) -> None:
         """Restart a service and its running dependants."""
-        (await self._ordered(name)).bounce()
+        self._named(name).bounce()
 
     async def monitor_one(self, name: str) -> None:
         """Monitor a service and its prerequisites; starts those that do not run."""
-        for each in _closure([await self._ordered(name)], lambda it: it.prerequisites):
+        for each in _closure([self._named(name)], lambda it: it.prerequisites):
             each.start()
 
     async def unmonitor_one(self, name: str) -> None:
@@ -462,26 +457,6 @@ class Supervisor:
         service = self._named(name)
         await service.has_left(UNDERWAY)
         return self._readings.describe([service])[0]
-
-    async def _ordered(self, name: str) -> Service:
-        """Look up a service for a request and trust its files, even if they blocked an earlier agent."""
-        service = self._named(name)
-        await self._trust([service])
-        return service
-
-    async def _trust(self, services: Iterable[Service]) -> None:
-        keys = {service.spec.name.lower() for service in services} & self._held.keys()
-        if not keys:
-            return
-        self._held = {key: what for key, what in self._held.items() if key not in keys}
-        # Remove the mark first: another hang leaves a new one.
-        await asyncio.to_thread(watchdog.write_marks, self._held_marks, self._held)
-        for key in keys:
-            self._services[key].trust()
-
-    @property
-    def _held_marks(self) -> Path:
-        return self._paths.mirror / watchdog.MARKS
 
     def _named(self, name: str) -> Service:
         service = self._services.get(name.lower())

@@ -31,7 +31,7 @@ def short() -> Iterator[Path]:
 def demo(where: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A demo whose directories are below ``where``."""
     argv = [sys.executable, "-m", "agent_shim", "demo", *words]
-    environment = {name: text for name, text in os.environ.items() if name != "AGENT_SHIM_DEBUG"} | {
+    environment = {name: text for name, text in os.environ.items() if name != "AGENT_SHIM_LOOP_REPORTS"} | {
         "TMPDIR": str(where),
         "PYTHONUNBUFFERED": "1",
     }

@@ -463,8 +463,6 @@ async def test_agent_whose_volume_was_taken_ends_its_jobs_and_leaves_the_bus(wor
         file.truncate(0)
         file.write(raw)
     before = await snapshot(world.base / "data/bosh")
-    page = f"{world.base}/data/bosh/held.page"
-    assert page in before
 
     await until_said(world, f"was taken over by agent {AGENT} on elsewhere")
 
@@ -476,11 +474,8 @@ async def test_agent_whose_volume_was_taken_ends_its_jobs_and_leaves_the_bus(wor
     assert found["phase"] == f"fenced off: {world.base}/data was taken over by agent {AGENT} on elsewhere"
     with pytest.raises(RpcTimeoutError):
         await world.director.value(AGENT, "ping", timeout=0.5)
-    assert world.agent is not None
-    assert page not in Path(f"/proc/{world.agent.pid}/maps").read_text()
     await world.stop_agent()
-    # The page may have been written to, by memory, until the lease was found to be another one.
-    assert await snapshot(world.base / "data/bosh") | {page: 0} == before | {page: 0}
+    assert await snapshot(world.base / "data/bosh") == before
     assert lease.read_text() == raw
     assert not (world.base / "monit/stopped").exists()
 

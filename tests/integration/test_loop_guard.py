@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.host import loop_guard, process
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
+from tests.support import loop_guard
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ async def test_the_start_of_a_program_before_a_wait_for_the_interpreter_is_no_vi
     """Its sleep is not the loop's fault, so it does not testify for the wait that follows."""
 
     def start_and_wait() -> None:
-        with process.spawning():
+        with loop_guard.spawning():
             time.sleep(0.1)
         other = threading.Thread(target=sum, args=(range(3_000_000),))  # never lets go of the interpreter
         other.start()
@@ -138,7 +138,7 @@ async def test_waiting_for_events_is_not_holding(guard: Path) -> None:
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     (tmp_path / "reports").mkdir()
-    monkeypatch.setenv("AGENT_SHIM_DEBUG", str(tmp_path / "reports"))
+    monkeypatch.setenv("AGENT_SHIM_LOOP_REPORTS", str(tmp_path / "reports"))
     async with made(COMMAND) as one:
         yield one
 

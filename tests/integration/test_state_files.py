@@ -27,7 +27,7 @@ OTHERS = (
     *("bosh/persistent_disk_hints.json", "bosh/managed_disk_settings.json", "bosh/shut_down"),
     *("bosh/log/current", "bosh/log/lock", "bosh/etc/operating_system", "bosh/etc/stemcell_version"),
     *("monit/stopped", "monit/monit.user", "instance/dns/records.json", "instance/id", "instance/health.json"),
-    *("data/bosh/supervisor.json", "data/bosh/held.json", "data/bosh/held.trace", "data/bosh/held.page", "etc/hosts"),
+    *("data/bosh/supervisor.json", "etc/hosts"),
 )
 COPIES = tuple(f"data/bosh/{file.path.name}" for file in backup_files(Paths(Path("/"))))
 """They are read on a new root file system, and the first one that is no file ends the start."""

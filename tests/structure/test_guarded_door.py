@@ -89,7 +89,6 @@ RAW: Mapping[str, Raw] = {
     "services.compiler": Raw(
         BUNDLES, frozenset({"Compiler.sweep", "Compiler._remove_sources", "Compiler.compile", "_quote"})
     ),
-    "daemon.main": Raw(OWN, frozenset({"_guard_loop"})),
     "services.disks.mounting": Raw(
         "places that root mounts and links; disks.identity reads volumes through the door",
         frozenset(
@@ -182,10 +181,6 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "host.sandbox": Raw(KERNEL, frozenset({"_program"})),
-    "host.loop_guard": Raw(
-        "what the kernel says of our threads, and a directory named by the caller",
-        frozenset({"_report", "_sleep", "_waited_for_processor"}),
-    ),
     "host.host_stats": Raw(KERNEL, frozenset({"load"})),
     "host.tree_namespace": Raw(KERNEL, frozenset({"_make_place", "show_as_vcap"})),
     "host.mounts": Raw(KERNEL, frozenset({"mounts", "is_mount_point"})),
@@ -227,7 +222,6 @@ RAW: Mapping[str, Raw] = {
         "places that root mounts and links, and what the kernel says of who uses them",
         frozenset({"_loop_devices", "holders", "is_directory", "set_options", "show", "shows", "take_away"}),
     ),
-    "host.watchdog": Raw(OWN, frozenset({"Watchdog._map_page", "Watchdog._report_dump", "Watchdog.remember"})),
     "services.logs.tail": Raw("our own standard output", frozenset({"stream"})),
     "core.log": Raw(OWN, frozenset({"_File.write", "_is_svlogds"})),
     "services.logs.archives": Raw(SCRATCH, frozenset({"_tidy"})),

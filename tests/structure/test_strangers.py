@@ -17,7 +17,6 @@ PLACES: Mapping[str, str] = {
     "host.proc": "it is the one",
     "host.capabilities": "reads its own status below the root that tests give it",
     "host.sandbox_exec": "mounts it",
-    "host.loop_guard": "compares the path of an open file with it",
     "host.host_stats": "reads what is of the machine below the root that tests give it",
     "host.pseudo_terminal": "opens a pseudo-terminal in the root of a process that an operator asked for",
     "services.disks.mounting": "refuses it as the place of a disk",

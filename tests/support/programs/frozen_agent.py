@@ -1,6 +1,6 @@
-"""An agent that is naive about pidfiles: ``frozen_agent.py MODE run …``. A pipe in place of one holds its event loop.
+"""An agent that reads pidfiles naively: ``frozen_agent.py MODE run …``. A pipe in place of one blocks its event loop.
 
-The watchdog is in a hurry. MODE says how the loop is held: by the kernel, by Python, or by C that keeps the
+The watchdog is in a hurry. MODE says how the loop is blocked: by the kernel, by Python, or by C that keeps the
 interpreter.
 """
 
@@ -16,11 +16,10 @@ from agent_shim.host import watchdog
 from agent_shim.supervisor import process_record
 
 MODE = sys.argv.pop(1)
-END_AFTER_S = {"slow": 60.0}.get(MODE, 3.0)
 watchdog.STEP_S = 0.2  # type: ignore[misc]
 watchdog.BEAT_S = 0.4  # type: ignore[misc]
-watchdog.TELL_AFTER_S = 2.6 if MODE == "patient" else 0.8  # type: ignore[misc]
-watchdog.END_AFTER_S = END_AFTER_S  # type: ignore[misc]
+watchdog.REPORT_AFTER_S = 2.6 if MODE == "patient" else 0.8  # type: ignore[misc]
+watchdog.END_AFTER_S = {"slow": 60.0, "holding": 1.0}.get(MODE, 3.0)  # type: ignore[misc]
 careful = process_record.read
 
 

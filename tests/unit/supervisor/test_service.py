@@ -425,23 +425,18 @@ async def test_complaints_are_of_the_rules_of_the_file() -> None:
     assert service.complaints == {}
 
 
-async def test_processes_of_a_service_that_blocked_an_agent_are_not_looked_at() -> None:
-    """Nor are those of another boot."""
-    for held_by, same_world in (("its pidfile", True), ("", False), ("", True)):
+async def test_processes_of_another_boot_are_not_looked_at() -> None:
+    for same_world in (False, True):
         service = made("web")
-        service.held_by = held_by
         resumed: list[ProcessRecord] = []
         service._finder = cast("Any", SimpleNamespace(resume=resumed.append))
         record = Record(state=State.RUNNING, traces=ProcessRecord(known=(7, 70)))
 
         service.resume(record, same_world=same_world)
 
-        are_kept = same_world and not held_by
-        assert resumed == [ProcessRecord(known=(7, 70))] * are_kept
-        assert record.traces == (resumed[0] if are_kept else ProcessRecord())
-        assert (
-            service.state is {0: State.RUNNING, 1: State.STARTING, 2: State.BROKEN}[2 * bool(held_by) or not same_world]
-        )
+        assert resumed == [ProcessRecord(known=(7, 70))] * same_world
+        assert record.traces == (resumed[0] if same_world else ProcessRecord())
+        assert service.state is (State.RUNNING if same_world else State.STARTING)
 
 
 async def test_a_life_ends_after_its_work() -> None:

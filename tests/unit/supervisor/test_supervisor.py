@@ -16,7 +16,7 @@ import pytest
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
-from agent_shim.host import clock, files, proc, watchdog
+from agent_shim.host import clock, files, proc
 from agent_shim.supervisor import plan
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.bpm.runner import MemoryKill
@@ -67,7 +67,7 @@ check process own-manual with pidfile /run/own-manual.pid
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
     paths = Paths(tmp_path)
-    for path in (paths.supervisor_state, paths.stopped_marker, paths.monit_job, paths.mirror / watchdog.MARKS):
+    for path in (paths.supervisor_state, paths.stopped_marker, paths.monit_job):
         path.parent.mkdir(parents=True, exist_ok=True)
     return paths
 
@@ -545,64 +545,6 @@ async def test_who_had_to_be_killed_is_named_until_it_is_forgotten(supervisor: S
 
     supervisor.forget_killed()
     assert supervisor.killed == []
-
-
-async def test_a_service_that_blocked_an_agent_is_read_again_on_request(paths: Paths) -> None:
-    """Its mark goes first; the others stay."""
-    before = Supervisor(paths, on_event=lambda _: None)
-    await before.configure([WEB])
-    await before.close()
-    marks = paths.mirror / watchdog.MARKS
-    watchdog.write_marks(marks, {"web": "its pidfile", "db": "its pidfile"})
-    events: list[Event] = []
-    supervisor = Supervisor(paths, on_event=events.append)
-    try:
-        await supervisor.recover()
-        assert states(supervisor) == {"web": State.BROKEN, "db": State.BROKEN, "cache": State.STOPPED}
-        assert sorted(event.service for event in events) == ["db", "web"]
-
-        await supervisor._trust([supervisor._services["web"], supervisor._services["cache"]])
-
-        assert states(supervisor) == {"web": State.STOPPED, "db": State.BROKEN, "cache": State.STOPPED}
-        assert watchdog.read_marks(marks) == {"db": "its pidfile"}
-    finally:
-        await supervisor.close()
-
-
-@pytest.mark.parametrize(
-    ("request_", "freed"),
-    [
-        ("start", {"web", "db"}),
-        ("stop", {"web", "db"}),
-        ("start_one", {"web"}),
-        ("stop_one", {"web"}),
-        ("restart_one", {"web"}),
-        ("monitor_one", {"web"}),
-    ],
-)
-async def test_each_request_that_needs_the_files_of_a_service_trusts_them(
-    paths: Paths, request_: str, freed: set[str]
-) -> None:
-    before = Supervisor(paths, on_event=lambda _: None)
-    await before.configure([WEB])
-    await before.close()
-    marks = paths.mirror / watchdog.MARKS
-    watchdog.write_marks(marks, {"web": "its pidfile", "db": "its pidfile"})
-    supervisor = Supervisor(paths, on_event=lambda _: None)
-    supervisor.hold()
-    try:
-        await supervisor.recover()
-        match request_:
-            case "start":
-                await supervisor.start()
-            case "stop":
-                await supervisor.stop(wait=False)
-            case _:
-                await getattr(supervisor, request_)("web")
-        assert {name for name, state in states(supervisor).items() if state is State.BROKEN} == {"web", "db"} - freed
-        assert watchdog.read_marks(marks).keys() == {"web", "db"} - freed
-    finally:
-        await supervisor.close()
 
 
 async def test_an_unusable_file_is_told_once(paths: Paths) -> None:

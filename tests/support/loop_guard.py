@@ -1,6 +1,4 @@
-"""A check for tests and ``AGENT_SHIM_DEBUG``: reports each callback that blocks the event loop for more than 50 ms.
-
-In every agent, ``host.watchdog`` finds a loop that is blocked for seconds.
+"""A check of agents under test: reports each callback that blocks the event loop for more than 50 ms.
 
 Wall time proves little on a busy machine, so it only triggers the check. Two figures of the kernel decide: the CPU time
 of the thread, and its sleep, which is wall time minus CPU time minus the wait for a CPU (schedstat). Sleep counts only
@@ -16,6 +14,7 @@ import contextlib
 import logging
 import os
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -23,8 +22,6 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-
-from agent_shim.host import process
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +36,7 @@ RUNTIME_BYTES: Final = 1 << 20
 _per_thread: Final = threading.local()
 _installed: list[Any] = []
 _start_thread: Final = threading.Thread.start
+_start_program: Final = subprocess.Popen.__init__
 violations: Final[list[str]] = []
 """Reports of callbacks that blocked a loop of this process."""
 
@@ -65,7 +63,7 @@ def _now(*, is_end: bool) -> _Clock:
 
 
 @contextlib.contextmanager
-def _spawning() -> Iterator[None]:
+def spawning() -> Iterator[None]:
     """Exclude the start of a program or a thread, whose duration on a busy machine is not the loop's fault."""
     callback: _Callback | None = getattr(_per_thread, "callback", None)
     if callback is not None:
@@ -109,15 +107,18 @@ def install(reports: Path | None = None) -> None:
     """Guard all loops of this process from now on; each violation is logged and becomes a file in ``reports``."""
     if _installed:
         return
-    run = asyncio.Handle._run  # noqa: SLF001 - where asyncio itself measures slow callbacks
+    run = asyncio.Handle._run
     witness = _Witness()
     witness.start()
     _installed.extend((witness, run))
-    process.spawning = _spawning
 
     def start_thread(thread: threading.Thread) -> None:
-        with _spawning():
+        with spawning():
             _start_thread(thread)
+
+    def start_program(program: subprocess.Popen[bytes], *how: Any, **more: Any) -> None:
+        with spawning():
+            _start_program(program, *how, **more)
 
     def guarded(handle: asyncio.Handle) -> None:
         witness.begin()
@@ -132,6 +133,7 @@ def install(reports: Path | None = None) -> None:
                 _report(f"the event loop was blocked: a callback {what}: {_named(handle)}", reports)
 
     setattr(threading.Thread, "start", start_thread)  # noqa: B010 - types refuse to replace a method
+    setattr(subprocess.Popen, "__init__", start_program)  # noqa: B010
     setattr(asyncio.Handle, "_run", guarded)  # noqa: B010
 
 
@@ -141,7 +143,7 @@ def remove() -> None:
         setattr(asyncio.Handle, "_run", _installed.pop())  # noqa: B010
         _installed.pop().over.set()
         setattr(threading.Thread, "start", _start_thread)  # noqa: B010
-        process.spawning = contextlib.nullcontext
+        setattr(subprocess.Popen, "__init__", _start_program)  # noqa: B010
 
 
 class _Callback:
@@ -217,7 +219,7 @@ def _locks_of_the_interpreter() -> range:
 
 
 def _stack(ident: int) -> str:
-    frame = sys._current_frames().get(ident)  # noqa: SLF001 - documented, and the only way
+    frame = sys._current_frames().get(ident)
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=4, lookup_lines=False)
     return " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in stack)
 
