@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
+import io
 import os
 import signal
-import time
-from collections.abc import Iterator
+import subprocess
+import warnings
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 from agent_shim.host import cgroups, job_cgroups, process
+from tests.support.programs import argv
+from tests.support.programs.end_left import end_left
 from tests.support.programs.jobs import World
 from tests.support.residue import remove_cgroups
 
 GUARDED_START = str(Path(__file__).parent / "support/guarded_start")
+FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,6 +34,26 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("daily", deadline=None)
     hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "daily")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note a failure for the fixtures; let all that was printed pass to another process."""
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+        report.sections += [("waiting", stack) for stack in _waiting(item)]
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
+
+
+def _waiting(item: pytest.Item) -> Iterator[str]:
+    """Stacks of the tasks that a coroutine test was waiting for when it was interrupted."""
+    if inspect.iscoroutinefunction(getattr(item, "obj", None)):
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
+            for task in asyncio.all_tasks(asyncio.get_event_loop()):
+                task.print_stack(file=(text := io.StringIO()))
+                yield text.getvalue()
 
 
 @pytest.fixture
@@ -79,35 +106,35 @@ def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     remove_cgroups(tmp_path_factory.getbasetemp())
 
 
-MAX_ENVIRON_BYTES = 1 << 20
-EXIT_WAIT_S = 10
-
-
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kill what tests leave, and fail if that cannot be killed.
+    """Kill what tests leave, and fail if that cannot be killed; a program beside us does so if we are killed.
 
     A program that forks and exits without end would take a processor from all later tests of this machine.
     """
+    base = str(tmp_path_factory.getbasetemp())
+    with subprocess.Popen([*argv("end_left.py", base, os.getpid())], start_new_session=True) as beside:
+        yield
+        beside.kill()
+    assert end_left(base) == [], "tests left processes that cannot be killed"
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Children of a test die with it; after a failure, so do all programs below its scratch directory."""
+    before = set(_children())
     yield
-    base = os.fsencode(tmp_path_factory.getbasetemp()) + b"/"  # or pytest-1 would end processes of pytest-10
-    give_up_at = time.monotonic() + EXIT_WAIT_S
-    while (left := _processes_of(base)) and time.monotonic() < give_up_at:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-    assert not left, f"tests left processes that cannot be killed: {left}"
+    for pid in set(_children()) - before:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    if FAILED in request.node.stash and "tmp_path" in request.fixturenames:
+        end_left(str(request.getfixturevalue("tmp_path")))
 
 
-def _processes_of(base: bytes) -> dict[int, str]:
-    """Command lines of the living processes, others than this one, with ``base`` in command line or environment."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
+def _children() -> list[int]:
+    found: list[int] = []
+    for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
-            command = (entry / "cmdline").read_bytes()[:MAX_ENVIRON_BYTES]
-            with (entry / "environ").open("rb") as stream:
-                environ = stream.read(MAX_ENVIRON_BYTES)
-            if int(entry.name) != os.getpid() and (base in command or base in environ):
-                found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")[:200]
+            found += map(int, (thread / "children").read_text().split())
     return found

@@ -52,7 +52,15 @@ exec catatonit -- "$@"
 
 def main(arguments: list[str]) -> int:
     """Run pytest with these arguments; return its exit code, or 1 with a message about a missing prerequisite."""
-    options = ["-qm", "kubernetes", "-o", "cache_dir=.pytest_cache/kubernetes", "-o", "faulthandler_timeout=600"]
+    options = [
+        "-qm",
+        "kubernetes",
+        "-o",
+        "cache_dir=.pytest_cache/kubernetes",
+        "--timeout=1800",
+        "-o",
+        "faulthandler_timeout=0",
+    ]
     return run_as_node([sys.executable, "-m", "pytest", *options, "tests/kubernetes", *arguments])
 
 

@@ -123,7 +123,7 @@ async def test_a_living_process_proves_its_session_at_each_look() -> None:
         (8, "S", Program(("ctl",)), Tie.OWNED),
         (8, "Z", None, None),
         (1, "S", None, Tie.NAMED),
-        (os.getpid(), "S", None, None),
+        pytest.param(os.getpid(), "S", None, None, id="its own"),
     ],
 )
 async def test_a_pidfile_is_believed_without_proof_only_where_nothing_starts_the_process(

@@ -309,7 +309,7 @@ STARTED_AT = 1000.0
         (7, "Z", None, STARTED_AT + 1, None, False),
         (7, "", None, STARTED_AT + 1, None, False),
         (1, "S", None, STARTED_AT + 1, None, False),
-        (os.getpid(), "S", None, STARTED_AT + 1, None, False),
+        pytest.param(os.getpid(), "S", None, STARTED_AT + 1, None, False, id="its own"),
         (7, "S", "bpm/web/web", STARTED_AT + 900, None, True),
         (7, "S", "bpm/web/other", STARTED_AT + 1, "bpm/web/web", False),
         (7, "S", None, STARTED_AT + 900, "bpm/web/web", True),

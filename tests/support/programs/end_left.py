@@ -1,0 +1,45 @@
+"""``end_left.py BASE PID``: once process PID has ended, however it did, end what it left below BASE.
+
+A worker of the test run that is killed runs no fixture, and its tests' programs would go on.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+
+WITHIN_S = 10
+MAX_ENVIRON_BYTES = 1 << 20
+
+
+def end_left(base: str) -> list[int]:
+    """Kill the processes with ``base`` in command line or environment; return those that live after 10 s."""
+    give_up_at = time.monotonic() + WITHIN_S
+    while (left := _processes_of(os.fsencode(base) + b"/")) and time.monotonic() < give_up_at:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return left
+
+
+def _processes_of(base: bytes) -> list[int]:
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208 - quick to start: no pathlib
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{name}/cmdline", "rb") as command,
+            open(f"/proc/{name}/environ", "rb") as environ,
+        ):
+            is_left = base in command.read(MAX_ENVIRON_BYTES) or base in environ.read(MAX_ENVIRON_BYTES)
+            if is_left and int(name) != os.getpid():
+                found.append(int(name))
+    return found
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(int(sys.argv[2]))], [], [])
+    end_left(sys.argv[1])
