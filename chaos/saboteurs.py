@@ -413,8 +413,8 @@ JOBS: Final = (
         "S-10",
         "writes its log on the event loop",
         "agent_shim/core/log.py",
-        "        while self.waiting and self._poll.poll(timeout_s * 1000):\n",
-        "        while self.waiting:\n",
+        "        while self._waiting and self._has_room(timeout_s):\n",
+        "        while self._waiting:\n",
         "no reply|RpcTimeout|no pong|TimeoutError",
     ),
     Saboteur(

@@ -5,23 +5,22 @@ INFO is a timeline for operators; WARNING needs attention if it repeats; ERROR n
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import fcntl
 import json
 import logging
+import logging.handlers
 import os
 import re
 import select
 import stat
 import sys
+import threading
 import time
 import traceback
-from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final
-
-import msgspec
 
 from agent_shim.core import safetext
 from agent_shim.core.errors import HostError, ShimError
@@ -33,10 +32,6 @@ LARGEST: Final = 10_000_000
 
 MAX_WAITING_BYTES: Final = 2 * 1024 * 1024
 """Bound of the lines that wait for a reader of stderr."""
-RETRY_S: Final = 0.1
-"""Interval of the attempts meanwhile."""
-MAX_TURN_LINES: Final = 100
-"""Lines of one turn of the event loop that are written at once."""
 FLUSH_TIMEOUT_S: Final = 1.0
 """For waiting lines to be written at exit."""
 
@@ -49,16 +44,6 @@ _SECRETS: Final = (
 )
 """Private keys, ``user:password`` of a URL, query strings (signed links carry their signature there)."""
 
-_lenient: Final = json.JSONEncoder(ensure_ascii=False).encode
-
-
-def _encode(value: Any) -> str:
-    """Encode as JSON: by msgspec in a fifth of the time, but for what it refuses (lone surrogates, huge numbers)."""
-    try:
-        return msgspec.json.encode(value).decode()
-    except (ValueError, OverflowError):
-        return _lenient(value)
-
 
 def redacted(text: str) -> str:
     """Remove secrets from a text; a safety net, as no secret should be logged."""
@@ -66,6 +51,9 @@ def redacted(text: str) -> str:
         for pattern in _SECRETS:
             text = pattern.sub("<redacted>", text)
     return text
+
+
+_encode: Final = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def _members(record: logging.LogRecord) -> dict[str, Any]:
@@ -107,142 +95,94 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    _second = (0, "")
+    converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
-        second = int(record.created)
-        if second != self._second[0]:
-            self._second = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        at, level = f"{self._second[1]}.{int(record.msecs):03d}Z", record.levelname.lower()
-        message = redacted(record.getMessage())
-        line = {"time": at, "level": level, "logger": record.name, "message": message, **_members(record)}
+        line = {
+            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": redacted(record.getMessage()),
+            **_members(record),
+        }
         if record.exc_info:
             line["traceback"] = redacted(_trace(record.exc_info[1]))
         return safetext.line(_encode(line))
 
 
-class _File:
-    """A file that one handler appends to; a large one is renamed and kept for a while.
+class _File(logging.handlers.RotatingFileHandler):
+    """A file that follows no link; a large one is renamed and kept for a while.
 
     Failed writes (a full disk, a missing directory) are ignored: standard error has the line too.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
-        self._size = 0
+        super().__init__(path, maxBytes=LARGEST, backupCount=1, encoding="utf-8", errors="replace", delay=True)
 
-    def write(self, lines: bytes) -> None:
-        with suppress(OSError):
-            if self._fd >= 0 and self._size + len(lines) > LARGEST:
-                self.close()
-                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
-            if self._fd < 0:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                self._fd = os.open(self._path, flags, 0o640)
-                self._size = os.fstat(self._fd).st_size
-            self._size += os.write(self._fd, lines)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return open(os.open(self.baseFilename, flags, 0o640), "a", encoding=self.encoding, errors=self.errors)
 
 
-class _Stderr:
-    """Standard error, whose reader may be slow: a line waits until the descriptor takes ``PIPE_BUF`` bytes at once.
+class _Stderr(logging.Handler):
+    """Standard error, whose reader may be slow: lines that it does not take at once wait for it in a thread.
 
-    It may be shared, so it stays blocking. Lines beyond ``MAX_WAITING_BYTES`` are dropped and counted.
+    The descriptor may be shared, so it stays blocking: a write follows the kernel's word that ``PIPE_BUF`` bytes have
+    room. Lines beyond ``MAX_WAITING_BYTES`` are dropped and counted.
     """
 
     def __init__(self) -> None:
-        self._fd = sys.stderr.fileno()
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLOUT)
-        self.waiting = bytearray()
-        self.dropped = 0
-
-    def write(self, lines: bytes, timeout_s: float = 0.0) -> None:
-        """Write what waits and these lines, as far as the reader takes them within the time."""
-        if len(self.waiting) + len(lines) > MAX_WAITING_BYTES:
-            self.dropped += lines.count(b"\n")
-        else:
-            self.waiting += lines
-        while self.waiting and self._poll.poll(timeout_s * 1000):
-            end = self.waiting.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
-            try:
-                del self.waiting[: os.write(self._fd, self.waiting[:end])]
-            except OSError:
-                self.waiting.clear()
-
-
-class _Lines(logging.Handler):
-    """Writes lines to stderr and a file: those of one turn of the event loop in one write, before its replies leave.
-
-    A warning, and a line of another thread, is written immediately, with those before it.
-    """
-
-    def __init__(self, file: Path | None) -> None:
         super().__init__()
-        self._file = _File(file) if file else None
-        self._stderr = _Stderr()
-        self._lines: list[str] = []
-        self._flushed_by: asyncio.AbstractEventLoop | None = None
-        """Event loop that flushes at its next turn."""
-        self._retried_by: asyncio.AbstractEventLoop | None = None
-        """Event loop that flushes after ``RETRY_S``, as lines wait for a reader."""
+        self._fd = sys.stderr.fileno()
+        self._waiting = bytearray()
+        self._dropped = 0
+        self._has_thread = False
         atexit.register(self.close)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.append(self.format(record))
-            loop = asyncio.get_running_loop()
+            line = f"{self.format(record)}\n".encode("utf-8", "replace")
         except (TypeError, ValueError, LookupError):
-            self.handleError(record)
-        except RuntimeError:
-            self.flush()
-        else:
-            if record.levelno > logging.INFO or len(self._lines) > MAX_TURN_LINES:
-                self.flush()
-            elif self._flushed_by is not loop:
-                self._flushed_by = loop
-                loop.call_soon(self.flush)
+            return self.handleError(record)
+        if len(self._waiting) + len(line) > MAX_WAITING_BYTES:
+            self._dropped += 1
+            return None
+        self._waiting += line
+        self._write(0.0)
+        if self._waiting and not self._has_thread:
+            self._has_thread = True
+            threading.Thread(target=self._write_later, daemon=True).start()
+        return None
 
-    def flush(self) -> None:
-        dropped = 0
-        self.acquire()
-        try:
-            lines, self._lines, self._flushed_by = self._lines, [], None
-            text = "".join(f"{line}\n" for line in lines).encode("utf-8", "replace")
-            if self._file is not None and text:
-                self._file.write(text)
-            self._stderr.write(text)
-            if self._stderr.waiting:
-                self._retry_later()
-            else:
-                dropped, self._stderr.dropped = self._stderr.dropped, 0
-        finally:
+    def _has_room(self, timeout_s: float | None) -> bool:
+        return bool(select.select((), (self._fd,), (), timeout_s)[1])
+
+    def _write(self, timeout_s: float) -> None:
+        """Write waiting lines as far as the reader takes them within the time."""
+        while self._waiting and self._has_room(timeout_s):
+            end = self._waiting.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
+            try:
+                del self._waiting[: os.write(self._fd, self._waiting[:end])]
+            except OSError:
+                self._waiting.clear()
+
+    def _write_later(self) -> None:
+        """Write as the reader makes room, until nothing waits."""
+        while self._has_thread:
+            self._has_room(None)
+            self.acquire()
+            self._write(0.0)
+            self._has_thread = bool(self._waiting)
             self.release()
+        dropped, self._dropped = self._dropped, 0
         if dropped:
             logger.warning("%d lines were dropped: the reader of stderr is too slow", dropped)
 
-    def _retry_later(self) -> None:
-        """Without an event loop the next line is the next attempt."""
-        with suppress(RuntimeError):
-            if (loop := asyncio.get_running_loop()) is not self._retried_by:
-                self._retried_by = loop
-                loop.call_later(RETRY_S, self._retry)
-
-    def _retry(self) -> None:
-        self._retried_by = None
-        self.flush()
-
     def close(self) -> None:
         """Wait briefly for the reader of the remaining lines."""
-        self.flush()
-        self._stderr.write(b"", FLUSH_TIMEOUT_S)
-        if self._file is not None:
-            self._file.close()
+        self.acquire()
+        self._write(FLUSH_TIMEOUT_S)
+        self.release()
         super().close()
 
 
@@ -283,18 +223,12 @@ def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> N
 
     Not to ``file`` where a svlogd writes our stderr into its directory, as on a stemcell with runit.
     """
-    handler = _Lines(file if file is not None and not _is_svlogds(file.parent) else None)
-    handler.setFormatter(_Json() if is_json(form) else _Text())
-    root = logging.getLogger()
-    for old in list(root.handlers):
-        root.removeHandler(old)
-        if isinstance(old, _Lines):
-            old.close()
-    root.addHandler(handler)
-    root.setLevel(level.upper())
+    handlers: list[logging.Handler] = [_Stderr()]
+    if file is not None and not _is_svlogds(file.parent):
+        handlers.append(_File(file))
+    for handler in handlers:
+        handler.setFormatter(_Json() if is_json(form) else _Text())
+    logging.basicConfig(handlers=handlers, level=level.upper(), force=True)
     logging.getLogger("asyncio").setLevel("WARNING")
     logging.getLogger("nats").setLevel("ERROR")
     logging.raiseExceptions = False  # a full disk must not cause tracebacks on stderr
-    # No line shows these, and their look-up costs as much as the format.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = None  # noqa: SLF001 - documented in the logging HOWTO

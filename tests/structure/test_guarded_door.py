@@ -223,7 +223,7 @@ RAW: Mapping[str, Raw] = {
         frozenset({"_loop_devices", "holders", "is_directory", "set_options", "show", "shows", "take_away"}),
     ),
     "services.logs.tail": Raw("our own standard output", frozenset({"stream"})),
-    "core.log": Raw(OWN, frozenset({"_File.write", "_is_svlogds"})),
+    "core.log": Raw(OWN, frozenset({"_File._open", "_is_svlogds"})),
     "services.logs.archives": Raw(SCRATCH, frozenset({"_tidy"})),
     "services.state_backup": Raw(
         OWN, frozenset({"StateBackup._move", "StateBackup._restore", "StateBackup._update", "_empty"})
