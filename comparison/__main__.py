@@ -1,7 +1,8 @@
 """``./dev compare-release PATH…``: each job of releases lives the same life under both agents; a table of differences.
 
-PATH is a checkout of a release, or the git directory of one. BOSH_AGENT and MONIT name the Go agent and monit 5.2.5.
-Needs root and ruby. docs/comparison.md describes the lives and the allowed differences.
+PATH is a checkout of a release, or the git directory of one. BOSH_AGENT and MONIT name the Go agent and monit 5.2.5;
+with BPM, runc and tini the Go agent's bpm is the real one. Needs root and ruby. docs/comparison.md describes the
+lives and the allowed differences.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,10 +29,14 @@ from comparison import judge, plan
 from comparison.releases import Checkout, Job
 from tests.support.machine import CODE, machine
 
+PROPERTIES: Final = Path(__file__).with_name("properties.yml")
+"""Properties of public jobs that have no default and cannot be guessed."""
+WORLDS: Final = ("go", "shim")
 LIFE_LIMIT_S: Final = 1500
-TRIES: Final = 3
-"""Lives of a job whose scripts look for further programs of its packages."""
-WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-mknod,-syslog,-mac_admin,-mac_override,-audit_control"
+KINDS: Final = "equal, listed, difference, unplayed"
+TRIES: Final = 4
+"""Lives of a job that does not run; each has more of what its scripts look for."""
+WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-syslog,-mac_admin,-mac_override,-audit_control"
 """Capabilities that no script of a release gets, in either world."""
 
 
@@ -47,33 +52,48 @@ def main() -> int:
     parser.add_argument(
         "--each", type=int, default=1000, metavar="N", help="at most N jobs of each release, processes first"
     )
-    parser.add_argument("--properties", type=Path, help="YAML: properties by the name of the job, over the defaults")
-    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="keep what each world has said there")
+    parser.add_argument("--properties", type=Path, help="YAML: properties by RELEASE/JOB or JOB, over the defaults")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIRECTORY",
+        help="keep what each world has said there, and play no job found there",
+    )
+    parser.add_argument(
+        "--again", default=[], type=lambda words: words.split(","), metavar="KIND,…", help="play these again: " + KINDS
+    )
+    parser.add_argument("--counts", action="store_true", help="print the counts of each release as well")
     args = parser.parse_args()
     missing = [name for name in ("BOSH_AGENT", "MONIT") if not os.access(os.environ.get(name, ""), os.X_OK)]
     if missing or os.geteuid() != 0 or shutil.which("ruby") is None:
         parser.error(f"needs root, ruby, and programs in {' and '.join(missing) or 'BOSH_AGENT and MONIT'}")
-    values = yaml.safe_load(args.properties.read_text()) if args.properties else {}
+    values = yaml.safe_load(PROPERTIES.read_text())
+    values |= yaml.safe_load(args.properties.read_text()) if args.properties else {}
     only = {name for name in args.only.split(",") if name}
-    pem = Authority().ca
+    authority = Authority()
+    key = authority.client("job").private_key
     kept = args.keep or Path(tempfile.mkdtemp(prefix="comparison-"))
     kept.mkdir(parents=True, exist_ok=True)
     plans: list[plan.Plan] = []
     for path in args.paths:
         checkout = Checkout(path.resolve())
-        found = [plan.plan(checkout, job) for job in checkout.jobs(values, pem) if not only or job.name in only]
+        found = [
+            plan.plan(checkout, job) for job in checkout.jobs(values, authority.ca, key) if not only or job.name in only
+        ]
         plans += sorted(found, key=lambda one: (not one.services, bool(one.job.error)))[: args.each]
     print(f"{len(plans)} jobs of {len(args.paths)} releases; what each world says is kept in {kept}", flush=True)
     begun_at = time.monotonic()
     verdicts: list[judge.Verdict] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # worlds end with their blocks
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool, ending(pool):
-        waiting = {pool.submit(compare, one, args.cycle, kept): one for one in plans}
+        waiting = {pool.submit(compare, one, args.cycle, kept, args.again): one for one in plans}
         for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
             verdict = done.result()
             verdicts.append(verdict)
             print(f"{time.monotonic() - begun_at:7.0f} s  {number}/{len(plans)}  {verdict}", flush=True)
     print(judge.table(verdicts))
+    if args.counts:
+        print(judge.counts(verdicts))
     return int(any(verdict.differences for verdict in verdicts))
 
 
@@ -86,22 +106,50 @@ def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def compare(made: plan.Plan, cycle: int, kept: Path) -> judge.Verdict:
-    """Let one job live in both worlds at once."""
+def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) -> judge.Verdict:
+    """Let one job live in both worlds at once, or judge its kept lives again."""
     if made.job.error:
         return judge.Verdict(made.job, not_rendered=made.job.error)
     place = kept / f"{made.job.release}+{made.job.name}".replace("/", "+")
+    files = [place / f"{world}-result.json" for world in WORLDS]
+    if all(file.exists() for file in files):
+        verdict = judge.judge(made, *(json.loads(file.read_text()) for file in files))
+        if (place / "verdict.json").exists():
+            verdict.helped = json.loads((place / "verdict.json").read_text()).get("helped", [])
+        if verdict.kind not in again and not (verdict.not_played and "unplayed" in again):
+            return verdict
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     for _ in range(TRIES):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            worlds = [pool.submit(live, kind, made, cycle, place) for kind in ("go", "shim")]
-        verdict = judge.judge(made, *(world.result() for world in worlds))
+            worlds = [pool.submit(live, world, made, cycle, place) for world in WORLDS]
+        lives = [world.result() for world in worlds]
+        verdict = judge.judge(made, *lives)
         said = "\n".join(path.read_text(errors="replace") for path in place.glob("go-*/*"))
-        if not verdict.not_played or not plan.learn(made, said):
+        called = judge.tools(lives[0])
+        if not verdict.not_played and not (judge.is_unsteady(lives) and set(called) - set(made.lives)):
             break
+        if not plan.learn(made, said, called):
+            break
+    verdict.helped = made.lives + ["lenient"] * made.is_lenient
     (place / "verdict.json").write_text(json.dumps(verdict.document(), indent=1))
     return verdict
+
+
+def _bpm() -> dict[str, str]:
+    """Return the programs of bpm's package, none without BPM."""
+    if not os.environ.get("BPM"):
+        return {}
+    return {"bpm": os.environ["BPM"]} | {name: shutil.which(name) or name for name in ("runc", "tini")}
+
+
+def remove_containers(cgroups: list[tuple[Path, Path]]) -> None:
+    """Remove the cgroups of containers that ended with their machine, in all hierarchies."""
+    for ours, top in cgroups[:1]:
+        for place in top.parent.glob(f"*/{ours.name}"):
+            for below in (*sorted(place.rglob("*/"), reverse=True), place):
+                with suppress(OSError):
+                    below.rmdir()
 
 
 def live(kind: str, made: plan.Plan, cycle: int, place: Path) -> dict[str, Any]:
@@ -112,6 +160,10 @@ def live(kind: str, made: plan.Plan, cycle: int, place: Path) -> dict[str, Any]:
         if kind == "go":
             shutil.copy(os.environ["BOSH_AGENT"], scratch / "bosh-agent")
             shutil.copy(os.environ["MONIT"], scratch / "monit")
+            if programs := _bpm():
+                (scratch / "bpm").mkdir()
+                for program, found in programs.items():
+                    shutil.copy(found, scratch / "bpm" / program)
         with machine(scratch, has_network=True) as inside:
             argv = [sys.executable, "-m", "comparison.life", kind, "/mnt/plan.json", "/mnt/result.json"]
             setting = [f"CYCLE={cycle}", f"PYTHONPATH={CODE}", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
@@ -128,12 +180,13 @@ def live(kind: str, made: plan.Plan, cycle: int, place: Path) -> dict[str, Any]:
                 if path.is_file():
                     (place / f"{kind}-log").mkdir(exist_ok=True)
                     shutil.copy(path, place / f"{kind}-log" / path.name)
-        for file in ("life.log", "agent.log", "result.json"):
-            if (scratch / file).exists():
-                shutil.copy(scratch / file, place / f"{kind}-{file}")
+        remove_containers(inside.cgroups)
+        for said in ("life.log", "agent.log", "result.json"):
+            if (scratch / said).exists():
+                shutil.copy(scratch / said, place / f"{kind}-{said}")
         if not (scratch / "result.json").exists():
-            said = (scratch / "life.log").read_text(errors="replace").strip().splitlines()[-1:]
-            return {"world": kind, "error": f"the life did not end: {''.join(said)}", "phases": []}
+            lines = (scratch / "life.log").read_text(errors="replace").strip().splitlines()[-1:]
+            return {"world": kind, "error": f"the life did not end: {''.join(lines)}", "phases": []}
         document: dict[str, Any] = json.loads((scratch / "result.json").read_text())
         return document
 

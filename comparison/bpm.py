@@ -78,15 +78,15 @@ def _alive(pidfile: Path) -> int:
 
 def _start(job: str, process: str, config: dict[str, Any], pidfiles: tuple[Path, ...]) -> int:
     log, data = VCAP / "sys/log" / job, VCAP / "data" / job
-    for place in (log, data, data / "tmp", *([VCAP / "store" / job] if config.get("persistent_disk") else [])):
-        if not place.exists():
-            place.mkdir(parents=True, mode=0o700)
-            os.chown(place, 1000, 1000)
-    for volume in config.get("additional_volumes") or []:
-        place = Path(volume["path"])
-        if not volume.get("mount_only") and not place.exists():
-            place.mkdir(parents=True, mode=0o700)
-            os.chown(place, 1000, 1000)
+    places = [log, VCAP / "sys/run" / job, data / "tmp"]
+    places += [data] if config.get("ephemeral_disk") else []
+    places += [VCAP / "store" / job] if config.get("persistent_disk") else []
+    volumes = [Path(one["path"]) for one in config.get("additional_volumes") or [] if not one.get("mount_only")]
+    for place in (*places, *volumes):
+        place.mkdir(0o700, parents=True, exist_ok=True)
+        if place in volumes and place.is_dir():
+            place.chmod(0o700)
+        os.chown(place, 1000, 1000)
     hook = (config.get("hooks") or {}).get("pre_start")
     names = [log / f"{process}.{stream}.log" for stream in ("stdout", "stderr")]
     for name in names:

@@ -41,6 +41,8 @@ class Verdict:
     differences: list[Difference] = field(default_factory=list)
     listed: list[Difference] = field(default_factory=list)
     has_process: bool = True
+    helped: list[str] = field(default_factory=list)
+    """Programs made to live, and ``lenient`` if scripts went on after errors."""
 
     @property
     def kind(self) -> str:
@@ -57,6 +59,7 @@ class Verdict:
             "job": str(self.job),
             "kind": self.kind,
             "reason": self.not_rendered or self.not_played,
+            "helped": self.helped,
             "guessed": list(self.job.guessed),
             "differences": [vars(one) for one in self.differences],
             "listed": [vars(one) for one in self.listed],
@@ -67,6 +70,9 @@ class Verdict:
         shown = "".join(f"\n            {one}" for one in self.differences)
         return f"{self.job}: {self.kind}{f': {reason}' if reason else ''}{shown}"
 
+
+UNSTEADY_STATES: Final = 4
+"""Changes of the state of a process at rest."""
 
 Phases = dict[str, dict[str, Any]]
 
@@ -124,16 +130,27 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
 
 def _obstacle(go: Phases, shim: Phases) -> str:
     """Return why a job ran in neither world."""
-    for script in ("pre-start", "post-start"):
-        failed = [life[script] for life in (go, shim) if life.get(script, {}).get("value", "").startswith("error")]
-        if len(failed) == 2:
-            return f"{script}: {(failed[0]['texts'].get('log') or failed[0]['value'])[-160:]}".replace("\n", " / ")
+    failed = [life["pre-start"] for life in (go, shim) if life.get("pre-start", {}).get("value", "")[:5] == "error"]
+    if len(failed) == 2:
+        return f"pre-start: {(failed[0]['texts'].get('log') or failed[0]['value'])[-160:]}".replace("\n", " / ")
     if all("start" in life and life["start"]["running_after"] < 0 for life in (go, shim)):
         states = ", ".join(f"{name} {states[-1]}" for name, states in go["start"]["states"].items())
         return f"runs in neither world: {states}: {go.get('rest', {}).get('texts', {}).get('logs', '')[-200:]}".replace(
             "\n", " / "
         )
     return ""
+
+
+def tools(life: dict[str, Any]) -> list[str]:
+    """Return the stand-ins that ran as tools of start programs, in order."""
+    events = [one for phase in life["phases"] if phase["name"] in ("start", "rest") for one in phase["events"]]
+    return [program for _, event, program in events if event == "tool"]
+
+
+def is_unsteady(lives: list[dict[str, Any]]) -> bool:
+    """True if a process has ended again and again at rest: a program that should live is taken for a tool."""
+    resting = [phase for life in lives for phase in life["phases"] if phase["name"] == "rest"]
+    return any(len(states) >= UNSTEADY_STATES for phase in resting for states in phase["states"].values())
 
 
 def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
@@ -160,16 +177,14 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for service, lives in phase["services"].items():
         yield f"process of {service}", "lives" if lives else "is dead"
         yield f"process of {service} is the former one", str(phase["same"][service]) if lives else ""
-    if name not in ("start", "rest", "stop"):  # many a ctl script sends KILL on the heels of TERM
+    if name not in ("start", "rest", "monit restart", "stop"):  # many a ctl script sends KILL on the heels of TERM
         for (event, program), count in Counter((event, program) for _, event, program in phase["events"]).items():
             yield f"{program} {event}", str(count) if event == "lives" else "yes"
     for alert in sorted(set(phase["alerts"])):
         yield f"alert {alert}", alert
-    if "monit summary" in phase["texts"]:
-        code, _, text = phase["texts"]["monit summary"].partition("\n")
-        yield "code of monit summary", code
-        for kind, service, state in re.findall(r"^(\w+) '([^']*)'\s+(.*)$", text, re.MULTILINE):
-            yield f"monit summary {kind} {service}", state
+    for command, said in phase["texts"].items():
+        if command.startswith("monit "):
+            yield from _said(command, said)
     if "processes" in phase["texts"]:
         yield "processes left", phase["texts"]["processes"].replace("\n", " ")
     for file in phase["files"]:
@@ -178,6 +193,21 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ):
             continue
         yield f"file {file}", "left"
+
+
+def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
+    """Yield the code of a command, the state of each service and the titles of the other lines, without figures."""
+    code, _, text = said.partition("\n")
+    yield f"code of {command}", code
+    about = ""
+    for line in text.splitlines():
+        title, _, value = (word.strip() for word in re.sub(r" {2,}", "\0", line.strip()).partition("\0"))
+        if service := re.match(r"(\w+) '([^']*)'", line):
+            about = f" {service[1]} {service[2]}"
+            yield f"{command}{about}", value or "said"
+        elif title:
+            shown = value if title in ("status", "monitoring status") else "said"
+            yield f"{command}{about}: {re.sub(r'[0-9]+', 'N', title)}", shown
 
 
 def _line(job: Job, one: Difference) -> str:
@@ -206,4 +236,17 @@ def table(verdicts: list[Verdict]) -> str:
         ]
     counts = Counter(verdict.kind for verdict in verdicts)
     rows += ["", ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))]
+    return "\n".join(rows)
+
+
+def counts(verdicts: list[Verdict]) -> str:
+    """Return how many jobs of each release got which verdict, as Markdown."""
+    kinds = ("equal", "listed", "difference", "needs more than a stand-in", "not rendered")
+    rows = ["", f"| release | {' | '.join(kinds)} |", f"|---|{'---|' * len(kinds)}"]
+    releases: dict[str, Counter[str]] = {}
+    for verdict in verdicts:
+        releases.setdefault(verdict.job.release, Counter())[verdict.kind] += 1
+    releases[f"**all {len(releases)}**"] = Counter(verdict.kind for verdict in verdicts)
+    for release, found in sorted(releases.items(), key=lambda one: (one[0][0] == "*", one[0])):
+        rows.append(f"| {release} | {' | '.join(str(found[kind] or '') for kind in kinds)} |")
     return "\n".join(rows)

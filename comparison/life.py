@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +31,8 @@ from tests.support.broker import NatsServer
 AGENT: Final = "instance"
 VCAP: Final = Path("/var/vcap")
 SCRATCH: Final = Path("/mnt")
+BPM: Final = SCRATCH / "bpm"
+"""Programs of bpm's package; comparison/bpm.py takes their place where there are none."""
 BLOBS: Final = VCAP / "blobs"
 OBSERVER: Final = 59999
 LOOK_S: Final = 0.5
@@ -69,6 +72,8 @@ TREE: Final = (
     *("jobs", "packages", "monit"),
 )
 """Directories that a stemcell or its agent makes below ``/etc`` and ``/var/vcap``."""
+COMMANDS: Final = ("monit summary", "monit status", "monit stop none", "monit unmonitor", "monit nonsense", "monit -V")
+"""Commands of an operator, of which the code and the text are compared."""
 RELOADS: Final = "Waiting for monit to reload"
 
 
@@ -96,6 +101,8 @@ class Phase:
     texts: dict[str, str] = field(default_factory=dict)
     """Exit codes and outputs of commands."""
     files: list[str] = field(default_factory=list)
+    shapes: dict[str, str] = field(default_factory=dict)
+    """Members of the state and of the last heartbeat, and their types."""
 
 
 class World:
@@ -156,13 +163,16 @@ class GoWorld(World):
         job = self.plan["job"]
         for place in (VCAP / "data/jobs", *(VCAP / f"data{above}/{job}" for above in ("/sys/run", "/sys/log", ""))):
             subprocess.run(["chown", "-R", "root:vcap", str(place)], check=False)
+        if BPM.exists():
+            shutil.copytree(BPM, VCAP / "data/packages/bpm/bin")
+            (VCAP / "packages/bpm").symlink_to(VCAP / "data/packages/bpm")
 
 
 class ShimWorld(World):
     def prepare(self) -> None:
         (VCAP / "bosh/bin").mkdir(parents=True)
         wrapper = VCAP / "bosh/bin/monit"
-        command = "from agent_shim.cli.monit import main; import sys; sys.exit(main())"
+        command = "from agent_shim.cli.monit import main; import sys; sys.argv[0] = 'monit'; sys.exit(main())"
         wrapper.write_text(
             f'#!/bin/sh\nPYTHONPATH={os.environ["PYTHONPATH"]} exec {sys.executable} -c "{command}" "$@"\n'
         )
@@ -227,6 +237,7 @@ class Life:
                 phase.alerts.append(re.sub(r" \([\d.:a-f]*\)", "", notice.body.get("title", "")))
             elif notice.kind == "heartbeat":
                 phase.heartbeats.append(notice.body.get("job_state", ""))
+                phase.shapes["heartbeat"] = ", ".join(sorted(shape(notice.body)))
         self.notices = len(self.hm.notices)
         self.phases.append(phase)
 
@@ -240,6 +251,7 @@ class Life:
             state = await self.director.value(AGENT, "get_state", "full", timeout=1)
         except (RpcRemoteError, RpcTimeoutError):
             return
+        phase.shapes["state"] = ", ".join(sorted(shape(state)))
         self.seen = state["job_state"] if self.has_acted else ""
         note(phase.job_states, state["job_state"])
         if self.seen == "running" and phase.running_after < 0:
@@ -301,7 +313,7 @@ class Life:
         await self.script("post-start")
         async with self.phase("rest") as phase:
             await self.settled(max(5, self.plan["cycles"] + 2) if has_run and self.plan["services"] else 1)
-            phase.texts["monit summary"] = shell("/var/vcap/bosh/bin/monit summary")
+            phase.texts |= {words: shell(f"/var/vcap/bosh/bin/{words}") for words in COMMANDS}
             phase.texts["logs"] = "" if has_run else shell(f"tail -qn 3 /var/vcap/sys/log/{self.plan['job']}/*.log")
         for name, command in self.plan["acts"]:
             async with self.phase(name) as phase:
@@ -326,6 +338,11 @@ class Life:
                         path.write_text("")
                 await self.settled(2.5)
             await self._put_back(before)
+        if "monit restart" in wanted and self.pidfiles:
+            name = next(iter(self.pidfiles))
+            async with self.phase("monit restart") as phase:
+                phase.value = shell(f"/var/vcap/bosh/bin/monit restart {name}")
+                await self.settled(3)
         if self.plan["ports"] and "port closed" in wanted:
             closed = VCAP / "packages/stand_in/closed"
             async with self.phase("port closed"):
@@ -360,6 +377,15 @@ class Life:
         phase.texts["monit summary"] = shell("/var/vcap/bosh/bin/monit summary")
         phase.files = sorted(left())
         phase.texts["processes"] = "\n".join(sorted(stand_ins()))
+
+
+def shape(value: Any, path: str = "") -> set[str]:
+    """Return the paths of all members of a document with their types; members of a list count as one."""
+    if isinstance(value, dict):
+        return {one for name, member in value.items() for one in shape(member, f"{path}.{name}".lstrip("."))}
+    if isinstance(value, list):
+        return {one for member in value for one in shape(member, f"{path}[]")}
+    return {f"{path}: {'number' if isinstance(value, int | float) else type(value).__name__}"}
 
 
 def note(changes: list[str], now: str) -> None:
@@ -433,8 +459,14 @@ def spec_of(plan: dict[str, Any]) -> dict[str, Any]:
         return {"blobstore_id": f"blob-{digest}", "sha1": digest}
 
     job = plan["job"]
-    bpm = '#!/bin/sh\nexec {} -m comparison.bpm "$@" 2>>/mnt/agent.log\n'.format(
-        f"env PYTHONPATH={os.environ['PYTHONPATH']} {sys.executable}"
+    bpm = (
+        '#!/bin/sh\nexec /var/vcap/packages/bpm/bin/bpm "$@"\n'
+        if BPM.exists()
+        else (
+            '#!/bin/sh\nexec {} -m comparison.bpm "$@" 2>>/mnt/agent.log\n'.format(
+                f"env PYTHONPATH={os.environ['PYTHONPATH']} {sys.executable}"
+            )
+        )
     )
     files = {job: plan["files"]} | ({"bpm": {"monit": "", "bin/bpm": bpm}} if job != "bpm" else {})
     bundle = {f"{name}/{path}": text for name, texts in files.items() for path, text in texts.items()}

@@ -7,7 +7,8 @@ import json
 import re
 import resource
 import shutil
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,9 @@ import yaml
 
 from comparison.releases import Checkout, Job
 
-TRIALS: Final = ("death", "empty pidfile", "port closed", "agent restarted")
+TOOLS: Final = ("curl", "jq", "openssl", "python3", "iptables", "ip6tables", "ipset", "nc", "rsync", "setpriv")
+"""Programs beside those of a minimal Debian that are themselves in both worlds if this machine has them."""
+TRIALS: Final = ("death", "empty pidfile", "monit restart", "port closed", "agent restarted")
 STAND_IN: Final = "STAND_IN"
 STAND_IN_TEXT: Final = Path(__file__).with_name("stand_in.py").read_text()
 _PATH: Final = re.compile(r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)((?:/[\w.@+-]+)*)")
@@ -56,6 +59,11 @@ class Plan:
     system: set[str] = field(default_factory=set)
     """Programs that scripts call by name and that neither the machine nor a package has."""
 
+    lives: list[str] = field(default_factory=list)
+    """Programs that live although nothing in how they are started says so."""
+    is_lenient: bool = False
+    """Scripts go on after errors, in both worlds."""
+
     acts: tuple[tuple[str, str], ...] = ()
     """Further phases after the rest: their names and shell commands."""
     trials: tuple[str, ...] = TRIALS
@@ -77,14 +85,19 @@ class Plan:
         owners = {Path(service.pidfile).stem: service.name for service in self.services if service.pidfile}
         return {
             "bpm": {name: owners.get(name, name) for name in names},
+            "commands": {
+                str(one.get("name")): " ".join(map(str, [one.get("executable"), *(one.get("args") or [])]))
+                for one in processes(self.job)
+            },
             "tmp": f"/var/vcap/data/{self.job.name}/tmp",
             "services": {
-                service.name: {"pidfile": service.pidfile, "ports": service.ports + shared}
+                service.name: {"pidfile": service.pidfile, "start": service.start, "ports": service.ports + shared}
                 for service in self.services
                 if service.kind == "process"
             },
             "starts": sorted({service.start for service in self.services if service.start}),
             "ports": self.ports,
+            "lives": self.lives,
         }
 
 
@@ -108,35 +121,86 @@ def plan(checkout: Checkout, job: Job) -> Plan:
         if path.startswith("bin/") or text.startswith("#!"):
             words |= set(_WORD.findall(text))
     known = {word for word in words if len(word) > 1 and not _is_here(word)}
+    made.system |= {word for word in known if shutil.which(word)}
     for package, place in on_path:
         for word in known:
             made.files[package].setdefault(f"{place}/{word}", STAND_IN)
     _take_sourced(checkout, texts.values(), made)
-    for files in made.files.values():
-        # A place below which there are others is a directory.
-        for place in [one for one in files if any(other.startswith(f"{one}/") for other in files)]:
-            del files[place]
+    _drop_directories(made)
     made.files.pop("bpm", None)
     return made
 
 
+def _drop_directories(made: Plan) -> None:
+    """A place below which there are others is a directory."""
+    for files in made.files.values():
+        for place in [one for one in files if any(other.startswith(f"{one}/") for other in files)]:
+            del files[place]
+
+
 @functools.cache
 def _is_here(word: str) -> bool:
-    return shutil.which(word) is not None
+    """True for a program of this machine that a stemcell has as well; others differ from machine to machine."""
+    place = shutil.which(word)
+    return place is not None and (word in TOOLS or not _base() or str(Path(place).resolve().name) in _base())
+
+
+@functools.cache
+def _base() -> frozenset[str]:
+    """Return the names of the programs of a minimal Debian, none on other systems."""
+    try:
+        shown = ["dpkg-query", "-W", "-f", "${Priority}\\t${db-fsys:Files}\\n\\n"]
+        listed = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return frozenset()
+    packages = [one for one in listed.split("\n\n") if one.strip().startswith(("required", "important", "standard"))]
+    return frozenset(re.findall(r"/s?bin/([^/\s]+)$", "\n".join(packages), re.MULTILINE))
 
 
 def _within_limits(text: str) -> str:
-    """Lower what a script asks of ``ulimit``: a machine without CAP_SYS_RESOURCE cannot raise its hard limits."""
+    """Lower the limits that a job asks for: a machine without CAP_SYS_RESOURCE cannot raise its hard limits."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     text = re.sub(r"(ulimit\s+-[SH]?n\s+)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
+    text = re.sub(r"(open_files['\"]?:\s*)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
     return re.sub(r"ulimit\s+-[SH]?[a-mo-z]+\s+\w+", "true", text)
 
 
-def learn(made: Plan, said: str) -> bool:
-    """Add stand-ins for what scripts have not found; False without any."""
+def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
+    """Prepare a further life after one in which the job did not run; False if nothing is left to try.
+
+    ``said`` are the logs of scripts: what they have not found is there in the next life. ``called`` are the stand-ins
+    that ran as tools of the start program: the last of them lives. Where that does not help, scripts are lenient.
+    """
+    found = _learn_paths(made, said)
+    new = [name for name in called if name not in made.lives][-1:]
+    made.lives += new
+    if found or new:
+        return True
+    if made.is_lenient:
+        return False
+    made.is_lenient = True
+    made.job = replace(made.job, files={path: lenient(path, text) for path, text in made.job.files.items()})
+    for files in made.files.values():
+        files |= {path: lenient(path, text) for path, text in files.items()}
+    return True
+
+
+def lenient(path: str, text: str) -> str:
+    """Return a shell script that goes on after errors; any other text as it is."""
+    if not re.match(r"#!\S*(?:/env )?(?:ba|da)?sh\b", text) and not path.endswith(".sh"):
+        return text
+    text = re.sub(r"\A(#!.*?sh)[ \t]+-\w.*", r"\1", text)
+    text = re.sub(r"(?m)^([ \t]*)set[ \t]+-(?:\w*[eu]\w*|o[ \t]+(?:errexit|nounset|pipefail))\b.*$", r"\1set +e", text)
+    return re.sub(r"\bexit[ \t]+-?[1-9]\d*\b", "true", text)
+
+
+def _learn_paths(made: Plan, said: str) -> bool:
+    """Add stand-ins for the programs and files that scripts have not found; False without any."""
     found, news = False, []
     for package, place in re.findall(
-        r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)/([\w./@+-]*[\w@+-]): (?:No such file|not found)", said
+        r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)/([\w./@+-]*[\w@+-])[*]?['’]?: "
+        r"(?:No such file|not found|Not a directory)",
+        said,
     ):
         alike = [name for name in made.files if name.startswith(package)] or [package]
         news += [(name, place) for name in alike]
@@ -149,6 +213,7 @@ def learn(made: Plan, said: str) -> bool:
         if place not in files and not any(one.startswith(f"{place}/") for one in files):
             files[place] = STAND_IN
             found = True
+    _drop_directories(made)
     return found
 
 
@@ -198,7 +263,7 @@ def _take_sourced(checkout: Checkout, texts: Iterable[str], made: Plan) -> None:
     for text in texts:
         for path in _SOURCED.findall(text):
             found = _PATH.match(path)
-            if found is None:
+            if found is None or not found[2].strip("/"):
                 continue
             package, place = found[1], found[2].strip("/")
             same = [name for name in names if name.startswith("src/") and name.endswith("/" + Path(place).name)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import posixpath
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ ADDRESS: Final = "10.244.0.5"
 
 RENDER_TIMEOUT_S: Final = 120
 MAX_FILE_BYTES: Final = 1 << 20
+LINK_MODE: Final = "120000"
+"""Mode of a symbolic link in git."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Checkout:
     """A directory with a release, or the bare git directory of one."""
 
     path: Path
-    _names: list[str] = field(default_factory=list)
+    _places: dict[str, str] = field(default_factory=dict)
+    """Where the content of each file is."""
 
     @property
     def name(self) -> str:
@@ -55,20 +60,33 @@ class Checkout:
         return named.name.replace("+", "/")
 
     def names(self) -> list[str]:
-        """Return the paths of all files."""
-        if not self._names:
-            if self._is_bare:
-                listed = self._git("ls-tree", "-r", "--name-only", "-z", "HEAD")
-                self._names = [name for name in listed.decode(errors="replace").split("\0") if name]
-            else:
-                files = (one for one in self.path.rglob("*") if one.is_file() and ".git" not in one.parts)
-                self._names = sorted(str(one.relative_to(self.path)) for one in files)
-        return self._names
+        """Return the paths of all files, those behind symbolic links of jobs included."""
+        if not self._places:
+            self._places = self._committed() if self._is_bare else self._on_disk()
+        return sorted(self._places)
 
     def read(self, name: str) -> str:
         """Return a text; "" if it is too long to be one."""
-        raw = self._git("show", f"HEAD:{name}") if self._is_bare else (self.path / name).read_bytes()
+        self.names()
+        place = self._places[name]
+        raw = self._git("show", f"HEAD:{place}") if self._is_bare else (self.path / place).read_bytes()
         return raw.decode(errors="replace") if len(raw) < MAX_FILE_BYTES else ""
+
+    def _on_disk(self) -> dict[str, str]:
+        places = (Path(above, name) for above, _, names in os.walk(self.path, followlinks=True) for name in names)
+        found = (str(one.relative_to(self.path)) for one in places if one.is_file() and ".git" not in one.parts)
+        return {name: name for name in found}
+
+    def _committed(self) -> dict[str, str]:
+        listed = self._git("ls-tree", "-r", "-z", "HEAD").decode(errors="replace").split("\0")
+        modes = {line.partition("\t")[2]: line[:6] for line in listed if line}
+        places = {name: name for name, mode in modes.items() if mode != LINK_MODE}
+        for link in [name for name, mode in modes.items() if mode == LINK_MODE and name.startswith("jobs/")]:
+            words = self._git("show", f"HEAD:{link}").decode()
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(link), words))
+            same = [name for name in modes if name == target or name.startswith(f"{target}/")]
+            places |= {link + name[len(target) :]: name for name in same}
+        return places
 
     @property
     def _is_bare(self) -> bool:
@@ -78,8 +96,8 @@ class Checkout:
         argv = ["git", "--git-dir", str(self.path), *arguments]
         return subprocess.run(argv, capture_output=True, check=True).stdout
 
-    def jobs(self, values: dict[str, Any], pem: str) -> Iterator[Job]:
-        """Yield each job, rendered with its defaults and ``values``, which are properties by the name of the job."""
+    def jobs(self, values: dict[str, Any], pem: str, key: str = "") -> Iterator[Job]:
+        """Yield each job, rendered with its defaults and ``values``: properties by ``RELEASE/JOB`` or ``JOB``."""
         texts: dict[str, dict[str, str]] = {}
         for name in self.names():
             parts = name.split("/", 2)
@@ -92,9 +110,10 @@ class Checkout:
         found = {name: files for name, files in texts.items() if "spec" in files}
         document = {
             "jobs": [{"name": name, "spec": files["spec"], "templates": files} for name, files in found.items()],
-            "values": values,
+            "values": {name: values.get(f"{self.name}/{name}") or values.get(name) or {} for name in found},
             "address": ADDRESS,
             "pem": pem,
+            "key": key,
         }
         argv = ["ruby", str(Path(__file__).with_name("render.rb"))]
         done = subprocess.run(

@@ -1,5 +1,5 @@
 # Renders the jobs of a release as a Director does. Reads a document from standard input and writes one:
-# {jobs: [{name, spec, templates: {path: text}}], values: {job: {property: value}}, guesses: {…}}
+# {jobs: [{name, spec, templates: {path: text}}], values: {job: {property: value}}, address, pem, key}
 #   -> [{name, files: {path: text}, guessed: [name], error}]
 require 'erb'
 require 'json'
@@ -34,6 +34,11 @@ class Deep < OpenStruct
 
   def [](name) = to_h[name.to_sym]
   def methods(*) = super
+end
+
+# Networks by name; every other name is that of the default one.
+class Networks < Deep
+  def method_missing(name, *) = name.end_with?('=') ? super : to_h[:default]
 end
 
 class Otherwise
@@ -108,6 +113,7 @@ class Context
                   'release' => { 'name' => 'release', 'version' => '1' }, 'dns_domain_name' => 'bosh',
                   'template_hashes' => {}, 'env' => {}, 'uptime' => 0, 'links' => {}, 'properties' => properties }
     @spec = Deep.of(@raw_spec)
+    @spec.networks = Networks.new(default: @spec.networks.default)
     @name = 'group'
     @index = 0
   end
@@ -142,21 +148,21 @@ end
 
 def defaults(spec)
   (spec['properties'] || {}).each_with_object({}) do |(name, member), all|
-    put(all, name, Marshal.load(Marshal.dump(member['default']))) if member.is_a?(Hash) && !member['default'].nil?
+    put(all, name, member.is_a?(Hash) ? Marshal.load(Marshal.dump(member['default'])) : nil)
   end
 end
 
 def guess(name, pem)
   case name
-  when /(^|[._-])(ca|cert|certs|certificate|ca_cert|public_key|crt|pem)s?$/i, /cert/i then pem
-  when /private_?key|[._]key$/i then pem
+  when /private_?key|(?<!public)[._-]key$/i then $private_key
+  when /(^|[._-])(ca|cert|certs|certificate|ca_cert|public_key|crt|pem)s?$/i, /cert(?!ain)/i then pem
   when /port$/i then 12_345
-  when /databases?$|roles$/i then %w[cc uaa default admin].map { |tag| member(tag) }
-  when /driver|db_?(scheme|type)|adapter/i then 'mysql'
+  when /databases$|roles$/i then %w[cc uaa default admin].map { |tag| member(tag) }
+  when /driver|(db_?|database\.)(scheme|type)$|adapter/i then 'mysql'
   when /(instances|servers|hosts|machines|addresses|ips|nodes|peers|urls|members)$/i then ['127.0.0.1']
   when /(url|uri|endpoint)$/i then 'http://127.0.0.1:12345'
   when /enabled?$|skip|disable|^use_/i then false
-  when /timeout|interval|count|max|min|size|limit|number/i then 10
+  when /timeout|interval|(^|[._-])(count|max|min|size|limit|number)([._-]|$)/i then 10
   when /ip$|host|address|domain/i then '127.0.0.1'
   else 'guessed'
   end
@@ -169,6 +175,11 @@ def member(tag) = { 'tag' => tag, 'name' => tag, 'username' => tag, 'password' =
 def mend_type(error, text, guessed)
   return unless error.is_a?(NoMethodError) || error.message =~ /array/i
   receiver = error.is_a?(NoMethodError) ? error.receiver : nil
+  if receiver.is_a?(Array) && error.name == :each_pair
+    name = guessed.keys.reverse.find { |one| guessed[one].equal?(receiver) }
+    guessed[name] = {} if name
+    return name
+  end
   name = guessed.keys.reverse.find { |one| receiver.nil? ? error.message.include?(one[/[^.]+$/]) : guessed[one].equal?(receiver) || guessed[one] == receiver }
   return if name.nil? || guessed[name].is_a?(Array)
   tags = text.scan(/\[['":]+(?:tag|name)['"]?\]\s*==\s*['"](\w+)/).flatten.uniq
@@ -226,6 +237,7 @@ def links_of(spec, specs, address, pem, extra, needed)
 end
 
 asked = JSON.parse($stdin.read)
+$private_key = asked['key']
 loaded = asked['jobs'].map do |job|
   spec = YAML.respond_to?(:unsafe_load) ? YAML.unsafe_load(job['spec']) : YAML.load(job['spec'])
   [job, spec.is_a?(Hash) ? spec : {}]
@@ -271,10 +283,13 @@ results = loaded.map do |job, spec|
         names = guessed.size > 60 ? [] : to_blame(e, spec, properties, guessed).reject { |name| guessed.key?(name) }
         names.each do |name|
           guessed[name] = value_of(name, spec, asked['pem'])
-          guessed[name] = [] if e.is_a?(NoMethodError) && %i[each map find collect flatten join select].include?(e.name) && !guessed[name].respond_to?(e.name)
+          guessed[name] = [] if e.is_a?(NoMethodError) && %i[each map find collect flatten join select compact].include?(e.name) && !guessed[name].respond_to?(e.name)
+          guessed[name] = {} if e.is_a?(NoMethodError) && %i[each_pair keys to_h].include?(e.name)
           put(properties, name, guessed[name])
         end
         retry unless names.empty?
+        optional = (spec['consumes'] || []).map { |link| link['name'] } - needed
+        retry if needed.concat(optional) && optional.any?
         line = (e.backtrace || []).grep(/^\(erb\)/).first.to_s[/:(\d+)/, 1]
         raise "#{source}:#{line}: #{e.message.lines.first.to_s.strip[0, 200]}"
       end

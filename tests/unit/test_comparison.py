@@ -68,10 +68,25 @@ def test_what_scripts_do_not_find_is_there_in_the_next_life(tmp_path: Path) -> N
         "ctl: line 3: /var/vcap/packages/web/lib/run: No such file or directory\nctl: line 4: confd: command not found"
     )
 
-    assert plan.learn(made, said)
+    assert plan.learn(made, said, [])
     assert made.files["web"]["lib/run"] == plan.STAND_IN
     assert made.system == {"confd"}
-    assert not plan.learn(made, said)
+
+
+def test_the_last_tool_of_a_start_program_lives_in_the_next_life(tmp_path: Path) -> None:
+    made = planned(tmp_path, job())
+
+    assert plan.learn(made, "", ["render", "server"])
+    assert made.expectation["lives"] == ["server"]
+
+
+def test_scripts_are_lenient_where_nothing_else_is_left_to_try(tmp_path: Path) -> None:
+    made = planned(tmp_path, job(**{"bin/pre-start": "#!/bin/bash -e\nset -eu\nfalse\nexit 3\n", "etc/x": "exit 1"}))
+
+    assert plan.learn(made, "", [])
+    assert made.job.files["bin/pre-start"] == "#!/bin/bash\nset +e\nfalse\ntrue\n"
+    assert made.job.files["etc/x"] == "exit 1"
+    assert not plan.learn(made, "", [])
 
 
 def phase(name: str, **members: Any) -> dict[str, Any]:
