@@ -365,8 +365,8 @@ JOBS: Final = (
         "S-02",
         "restarts without a back-off",
         "agent_shim/supervisor/service.py",
-        "        return max(patience, min(backoff, limit))\n",
-        "        return patience + 0.1\n",
+        "        return max(least, min(backoff, limit))\n",
+        "        return least + 0.1\n",
         "starts in 1 min",
     ),
     Saboteur(
@@ -405,8 +405,8 @@ JOBS: Final = (
         "S-09",
         "keeps all that start programs print",
         "agent_shim/supervisor/supervisor.py",
-        "                await self._programs.trim()\n",
-        "                pass\n",
+        "            await self._programs.trim()\n",
+        "            pass\n",
         "of output are kept",
     ),
     Saboteur(

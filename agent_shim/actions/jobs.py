@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,8 +126,8 @@ async def start(agent: Agent) -> str:
     # The Director's start also completes what a recovery waited for, such as pre-start.
     await agent.state_backup.prepared()
     agent.supervisor.resume()
-
-    await agent.supervisor.start(partial(record_health, agent), agent.state_backup.update)
+    await agent.supervisor.start()
+    await asyncio.gather(record_health(agent), agent.state_backup.update())
     return "started"
 
 

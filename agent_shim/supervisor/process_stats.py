@@ -202,7 +202,7 @@ class ProcessStats:
                     state=service.state.shown,
                     pid=process.pid if process is not None else 0,
                     restarts=service.record.restarts,
-                    retry_secs=max(0.0, service.retry_at - time.monotonic()) if service.retry_at else None,
+                    retry_secs=max(0.0, at - time.monotonic()) if (at := service.retry_at) is not None else None,
                     last_exit=service.record.last_exit,
                     reason="; ".join(filter(None, [service.record.reason, *(each.text for each in complaints)])),
                     faults=tuple(dict.fromkeys(each.word for each in complaints)),

@@ -1,9 +1,8 @@
 """Service lifecycle: start, watch, restart, stop.
 
-``Service.on`` takes every event and changes the state by the table of ``state``. One task does the work of the states,
-as long as there is work; a request from outside interrupts it. At rest, and while its process runs, a service has no
-task: the next event or the end of the process begins one. Cancellation never kills: a cancelled lifecycle leaves its
-process running.
+``Service.on`` takes every event and changes the state by the table of ``state``. ``Service.run`` is one coroutine that
+does the work of the states, one after the other; an event that the work does not expect ends it early. Cancellation
+never kills: a cancelled service leaves its process running.
 
 Durations are seconds, ``*_at`` is monotonic time.
 """
@@ -11,11 +10,11 @@ Durations are seconds, ``*_at`` is monotonic time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
@@ -27,9 +26,8 @@ from agent_shim.supervisor import process_record
 from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket, last_word
 from agent_shim.supervisor.event_kinds import Complaint
-from agent_shim.supervisor.launch_queue import LaunchQueue
 from agent_shim.supervisor.ownership import Left, left
-from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Reaction
+from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction, RestartLimit
 from agent_shim.supervisor.process_finder import VOID, LateError, ProcessFinder, Timing, kind_of
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.state import ACTIVE, ENDING, NEXT, UNDERWAY, UP, WORK, Effect, State, Trigger, Work, reported
@@ -82,7 +80,6 @@ class StopRequest(NamedTuple):
 class ServiceContext(msgspec.Struct, frozen=True):
     """State and callbacks shared by all services of a supervisor."""
 
-    base: Path
     programs: Programs
     bpm: Bpm
     restarts: TokenBucket
@@ -94,9 +91,6 @@ class ServiceContext(msgspec.Struct, frozen=True):
     """Claims a kernel OOM kill that explains no other exit yet; False without one."""
     may_start: asyncio.Event
     """Cleared while no program may start; services wait in their starting state."""
-    launches: LaunchQueue
-    failed: Callable[[str, BaseException], None]
-    """Takes the name of a lifecycle and the bug that ended it."""
 
 
 USUAL_STOP: Final = StopRequest()
@@ -114,25 +108,22 @@ class Service:
         """Failed checks of the running service, by rule number; any of them makes the service ``failing``."""
         self.is_checked = False
         """Its rules have been tested; a check without a process is ``starting`` before, as in monit."""
-        self.retry_at = 0.0
-        """Monotonic time of the next start; 0 unless one is due."""
         self.responses: dict[int, float] = {}
         """Seconds of the last connection by rule number, -1 for a failed one."""
         self._shared = shared
         self._timing = shared.timing
         self._finder = ProcessFinder(shared.programs.ownership, shared.timing, shared.changed)
-        self._is_begun = False
-        self._life: asyncio.Task[None] | None = None
-        """The work in progress."""
-        self._interruptions = 0
-        """Cancellations of its life that end only the present work."""
-        self._moved: asyncio.Event | None = None
-        """Set at the next transition; None without waiters."""
+        self._work: asyncio.Timeout | None = None
+        """The block of the work in progress."""
+        self._moved = asyncio.Event()
+        """Set for a moment at each transition."""
         self._stopper: Process | None = None
         """The last stop program; it outlives its step if the file breaks meanwhile."""
         self._has_lived = False
         self._stop = USUAL_STOP
-        self._patience = 0.0
+        self._retry_at = 0.0
+        self._least_delay = 0.0
+        """Seconds before the next start at least, after one whose process may still appear."""
         self._restarted_at: tuple[float, ...] = ()
         """Times of the last restarts, monotonic; at most one in a cycle."""
         self._asked_at = float("-inf")
@@ -167,6 +158,11 @@ class Service:
         return self._finder.up_at
 
     @property
+    def retry_at(self) -> float | None:
+        """Monotonic time of the next start; None unless one is due."""
+        return self._retry_at if self.state is State.DOWN and self.spec.is_restartable else None
+
+    @property
     def reported(self) -> str:
         """The Director's process state; counts an exit that no step has handled yet."""
         process = self._finder.process
@@ -178,7 +174,6 @@ class Service:
     async def has_left(self, states: frozenset[State]) -> None:
         """Wait until the state is none of these."""
         while self.state in states:
-            self._moved = self._moved or asyncio.Event()
             await self._moved.wait()
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -227,7 +222,7 @@ class Service:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def on(self, trigger: Trigger) -> None:
-        """Take an event: move to the next state with its effect, and interrupt work that the event does not end."""
+        """Take an event: move to the next state with its effect, and end work that does not expect the event."""
         before = self.record.state
         move = NEXT[before].get(trigger)
         if move is None:
@@ -247,14 +242,10 @@ class Service:
             why = f"{trigger.value}: {self.record.reason}" if is_failure else trigger.value
             level = logging.WARNING if is_failure else logging.INFO
             logger.log(level, "%s: %s, now %s", self.spec.name, why, move.to.value, extra={"members": members})
-            if self._moved is not None:
-                self._moved.set()
-                self._moved = None
-        if self._life is None:
-            self.go_on()
-        elif WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
-            self._interruptions += 1
-            self._life.cancel()
+            self._moved.set()
+            self._moved.clear()
+        if WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
+            self._end_work()
         self._shared.changed()
 
     def _take_effect(self, effect: Effect) -> None:
@@ -267,7 +258,7 @@ class Service:
             self.complaints.clear()
             self.is_checked = False
         if Effect.COUNT in effect:
-            self._patience = 0.0
+            self._least_delay = 0.0
             record.restarts += 1
             now = time.monotonic()
             # monit restarts once in a cycle: more within one count once.
@@ -284,19 +275,22 @@ class Service:
             self._has_lived = False
             record.traces = ProcessRecord()
 
-    # --- pidfile ----------------------------------------------------------------------------------------------------
+    def _end_work(self) -> None:
+        """End the work in progress at its next turn; the work of the present state follows."""
+        if self._work is not None and not self._work.expired():
+            self._work.reschedule(0)
 
     def is_void(self) -> bool:
         """True if the service is running and its pidfile, unless the agent wrote it, names no process."""
         is_ours = self.spec.start is not None and self.spec.start.bpm is not None
-        return self.state is State.RUNNING and self._life is None and not is_ours and self._finder.is_void(self.spec)
+        return self.state is State.RUNNING and not is_ours and self._finder.is_void(self.spec)
 
     def doubt(self) -> None:
         """Take the process for absent, as monit does without a number in its pidfile."""
         self._finder.doubt(self.record.traces)
-        self.go_on()
+        self._end_work()
 
-    # --- lifecycle --------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------------------------
 
     def resume(self, record: Record, *, same_world: bool) -> None:
         """Resume from the record of an earlier agent, or of this one before an apply.
@@ -312,77 +306,37 @@ class Service:
         record.traces = ProcessRecord()
         self.on(Trigger.REBOOTED)
 
-    def begin(self) -> None:
-        """Do the work of each state from now on, until ``retire``."""
-        self._is_begun = True
-        self.go_on()
-
-    def retire(self) -> asyncio.Task[None] | None:
-        """Do no further work; the process keeps running. Returns the work in progress, which is cancelled."""
-        self._is_begun = False
-        if self._life is not None:
-            self._life.cancel()
-        return self._life
-
-    def go_on(self) -> None:
-        """Begin the work of the present state, unless there is none, or it is in progress or not its turn."""
-        if not self._is_begun or self._life is not None or self._rests():
-            return
-        # One with prerequisites would wait for those that wait for its turn.
-        if self.state is State.STARTING and not self.prerequisites and not self._shared.launches.admits(self):
-            return
-        self._life = asyncio.create_task(self._live(), name=f"service {self.spec.name.lower()}")
-        self._life.add_done_callback(self._life_ended)
-
-    def _rests(self) -> bool:
-        """Return True if only an event or the end of the process, which then calls ``go_on``, brings work."""
-        work, process = WORK[self.record.state], self._finder.process
-        if work is Work.WATCH and self.spec.is_process and process is not None and not process.is_over:
-            process.on_end = self.go_on
-            return True
-        return work is Work.REST
-
-    def _life_ended(self, life: asyncio.Task[None]) -> None:
-        was_interrupted, self._interruptions = self._interruptions > 0, 0
-        self._life = None
-        self._shared.launches.leave(self)
-        if not life.cancelled() and (bug := life.exception()):
-            self._is_begun = False
-            self._shared.failed(life.get_name(), bug)
-        elif was_interrupted or not life.cancelled():  # an event may have come at the very end
-            self.go_on()
-
-    async def _live(self) -> None:
-        life = self._life
-        assert life is not None
-        while not self._rests():
-            try:
-                match WORK[self.record.state]:
-                    case Work.LAUNCH:
-                        await self._launch()
-                    case Work.WATCH:
-                        await self._watch()
-                    case Work.SETTLE:
-                        await self._settle()
-                    case Work.WAIT:
-                        await self._wait_and_retry()
-                    case Work.END:
-                        await self._end()
-            except asyncio.CancelledError:
-                while self._interruptions:
-                    self._interruptions -= 1
-                    life.uncancel()
-                if life.cancelling():
-                    raise
+    async def run(self) -> None:
+        """Do the work of each state until cancelled, which leaves the process running."""
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(None) as self._work:  # no deadline: ``_end_work`` sets it to now
+                        match WORK[self.record.state]:
+                            case Work.LAUNCH:
+                                await self._launch()
+                            case Work.WATCH | Work.SETTLE:
+                                await self._watch()
+                            case Work.WAIT:
+                                await self._wait()
+                            case Work.END:
+                                await self._end()
+                            case Work.REST:
+                                await asyncio.Event().wait()
+                except TimeoutError:
+                    if not (self._work and self._work.expired()):
+                        raise
+        finally:
+            self._work = None
 
     def release(self) -> None:
         """Drop the process handles; the processes stay alive."""
         self._finder.release()
 
-    # --- starting ---------------------------------------------------------------------------------------------------
+    # --- start ------------------------------------------------------------------------------------------------------
 
     async def _launch(self) -> None:
-        """Run the start program and wait for the process, unless it already runs."""
+        """Bring the process up, unless it already runs, and report the outcome."""
         self._has_lived = True
         if self.record.state is State.STARTING:
             for prerequisite in self.prerequisites:
@@ -391,12 +345,22 @@ class Service:
             await self._shared.restarts.take()
         try:
             await self._bring_up()
-        except HostError as exc:
+        except (ConfigError, OSError) as exc:
             if isinstance(exc, LateError):
                 # The process may still appear: an early retry would start a second one.
-                self._patience = self._timing.cycle
-            self._shared.launches.leave(self)  # its next attempt takes no turn
-            await self._failed(f"{exc}; {self._finder.refused}" if self._finder.refused else str(exc))
+                self._least_delay = self._timing.cycle
+            self.record.failures = max(self.record.failures + 1, 2)
+            why = f"{exc}; {self._finder.refused}" if self._finder.refused else str(exc)
+            if self.spec.is_process:
+                self.record.reason = await self._with_last_words(f"cannot start: {why}")
+                alert = "Execution failed", "alert", self.record.reason
+            else:  # monit waits for no path
+                self.record.reason = await self._with_last_words(f"{self.spec.absence_words}: {why}")
+                alert = "Does not exist", self.spec.absence.kind, self.spec.absence_words
+            if not self._is_failure_told:
+                self.notify(*alert)
+                self._is_failure_told = True
+            self.on(Trigger.FAILED)
         else:
             self.on(Trigger.APPEARED)
             start = self.spec.start
@@ -404,119 +368,98 @@ class Service:
                 # The container refused the limit, and the shell continued without it.
                 self.record.reason = f"running with a lower limit than its start program requested: {said}"
         if self._is_counted:
-            self._is_counted, now = False, time.monotonic()
+            self._is_counted = False
             for limit in self.spec.limits:
-                recent = [at for at in self._restarted_at if at >= now - limit.cycles * self._timing.cycle]
-                if len(recent) >= limit.count:
-                    said = f"{limit.count} restarts within {limit.cycles} cycles"
-                    self.notify("Timeout", limit.reaction.kind, said)
-                    if limit.reaction.kind not in ("start", "restart"):  # already in progress
-                        await self.react(limit.reaction, "Timeout", said)
+                await self._apply(limit)
+
+    async def _apply(self, limit: RestartLimit) -> None:
+        """Carry out the action for too many restarts."""
+        since = time.monotonic() - limit.cycles * self._timing.cycle
+        if sum(at >= since for at in self._restarted_at) >= limit.count:
+            said = f"{limit.count} restarts within {limit.cycles} cycles"
+            self.notify("Timeout", limit.reaction.kind, said)
+            if limit.reaction.kind not in ("start", "restart"):  # already in progress
+                await self.react(limit.reaction, "Timeout", said)
 
     async def _bring_up(self) -> None:
-        spec, finder = self.spec, self._finder
-        doubted, is_guest = finder.doubted, self.record.traces.is_guest
-        if self._stopper is not None:
-            await self._await_stopper(self._stopper)
+        """Find the process, or run the start program and wait for it. Raises ``HostError`` or ``ConfigError``."""
+        spec, finder, record = self.spec, self._finder, self.record
+        doubted, is_guest = finder.doubted, record.traces.is_guest
+        if (stopper := self._stopper) is not None:  # no start program runs beside it
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(spec.stop.timeout if spec.stop else self._timing.stop):
+                    await stopper.wait()
+            if stopper.is_alive:
+                await stopper.terminate(self._timing.grace)
+            self._stopper = None
         if finder.program is None or not finder.program.is_alive:
             if not spec.is_process:
                 await finder.look_at_path(spec)
             # monit runs the start program of a check without a process even if its path exists, and the stop program
             # before that.
-            if (spec.is_process or spec.start is None) and await self._finder.look(self.spec, self.record.traces):
+            if (spec.is_process or spec.start is None) and await finder.look(spec, record.traces):
                 return
             if spec.start is None:
                 raise HostError("it has no start program")
-            if not self._shared.may_start.is_set():
-                self._shared.launches.leave(self)  # others may find their processes running
-                await self._shared.may_start.wait()
-            if not spec.is_process and self.state is State.RESTARTING:
+            await self._shared.may_start.wait()
+            if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
             # As monit does, run it once beside a process that the pidfile no longer names: it may write its number.
-            if spec.is_process and spec.start.bpm is None and self.record.traces.begun and doubted is None:
-                await self._shared.programs.clear(spec.label, self.record.traces, self._timing.grace)
-            with watchdog.reading(spec.name, "its pidfile"):
-                before = process_record.read(spec.pidfile)
-            start, call = spec.start, spec.start.bpm
-            if call:
-                program = await self._start_bpm(call, start.timeout)
-            else:
-                run = self._shared.programs.run
-                program = await run(spec.name, start, "Started", label=spec.label, pid=finder.pid)
-            finder.program = program
-            self.record.traces.begin(program.identity, before)
-            caged = self._shared.programs.ownership.label_of(program.pid)  # bpm enters the cgroup before the exec
-            self.record.traces.is_caged = program.is_caged or caged == spec.label
-            self._shared.changed()
-        self._shared.launches.leave(self)
+            if spec.is_process and spec.start.bpm is None and record.traces.begun and doubted is None:
+                await self._shared.programs.clear(spec.label, record.traces, self._timing.grace)
+            await self._run_start(spec.start)
         finder.doubted = None
-        await finder.arrival(spec, self.record.traces)
+        await finder.arrival(spec, record.traces)
         if doubted is not None and not is_guest and finder.process is not None:
             if finder.process.identity == doubted.identity:
                 doubted.release()
             else:
                 await doubted.terminate(spec.stop.timeout if spec.stop else self._timing.stop)
 
-    async def _await_stopper(self, stopper: Process) -> None:
-        """Wait for the stop program: no start program runs beside it."""
-        try:
-            async with asyncio.timeout(self.spec.stop.timeout if self.spec.stop else self._timing.stop):
-                await stopper.wait()
-        except TimeoutError:
-            await stopper.terminate(self._timing.grace)
-        self._stopper = None
+    async def _run_start(self, start: Program) -> None:
+        """Run the start program, and record it."""
+        spec, programs, traces = self.spec, self._shared.programs, self.record.traces
+        with watchdog.reading(spec.name, "its pidfile"):
+            before = process_record.read(spec.pidfile)
+        if start.bpm is None:
+            program = await programs.run(spec.name, start, "Started", label=spec.label, pid=self._finder.pid)
+        else:
+            try:
+                async with asyncio.timeout(start.timeout):
+                    program = await self._shared.bpm.start(start.bpm)
+            except TimeoutError:
+                raise HostError(f"no process after {start.timeout:g} seconds") from None
+        self._finder.program = program
+        traces.begin(program.identity, before)
+        caged = programs.ownership.label_of(program.pid)  # bpm enters the cgroup before the exec
+        traces.is_caged = program.is_caged or caged == spec.label
+        self._shared.changed()
 
-    async def _start_bpm(self, call: BpmCall, timeout: float) -> Process:
-        try:
-            async with asyncio.timeout(timeout):
-                return await self._shared.bpm.start(call)
-        except TimeoutError:
-            raise HostError(f"no process after {timeout:g} seconds") from None
-        except (ConfigError, OSError) as exc:
-            raise HostError(str(exc)) from exc
-
-    async def _failed(self, why: str) -> None:
-        self.record.failures = max(self.record.failures + 1, 2)
-        if self.spec.is_process:
-            self.record.reason = await self._with_last_words(f"cannot start: {why}")
-            alert = "Execution failed", "alert", self.record.reason
-        else:  # monit waits for no path
-            self.record.reason = await self._with_last_words(f"{self.spec.absence_words}: {why}")
-            alert = "Does not exist", self.spec.absence.kind, self.spec.absence_words
-        if not self._is_failure_told:
-            self.notify(*alert)
-            self._is_failure_told = True
-        self.on(Trigger.FAILED)
-
-    # --- watching ---------------------------------------------------------------------------------------------------
+    # --- watch ------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Wait for the process to exit; follow a process that replaced it."""
-        before = self._finder.doubted
-        how = await self._finder.gone(self.spec)
-        if await self._finder.look(self.spec, self.record.traces):
-            if before is not None and self._finder.pid == before.pid:
-                return
-            said = f"process PID changed to {self._finder.pid}"
+        """Wait for the process to exit, and follow a process that replaced it.
+
+        A restarted process counts as running once it has stayed up for the settling time.
+        """
+        finder, before = self._finder, self._finder.doubted
+        is_settling = self.record.state is State.SETTLING
+        try:
+            async with asyncio.timeout(self._timing.settle if is_settling else None):
+                how = await finder.gone(self.spec)
+        except TimeoutError:
+            self.notify("Exists", "alert", f"process is running with pid {finder.pid}")
+            self.on(Trigger.SETTLED)
+            return
+        if not await finder.look(self.spec, self.record.traces):
+            await self._lost(how)
+        elif not is_settling and (before is None or finder.pid != before.pid):
+            said = f"process PID changed to {finder.pid}"
             self.notify("PID changed", self.spec.change.kind, said)
             await self.react(self.spec.change, "PID changed", said)
-        else:
-            await self._lost(how)
-
-    async def _settle(self) -> None:
-        """Watch a restarted process; it counts as running after staying up for the settling time."""
-        try:
-            async with asyncio.timeout(self._timing.settle):
-                how = await self._finder.gone(self.spec)
-        except TimeoutError:
-            self.notify("Exists", "alert", f"process is running with pid {self._finder.pid}")
-            self.on(Trigger.SETTLED)
-        else:
-            if not await self._finder.look(self.spec, self.record.traces):
-                await self._lost(how)
 
     async def _lost(self, how: str) -> None:
-        """Record an unexpected exit."""
+        """Record an unexpected exit, and restart at once unless a delay is due."""
         record = self.record
         is_exit = how != VOID
         reason = await self._with_last_words(f"the process ended by itself: {how}") if is_exit else how
@@ -550,84 +493,69 @@ class Service:
             if not self._delay():
                 self.on(Trigger.RETRIED)
 
-    async def _wait_and_retry(self) -> None:
-        """Restart after a growing wait; adopt a process that appears meanwhile."""
-        if not self.spec.is_restartable:
-            await self._wait_for_others()
-            return
-        self.retry_at = time.monotonic() + self._delay()
-        try:
-            while (left := self.retry_at - time.monotonic()) > 0:
-                await asyncio.sleep(min(left, self._timing.look))
-                if await self._is_back():
-                    self.on(Trigger.APPEARED)
-                    return
-        finally:
-            self.retry_at = 0.0
-        self.on(Trigger.RETRIED)
+    # --- restart ----------------------------------------------------------------------------------------------------
 
-    async def _wait_for_others(self) -> None:
-        """Apply the file's reaction to a missing process each cycle, as monit does, until the process appears."""
+    async def _wait(self) -> None:
+        """Restart after a growing delay; adopt a process that appears meanwhile.
+
+        If nothing restarts the service, the file's reaction to a missing process is applied each cycle, as monit does.
+        """
+        is_restarted, finder = self.spec.is_restartable, self._finder
         while True:
-            await self.react(self.spec.absence, "Does not exist", self.spec.absence_words)
-            again_at = time.monotonic() + self._timing.cycle
-            while time.monotonic() < again_at:
-                await asyncio.sleep(self._timing.look)
-                if await self._is_back():
+            if not is_restarted:
+                await self.react(self.spec.absence, "Does not exist", self.spec.absence_words)
+            self._retry_at = time.monotonic() + (self._delay() if is_restarted else self._timing.cycle)
+            while (left := self._retry_at - time.monotonic()) > 0:
+                await asyncio.sleep(min(left, self._timing.look))
+                if not self.spec.is_process:
+                    await finder.look_at_path(self.spec)
+                if await finder.look(self.spec, self.record.traces):
                     self.on(Trigger.APPEARED)
                     return
-
-    async def _is_back(self) -> bool:
-        """Return True if the process or path exists now."""
-        if self.spec.is_process:
-            return await self._finder.look(self.spec, self.record.traces)
-        return await self._finder.look_at_path(self.spec)
+            if is_restarted:
+                self.on(Trigger.RETRIED)
+                return
 
     def _delay(self) -> float:
         """Seconds before the next restart: none after the first exit in a row, then doubled each time."""
-        patience = max(self._patience, (self.spec.absence_cycles - 1) * self._timing.cycle)
+        least = max(self._least_delay, (self.spec.absence_cycles - 1) * self._timing.cycle)
         if self.record.failures <= 1:
-            return patience
+            return least
         backoff = self._timing.backoff_first * 2.0 ** min(self.record.failures - 2, 32)
         is_eager = time.monotonic() - self._asked_at < self._timing.eager
         limit = min(self._timing.eager_limit, self._timing.backoff_limit) if is_eager else self._timing.backoff_limit
-        return max(patience, min(backoff, limit))
+        return max(least, min(backoff, limit))
 
     async def react(self, reaction: Reaction, event: str, description: str) -> None:
         """Carry out the action of a rule after an event; does not return if that ends the calling step.
 
         In passive mode only ``exec`` and ``unmonitor`` take effect. As in monit, the restart of a process needs both
-        programs, and that of another check has those that it names.
+        programs, and other checks restart by the programs that they have.
         """
-        if reaction.kind == "exec" and reaction.program is not None:
-            try:
-                run, pid = self._shared.programs.run, self._finder.pid
-                name = self.spec.name
-                await run(name, reaction.program, event, description=description, pid=pid, is_aside=True)
-            except HostError as exc:
-                self.notify("Execution failed", "alert", str(exc))
-        elif reaction.kind == "unmonitor":
-            self.unmonitor()
-        elif self.spec.mode == "passive":
-            pass
-        elif reaction.kind == "stop":
-            self.stop()
-        elif reaction.kind == "restart" and self.state in UP and self._has_programs():
-            self._take_effect(Effect.COUNT)
-            self.bounce()
-        elif reaction.kind == "start" and self.spec.start and not self.spec.is_process:
-            try:
-                await self._shared.programs.run(self.spec.name, self.spec.start, "Started", label=self.spec.label)
-            except HostError as exc:
-                self.notify("Execution failed", "alert", str(exc))
+        spec, run = self.spec, self._shared.programs.run
+        try:
+            match reaction.kind:
+                case "exec" if reaction.program is not None:
+                    pid = self._finder.pid
+                    await run(spec.name, reaction.program, event, description=description, pid=pid, is_aside=True)
+                case "unmonitor":
+                    self.unmonitor()
+                case _ if spec.mode == "passive":
+                    pass
+                case "stop":
+                    self.stop()
+                case "restart" if self.state in UP:
+                    has = (spec.start is not None, spec.stop is not None)
+                    if all(has) if spec.is_process else any(has) or self.dependants:
+                        self._take_effect(Effect.COUNT)
+                        self.bounce()
+                case "start" if spec.start is not None and not spec.is_process:
+                    await run(spec.name, spec.start, "Started", label=spec.label)
+        except HostError as exc:
+            self.notify("Execution failed", "alert", str(exc))
         await asyncio.sleep(0)
 
-    def _has_programs(self) -> bool:
-        """A restart would run a program."""
-        start, stop = self.spec.start is not None, self.spec.stop is not None
-        return start and stop if self.spec.is_process else start or stop or bool(self.dependants)
-
-    # --- stopping ---------------------------------------------------------------------------------------------------
+    # --- stop -------------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
         """Stop dependants, run the stop program, end the remaining processes, then verify that none is left."""

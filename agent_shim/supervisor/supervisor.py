@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, NoReturn, Self
 
 import msgspec
 
@@ -25,7 +25,6 @@ from agent_shim.host.process import Process
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm, MemoryKill
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
-from agent_shim.supervisor.launch_queue import LaunchQueue
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.process_finder import Timing
@@ -100,7 +99,6 @@ class Supervisor:
         may_start = asyncio.Event()
         may_start.set()
         self._shared = ServiceContext(
-            base=paths.base,
             programs=self._programs,
             bpm=self.bpm,
             restarts=restarts,
@@ -109,12 +107,12 @@ class Supervisor:
             changed=self._changed,
             was_oom=self._kills.claim,
             may_start=may_start,
-            launches=LaunchQueue(),
-            failed=self._has_failed,
         )
         self._obstacle = ""
         self._counting = contextlib.ExitStack()
         self._services: dict[str, Service] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        """``Service.run`` of each."""
         self._bug: BaseException | None = None
         self._has_bug = asyncio.Event()
         self._files: Sequence[JobFile] = ()
@@ -122,8 +120,8 @@ class Supervisor:
         self._memory: dict[str, Record] = {}
         """Records of services outside the current plan: an apply forgets, then configures again."""
         self._is_wanted = False
-        self._is_starting = False
-        """A start is being saved: its services are still in the state before it."""
+        self._starting: Sequence[Service] = ()
+        """Services of a start that is being saved, still in the state before it."""
         self._incarnation = proc.incarnation()
         self._is_dirty = False
         self._is_sealed = False
@@ -132,7 +130,6 @@ class Supervisor:
         self._saving: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
         self._planning = asyncio.Lock()
-        self._monit_files: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         # Finds our cgroups now, and not at the first start.
@@ -155,16 +152,16 @@ class Supervisor:
 
         The daemon then exits, and the next agent takes over the processes and determines the state of the service.
         """
-        beside = [
-            asyncio.create_task(run_forever(name, run), name=name)
-            for name, run in {
-                "memory of bpm processes": self._watch_memory,
-                "rules": self._checks.run,
-                "process descendants": self._see_kin,
-                "pidfiles": self._watch_pidfiles,
-                "output of programs": self._watch_output,
-            }.items()
-        ]
+        cycle = self._shared.timing.cycle
+        works: dict[str, Callable[[], Coroutine[Any, Any, NoReturn]]] = {
+            "memory of bpm processes": self._watch_memory,
+            "rules": self._checks.run,
+            # The kernel forgets parentage when the parent exits.
+            "process descendants": partial(_each_beat, cycle, self._programs.see_kin),
+            "pidfiles": partial(_each_beat, cycle, self.check_pidfiles),
+            "output of programs": partial(_each_beat, TRIM_PERIOD_S, self._trim_output),
+        }
+        beside = [asyncio.create_task(run_forever(name, run), name=name) for name, run in works.items()]
         try:
             await self._has_bug.wait()
             assert self._bug is not None
@@ -173,24 +170,11 @@ class Supervisor:
             for task in beside:
                 task.cancel()
 
-    async def _watch_output(self) -> None:
+    async def _trim_output(self) -> None:
         """Bound the output of start programs, and count the kernel's kills."""
-        while True:
-            await asyncio.sleep(clock.until_beat(TRIM_PERIOD_S))
-            with contextlib.suppress(OSError):
-                await self._programs.trim()
-            self._kills.count()
-
-    async def _see_kin(self) -> None:
-        """Record descendants once a cycle: the kernel forgets parentage when the parent exits."""
-        while True:
-            await asyncio.sleep(clock.until_beat(self._shared.timing.cycle))
-            await self._programs.see_kin()
-
-    async def _watch_pidfiles(self) -> None:
-        while True:
-            await asyncio.sleep(clock.until_beat(self._shared.timing.cycle))
-            await self.check_pidfiles()
+        with contextlib.suppress(OSError):
+            await self._programs.trim()
+        self._kills.count()
 
     async def check_pidfiles(self) -> None:
         """Restart services whose pidfiles name no process, at two looks: a daemon may empty it before it writes it."""
@@ -205,7 +189,7 @@ class Supervisor:
             if service.is_void():
                 service.doubt()
 
-    async def _watch_memory(self) -> None:
+    async def _watch_memory(self) -> NoReturn:
         """Kill processes above their memory limit in bpm.yml; they are restarted as after any exit."""
         await self.bpm.used()  # never, on most instances
         while True:
@@ -227,13 +211,13 @@ class Supervisor:
     async def close(self) -> None:
         """Release all processes alive, and save the state for the next agent."""
         self.leaves_processes = any(service.pid for service in self.services())
-        if lives := [life for each in self._services.values() if (life := each.retire())]:
-            await asyncio.wait(lives)
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
         for service in self._services.values():
             service.release()
         if self._saving is not None:
             await self._saving
-        await self._monit_files_written()
         await self._save()
 
     # --- plan -------------------------------------------------------------------------------------------------------
@@ -250,9 +234,10 @@ class Supervisor:
         same_world = saved.incarnation == self._incarnation != "" and not root_is_new
         self._is_wanted = saved.is_wanted
         self._memory = saved.services
-        if root_is_new:
-            await asyncio.to_thread(write_monit_files, self._paths.monit_job, saved.files)
-        await self._take_plan(saved.files, same_world=same_world)
+        async with self._planning:
+            if root_is_new:
+                await asyncio.to_thread(write_monit_files, self._paths.monit_job, saved.files)
+            await self._take_plan(saved.files, same_world=same_world)
         return True
 
     @property
@@ -282,92 +267,73 @@ class Supervisor:
     async def configure(self, job_files: Sequence[JobFile]) -> None:
         """Supervise the services in these files; a known service keeps its state under its name.
 
-        Monit files for operators are written meanwhile; ``start`` waits for them.
-
         A job with unusable files becomes one failing service named after the job.
         """
-        await self._monit_files_written()
-        writing = asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
-        self._monit_files = asyncio.create_task(writing, name="write the monit files")
-        await self._take_plan(job_files, same_world=True)
+        async with self._planning:  # the last request wins, not the fastest parse
+            await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
+            await self._take_plan(job_files, same_world=True)
 
     async def forget(self) -> None:
         """Supervise nothing; processes keep running, and ``configure`` recognises them again."""
-        await self._monit_files_written()
-        await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
-        await self._take_plan((), same_world=True)
-
-    async def _monit_files_written(self) -> None:
-        if self._monit_files is not None:
-            await asyncio.wait([self._monit_files])
+        async with self._planning:
+            await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
+            await self._take_plan((), same_world=True)
 
     async def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
-        async with self._planning:  # the last request wins, not the fastest parse
-            if job_files != self._files:
-                self._planned = await asyncio.to_thread(plan.plan, job_files) if job_files else ()
-            specs = {spec.name.lower(): spec for spec in self._planned}
-            known = self._memory | {key: service.record for key, service in self._services.items()}
-            reported = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
-            self._files = job_files
-            before, self._services = self._services, {}
-            for key, old in before.items():
-                if key not in specs:
-                    old.retire()
-                    self._memory[key] = old.record
-                    old.release()
-            for key, spec in specs.items():
-                if key in before:
-                    service = before[key]
-                    service.take_spec(spec)
-                else:
-                    service = Service(spec, self._shared)
-                    if spec.unsupported:
-                        logger.info("%s: not acted on: %s", spec.name, ", ".join(spec.unsupported))
-                    if record := self._memory.pop(key, None):
-                        service.resume(record, same_world=same_world)
-                self._services[key] = service
-            self._relate()
-            for key, service in self._services.items():
-                if service.record.state is State.BROKEN and reported.get(key) != service.record.reason:
-                    service.notify("Execution failed", "alert", service.record.reason)
-                if key not in before:
-                    service.begin()
-            self._checks.plan_changed.set()
-            self._changed()
+        if job_files != self._files:
+            self._planned = await asyncio.to_thread(plan.plan, job_files) if job_files else ()
+        specs = {spec.name.lower(): spec for spec in self._planned}
+        needed = {key: [name.lower() for name in spec.depends] for key, spec in specs.items()}
+        known = self._memory | {key: service.record for key, service in self._services.items()}
+        reported = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
+        self._files = job_files
+        before, self._services = self._services, {}
+        for key, old in before.items():
+            if key not in specs:
+                self._running.pop(key).cancel()
+                self._memory[key] = old.record
+                old.release()
+        for key, spec in specs.items():
+            if key in before:
+                service = before[key]
+                service.take_spec(spec)
+            else:
+                service = Service(spec, self._shared)
+                if spec.unsupported:
+                    logger.info("%s: not acted on: %s", spec.name, ", ".join(spec.unsupported))
+                if record := self._memory.pop(key, None):
+                    service.resume(record, same_world=same_world)
+            self._services[key] = service
+        for key, service in self._services.items():
+            service.prerequisites = [self._services[name] for name in needed[key] if name in self._services]
+            service.dependants = [each for other, each in self._services.items() if key in needed[other]]
+            if service.record.state is State.BROKEN and reported.get(key) != service.record.reason:
+                service.notify("Execution failed", "alert", service.record.reason)
+            if key not in before:
+                self._running[key] = asyncio.create_task(service.run(), name=f"service {key}")
+                self._running[key].add_done_callback(self._has_ended)
+        self._checks.plan_changed.set()
+        self._changed()
 
-    def _relate(self) -> None:
-        """Give each service its prerequisites and dependants; one with neither keeps the one empty tuple."""
-        services = self._services
-        dependants: defaultdict[str, dict[str, Service]] = defaultdict(dict)
-        for key, service in services.items():
-            needed = [name.lower() for name in service.spec.depends]
-            service.prerequisites = tuple(services[name] for name in needed if name in services)
-            for name in needed:
-                dependants[name][key] = service
-        for key, service in services.items():
-            service.dependants = tuple(dependants.get(key, {}).values())
+    def _has_ended(self, service: asyncio.Task[None]) -> None:
+        if not service.cancelled() and (bug := service.exception()):
+            logger.critical("%s failed: no longer supervised", service.get_name(), exc_info=bug)
+            self._bug = self._bug or bug
+            self._has_bug.set()
 
     # --- requests to all services -----------------------------------------------------------------------------------
 
-    async def start(self, *beside: Callable[[], Awaitable[None]]) -> None:
-        """Start all jobs without waiting; includes services of other groups, as monit starts them at a reload.
-
-        ``beside`` run while the state is saved: a process that starts afterwards holds the loop for milliseconds.
-        """
+    async def start(self) -> None:
+        """Start all jobs without waiting; includes services of other groups, as monit starts them at a reload."""
         self._is_wanted = True
         self._settled_at = time.monotonic() + self._settling()
-        wanted = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
-        self._is_starting = any(each.spec.is_vcap and each.state not in MONITORED for each in wanted)
-
-        async def mark() -> None:
-            await asyncio.to_thread(self._paths.stopped_marker.unlink, missing_ok=True)
-            await asyncio.gather(*(work() for work in beside))  # one copies the marker
-
+        self._starting = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         try:
+            await asyncio.to_thread(self._paths.stopped_marker.unlink, missing_ok=True)
             # Save first: if this agent exits on the way, the next one knows every started process.
-            await asyncio.gather(self._save(starting=wanted), self._monit_files_written(), mark())
+            await self._save()
         finally:
-            self._is_starting = False
+            wanted, self._starting = self._starting, ()
         for service in wanted:
             service.start()
 
@@ -469,12 +435,11 @@ class Supervisor:
     def job_state(self) -> str:
         """Return the state of the instance (jobsupervisor/monit_job_supervisor.go)."""
         states = [service.reported for service in self._services.values() if service.spec.is_vcap]
+        states += ["starting" for each in self._starting if each.spec.is_vcap and each.state not in MONITORED]
         is_ended = self._is_sealed and all(service.state is State.STOPPED for service in self._services.values())
         is_stopped = is_ended or self._paths.stopped_marker.exists()
         if self._obstacle and not is_stopped:
             return "failing"
-        if self._is_starting and not is_stopped:
-            return "starting"
         state = job_state(states, is_stopped=is_stopped)
         return "starting" if state == "running" and time.monotonic() < self._settled_at else state
 
@@ -508,15 +473,14 @@ class Supervisor:
                 await self._save()
         self._saving = None
 
-    async def _save(self, *, starting: Sequence[Service] = ()) -> None:
-        """Save the state; services in ``starting`` are saved as starting."""
+    async def _save(self) -> None:
         if self._is_sealed:
             self._is_dirty = False
             return
         async with self._writing:
             self._is_dirty = False
             services = self._memory | {key: service.record for key, service in self._services.items()}
-            for service in starting:
+            for service in self._starting:
                 if service.record.state not in MONITORED:
                     services[service.spec.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
             self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused the reading
@@ -529,10 +493,11 @@ class Supervisor:
                 text = "cannot save the supervisor's state; a restarted agent would lose track of the jobs: %s"
                 logger.warning(text, exc)
 
-    def _has_failed(self, name: str, bug: BaseException) -> None:
-        logger.critical("%s failed: no longer supervised", name, exc_info=bug)
-        self._bug = self._bug or bug
-        self._has_bug.set()
+
+async def _each_beat(period: float, work: Callable[[], Awaitable[None]]) -> NoReturn:
+    while True:
+        await asyncio.sleep(clock.until_beat(period))
+        await work()
 
 
 def read_saved(path: Path) -> Saved | None:

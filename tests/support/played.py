@@ -1,0 +1,304 @@
+"""A real service over processes and programs that are played, and a clock that jumps from timer to timer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import selectors
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Final, ParamSpec
+
+import pytest
+
+from agent_shim.core.errors import HostError
+from agent_shim.supervisor import ctl_programs as programs_module
+from agent_shim.supervisor import service as service_module
+from agent_shim.supervisor.ctl_programs import TokenBucket
+from agent_shim.supervisor.ownership import Left
+from agent_shim.supervisor.plan import ProcessSpec, Program
+from agent_shim.supervisor.process_finder import LateError, Timing
+from agent_shim.supervisor.process_record import ProcessRecord
+from agent_shim.supervisor.service import Service, ServiceContext
+
+Taken = ParamSpec("Taken")
+TIMING: Final = Timing()
+SPEC: Final = ProcessSpec(
+    name="web",
+    job="web",
+    pidfile="/web.pid",
+    start=Program(("/start",), timeout=30.0),
+    stop=Program(("/stop",), timeout=30.0),
+)
+START_TAKES: Final = {"well": 0.0, "slowly": 2.2, "not": 0.4, "late": 45.0}
+STOP_TAKES: Final = {"well": 0.0, "slowly": 3.3, "not": 1.1, "hangs": 1000.0}
+
+
+class Jumping(selectors.SelectSelector):
+    """Time jumps to the next timer. A wait without a timer has hung."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "everybody waits for somebody else"
+        self.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class Loop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = Jumping()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+class Played:
+    """A process or program; ``over`` is set when it has ended."""
+
+    def __init__(self, pid: int, *, is_caged: bool = True) -> None:
+        self.pid = pid
+        self.is_caged = is_caged
+        self.identity = (pid, pid)
+        self.over = asyncio.Event()
+
+    def end(self) -> None:
+        self.over.set()
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.over.is_set()
+
+    @property
+    def is_over(self) -> bool:
+        return self.over.is_set()
+
+    def send(self, sig: int) -> bool:
+        raise AssertionError(f"signal {sig}: the stop program is there for that")
+
+    async def wait(self) -> int | None:
+        await self.over.wait()
+        return 1
+
+    async def terminate(self, _grace: float) -> int | None:
+        self.end()
+        return 1
+
+
+@dataclass
+class Machine:
+    """The true state of the machine, apart from the agent's view; asserts the invariants."""
+
+    process: Played | None = None
+    starter: Played | None = None
+    stopper: Played | None = None
+    how_starts: str = "well"
+    how_stops: str = "well"
+    how_ends: str = "exit 1"
+    refuses: str = ""
+    """The event whose program cannot run."""
+    strays: list[Left] = field(default_factory=list)
+    """Orphans of an unknown job."""
+    is_caged: bool = True
+    pids: int = 0
+    ran: list[tuple[float, str]] = field(default_factory=list)
+    """Time and event of each program."""
+    graces: list[float] = field(default_factory=list)
+    """Grace of each sweep."""
+
+    @property
+    def is_there(self) -> bool:
+        return self.process is not None and self.process.is_alive
+
+    @property
+    def is_starting(self) -> bool:
+        return self.starter is not None and self.starter.is_alive
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.stopper is not None and self.stopper.is_alive
+
+    @property
+    def starts(self) -> list[float]:
+        """Times of the starts."""
+        return [at for at, event in self.ran if event == "Started"]
+
+    def new(self) -> Played:
+        self.pids += 1
+        return Played(self.pids, is_caged=self.is_caged)
+
+    def appear(self) -> None:
+        self.process = self.new()
+
+    def end(self) -> None:
+        """End the process."""
+        assert self.process is not None
+        self.process.end()
+
+    def run(self, event: str) -> Played:
+        if event == self.refuses:
+            raise HostError(f"cannot run {event}")
+        loop, program = asyncio.get_running_loop(), self.new()
+        self.ran.append((loop.time(), event))
+        if event == "Started":
+            assert not self.is_starting, "two start programs at a time"
+            assert not self.is_there, "started, though it is there"
+            assert not self.is_stopping, "a start program beside the stop program"
+            self.starter = program
+            loop.call_later(START_TAKES[self.how_starts], self._started, program)
+        elif event == "Stopped":
+            self.stopper = program
+            loop.call_later(STOP_TAKES[self.how_stops], self._stopped, program)
+        return program
+
+    def _started(self, starter: Played) -> None:
+        if starter.is_alive:
+            starter.end()
+            if self.how_starts != "not" and not self.is_there:
+                self.appear()
+
+    def _stopped(self, stopper: Played) -> None:
+        if stopper.is_alive:
+            stopper.end()
+            if self.how_stops != "not" and self.process is not None:
+                self.process.end()
+
+    def kill_all(self) -> None:
+        for each in (self.process, self.starter, self.stopper):
+            if each is not None:
+                each.end()
+
+
+class PlayedFinder:
+    """Stands for ``ProcessFinder``."""
+
+    refused = ""
+
+    def __init__(self, ownership: Any, *_: Any) -> None:
+        self.machine: Machine = ownership.machine
+        self.process: Played | None = None
+        self.program: Played | None = None
+        self.doubted: Played | None = None
+        self.up_at = 0.0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
+
+    async def look(self, *_: Any) -> bool:
+        return self._adopt()
+
+    look_at_path = look
+
+    def _adopt(self) -> bool:
+        if self.process is None or not self.process.is_alive:
+            self.process = None
+            if self.machine.is_there:
+                self.process, self.up_at = self.machine.process, asyncio.get_running_loop().time()
+        return self.process is not None
+
+    def is_void(self, _: ProcessSpec) -> bool:
+        return self.process is not None
+
+    async def gone(self, _: ProcessSpec) -> str:
+        if self.process is not None:
+            await self.process.wait()
+        return self.machine.how_ends
+
+    async def arrival(self, spec: ProcessSpec, _: ProcessRecord) -> None:
+        assert self.program is not None
+        assert spec.start is not None
+        try:
+            async with asyncio.timeout(spec.start.timeout):
+                await self.program.wait()
+        except TimeoutError:
+            await self.program.terminate(0)
+            raise LateError("no process after 30 seconds") from None
+        if not self._adopt():
+            raise HostError("the start program exited: exit 1")
+
+    def resume(self, *_: Any) -> None:
+        self.program = self.machine.starter if self.machine.is_starting else None
+        self._adopt()
+
+    def release_program(self) -> None:
+        self.program = None
+
+    def release(self) -> None:
+        self.process = self.program = None
+
+
+class PlayedPrograms:
+    """Stands for ``Programs``."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.ownership = SimpleNamespace(machine=machine, label_of=lambda _: "")
+
+    async def run(self, _name: str, _program: Program, event: str, **_: Any) -> Played:
+        return self._machine.run(event)
+
+    async def members(self, *_: Any) -> list[tuple[int, int]]:
+        return []
+
+    async def clear(self, *_: Any) -> None:
+        pass
+
+    async def dismiss(self, *_: Any) -> None:
+        pass
+
+    async def strays(self, _: int) -> list[Left]:
+        return self._machine.strays
+
+    async def doubtful(self, _: int) -> str:
+        return ""
+
+    async def sweep(self, _label: str, _traces: ProcessRecord, _known: object, grace: float) -> list[Left]:
+        machine = self._machine
+        machine.graces.append(grace)
+        left = machine.process
+        if left is not None and left.is_alive and machine.how_stops == "not":
+            return [Left(*left.identity, "web")]
+        machine.kill_all()
+        return []
+
+    async def refused_limit(self, _: str) -> str:
+        return ""
+
+    async def printed(self, _: str) -> list[str]:
+        return ["disk full"]
+
+
+def service_on(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> Service:
+    """Make a service on a played machine; ``members`` are those of its context."""
+    may_start = asyncio.Event()
+    may_start.set()
+    usual: dict[str, Any] = {
+        "programs": PlayedPrograms(machine),
+        "bpm": None,
+        "restarts": TokenBucket(1e9, 1e9),
+        "timing": TIMING,
+        "notify": lambda _: None,
+        "changed": lambda: None,
+        "was_oom": lambda: False,
+        "may_start": may_start,
+    }
+    return Service(spec, ServiceContext(**usual | members))
+
+
+def played(test: Callable[Taken, Coroutine[Any, Any, None]]) -> Callable[Taken, None]:
+    """Run a test on a clock that jumps, with finders that are played."""
+
+    @functools.wraps(test)
+    def run(*arguments: Taken.args, **named: Taken.kwargs) -> None:
+        clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(service_module, "ProcessFinder", PlayedFinder)
+            patch.setattr(service_module, "time", clock)
+            patch.setattr(programs_module, "time", clock)
+            with asyncio.Runner(loop_factory=Loop) as runner:
+                runner.run(test(*arguments, **named))
+
+    return run
