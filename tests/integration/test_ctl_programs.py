@@ -6,14 +6,13 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import job_cgroups
-from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES, Programs, TokenBucket, last_word
+from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES, Programs, last_word
 from agent_shim.supervisor.plan import Program
 
 
@@ -178,27 +177,3 @@ asyncio.run(become())"""
     done = subprocess.run(without, capture_output=True, text=True, check=True)
 
     assert done.stdout == "127 setpriv: setresuid failed: Operation not permitted\n"
-
-
-async def test_bucket_lets_a_burst_pass_and_then_one_after_the_other() -> None:
-    """500 restarts at once are no storm, a thousand a second are."""
-    bucket = TokenBucket(10, 50)
-    begun_at = time.monotonic()
-    async with asyncio.timeout(30):
-        await asyncio.gather(*(bucket.take() for _ in range(10)))
-        await asyncio.gather(*(bucket.take() for _ in range(10)))
-
-    assert time.monotonic() - begun_at >= 0.18
-
-
-async def test_who_gives_up_waiting_takes_no_turn() -> None:
-    """Services that are stopped while they wait for a restart make the others wait no longer."""
-    bucket = TokenBucket(1, 1 / 3600)
-    await bucket.take()
-    waiting = [asyncio.create_task(bucket.take()) for _ in range(100)]
-    await asyncio.sleep(0)
-    for each in waiting:
-        each.cancel()
-    await asyncio.wait(waiting)
-
-    assert -1 < bucket._left < 1

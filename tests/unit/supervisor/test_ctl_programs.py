@@ -1,15 +1,14 @@
-"""Decisions about processes that remain and about output; ``integration/test_ctl_programs.py`` runs programs."""
+"""Proof that a service is over, and its output; ``integration/test_ctl_programs.py`` runs programs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
-import msgspec
 import pytest
 
 from agent_shim.core.errors import HostError
@@ -19,91 +18,97 @@ from agent_shim.supervisor.ctl_programs import MAX_OUTPUT_BYTES, Programs, Token
 from agent_shim.supervisor.ownership import Left, Look, Members, Unproven, Verdict
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Program
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
+from tests.support.played import played
 
 ORPHAN = proc.Stat(7, "Z", 1, 7, 7, 0, 1000, 0)
-EMPTY = SimpleNamespace(is_empty=lambda: True, members=list)
-"""A cgroup."""
+NONE = Members([], [])
+BEGUN = 50
+"""Tick at which the count of exited orphans begins."""
 
 
 @pytest.fixture
-def programs(tmp_path: Path) -> Programs:
-    return Programs(tmp_path, tmp_path)
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Programs]:
+    """Programs whose cgroups are empty, and whose passes see no process."""
+    one = Programs(tmp_path, tmp_path)
+    cage = SimpleNamespace(is_empty=lambda: True, members=list, kill=lambda: None)
+    monkeypatch.setattr(one.ownership, "cage", lambda _: cage)
+    monkeypatch.setattr(ctl_programs, "look", lambda _: Look({}, {}, {}, {}))
+    monkeypatch.setattr(ctl_programs, "PROOF_PAUSE_S", 0.0)
+    monkeypatch.setattr(clock, "boot_ticks", lambda: BEGUN)
+    monkeypatch.setattr(process, "takes_orphans", True)
+    monkeypatch.setattr(proc, "last_number", lambda: None)
+    monkeypatch.setattr(proc, "name", str)
+    monkeypatch.setattr(proc, "stat", lambda _: None)
+    monkeypatch.setattr(reaper, "reap_some", lambda: False)
+    with one.counting(list):
+        yield one
+    assert reaper.heirs == []
+
+
+def orphan_exits() -> None:
+    """Tell those who wait for the exits of orphans of one."""
+    for heir in reaper.heirs:
+        heir(ORPHAN)
 
 
 @pytest.mark.parametrize(
-    ("verdict", "hunted", "user", "is_killed"),
+    ("verdict", "user", "by_sweep", "by_sweep_of_strays"),
     [
-        ("web", {"web"}, 1000, True),
-        ("web", {"web"}, 0, True),
-        ("web", {"other"}, 1000, False),
-        ("web", set(), 1000, False),
-        (Unproven.ORPHAN, {Unproven.ORPHAN}, 1000, True),
-        (Unproven.ORPHAN, {Unproven.ORPHAN}, 0, False),
-        (Unproven.ORPHAN, {"web"}, 1000, False),
-        (Unproven.AGENTS, {"web"}, 1000, False),
+        ("web", 1000, True, False),
+        ("web", 0, True, False),
+        ("other", 1000, False, False),
+        (Unproven.ORPHAN, 1000, False, True),
+        (Unproven.ORPHAN, 0, False, False),
+        (Unproven.AGENTS, 1000, False, False),
     ],
 )
-def test_the_group_of_an_orphan_is_killed_where_its_owner_is_hunted(
+async def test_the_groups_of_orphans_are_killed_during_a_kill_of_their_service(
     programs: Programs,
     monkeypatch: pytest.MonkeyPatch,
     verdict: Verdict,
-    hunted: set[Verdict],
     user: int,
-    is_killed: bool,
+    by_sweep: bool,
+    by_sweep_of_strays: bool,
 ) -> None:
-    """An orphan without an owner may be of an operator. Each is counted, for the proof that a service is over."""
+    """An orphan of root without an owner may be of an operator."""
     killed: list[proc.Stat] = []
+    left = [(9, 90)]
+
+    def send(_: Identity, sig: int) -> None:
+        orphan_exits()
+        if sig == signal.SIGKILL:
+            left.clear()
+
     monkeypatch.setattr(programs.ownership, "attribute", lambda *_: verdict)
+    monkeypatch.setattr(programs.ownership, "members", lambda *_: Members(list(left), []))
+    monkeypatch.setattr(programs.ownership, "strays", lambda *_: Members(list(left), []))
     monkeypatch.setattr(process, "kill_group_of", killed.append)
+    monkeypatch.setattr(process, "send", send)
     monkeypatch.setattr(proc, "user", lambda _: user)
     monkeypatch.setattr("agent_shim.supervisor.ownership.is_job_user", lambda number: number != 0)
-    programs._hunted = hunted
 
-    programs._has_ended(ORPHAN)
+    assert await programs.sweep("web", ProcessRecord(), (), 0.0) == []
+    assert (killed, programs.killed) == ([ORPHAN] * by_sweep, {"web"})
 
-    assert killed == [ORPHAN] * is_killed
-    assert programs._count_of(["web", Unproven.ORPHAN]) == (verdict in {"web", Unproven.ORPHAN})
-    assert programs._count_of(["other", Unproven.ORPHAN]) == (verdict is Unproven.ORPHAN)
-
-
-async def test_orphans_are_hunted_while_they_are_swept_and_no_longer(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First they are asked to end; afterwards an orphan's group is left alone again."""
-    sent: list[int] = []
-    hunted: list[bool] = []
-
-    async def strays(_: int) -> list[Left]:
-        hunted.append(Unproven.ORPHAN in programs._hunted)
-        return [] if signal.SIGKILL in sent else [Left(7, 1000, "orphan")]
-
-    monkeypatch.setattr(programs, "strays", strays)
-    monkeypatch.setattr(process, "send", lambda _, sig: sent.append(sig))
-    monkeypatch.setattr(proc, "stat", lambda _: None)
-
-    assert await programs.sweep_strays(0, 0.0) == []
-
-    assert sent == [signal.SIGTERM, signal.SIGKILL]
-    assert hunted == [False, False, True]
-    assert programs._hunted == set()
+    killed.clear()
+    left.append((9, 90))
+    assert await programs.sweep_strays(BEGUN, 0.0) == []
+    assert killed == [ORPHAN] * by_sweep_of_strays
 
 
 @pytest.mark.parametrize("left", [[], [Left(9, 90, "web")]])
 async def test_a_start_follows_only_an_end_of_the_last_run(
     programs: Programs, monkeypatch: pytest.MonkeyPatch, left: list[Left]
 ) -> None:
-    """A kill then is usual; a process that survives it may hold a port."""
+    """A kill is usual then; a process that survives it may hold a port."""
     usual: list[bool] = []
-
-    async def members(*_: object) -> list[Identity]:
-        return [(9, 90)]
 
     async def sweep(*_: object, is_usual: bool) -> list[Left]:
         usual.append(is_usual)
         return left
 
     monkeypatch.setattr(ctl_programs, "EXIT_WAIT_S", -1.0)
-    monkeypatch.setattr(programs, "members", members)
+    monkeypatch.setattr(programs.ownership, "members", lambda *_: Members([(9, 90)], []))
     monkeypatch.setattr(programs, "sweep", sweep)
     refused = pytest.raises(HostError, match=r"cannot end remaining processes of the last run: 9 \(web\)")
     with refused if left else contextlib.nullcontext():
@@ -112,172 +117,134 @@ async def test_a_start_follows_only_an_end_of_the_last_run(
     assert usual == [True]
 
 
-async def test_the_wait_for_processes_ends_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process with the number of one that has exited is another."""
-    one = proc.Stat(7, "S", 1, 7, 7, 0, 70, 0)
-    seen = iter([one, one, msgspec.structs.replace(one, start_ticks=71)])
-    monkeypatch.setattr(proc, "stat", lambda _: next(seen))
+async def test_a_process_born_after_a_pass_is_found_by_the_next(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    sent: list[object] = []
+    passes = [NONE, Members([(9, 90)], []), Members([(9, 90)], []), NONE, NONE]
+    monkeypatch.setattr(process, "send", lambda *each: sent.append(each))
+    monkeypatch.setattr(programs.ownership, "members", lambda *_: passes.pop(0))
 
-    await ctl_programs._all_gone([(7, 70)], 60.0)
-
-    assert next(seen, "none") == "none"
-
-
-async def test_a_bucket_fills_by_the_time_since_the_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not again by the time before it."""
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    bucket = TokenBucket(5, 1)
-    for _ in range(5):
-        await bucket.take()
-    left = []
-    for _ in range(3):
-        now[0] += 1.0
-        await bucket.take()
-        left.append(bucket._left)
-
-    assert left == [0.0] * 3
+    assert await programs.sweep("web", ProcessRecord(begun=BEGUN), (), 0.1) == []
+    assert sent == [((9, 90), signal.SIGTERM)]
+    assert "web: sending SIGTERM to remaining processes: 9" in caplog.text
+    assert programs.killed == set()
 
 
-async def test_descendants_are_recorded_while_any_are_known(
+async def test_a_cgroup_that_never_empties_names_its_members(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those of a process that has ended; nothing is read for services in a cgroup or without processes."""
-    looks = []
+    """Processes that exit before they are listed have no name."""
+    members: list[Identity] = []
+    cage = SimpleNamespace(is_empty=lambda: False, members=lambda: members, kill=lambda: None)
+    monkeypatch.setattr(programs.ownership, "cage", lambda _: cage)
+    monkeypatch.setattr(programs.ownership, "members", lambda *_: NONE)
+    monkeypatch.setattr(process, "KILL_TIMEOUT_S", -1.0)
+    record = ProcessRecord(begun=BEGUN, is_caged=True)
 
-    async def look() -> Look:
-        looks.append(1)
-        table = {8: proc.Stat(8, "S", 1, 8, 8, 0, 1000, 0)}
-        return Look(table, proc.children(table), {}, {})
-
-    monkeypatch.setattr(programs, "_look", look)
-    traces = ProcessRecord()
-    programs.ownership.records = lambda: [("web", traces)]
-    await programs.see_kin()
-    traces.is_caged, traces.known = True, (8, 1000)
-    await programs.see_kin()
-    assert looks == []
-
-    traces.is_caged, traces.known, traces.kin = False, None, [(8, 1000), (9, 1000)]
-    await programs.see_kin()
-    assert (looks, traces.kin) == ([1], [(8, 1000)])
+    assert await programs.sweep("web", record, (), 0.0, is_usual=True) == [ctl_programs.NAMELESS]
+    members.append((8, 80))
+    assert [str(each) for each in await programs.sweep("web", record, (), 0.0, is_usual=True)] == ["8 (8)"]
+    assert programs.killed == set()
 
 
-@pytest.mark.parametrize(("is_bpm", "removed"), [(False, ["web"]), (True, [])])
-async def test_the_cgroup_of_a_stopped_service_goes(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch, is_bpm: bool, removed: list[str]
+# --- proof ----------------------------------------------------------------------------------------------------------
+
+
+def passing(passes: list[Members], each: Callable[[], None] = lambda: None) -> Callable[..., Members]:
+    """Return the result of one pass after the other, the last one without end."""
+
+    def find(*_: object) -> Members:
+        each()
+        return passes.pop(0) if len(passes) > 1 else passes[0]
+
+    return find
+
+
+async def test_orphans_are_attributed_only_during_a_search(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At other times an orphan costs only its reaping; searches overlap."""
+    heirs: list[int] = []
+    monkeypatch.setattr(programs.ownership, "strays", passing([NONE], lambda: heirs.append(len(reaper.heirs))))
+    assert reaper.heirs == []
+
+    await asyncio.gather(programs.strays(BEGUN), programs.strays(BEGUN))
+
+    assert heirs == [1, 1]
+    assert reaper.heirs == []
+
+
+@pytest.mark.parametrize(("verdict", "is_over"), [(Unproven.ORPHAN, False), ("other", True)])
+async def test_orphans_that_come_and_go_are_not_over(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch, verdict: Verdict, is_over: bool
 ) -> None:
-    """That of a bpm process stays until its counters are read."""
-    found: list[str] = []
-    monkeypatch.setattr(programs.ownership, "cage", lambda label: SimpleNamespace(remove=lambda: found.append(label)))
-    call = BpmCall("start", "web", "web") if is_bpm else None
+    """Each pass finds none, and another one has exited meanwhile."""
+    monkeypatch.setattr(programs.ownership, "attribute", lambda *_: verdict)
+    monkeypatch.setattr(programs.ownership, "strays", passing([NONE], orphan_exits))
 
-    await programs.dismiss(ProcessSpec("web", "web", start=Program(("ctl",), bpm=call)))
-    await programs.dismiss(ProcessSpec("web", "web"))
-
-    assert found == removed
-
-
-@pytest.fixture
-def members(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> list[Members]:
-    """Results of the passes, the last for all further ones; the kernel hides the last pid, and no pass pauses."""
-    found = [Members([], [])]
-
-    async def find(*_: object) -> Members:
-        return found.pop(0) if len(found) > 1 else found[0]
-
-    monkeypatch.setattr(ctl_programs, "PROOF_PAUSE_S", 0.0)
-    monkeypatch.setattr(programs, "_members", find)
-    monkeypatch.setattr(proc, "last_number", lambda: None)
-    monkeypatch.setattr(proc, "name", str)
-    monkeypatch.setattr(process, "takes_orphans", True)
-    monkeypatch.setattr(reaper, "reap_some", lambda: False)
-    return found
-
-
-async def left_over(programs: Programs, traces: ProcessRecord, cage: SimpleNamespace = EMPTY) -> list[str]:
-    return [str(each)[:19] for each in await programs._left_over("web", traces, cast("Any", cage))]
-
-
-@pytest.mark.parametrize("verdict", ["web", Unproven.ORPHAN, "other"])
-async def test_a_service_whose_processes_come_and_go_is_not_over(
-    programs: Programs, members: list[Members], monkeypatch: pytest.MonkeyPatch, verdict: Verdict
-) -> None:
-    """Each pass finds none, and one more has ended meanwhile: a process outruns the passes."""
-    numbers = iter(range(10_000))
-    find = programs._members
-
-    async def ending(*called: Any) -> Members:
-        programs._ended[verdict] += 1
-        return await find(*called)
-
-    monkeypatch.setattr(proc, "last_number", lambda: next(numbers))
-    assert await left_over(programs, ProcessRecord(begun=1)) == []
-    monkeypatch.setattr(programs, "_members", ending)
-
-    assert await left_over(programs, ProcessRecord(begun=1)) == ([] if verdict == "other" else ["processes that exit"])
-
-
-async def test_an_orphan_that_exits_proves_nothing(programs: Programs, members: list[Members]) -> None:
-    """It may have left a child. The next pass decides; an orphan whose exit does not end is named."""
-    members[:] = [Members([], [], [(8, 80)]), Members([], [], [(9, 90)]), Members([(7, 70)], [])]
-    assert await left_over(programs, ProcessRecord(begun=1)) == ["7 (7)"]
-
-    members[:] = [Members([], [], [(8, 80)]), Members([], [])]
-    assert await left_over(programs, ProcessRecord(begun=1)) == []
-
-    members[:] = [Members([], [], [(8, 80)])]
-    assert await left_over(programs, ProcessRecord(begun=1)) == ["8 (8)"]
+    assert await programs.strays(BEGUN) == ([] if is_over else [ctl_programs.NAMELESS])
 
 
 @pytest.mark.parametrize(
-    ("ends", "are_more", "is_quiet", "turns"),
+    ("passes", "left"),
     [
-        ([], [True, True, False], True, 3),
-        (["other"], [True, True, False], True, 3),
-        (["web"], [True, True, False], False, 1),
-        (["web"], [False], False, 1),
-        ([], [True] * 200, False, 100),
+        ([Members([], [], [(8, 80)]), Members([], [], [(9, 90)]), Members([(7, 70)], [])], ["7 (7)"]),
+        ([Members([], [], [(8, 80)]), NONE], []),
+        ([Members([], [], [(8, 80)])], ["8 (8)"]),
     ],
 )
-async def test_what_has_exited_is_reaped_before_a_pass_counts(
-    programs: Programs,
-    monkeypatch: pytest.MonkeyPatch,
-    ends: list[str],
-    are_more: list[bool],
-    is_quiet: bool,
-    turns: int,
+async def test_an_orphan_that_is_exiting_proves_nothing(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch, passes: list[Members], left: list[str]
 ) -> None:
-    """In turns of the event loop, and not without end where as many exit as are reaped."""
-    most = len(are_more)
-    seen: list[int] = []
+    """It may have left a child; the next pass decides."""
+    monkeypatch.setattr(programs.ownership, "strays", passing(passes))
+
+    assert [str(each) for each in await programs.strays(BEGUN)] == left
+
+
+@pytest.mark.parametrize(
+    ("verdict", "are_more", "is_over"),
+    [("web", 2, True), (Unproven.ORPHAN, 2, False), (Unproven.ORPHAN, 0, False), ("web", 10_000, False)],
+)
+async def test_what_has_exited_is_reaped_before_a_pass_counts(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch, verdict: Verdict, are_more: int, is_over: bool
+) -> None:
+    """Not without end where as many exit as are reaped. The loop has its turns meanwhile."""
+    turns: list[int] = []
+    left = 0
+
+    def refill() -> None:
+        nonlocal left
+        left = are_more
 
     def reap_some() -> bool:
-        programs._ended.update(ends)
-        return are_more.pop(0)
+        nonlocal left
+        orphan_exits()
+        asyncio.get_running_loop().call_soon(turns.append, left)
+        left -= 1
+        return left >= 0
 
+    monkeypatch.setattr(programs.ownership, "attribute", lambda *_: verdict)
+    monkeypatch.setattr(programs.ownership, "strays", passing([NONE], refill))
     monkeypatch.setattr(reaper, "reap_some", reap_some)
-    asyncio.get_running_loop().call_soon(lambda: seen.append(most - len(are_more)))
 
-    assert await programs._none_ended(["web", Unproven.ORPHAN], 0) is is_quiet
-    assert most - len(are_more) == turns
-    assert seen == ([1] if most > 1 else [])
+    assert await programs.strays(BEGUN) == ([] if is_over else [ctl_programs.NAMELESS])
+    assert len(turns) >= are_more // 2 or are_more > ctl_programs.MAX_REAPING_TURNS
 
 
 @pytest.mark.parametrize(
     ("begun", "are_taken", "last", "births", "passes"),
     [
-        (60, True, None, 0, 1),
-        (40, True, None, 0, 40),
-        (60, False, None, 0, 40),
-        (40, True, 5, 0, 1),
-        (60, False, 5, 0, 1),
-        (40, True, 5, 1, 40),
+        (BEGUN + 10, True, None, 0, 1),
+        (BEGUN - 10, True, None, 0, 40),
+        (BEGUN + 10, False, None, 0, 40),
+        (BEGUN - 10, True, 5, 0, 1),
+        (BEGUN + 10, False, 5, 0, 1),
+        (BEGUN - 10, True, 5, 1, 40),
     ],
 )
 async def test_many_passes_prove_the_end_of_a_service_whose_orphans_go_elsewhere(
     programs: Programs,
-    members: list[Members],
     monkeypatch: pytest.MonkeyPatch,
     begun: int,
     are_taken: bool,
@@ -286,121 +253,18 @@ async def test_many_passes_prove_the_end_of_a_service_whose_orphans_go_elsewhere
     passes: int,
 ) -> None:
     """Those of an earlier agent do. One pass suffices during which no process has started; its own threads are none."""
-    members[:] = [Members([], [])] * 50
-    find = programs._members
-    born = 0
+    born: list[int] = []
 
-    async def reading(*called: Any) -> Members:
-        nonlocal born
-        born += births
+    def read() -> None:
+        born.append(births)
         proc.readers += 1
-        return await find(*called)
 
-    monkeypatch.setattr(programs, "_members", reading)
-    monkeypatch.setattr(proc, "last_number", lambda: last and last + born + proc.readers)
+    monkeypatch.setattr(proc, "last_number", lambda: last and last + sum(born) + proc.readers)
     monkeypatch.setattr(process, "takes_orphans", are_taken)
-    programs._counts_since = 50
+    monkeypatch.setattr(programs.ownership, "strays", passing([NONE], read))
 
-    assert await left_over(programs, ProcessRecord(begun=begun)) == []
-    assert 50 - len(members) == passes
-
-
-async def test_a_service_is_not_over_while_a_process_is_found(
-    programs: Programs, members: list[Members], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In its cgroup or by a pass."""
-    caged = SimpleNamespace(is_empty=lambda: False, members=list)
-    monkeypatch.setattr(process, "KILL_TIMEOUT_S", -1.0)
-    async with asyncio.timeout(10):
-        assert await left_over(programs, ProcessRecord(is_caged=True), caged) == ["processes that exit"]
-    caged.members = lambda: [(8, 80)]
-    assert await left_over(programs, ProcessRecord(is_caged=True), caged) == ["8 (8)"]
-
-    members[:] = [Members([(9, 90)], [])]
-    assert await left_over(programs, ProcessRecord(begun=1)) == ["9 (9)"]
-    assert await left_over(programs, ProcessRecord(is_caged=True)) == []
-
-
-@pytest.mark.parametrize("ended", [0, 1])
-async def test_no_orphan_is_listed_only_with_proof(
-    programs: Programs,
-    monkeypatch: pytest.MonkeyPatch,
-    members: list[Members],
-    caplog: pytest.LogCaptureFixture,
-    ended: int,
-) -> None:
-    """Orphans that exit before they can be listed are reported without a number, and hunted; none gets a signal."""
-    hunted: list[bool] = []
-
-    async def look() -> None:
-        hunted.append(Unproven.ORPHAN in programs._hunted)
-        programs._ended[Unproven.ORPHAN] += ended
-
-    monkeypatch.setattr(programs, "_look", look)
-    monkeypatch.setattr(programs.ownership, "strays", lambda *_: Members([], []))
-
-    assert [str(each)[:19] for each in await programs.sweep_strays(0, 0.0)] == ["processes that exit"] * ended
-    assert ("sending SIGKILL to orphans of jobs: processes that exit" in caplog.text) is bool(ended)
-    assert any(hunted) is bool(ended)
-    assert programs._hunted == set()
-
-
-@pytest.mark.parametrize(
-    ("over_at", "is_usual", "left", "kills"),
-    [
-        (1, False, [], 0),
-        (2, False, [], 0),
-        (5, False, [], 3),
-        (5, True, [], 3),
-        (None, False, ["processes that exit"], 3),
-    ],
-)
-async def test_a_sweep_ends_with_the_proof_that_a_service_is_over(
-    programs: Programs,
-    monkeypatch: pytest.MonkeyPatch,
-    over_at: int | None,
-    is_usual: bool,
-    left: list[str],
-    kills: int,
-) -> None:
-    """Passes that find no process prove nothing. A kill hunts its orphans meanwhile; an unusual one is recorded."""
-    proofs: list[bool] = []
-    hunted: list[set[Verdict]] = []
-    cage = SimpleNamespace(kill=lambda: hunted.append(set(programs._hunted)))
-
-    async def members(*_: object) -> list[Identity]:
-        return []
-
-    async def left_over(*_: object) -> list[Left]:
-        proofs.append(len(proofs) + 1 == over_at)
-        return [] if proofs[-1] else [ctl_programs.NAMELESS]
-
-    monkeypatch.setattr(programs, "members", members)
-    monkeypatch.setattr(programs, "_left_over", left_over)
-    monkeypatch.setattr(programs.ownership, "cage", lambda _: cage)
-
-    found = await programs.sweep("web", ProcessRecord(), (), 0.0, is_usual=is_usual)
-
-    assert [str(each)[:19] for each in found] == left
-    assert hunted == [{"web"}] * kills
-    assert programs.killed == ({"web"} if kills and not is_usual else set())
-    assert programs._hunted == set()
-
-
-async def test_a_process_that_only_the_proof_finds_is_signalled_in_the_same_round(
-    programs: Programs, members: list[Members], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It was born after the pass that found none."""
-    caplog.set_level("INFO")
-    sent: list[object] = []
-    monkeypatch.setattr(process, "send", lambda *each: sent.append(each))
-    monkeypatch.setattr(proc, "stat", lambda _: None)
-    monkeypatch.setattr(programs.ownership, "cage", lambda _: EMPTY)
-    members[:] = [Members([], []), *[Members([(9, 90)], [])] * 2, Members([], [])]
-
-    assert await programs.sweep("web", ProcessRecord(begun=1), (), 0.1) == []
-    assert sent == [((9, 90), signal.SIGTERM)]
-    assert "web: sending SIGTERM to remaining processes: 9" in caplog.text
+    assert await programs.strays(begun) == []
+    assert len(born) == passes
 
 
 async def test_callers_share_a_pass_that_begins_after_their_call(
@@ -414,31 +278,69 @@ async def test_callers_share_a_pass_that_begins_after_their_call(
         return looks[-1]
 
     monkeypatch.setattr(ctl_programs, "look", look)
+    monkeypatch.setattr(programs.ownership, "members", lambda *_: NONE)
 
-    first, second = await asyncio.gather(programs._look(), programs._look())
-    third = await programs._look()
-    assert (first is second, third is first, len(looks)) == (True, False, 2)
-
-
-def test_orphans_are_counted_for_the_services_of_the_block(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no longer after it. Those of a service that began before it went elsewhere."""
-    traces = ProcessRecord()
-    monkeypatch.setattr(clock, "boot_ticks", lambda: 50)
-
-    with programs.counting(lambda: [("web", traces)]):
-        assert list(programs.ownership.records()) == [("web", traces)]
-        assert programs._counts_since == 50
+    await asyncio.gather(*(programs.members("web", ProcessRecord()) for _ in range(3)))
+    assert len(looks) == 1
+    await programs.members("web", ProcessRecord())
+    assert len(looks) == 2
 
 
-async def test_orphans_are_attributed_only_during_a_search(programs: Programs) -> None:
-    """At other times one costs only its reaping; searches overlap."""
-    assert programs._has_ended not in reaper.heirs
-    with programs._attending("web"):
-        with programs._attending():
-            assert reaper.heirs.count(programs._has_ended) == 1
-        assert (reaper.heirs.count(programs._has_ended), programs._hunted) == (1, {"web"})
+async def test_descendants_are_recorded_while_any_are_known(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a process that has ended too; nothing is read for services in a cgroup or without processes."""
+    looks: list[object] = []
+    table = {8: proc.Stat(8, "S", 1, 8, 8, 0, 1000, 0)}
 
-    assert (reaper.heirs.count(programs._has_ended), programs._hunted) == (0, set())
+    def look(_: object) -> Look:
+        looks.append(1)
+        return Look(table, proc.children(table), {}, {})
+
+    record = ProcessRecord()
+    monkeypatch.setattr(ctl_programs, "look", look)
+    programs.ownership.records = lambda: [("web", record)]
+    await programs.see_kin()
+    record.is_caged, record.known = True, (8, 1000)
+    await programs.see_kin()
+    assert looks == []
+
+    record.is_caged, record.known, record.kin = False, None, [(8, 1000), (9, 1000)]
+    await programs.see_kin()
+    assert (looks, record.kin) == ([1], [(8, 1000)])
+
+
+@pytest.mark.parametrize(("is_bpm", "removed"), [(False, ["web"]), (True, [])])
+async def test_the_cgroup_of_a_stopped_service_is_removed(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch, is_bpm: bool, removed: list[str]
+) -> None:
+    """That of a bpm process stays until its counters are read."""
+    found: list[str] = []
+    monkeypatch.setattr(programs.ownership, "cage", lambda label: SimpleNamespace(remove=lambda: found.append(label)))
+    call = BpmCall("start", "web", "web") if is_bpm else None
+
+    await programs.dismiss(ProcessSpec("web", "web", start=Program(("ctl",), bpm=call)))
+    await programs.dismiss(ProcessSpec("web", "web"))
+
+    assert found == removed
+
+
+@played
+async def test_a_bucket_fills_by_the_time_since_the_last_turn() -> None:
+    """A caller that gives up returns its turn."""
+    clock, bucket = asyncio.get_running_loop().time, TokenBucket(5, 1)
+    for seconds, takes, after in ((0, 5, 0), (0, 3, 3), (2, 2, 5), (100, 5, 105), (0, 1, 106)):
+        await asyncio.sleep(seconds)
+        for _ in range(takes):
+            await bucket.take()
+        assert round(clock(), 6) == after
+    waiting = [asyncio.create_task(bucket.take()) for _ in range(10)]
+    await asyncio.sleep(0.5)
+    for each in waiting:
+        each.cancel()
+    await asyncio.wait(waiting)
+    await bucket.take()
+    assert round(clock(), 6) == 107
 
 
 async def test_only_large_output_is_cut(programs: Programs, tmp_path: Path) -> None:
