@@ -68,6 +68,23 @@ class RuleCounter:
         return RuleTransition.NOTHING
 
 
+class Cycles:
+    """The cycles of one service, which begin ``first_at`` and take ``period`` seconds; a missed cycle is left out."""
+
+    def __init__(self, first_at: float, period: float, every: int) -> None:
+        self._next_at, self._period, self._every = first_at, period, every
+        self._number = 0
+
+    def is_due(self, now: float) -> bool:
+        """True once in every ``every`` cycles."""
+        late = now - self._next_at
+        if late < 0:
+            return False
+        self._next_at += self._period * (1 + late // self._period)
+        self._number += 1
+        return (self._number - 1) % self._every == 0
+
+
 def exceeds(value: float, limit: Limit) -> bool:
     """True if the value violates the limit: ``> 5`` rejects more than 5."""
     violates = {">": operator.gt, "<": operator.lt, "=": operator.eq, "!=": operator.ne}[limit.operator]

@@ -12,16 +12,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Final, NoReturn
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
+from typing import Final, NoReturn, TypeAlias
 
 from agent_shim.host import cgroups, clock, guarded, host_stats, proc
 from agent_shim.supervisor import event_kinds, network_checks
-from agent_shim.supervisor.monit.ast import CHANGES, Changed, Connection, Echo, Rule
+from agent_shim.supervisor.monit.ast import CHANGES, Changed, Connection, Echo
 from agent_shim.supervisor.path_checks import Numbered, PathWatch
 from agent_shim.supervisor.plan import ProcessSpec, reaction
 from agent_shim.supervisor.process_record import Identity
-from agent_shim.supervisor.rule_counter import Finding, RuleCounter, RuleTransition, judge, percent
+from agent_shim.supervisor.rule_counter import Cycles, Finding, RuleCounter, RuleTransition, judge, percent
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import MONITORED, UP, State
 
@@ -29,10 +30,13 @@ logger = logging.getLogger(__name__)
 
 STEPS: Final = 10
 """Parts of a cycle: services due in the same part are checked together."""
-PATH_TIMEOUT_S: Final = 60.0
-"""Timeout of reading a path; a hanging one keeps its thread, and no other is started for it."""
+LOOK_TIMEOUT_S: Final = 60.0
+"""Timeout of a look in a thread; a path that hangs keeps its thread, and no other is started for it."""
 REMEMBERED: Final = MONITORED | {State.BOUNCING}
 """States that keep the counts and last values of a check."""
+
+Look: TypeAlias = Callable[[], Awaitable[Iterable[Numbered]]]
+"""Tests some rules of a service once."""
 
 
 class _Table:
@@ -52,53 +56,57 @@ class _Table:
 class _Watch:
     """State of the checks of one service, for one process and one set of rules."""
 
-    def __init__(self, service: Service, first_at: float) -> None:
-        """``first_at`` is the monotonic time of the first check."""
+    def __init__(self, service: Service, period: float) -> None:
+        """The cycles of a process begin after its start: monit sleeps then."""
         self.spec: ProcessSpec = service.spec
         self.identity = _identity(service)
-        self.tallies = [RuleCounter(rule) for rule in self.spec.rules]
+        first_at = service.up_at + period if self.spec.is_process else time.monotonic()
+        self.cycles = Cycles(first_at, period, self.spec.every)
+        self.counters = [RuleCounter(rule) for rule in self.spec.rules]
         self.busy: set[object] = set()
-        self._next_at = first_at
-        self._cycles = 0
+        """Keys of the looks at work."""
+        self.path = PathWatch(self.spec, self.spec.path) if self.spec.path is not None else None
         self._ticks: dict[Identity, int] = {}
         self._read_at = 0.0
         self._parent: int | None = None
         self._machine: host_stats.CpuTimes | None = None
-        self.path = PathWatch(self.spec, self.spec.path) if self.spec.path is not None else None
 
     def is_of(self, service: Service) -> bool:
         """True while process and rules are the same: a new process starts from scratch."""
         return self.spec is service.spec and self.identity == _identity(service)
 
-    def is_due(self, period: float) -> bool:
-        """True if a check is due, every ``every`` cycles; polled often, because a missed cycle is skipped."""
-        late = time.monotonic() - self._next_at
-        if late < 0:
-            return False
-        self._next_at += period * (1 + late // period)
-        self._cycles += 1
-        return (self._cycles - 1) % self.spec.every == 0
+    async def process(self, table: _Table, memory_total: int) -> list[Numbered]:
+        """Judge the figures of the process and its tree; nothing if it has just exited."""
+        pid, start = self.identity
+        root = table.processes.get(pid)
+        if root is None or root.start_ticks != start:
+            return []
+        tree = table.tree(pid)
+        own, total = root.resident_kb * 1024, sum(stat.resident_kb for stat in tree) * 1024
+        figures: dict[str, float] = {
+            "memory": own,
+            "totalmemory": total,
+            "memory %": percent(own, memory_total),
+            "totalmemory %": percent(total, memory_total),
+            "children": len(tree) - 1,
+            **_load(),
+        }
+        before, seconds = self._ticks, table.at - self._read_at
+        self._ticks, self._read_at = {stat.identity: stat.cpu_ticks for stat in tree}, table.at
+        if root.identity in before:
+            used = [stat.cpu_ticks - before.get(stat.identity, 0) for stat in tree]
+            whole = seconds * clock.TICKS * (os.cpu_count() or 1)
+            figures |= {"cpu %": percent(used[0], whole), "totalcpu %": percent(sum(used), whole)}
+        known, self._parent = self._parent, root.parent
+        changed = Finding(known not in (None, root.parent), f"the parent of process {pid} is {root.parent}")
+        parent_rules = [number for number, rule in enumerate(self.spec.rules) if rule.test == Changed("ppid")]
+        return [*judge(self.spec.rules, figures), *((number, changed) for number in parent_rules)]
 
-    def cpu(self, tree: list[proc.Stat], at: float) -> tuple[float, float] | None:
-        """Return the CPU share, in percent of all processors, of the process and its tree since the last cycle."""
-        before, seconds = self._ticks, at - self._read_at
-        self._ticks, self._read_at = {stat.identity: stat.cpu_ticks for stat in tree}, at
-        if tree[0].identity not in before:
-            return None
-        used = [stat.cpu_ticks - before.get(stat.identity, 0) for stat in tree]
-        whole = seconds * clock.TICKS * (os.cpu_count() or 1)
-        return percent(used[0], whole), percent(sum(used), whole)
-
-    def has_new_parent(self, parent: int) -> bool:
-        before, self._parent = self._parent, parent
-        return before not in (None, parent)
-
-    def machine(self) -> dict[str, float]:
-        """Return the figures of the container, or of the machine where no limit is lower. Blocks for a millisecond."""
-        figures: dict[str, float] = dict(zip(("loadavg1", "loadavg5", "loadavg15"), os.getloadavg(), strict=True))
+    def machine(self) -> list[Numbered]:
+        """Judge the figures of the container, or of the machine where no limit is lower. Blocks for a millisecond."""
         host = host_stats.memory()
         memory = cgroups.memory(cgroups.find(), host) or host
-        figures |= {"memory": memory.used, "memory %": percent(memory.used, memory.total)}
+        figures = _load() | {"memory": memory.used, "memory %": percent(memory.used, memory.total)}
         figures |= {"swap": memory.swap_used, "swap %": percent(memory.swap_used, memory.swap_total)}
         before, self._machine = self._machine, (now := host_stats.cpu_times())
         if before is not None:
@@ -106,7 +114,7 @@ class _Watch:
             figures["cpu user %"] = percent(now.user - before.user, whole)
             figures["cpu system %"] = percent(now.system - before.system, whole)
             figures["cpu wait %"] = percent(now.wait - before.wait, whole)
-        return figures
+        return list(judge(self.spec.rules, figures))
 
 
 class RuleEngine:
@@ -118,151 +126,74 @@ class RuleEngine:
         self._memory_total = memory_total
         self._period = period
         self._watches: dict[str, _Watch] = {}
-        self._looks: set[asyncio.Task[None]] = set()
         self.plan_changed = asyncio.Event()
         """Wakes the engine: there may be rules now."""
 
     async def run(self) -> NoReturn:
         """Check due services, ``STEPS`` times a cycle, as long as there are rules."""
         due = time.monotonic()
-        try:
+        async with asyncio.TaskGroup() as checks:
             while True:
-                while not self._ruled():
+                while not any(each.spec.rules for each in self._services()):
                     self.plan_changed.clear()
                     await self.plan_changed.wait()
                 due = max(due + self._period / STEPS, time.monotonic())
                 await asyncio.sleep(due - time.monotonic())
-                for look in [look for look in self._looks if look.done()]:
-                    self._looks.discard(look)
-                    look.result()
-                await self._step()
-        finally:
-            for look in self._looks:
-                look.cancel()
+                await self._step(checks)
 
-    def _ruled(self) -> list[Service]:
-        return [each for each in self._services() if each.spec.rules]
-
-    async def _step(self) -> None:
-        watched = [(service, self._watch(service)) for service in self._ruled() if service.state in UP]
-        kept = {each.name for each in self._services() if each.state in REMEMBERED}
-        self._watches = {name: watch for name, watch in self._watches.items() if name in kept}
-        self._watches |= {service.name: watch for service, watch in watched}
-        due = [(service, watch) for service, watch in watched if watch.is_due(self._period)]
-        if not due:
-            return
+    async def _step(self, checks: asyncio.TaskGroup) -> None:
+        services = [each for each in self._services() if each.spec.rules]
+        before = self._watches
+        kept = [each.name for each in services if each.state in REMEMBERED and each.name in before]
+        self._watches = {name: before[name] for name in kept}
+        due = []
+        for service in services:
+            if service.state in UP:
+                watch = before.get(service.name)
+                if watch is None or not watch.is_of(service):
+                    watch = _Watch(service, self._period)
+                self._watches[service.name] = watch
+                if watch.cycles.is_due(time.monotonic()):
+                    due.append((service, watch))
         table = await asyncio.to_thread(_Table) if any(service.spec.is_process for service, _ in due) else None
         for service, watch in due:
-            self._look_at(service, watch, table)
+            for key, look in self._looks(service, watch, table):
+                if key not in watch.busy:  # the previous look may hang
+                    checks.create_task(_check(service, watch, key, look), name="check")
 
-    def _watch(self, service: Service) -> _Watch:
-        """Return the watch of a service; that of a process begins a cycle after its start, as monit sleeps then."""
-        watch = self._watches.get(service.name)
-        if watch is None or not watch.is_of(service):
-            watch = _Watch(service, service.up_at + self._period if service.spec.is_process else time.monotonic())
-        return watch
-
-    # --- checks -------------------------------------------------------------------------------------------------------
-
-    def _look_at(self, service: Service, watch: _Watch, table: _Table | None) -> None:
+    def _looks(self, service: Service, watch: _Watch, table: _Table | None) -> Iterator[tuple[object, Look]]:
+        """List the looks at a service; each has a key, and looks with the same key never overlap."""
         spec = watch.spec
         if spec.kind == "host":
-            self._run_aside(service, watch, "host", self._ask_host(service, watch))
+            yield "host", partial(_ask_host, service, spec)
         elif watch.path is not None:
-            self._run_aside(service, watch, "path", _look_at_path(spec, watch.path))
+            yield "path", partial(_aside, spec.name, watch.path.look)
         elif spec.kind == "system":
-            self._run_aside(service, watch, "system", _look_at_machine(watch))
+            yield "system", partial(_aside, spec.name, watch.machine)
         elif table is not None:
-            self._connect(service, watch)
-            findings = list(judge(spec.rules, self._figures(watch, table)))
-            findings += self._parent(watch, table)
-            if findings:
-                self._spawn(self._conclude(service, watch, findings))
+            for number, rule in enumerate(spec.rules):
+                if isinstance(rule.test, Connection):
+                    yield number, partial(_ask, service, rule.test, number)
+            yield "process", partial(watch.process, table, self._memory_total())
 
-    def _connect(self, service: Service, watch: _Watch) -> None:
-        for number, rule in enumerate(watch.spec.rules):
-            if isinstance(rule.test, Connection):
-                self._run_aside(service, watch, number, _ask(service, rule.test, number))
 
-    async def _ask_host(self, service: Service, watch: _Watch) -> list[Numbered]:
-        """Send echo requests, then test the ports, unless the host is silent."""
-        rules = list(enumerate(watch.spec.rules))
-        echoes = [_echo(service, rule.test, number) for number, rule in rules if isinstance(rule.test, Echo)]
-        findings = [each for found in await asyncio.gather(*echoes) for each in found]
-        if not any(finding.fails for _, finding in findings):
-            asked = [_ask(service, rule.test, number) for number, rule in rules if isinstance(rule.test, Connection)]
-            findings += [each for found in await asyncio.gather(*asked) for each in found]
-        return findings
-
-    def _parent(self, watch: _Watch, table: _Table) -> list[Numbered]:
-        root = table.processes.get(watch.identity[0])
-        rules = [number for number, rule in enumerate(watch.spec.rules) if rule.test == Changed("ppid")]
-        if root is None or not rules:
-            return []
-        text = f"the parent of process {root.pid} is {root.parent}"
-        is_new = watch.has_new_parent(root.parent)
-        return [(number, Finding(is_new, text)) for number in rules]
-
-    def _figures(self, watch: _Watch, table: _Table) -> Mapping[str, float]:
-        """Return the figures of a process and its tree; empty if it has just exited."""
-        pid, start = watch.identity
-        root = table.processes.get(pid)
-        if root is None or root.start_ticks != start:
-            return {}
-        tree = table.tree(pid)
-        own, total = root.resident_kb * 1024, sum(stat.resident_kb for stat in tree) * 1024
-        whole = self._memory_total()
-        figures: dict[str, float] = {
-            "memory": own,
-            "totalmemory": total,
-            "memory %": percent(own, whole),
-            "totalmemory %": percent(total, whole),
-            "children": len(tree) - 1,
-            **dict(zip(("loadavg1", "loadavg5", "loadavg15"), os.getloadavg(), strict=True)),
-        }
-        if (cpu := watch.cpu(tree, table.at)) is not None:
-            figures |= {"cpu %": cpu[0], "totalcpu %": cpu[1]}
-        return figures
-
-    def _run_aside(
-        self, service: Service, watch: _Watch, key: object, look: Coroutine[Any, Any, Iterable[Numbered]]
-    ) -> None:
-        """Run a check in its own task, unless the previous one with its key is still running."""
-        if key in watch.busy:
-            look.close()
+async def _check(service: Service, watch: _Watch, key: object, look: Look) -> None:
+    """Look at a service, then count the findings and follow the rules."""
+    watch.busy.add(key)
+    try:
+        findings = await look()
+    finally:
+        watch.busy.discard(key)
+    for number, finding in findings:
+        if service.state not in UP or not watch.is_of(service):
             return
-        watch.busy.add(key)
-
-        async def run() -> None:
-            try:
-                findings = await look
-            finally:
-                watch.busy.discard(key)
-            await self._conclude(service, watch, findings)
-
-        self._spawn(run())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._looks.add(asyncio.create_task(work, name="check"))
-
-    # --- consequences -------------------------------------------------------------------------------------------------
-
-    async def _conclude(self, service: Service, watch: _Watch, findings: Iterable[Numbered]) -> None:
-        for number, finding in findings:
-            if service.state not in UP or not watch.is_of(service):
-                return
-            rule = watch.spec.rules[number]
-            tally = watch.tallies[number]
-            turn = tally.add(fails=finding.fails)
-            if not finding.fails and not tally.has_failed:
-                service.complaints.pop(number, None)
-            await self._follow(service, number, rule, turn, finding)
-        service.is_checked = True
-
-    async def _follow(self, service: Service, number: int, rule: Rule, turn: RuleTransition, finding: Finding) -> None:
-        kind, is_change = event_kinds.kind_of(rule.test), isinstance(rule.test, CHANGES)
+        rule, counter = watch.spec.rules[number], watch.counters[number]
+        turn = counter.add(fails=finding.fails)
+        if not finding.fails and not counter.has_failed:
+            service.complaints.pop(number, None)
+        kind = event_kinds.kind_of(rule.test)
         if turn in (RuleTransition.FAILED, RuleTransition.STILL):
-            complaint = event_kinds.Complaint(kind, finding.text, is_change)
+            complaint = event_kinds.Complaint(kind, finding.text, isinstance(rule.test, CHANGES))
             service.complaints[number] = complaint
             if turn is RuleTransition.FAILED:
                 service.notify(complaint.word, rule.action.kind, finding.text)
@@ -270,6 +201,18 @@ class RuleEngine:
         elif turn is RuleTransition.RECOVERED and rule.recovery.kind != "ignore":
             service.notify(kind.succeeded, rule.recovery.kind, finding.text)
             await service.react(reaction(rule.recovery), kind.succeeded, finding.text)
+    service.is_checked = True
+
+
+async def _ask_host(service: Service, spec: ProcessSpec) -> list[Numbered]:
+    """Send echo requests, then test the ports, unless the host is silent."""
+    rules = list(enumerate(spec.rules))
+    echoes = [_echo(service, rule.test, number) for number, rule in rules if isinstance(rule.test, Echo)]
+    findings = [each for found in await asyncio.gather(*echoes) for each in found]
+    if not any(finding.fails for _, finding in findings):
+        asked = [_ask(service, rule.test, number) for number, rule in rules if isinstance(rule.test, Connection)]
+        findings += [each for found in await asyncio.gather(*asked) for each in found]
+    return findings
 
 
 async def _ask(service: Service, test: Connection, number: int) -> list[Numbered]:
@@ -289,20 +232,16 @@ async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
     return [(number, Finding(bool(why), why or f"{address} answers echo requests"))]
 
 
-async def _look_at_path(spec: ProcessSpec, watch: PathWatch) -> list[Numbered]:
+async def _aside(name: str, look: Callable[[], Iterable[Numbered]]) -> Iterable[Numbered]:
     try:
-        return await guarded.aside(f"check {spec.name}", watch.look, timeout=PATH_TIMEOUT_S)
-    except OSError as exc:
-        logger.info("cannot check %s: %s", spec.name, exc)
-        return []
-
-
-async def _look_at_machine(watch: _Watch) -> list[Numbered]:
-    try:
-        return list(judge(watch.spec.rules, await asyncio.to_thread(watch.machine)))
+        return await guarded.aside(f"check {name}", look, timeout=LOOK_TIMEOUT_S)
     except (OSError, ValueError) as exc:
-        logger.info("cannot check %s: %s", watch.spec.name, exc)
+        logger.info("cannot check %s: %s", name, exc)
         return []
+
+
+def _load() -> dict[str, float]:
+    return dict(zip(("loadavg1", "loadavg5", "loadavg15"), os.getloadavg(), strict=True))
 
 
 def _identity(service: Service) -> Identity:

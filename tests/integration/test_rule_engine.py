@@ -10,14 +10,10 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 from msgspec.structs import replace
 
 from agent_shim.host import clock, proc, process
-from agent_shim.supervisor import rule_engine
-from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
 from tests.support.programs import eventually
 from tests.support.programs.jobs import World, info, until
@@ -77,36 +73,6 @@ async def test_rules_that_come_with_another_file_are_looked_at(world: World) -> 
         await supervisor.configure([world.job("web", None, "exit 0", "if memory > 1 kb then alert")])
 
         await eventually(lambda: told(world, "Resource limit matched"))
-
-
-async def test_cycles_of_a_service_begin_with_its_process(world: World) -> None:
-    """Not with those of the agent: it would be judged up to a cycle later than monit does it."""
-    rule = "if memory < 1 kb then alert"
-    async with checking(world, world.job("one", None, "exit 0", rule)) as supervisor:
-        await until(supervisor, "one", "running")
-        await supervisor.configure([world.job(name, None, "exit 0", rule) for name in ("one", "two")])
-        await supervisor.start_one("two")
-        await until(supervisor, "two", "running")
-
-        for service in supervisor._services.values():
-            watch = supervisor._checks._watch(service)
-            cycles = (watch._next_at - service.up_at) / world.timing.cycle
-            assert round(cycles) >= 1
-            assert cycles == pytest.approx(round(cycles))
-
-
-def test_cycle_that_is_missed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one is where it would have been; of ``every 2 cycles`` each second one is looked at."""
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    spec = ProcessSpec(name="web", job="web", every=2)
-    watch = rule_engine._Watch(SimpleNamespace(spec=spec, process=None), 10.0)  # type: ignore[arg-type]
-    due = []
-    for now[0] in (9.9, 10.0, 11.0, 20.1, 29.0, 30.2, 65.0, 69.9, 70.0, 80.0):
-        if watch.is_due(10.0):
-            due.append(now[0])
-
-    assert due == [10.0, 30.2, 70.0]
 
 
 async def test_tree_is_counted(world: World) -> None:

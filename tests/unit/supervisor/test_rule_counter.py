@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agent_shim.supervisor.monit.ast import ALERT, Limit, Rate, Rule
-from agent_shim.supervisor.rule_counter import RuleCounter, RuleTransition, exceeds, percent
+from agent_shim.supervisor.rule_counter import Cycles, RuleCounter, RuleTransition, exceeds, percent
 
 LIMIT = Limit("memory", ">", 5)
 LETTERS = {
@@ -52,3 +52,14 @@ def test_percents_come_in_tenths() -> None:
     assert percent(1, 3) == 33.3
     assert percent(1, 1) == 100
     assert percent(1, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("every", "due"), [(1, [10.0, 20.1, 30.2, 65.0, 70.0, 80.0]), (2, [10.0, 30.2, 70.0]), (3, [10.0, 65.0])]
+)
+def test_checks_are_due_every_so_many_cycles_without_those_missed(every: int, due: list[float]) -> None:
+    """The next cycle is where it would have been."""
+    cycles = Cycles(10.0, 10.0, every)
+    times = (9.9, 10.0, 11.0, 20.1, 29.0, 30.2, 65.0, 69.9, 70.0, 80.0)
+
+    assert [now for now in times if cycles.is_due(now)] == due
