@@ -167,13 +167,6 @@ def _word(match: re.Match[str], tokens: list[Token]) -> int:
     return match.end()
 
 
-def _quoted(match: re.Match[str], tokens: list[Token]) -> int:
-    text = match[0]
-    kind = "PATH" if text[1] == "/" and "\n" not in text else "STRING"
-    tokens.append(Token(kind, unescape(text[1:-1]), *match.span()))
-    return match.end()
-
-
 def _program(match: re.Match[str], tokens: list[Token]) -> int:
     """Tokenise ``start "``, ``stop "`` and ``exec "``; the end of the text also closes the quote."""
     text, at = match.string, match.end()
@@ -238,49 +231,35 @@ def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
     return best
 
 
-def _mail(match: re.Match[str], tokens: list[Token]) -> int:
-    """Tokenise a mail format line, a value up to the end of the word, the line or the braces."""
-    kind, _, value = match[0].partition(":")
-    tokens.append(Token(kind.upper(), value.strip(" \t\r\n"), *match.span()))
-    return match.end()
-
-
-def _url(match: re.Match[str], tokens: list[Token]) -> int:
-    tokens.append(Token("URL", match[0], *match.span()))
-    return match.end()
-
-
-def _load(match: re.Match[str], tokens: list[Token]) -> int:
-    """Tokenise ``loadavg`` with its minutes, by default one."""
-    tokens.append(Token(f"loadavg{match['minutes'] or 1}", "", *match.span()))
-    return match.end()
-
-
-def _share(match: re.Match[str], tokens: list[Token]) -> int:
-    """Tokenise ``cpu (user)``, the default, ``cpu (system)`` or ``cpu (wait)``."""
-    kind = "system" if match["system"] else "wait" if match["wait"] else "user"
-    tokens.append(Token(f"cpu {kind}", "", *match.span()))
-    return match.end()
-
-
-def _sign(match: re.Match[str], tokens: list[Token]) -> int:
-    tokens.append(Token("BAD", UNCLOSED, *match.span()) if match[0] in "\"'" else Token(match[0], "", *match.span()))
+def _single(match: re.Match[str], tokens: list[Token]) -> int:
+    """Append the token of an alternative that is one token."""
+    text, value = match[0], ""
+    match match.lastgroup:
+        case "quoted":
+            kind, value = "PATH" if text[1] == "/" and "\n" not in text else "STRING", unescape(text[1:-1])
+        case "mail":  # a line of a mail format, up to the end of the word, the line or the braces
+            kind, _, value = text.partition(":")
+            kind, value = kind.upper(), value.strip(" \t\r\n")
+        case "url":
+            kind, value = "URL", text
+        case "load":
+            kind = f"loadavg{match['minutes'] or 1}"
+        case "share":
+            kind = "cpu system" if match["system"] else "cpu wait" if match["wait"] else "cpu user"
+        case _:
+            kind, value = ("BAD", UNCLOSED) if text in "\"'" else (text, "")
+    tokens.append(Token(kind, value, *match.span()))
     return match.end()
 
 
 _TAKE: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
-    "quoted": _quoted,
+    **dict.fromkeys(("quoted", "mail", "url", "load", "share", "sign"), _single),
     "start": _program,
     "stop": _program,
     "exec": _program,
     "group": _named,
     "depends": _depends,
     "check": _named,
-    "mail": _mail,
-    "url": _url,
-    "load": _load,
-    "share": _share,
     "word": _word,
-    "sign": _sign,
 }
 """Handlers of the alternatives of ``_TOKEN``: append tokens, return the start of the next word."""

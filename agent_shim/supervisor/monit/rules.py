@@ -94,8 +94,7 @@ def read_ignore(reader: Reader) -> values.Match | None:
     """Parse ``ignore [not] match PATTERN``; None for the path of a file with patterns, without effect."""
     reader.skip()
     is_negated = reader.take("not") is not None
-    if reader.kind != "match":
-        raise reader.error("'match' or 'not match' after 'ignore'")
+    reader.need("'match' or 'not match' after 'ignore'", "match")
     found = _matched(reader, is_negated=is_negated)
     if found is None:
         reader.skip()
@@ -104,17 +103,25 @@ def read_ignore(reader: Reader) -> values.Match | None:
 
 def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
     wanted = _wanted(reader, kind)
-    test = TESTS[wanted].read(reader)
+    test = _read_test(reader, wanted)
     # Resource tests may follow each other; monit keeps the last.
     while wanted in RESOURCES and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
-        test = _resource(reader)
+        test = _read_test(reader, reader.kind)
     return test
+
+
+def _read_test(reader: Reader, wanted: str) -> values.Test | None:
+    """Parse a test after its words, the keys of ``TESTS``."""
+    words = [] if wanted == "NUMBER" else wanted.split(" ") if wanted.startswith(PAIRS) else [wanted]
+    for _ in words:
+        reader.skip()
+    return TESTS[wanted].read(reader, words[-1] if words else "")
 
 
 def _wanted(reader: Reader, kind: values.Kind) -> str:
     """Return the next test as a key of ``TESTS``."""
     first, second = reader.next, reader.second
-    is_pair = first.kind in ("not", "changed", "failed")
+    is_pair = first.kind in PAIRS
     wanted = f"{first.kind} {second.kind}" if is_pair else first.kind
     if wanted in TESTS and kind in TESTS[wanted].kinds:
         return wanted
@@ -168,19 +175,7 @@ def _recovery(reader: Reader) -> tuple[values.Action, values.Rate]:
 # --- tests ----------------------------------------------------------------------------------------------------------
 
 
-def _missing(reader: Reader) -> values.Missing:
-    reader.need("'not'", "not")
-    reader.need("'exist'", "exist")
-    return values.Missing()
-
-
-def _pid_changed(reader: Reader) -> values.PidChanged:
-    reader.need("'changed'", "changed")
-    reader.need("'pid'", "pid")
-    return values.PidChanged()
-
-
-def _restarts(reader: Reader) -> values.Restarts:
+def _restarts(reader: Reader, _: str) -> values.Restarts:
     token = reader.next
     count = reader.number("a number of restarts")
     reader.need("'restarts'", "restart")
@@ -191,24 +186,18 @@ def _restarts(reader: Reader) -> values.Restarts:
     return values.Restarts(count, cycles)
 
 
-def _changed(reader: Reader) -> values.Changed:
-    reader.need("'changed'", "changed")
-    what = reader.skip().kind
+def _changed(reader: Reader, what: str) -> values.Changed:
     if what in ("md5", "sha1"):
         reader.need("'checksum'", "checksum")
         return values.Changed("checksum", cast("values.Algorithm", what))
     return values.Changed(cast('Literal["checksum", "fsflag", "ppid", "size", "timestamp"]', what))
 
 
-def _owned(reader: Reader) -> values.Unlike:
-    reader.need("'failed'", "failed")
-    what = cast('Literal["gid", "uid"]', reader.skip().kind)
-    return values.Unlike(what, _owner(reader, "a user" if what == "uid" else "a group"))
+def _owned(reader: Reader, what: str) -> values.Unlike:
+    return values.Unlike(cast('Literal["gid", "uid"]', what), _owner(reader, "a user" if what == "uid" else "a group"))
 
 
-def _permission(reader: Reader) -> values.Unlike:
-    reader.need("'failed'", "failed")
-    reader.skip()
+def _permission(reader: Reader, _: str) -> values.Unlike:
     token, expected = reader.next, "an octal number from 0 to 7777"
     digits = str(reader.number(expected))
     if set(digits) - set("01234567") or int(digits, 8) > MAX_PERMISSION:
@@ -216,12 +205,12 @@ def _permission(reader: Reader) -> values.Unlike:
     return values.Unlike("permission", digits)
 
 
-def _checksum(reader: Reader) -> values.Unlike:
+def _checksum(reader: Reader, word: str) -> values.Unlike:
     """Parse ``[md5|sha1] checksum [expect DIGITS]``."""
-    reader.need("'failed'", "failed")
-    named = reader.take("md5", "sha1")
-    reader.need("'checksum'", "checksum")
-    algorithm = cast("values.Algorithm", named.kind) if named else None
+    algorithm = None
+    if word != "checksum":
+        algorithm = cast("values.Algorithm", word)
+        reader.need("'checksum'", "checksum")
     if not reader.take("expect"):
         return values.Unlike("checksum", "", algorithm or "md5")
     return values.Unlike("checksum", *_digest(reader, algorithm))
@@ -237,13 +226,8 @@ def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[
     return digits, found
 
 
-def _match(reader: Reader) -> values.Match | None:
-    return _matched(reader, is_negated=reader.take("not") is not None)
-
-
 def _matched(reader: Reader, *, is_negated: bool) -> values.Match | None:
-    """Parse ``match PATTERN``; None for a path, which remains to be read."""
-    reader.need("'match'", "match")
+    """Parse the pattern after ``match``; None for a path, which remains to be read."""
     if reader.kind == "PATH":
         return None
     if reader.kind != "STRING":
@@ -251,57 +235,36 @@ def _matched(reader: Reader, *, is_negated: bool) -> values.Match | None:
     return values.Match(read_regex(reader, "STRING"), is_negated)
 
 
-def _size(reader: Reader) -> values.Limit:
-    metric, operator = _metric(reader)
-    size, unit = reader.number(AMOUNT), reader.take(*UNITS)
-    return values.Limit(metric, operator, size * (UNITS[unit.kind] if unit else 1))
-
-
-def _age(reader: Reader) -> values.Limit:
-    metric, operator = _metric(reader)
-    age, unit = reader.number("a number, a blank and a unit, like '5 minutes'"), reader.take(*AGES)
-    return values.Limit(metric, operator, age * (AGES[unit.kind] if unit else 1))
-
-
-def _resource(reader: Reader) -> values.Limit:
-    metric, operator = _metric(reader)
-    if metric == "children":
-        return values.Limit(metric, operator, reader.number("a number"))
-    if metric.startswith("loadavg"):
-        return values.Limit(metric, operator, reader.figure("a number"))
-    if metric in ("memory", "totalmemory", "swap"):
-        return _amount(reader, metric, operator)
-    limit = values.Limit(metric, operator, reader.number("a whole number of percent"), percent=True)
-    reader.need("'%'", "%")
-    return limit
-
-
-def _space(reader: Reader) -> values.Limit:
-    return _amount(reader, *_metric(reader))
-
-
-def _inode(reader: Reader) -> values.Limit:
-    return values.Limit(*_metric(reader), reader.number("a number"), percent=reader.take("%") is not None)
-
-
-def _metric(reader: Reader) -> tuple[str, values.Operator]:
-    metric, operator = reader.skip().kind, reader.take(">", "<", "=", "!=", "changed")
-    if operator is None:
-        return metric, "="
-    return metric, "!=" if operator.kind == "changed" else cast("values.Operator", operator.kind)
+def _limit(reader: Reader, metric: str) -> values.Limit:
+    """Parse ``[OPERATOR] VALUE``; the metric decides about the unit."""
+    taken = reader.take(">", "<", "=", "!=", "changed")
+    sign = taken.kind if taken else "="
+    operator = cast("values.Operator", "!=" if sign == "changed" else sign)
+    value: float
+    is_percent, units = False, UNITS
+    is_whole = reader.kind == "NUMBER"
+    match metric:
+        case "children":
+            return values.Limit(metric, operator, reader.number("a number"))
+        case "loadavg1" | "loadavg5" | "loadavg15":
+            return values.Limit(metric, operator, reader.figure("a number"))
+        case "inode":
+            return values.Limit(metric, operator, reader.number("a number"), percent=reader.take("%") is not None)
+        case "timestamp":
+            value, units = reader.number("a number, a blank and a unit, like '5 minutes'"), AGES
+        case "size":
+            value = reader.number(AMOUNT)
+        case "memory" | "totalmemory" | "swap" | "space":
+            value = reader.figure(AMOUNT)
+            is_percent = is_whole and reader.take("%") is not None
+        case _:
+            value, is_percent = reader.number("a whole number of percent"), True
+            reader.need("'%'", "%")
+    unit = None if is_percent else reader.take(*units)
+    return values.Limit(metric, operator, value * (units[unit.kind] if unit else 1), percent=is_percent)
 
 
 AMOUNT: Final = "a number, a blank and a unit, like '500 mb'"
-
-
-def _amount(reader: Reader, metric: str, operator: values.Operator) -> values.Limit:
-    """Parse bytes in some unit, or an integer percentage."""
-    is_whole = reader.kind == "NUMBER"
-    value = reader.figure(AMOUNT)
-    if is_whole and reader.take("%"):
-        return values.Limit(metric, operator, value, percent=True)
-    unit = reader.take(*UNITS)
-    return values.Limit(metric, operator, value * (UNITS[unit.kind] if unit else 1))
 
 
 def read_regex(reader: Reader, *kinds: str) -> str:
@@ -317,19 +280,15 @@ def read_regex(reader: Reader, *kinds: str) -> str:
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
-def _echo(reader: Reader) -> values.Echo:
-    reader.need("'failed'", "failed")
-    reader.need("'icmp'", "icmp")
+def _echo(reader: Reader, _: str) -> values.Echo:
     reader.need("'type'", "type")
     reader.need("'echo'", "echo")
     count = reader.number("a number of requests") if reader.take("count") else values.ECHO_COUNT
     return values.Echo(count, reader.timeout(values.NET_TIMEOUT))
 
 
-def _url(reader: Reader) -> values.Connection:
-    """Parse ``url URL [content = PATTERN]``."""
-    reader.need("'failed'", "failed")
-    reader.need("'url'", "url")
+def _url(reader: Reader, _: str) -> values.Connection:
+    """Parse ``URL [content = PATTERN]``."""
     token = reader.need("a URL like http://HOST:PORT/PATH, and a blank", "URL")
     url = re.fullmatch(URL, token.value)
     if url is None or url["scheme"].lower() != "http":
@@ -346,15 +305,15 @@ def _url(reader: Reader) -> values.Connection:
     return values.Connection(url["host"], int(url["port"] or 80), protocol=protocol, timeout=timeout)
 
 
-def _connection(reader: Reader) -> values.Connection | None:
-    """Parse ``[host H] port P`` or ``unixsocket PATH``; None for a protocol that is not spoken."""
-    reader.need("'failed'", "failed")
+def _connection(reader: Reader, word: str) -> values.Connection | None:
+    """Parse ``[host H] port P`` or ``unixsocket PATH`` after its first word; None for a protocol that is not spoken."""
     host, port, path = "", 0, ""
-    if reader.take("unixsocket"):
+    if word == "unixsocket":
         path = reader.path("a path")
     else:
-        host = reader.string("a host name or address") if reader.take("host") else ""
-        reader.need("'port'", "port")
+        if word == "host":
+            host = reader.string("a host name or address")
+            reader.need("'port'", "port")
         port = reader.number("a port")
     is_udp = bool(reader.take("type")) and reader.need(f"'tcp' or 'udp' ({NO_TLS})", "tcp", "udp").kind == "udp"
     protocol = _protocol(reader)
@@ -396,9 +355,9 @@ def _http(reader: Reader) -> values.Protocol:
 
 
 class Reading(NamedTuple):
-    """Reader of a test, and the check types that have it."""
+    """Reader of a test, which gets the last word before it, and the check types that have it."""
 
-    read: Callable[[Reader], values.Test | None]
+    read: Callable[[Reader, str], values.Test | None]
     kinds: frozenset[str]
 
 
@@ -418,27 +377,30 @@ RESOURCES: Final[Mapping[str, frozenset[str]]] = {
     **dict.fromkeys(("memory", "totalmemory", "loadavg1", "loadavg5", "loadavg15"), PROCESS | SYSTEM),
 }
 
+PAIRS: Final = ("not", "changed", "failed")
+"""First words of tests whose key has two."""
+
 TESTS: Final[Mapping[str, Reading]] = {
-    "not exist": Reading(_missing, ALL - SYSTEM),
+    "not exist": Reading(lambda _, __: values.Missing(), ALL - SYSTEM),
     "NUMBER": Reading(_restarts, ALL),
-    "changed pid": Reading(_pid_changed, PROCESS),
+    "changed pid": Reading(lambda _, __: values.PidChanged(), PROCESS),
     "changed ppid": Reading(_changed, PROCESS),
     "failed host": Reading(_connection, PROCESS | HOST),
     "failed port": Reading(_connection, PROCESS | HOST),
     "failed unixsocket": Reading(_connection, PROCESS),
     "failed url": Reading(_url, PROCESS | HOST),
     "failed icmp": Reading(_echo, HOST),
-    **{metric: Reading(_resource, kinds) for metric, kinds in RESOURCES.items()},
-    "space": Reading(_space, FILESYSTEM),
-    "inode": Reading(_inode, FILESYSTEM),
+    **{metric: Reading(_limit, kinds) for metric, kinds in RESOURCES.items()},
+    "space": Reading(_limit, FILESYSTEM),
+    "inode": Reading(_limit, FILESYSTEM),
     "changed fsflag": Reading(_changed, FILESYSTEM),
-    "size": Reading(_size, FILE),
+    "size": Reading(_limit, FILE),
     "changed size": Reading(_changed, FILE),
     **{f"changed {word}": Reading(_changed, FILE) for word in ("checksum", "md5", "sha1")},
     **{f"failed {word}": Reading(_checksum, FILE) for word in ("checksum", "md5", "sha1")},
-    "match": Reading(_match, FILE),
-    "not match": Reading(_match, FILE),
-    "timestamp": Reading(_age, PATHS),
+    "match": Reading(lambda reader, _: _matched(reader, is_negated=False), FILE),
+    "not match": Reading(lambda reader, _: _matched(reader, is_negated=True), FILE),
+    "timestamp": Reading(_limit, PATHS),
     "changed timestamp": Reading(_changed, PATHS),
     "failed permission": Reading(_permission, PATHS | FILESYSTEM),
     "failed uid": Reading(_owned, PATHS | FILESYSTEM),
