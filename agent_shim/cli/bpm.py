@@ -1,30 +1,29 @@
 """The command ``bpm`` for release scripts and operators: sends requests to the running agent.
 
 Verbs, flags, texts and exit codes are those of bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which
-reads its command line with cobra. Drain scripts call it in loops: a call takes less than two starts
-of an interpreter, so this module imports little, and each verb imports its own modules.
+reads its command line with cobra. Drain scripts call it in loops, so each verb imports its own modules.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_shim import __version__
 from agent_shim.core import safetext
+from agent_shim.core.errors import NoAgentError
 
-TYPE_CHECKING = False  # without loading ``typing``
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
-
     from agent_shim.cli.bpm_logs import Log
 
 FAILED = 1
 ANSWER_TIMEOUT_S = 3600.0
 """Timeout of the agent's answer; a start waits for its hook, a stop for its process."""
 SOCKET = "data/sys/run/agent_shim/control.sock"
-"""Path of the socket below the base; importing ``paths`` would load too many modules."""
+"""Path of the socket below the base."""
 
 NOT_ROOT = "bpm must be run as root. Please run 'sudo -i' to become the root user."
 NOT_RUNNING = "process is not running or could not be found"
@@ -42,34 +41,35 @@ class UsageError(BpmError):
     """An invalid command line: the usage precedes the error."""
 
 
-class Flag:
+class Flag(NamedTuple):
     """``--name`` or ``-short``; ``kind`` is "" for a switch, else the name of the value."""
 
-    def __init__(self, name: str, short: str, kind: str, about: str) -> None:
-        self.name = name
-        self.short = short
-        self.kind = kind
-        self.about = about
+    name: str
+    short: str
+    kind: str
+    about: str
+
+    @property
+    def spellings(self) -> list[str]:
+        return [*([f"-{self.short}"] if self.short else []), f"--{self.name}"]
 
 
-class Verb:
-    """A command of bpm."""
+class Verb(NamedTuple):
+    """A command of bpm, by its flags beside ``--help``."""
 
-    def __init__(self, run: Callable[[Call], int], about: str, *flags: Flag, of_job: bool = True) -> None:
-        self.run = run
-        self.about = about
-        self.flags = [*flags, Flag("help", "h", "", "show this")]
-        self.of_job = of_job
+    run: Callable[[Call], int]
+    about: str
+    flags: Sequence[Flag] = ()
+    of_job: bool = True
 
 
-class Call:
-    """A parsed command line: the base directory, the words, and the values of flags."""
+class Call(NamedTuple):
+    """A parsed command line: the base directory, the verb, the words after it, and the values of flags."""
 
-    def __init__(self, base: str, name: str) -> None:
-        self.base = base
-        self.name = name
-        self.words: list[str] = []
-        self.values: dict[str, list[str]] = {}
+    base: str
+    name: str
+    words: Sequence[str]
+    flags: argparse.Namespace
 
     @property
     def job(self) -> str:
@@ -77,20 +77,11 @@ class Call:
 
     @property
     def process(self) -> str:
-        return self.value("process") or self.job
-
-    def value(self, name: str, default: str = "") -> str:
-        """The last value of a repeated flag."""
-        return self.values.get(name, [default])[-1]
-
-    def has(self, name: str) -> bool:
-        return self.value(name) == "true"
+        return getattr(self.flags, "process", "") or self.job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``bpm``: 0 done, 1 not done; ``run`` ends with the exit code of the process."""
-    from agent_shim.core.errors import NoAgentError
-
     arguments = list(sys.argv[1:] if argv is None else argv)
     base = os.environ.get("BPM_BOSH_ROOT") or "/var/vcap"
     try:
@@ -109,9 +100,9 @@ def _main(base: str, arguments: list[str]) -> int:
     if arguments[:1] == ["help"]:
         return _help(arguments[1] if len(arguments) > 1 else "")
     call, verb = _read(base, arguments)
-    if call.has("help"):
+    if call.flags.help:
         return _help(call.name)
-    if call.has("version"):
+    if call.flags.version:
         print(__version__)
         return 0
     if verb is None:
@@ -135,63 +126,44 @@ def _may_ask(base: str) -> bool:
 
 
 def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
-    """Parse flags and words in any order, as pflag does; raises ``UsageError``."""
+    """Parse flags and words in any order; raises ``UsageError`` in the words of pflag, cobra's parser."""
     name = next((word for word in arguments if not word.startswith("-")), "")
     verb = VERBS.get(name)
-    flags = [*(verb.flags if verb else [Flag("help", "h", "", "show this")]), VERSION]
-    call = Call(base, name if verb else "")
     rest = list(arguments)
     if verb:
         rest.remove(name)
-    while rest:
-        word = rest.pop(0)
-        if word == "--":
-            call.words += rest
-            break
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in (*(verb.flags if verb else ()), HELP, VERSION):
+        kinds: dict[str, Any] = {
+            "": {"action": "store_true"},
+            "int": {"type": _number},
+            "stringArray": {"action": "append", "default": []},
+            "string": {"default": ""},
+        }
+        parser.add_argument(*flag.spellings, **kinds[flag.kind])
+    parser.add_argument("words", nargs="*")
+    try:
+        flags, unknown = parser.parse_known_intermixed_args(rest)
+    except argparse.ArgumentError as exc:
+        last = rest[-1]
+        if exc.message == "expected one argument":
+            raise UsageError(
+                f"flag needs an argument: {last if last[:2] == '--' else f'{last[-1]!r} in {last}'}"
+            ) from exc
+        flag_names = str(exc.argument_name).replace("/", ", ")
+        raise UsageError(f'invalid argument "{exc.message}" for "{flag_names}" flag') from exc
+    for word in unknown:
         if word.startswith("--"):
-            _read_long(call, flags, word, rest)
-        elif word.startswith("-") and word != "-":
-            _read_short(call, flags, word, rest)
-        else:
-            call.words.append(word)
-    return call, verb
+            raise UsageError(f"unknown flag: {word.partition('=')[0]}")
+        raise UsageError(f"unknown shorthand flag: {word[1]!r} in {word}")
+    return Call(base, name if verb else "", flags.words, flags), verb
 
 
-def _read_long(call: Call, flags: list[Flag], word: str, rest: list[str]) -> None:
-    name, equals, value = word[2:].partition("=")
-    flag = next((flag for flag in flags if flag.name == name), None)
-    if flag is None:
-        raise UsageError(f"unknown flag: --{name}")
-    if not equals:
-        if flag.kind and not rest:
-            raise UsageError(f"flag needs an argument: {word}")
-        value = rest.pop(0) if flag.kind else "true"
-    _keep(call, flag, value)
-
-
-def _read_short(call: Call, flags: list[Flag], word: str, rest: list[str]) -> None:
-    """Parse short flags: switches can be combined; the text after the letter of a flag with a value is the value."""
-    letters = word[1:]
-    while letters:
-        letter, letters = letters[0], letters[1:]
-        flag = next((flag for flag in flags if flag.short == letter), None)
-        if flag is None:
-            raise UsageError(f"unknown shorthand flag: '{letter}' in {word}")
-        if not flag.kind and not letters.startswith("="):
-            _keep(call, flag, "true")
-            continue
-        if not letters and not rest:
-            raise UsageError(f"flag needs an argument: '{letter}' in {word}")
-        _keep(call, flag, letters.removeprefix("=") if letters else rest.pop(0))
-        return
-
-
-def _keep(call: Call, flag: Flag, value: str) -> None:
-    is_good = value in ("true", "false") if not flag.kind else flag.kind != "int" or value.lstrip("+-").isdigit()
-    if not is_good:
-        shown = f"-{flag.short}, --{flag.name}" if flag.short else f"--{flag.name}"
-        raise UsageError(f'invalid argument "{value}" for "{shown}" flag')
-    call.values.setdefault(flag.name, []).append(value)
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(text) from None
 
 
 def _help(name: str) -> int:
@@ -205,16 +177,18 @@ def _usage(name: str) -> str:
     if not name:
         width = max(map(len, VERBS)) + 1
         verbs = "\n".join(f"  {each:<{width}} {verb.about}" for each, verb in sorted(VERBS.items()))
-        flags = _flags([Flag("help", "h", "", "show this"), VERSION])
         more = 'Use "bpm [command] --help" for more information about a command.'
+        flags = _flags([HELP, VERSION])
         return f"Usage:\n  bpm [flags]\n  bpm [command]\n\nAvailable Commands:\n{verbs}\n\nFlags:\n{flags}\n\n{more}\n"
     verb = VERBS[name]
     words = " <job-name>" if verb.of_job else ""
-    return f"Usage:\n  bpm {name}{words} [flags]\n\nFlags:\n{_flags(verb.flags)}\n"
+    return f"Usage:\n  bpm {name}{words} [flags]\n\nFlags:\n{_flags([*verb.flags, HELP])}\n"
 
 
-def _flags(flags: list[Flag]) -> str:
-    names = [(f"-{flag.short}, " if flag.short else "    ") + f"--{flag.name} {flag.kind}".rstrip() for flag in flags]
+def _flags(flags: Sequence[Flag]) -> str:
+    names = [
+        f"{', '.join(flag.spellings) if flag.short else f'    --{flag.name}'} {flag.kind}".rstrip() for flag in flags
+    ]
     width = max(map(len, names))
     return "\n".join(f"  {name:<{width}}   {flag.about}" for name, flag in zip(names, flags, strict=True))
 
@@ -275,14 +249,14 @@ def _version(call: Call) -> int:
 def _logs(call: Call) -> int:
     from agent_shim.cli import bpm_logs
 
-    both = call.has("all")
-    streams = ["stdout"] * (both or not call.has("err")) + ["stderr"] * (both or call.has("err"))
+    flags = call.flags
+    streams = ["stdout"] * (flags.all or not flags.err) + ["stderr"] * (flags.all or flags.err)
     wanted = [_log(call, stream) for stream in streams]
     found = [log.open() for log in wanted]
     if not all(found):
         raise BpmError("logs not found")
-    is_named = len(wanted) > 1 and not call.has("quiet")
-    bpm_logs.show(wanted, abs(int(call.value("lines", "25"))), is_named=is_named, follows=call.has("follow"))
+    lines = 25 if flags.lines is None else abs(flags.lines)
+    bpm_logs.show(wanted, lines, is_named=len(wanted) > 1 and not flags.quiet, follows=flags.follow)
     return 0
 
 
@@ -332,46 +306,41 @@ def _shell(call: Call) -> int:
 
 def _run(call: Call) -> int:
     """Print the logs of the process until it ends; a signal ends the process."""
-    # The parts in C: ``threading`` and ``signal`` add classes and enumerations.
-    import _signal  # type: ignore[import-not-found]
-    import _thread
     import contextlib
+    import signal
+    import threading
 
     from agent_shim.cli import bpm_logs
-    from agent_shim.core.errors import NoAgentError
 
     outputs = (("stdout", sys.stdout.buffer), ("stderr", sys.stderr.buffer))
     logs = [(_log(call, name), stream) for name, stream in outputs]
     for log, _ in logs:
         log.open()
     ended: list[int | Exception] = []
-    is_waiting = _thread.allocate_lock()
 
     def wait() -> None:
         try:
-            volumes, env = call.values.get("volume", []), call.values.get("env", [])
-            ended.append(_ask(call, volumes=volumes, env=env))
+            ended.append(_ask(call, volumes=call.flags.volume, env=call.flags.env))
         except (BpmError, NoAgentError) as exc:
             ended.append(exc)
-        finally:
-            is_waiting.release()
 
     def ask_to_end() -> None:
         with contextlib.suppress(BpmError, NoAgentError):  # the other request reports it
             _ask(call, "end run")
 
     def end(*_: object) -> None:
-        _thread.start_new_thread(ask_to_end, ())
+        threading.Thread(target=ask_to_end, daemon=True).start()
 
-    for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):
-        _signal.signal(number, end)
-    is_waiting.acquire()
-    _thread.start_new_thread(wait, ())
-    while not is_waiting.acquire(timeout=bpm_logs.POLL_S):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    is_over = False
+    while not is_over:
+        waiting.join(bpm_logs.POLL_S)
+        is_over = bool(ended)
         for log, stream in logs:
             bpm_logs.copy(log, stream)
-    for log, stream in logs:
-        bpm_logs.copy(log, stream)
     if isinstance(ended[0], Exception):
         raise ended[0]
     if ended[0]:
@@ -380,32 +349,31 @@ def _run(call: Call) -> int:
 
 
 ABOUT = "A bosh process manager for starting and stopping release jobs"
+HELP = Flag("help", "h", "", "show this")
 VERSION = Flag("version", "", "", "print the version")
 _PROCESS = Flag("process", "p", "string", "the process, if it is not named as the job")
+_RUN = (
+    Flag("env", "e", "stringArray", "a further environment variable: KEY=VALUE"),
+    _PROCESS,
+    Flag("volume", "v", "stringArray", "a further volume: PATH[:OPTIONS]"),
+)
+_LOGS = (
+    Flag("all", "a", "", "both stdout and stderr"),
+    Flag("err", "e", "", "stderr"),
+    Flag("follow", "f", "", "follow the files"),
+    Flag("lines", "n", "int", "the last ones that are shown (25)"),
+    _PROCESS,
+    Flag("quiet", "q", "", "without names of files"),
+)
 VERBS = {
-    "start": Verb(_order, "start a process", _PROCESS),
-    "stop": Verb(_order, "stop a process", _PROCESS),
-    "run": Verb(
-        _run,
-        "run a process to its end",
-        Flag("env", "e", "stringArray", "a further environment variable: KEY=VALUE"),
-        _PROCESS,
-        Flag("volume", "v", "stringArray", "a further volume: PATH[:OPTIONS]"),
-    ),
-    "pid": Verb(_pid, "print the process number", _PROCESS),
+    "start": Verb(_order, "start a process", [_PROCESS]),
+    "stop": Verb(_order, "stop a process", [_PROCESS]),
+    "run": Verb(_run, "run a process to its end", _RUN),
+    "pid": Verb(_pid, "print the process number", [_PROCESS]),
     "list": Verb(_list, "show all processes", of_job=False),
-    "logs": Verb(
-        _logs,
-        "show the logs of a process",
-        Flag("all", "a", "", "both stdout and stderr"),
-        Flag("err", "e", "", "stderr"),
-        Flag("follow", "f", "", "follow the files"),
-        Flag("lines", "n", "int", "the last ones that are shown (25)"),
-        _PROCESS,
-        Flag("quiet", "q", "", "without names of files"),
-    ),
-    "shell": Verb(_shell, "start a shell that sees what the process sees", _PROCESS),
-    "trace": Verb(_trace, "show the system calls of a process", _PROCESS),
+    "logs": Verb(_logs, "show the logs of a process", _LOGS),
+    "shell": Verb(_shell, "start a shell that sees what the process sees", [_PROCESS]),
+    "trace": Verb(_trace, "show the system calls of a process", [_PROCESS]),
     "version": Verb(_version, "print the version", of_job=False),
 }
 

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from agent_shim import __revision__, __version__
-from agent_shim.cli import daemon
 from agent_shim.core import safetext
-from agent_shim.core.errors import BadArgumentsError, HostError, NoAgentError, NotThereError, ShimError
+from agent_shim.core.errors import BadArgumentsError, BootError, HostError, NoAgentError, NotThereError, ShimError
 from agent_shim.core.paths import VCAP, Paths
 
 VERSION: Final = f"{__version__} ({__revision__ or 'unknown revision'})"
@@ -59,11 +57,8 @@ def main(argv: Sequence[str]) -> int:
     args, surplus = parser().parse_known_args(argv)
     if surplus:
         args.parser.error(f"unrecognized arguments: {' '.join(surplus)}")
-    return _run(args) if args.run is _run else _outcome(args)
-
-
-def _outcome(args: argparse.Namespace) -> int:
-    """Run a command that is not the daemon; print its error and return the exit code."""
+    if args.run is _run:
+        return _run(args)
     try:
         return int(args.run(args))
     except ShimError as exc:
@@ -114,7 +109,7 @@ def bosh_agent(argv: Sequence[str]) -> int:
     if args.version:
         print(f"[Version] {VERSION}")
         return 0
-    return daemon.run("bosh-agent", config=args.config, base=args.base)
+    return _daemon("bosh-agent", args)
 
 
 EXAMPLES: Final[dict[str, str]] = {
@@ -349,7 +344,18 @@ def _daemon_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    return daemon.run("agent-shim", **vars(args))
+    return _daemon("agent-shim", args, args.http, args.log_format, args.log_level, args.job_logs)
+
+
+def _daemon(program: str, args: argparse.Namespace, *options: Any) -> int:
+    """Run the daemon; print its error and return the exit code."""
+    try:
+        from agent_shim.daemon import main as daemon
+
+        return daemon.main(daemon.Options(args.config, Paths(args.base.absolute()), *options))
+    except (ShimError, HostError) as exc:
+        print(safetext.lines(f"{program}: {exc}"), file=sys.stderr)
+        return exc.exit_code if isinstance(exc, ShimError) else BootError.exit_code
 
 
 def _ask(args: argparse.Namespace, request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
@@ -476,8 +482,14 @@ def _status_page(args: argparse.Namespace) -> tuple[str, int]:
     if args.names:
         shown = (status_text.details(safetext.value(one), paint, _last_lines(args, one["job"])) for one in processes)
         return "\n\n".join(shown), code
-    columns, lines = shutil.get_terminal_size() if sys.stdout.isatty() else (0, 0)
+    columns, lines = _terminal_size()
     return status_text.render(safetext.value(status), paint, columns, lines if args.watch else 0), code
+
+
+def _terminal_size() -> tuple[int, int]:
+    import shutil  # late: with it come compression libraries, which the daemon does not need
+
+    return shutil.get_terminal_size() if sys.stdout.isatty() else (0, 0)
 
 
 def _last_lines(args: argparse.Namespace, job: str) -> list[str]:

@@ -24,7 +24,11 @@ from agent_shim.services.volume_lease import exclusive_agent
 from agent_shim_demo.release import archive
 from tests.support.programs import TIMEOUT_S, is_alive
 
-COMMAND = [sys.executable, "-c", "import sys; from agent_shim.cli.main import bosh_agent; sys.exit(bosh_agent())"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))",
+]
 
 LIBRARY = "mkdir $BOSH_INSTALL_TARGET/lib; cp z.txt $BOSH_INSTALL_TARGET/lib"
 PROGRAM = """

@@ -150,7 +150,7 @@ async def test_wrong_agent_json_ends_with_78(world: World) -> None:
 async def test_bosh_agent_takes_the_flags_that_cpis_pass(world: World) -> None:
     world.command = COMMAND.replace(
         "-m agent_shim.cli run -C {config}",
-        "-c 'import sys; from agent_shim.cli.main import bosh_agent; sys.exit(bosh_agent())'"
+        "-c 'import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))'"
         " -P ubuntu -M monit -C={config}",
     )
 

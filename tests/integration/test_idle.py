@@ -37,15 +37,13 @@ ABSENT: Final = {
         "http.client",
         "http.server",
         "inspect",
-        "ipaddress",
-        "locale",
         "multiprocessing",
         "pkgutil",
         "platform",
         "sqlite3",
         "tokenize",
     ),
-    *("_strptime", "argparse", "encodings.idna", "msgspec.inspect"),
+    *("_strptime", "encodings.idna", "msgspec.inspect"),
     *("tarfile", "unittest", "urllib.request", "xml", "zipfile"),
 }
 """Modules of this package and of the standard library for other processes, or for single requests."""

@@ -17,7 +17,7 @@ from tests.support.machine import CODE, Machine
 
 pytestmark = pytest.mark.root
 
-CALL = "import sys; from agent_shim.cli.main import bosh_agent; sys.exit(bosh_agent())"
+CALL = "import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))"
 
 
 def test_a_release_is_compiled_for_the_stemcell(box: Machine, tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ import pytest
 
 from tests.structure.source import Module, modules, uses
 
-COMMANDS = frozenset(
-    {"cli.check", "cli.commands", "cli.compile_release", "cli.daemon", "cli.monit", "cli.bpm", "cli.bpm_logs"}
-)
+COMMANDS = frozenset({"cli.check", "cli.commands", "cli.compile_release", "cli.monit", "cli.bpm", "cli.bpm_logs"})
 
 
 @dataclass(frozen=True)
