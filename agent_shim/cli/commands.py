@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
     args, surplus = parser().parse_known_args(argv)
     if surplus:
         args.parser.error(f"unrecognized arguments: {' '.join(surplus)}")
-    if args.run is _run:
+    is_daemon: bool = args.run is _run
+    if is_daemon:
         return _run(args)
     try:
         return int(args.run(args))

@@ -83,7 +83,7 @@ RAW: Mapping[str, Raw] = {
     "daemon.job_recovery": Raw(OWN, frozenset({"JobRecovery._take_over"})),
     "cli.commands": Raw(
         "which jobs have a directory of logs, /dev/null, and files of the program",
-        frozenset({"_completion", "_outcome", "_refuse_missing"}),
+        frozenset({"_completion", "_refuse_missing", "main"}),
     ),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
     "services.compiler": Raw(
