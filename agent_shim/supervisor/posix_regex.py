@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import re
 import weakref
 from typing import Final
 
 MAX_PATTERN_BYTES: Final = 4096
-MAX_DEPTH: Final = 50
-"""Maximum nesting of parentheses, on which ``regcomp`` recurses."""
-MAX_STATES: Final = 5000
-"""Maximum characters of a pattern with its repetitions expanded, as ``regcomp`` does."""
 MAX_TEXT_BYTES: Final = 4096
 """Maximum text searched; monit has room for less (1024 of a command line, 512 of a line)."""
 
@@ -26,7 +23,7 @@ _REG_NOSUB: Final = 8
 _REGEX_BYTES: Final = 256
 """Space for a ``regex_t``: 64 bytes with glibc, and fewer than this with any other library."""
 _LC_ALL_MASK: Final = 0x1FBF
-_PIECE: Final = rb"(?s)\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|\{(?P<low>[0-9]*)(?P<comma>,?)(?P<high>[0-9]*)\}|."
+_PIECE: Final = rb"(?s)\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|."
 
 
 class Pattern:
@@ -36,9 +33,16 @@ class Pattern:
         """Raises ``ValueError`` with the message of the C library."""
         self.text = text
         pattern = text.encode(errors="surrogateescape")
-        is_balanced = _refuse_huge(pattern)
+        if len(pattern) > MAX_PATTERN_BYTES:
+            raise ValueError(f"more than {MAX_PATTERN_BYTES} bytes")
+        if b"\0" in pattern:
+            raise ValueError("a null byte")
+        pieces = re.findall(_PIECE, pattern)
+        if any(re.fullmatch(rb"\\[1-9]", piece) for piece in pieces):
+            raise ValueError("a back reference: matching it may take forever")
         self._compile(pattern)
-        if is_balanced:
+        depths = list(itertools.accumulate((piece == b"(") - (piece == b")") for piece in pieces))
+        if min(depths, default=0) >= 0:  # an unmatched ")" is a plain character
             # The library tries each start position in turn; an anchored pattern reads the text once.
             self._compile(b"^.*(" + pattern + b")")
 
@@ -66,42 +70,6 @@ class Pattern:
 def compiled(pattern: str) -> Pattern:
     """Compile a pattern, cached; raises ``ValueError`` with the reason."""
     return Pattern(pattern)
-
-
-def _refuse_huge(pattern: bytes) -> bool:
-    """Raise ``ValueError`` for a pattern that would exhaust the stack or memory of the process in ``regcomp``.
-
-    Returns False for a pattern with an unmatched ``)``, which is a plain character.
-    """
-    if len(pattern) > MAX_PATTERN_BYTES:
-        raise ValueError(f"more than {MAX_PATTERN_BYTES} bytes")
-    if b"\0" in pattern:
-        raise ValueError("a null byte")
-    is_balanced = True
-    sizes, last = [0], 0  # of each open group so far, and of the last piece
-    for piece in re.finditer(_PIECE, pattern):
-        if re.fullmatch(rb"\\[1-9]", piece[0]):
-            raise ValueError("a back reference: matching it may take forever")
-        if piece[0] == b"(":
-            if len(sizes) > MAX_DEPTH:
-                raise ValueError(f"more than {MAX_DEPTH} nested parentheses")
-            sizes.append(0)
-            last = 0
-        elif piece[0] == b")" and len(sizes) > 1:
-            last = sizes.pop()
-            sizes[-1] += last
-        elif piece["low"] or piece["high"]:
-            # The library passes over zeros, and refuses more digits.
-            times = max(int(piece[each].lstrip(b"0")[:6] or 0) for each in ("low", "high"))
-            sizes[-1] += last * max(0, times - 1)
-            last *= max(1, times)
-        else:
-            is_balanced &= piece[0] != b")"
-            last = 1
-            sizes[-1] += 1
-        if sum(sizes) > MAX_STATES:
-            raise ValueError(f"more than {MAX_STATES} characters with repetitions expanded")
-    return is_balanced
 
 
 @functools.cache
