@@ -19,7 +19,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import capabilities, job_cgroups, proc, process, sandbox, sandbox_exec
 from agent_shim.supervisor.bpm import runner
 from agent_shim.supervisor.plan import BpmCall, bpm_call
-from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from agent_shim.supervisor.supervisor import JobFile
 from tests.support.programs import eventually, is_alive, marked
 from tests.support.programs.jobs import World, info, until
 
@@ -281,6 +281,36 @@ async def test_next_agent_finds_it(world: World) -> None:
         assert supervisor.bpm.find("web", "web") is None
 
 
+@pytest.mark.parametrize("later_s", [-60, 900])
+async def test_a_number_in_a_pidfile_is_no_proof(world: World, later_s: float) -> None:
+    """The agent writes the pidfile right after a start; a process that started at another time has its mark."""
+    job(world, "exec sleep 600")
+    other = process.spawn(["sleep", "600"], env={})
+    async with world.supervising() as supervisor:
+        pidfile(world.paths).parent.mkdir(parents=True)
+        for pid in (other.pid, os.getpid(), 1):
+            pidfile(world.paths).write_text(str(pid))
+            os.utime(pidfile(world.paths), (time.time() + later_s,) * 2)
+            assert supervisor.bpm.find("web", "web") is None
+        pid = (await supervisor.bpm.start(START)).pid
+        os.utime(pidfile(world.paths), (time.time() + later_s,) * 2)
+        found = supervisor.bpm.find("web", "web")
+        assert found is not None
+        assert found[0] == pid
+        await supervisor.bpm.stop(START)
+    await other.terminate(1)
+
+
+def test_an_unknown_key_is_logged_once_for_each_content(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    bpm = world.supervisor().bpm
+    for more in ("  odd: 1\n", "  odd: 1\n", "  other: 1\n"):
+        job(world, "true", more)
+        bpm.definition("web", "web")
+
+    logged = [record.message.rpartition("unknown key ")[2] for record in caplog.records]
+    assert [each.partition(" ")[0] for each in logged] == ["processes[0].odd", "processes[0].other"]
+
+
 async def test_hook_runs_first_and_its_failure_is_told(world: World) -> None:
     """With the same environment, outside the rules; without it there is no process."""
     hook = world.base / "hook"
@@ -510,11 +540,6 @@ async def test_process_sees_what_bpm_shows_and_nothing_else(world: World, monkey
 def test_call_of_bpm_is_known(argv: str, expected: BpmCall | None) -> None:
     """In all spellings of the flag; anything else is a program like others."""
     assert bpm_call(argv.split()) == expected
-
-
-def test_supervisor_is_not_strict_by_itself(world: World) -> None:
-    """A missing ability is a warning unless the options are strict."""
-    assert not Supervisor(world.paths, on_event=print).bpm._is_strict
 
 
 async def test_log_of_bpm_says_what_was_done_and_why_not(world: World) -> None:
