@@ -1,8 +1,7 @@
 """Certificates of a bus in BOSH's form, valid and invalid, for the demo, the tests and the benchmarks.
 
 Subjects are those of the Director (``nats_client_cert_generator.rb``) and of the bosh-deployment manifest; keys are
-elliptic by default because they are made in a millisecond, where the real ones are RSA with 3072 bits. Needs
-``cryptography``, which comes with the extra ``demo``.
+elliptic by default because they are made in a millisecond, where the real ones are RSA with 3072 bits.
 """
 
 from __future__ import annotations
@@ -12,12 +11,19 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from agent_shim.core.errors import ConfigError
 
-if TYPE_CHECKING:
+try:
     from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec, rsa
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ImportError as exc:
+    why = "the package cryptography is not installed (pip install 'agent-shim[demo]')"
+    raise ConfigError(f"cannot make certificates: {why}") from exc
 
 SERVER: Final = "default.nats.bosh-internal"
 DIRECTOR: Final = "default.director.bosh-internal"
@@ -60,7 +66,9 @@ class Authority:
         self._bits = bits
         self._key = _key(bits)
         self._name = _name(common_name)
-        self.ca = _pem((issuer or self).sign(self._name, self._key.public_key(), GOOD, _authority()))
+        self.ca = _pem(
+            (issuer or self).sign(self._name, self._key.public_key(), GOOD, [x509.BasicConstraints(True, None)])
+        )
 
     def server(
         self,
@@ -70,11 +78,12 @@ class Authority:
         valid: tuple[float, float] = GOOD,
     ) -> Pair:
         """Issue a server certificate for ``hosts`` (names and addresses, by which alone clients verify a host)."""
-        return self._pair(common_name, valid, _server(hosts))
+        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+        return self._pair(common_name, valid, [usage, x509.SubjectAlternativeName([_host(host) for host in hosts])])
 
     def client(self, common_name: str, *, valid: tuple[float, float] = GOOD) -> Pair:
         """Issue a client certificate, as the Director does for every VM."""
-        return self._pair(common_name, valid, _client())
+        return self._pair(common_name, valid, [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])])
 
     def agent(self, agent_id: str, *, bootstrap: bool = False, valid: tuple[float, float] = GOOD) -> Pair:
         """Issue the client certificate of an agent."""
@@ -87,9 +96,6 @@ class Authority:
     def sign(
         self, name: x509.Name, public_key: Any, valid: tuple[float, float], extensions: Sequence[x509.ExtensionType]
     ) -> x509.Certificate:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes
-
         now = datetime.now(UTC)
         builder = x509.CertificateBuilder(
             issuer_name=self._name,
@@ -105,18 +111,10 @@ class Authority:
 
 
 def _key(bits: int) -> Any:
-    try:
-        from cryptography.hazmat.primitives.asymmetric import ec, rsa
-    except ImportError as exc:
-        why = "the package cryptography is not installed (pip install 'agent-shim[demo]')"
-        raise ConfigError(f"cannot make certificates: {why}") from exc
     return rsa.generate_private_key(65537, bits) if bits else ec.generate_private_key(ec.SECP256R1())
 
 
 def _name(common_name: str) -> x509.Name:
-    from cryptography import x509
-    from cryptography.x509.oid import NameOID
-
     parts = {NameOID.COUNTRY_NAME: "USA", NameOID.ORGANIZATION_NAME: "Cloud Foundry", NameOID.COMMON_NAME: common_name}
     with warnings.catch_warnings():
         # A country has two letters and a name at most 64; BOSH writes three, and 66 for a UUID that bootstraps.
@@ -124,40 +122,17 @@ def _name(common_name: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(oid, text, _validate=False) for oid, text in parts.items()])
 
 
-def _authority() -> list[x509.ExtensionType]:
-    from cryptography import x509
-
-    return [x509.BasicConstraints(ca=True, path_length=None)]
-
-
-def _server(hosts: Sequence[str]) -> list[x509.ExtensionType]:
-    from cryptography import x509
-    from cryptography.x509.oid import ExtendedKeyUsageOID
-
-    names: list[x509.GeneralName] = []
-    for host in hosts:
-        try:
-            names.append(x509.IPAddress(ipaddress.ip_address(host)))
-        except ValueError:
-            names.append(x509.DNSName(host))
-    return [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), x509.SubjectAlternativeName(names)]
-
-
-def _client() -> list[x509.ExtensionType]:
-    from cryptography import x509
-    from cryptography.x509.oid import ExtendedKeyUsageOID
-
-    return [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])]
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def _pem(certificate: x509.Certificate) -> str:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
     return certificate.public_bytes(Encoding.PEM).decode()
 
 
 def _key_pem(key: Any) -> str:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     pem: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption())
     return pem.decode()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.core.errors import ConfigError, ShimError
+from agent_shim.core.errors import ConfigError
 from agent_shim.core.settings import Mbus
 from agent_shim_demo import broker
 from agent_shim_demo.director import HealthMonitor, joined
@@ -75,39 +75,6 @@ async def lets_in(mbus: Mbus, subject: str) -> bool:
             return True
     except TimeoutError:
         return False
-
-
-async def test_port_stays(tmp_path: Path) -> None:
-    """A server that was killed comes back where it was; stopping twice is fine."""
-    server = NatsServer(tmp_path)
-    async with server:
-        url = server.url
-        await server.kill()
-        await server.kill()
-        await server.start()
-
-        assert server.url == url
-
-        server.pause()
-        await server.stop()
-        with pytest.raises(ShimError, match="it does not run"):
-            server.pause()
-
-
-async def test_keys_are_private(tmp_path: Path) -> None:
-    """Other users cannot read them."""
-    async with NatsServer(tmp_path):
-        assert {path.stat().st_mode & 0o077 for path in tmp_path.glob("*.pem")} == {0}
-
-
-async def test_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says where to look."""
-    monkeypatch.setattr(broker, "SERVER_TIMEOUT_S", 0.2)
-    server = NatsServer(tmp_path, ping_max=-1, ping_interval=-1)
-    server.port = 1 << 20
-    with pytest.raises(ShimError, match=r"cannot start nats-server within 0\.2 s: see .*nats\.log"):
-        await server.start()
-    await server.stop()
 
 
 def test_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,8 @@ def test_it_has_all_modules_and_no_tests(wheel: Path) -> None:
 def test_every_module_can_be_imported(programs: Path) -> None:
     """No library is missing from the metadata of the wheel."""
     code = (
-        "import importlib, pkgutil, agent_shim, agent_shim_demo, kubernetes_cpi\n"
-        "for package in (agent_shim, agent_shim_demo, kubernetes_cpi):\n"
+        "import importlib, pkgutil, agent_shim, kubernetes_cpi\n"
+        "for package in (agent_shim, kubernetes_cpi):\n"
         "    for one in pkgutil.walk_packages(package.__path__, package.__name__ + '.', onerror=lambda name: None):\n"
         "        if not one.name.endswith('__main__'):\n"
         "            importlib.import_module(one.name)\n"
