@@ -69,7 +69,7 @@ def _job(spec: ProcessSpec, known: tuple[int, int] | None) -> str:
     pidfile = read_pidfile(spec.pidfile) if spec.pidfile else None
     if spec.pidfile is not None and (pidfile is None or pidfile.pid != found.pid):
         return f"{spec.name} runs as {found.pid}, which {spec.pidfile} does not say: monit will start it a second time"
-    if spec.start is not None and spec.start.bpm is not None:
+    if spec.start_call is not None:
         return f"{spec.name} runs as {found.pid}, without runc: the bpm of the release cannot stop it, end it by hand"
     return f"{spec.name} runs on as {found.pid}"
 

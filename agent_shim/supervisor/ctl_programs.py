@@ -21,8 +21,9 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import clock, guarded, job_cgroups, proc, process, reaper
 from agent_shim.host.process import Process
 from agent_shim.supervisor import ownership, process_record
+from agent_shim.supervisor.monit.ast import Program
 from agent_shim.supervisor.ownership import Left, Look, Members, Ownership, Records, Unproven, Verdict, left, look
-from agent_shim.supervisor.plan import ProcessSpec, Program
+from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class Programs:
                 if not is_aside:
                     env[process_record.MARK] = process_record.mark(label, self._base)
                 enter = partial(_enter, None if is_aside else self.ownership.cage(label), label)
-                user, group = program.user, program.group
+                user, group = program.uid or None, program.gid or None
                 return await process.spawn_prepared(
                     enter, program.argv, env=env, stdout=output, stderr=output, user=user, group=group
                 )
@@ -305,7 +306,7 @@ class Programs:
 
     async def dismiss(self, spec: ProcessSpec) -> None:
         """Remove the cgroup of a stopped service; that of a bpm process stays until ``Bpm`` has read its counters."""
-        if spec.start is not None and spec.start.bpm is None:
+        if spec.start is not None and spec.start_call is None:
             await asyncio.to_thread(self.ownership.cage(spec.label).remove)
 
     async def strays(self, since: int) -> list[Left]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,36 +45,12 @@ class BpmCall(msgspec.Struct, frozen=True):
     process: str
 
 
-class Program(msgspec.Struct, frozen=True):
-    """A command to run. ``user`` and ``group`` are names or numbers, ``timeout`` is in seconds."""
-
-    argv: tuple[str, ...]
-    user: str | None = None
-    group: str | None = None
-    timeout: float = 30.0
-    bpm: BpmCall | None = None
-    """The equivalent action if the command is bpm."""
-
-
-class Reaction(msgspec.Struct, frozen=True):
-    """Action of a rule; ``exec`` has a program."""
-
-    kind: values.ActionKind
-    program: Program | None = None
-
-
-RESTART: Final = Reaction("restart")
-ALERT: Final = Reaction("alert")
-VCAP_ALONE: Final = frozenset({VCAP})
-"""Values of nearly all services, which share them."""
-
-
 class RestartLimit(msgspec.Struct, frozen=True):
     """Action after ``count`` restarts within ``cycles`` monit cycles."""
 
     count: int
     cycles: int
-    reaction: Reaction
+    reaction: values.Action
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
@@ -93,15 +68,18 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     pattern: posix_regex.Pattern | None = None
     path: Path | None = None
     address: str = ""
-    start: Program | None = None
-    stop: Program | None = None
-    groups: frozenset[str] = VCAP_ALONE
+    start: values.Program | None = None
+    stop: values.Program | None = None
+    start_call: BpmCall | None = None
+    """The equivalent action if the start program is bpm."""
+    stop_call: BpmCall | None = None
+    groups: frozenset[str] = frozenset({VCAP})
     depends: tuple[str, ...] = ()
     mode: values.Mode = "active"
-    absence: Reaction = RESTART
+    absence: values.Action = values.Action("restart")
     absence_cycles: int = 1
     """Monit cycles of absence before that reaction."""
-    change: Reaction = ALERT
+    change: values.Action = values.ALERT
     """Reaction to a change of the process number."""
     limits: tuple[RestartLimit, ...] = ()
     rules: tuple[values.Rule, ...] = ()
@@ -237,18 +215,17 @@ def is_never_restarted(spec: ProcessSpec) -> bool:
 
 def spec_of(job: str, check: values.Check) -> ProcessSpec:
     """Build the service of a check."""
-    absence, cycles, change = RESTART, 1, ALERT
+    absence, cycles, change = values.Action("restart"), 1, values.ALERT
     limits: list[RestartLimit] = []
     rules: list[values.Rule] = []
-    groups = frozenset(group.lower() for group in check.groups)
     for rule in check.rules:
         match rule.test:
             case values.Missing():
-                absence, cycles = reaction(rule.action), rule.rate.cycles
+                absence, cycles = rule.action, rule.rate.cycles
             case values.PidChanged():
-                change = reaction(rule.action)
+                change = rule.action
             case values.Restarts(count, within):
-                limits.append(RestartLimit(count, within, reaction(rule.action)))
+                limits.append(RestartLimit(count, within, rule.action))
             case _:
                 rules.append(rule)
     rules += own_rules(check)
@@ -260,9 +237,11 @@ def spec_of(job: str, check: values.Check) -> ProcessSpec:
         pattern=posix_regex.compiled(check.matching) if check.matching else None,
         path=Path(check.path) if check.path else None,
         address=check.address,
-        start=_program(check.start),
-        stop=_program(check.stop),
-        groups=VCAP_ALONE if groups == VCAP_ALONE else groups,
+        start=check.start,
+        stop=check.stop,
+        start_call=bpm_call(check.start.argv) if check.start else None,
+        stop_call=bpm_call(check.stop.argv) if check.stop else None,
+        groups=frozenset(group.lower() for group in check.groups),
         depends=check.depends,
         mode=check.mode,
         absence=absence,
@@ -283,16 +262,3 @@ def own_rules(check: values.Check) -> Iterator[values.Rule]:
         yield values.Rule(values.Unreadable(), values.ALERT)
     if check.kind == "filesystem" and not any(rule.test == values.Changed("fsflag") for rule in check.rules):
         yield values.Rule(values.Changed("fsflag"), values.ALERT, recovery=values.IGNORE)
-
-
-def reaction(action: values.Action) -> Reaction:
-    """Convert the action of a rule."""
-    return Reaction(action.kind, _program(action.program))
-
-
-def _program(program: values.Program | None) -> Program | None:
-    if program is None:
-        return None
-    call = bpm_call(program.argv)
-    argv = tuple(map(sys.intern, program.argv))  # most services start and stop with one program
-    return Program(argv, program.uid or None, program.gid or None, float(program.timeout), call)

@@ -20,7 +20,7 @@ from agent_shim.host import cgroups, clock, guarded, host_stats, proc
 from agent_shim.supervisor import event_kinds, network_checks
 from agent_shim.supervisor.monit.ast import CHANGES, Changed, Connection, Echo
 from agent_shim.supervisor.path_checks import Numbered, PathWatch
-from agent_shim.supervisor.plan import ProcessSpec, reaction
+from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_record import Identity
 from agent_shim.supervisor.rule_counter import Cycles, Finding, RuleCounter, RuleTransition, judge, percent
 from agent_shim.supervisor.service import Service
@@ -197,10 +197,10 @@ async def _check(service: Service, watch: _Watch, key: object, look: Look) -> No
             service.complaints[number] = complaint
             if turn is RuleTransition.FAILED:
                 service.notify(complaint.word, rule.action.kind, finding.text)
-            await service.react(reaction(rule.action), complaint.word, finding.text)
+            await service.react(rule.action, complaint.word, finding.text)
         elif turn is RuleTransition.RECOVERED and rule.recovery.kind != "ignore":
             service.notify(kind.succeeded, rule.recovery.kind, finding.text)
-            await service.react(reaction(rule.recovery), kind.succeeded, finding.text)
+            await service.react(rule.recovery, kind.succeeded, finding.text)
     service.is_checked = True
 
 

@@ -26,8 +26,9 @@ from agent_shim.supervisor import process_record
 from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket, last_word
 from agent_shim.supervisor.event_kinds import Complaint
+from agent_shim.supervisor.monit.ast import Action, Program
 from agent_shim.supervisor.ownership import Left, left
-from agent_shim.supervisor.plan import ProcessSpec, Program, Reaction, RestartLimit
+from agent_shim.supervisor.plan import ProcessSpec, RestartLimit
 from agent_shim.supervisor.process_finder import VOID, LateError, ProcessFinder, Timing, kind_of
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.state import ACTIVE, ENDING, NEXT, UNDERWAY, UP, WORK, Effect, State, Trigger, Work, reported
@@ -282,7 +283,7 @@ class Service:
 
     def is_void(self) -> bool:
         """True if the service is running and its pidfile, unless the agent wrote it, names no process."""
-        is_ours = self.spec.start is not None and self.spec.start.bpm is not None
+        is_ours = self.spec.start_call is not None
         return self.state is State.RUNNING and not is_ours and self._finder.is_void(self.spec)
 
     def doubt(self) -> None:
@@ -363,8 +364,8 @@ class Service:
             self.on(Trigger.FAILED)
         else:
             self.on(Trigger.APPEARED)
-            start = self.spec.start
-            if start and not start.bpm and (said := await self._shared.programs.refused_limit(self.spec.name)):
+            is_ctl = self.spec.start is not None and self.spec.start_call is None
+            if is_ctl and (said := await self._shared.programs.refused_limit(self.spec.name)):
                 # The container refused the limit, and the shell continued without it.
                 self.record.reason = f"running with a lower limit than its start program requested: {said}"
         if self._is_counted:
@@ -405,7 +406,7 @@ class Service:
             if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
             # As monit does, run it once beside a process that the pidfile no longer names: it may write its number.
-            if spec.is_process and spec.start.bpm is None and record.traces.begun and doubted is None:
+            if spec.is_process and spec.start_call is None and record.traces.begun and doubted is None:
                 await self._shared.programs.clear(spec.label, record.traces, self._timing.grace)
             await self._run_start(spec.start)
         finder.doubted = None
@@ -421,12 +422,12 @@ class Service:
         spec, programs, traces = self.spec, self._shared.programs, self.record.traces
         with watchdog.reading(spec.name, "its pidfile"):
             before = process_record.read(spec.pidfile)
-        if start.bpm is None:
+        if spec.start_call is None:
             program = await programs.run(spec.name, start, "Started", label=spec.label, pid=self._finder.pid)
         else:
             try:
                 async with asyncio.timeout(start.timeout):
-                    program = await self._shared.bpm.start(start.bpm)
+                    program = await self._shared.bpm.start(spec.start_call)
             except TimeoutError:
                 raise HostError(f"no process after {start.timeout:g} seconds") from None
         self._finder.program = program
@@ -472,7 +473,7 @@ class Service:
             record.exits[kind] = record.exits.get(kind, 0) + 1
             record.last_exit = how
         text = self.spec.absence_words
-        call = self.spec.start.bpm if self.spec.start else None
+        call = self.spec.start_call
         by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
         # Claim in any case: a nested cgroup counts here too.
         by_kernel = how == signal.SIGKILL.name and self._shared.was_oom()
@@ -526,7 +527,7 @@ class Service:
         limit = min(self._timing.eager_limit, self._timing.backoff_limit) if is_eager else self._timing.backoff_limit
         return max(least, min(backoff, limit))
 
-    async def react(self, reaction: Reaction, event: str, description: str) -> None:
+    async def react(self, reaction: Action, event: str, description: str) -> None:
         """Carry out the action of a rule after an event; does not return if that ends the calling step.
 
         In passive mode only ``exec`` and ``unmonitor`` take effect. As in monit, the restart of a process needs both
@@ -600,9 +601,9 @@ class Service:
         running, program = self.process, self._finder.program
         if program is not None and running is None:
             await program.terminate(self._within(self._timing.grace))
-        if stop is not None and stop.bpm is not None:
+        if stop is not None and self.spec.stop_call is not None:
             try:
-                await self._shared.bpm.stop(stop.bpm, min(self._stop.by, time.monotonic() + stop.timeout))
+                await self._shared.bpm.stop(self.spec.stop_call, min(self._stop.by, time.monotonic() + stop.timeout))
             except OSError as exc:
                 self.notify("Execution failed", "alert", str(exc))
             return
@@ -635,9 +636,7 @@ class Service:
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     async def _with_last_words(self, why: str) -> str:
-        start = self.spec.start
-        call = start.bpm if start else None
-        programs, bpm = self._shared.programs, self._shared.bpm
+        call, programs, bpm = self.spec.start_call, self._shared.programs, self._shared.bpm
         words = await bpm.last_words(call) if call else last_word(await programs.printed(self.spec.name))
         return f"{why} ({words})" if words else why
 

@@ -13,7 +13,7 @@ import pytest
 from agent_shim.core.errors import HostError
 from agent_shim.host import job_cgroups
 from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES, Programs, last_word
-from agent_shim.supervisor.plan import Program
+from agent_shim.supervisor.monit.ast import Program
 
 
 async def test_output_is_kept_and_its_last_line_told(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ async def test_a_program_whose_cgroup_cannot_be_used_runs_without_it(
 
     monkeypatch.setattr(job_cgroups, "JobCgroup", FullCgroup)
     monkeypatch.setattr(FullCgroup, "make", lambda _: [str(tmp_path)])
-    show = Program(("/bin/sh", "-c", "echo $AGENT_SHIM_SERVICE"), user=user)
+    show = Program(("/bin/sh", "-c", "echo $AGENT_SHIM_SERVICE"), uid=user or "")
     for label in ("", "bpm/web/web"):
         program = await programs.run("web", show, "Started", label=label)
         assert await program.wait() == 0
@@ -143,7 +143,7 @@ async def test_a_limit_that_a_script_could_not_set_is_told(tmp_path: Path, shell
     programs = Programs(tmp_path, tmp_path / "output")
     script = "ulimit -n 64; ulimit -n 100000; echo on"
     user = "nobody" if os.geteuid() == 0 else None
-    program = await programs.run("web", Program((shell, "-c", script), user=user), "Started")
+    program = await programs.run("web", Program((shell, "-c", script), uid=user or ""), "Started")
     await program.wait()
 
     assert "ulimit: " in await programs.refused_limit("web")
@@ -167,10 +167,10 @@ def test_a_user_that_cannot_be_taken_is_told(tmp_path: Path) -> None:
     program = f"""import asyncio
 from pathlib import Path
 from agent_shim.supervisor.ctl_programs import Programs, last_word
-from agent_shim.supervisor.plan import Program
+from agent_shim.supervisor.monit.ast import Program
 async def become():
     programs = Programs(Path("{tmp_path}"), Path("{tmp_path}/output"))
-    program = await programs.run("web", Program(("/bin/true",), user="nobody"), "Started")
+    program = await programs.run("web", Program(("/bin/true",), uid="nobody"), "Started")
     print(await program.wait(), last_word(await programs.printed("web")))
 asyncio.run(become())"""
     without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid", sys.executable, "-c", program]

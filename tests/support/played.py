@@ -16,8 +16,9 @@ from agent_shim.core.errors import HostError
 from agent_shim.supervisor import ctl_programs as programs_module
 from agent_shim.supervisor import service as service_module
 from agent_shim.supervisor.ctl_programs import TokenBucket
+from agent_shim.supervisor.monit.ast import Program
 from agent_shim.supervisor.ownership import Left
-from agent_shim.supervisor.plan import ProcessSpec, Program
+from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_finder import LateError, Timing
 from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.service import Service, ServiceContext
@@ -28,8 +29,8 @@ SPEC: Final = ProcessSpec(
     name="web",
     job="web",
     pidfile="/web.pid",
-    start=Program(("/start",), timeout=30.0),
-    stop=Program(("/stop",), timeout=30.0),
+    start=Program(("/start",)),
+    stop=Program(("/stop",)),
 )
 START_TAKES: Final = {"well": 0.0, "slowly": 2.2, "not": 0.4, "late": 45.0}
 STOP_TAKES: Final = {"well": 0.0, "slowly": 3.3, "not": 1.1, "hangs": 1000.0}

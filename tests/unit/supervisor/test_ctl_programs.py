@@ -15,8 +15,9 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import clock, proc, process, reaper
 from agent_shim.supervisor import ctl_programs
 from agent_shim.supervisor.ctl_programs import MAX_OUTPUT_BYTES, Programs, TokenBucket
+from agent_shim.supervisor.monit.ast import Program
 from agent_shim.supervisor.ownership import Left, Look, Members, Unproven, Verdict
-from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Program
+from agent_shim.supervisor.plan import BpmCall, ProcessSpec
 from agent_shim.supervisor.process_record import Identity, ProcessRecord
 from tests.support.played import played
 
@@ -319,7 +320,7 @@ async def test_the_cgroup_of_a_stopped_service_is_removed(
     monkeypatch.setattr(programs.ownership, "cage", lambda label: SimpleNamespace(remove=lambda: found.append(label)))
     call = BpmCall("start", "web", "web") if is_bpm else None
 
-    await programs.dismiss(ProcessSpec("web", "web", start=Program(("ctl",), bpm=call)))
+    await programs.dismiss(ProcessSpec("web", "web", start=Program(("ctl",)), start_call=call))
     await programs.dismiss(ProcessSpec("web", "web"))
 
     assert found == removed

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.monit.ast import Action, Program
 from agent_shim.supervisor.plan import (
     MAX_FILES,
     BpmCall,
     JobFile,
     ProcessSpec,
-    Program,
-    Reaction,
     RestartLimit,
     bpm_call,
     plan,
@@ -46,7 +45,7 @@ def test_process_is_read_whole() -> None:
         name="web",
         job="web",
         pidfile="/var/vcap/sys/run/web/web.pid",
-        start=Program(("/var/vcap/jobs/web/bin/ctl", "start"), "vcap", "vcap", 60.0),
+        start=Program(("/var/vcap/jobs/web/bin/ctl", "start"), "vcap", "vcap", 60),
         stop=Program(("/var/vcap/jobs/web/bin/ctl", "stop")),
     )
     assert spec.is_vcap
@@ -79,11 +78,11 @@ def test_pattern_takes_the_place_of_a_pidfile() -> None:
 @pytest.mark.parametrize(
     ("statement", "member", "value"),
     [
-        ("if does not exist then alert", "absence", Reaction("alert")),
-        ('if not exist then exec "/bin/tell me"', "absence", Reaction("exec", Program(("/bin/tell", "me")))),
+        ("if does not exist then alert", "absence", Action("alert")),
+        ('if not exist then exec "/bin/tell me"', "absence", Action("exec", Program(("/bin/tell", "me")))),
         ("if does not exist for 3 cycles then restart", "absence_cycles", 3),
-        ("if changed pid then restart", "change", Reaction("restart")),
-        ("if 3 restarts within 5 cycles then unmonitor", "limits", (RestartLimit(3, 5, Reaction("unmonitor")),)),
+        ("if changed pid then restart", "change", Action("restart")),
+        ("if 3 restarts within 5 cycles then unmonitor", "limits", (RestartLimit(3, 5, Action("unmonitor")),)),
         ("mode manual", "mode", "manual"),
         ("every 3 cycles", "every", 3),
         ("group VCAP group other", "groups", frozenset({"vcap", "other"})),

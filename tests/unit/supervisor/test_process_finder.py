@@ -14,8 +14,9 @@ import pytest
 from agent_shim.core.errors import HostError
 from agent_shim.host import proc, process
 from agent_shim.supervisor import posix_regex
+from agent_shim.supervisor.monit.ast import Program
 from agent_shim.supervisor.ownership import Tie
-from agent_shim.supervisor.plan import ProcessSpec, Program
+from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_finder import KINDS, ProcessFinder, Timing, describe, kind_of
 from agent_shim.supervisor.process_record import Pidfile, ProcessRecord, Session, read
 

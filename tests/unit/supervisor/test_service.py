@@ -13,16 +13,16 @@ import pytest
 from msgspec.structs import replace
 
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
-from agent_shim.supervisor.monit.ast import ALERT, Limit, Rule
+from agent_shim.supervisor.monit.ast import ALERT, Action, Limit, Program, Rule
 from agent_shim.supervisor.ownership import Left
-from agent_shim.supervisor.plan import BpmCall, ProcessSpec, Program, Reaction
+from agent_shim.supervisor.plan import BpmCall, ProcessSpec
 from agent_shim.supervisor.service import Event, Service, StopRequest
 from agent_shim.supervisor.state import State, Trigger
 from tests.support.played import SPEC, START_TAKES, TIMING, Machine, played, service_on
 
 CTL: Final = Program(("ctl",))
 CALL: Final = BpmCall("start", "web", "web")
-STOP_S: Final = 30.0
+STOP_S: Final = 30
 """Timeout of the stop program."""
 
 
@@ -147,7 +147,7 @@ async def test_a_kill_for_want_of_memory_is_counted_and_explained(
 ) -> None:
     events: list[Event] = []
     bpm: Any = SimpleNamespace(was_killed_for_memory=lambda _: by_limit, start=None, last_words=no_words)
-    spec = replace(SPEC, start=replace(CTL, bpm=CALL if by_limit else None))
+    spec = replace(SPEC, start_call=CALL if by_limit else None)
     service = service_on(machine := Machine(how_ends=how), spec, was_oom=lambda: was_oom, notify=events.append, bpm=bpm)
     machine.appear()
     async with running(service):
@@ -259,7 +259,7 @@ async def test_a_rule_restarts_a_service_that_has_the_programs(changes: dict[str
     async with running(service):
         await up(service)
         machine.how_stops = "well"
-        await service.react(Reaction("restart"), "Timeout", "too often")
+        await service.react(Action("restart"), "Timeout", "too often")
         await asyncio.sleep(1)
 
     assert len(machine.starts) == after
@@ -274,7 +274,7 @@ async def test_a_program_that_cannot_run_is_reported(event: str) -> None:
     service = service_on(machine := Machine(refuses=event), notify=events.append)
     async with running(service):
         await up(service)
-        await service.react(Reaction("exec", CTL), "Timeout", "too often")
+        await service.react(Action("exec", CTL), "Timeout", "too often")
         service.stop()
         await service.has_left(frozenset({State.STOPPING}))
 
@@ -296,7 +296,7 @@ async def test_a_path_whose_program_cannot_run_is_missing() -> None:
     assert [each.event for each in events] == ["Does not exist"]
 
 
-@pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start": replace(CTL, bpm=CALL)}, False)])
+@pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start_call": CALL}, False)])
 @played
 async def test_only_a_running_process_misses_its_number_in_a_pidfile_that_is_not_ours(
     changes: dict[str, Any], is_void: bool
@@ -379,14 +379,14 @@ async def test_bpm_stops_its_process_by_the_deadline_of_the_request_or_the_file(
         asked.append(by)
 
     bpm = SimpleNamespace(stop=stop)
-    service = service_on(machine := Machine(), replace(SPEC, stop=replace(CTL, bpm=CALL)), bpm=bpm)
+    service = service_on(machine := Machine(), replace(SPEC, stop_call=CALL), bpm=bpm)
     machine.appear()
     async with running(service):
         await up(service)
         service.stop(StopRequest(by))
         await asyncio.sleep(1)
 
-    assert asked == [min(by, CTL.timeout)]
+    assert asked == [min(by, STOP_S)]
 
 
 @played
