@@ -1,4 +1,4 @@
-"""The Director's disk requests, carried out by links: for a container without mounts."""
+"""The Director's disk requests, by links for a container without mounts, and by mounts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,14 +19,12 @@ from agent_shim.core.settings import DiskAssociation, UpdateSettings
 from agent_shim.host import files, mounts, volumes
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
-from tests.support.volumes import MORE_THAN_ALL, Instance, fingerprint, holding, migrate_until
+from tests.support.volumes import MORE_THAN_ALL, Instance, by, fingerprint, holding, migrate_until, mount_tmpfs
+
+each_way = by("links", "mounts")
 
 
-@pytest.fixture
-def instance(tmp_path: Path) -> Instance:
-    return Instance(tmp_path, bind=False)
-
-
+@each_way
 async def test_a_former_error_is_not_told_again(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the mounts were restored, it is not why a disk is missing."""
     instance.attach("a")
@@ -37,14 +36,15 @@ async def test_a_former_error_is_not_told_again(instance: Instance, monkeypatch:
     with monkeypatch.context() as broken:
         broken.setattr(instance.disks._places, "restore", refused)
         await instance.disks.recover()
-    instance.paths.store.unlink()
+    volumes.take_away(instance.paths.store)
     assert (await instance.disks.problem()).endswith(": no loop device")
     await instance.disks.recover()
-    instance.paths.store.unlink()
+    volumes.take_away(instance.paths.store)
 
     assert (await instance.disks.problem()).endswith(": it has not been mounted")
 
 
+@each_way
 async def test_a_volume_of_others_on_the_store_counts_as_a_disk(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +67,7 @@ async def test_a_volume_of_others_on_the_store_counts_as_a_disk(
 
 
 @pytest.mark.parametrize(("marker", "stays"), [(None, True), (Marker("b", "target", instance="another"), False)])
+@each_way
 async def test_a_target_stays_after_a_restart_unless_it_is_of_another_instance(
     instance: Instance, marker: Marker | None, stays: bool
 ) -> None:
@@ -83,49 +84,42 @@ async def test_a_target_stays_after_a_restart_unless_it_is_of_another_instance(
     await instance.disks.recover()
 
     assert await instance.disks.list() == ["a", "b"][: 1 + stays]
-    assert instance.paths.store_migration_target.exists() is stays
-
-
-def test_a_disk_takes_over_the_place_of_another(instance: Instance) -> None:
-    """The marker that is written names the disk that was placed."""
-    volume = instance.attach("a")
-    markers.write(volume, Marker("z", "target", source="y"))
-
-    instance.disks._places._claim(markers.Disk("a", volume, volume, markers.read(volume)), "store")
-
-    assert instance.marker("a") == Marker("a", "store")
+    assert instance.cid_at(instance.paths.store_migration_target) == ("b" if stays else "")
 
 
 # --- mount and list -------------------------------------------------------------------------------------------------
 
 
+@each_way
 async def test_a_disk_comes_to_the_store(instance: Instance) -> None:
-    volume = instance.attach("a")
+    instance.attach("a")
     assert not instance.disks.is_mounted()
     assert await instance.disks.list() == []
 
     await instance.disks.mount("a")
 
-    assert instance.paths.store.readlink() == volume
+    assert instance.cid_at(instance.paths.store) == "a"
     assert instance.disks.is_mounted()
     assert await instance.disks.list() == ["a"]
     assert instance.marker("a") == Marker("a", "store")
     assert instance.paths.managed_disk.read_text() == "a"
 
 
+@each_way
 async def test_mounting_twice_changes_nothing(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
     touched = [instance.paths.store, instance.paths.managed_disk, instance.volume("a") / ".agent_shim/disk.json"]
-    before = [path.lstat().st_mtime_ns for path in touched]
+    before = [path.lstat().st_mtime_ns for path in touched], mounts.MOUNTINFO.read_bytes()
 
     await instance.disks.mount("a")
 
-    assert [path.lstat().st_mtime_ns for path in touched] == before
+    assert ([path.lstat().st_mtime_ns for path in touched], mounts.MOUNTINFO.read_bytes()) == before
     assert not instance.paths.store_migration_target.exists()
     assert await instance.disks.list() == ["a"]
 
 
+@each_way
 async def test_a_second_disk_comes_to_the_migration_target(instance: Instance) -> None:
     for cid in "ab":
         instance.attach(cid)
@@ -133,12 +127,13 @@ async def test_a_second_disk_comes_to_the_migration_target(instance: Instance) -
 
     await instance.disks.mount("b")
 
-    assert instance.paths.store_migration_target.readlink() == instance.volume("b")
+    assert instance.cid_at(instance.paths.store_migration_target) == "b"
     assert await instance.disks.list() == ["a", "b"]
     assert instance.marker("b") == Marker("b", "target")
     assert instance.paths.managed_disk.read_text() == "a"
 
 
+@each_way
 async def test_a_third_disk_takes_the_migration_target_over(instance: Instance) -> None:
     """A resize failed and was tried again with another new disk, without an unmount in between."""
     for cid in "abc":
@@ -149,11 +144,13 @@ async def test_a_third_disk_takes_the_migration_target_over(instance: Instance) 
     assert instance.marker("b") == Marker("b", "")
 
 
+@each_way
 async def test_an_unknown_disk_is_refused_in_the_go_agents_words(instance: Instance) -> None:
     with pytest.raises(ActionError, match=r"^Persistent disk with volume id 'x' could not be found$"):
         await instance.disks.find("x")
 
 
+@each_way
 async def test_a_late_volume_is_waited_for(instance: Instance) -> None:
     instance.persistent["a"] = {"path": str(instance.volume("a"))}
     mounting = asyncio.ensure_future(instance.disks.mount("a"))
@@ -173,6 +170,7 @@ async def test_a_late_volume_is_waited_for(instance: Instance) -> None:
         (Path.touch, "{} is not a directory"),
     ],
 )
+@each_way
 async def test_a_volume_that_does_not_come_is_an_error(
     instance: Instance, prepare: Callable[[Path], object], why: str
 ) -> None:
@@ -184,6 +182,7 @@ async def test_a_volume_that_does_not_come_is_an_error(
         await instance.disks.mount("a")
 
 
+@each_way
 async def test_a_volume_of_shared_memory_is_no_device(instance: Instance) -> None:
     """It may arrive, as any other directory."""
     instance.persistent["a"] = "/dev/shm/of-no-test"
@@ -192,6 +191,7 @@ async def test_a_volume_of_shared_memory_is_no_device(instance: Instance) -> Non
         await instance.disks.mount("a")
 
 
+@each_way
 async def test_a_hint_that_names_nothing_is_an_error(instance: Instance) -> None:
     instance.persistent["a"] = None
 
@@ -199,6 +199,7 @@ async def test_a_hint_that_names_nothing_is_an_error(instance: Instance) -> None
         await instance.disks.mount("a")
 
 
+@each_way
 async def test_the_lease_of_a_vm_that_is_gone_is_waited_for(instance: Instance) -> None:
     """A VM that was created again on another machine: its predecessor died with the disk."""
     instance.attach("a")
@@ -211,6 +212,7 @@ async def test_the_lease_of_a_vm_that_is_gone_is_waited_for(instance: Instance) 
     assert await instance.disks.list() == ["a"]
 
 
+@each_way
 async def test_a_disk_that_another_agent_keeps_is_refused(instance: Instance) -> None:
     instance.attach("a")
     instance.disks._places._hold = lambda _: "agent b on node-7"
@@ -221,6 +223,7 @@ async def test_a_disk_that_another_agent_keeps_is_refused(instance: Instance) ->
     assert await instance.disks.list() == []
 
 
+@each_way
 async def test_a_disk_that_another_agent_has_taken_meanwhile_is_not_mounted_after_a_restart(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
@@ -233,6 +236,7 @@ async def test_a_disk_that_another_agent_has_taken_meanwhile_is_not_mounted_afte
     assert (await instance.disks.problem()).endswith(": disk a is in use by agent b on node-7")
 
 
+@each_way
 async def test_a_former_disk_that_another_agent_keeps_is_refused(instance: Instance) -> None:
     """Nothing marks it, and it holds the files."""
     former = instance.attach("a")
@@ -246,6 +250,7 @@ async def test_a_former_disk_that_another_agent_keeps_is_refused(instance: Insta
     assert not instance.paths.store.is_symlink()
 
 
+@each_way
 async def test_a_disk_of_another_cid_is_refused(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
@@ -260,6 +265,7 @@ async def test_a_disk_of_another_cid_is_refused(instance: Instance) -> None:
     assert instance.marker("a") == Marker("a", "store")
 
 
+@each_way
 async def test_a_disk_on_the_store_gives_way_to_no_marker_alone(instance: Instance) -> None:
     """It holds the files that jobs use, and nothing says that it was replaced."""
     for cid in "ab":
@@ -270,9 +276,10 @@ async def test_a_disk_on_the_store_gives_way_to_no_marker_alone(instance: Instan
 
     with pytest.raises(ActionError, match="disk a belongs on .*, but disk b is there"):
         await instance.disks.mount("a")
-    assert instance.paths.store.readlink() == instance.volume("b")
+    assert instance.cid_at(instance.paths.store) == "b"
 
 
+@by("links")
 async def test_files_where_no_disk_was_are_not_hidden_by_a_link(instance: Instance) -> None:
     instance.attach("a")
     instance.write("precious", "x")
@@ -283,16 +290,22 @@ async def test_files_where_no_disk_was_are_not_hidden_by_a_link(instance: Instan
     assert await instance.disks.list() == []
 
 
-async def test_a_link_to_a_place_nobody_knows_is_kept(instance: Instance) -> None:
+@each_way
+async def test_a_link_or_mount_of_others_on_the_store_is_kept(instance: Instance) -> None:
     instance.attach("a")
-    instance.paths.store.rmdir()
-    instance.paths.store.symlink_to(instance.scratch)
+    if instance.bind:
+        mount_tmpfs(instance.paths.store)
+    else:
+        instance.paths.store.rmdir()
+        instance.paths.store.symlink_to(instance.scratch)
+    instance.write("data", "of somebody")
 
     with pytest.raises(ActionError, match="is not a known disk"):
         await instance.disks.mount("a")
-    assert instance.paths.store.readlink() == instance.scratch
+    assert instance.read("data") == "of somebody"
 
 
+@each_way
 async def test_a_full_disk_is_mounted_without_a_marker(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     instance.attach("a")
 
@@ -310,6 +323,7 @@ async def test_a_full_disk_is_mounted_without_a_marker(instance: Instance, monke
     assert await instance.disks.list() == []
 
 
+@each_way
 async def test_a_full_disk_is_taken_down_by_removing_its_marker(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +340,7 @@ async def test_a_full_disk_is_taken_down_by_removing_its_marker(
     assert await instance.disks.list() == []
 
 
+@each_way
 async def test_a_disk_that_can_only_be_read_is_taken_down_all_the_same(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,34 +367,37 @@ async def test_a_disk_that_can_only_be_read_is_taken_down_all_the_same(
 # --- a volume that is at the store already --------------------------------------------------------------------------
 
 
-async def test_a_volume_that_is_at_the_store_already_is_taken_as_it_is(instance: Instance) -> None:
-    """The manifest of a pod mounts it there, and its hint says so."""
+def at_the_store(instance: Instance) -> None:
+    """The manifest of a pod mounts the volume there, and its hint says so."""
+    if instance.bind:
+        mounts.bind(instance.attach("a"), instance.paths.store)
     instance.persistent["a"] = str(instance.paths.store)
+
+
+@each_way
+async def test_a_volume_that_is_at_the_store_already_stays_there(instance: Instance) -> None:
+    at_the_store(instance)
     instance.write("data", "precious")
+    before = mounts.MOUNTINFO.read_bytes()
     assert await instance.disks.list() == [], "the Director has not had it mounted"
 
-    await instance.disks.mount("a")
+    for _ in range(2):
+        await instance.disks.mount("a")
+        assert await instance.disks.list() == ["a"]
+        instance.start_agent()
+        assert await instance.disks.list() == ["a"]
+        assert "Unmounted" in await instance.disks.unmount("a")
+        assert await instance.disks.list() == []
+        instance.start_agent()
+        assert await instance.disks.list() == []
 
-    assert await instance.disks.list() == ["a"]
     assert instance.read("data") == "precious"
-    instance.start_agent()
-    assert await instance.disks.list() == ["a"]
+    assert mounts.MOUNTINFO.read_bytes() == before
+    instance.persistent.clear()
+    assert await instance.disks.list() == [], "nor when the settings name it no longer"
 
 
-async def test_a_volume_that_stays_at_the_store_counts_as_unmounted(instance: Instance) -> None:
-    instance.persistent["a"] = str(instance.paths.store)
-    await instance.disks.mount("a")
-
-    assert "Unmounted" in await instance.disks.unmount("a")
-
-    assert await instance.disks.list() == []
-    instance.start_agent()
-    assert await instance.disks.list() == []
-    assert not instance.disks.is_mounted()
-    await instance.disks.mount("a")
-    assert await instance.disks.list() == ["a"]
-
-
+@by("links")
 async def test_a_volume_that_stays_at_the_store_cannot_be_migrated_by_links(instance: Instance) -> None:
     """Said before anything is copied."""
     instance.persistent["a"] = str(instance.paths.store)
@@ -396,6 +414,7 @@ async def test_a_volume_that_stays_at_the_store_cannot_be_migrated_by_links(inst
 # --- hints ----------------------------------------------------------------------------------------------------------
 
 
+@each_way
 async def test_a_disk_in_a_hint_alone_is_mounted_and_its_hint_forgotten(instance: Instance) -> None:
     volume = instance.attach("a")
     del instance.persistent["a"]
@@ -416,6 +435,7 @@ async def test_a_disk_in_a_hint_alone_is_mounted_and_its_hint_forgotten(instance
 # --- unmount --------------------------------------------------------------------------------------------------------
 
 
+@by("links")
 async def test_a_link_to_a_volume_that_is_gone_gives_way(instance: Instance) -> None:
     instance.attach("a")
     instance.paths.store.rmdir()
@@ -423,9 +443,10 @@ async def test_a_link_to_a_volume_that_is_gone_gives_way(instance: Instance) -> 
 
     await instance.disks.mount("a")
 
-    assert instance.paths.store.readlink() == instance.volume("a")
+    assert instance.cid_at(instance.paths.store) == "a"
 
 
+@each_way
 async def test_a_disk_that_was_taken_down_may_be_taken_by_another_agent(instance: Instance) -> None:
     volume = instance.attach("a")
     released: list[Path] = []
@@ -438,6 +459,7 @@ async def test_a_disk_that_was_taken_down_may_be_taken_by_another_agent(instance
     assert released == [volume / markers.DIRECTORY]
 
 
+@each_way
 async def test_a_disk_that_was_replaced_may_be_taken_by_another_agent(instance: Instance) -> None:
     """A swap that was interrupted is finished by the next agent; its lease of the former disk ends then."""
     for cid in "ab":
@@ -452,6 +474,7 @@ async def test_a_disk_that_was_replaced_may_be_taken_by_another_agent(instance: 
     assert released == [instance.volume("a") / markers.DIRECTORY]
 
 
+@each_way
 async def test_a_disk_that_was_replaced_makes_way_on_the_store(instance: Instance) -> None:
     """A swap was interrupted between its marker and the mount."""
     for cid in "ab":
@@ -462,22 +485,26 @@ async def test_a_disk_that_was_replaced_makes_way_on_the_store(instance: Instanc
     await instance.disks.recover()
 
     assert await instance.disks.problem() == ""
-    assert instance.paths.store.readlink() == instance.volume("b")
+    assert instance.cid_at(instance.paths.store) == "b"
 
 
+@each_way
 async def test_a_disk_is_on_its_medium_before_it_is_taken_away(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume = instance.attach("a")
     await instance.disks.mount("a")
-    synced: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(files, "sync_filesystem", lambda path: synced.append((path, instance.paths.store.is_symlink())))
+    synced: list[tuple[Path, str]] = []
+    monkeypatch.setattr(
+        files, "sync_filesystem", lambda path: synced.append((path, instance.cid_at(instance.paths.store)))
+    )
 
     await instance.disks.unmount("a")
 
-    assert synced == [(volume, True)]
+    assert synced == [(volume, "a")]
 
 
+@each_way
 async def test_a_disk_on_the_migration_target_is_unmounted_from_there(instance: Instance) -> None:
     """Once it is unused; the disk on the store stays."""
     for cid in "ab":
@@ -492,10 +519,11 @@ async def test_a_disk_on_the_migration_target_is_unmounted_from_there(instance: 
     assert (await instance.disks.unmount("b")).startswith("Unmounted partition of {ID:b ")
 
     assert waited == [instance.paths.store_migration_target]
-    assert not instance.paths.store_migration_target.exists()
+    assert instance.cid_at(instance.paths.store_migration_target) == ""
     assert await instance.disks.list() == ["a"]
 
 
+@each_way
 async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None:
     volume = instance.attach("a")
     await instance.disks.mount("a")
@@ -503,7 +531,8 @@ async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None
     text = await instance.disks.unmount("a")
 
     assert text == f"Unmounted partition of {{ID:a DeviceID: VolumeID:{volume} Path:{volume}}}"
-    assert not instance.paths.store.is_symlink()
+    assert instance.cid_at(instance.paths.store) == ""
+    assert mounts.is_mount_point(volume) is instance.bind, "the mount of the runtime is not ours"
     assert not instance.paths.managed_disk.exists()
     assert not instance.disks.is_mounted()
     for _ in range(2):
@@ -515,6 +544,7 @@ async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None
     assert await instance.disks.list() == ["a"]
 
 
+@each_way
 async def test_unmounting_what_is_not_mounted_is_fine(instance: Instance) -> None:
     instance.attach("a")
 
@@ -522,19 +552,21 @@ async def test_unmounting_what_is_not_mounted_is_fine(instance: Instance) -> Non
     assert (await instance.disks.unmount("a")).endswith(" is not mounted")
 
 
+@each_way
 async def test_a_volume_that_is_gone_counts_as_not_mounted(instance: Instance) -> None:
     instance.persistent["a"] = "/does/not/exist"
 
     assert (await instance.disks.unmount("a")).endswith(" is not mounted")
 
 
+@each_way
 async def test_a_user_of_the_disk_is_named_and_left_alone(instance: Instance) -> None:
-    volume = instance.attach("a")
+    instance.attach("a")
     await instance.disks.mount("a")
     instance.write("file", "x")
 
     with holding(instance.paths.store) as program:
-        with pytest.raises(ActionError, match=f"{instance.paths.store} is in use: pid {program.pid} .* has {volume}"):
+        with pytest.raises(ActionError, match=f"{instance.paths.store} is in use: pid {program.pid} .*/file open"):
             await instance.disks.unmount("a")
         assert program.poll() is None
 
@@ -542,6 +574,7 @@ async def test_a_user_of_the_disk_is_named_and_left_alone(instance: Instance) ->
     assert "Unmounted" in await instance.disks.unmount("a")
 
 
+@each_way
 async def test_a_user_that_leaves_is_waited_for(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
@@ -555,6 +588,7 @@ async def test_a_user_that_leaves_is_waited_for(instance: Instance) -> None:
         assert "Unmounted" in await unmounting
 
 
+@each_way
 async def test_a_process_of_a_job_is_ended(instance: Instance) -> None:
     """And the disk is looked at again, however long that took."""
     instance.attach("a")
@@ -570,6 +604,7 @@ async def test_a_process_of_a_job_is_ended(instance: Instance) -> None:
 # --- after a restart ------------------------------------------------------------------------------------------------
 
 
+@each_way
 async def test_disks_come_back_when_the_container_is_made_anew(instance: Instance) -> None:
     for cid in "ab":
         instance.attach(cid)
@@ -584,6 +619,7 @@ async def test_disks_come_back_when_the_container_is_made_anew(instance: Instanc
     assert instance.disks.is_mounted()
 
 
+@each_way
 async def test_list_disk_mounts_what_belongs_there(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
@@ -595,6 +631,7 @@ async def test_list_disk_mounts_what_belongs_there(instance: Instance) -> None:
     assert await instance.disks.problem() == ""
 
 
+@by("links")
 async def test_jobs_must_not_start_without_their_disk(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
@@ -607,6 +644,7 @@ async def test_jobs_must_not_start_without_their_disk(instance: Instance) -> Non
     assert "it holds files, and this container may not mount over them" in await instance.disks.problem()
 
 
+@each_way
 async def test_what_nobody_foresaw_keeps_no_list_from_being_answered(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -621,6 +659,7 @@ async def test_what_nobody_foresaw_keeps_no_list_from_being_answered(
     assert await instance.disks.list() == ["a"]
 
 
+@by("links")
 async def test_a_disk_that_is_gone_is_a_problem(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
@@ -630,11 +669,13 @@ async def test_a_disk_that_is_gone_is_a_problem(instance: Instance) -> None:
     assert "disk a was mounted and is not there" in await instance.disks.problem()
 
 
+@each_way
 async def test_without_disks_there_is_no_problem(instance: Instance) -> None:
     assert await instance.disks.problem() == ""
     assert await instance.disks.list() == []
 
 
+@each_way
 async def test_the_instance_is_marked_when_it_is_known(instance: Instance) -> None:
     """At mount_disk of a new machine the Director has not yet told its id."""
     instance.attach("a")
@@ -646,6 +687,7 @@ async def test_the_instance_is_marked_when_it_is_known(instance: Instance) -> No
     assert instance.marker("a") == Marker("a", "store", instance="i-1")
 
 
+@each_way
 async def test_a_disk_of_another_instance_waits_for_the_director(instance: Instance) -> None:
     instance.attach("a")
     instance.id = "i-1"
@@ -660,6 +702,7 @@ async def test_a_disk_of_another_instance_waits_for_the_director(instance: Insta
     assert instance.marker("a") == Marker("a", "store", instance="i-1")
 
 
+@each_way
 async def test_of_two_claims_the_director_decides(instance: Instance) -> None:
     for cid in "ab":
         markers.write(instance.attach(cid), Marker(cid, "store"))
@@ -673,6 +716,7 @@ async def test_of_two_claims_the_director_decides(instance: Instance) -> None:
     assert await instance.disks.problem() == ""
 
 
+@each_way
 async def test_a_disk_of_an_older_agent_is_taken_over(instance: Instance) -> None:
     """It wrote managed_disk_settings.json and no marker; its link or mount may be there or not."""
     instance.attach("a")
@@ -682,6 +726,7 @@ async def test_a_disk_of_an_older_agent_is_taken_over(instance: Instance) -> Non
     assert instance.marker("a") == Marker("a", "store")
 
 
+@each_way
 async def test_a_resize_of_an_older_agent_is_taken_over(instance: Instance) -> None:
     """It names the new disk as the managed one before anything is copied (platform/linux_platform.go)."""
     instance.attach("a")
@@ -696,6 +741,7 @@ async def test_a_resize_of_an_older_agent_is_taken_over(instance: Instance) -> N
     assert await instance.disks.list() == ["b"]
 
 
+@each_way
 async def test_without_a_marker_the_former_disk_is_the_one_that_holds_files(instance: Instance) -> None:
     """A CPI created the container again to attach the second disk, under an agent without markers."""
     (instance.attach("a") / "data").write_text("precious")
@@ -708,6 +754,7 @@ async def test_without_a_marker_the_former_disk_is_the_one_that_holds_files(inst
     assert instance.marker("a") == Marker("a", "store")
 
 
+@each_way
 async def test_nothing_is_guessed_from_two_full_disks(instance: Instance) -> None:
     for cid in "ab":
         (instance.attach(cid) / "data").write_text(cid)
@@ -719,6 +766,7 @@ async def test_nothing_is_guessed_from_two_full_disks(instance: Instance) -> Non
         await instance.disks.migrate("a", "b")
 
 
+@each_way
 async def test_an_associated_disk_is_not_taken_for_the_former_one(instance: Instance) -> None:
     (instance.attach("a") / "data").write_text("x")
     instance.attach("b")
@@ -744,6 +792,7 @@ async def resizing(instance: Instance) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("cids", [("a", "b"), ()])
+@each_way
 async def test_a_migration_moves_everything(instance: Instance, cids: tuple[str, ...]) -> None:
     wanted = await resizing(instance)
     released: list[Path] = []
@@ -754,15 +803,16 @@ async def test_a_migration_moves_everything(instance: Instance, cids: tuple[str,
     assert [path.samefile(instance.volume("a") / markers.DIRECTORY) for path in released] == [True]
     assert fingerprint(instance.paths.store) == wanted
     assert fingerprint(instance.volume("a")) == wanted
-    assert instance.paths.store.readlink() == instance.volume("b")
+    assert instance.cid_at(instance.paths.store) == "b"
     assert await instance.disks.list() == ["b"]
     assert instance.marker("a") == Marker("a", "")
     assert instance.marker("b") == Marker("b", "store", source="a", generation=1)
     assert instance.paths.managed_disk.read_text() == "b"
-    assert not instance.paths.store_migration_target.is_symlink()
+    assert instance.cid_at(instance.paths.store_migration_target) == ""
 
 
 @pytest.mark.parametrize("cids", [("a", "b"), ()])
+@each_way
 async def test_a_finished_migration_is_not_done_again(instance: Instance, cids: tuple[str, ...]) -> None:
     await resizing(instance)
     await instance.disks.migrate("a", "b")
@@ -774,6 +824,7 @@ async def test_a_finished_migration_is_not_done_again(instance: Instance, cids: 
 
 
 @pytest.mark.parametrize("cids", [("a", "c"), ("c", "b"), ("b", "a")])
+@each_way
 async def test_a_finished_migration_is_not_taken_for_another(instance: Instance, cids: tuple[str, str]) -> None:
     await resizing(instance)
     await instance.disks.migrate("a", "b")
@@ -782,6 +833,7 @@ async def test_a_finished_migration_is_not_taken_for_another(instance: Instance,
         await instance.disks.migrate(*cids)
 
 
+@each_way
 async def test_a_disk_that_was_migrated_can_be_migrated_again(instance: Instance) -> None:
     """By a CLI that names no disk."""
     wanted = await resizing(instance)
@@ -795,6 +847,7 @@ async def test_a_disk_that_was_migrated_can_be_migrated_again(instance: Instance
     assert fingerprint(instance.paths.store) == wanted
 
 
+@each_way
 async def test_what_is_asked_for_must_be_what_is_mounted(instance: Instance) -> None:
     instance.attach("a")
     instance.attach("b")
@@ -808,6 +861,7 @@ async def test_what_is_asked_for_must_be_what_is_mounted(instance: Instance) -> 
         await instance.disks.migrate("b", "a")
 
 
+@each_way
 async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
@@ -823,6 +877,7 @@ async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
     assert await instance.disks.list() == ["a", "b"]
 
 
+@each_way
 async def test_two_empty_disks_are_swapped(instance: Instance) -> None:
     for cid in "ab":
         instance.attach(cid)
@@ -833,6 +888,7 @@ async def test_two_empty_disks_are_swapped(instance: Instance) -> None:
     assert await instance.disks.list() == ["b"]
 
 
+@each_way
 async def test_a_failed_copy_leaves_the_old_disk_on_the_store_and_goes_on_later(instance: Instance) -> None:
     wanted = await resizing(instance)
 
@@ -853,28 +909,35 @@ async def test_a_failed_copy_leaves_the_old_disk_on_the_store_and_goes_on_later(
     assert fingerprint(instance.paths.store) == wanted
 
 
+@each_way
+@pytest.mark.parametrize("step", [(markers, "write"), (volumes, "show")])
 async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
+    instance: Instance, monkeypatch: pytest.MonkeyPatch, step: tuple[Any, str]
 ) -> None:
     wanted = await resizing(instance)
-    write = markers.write
+    module, name = step
+    real, new = getattr(module, name), instance.volume("b")
 
-    def broken(volume: Path, marker: Marker) -> None:
-        if marker.cid == "b" and marker.role == "store":
-            raise HostError("cannot mark: Input/output error")
-        write(volume, marker)
+    def broken(volume: Path, what: object, **options: bool) -> None:
+        if volume == new and (what == instance.paths.store or (isinstance(what, Marker) and what.role == "store")):
+            raise HostError("Input/output error")
+        real(volume, what, **options)
 
-    monkeypatch.setattr(markers, "write", broken)
+    monkeypatch.setattr(module, name, broken)
     with pytest.raises(HostError, match="Input/output error"):
         await instance.disks.migrate("a", "b")
 
-    assert instance.paths.store.readlink() == instance.volume("a")
+    assert instance.cid_at(instance.paths.store) == "a"
     assert await instance.disks.list() == ["a", "b"]
     assert fingerprint(instance.paths.store) == wanted
+    instance.write("after", "it can be written")
+    assert instance.mounts_on_store() == instance.bind
 
 
-async def test_a_worker_copies_where_nothing_else_is_told(tmp_path: Path) -> None:
-    instance = Instance(tmp_path, bind=False, copy=None)
+@each_way
+async def test_a_worker_copies_where_nothing_else_is_told(instance: Instance) -> None:
+    instance.copy = None
+    instance.start_agent()
     wanted = await resizing(instance)
 
     await instance.disks.migrate("a", "b")
@@ -882,6 +945,7 @@ async def test_a_worker_copies_where_nothing_else_is_told(tmp_path: Path) -> Non
     assert fingerprint(instance.paths.store) == wanted
 
 
+@each_way
 async def test_an_unfinished_copy_is_not_used_as_a_disk(instance: Instance) -> None:
     """The resize failed; the Director detached the new disk and attached it elsewhere."""
     instance.attach("b")
@@ -891,6 +955,7 @@ async def test_an_unfinished_copy_is_not_used_as_a_disk(instance: Instance) -> N
         await instance.disks.mount("b")
 
 
+@each_way
 async def test_a_taken_down_copy_goes_on_where_it_was(instance: Instance) -> None:
     wanted = await resizing(instance)
     markers.write(instance.volume("b"), Marker("b", "target", source="a", generation=1))
@@ -904,6 +969,7 @@ async def test_a_taken_down_copy_goes_on_where_it_was(instance: Instance) -> Non
     assert fingerprint(instance.paths.store) == wanted
 
 
+@each_way
 async def test_nobody_may_use_the_disk_that_is_copied(instance: Instance) -> None:
     await resizing(instance)
     instance.write("file", "x")
@@ -922,6 +988,7 @@ async def test_nobody_may_use_the_disk_that_is_copied(instance: Instance) -> Non
     assert await instance.disks.list() == ["a", "b"]
 
 
+@each_way
 async def test_while_it_is_copied_nothing_else_happens_to_disks(instance: Instance) -> None:
     await resizing(instance)
     going, go = asyncio.Event(), asyncio.Event()
@@ -948,17 +1015,24 @@ async def test_while_it_is_copied_nothing_else_happens_to_disks(instance: Instan
     assert instance.disks.progress() is None
 
 
+@pytest.mark.parametrize("restart", [Instance.start_agent, Instance.remake_container])
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
-async def test_a_migration_killed_at_any_step_goes_on(instance: Instance, step: int) -> None:
+@each_way
+async def test_a_migration_killed_at_any_step_goes_on(
+    instance: Instance, step: int, restart: Callable[[Instance], None]
+) -> None:
     """Afterwards one of the two is on the store, whole; and migrated again the new one is."""
     wanted = await resizing(instance)
     assert await migrate_until(step, instance) or step < MORE_THAN_ALL - 1
-    instance.remake_container()
+    restart(instance)
 
     await instance.disks.recover()
     assert await instance.disks.problem() == ""
     assert await instance.disks.list() in (["a", "b"], ["b"])
     assert fingerprint(instance.paths.store) == wanted
+    assert instance.mounts_on_store() == instance.bind
+    instance.write("db/data", "it can be written")
+    wanted = fingerprint(instance.paths.store)
 
     await instance.disks.migrate("a", "b")
     assert await instance.disks.list() == ["b"]
@@ -968,6 +1042,7 @@ async def test_a_migration_killed_at_any_step_goes_on(instance: Instance, step: 
 
 
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
+@each_way
 async def test_a_migration_back_killed_at_any_step_goes_on(instance: Instance, step: int) -> None:
     """Then each disk is marked as a copy of the other."""
     await resizing(instance)
@@ -992,6 +1067,7 @@ async def test_a_migration_back_killed_at_any_step_goes_on(instance: Instance, s
 # --- links ----------------------------------------------------------------------------------------------------------
 
 
+@each_way
 async def test_associated_disks_are_linked_and_listed(instance: Instance) -> None:
     wanted = [DiskAssociation("data", "b"), DiskAssociation("backup", "a")]
     for cid in "ab":
@@ -1007,6 +1083,7 @@ async def test_associated_disks_are_linked_and_listed(instance: Instance) -> Non
     assert not instance.disks.is_mounted()
 
 
+@each_way
 async def test_association_links_come_back(instance: Instance) -> None:
     instance.attach("a")
     instance.persistent["late"] = "/does/not/exist"
@@ -1019,6 +1096,7 @@ async def test_association_links_come_back(instance: Instance) -> None:
     assert [link.name for link in instance.paths.instance_disks.iterdir()] == ["data"]
 
 
+@each_way
 async def test_an_associated_disk_is_unmounted_by_removing_its_link(instance: Instance) -> None:
     instance.attach("a")
     instance.update = UpdateSettings(disk_associations=[DiskAssociation("data", "a")])
@@ -1029,6 +1107,7 @@ async def test_an_associated_disk_is_unmounted_by_removing_its_link(instance: In
     assert await instance.disks.list() == []
 
 
+@each_way
 async def test_an_association_may_name_a_device(instance: Instance) -> None:
     instance.persistent["a"] = {"path": "/dev/null"}
 
@@ -1048,6 +1127,7 @@ async def test_an_association_may_name_a_device(instance: Instance) -> None:
         (DiskAssociation("x", "late"), "^Associating disk with name x: there is no /does/not/exist$"),
     ],
 )
+@each_way
 async def test_what_cannot_be_associated_is_named(instance: Instance, wanted: DiskAssociation, text: str) -> None:
     instance.attach("a")
     instance.persistent["late"] = "/does/not/exist"
@@ -1056,6 +1136,7 @@ async def test_what_cannot_be_associated_is_named(instance: Instance, wanted: Di
         await instance.disks.associate([wanted])
 
 
+@each_way
 async def test_dynamic_disks_are_linked_and_unlinked(instance: Instance) -> None:
     volume = instance.attach("a")
     instance.paths.dynamic_disks.mkdir()
@@ -1069,6 +1150,7 @@ async def test_dynamic_disks_are_linked_and_unlinked(instance: Instance) -> None
         assert not link.is_symlink()
 
 
+@each_way
 async def test_a_dynamic_disk_that_is_late_is_waited_for(instance: Instance) -> None:
     """The CPI may attach it after the request."""
     volume = instance.attach("a")
@@ -1082,6 +1164,7 @@ async def test_a_dynamic_disk_that_is_late_is_waited_for(instance: Instance) -> 
     assert (instance.paths.dynamic_disks / "a").readlink() == volume
 
 
+@each_way
 async def test_a_dynamic_disk_whose_volume_has_not_arrived_is_not_linked(instance: Instance) -> None:
     """Files would stay on the node."""
     volume = instance.attach("a")
@@ -1094,6 +1177,7 @@ async def test_a_dynamic_disk_whose_volume_has_not_arrived_is_not_linked(instanc
 
 
 @pytest.mark.parametrize(("hint", "why"), [("/does/not/exist", "there is no /does/not/exist"), (None, "the CPI has")])
+@each_way
 async def test_a_dynamic_disk_that_does_not_come_is_an_error(instance: Instance, hint: str | None, why: str) -> None:
     with pytest.raises(ActionError, match=f"^Timed out resolving device path for d: {why}"):
         await instance.disks.add_dynamic("d", hint)

@@ -24,7 +24,6 @@ from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import OURS, Marker
 from tests.support.machine import revealing
 from tests.support.volumes import (
-    MORE_THAN_ALL,
     Asked,
     Instance,
     alone,
@@ -32,7 +31,6 @@ from tests.support.volumes import (
     fill,
     fingerprint,
     holding,
-    migrate_until,
     mount_ext4,
     mount_overlay,
     mount_tmpfs,
@@ -165,21 +163,6 @@ async def test_a_whole_resize_as_an_ordinary_user(tmp_path: Path) -> None:
 # --- bind mounts ----------------------------------------------------------------------------------------------------
 
 
-@alone
-async def test_a_disk_is_bound_to_the_real_store(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
-    instance.attach("a", mount_tmpfs)
-
-    await instance.disks.mount("a")
-
-    assert instance.paths.store == Path("/var/vcap/store")
-    assert mounts.is_mount_point(instance.paths.store)
-    assert volumes.shows(instance.paths.store, instance.volume("a"))
-    await instance.disks.unmount("a")
-    assert not mounts.is_mount_point(instance.paths.store)
-    assert mounts.is_mount_point(instance.volume("a")), "the mount of the runtime is not ours"
-
-
 def test_a_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
     """Provisioners make volumes that jobs of other users cannot pass; a later mode is the choice of a job."""
     volume = tmp_path / "volume"
@@ -191,18 +174,6 @@ def test_a_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None
     volume.chmod(0o700)
     markers.write(volume, Marker("a", "store"))
     assert stat.S_IMODE(volume.stat().st_mode) == 0o700
-
-
-@alone
-async def test_mounting_twice_mounts_once(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
-    instance.attach("a", ext4)
-    await instance.disks.mount("a")
-    before = mounts.MOUNTINFO.read_bytes()
-
-    await instance.disks.mount("a")
-
-    assert mounts.MOUNTINFO.read_bytes() == before
 
 
 @alone
@@ -283,18 +254,6 @@ async def test_no_link_leads_to_a_directory_without_a_mount(tmp_path: Path) -> N
 
 
 @alone
-async def test_a_stranger_on_the_store_is_not_mounted_over(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
-    instance.attach("a", mount_tmpfs)
-    mount_tmpfs(instance.paths.store)
-    instance.write("data", "of somebody")
-
-    with pytest.raises(ActionError, match="is not a known disk"):
-        await instance.disks.mount("a")
-    assert instance.read("data") == "of somebody"
-
-
-@alone
 async def test_options_of_the_settings_are_set(tmp_path: Path) -> None:
     instance = by_mounts(tmp_path)
     instance.env = {"persistent_disk_mount_options": ["noexec", "noatime", "data=writeback"]}
@@ -359,68 +318,8 @@ async def test_a_user_of_a_bound_disk_is_named(tmp_path: Path) -> None:
     assert await instance.disks.list() == ["a"]
 
 
-@alone
-async def test_a_failed_swap_leaves_the_old_disk_bound_to_the_store(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
-    for cid in "ab":
-        instance.attach(cid, mount_tmpfs)
-        await instance.disks.mount(cid)
-    show = volumes.show
-
-    def broken(volume: Path, place: Path, *, bind: bool) -> None:
-        if (volume, place) == (instance.volume("b"), instance.paths.store):
-            raise HostError("cannot bind")
-        show(volume, place, bind=bind)
-
-    volumes.show = broken
-    with pytest.raises(HostError, match="cannot bind"):
-        await instance.disks.migrate("a", "b")
-
-    assert await instance.disks.list() == ["a", "b"]
-    assert mounted_on(instance.paths.store) == 1
-    instance.write("after", "it can be written")
-
-
 def mounted_on(place: Path) -> int:
     return sum(mount.point == place for mount in mounts.mounts())
-
-
-@pytest.mark.parametrize("restart", [Instance.start_agent, Instance.remake_container])
-@alone
-async def test_a_migration_by_mounts_killed_at_any_step_goes_on(
-    tmp_path: Path, restart: Callable[[Instance], None]
-) -> None:
-    instance = by_mounts(tmp_path)
-    for step in range(MORE_THAN_ALL):
-        for cid in "ab":
-            instance.attach(cid, mount_tmpfs)
-        (instance.volume("a") / "data").write_bytes(os.urandom(1000))
-        wanted = fingerprint(instance.volume("a"))
-        await instance.disks.mount("a")
-        await instance.disks.mount("b")
-        is_over = await migrate_until(step, instance)
-        restart(instance)
-
-        await instance.disks.recover()
-        assert await instance.disks.problem() == ""
-        assert await instance.disks.list() in (["a", "b"], ["b"]), step
-        assert fingerprint(instance.paths.store) == wanted, step
-        assert mounted_on(instance.paths.store) == 1, step
-        instance.write("probe", "it can be written")
-        (instance.paths.store / "probe").unlink()
-        os.utime(instance.paths.store)
-
-        await instance.disks.migrate("a", "b")
-        assert await instance.disks.list() == ["b"]
-        assert fingerprint(instance.paths.store) == wanted, step
-        assert instance.marker("a") == Marker("a", "")
-        if is_over:
-            return
-        await instance.disks.unmount("b")
-        for cid in "ab":
-            mounts.unmount(instance.volume(cid))
-            instance.volume(cid).rmdir()
-    pytest.fail("it never came to its end")
 
 
 # --- a manifest mounts the volume on the store ----------------------------------------------------------------------
@@ -430,26 +329,6 @@ def manifest(instance: Instance) -> None:
     """The kubelet mounts it before the container starts, as the hint of the disk says."""
     mounts.bind(instance.volume("a"), instance.paths.store)
     instance.persistent["a"] = str(instance.paths.store)
-
-
-@alone
-async def test_what_a_manifest_mounted_on_the_store_stays_there(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
-    instance.attach("a", mount_tmpfs)
-    manifest(instance)
-    before = mounts.MOUNTINFO.read_bytes()
-
-    await instance.disks.mount("a")
-    assert await instance.disks.list() == ["a"]
-    assert mounts.MOUNTINFO.read_bytes() == before
-    assert "Unmounted" in await instance.disks.unmount("a")
-
-    assert mounts.MOUNTINFO.read_bytes() == before
-    assert await instance.disks.list() == []
-    instance.start_agent()
-    assert await instance.disks.list() == []
-    instance.persistent.clear()
-    assert await instance.disks.list() == [], "nor when nobody names it any more"
 
 
 @alone

@@ -81,6 +81,39 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
         os._exit(status)
 
 
+def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run a test of an ``instance`` for each of these ways in which its disks come to their places.
+
+    ``links``: as any user, below a scratch directory. ``mounts``: as root, with the real ``/var/vcap`` and volumes in
+    memory, in a mount namespace of its own.
+    """
+
+    def decorated(test: Callable[..., Any]) -> Callable[..., None]:
+        def by_links(tmp_path: Path, **given: Any) -> None:
+            asyncio.run(test(instance=Instance(tmp_path, bind=False), **given))
+
+        @alone
+        async def by_mounts(tmp_path: Path, **given: Any) -> None:
+            await test(instance=Instance(tmp_path, bind=True, system=True), **given)
+
+        @functools.wraps(test)
+        def run(way: str, tmp_path: Path, **given: Any) -> None:
+            {"links": by_links, "mounts": by_mounts}[way](tmp_path=tmp_path, **given)
+
+        signature = inspect.signature(test)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        own = [inspect.Parameter(name, kind) for name in ("way", "tmp_path")]
+        others = [
+            parameter.replace(kind=kind) for name, parameter in signature.parameters.items() if name != "instance"
+        ]
+        run.__signature__ = signature.replace(parameters=[*own, *others])  # type: ignore[attr-defined]
+        marked = [pytest.param(way, marks=pytest.mark.root if way == "mounts" else ()) for way in ways]
+        parametrized: Callable[..., None] = pytest.mark.parametrize("way", marked)(run)
+        return parametrized
+
+    return decorated
+
+
 def drop_capabilities() -> None:
     """Lay down every capability, for good, as ``capabilities: drop: [ALL]`` does; the user stays root."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -219,17 +252,20 @@ class Instance:
         """Where a volume is, whether it is attached or not."""
         return self.scratch / "volumes of others" / cid
 
-    def attach(self, cid: str, make: Callable[[Path], object] = Path.mkdir) -> Path:
+    def attach(self, cid: str, make: Callable[[Path], object] | None = None) -> Path:
         """Name a volume in the settings, after it was made if it is not there yet."""
         if not self.volume(cid).exists():
             self.volume(cid).parent.mkdir(exist_ok=True)
-            make(self.volume(cid))
+            (make or (mount_tmpfs if self.paths.is_system else Path.mkdir))(self.volume(cid))
         self.persistent[cid] = str(self.volume(cid))
         return self.volume(cid)
 
-    def detach(self, cid: str) -> None:
-        """The settings name it no more."""
-        del self.persistent[cid]
+    def cid_at(self, place: Path) -> str:
+        """The attached disk whose volume is seen at ``place``; "" for none."""
+        return next((cid for cid in self.persistent if volumes.shows(place, self.volume(cid))), "")
+
+    def mounts_on_store(self) -> int:
+        return sum(mount.point == self.paths.store for mount in mounts.mounts())
 
     def marker(self, cid: str) -> Marker | None:
         return markers.read(self.volume(cid))
