@@ -45,7 +45,8 @@ class Timing(msgspec.Struct, frozen=True):
     grace: float = 5.0
     """Time between TERM and KILL for processes left by a stop program."""
     linger: float = 2.0
-    """Time for the start program to exit once the process is up, and for the process to replace a doubtful one."""
+    """Time for the start program to exit once the process is up, and for a process to replace a doubtful one or one
+    that has become a daemon."""
     look: float = 1.0
     """Poll interval for changes without a descriptor: a late process, a path."""
     cycle: float = 10.0

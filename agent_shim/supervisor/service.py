@@ -452,12 +452,27 @@ class Service:
             self.notify("Exists", "alert", f"process is running with pid {finder.pid}")
             self.on(Trigger.SETTLED)
             return
-        if not await finder.look(self.spec, self.record.traces):
+        is_young = time.monotonic() - finder.up_at < self._timing.cycle  # monit has not checked it yet
+        if not await self._has_successor(how):
             await self._lost(how)
-        elif not is_settling and (before is None or finder.pid != before.pid):
+        elif not (is_settling or is_young) and (before is None or finder.pid != before.pid):
             said = f"process PID changed to {finder.pid}"
             self.notify("PID changed", self.spec.change.kind, said)
             await self.react(self.spec.change, "PID changed", said)
+
+    async def _has_successor(self, how: str) -> bool:
+        """True if the pidfile names another process.
+
+        A start program that writes its own number and becomes a daemon (``echo $$``, ``exec nginx``) ends with 0 before
+        the daemon has written its number; monit looks at its next cycle only.
+        """
+        is_daemon = how == "exit 0" and not (self.spec.start and self.spec.start.bpm)
+        give_up_at = self._finder.up_at + self._timing.linger if is_daemon else 0.0
+        while not await self._finder.look(self.spec, self.record.traces):
+            if time.monotonic() >= give_up_at:
+                return False
+            await asyncio.sleep(self._timing.look)
+        return True
 
     async def _lost(self, how: str) -> None:
         """Record an unexpected exit, and restart at once unless a delay is due."""

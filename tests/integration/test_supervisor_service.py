@@ -139,9 +139,10 @@ async def test_exit_status_of_a_double_fork_is_known(world: World) -> None:
         assert info(supervisor, "web").last_exit == "SIGKILL"
 
 
-async def test_successor_is_followed(world: World) -> None:
-    """A daemon that replaces itself and rewrites its pidfile is not restarted."""
-    world.timing = replace(world.timing, backoff_first=600)
+@pytest.mark.parametrize(("cycle", "told"), [(0.01, [("PID changed", "alert")]), (600, [])])
+async def test_successor_is_followed(world: World, cycle: float, told: list[tuple[str, str]]) -> None:
+    """A daemon that replaces itself and rewrites its pidfile is not restarted, and told after its first cycle only."""
+    world.timing = replace(world.timing, backoff_first=600, cycle=cycle)
     start = "echo once >>$log; sh -c 'sleep 600 & echo $! >'$pidfile'; trap \"sleep 600 & echo \\$! >'$pidfile'.next; "
     start += "mv '$pidfile'.next '$pidfile'; touch '$log'.new\" USR1; while :; do wait; sleep 0.01; done' &"
     start += " echo $! >$log.parent"
@@ -157,7 +158,7 @@ async def test_successor_is_followed(world: World) -> None:
 
         assert info(supervisor, "web").state == "running"
         assert world.lines() == ["once"]
-        assert [(e.event, e.action) for e in world.events] == [("PID changed", "alert")]
+        assert [(e.event, e.action) for e in world.events] == told
 
 
 async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None:

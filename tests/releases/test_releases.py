@@ -103,6 +103,24 @@ def test_a_service_whose_pidfile_goes_is_started_again(life: Phases) -> None:
     assert runs(life["unhealthy"])
 
 
+DAEMON: Final = f"""#!/bin/bash
+case $1 in
+start)
+    echo $$ >{RUN}/web.pid
+    (sleep 0.8; echo $BASHPID >{RUN}/web.pid; exec {PROGRAM}/serve >/dev/null 2>&1) &
+    sleep 0.6 ;;
+stop) kill $(cat {RUN}/web.pid); rm {RUN}/web.pid ;;
+esac
+"""
+
+
+@pytest.mark.release("shield-boshrelease jobs/core/templates/bin/nginx", files={"monit": check(), "bin/ctl": DAEMON})
+def test_a_start_program_that_names_itself_before_its_daemon_does_is_no_death(life: Phases) -> None:
+    assert runs(life["rest"])
+    assert starts(life["start"]) + starts(life["rest"]) == 1
+    assert "web - Does not exist - restart" not in life["rest"]["alerts"]
+
+
 HEALTH: Final = (
     "check host web-health with address localhost\n"
     "  if failed host localhost port 8080 protocol http {}\n  group vcap\n"
