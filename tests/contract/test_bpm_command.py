@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from agent_shim.edges import control_server
 from agent_shim.host import proc, process
 from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.supervisor.bpm import bpm_api
-from tests.support import bpm_keys, jobs
-from tests.support.control_peer import answering
+from tests.support import bpm_keys
 from tests.support.programs import end_marked, eventually, is_alive
 from tests.support.terminals import Terminal
 from tests.support.world import World, world
@@ -109,19 +106,12 @@ async def test_version(tmp_path: Path, line: str) -> None:
     ("line", "error"),
     [
         ("start nothing", "failed to parse job configuration: cannot read {jobs}/nothing/config/bpm.yml: "),
-        ("start web -p other", 'process "other" not present in job configuration ({jobs}/web/config/bpm.yml)'),
         ("run web -p other", 'process "other" not present in job configuration ({jobs}/web/config/bpm.yml)'),
         ("pid web -p other", "process is not running or could not be found"),
-        ("pid nothing", "process is not running or could not be found"),
         ("shell web", "process is not running or could not be found"),
         ("trace web", "process is not running or could not be found"),
         ("start ../web", "failed to get job: '../web'"),
         ("run web -v /x:odd", "invalid volume option: odd"),
-        ("run web -v /x:", "invalid volume option: "),
-        ("run web -v /x:writable:shared", "invalid volume definition (format: <path>[:<options>]): /x:writable:shared"),
-        ("run web -v /x:writable", "invalid volume path: /x must be within {base}"),
-        ("run web -v {base}/x/../y", "volume path must be canonical, expected {base}/y but got {base}/x/../y"),
-        ("run web -v {base}/data/web", "invalid volume path: {base}/data/web cannot conflict with default job data"),
         ("run web -e NAME", 'invalid environment variable definition (format should be KEY=value): "NAME"'),
         ("logs web", "logs not found"),
         ("logs ../web", "logs not found"),
@@ -306,121 +296,11 @@ async def test_signal_to_run_ends_the_process(tmp_path: Path) -> None:
         assert not any(is_alive(pid) for pid in started)
 
 
-RELEASE = """#!/bin/sh
-echo the release\'s own bpm >&2
-exit 99
-"""
-
-
-@pytest.mark.parametrize("has_release", [False, True])
-async def test_release_whose_scripts_call_bpm(tmp_path: Path, has_release: bool) -> None:
-    """Deployed, drained, stopped, deployed again: pre-start starts, drain asks for the pid, post-start reads the list.
-
-    A release of bpm on the same instance brings its own command, which is not the one that is met.
-    """
-    async with machine(tmp_path) as found:
-        paths = found.paths
-        tool = paths.jobs / "bpm/bin/bpm"
-        said = tmp_path / "said"
-        for version in ("1", "2"):
-            config = f"processes:\n- name: web\n  executable: {paths.jobs}/web/bin/web\n"
-            web = {
-                "monit": f"""check process web
-  with pidfile {paths.sys}/run/bpm/web/web.pid
-  start program "{tool} start web"
-  stop program "{tool} stop web"
-  group vcap
-""",
-                "config/bpm.yml": config,
-                "bin/web": "#!/bin/sh\nexec sleep 600\n",
-                "bin/pre-start": f"#!/bin/sh\n{tool} start web && {tool} pid web >{said}.pre\n",
-                "bin/post-start": f"#!/bin/sh\n{tool} list | awk '/^web .*running/ {{print $2}}' >{said}.post\n",
-                "bin/drain": f"#!/bin/sh\n{tool} pid web >{said}.drain\necho 0\n",
-            }
-            wanted: dict[str, dict[str, str | bytes]] = {"web": dict(web)}
-            if has_release:
-                wanted["bpm"] = {"monit": "", "bin/bpm": RELEASE}
-            packages = {"bpm": {"bin/bpm": RELEASE}} if has_release else {}
-            spec = jobs.spec(tmp_path / "blobstore", wanted, packages, version=version)
-            await found.value("prepare", spec)
-            await found.value("apply", spec)
-            await found.value("run_script", "pre-start", {})
-            await found.value("start")
-            await eventually(lambda: found.agent.supervisor.job_state() == "running")
-            await found.value("run_script", "post-start", {})
-            await found.value("drain", "shutdown")
-            pids = {Path(f"{said}.{name}").read_text().strip() for name in ("pre", "post", "drain")}
-            assert len(pids) == 1
-            pid = int(pids.pop())
-            stat = proc.stat(pid)
-            assert stat is not None
-            assert stat.is_alive
-            await found.value("stop")
-            assert not is_alive(pid)
-            assert not (paths.sys / "run/bpm/web/web.pid").exists()
-
-
 def test_levels_of_the_table_are_those_that_are_used() -> None:
     """Each key says for every level what becomes of it, and the document has just that."""
     root = Path(__file__).resolve().parents[2]
 
     assert bpm_keys.table() in (root / "docs/bpm.md").read_text()
-
-
-SLOW = frozenset("asyncio dataclasses inspect logging msgspec pathlib runpy subprocess yaml".split())
-"""Modules whose imports take a good part of an interpreter's start, or more."""
-ASKING = frozenset({"agent_shim.edges", "agent_shim.edges.control_client"})
-SHOWING = frozenset(
-    "agent_shim.cli.bpm_logs agent_shim.host agent_shim.host.descriptors agent_shim.host.guarded "
-    "agent_shim.host.user_namespace agent_shim.services agent_shim.services.logs "
-    "agent_shim.services.logs.log_file".split()
-)
-TERMINAL = frozenset({"agent_shim.host", "agent_shim.host.descriptors", "agent_shim.host.pseudo_terminal"})
-
-
-@pytest.mark.parametrize(
-    ("line", "wanted", "code"),
-    [
-        ("version", frozenset[str](), 0),
-        ("help", frozenset[str](), 0),
-        ("logs --help", frozenset[str](), 0),
-        ("start", frozenset[str](), 1),
-        ("frobnicate", frozenset[str](), 1),
-        ("pid web", ASKING, 0),
-        ("list", ASKING, 0),
-        ("start web", ASKING, 0),
-        ("stop web", ASKING, 0),
-        ("logs web", SHOWING, 0),
-        ("logs -a web", SHOWING, 0),
-        ("run web", SHOWING | ASKING, 0),
-        ("trace web", ASKING | TERMINAL, 1),
-        ("shell web", ASKING | TERMINAL, 0),
-    ],
-)
-def test_a_call_loads_little(tmp_path: Path, line: str, wanted: frozenset[str], code: int) -> None:
-    """Slow imports are avoided: a call takes little more than two starts of a bare interpreter."""
-    path = str(Path(__file__).parents[2])
-    logs = tmp_path / "vcap/data/sys/log/web"
-    logs.mkdir(parents=True)
-    (tmp_path / "vcap/sys").symlink_to("data/sys")
-    (logs / "web.stdout.log").write_text("a line\n")
-    (logs / "web.stderr.log").write_text("an error\n")
-    program = (
-        f"import sys; sys.path.insert(0, {path!r}); from agent_shim.cli.bpm import main; code = main({line!r}.split());"
-        "print(*sys.modules, file=sys.stderr); sys.exit(code)"
-    )
-    values = {"pid": 1, "tree": [1], "list": [], "shell": {"launcher": ["/bin/true"], "order": {"env": {}}}, "run": 0}
-    with answering(tmp_path / "vcap", lambda request: {"value": values.get(request["verb"]), "complaints": []}):
-        env = {"BPM_BOSH_ROOT": str(tmp_path / "vcap"), "PATH": "/nowhere"}
-        argv = [sys.executable, "-I", "-S", "-c", program]
-        done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    loaded = set(done.stderr.splitlines()[-1].split())
-
-    assert done.returncode == code, done.stderr
-    assert loaded & SLOW == set()
-    own = {name for name in loaded if name.startswith("agent_shim.")}
-    always = "agent_shim.cli agent_shim.core agent_shim.cli.bpm agent_shim.core.errors agent_shim.core.safetext".split()
-    assert own == {*always, *wanted}
 
 
 def test_socket_is_where_the_agent_listens() -> None:
