@@ -384,7 +384,7 @@ def _remove_belongings(session: Session, vm: str, secret: Object | None) -> None
     """Delete the other objects of a VM whose pod is gone."""
     namespace = session.namespace_of(vm)
     attachments.end_all(session, vm)
-    # Before the Secret, which names the policy: a repeated call finds what is left.
+    # Before the Secret, which names the policy: a repeated call finds the remaining objects.
     services.remove(session, vm, ((secret or {}).get("metadata", {}).get("annotations") or {}).get(names.POLICY, ""))
     session.client.delete(SECRETS, namespace, vm)
     data = session.client.find(CLAIMS, namespace, names.data_claim(vm))

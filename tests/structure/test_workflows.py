@@ -32,7 +32,7 @@ def tasks(workflow: dict[str, Any]) -> set[str]:
 
 def test_ci_runs_the_tasks_of_dev_ci() -> None:
     """Neither this service nor ``.ci/run`` knows a check that the other lacks."""
-    listed = re.search(r"\n    ci\) for task in ([^;]+);", (ROOT / "dev").read_text())
+    listed = re.search(r"\ndo-ci\(\) \{ for task in ([^;]+);", (ROOT / "dev").read_text())
 
     assert listed is not None
     assert tasks(read("ci.yml")) == set(listed[1].split())
@@ -40,7 +40,7 @@ def test_ci_runs_the_tasks_of_dev_ci() -> None:
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_tasks_exist(name: str) -> None:
-    known = set(re.findall(r"^    ([a-z-]+)\)", (ROOT / "dev").read_text(), re.MULTILINE))
+    known = set(re.findall(r"^do-([a-z-]+)\(\)", (ROOT / "dev").read_text(), re.MULTILINE))
 
     assert tasks(read(name))
     assert tasks(read(name)) - known == set()
