@@ -20,6 +20,7 @@ from agent_shim.services.trusted_cas import TrustedCas
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.monit import parser
 from tests.support import jobs
+from tests.support.waiting import until
 from tests.support.world import World
 from tests.support.world import world as made
 
@@ -467,9 +468,7 @@ async def test_a15_cancelled_errand_has_a_normal_result(world: World) -> None:
     ready = world.paths.base / "ready"
     await deployed(world, smoke={"bin/run": f"#!/bin/sh\necho begun\ntouch {ready}\nsleep 1000\n"})
     task_id = (await world.call("run_errand"))["value"]["agent_task_id"]
-    async with asyncio.timeout(10):
-        while not ready.exists():
-            await asyncio.sleep(0.01)
+    await until(ready.exists)
 
     assert await world.call("cancel_task", task_id) == {"value": "canceled"}
 
@@ -581,9 +580,7 @@ async def test_nothing_answered_at_once_waits_behind_a_hanging_script_and_eight_
     hang = f"#!/bin/sh\ntouch {ready}\nwhile [ ! -e {gate} ]; do sleep 0.01; done\n"
     await deployed(world, web={"bin/pre-start": hang})
     hanging = (await world.call("run_script", "pre-start", {}))["value"]["agent_task_id"]
-    async with asyncio.timeout(10):
-        while not ready.exists():
-            await asyncio.sleep(0.01)
+    await until(ready.exists)
     waiting = [(await world.call("run_script", "nothing", {}))["value"]["agent_task_id"] for _ in range(8)]
 
     async with asyncio.timeout(10):

@@ -20,8 +20,9 @@ from agent_shim.host import proc, process
 from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.supervisor.bpm import bpm_api
 from tests.support import bpm_keys
-from tests.support.programs import end_marked, eventually, is_alive
+from tests.support.programs import end_marked, is_alive
 from tests.support.terminals import Terminal
+from tests.support.waiting import until
 from tests.support.world import World, world
 
 pytestmark = pytest.mark.slow
@@ -268,7 +269,7 @@ async def test_trace_is_of_the_process_and_all_below_it(tmp_path: Path) -> None:
         assert (await bpm(found, "start web"))[0] == 0
         top = int((await bpm(found, "pid web"))[1])
         # An init, the script, and its child.
-        await eventually(lambda: len(proc.descent(proc.children(proc.table()), [top])) == 3)
+        await until(lambda: len(proc.descent(proc.children(proc.table()), [top])) == 3)
         below = sorted(proc.descent(proc.children(proc.table()), [top]) - {top})
         strace = tmp_path / "strace"
         strace.write_text('#!/bin/sh\necho "$@"\nexit ${CODE:-0}\n')
@@ -287,7 +288,7 @@ async def test_signal_to_run_ends_the_process(tmp_path: Path) -> None:
         deploy(tmp_path, "echo up; exec sleep 600")
         running = _spawn(found, "run web")
         out = found.paths.base / "out"
-        await eventually(lambda: out.read_text().strip())
+        await until(lambda: out.read_text().strip())
         started = proc.census("AGENT_SHIM_SERVICE").marked[f"bpm/web/web@{found.paths.base}"]
         assert started
         running.send(15)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support import jobs
-from tests.support.programs import eventually, is_alive, number_in
+from tests.support.programs import is_alive, number_in
+from tests.support.waiting import until
 from tests.support.world import World
 
 FAMILY = "#!/bin/sh\nsh -c 'sleep 600; sleep 600' & sleep 600 & echo $! >{started}; wait\n"
@@ -43,7 +44,7 @@ async def task_of(asked: Awaitable[dict[str, Any]]) -> str:
 async def test_a15_cancelled_errand_ends_with_all_its_processes(world: World, started: Path) -> None:
     await deployed(world, run=FAMILY.format(started=started))
     task_id = await task_of(world.call("run_errand"))
-    child = await eventually(lambda: number_in(started))
+    child = await until(lambda: number_in(started))
 
     assert (await cancelled(world, task_id))["exit_code"] == 143
     assert not is_alive(child)
@@ -52,7 +53,7 @@ async def test_a15_cancelled_errand_ends_with_all_its_processes(world: World, st
 async def test_a13_cancelled_drain_ends_with_all_its_processes(world: World, started: Path) -> None:
     await deployed(world, drain=FAMILY.format(started=started))
     task_id = await task_of(world.call("drain", "shutdown"))
-    child = await eventually(lambda: number_in(started))
+    child = await until(lambda: number_in(started))
 
     assert await cancelled(world, task_id) == 0
     assert not is_alive(child)
@@ -63,8 +64,8 @@ async def test_a13_cancelled_drain_waits_no_longer(world: World, started: Path, 
     """Once or again and again."""
     await deployed(world, drain=f"#!/bin/sh\necho $$ >{started}; echo {seconds}\n")
     task_id = await task_of(world.call("drain", "shutdown"))
-    script = await eventually(lambda: number_in(started))
-    await eventually(lambda: not is_alive(script))
+    script = await until(lambda: number_in(started))
+    await until(lambda: not is_alive(script))
 
     assert await cancelled(world, task_id) == 0
 
@@ -74,7 +75,7 @@ async def test_e10_cancelled_errand_that_waits_never_begins(world: World, starte
     begun = started.with_name("begun")
     await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=FAMILY.format(started=started))
     ahead = await task_of(world.call("run_script", "pre-start", {}))
-    child = await eventually(lambda: number_in(started))
+    child = await until(lambda: number_in(started))
     waiting = await task_of(world.call("run_errand"))
 
     assert await world.value("cancel_task", waiting) == "canceled"

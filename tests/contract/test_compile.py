@@ -22,7 +22,8 @@ from agent_shim.services.compiler import Package
 from agent_shim_demo.release import archive
 from tests.support import jobs
 from tests.support.http import Server, http_server
-from tests.support.programs import end_marked, eventually, is_alive, number_in
+from tests.support.programs import end_marked, is_alive, number_in
+from tests.support.waiting import until
 from tests.support.world import World, is_running, world
 
 pytestmark = pytest.mark.slow
@@ -364,7 +365,7 @@ async def begun(world: World, packaging: str) -> tuple[str, int]:
     started = world.paths.base / "started"
     reply = await world.call("compile_package", *source(world, packaging.format(started)), "p", "1", {})
     assert is_running(reply)
-    return reply["value"]["agent_task_id"], await eventually(lambda: number_in(started))
+    return reply["value"]["agent_task_id"], await until(lambda: number_in(started))
 
 
 async def test_progress_is_told(world: World) -> None:

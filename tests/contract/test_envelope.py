@@ -18,6 +18,7 @@ from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import ACTIONS, Mode
 from agent_shim.core import wire
 from tests.support import jobs, protocol
+from tests.support.waiting import until
 from tests.support.world import World, is_running
 
 UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
@@ -352,9 +353,7 @@ async def test_what_an_action_changed_is_in_the_backup_though_nobody_asks_for_it
     await world.call("add_persistent_disk", "cid", "/dev/sdx")
 
     copy = world.paths.mirror / "persistent_disk_hints.json"
-    async with asyncio.timeout(30):
-        while not copy.exists():
-            await asyncio.sleep(0.005)
+    await until(copy.exists)
 
 
 async def test_a_stored_task_is_run_again_from_its_request(world: World) -> None:

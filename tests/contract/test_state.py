@@ -18,6 +18,7 @@ from agent_shim.host.network import Address
 from tests.contract.test_actions import deployed, running, store_of
 from tests.support import jobs
 from tests.support.specs import FRESH_SPEC
+from tests.support.waiting import until
 from tests.support.world import World
 from tests.support.world import world as made
 
@@ -143,8 +144,7 @@ async def test_s4_who_starts_is_running_at_once_and_after_an_exit_only_when_it_h
     os.kill(int((world.paths.run / "web/web.pid").read_text()), signal.SIGKILL)
 
     async with asyncio.timeout(20):
-        while not world.agent.supervisor.services()[0].restarts:
-            await asyncio.sleep(0.01)
+        await until(lambda: world.agent.supervisor.services()[0].restarts)
         while not (state := await world.value("get_state"))["processes"][0]["uptime"]:
             await asyncio.sleep(0.01)
 
@@ -177,9 +177,7 @@ async def test_s4_crashing_job_is_not_running(world: World) -> None:
     await deployed(world, web=crash)
     await world.value("start")
 
-    async with asyncio.timeout(20):
-        while world.agent.supervisor.services()[0].restarts < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: world.agent.supervisor.services()[0].restarts >= 3)
 
     for _ in range(20):
         assert (await world.value("get_state"))["job_state"] in ("failing", "starting")

@@ -18,6 +18,7 @@ from benchmarks.go_agent import SCRIPT
 from benchmarks.idle import free_port
 from benchmarks.measuring import Figures, figure
 from benchmarks.world import COMMAND, World, world
+from tests.support.waiting import until
 
 
 async def good(command: str, scale: float, found: Figures) -> None:
@@ -59,15 +60,11 @@ async def test_what_runs_beside_an_agent_is_measured_with_it_and_ends_with_the_w
     )
     async with world(f'sh -c "{keeper}"') as w:
         w.exec_agent()
-        async with asyncio.timeout(20):
-            while not (w.beside / "one.pid").exists():
-                await asyncio.sleep(0.01)
+        await until((w.beside / "one.pid").exists)
         beside = proc.stat(int((w.beside / "one.pid").read_text()))
         assert beside is not None
         assert w.together() == [w.pid, beside.pid]
-    async with asyncio.timeout(20):
-        while (now := proc.stat(beside.pid)) and now.is_alive and now.start_ticks == beside.start_ticks:
-            await asyncio.sleep(0.01)
+    await until(lambda: not ((now := proc.stat(beside.pid)) and now.is_alive and now.start_ticks == beside.start_ticks))
 
 
 async def test_the_go_agent_has_one_monit_beside_it_that_is_restarted_when_it_waits_for_that(
@@ -85,9 +82,7 @@ async def test_the_go_agent_has_one_monit_beside_it_that_is_restarted_when_it_wa
         first, keeper = await beside(w, 0), (w.beside / "group").read_text()
         await w.kill_agent()
         w.exec_agent()
-        async with asyncio.timeout(20):
-            while Path(f"/proc/{w.pid}/comm").read_text() != "sleep\n":
-                await asyncio.sleep(0.01)
+        await until(lambda: Path(f"/proc/{w.pid}/comm").read_text() == "sleep\n")
         assert (await beside(w, 0), (w.beside / "group").read_text()) == (first, keeper)
         assert await beside(w, first, says="Waiting for monit to reload: before=1") != first
         assert proc.stat(first) is None

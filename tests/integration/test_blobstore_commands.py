@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from agent_shim.host import process
 from agent_shim_demo.release import archive
 from tests.structure.source import ROOT
 from tests.support.http import http_server
+from tests.support.waiting import until
 from tests.support.world import World
 from tests.support.world import world as made
 
@@ -165,9 +165,7 @@ async def moto(where: Path) -> AsyncIterator[int]:
     argv = [str(program), "-H", "127.0.0.1", "-p", str(port)]
     server = process.spawn(argv, env=dict(os.environ), stdout=where / "moto.log", stderr=where / "moto.log")
     try:
-        async with asyncio.timeout(60):
-            while not _listens(port):
-                await asyncio.sleep(0.05)
+        await until(lambda: _listens(port))
         yield port
     finally:
         server.send(signal.SIGTERM)

@@ -23,6 +23,7 @@ from agent_shim.core.errors import BlobError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
 from tests.support.http import http_server
+from tests.support.waiting import until
 
 ID = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
 SHARD = "d7"
@@ -296,8 +297,7 @@ async def test_a_cancelled_program_is_ended(paths: Paths, tmp_path: Path) -> Non
     """With all it started, and its file is gone."""
     program(paths, f"echo $$ >{tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 1000")
     getting = asyncio.create_task(content(made(paths, "x")))
-    while not (tmp_path / "pid").exists():
-        await asyncio.sleep(0.01)
+    await until((tmp_path / "pid").exists)
     getting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await getting

@@ -13,8 +13,9 @@ from agent_shim.host import proc, sandbox
 from agent_shim.supervisor.bpm import bpm_api
 from agent_shim.supervisor.bpm.config import Volume
 from agent_shim.supervisor.bpm.runner import Bpm
-from tests.support.programs import eventually, is_alive
+from tests.support.programs import is_alive
 from tests.support.programs.jobs import World
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ async def test_a_process_from_its_start_to_its_end(bpm: Bpm) -> None:
     assert [await ask(bpm, verb) for verb in ("start", "pid")] == [{"value": pid}] * 2
     assert (await ask(bpm, "run")) == {"value": 0}
     assert (await ask(bpm, "list"))["value"][0] == ["web", pid, "running"]
-    below = await eventually(lambda: sorted(proc.descent(proc.children(proc.table()), [pid]) - {pid}), "a child")
+    below = await until(lambda: sorted(proc.descent(proc.children(proc.table()), [pid]) - {pid}), "a child")
     tree = (await ask(bpm, "tree"))["value"]
     assert tree[0] == pid
     assert set(below) <= set(tree)
@@ -86,7 +87,7 @@ async def test_an_errand_gets_variables_and_volumes_and_tells_its_exit(bpm: Bpm)
 async def test_an_errand_ends_when_its_caller_does(bpm: Bpm) -> None:
     log = bpm._paths.sys / "log/web/errand.stdout.log"
     running = asyncio.create_task(ask(bpm, "run", "errand", env=["NAME=up", "WAITS=yes"]))
-    await eventually(lambda: log.exists() and log.read_text() == "up\n")
+    await until(lambda: log.exists() and log.read_text() == "up\n")
 
     assert await ask(bpm, "end run", "errand") == {"value": None}
     async with asyncio.timeout(20):

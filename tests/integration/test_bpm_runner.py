@@ -20,8 +20,9 @@ from agent_shim.host import capabilities, job_cgroups, proc, process, sandbox, s
 from agent_shim.supervisor.bpm import runner
 from agent_shim.supervisor.plan import BpmCall, bpm_call
 from agent_shim.supervisor.supervisor import JobFile
-from tests.support.programs import eventually, is_alive, marked
-from tests.support.programs.jobs import World, info, until
+from tests.support.programs import is_alive, marked
+from tests.support.programs.jobs import World, in_state, info
+from tests.support.waiting import until
 
 needs_landlock = pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="this kernel has no Landlock")
 START = BpmCall("start", "web", "web")
@@ -71,7 +72,7 @@ def output(world: World, stream: str = "stdout") -> str:
 
 async def said(world: World, text: str) -> None:
     path = world.paths.sys / "log/web/web.stdout.log"
-    await eventually(lambda: path.exists() and text in path.read_text(), text)
+    await until(lambda: path.exists() and text in path.read_text(), text)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
@@ -84,7 +85,7 @@ async def test_process_runs_as_bpm_says(world: World, level: int) -> None:
     file = job(world, f"ulimit -n; {script}", more)
     async with world.supervising(file) as supervisor:
         supervisor.bpm._level = level
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await said(world, "ready")
 
         lines = output(world).splitlines()
@@ -112,12 +113,10 @@ async def test_stop_signals_once_and_takes_the_pid_file_away(world: World) -> No
     script = "setsid sleep 601 & trap 'echo got INT; exit 0' INT; echo ready; while :; do sleep 0.05; done"
     file = job(world, script, "  shutdown_signal: INT\n")
     async with world.supervising(file) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await said(world, "ready")
         below = proc.descent(proc.children(proc.table()), [found.pid])
-        child = await eventually(
-            lambda: next((pid for pid in below if proc.command_line(pid) == "sleep 601"), 0), "a child"
-        )
+        child = await until(lambda: next((pid for pid in below if proc.command_line(pid) == "sleep 601"), 0), "a child")
         await supervisor.stop(wait=True)
 
         assert "got INT" in output(world)
@@ -132,7 +131,7 @@ async def test_deaf_process_gets_quit_then_kill(world: World, monkeypatch: pytes
     monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 1.0)
     file = job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
     async with world.supervising(file) as supervisor:
-        pid = (await until(supervisor, "web", "running")).pid
+        pid = (await in_state(supervisor, "web", "running")).pid
         await said(world, "ready")
         begun_at = time.monotonic()
         await supervisor.stop(wait=True)
@@ -145,11 +144,11 @@ async def test_deaf_process_gets_quit_then_kill(world: World, monkeypatch: pytes
 async def test_process_that_dies_is_restarted(world: World) -> None:
     """As any other."""
     async with world.supervising(job(world, "exec sleep 600")) as supervisor:
-        pid = (await until(supervisor, "web", "running")).pid
+        pid = (await in_state(supervisor, "web", "running")).pid
         stat = proc.stat(pid)
         assert stat is not None
         process.send(stat.identity, signal.SIGKILL)
-        await eventually(lambda: info(supervisor, "web").pid not in (0, pid))
+        await until(lambda: info(supervisor, "web").pid not in (0, pid))
 
         assert int(pidfile(world.paths).read_text()) == info(supervisor, "web").pid
 
@@ -166,7 +165,7 @@ async def test_what_a_script_has_started_is_taken_up(world: World, level: int, m
         assert again.pid == first.pid
         await supervisor.configure([file])
         await supervisor.start()
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
 
         assert found.pid == first.pid
         await said(world, "started")
@@ -190,7 +189,7 @@ async def test_stop_asks_first_and_kills_what_is_left(
         pid = (await bpm.start(START)).pid
         await said(world, "ready")
         below = proc.descent(proc.children(proc.table()), [pid])
-        child = await eventually(
+        child = await until(
             lambda: next((each for each in below if proc.command_line(each) == "sleep 601"), 0), "a child"
         )
         await bpm.stop(START)
@@ -245,7 +244,7 @@ async def test_rest_of_a_dead_process_ends_before_the_next_start(world: World) -
         bpm = supervisor.bpm
         bpm._level = 3
         first = (await bpm.start(START)).pid
-        await eventually(lambda: not is_alive(first), "its end")
+        await until(lambda: not is_alive(first), "its end")
         left = int((world.paths.data / "web/tmp/left").read_text())
         assert is_alive(left)
 
@@ -318,12 +317,12 @@ async def test_hook_runs_first_and_its_failure_is_told(world: World) -> None:
     hook.chmod(0o755)
     more = f"  hooks: {{pre_start: {hook}}}\n  env: {{NAME: n, WITH: '0', LOG: {world.log}}}\n"
     async with world.supervising(job(world, "exec sleep 600", more)) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         assert world.lines() == ["hook n"]
         await supervisor.stop(wait=True)
         job(world, "exec sleep 600", more.replace("'0'", "'3'"))
         await supervisor.start()
-        found = await until(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "down")
 
         assert found.reason.startswith(f"cannot start: the pre_start hook {hook} failed: exit 3")
 
@@ -337,7 +336,7 @@ async def test_hook_ends_with_the_start_that_is_given_up(world: World) -> None:
     async with world.supervising() as supervisor:
         bpm = supervisor.bpm
         starting = asyncio.create_task(bpm.start(START))
-        pid = int((await eventually(world.lines, "a hook"))[0])
+        pid = int((await until(world.lines, "a hook"))[0])
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
@@ -354,7 +353,7 @@ async def test_program_that_is_missing_is_named(world: World) -> None:
     file = job(world, "")
     (world.paths.jobs / "web/bin/web").unlink()
     async with world.supervising(file) as supervisor:
-        found = await until(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "down")
 
         assert f"cannot run {world.paths.jobs}/web/bin/web" in found.reason
 
@@ -365,7 +364,7 @@ async def test_unknown_process_is_an_error(world: World) -> None:
     config = world.paths.jobs / "web/config/bpm.yml"
     config.write_text("processes: []\n")
     async with world.supervising(file) as supervisor:
-        found = await until(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "down")
 
         assert f'process "web" not present in job configuration ({config})' in found.reason
 
@@ -373,7 +372,7 @@ async def test_unknown_process_is_an_error(world: World) -> None:
 async def test_missing_persistent_disk_is_an_error(world: World) -> None:
     """In bpm's words."""
     async with world.supervising(job(world, "exec sleep 600", "  persistent_disk: true\n")) as supervisor:
-        found = await until(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "down")
 
         assert "requested persistent disk does not exist" in found.reason
 
@@ -411,7 +410,7 @@ async def test_what_cannot_be_had_is_named(
         supervisor.bpm._isolation = sandbox.Isolation(3, "", memory=False, processes=False)
         await supervisor.configure([file])
         await supervisor.start()
-        found = await until(supervisor, "web", "down" if is_strict else "running")
+        found = await in_state(supervisor, "web", "down" if is_strict else "running")
 
         files = "limits.open_files of 101, limits.core_file_size of 102"
         lacking = f"capability NET_RAW, limits.processes, {files}, unsafe.privileged"
@@ -431,13 +430,13 @@ async def test_who_uses_too_much_memory_is_killed_and_named(world: World) -> Non
     """The process with what it has started, no other; it is restarted, the alert says how much."""
     file = job(world, HUNGRY, WITH_PYTHON + "  limits: {memory: 48M}\n")
     async with world.supervising(file, world.job("other")) as supervisor:
-        other = (await until(supervisor, "other", "running")).pid
-        pid = (await until(supervisor, "web", "running")).pid
+        other = (await in_state(supervisor, "other", "running")).pid
+        pid = (await in_state(supervisor, "web", "running")).pid
         watching = asyncio.create_task(supervisor.run())
         told = "Resource limit matched"
-        await eventually(lambda: any(event.event == told for event in world.events))
+        await until(lambda: any(event.event == told for event in world.events))
         watching.cancel()
-        await eventually(lambda: info(supervisor, "web").restarts > 0)
+        await until(lambda: info(supervisor, "web").restarts > 0)
 
         event = next(event for event in world.events if event.event == told)
         assert event.service == "web"
@@ -464,13 +463,13 @@ async def test_a_limit_of_memory_without_a_cgroup_counts_the_whole_tree(world: W
         supervisor.bpm._isolation = sandbox.Isolation(3, "", memory=False, processes=False)
         await supervisor.configure([file])
         await supervisor.start()
-        pid = (await until(supervisor, "web", "running")).pid
-        hogs = await eventually(supervisor.bpm.kill_hogs, "a hog")
+        pid = (await in_state(supervisor, "web", "running")).pid
+        hogs = await until(supervisor.bpm.kill_hogs, "a hog")
 
         (hog,) = hogs
         assert (hog.job, hog.process, hog.limit) == ("web", "web", 64 << 20)
         assert hog.used > hog.limit
-        await eventually(lambda: not is_alive(pid), "its end")
+        await until(lambda: not is_alive(pid), "its end")
         await supervisor.stop(wait=True)
 
 
@@ -510,7 +509,7 @@ async def test_process_sees_what_bpm_shows_and_nothing_else(world: World, monkey
     file = job(world, "", WITH_PYTHON + volumes)
     script.write_text(LOOK)
     async with world.supervising(world.job("other")) as supervisor:
-        other = (await until(supervisor, "other", "running")).pid
+        other = (await in_state(supervisor, "other", "running")).pid
         config = world.paths.jobs / "web/config/bpm.yml"
         text = config.read_text().replace("args: [1.10, yes]", f"env: {{OTHER: {other}, BASE: {world.base}}}")
         (world.paths.jobs / "web/bin/web").write_text(f"#!/bin/sh\nexec {PYTHON} {script}\n")
@@ -546,7 +545,7 @@ async def test_log_of_bpm_says_what_was_done_and_why_not(world: World) -> None:
     """``sys/log/JOB/bpm.log``, a line of JSON for each step; nothing is made for a job that is not there."""
     file = job(world, "exec sleep 600")
     async with world.supervising(file) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
         (world.paths.jobs / "web/bin/web").unlink()
         config = world.paths.jobs / "web/config/bpm.yml"
@@ -584,7 +583,7 @@ async def test_modes_of_directories(world: World) -> None:
     listed = ", ".join(f"{{path: {path}, writable: true}}" for path in volumes)
     file = job(world, "exec sleep 600", f"  ephemeral_disk: true\n  additional_volumes: [{listed}]\n")
     async with world.supervising(file) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 
     paths = world.paths

@@ -13,7 +13,7 @@ from agent_shim_demo import broker
 from agent_shim_demo.director import HealthMonitor, joined
 from agent_shim_demo.pki import DIRECTOR, HEALTH_MONITOR
 from tests.support.broker import NatsServer
-from tests.support.bus import until
+from tests.support.waiting import until
 
 
 async def test_agent_speaks_only_for_itself(tmp_path: Path) -> None:

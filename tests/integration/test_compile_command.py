@@ -22,7 +22,8 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.services.volume_lease import exclusive_agent
 from agent_shim_demo.release import archive
-from tests.support.programs import TIMEOUT_S, is_alive
+from tests.support.programs import is_alive
+from tests.support.waiting import TIMEOUT_S
 
 COMMAND = [
     sys.executable,

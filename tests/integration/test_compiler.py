@@ -22,7 +22,8 @@ from benchmarks.world import AGENT, COMMAND
 from benchmarks.world import World as Machine
 from benchmarks.world import world as made
 from tests.support import jobs
-from tests.support.programs import TIMEOUT_S, end_marked, eventually, is_alive
+from tests.support.programs import end_marked, is_alive
+from tests.support.waiting import TIMEOUT_S, until
 
 FAMILY = """
 trap '' TERM
@@ -53,7 +54,7 @@ async def compiling(machine: Machine) -> list[int]:
         found = [int(line) for line in pids.read_text().split()] if pids.exists() else []
         return found if len(found) == 3 else None
 
-    return await eventually(three)
+    return await until(three)
 
 
 def left(base: Path) -> list[Path]:
@@ -174,7 +175,7 @@ async def test_other_agents_compilations_are_left_alone(paths: Paths, store: Blo
     started = tmp_path / "started"
     script = package(store, f"echo $$ >{started}; exec sleep 600")
     running = asyncio.create_task(Compiler(paths, {}).compile(script, tmp_path / "target", store, lambda _: None))
-    pid = await eventually(lambda: int(started.read_text()) if started.exists() and started.read_text() else None)
+    pid = await until(lambda: int(started.read_text()) if started.exists() and started.read_text() else None)
     await Compiler(Paths(tmp_path / "other"), {}).clean()
 
     assert is_alive(pid)

@@ -25,6 +25,7 @@ from agent_shim_demo.release import archive
 from benchmarks.world import COMMAND
 from tests.support.create_env import Cli, mbus, pair
 from tests.support.jobs import sleeper
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -182,9 +183,7 @@ async def test_create_env_and_delete_env(machine: Machine) -> None:
     await cli.run("run_script", "post-stop", {})
     assert await cli.value("list_disk") == []
 
-    async with asyncio.timeout(20):
-        while Path(f"/proc/{pid}").exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: not Path(f"/proc/{pid}").exists())
     said = (machine.scratch / "scripts").read_text().split()
     assert said == ["pre-start", "post-start", "pre-stop", "drain", "post-stop"]
     assert (await cli.value("get_state"))["job_state"] == "stopped"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from agent_shim_demo.director import RpcRemoteError
 from agent_shim_demo.pki import HOUR, agent_name
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
+from tests.support.waiting import until
 
 MINUTE = 60.0
 
@@ -84,12 +84,6 @@ async def status(world: World) -> str:
     argv = [sys.executable, "-m", "agent_shim.cli", "status", "-b", str(world.base)]
     assert await process.spawn(argv, env=dict(os.environ), stdout=out).wait() == 0
     return out.read_text()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def only(world: World, *, bootstrap: bool) -> None:

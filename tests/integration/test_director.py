@@ -13,7 +13,7 @@ import pytest
 
 from agent_shim_demo.director import Director, RpcTimeoutError, joined
 from tests.support.broker import NatsServer
-from tests.support.bus import until
+from tests.support.waiting import until
 
 
 @asynccontextmanager

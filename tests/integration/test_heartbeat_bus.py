@@ -12,7 +12,8 @@ from agent_shim.edges.heartbeat import Heartbeat
 from agent_shim_demo.director import HealthMonitor
 from agent_shim_demo.pki import HEALTH_MONITOR
 from tests.support.broker import NatsServer
-from tests.support.bus import connected, on_bus, until
+from tests.support.bus import connected, on_bus
+from tests.support.waiting import until
 
 
 async def test_every_link_begins_with_them(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from agent_shim.edges.bus.https import HttpsBus
 from agent_shim_demo.pki import Authority
 from tests.support.create_env import Cli, authority, basic, dav_path, head, mbus, on_https, read_answer, trusting
 from tests.support.old_tls import lenient, outdated
-from tests.support.programs import eventually
+from tests.support.waiting import until
 
 
 class Agent:
@@ -111,13 +111,9 @@ async def test_half_an_upload_leaves_nothing(bus: HttpsBus, tmp_path: Path, sent
     await cli.put_blob("one", b"old")
     async with cli.connected() as (_, writer):
         writer.write(head("PUT", dav_path("one"), 400_000, basic()) + bytes(sent))
-        async with asyncio.timeout(10):
-            while len(list(tmp_path.iterdir())) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(list(tmp_path.iterdir())) >= 2)
 
-    async with asyncio.timeout(10):
-        while [path.name for path in tmp_path.iterdir()] != ["one"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: [path.name for path in tmp_path.iterdir()] == ["one"])
     assert (tmp_path / "one").read_bytes() == b"old"
 
 
@@ -218,7 +214,7 @@ async def test_requests_that_were_answered_are_forgotten(bus: HttpsBus, agent: A
         await agent.begun.wait()
     assert await Cli(bus.port).value("ping") == "ping"
 
-    await eventually(lambda: not bus._answering)
+    await until(lambda: not bus._answering)
 
 
 async def test_bodies_that_reach_their_bounds_are_taken(hasty: HttpsBus, tmp_path: Path) -> None:
@@ -251,7 +247,7 @@ async def test_what_passes_the_door_is_counted(
     assert stats.last_error == ""
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert len(answer.body) == 100_000
-    await eventually(lambda: ("download", "done") in counted.counts)
+    await until(lambda: ("download", "done") in counted.counts)
     assert counted.counts == {("upload", "done"): 1, ("download", "done"): 1}
     assert counted.sizes == {"upload": 100_000, "download": 100_000}
 
@@ -428,7 +424,7 @@ async def test_blobs_are_counted(hasty: HttpsBus, tmp_path: Path, monkeypatch: p
         writer.write(head("GET", dav_path("big"), 0, basic()))
         await reader.readexactly(1000)
         writer.transport.abort()
-    await eventually(lambda: transfers.counts["download", "failed"])
+    await until(lambda: transfers.counts["download", "failed"])
 
     assert dict(transfers.counts) == {
         ("upload", "done"): 1,
@@ -551,13 +547,11 @@ async def test_port_that_is_taken_is_tried_again(
     running = asyncio.create_task(bus.run())
     try:
         async with asyncio.timeout(20):
-            while bus.stats.attempts < 5:
-                await asyncio.sleep(0.01)
+            await until(lambda: bus.stats.attempts >= 5)
             assert bus.port == 0
             assert "cannot listen at 127.0.0.1" in bus.stats.last_error
             taken.close()
-            while not bus.is_connected:
-                await asyncio.sleep(0.01)
+            await until(lambda: bus.is_connected)
         assert await Cli(port).value("ping") == "ping"
         assert bus.stats.last_error == ""
         assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
@@ -611,9 +605,7 @@ async def test_address_that_cannot_be_had_changes_nothing(agent: Agent, tmp_path
 async def test_broken_address_does_not_show_the_password(agent: Agent, tmp_path: Path) -> None:
     bus = HttpsBus(mbus(urls=("https://mbus:hush/hush@127.0.0.1",)), agent.handle, tmp_path)
     running = asyncio.create_task(bus.run())
-    async with asyncio.timeout(10):
-        while not bus.stats.last_error:
-            await asyncio.sleep(0.01)
+    await until(lambda: bus.stats.last_error)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

@@ -18,6 +18,7 @@ from agent_shim_demo.director import RpcTimeoutError
 from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, COMMAND, NETWORKS, World
 from benchmarks.world import world as made
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +118,7 @@ async def state(world: World) -> dict[str, Any]:
     return found
 
 
-async def until(world: World, *job_states: str) -> None:
+async def in_state(world: World, *job_states: str) -> None:
     """Wait for one of these states of the instance."""
     async with asyncio.timeout(TIMEOUT_S):
         while (await state(world))["job_state"] not in job_states:
@@ -126,9 +127,7 @@ async def until(world: World, *job_states: str) -> None:
 
 async def until_said(world: World, text: str) -> None:
     """Wait for a line of the log."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while not (log := world.scratch / "agent.log").exists() or text not in log.read_text():
-            await asyncio.sleep(0.02)
+    await until(lambda: (log := world.scratch / "agent.log").exists() and text in log.read_text())
 
 
 async def snapshot(tree: Path) -> dict[str, int]:
@@ -166,7 +165,7 @@ async def test_started_jobs_run_again_after_their_pre_start(world: World) -> Non
 
     await restart_container(world)
 
-    await until(world, "running")
+    await in_state(world, "running")
     seen = events(world)
     assert sorted(seen[:2]) == ["pre-start job-web", "pre-start job-worker"]
     assert sorted(seen[2:]) == ["job-web", "job-worker"]
@@ -192,13 +191,13 @@ async def test_restart_of_the_agent_runs_no_pre_start(world: World) -> None:
     await world.start_agent()
     await deploy(world, {"job-web": job(world, "job-web", "true")})
     await restart_container(world)
-    await until(world, "running")
+    await in_state(world, "running")
     assert events(world) == ["pre-start job-web", "job-web"]
 
     await world.kill_agent()
     await world.start_agent()
 
-    await until(world, "running")
+    await in_state(world, "running")
     assert events(world) == ["pre-start job-web", "job-web"]
 
 
@@ -214,7 +213,7 @@ async def test_stopped_jobs_stay_stopped_until_they_are_started(world: World) ->
     assert (await state(world))["job_state"] == "stopped"
     assert events(world) == []
     await world.director.run(AGENT, "start")
-    await until(world, "running")
+    await in_state(world, "running")
     assert events(world) == ["job-web"]
 
 
@@ -228,7 +227,7 @@ async def test_applied_jobs_that_were_never_started_are_not(world: World) -> Non
     await asyncio.sleep(0.3)
     assert events(world) == []
     await world.director.run(AGENT, "start")
-    await until(world, "running")
+    await in_state(world, "running")
 
 
 async def test_start_holds_however_soon_the_container_ends(world: World) -> None:
@@ -240,7 +239,7 @@ async def test_start_holds_however_soon_the_container_ends(world: World) -> None
 
     await restart_container(world)
 
-    await until(world, "running")
+    await in_state(world, "running")
 
 
 async def test_agent_that_was_shut_down_stays_idle(world: World) -> None:
@@ -273,14 +272,14 @@ async def test_failed_pre_start_is_tried_again(world: World) -> None:
 
     await restart_container(world)
 
-    await until(world, "failing")
+    await in_state(world, "failing")
     found = await status(world)
     assert found["warnings"] == [
         "the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. Failed Jobs: job-web."
     ]
     assert "job-worker" not in events(world)
     (world.base / "data/allowed").touch()
-    await until(world, "running")
+    await in_state(world, "running")
     assert (await status(world))["warnings"] == []
 
 
@@ -290,9 +289,7 @@ async def test_director_goes_first(world: World) -> None:
     await deploy(world, {"job-web": job(world, "job-web", f"echo $$ >{world.base}/data/hanging; exec sleep 1000")})
     await restart_container(world)
     hanging = world.base / "data/hanging"
-    async with asyncio.timeout(TIMEOUT_S):
-        while not (hanging.exists() and hanging.read_text().strip()):
-            await asyncio.sleep(0.02)
+    await until(lambda: hanging.exists() and hanging.read_text().strip())
     assert (await state(world))["job_state"] == "starting"
 
     await world.director.run(AGENT, "stop")
@@ -300,7 +297,7 @@ async def test_director_goes_first(world: World) -> None:
     assert (await state(world))["job_state"] == "stopped"
     assert not Path(f"/proc/{hanging.read_text().strip()}").exists()
     await world.director.run(AGENT, "start")
-    await until(world, "running")
+    await in_state(world, "running")
     assert events(world)[-1] == "job-web"
 
 
@@ -309,15 +306,15 @@ async def test_start_of_the_director_ends_the_waiting(world: World) -> None:
     await world.start_agent()
     await deploy(world, {"job-web": job(world, "job-web", "exit 1")})
     await restart_container(world)
-    await until(world, "failing")
+    await in_state(world, "failing")
 
     await world.director.run(AGENT, "start")
 
-    await until(world, "running")
+    await in_state(world, "running")
     seen = len(events(world))
     await world.kill_agent()
     await world.start_agent()
-    await until(world, "running")
+    await in_state(world, "running")
     assert len(events(world)) == seen
 
 
@@ -326,15 +323,13 @@ async def test_agent_that_is_killed_in_pre_start_has_it_run_again(world: World) 
     await world.start_agent()
     await deploy(world, {"job-web": job(world, "job-web", f"test -e {world.base}/data/seen || exec sleep 1000")})
     await restart_container(world)
-    async with asyncio.timeout(TIMEOUT_S):
-        while events(world) != ["pre-start job-web"]:
-            await asyncio.sleep(0.02)
+    await until(lambda: events(world) == ["pre-start job-web"])
 
     await world.kill_agent()
     (world.base / "data/seen").touch()
     await world.start_agent()
 
-    await until(world, "running")
+    await in_state(world, "running")
     assert events(world) == ["pre-start job-web", "pre-start job-web", "job-web"]
 
 
@@ -348,7 +343,7 @@ async def test_files_that_are_gone_are_told_and_start_is_refused(world: World, w
     files.remove_tree(world.base / "data" / what)
     await world.start_agent()
 
-    await until(world, "failing")
+    await in_state(world, "failing")
 
     kind, name = what.split("s/")
     text = f"the files of {kind} {name} are gone, the Director has to apply its spec again"
@@ -398,7 +393,7 @@ async def test_jobs_without_processes_are_running(world: World) -> None:
 
     await restart_container(world)
 
-    await until(world, "running")
+    await in_state(world, "running")
     assert "processes" not in await state(world)
 
 
@@ -411,7 +406,7 @@ async def test_lost_memory_of_the_supervisor_is_made_up_from_the_spec(world: Wor
     (world.base / "data/bosh/supervisor.json").write_text("{ half")
     await world.start_agent()
 
-    await until(world, "running")
+    await in_state(world, "running")
 
     assert [each["name"] for each in (await state(world))["processes"]] == ["job-web"]
     assert list(world.pids()) == ["job-web"]
@@ -428,9 +423,7 @@ async def test_second_agent_on_the_volume_touches_nothing_and_goes_on_when_the_f
     argv = [word.format(config=world.scratch / "agent.json", base=other) for word in shlex.split(COMMAND)]
     second = process.spawn(argv, env=dict(os.environ), stdout=log, stderr=log)
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            while "waiting until another agent ends" not in (log.read_text() if log.exists() else ""):
-                await asyncio.sleep(0.02)
+        await until(lambda: "waiting until another agent ends" in log.read_text() if log.exists() else "")
         await asyncio.sleep(0.5)
 
         assert f"{other}/data is in use by agent {AGENT} on " in log.read_text()
@@ -442,9 +435,7 @@ async def test_second_agent_on_the_volume_touches_nothing_and_goes_on_when_the_f
 
         await world.director.value(AGENT, "shutdown")
         await world.stop_agent()
-        async with asyncio.timeout(TIMEOUT_S):
-            while "boot step directories" not in log.read_text():
-                await asyncio.sleep(0.02)
+        await until(lambda: "boot step directories" in log.read_text())
     finally:
         await second.terminate(5)
 
@@ -467,8 +458,7 @@ async def test_agent_whose_volume_was_taken_ends_its_jobs_and_leaves_the_bus(wor
     await until_said(world, f"was taken over by agent {AGENT} on elsewhere")
 
     async with asyncio.timeout(TIMEOUT_S):
-        while Path(f"/proc/{pid}").exists():
-            await asyncio.sleep(0.02)
+        await until(lambda: not Path(f"/proc/{pid}").exists())
         while (found := await status(world))["bus"]["connected"]:
             await asyncio.sleep(0.02)
     assert found["phase"] == f"fenced off: {world.base}/data was taken over by agent {AGENT} on elsewhere"
@@ -507,6 +497,6 @@ async def test_another_version_of_this_agent_takes_over(world: World) -> None:
 
     await world.start_agent()
 
-    await until(world, "running")
+    await in_state(world, "running")
     assert world.pids() == before
     assert sorted(events(world)) == ["db", "web"]

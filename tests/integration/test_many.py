@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from agent_shim.host import proc
 from benchmarks.world import AGENT, COMMAND, World, world
+from tests.support.waiting import until
 
 JOBS = 100
 
 pytestmark = pytest.mark.slow
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.1)
 
 
 def are_up(w: World, starts: int) -> bool:

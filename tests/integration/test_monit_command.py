@@ -15,6 +15,7 @@ import pytest
 from agent_shim.host import process
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -59,9 +60,7 @@ async def test_scripts_stop_and_start_what_they_name(world: World) -> None:
     await until_summary(world, r"^Process 'job0' {22}running$")
 
     assert (await monit(world, "restart job1")) == (0, "")
-    async with asyncio.timeout(30):
-        while world.pids().get("job1", before["job1"]) == before["job1"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: world.pids().get("job1", before["job1"]) != before["job1"])
     await until_summary(world, r"^Process 'job1' {22}running$")
     _, text = await monit(world, "status")
     assert f"  pid                               {world.pids()['job1']}\n" in text

@@ -21,8 +21,8 @@ from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from benchmarks.world import COMMAND
 from benchmarks.world import world as made
-from tests.support.programs import eventually
-from tests.support.programs.jobs import World, info, until
+from tests.support.programs.jobs import World, in_state, info
+from tests.support.waiting import until
 
 Where = tuple[str, int]
 USER = "vcap:of-this-machine"
@@ -88,8 +88,8 @@ def number(element: ET.Element, path: str) -> int:
 async def test_running_service_is_told_as_the_go_agent_reads_it(world: World) -> None:
     """Members, attributes and types (jobsupervisor/monit/status.go)."""
     async with listening(world, world.job("web"), world.job("db")) as (supervisor, where):
-        pid = (await until(supervisor, "web", "running")).pid
-        await until(supervisor, "db", "running")
+        pid = (await in_state(supervisor, "web", "running")).pid
+        await in_state(supervisor, "db", "running")
         root = await status(where)
         services = {each.get("name"): each for each in root.findall("services/service")}
         web = services["web"]
@@ -128,8 +128,8 @@ async def test_other_checks_are_told_with_their_answers(world: World) -> None:
           if changed size then alert
         """
         async with listening(world, JobFile("job", "", text)) as (supervisor, where):
-            await eventually(lambda: all(info(supervisor, name).faults for name in ("ours", "far")))
-            await eventually(lambda: info(supervisor, "changing").process.state == "running")
+            await until(lambda: all(info(supervisor, name).faults for name in ("ours", "far")))
+            await until(lambda: info(supervisor, "changing").process.state == "running")
             root = await status(where)
             ours, far, changing = root.findall("services/service")
 
@@ -153,8 +153,8 @@ async def test_dead_and_broken_services_have_a_status_and_a_message(world: World
         world.job("fat", None, "exit 0", "if memory > 1 kb then alert"),
     ]
     async with listening(world, *files) as (supervisor, where):
-        await until(supervisor, "dead", "down")
-        await eventually(lambda: info(supervisor, "fat").faults)
+        await in_state(supervisor, "dead", "down")
+        await until(lambda: info(supervisor, "fat").faults)
         found = {each.get("name"): each for each in (await status(where)).findall("services/service")}
 
         assert number(found["dead"], "status") in (0x1200, 0x200)
@@ -181,7 +181,7 @@ def of_galera(root: ET.Element, name: str) -> str:
 async def test_galera_agent_stops_and_starts_its_service(world: World) -> None:
     """It posts to the name, wants the words in the page that comes back, then reads the status until it is done."""
     async with listening(world, world.job("galera-init"), world.job("other")) as (supervisor, where):
-        await until(supervisor, "galera-init", "running")
+        await in_state(supervisor, "galera-init", "running")
         assert of_galera(await status(where, 1), "galera-init") == "running"
         for action, state in (("stop", "stopped"), ("start", "running")):
             code, page = await call(where, "/galera-init", f"action={action}")
@@ -203,13 +203,13 @@ async def test_galera_agent_stops_and_starts_its_service(world: World) -> None:
 async def test_every_action_is_done_or_refused(world: World) -> None:
     """As monit refuses: 404 for a stranger, 400 for what it cannot do."""
     async with listening(world, world.job("web")) as (supervisor, where):
-        first = (await until(supervisor, "web", "running")).pid
+        first = (await in_state(supervisor, "web", "running")).pid
         assert (await call(where, "/web", "action=unmonitor"))[0] == 200
-        await until(supervisor, "web", "unmonitored")
+        await in_state(supervisor, "web", "unmonitored")
         assert (await call(where, "/WEB", "action=monitor"))[0] == 200
-        assert (await until(supervisor, "web", "running")).pid == first
+        assert (await in_state(supervisor, "web", "running")).pid == first
         assert (await call(where, "/web", "action=restart"))[0] == 200
-        await eventually(lambda: info(supervisor, "web").pid not in (0, first))
+        await until(lambda: info(supervisor, "web").pid not in (0, first))
 
         assert (await call(where, "/nobody", "action=start"))[0] == 404
         assert (await call(where, "/web", "action=explode"))[0] == 400
@@ -224,7 +224,7 @@ async def test_every_action_is_done_or_refused(world: World) -> None:
 async def test_without_the_password_nothing_is_told_or_done(world: World, user: str) -> None:
     """401, and the service runs on."""
     async with listening(world, world.job("web")) as (supervisor, where):
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
 
         assert (await call(where, "/_status2?format=xml", user=user))[0] == 401
         assert (await call(where, "/web", "action=stop", user=user))[0] == 401
@@ -248,7 +248,7 @@ async def test_without_a_password_nobody_may_ask(world: World, content: str | No
 async def test_texts_and_pages_are_shown(world: World) -> None:
     """For people with curl: the status as text, and a page of each service."""
     async with listening(world, world.job("web")) as (supervisor, where):
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
 
         assert (
             "Process 'web'                       running"

@@ -20,8 +20,8 @@ from agent_shim.edges import control_server
 from agent_shim.host import process
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import eventually
-from tests.support.programs.jobs import World, info, until
+from tests.support.programs.jobs import World, in_state, info
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ async def test_stop_and_wait_then_start_and_wait(world: World) -> None:
     """Cron jobs that archive: ``not monitored`` without ``pending``, later ``running``."""
     slow = "sleep 0.3; kill $(cat $pidfile)"
     async with answering(world, world.job("archiver", None, slow), world.job("other")) as supervisor:
-        before = (await until(supervisor, "archiver", "running")).pid
+        before = (await in_state(supervisor, "archiver", "running")).pid
         await script(
             world,
             """
@@ -81,7 +81,7 @@ until monit summary | grep "'archiver'" | grep running; do sleep 0.05; done
 async def test_unmonitor_is_seen_at_the_end_of_a_line(world: World) -> None:
     """``not monitored *$``, then ``monitor`` and a start that is tried again."""
     async with answering(world, world.job("worker")) as supervisor:
-        before = (await until(supervisor, "worker", "running")).pid
+        before = (await in_state(supervisor, "worker", "running")).pid
         await script(
             world,
             """
@@ -105,7 +105,7 @@ async def test_start_program_may_ask_for_the_summary(world: World) -> None:
 echo $$ >$pidfile
 exec sleep 600"""
     async with answering(world, world.job("ipsec"), world.job("mariadb", start, timeout=60)) as supervisor:
-        await until(supervisor, "mariadb", "running")
+        await in_state(supervisor, "mariadb", "running")
 
         title = "Process 'mariadb'"
         assert world.lines() == ["with", f"{title:<35} initializing - start pending"]
@@ -125,11 +125,11 @@ echo restarted >>$log""",
     start = "echo $$ >$pidfile; exec sleep 600"
     files = [world.job("router"), world.job("router-healthchecker", start, "exit 0", rule)]
     async with answering(world, *files) as supervisor:
-        before = (await until(supervisor, "router", "running")).pid
-        await until(supervisor, "router-healthchecker", "running")
+        before = (await in_state(supervisor, "router", "running")).pid
+        await in_state(supervisor, "router-healthchecker", "running")
         checker = await asyncio.to_thread(world.pidfile("router-healthchecker").read_text)
         await script(world, f"kill {checker}")
-        await eventually(lambda: "restarted" in world.lines())
+        await until(lambda: "restarted" in world.lines())
 
         assert info(supervisor, "router").pid not in (0, before)
 
@@ -138,8 +138,8 @@ async def test_rule_may_restart_its_own_service_through_the_command(world: World
     """The program survives the stop that it asks for."""
     rule = f'if memory > 1 kb for 3 cycles then exec "{world.base}/monit.sh restart dns"'
     async with answering(world, world.job("dns", None, "kill $(cat $pidfile)", rule)) as supervisor:
-        before = (await until(supervisor, "dns", "running")).pid
-        await eventually(lambda: info(supervisor, "dns").pid not in (0, before))
+        before = (await in_state(supervisor, "dns", "running")).pid
+        await until(lambda: info(supervisor, "dns").pid not in (0, before))
 
         assert "Execution failed" not in [each.event for each in world.events]
 
@@ -147,7 +147,7 @@ async def test_rule_may_restart_its_own_service_through_the_command(world: World
 async def test_reload_again_and_again_changes_nothing(world: World) -> None:
     """Some do so every minute, and with a name behind it."""
     async with answering(world, world.job("web")) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
         await script(world, "for i in 1 2 3; do monit reload; monit reload web; done")
 
         assert info(supervisor, "web").pid == before
@@ -158,7 +158,7 @@ async def test_containers_stop_all_and_count(world: World) -> None:
     """Readiness by the first column, then everything is stopped and counted, and monit told to quit."""
     async with answering(world, world.job("one"), world.job("two")) as supervisor:
         for name in ("one", "two"):
-            await until(supervisor, name, "running")
+            await in_state(supervisor, name, "running")
         await script(
             world,
             """

@@ -13,7 +13,8 @@ from agent_shim.core.errors import BusError
 from agent_shim.edges.bus import nats
 from agent_shim_demo.director import joined
 from agent_shim_demo.pki import Authority
-from tests.support.bus import FAST, FakeServer, Wire, connected, echo, on_bus, talking, until
+from tests.support.bus import FAST, FakeServer, Wire, connected, echo, on_bus, talking
+from tests.support.waiting import until
 
 
 async def test_request_is_answered(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from agent_shim.edges.bus import nats
 from agent_shim.edges.bus.nats import NatsBus, Timing
 from agent_shim_demo.pki import SERVER, Authority
 from tests.support.broker import NatsServer
-from tests.support.bus import FAST, FakeServer, Wire, connected, echo, on_bus, talking, until
+from tests.support.bus import FAST, FakeServer, Wire, connected, echo, on_bus, talking
 from tests.support.proxy import Proxy
+from tests.support.waiting import until
 
 
 def through(proxy: Proxy, server: NatsServer) -> Mbus:

@@ -16,7 +16,8 @@ from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import Mbus
 from agent_shim_demo.pki import EXPIRED, Authority
 from benchmarks import rotation
-from tests.support.bus import FAST, Talk, connected, echo, on_bus, talking, until
+from tests.support.bus import FAST, Talk, connected, echo, on_bus, talking
+from tests.support.waiting import until
 
 
 async def test_t11_no_request_is_lost_or_done_twice(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus.nats import NatsBus, Timing
 from agent_shim_demo.pki import Authority
-from tests.support.bus import FakeServer, Wire, connected, echo, on_bus, until
+from tests.support.bus import FakeServer, Wire, connected, echo, on_bus
+from tests.support.waiting import until
 
 HASTY = Timing(connect=0.3, step=0.01, longest=0.02, early_step=0.01)
 
@@ -47,9 +48,7 @@ async def test_only_a_server_that_greets_counts_as_slow(how: str) -> None:
     bus = NatsBus("agent", mbus, echo, timing=HASTY)
     running = asyncio.create_task(bus.run())
     try:
-        async with asyncio.timeout(30):
-            while bus.stats.attempts < 4 or (how == "greets" and bus._slow < 2):
-                await asyncio.sleep(0.01)
+        await until(lambda: not (bus.stats.attempts < 4 or (how == "greets" and bus._slow < 2)))
 
         assert how == "greets" or bus._slow == 0
     finally:

@@ -11,7 +11,8 @@ from agent_shim.core.errors import SettingsError
 from agent_shim.core.settings import Mbus
 from agent_shim_demo.pki import EXPIRED, NOT_YET_VALID, Authority, Pair
 from tests.support.broker import NatsServer
-from tests.support.bus import connected, on_bus, until
+from tests.support.bus import connected, on_bus
+from tests.support.waiting import until
 
 AUTHORITY = Authority()
 

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from agent_shim.edges.bus import nats, tls
 from agent_shim_demo.pki import Authority
-from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, on_bus, until
+from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, on_bus
 from tests.support.old_tls import lenient, outdated
+from tests.support.waiting import until
 
 REQUEST = b'{"method":"ping","reply_to":"director.d.agent.r"}'
 

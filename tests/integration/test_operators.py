@@ -11,7 +11,7 @@ import shlex
 import signal
 import struct
 import termios
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ import pytest
 from agent_shim.host import process
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -29,12 +30,6 @@ async def world() -> AsyncIterator[World]:
         await one.run("start")
         await one.until_running()
         yield one
-
-
-async def until(holds: Callable[[], object], seconds: float = 20) -> None:
-    async with asyncio.timeout(seconds):
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 def started(world: World, *words: str) -> tuple[process.Process, Path]:

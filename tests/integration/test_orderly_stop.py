@@ -13,6 +13,7 @@ from agent_shim.daemon.endings import write_termination_log
 from agent_shim.daemon.orderly_stop import OrderlyStop
 from tests.contract.test_actions import deployed, running
 from tests.support import jobs
+from tests.support.waiting import until
 from tests.support.world import World
 from tests.support.world import world as made
 
@@ -70,8 +71,7 @@ async def test_a_drain_beyond_the_grace_is_cut_short_and_everything_is_down_in_t
     stop = OrderlyStop(2)
     async with asyncio.timeout(60):  # the script asks for 1000
         await stop.run(world.agent)
-        while Path(f"/proc/{pid}").exists():
-            await asyncio.sleep(0.02)
+        await until(lambda: not Path(f"/proc/{pid}").exists())
 
     assert "drain scripts were cut short" in stop.reasons
     assert stop.summary == "not clean: " + "; ".join(stop.reasons)
@@ -84,9 +84,7 @@ async def test_a_process_that_its_drain_has_ended_is_not_started_again(world: Wo
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
     pid = int((world.paths.run / "web/web.pid").read_text())
     stopping = asyncio.create_task(OrderlyStop(30).run(world.agent))
-    async with asyncio.timeout(20):
-        while Path(f"/proc/{pid}").exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: not Path(f"/proc/{pid}").exists())
     (service,) = world.agent.supervisor.services()
     gate.touch()
     await stopping
@@ -122,8 +120,9 @@ async def test_a_second_signal_hurries(world: World) -> None:
     stop = OrderlyStop(1000)
     stopping = asyncio.create_task(stop.run(world.agent))
     async with asyncio.timeout(20):
-        while not any("drain" in line for line in (trace(world) if (world.paths.base / "trace").exists() else [])):
-            await asyncio.sleep(0.01)
+        await until(
+            lambda: any("drain" in line for line in (trace(world) if (world.paths.base / "trace").exists() else []))
+        )
 
         stop.hurry.set()
         await stopping

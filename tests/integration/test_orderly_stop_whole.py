@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_standalone import Place
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +46,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 async def until_ended(pids: list[int]) -> None:
-    async with asyncio.timeout(30):
-        while alive(pids):
-            await asyncio.sleep(0.02)
+    await until(lambda: not alive(pids))
 
 
 async def drained(place: Place, grace: int) -> tuple[int | None, str, float]:

@@ -15,8 +15,9 @@ import pytest
 from agent_shim.core.errors import ActionError
 from agent_shim.host import cgroups, proc, process
 from agent_shim.supervisor.process_record import MARK
-from tests.support.programs import argv, eventually, foreign, is_alive, number_in
-from tests.support.programs.jobs import LASTING, World, info, program, until
+from tests.support.programs import argv, foreign, is_alive, number_in
+from tests.support.programs.jobs import LASTING, World, in_state, info, program
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -41,10 +42,10 @@ async def test_a_fresh_pidfile_that_names_a_younger_process_of_others_is_not_bel
     parent = foreign("/bin/sh", "-c", outside, TEST_OF=str(world.base), PATH="/bin:/usr/bin")
     job = world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)
     async with world.supervising(job) as supervisor:
-        await eventually(world.lines)
+        await until(world.lines)
         go.touch()
-        pid = await eventually(lambda: number_in(victim))
-        found = await until(supervisor, "web", "down")
+        pid = await until(lambda: number_in(victim))
+        found = await in_state(supervisor, "web", "down")
         assert f"the pidfile names process {pid} (sleep): it was not started by this agent" in found.reason
         await supervisor.stop(wait=True)
 
@@ -56,10 +57,10 @@ async def test_a_pidfile_that_names_what_the_agent_started_for_itself_is_not_bel
     """Its sshd, a script, a worker."""
     victim = world.base / "victim"
     async with world.supervising(world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)) as supervisor:
-        await eventually(world.lines)
+        await until(world.lines)
         own = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
         victim.write_text(f"{own.pid}\n")
-        found = await until(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "down")
         assert f"the pidfile names process {own.pid} (sleep): it belongs to the agent" in found.reason
         await supervisor.stop(wait=True)
 
@@ -74,16 +75,16 @@ async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(wor
     start = f"echo $$ >$pidfile; exec env -i {mark[carries]} PATH=/bin:/usr/bin sleep 600"
     liar = world.job("liar", WAITS.format(victim=victim), "exit 0", timeout=3)
     async with world.supervising(world.job("web", start), liar) as supervisor:
-        await eventually(world.lines)
-        pid = (await until(supervisor, "web", "running")).pid
+        await until(world.lines)
+        pid = (await in_state(supervisor, "web", "running")).pid
         await supervisor.restart_one("web")
-        await eventually(lambda: info(supervisor, "web").pid not in (0, pid))
-        pid = (await until(supervisor, "web", "running")).pid
+        await until(lambda: info(supervisor, "web").pid not in (0, pid))
+        pid = (await in_state(supervisor, "web", "running")).pid
         victim.write_text(f"{pid}\n")
-        found = await until(supervisor, "liar", "down")
+        found = await in_state(supervisor, "liar", "down")
         assert f"the pidfile names process {pid} (sleep): it belongs to web" in found.reason
         await supervisor.stop_one("liar")
-        await until(supervisor, "liar", "stopped")
+        await in_state(supervisor, "liar", "stopped")
 
         assert is_alive(pid)
         await supervisor.stop(wait=True)
@@ -98,10 +99,10 @@ async def test_what_forked_twice_and_changed_its_environment_does_not_survive_th
     mark = {"another job's mark": f"{MARK}=other@{world.base}", "the mark of a job that is not there": f"{MARK}=x@/y"}
     start = f"exec {program('escape.py', '$pidfile', child, mark.get(entry, ''))}"
     async with world.supervising(world.job("web", start), world.job("other")) as supervisor:
-        await until(supervisor, "web", "running")
-        await until(supervisor, "other", "running")
-        pid = await eventually(lambda: number_in(child))
-        await eventually(lambda: "sleep" in proc.name(pid))
+        await in_state(supervisor, "web", "running")
+        await in_state(supervisor, "other", "running")
+        pid = await until(lambda: number_in(child))
+        await until(lambda: "sleep" in proc.name(pid))
         await supervisor.stop(wait=True)
 
         assert not is_alive(pid)
@@ -112,12 +113,12 @@ async def test_a_stop_of_one_job_says_what_it_cannot_tell(world: World, cgroups_
     child = world.base / "child"
     start = f"exec {program('escape.py', '$pidfile', child)}"
     async with world.supervising(world.job("web", start), world.job("other")) as supervisor:
-        await until(supervisor, "web", "running")
-        await until(supervisor, "other", "running")
-        pid = await eventually(lambda: number_in(child))
-        await eventually(lambda: proc.name(pid) == "sleep")
+        await in_state(supervisor, "web", "running")
+        await in_state(supervisor, "other", "running")
+        pid = await until(lambda: number_in(child))
+        await until(lambda: proc.name(pid) == "sleep")
         await supervisor.stop_one("web")
-        found = await until(supervisor, "web", "stopped", "unmonitored")
+        found = await in_state(supervisor, "web", "stopped", "unmonitored")
 
         if cgroups_or_not is None:
             assert (found.state, found.reason) == ("unmonitored", f"cannot end {pid} (sleep)")
@@ -137,8 +138,8 @@ async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop(
     start = f"{storm} & echo $$ >$pidfile; {LASTING}"
     try:
         async with world.supervising(world.job("web", start)) as supervisor:
-            await until(supervisor, "web", "running")
-            await eventually(lambda: count(counter) > 20)
+            await in_state(supervisor, "web", "running")
+            await until(lambda: count(counter) > 20)
             said = ""
             try:
                 await supervisor.stop(wait=True)
@@ -166,8 +167,8 @@ async def test_a_job_that_makes_its_environment_terabytes_long_starts_and_stops(
     other = world.base / "other"
     start = f"setsid {program('huge_environ.py', other)} & exec {program('huge_environ.py', '$pidfile')}"
     async with world.supervising(world.job("web", start)) as supervisor:
-        found = await until(supervisor, "web", "running")
-        pid = await eventually(lambda: number_in(other))
+        found = await in_state(supervisor, "web", "running")
+        pid = await until(lambda: number_in(other))
         await supervisor.stop(wait=True)
 
         assert not is_alive(found.pid)
@@ -182,10 +183,10 @@ async def test_a_process_that_ended_its_first_thread_does_not_survive_the_stop(w
     if how == "wipe":
         start = f"{program('leaderless.py', child, how)} & echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start)) as supervisor:
-        pid = await eventually(lambda: number_in(child if how == "wipe" else world.pidfile("web")))
+        pid = await until(lambda: number_in(child if how == "wipe" else world.pidfile("web")))
         pidfd = os.pidfd_open(pid)
         try:
-            found = await until(supervisor, "web", "running")
+            found = await in_state(supervisor, "web", "running")
             assert how == "wipe" or found.pid == pid
             await supervisor.stop(wait=True)
 
@@ -202,8 +203,8 @@ async def test_a_subreaper_of_the_job_hides_nothing(world: World) -> None:
     arguments = argv("escape.py", world.pidfile("web"), child)
     script.write_text(f"{become}\nimport os\nos.execv({arguments[0]!r}, {arguments!r})\n")
     async with world.supervising(world.job("web", f"exec {argv('escape.py')[0]} {script}")) as supervisor:
-        await until(supervisor, "web", "running")
-        pid = await eventually(lambda: number_in(child))
+        await in_state(supervisor, "web", "running")
+        pid = await until(lambda: number_in(child))
         await supervisor.stop(wait=True)
 
         assert not is_alive(pid)
@@ -214,13 +215,13 @@ async def test_a_session_that_a_daemon_begins_after_its_pidfile_is_its_service_s
     go, child = world.base / "go", world.base / "child"
     job = world.job("web", f"echo start >>$log; rm -f {go}; exec {program('late_session.py', '$pidfile', go, child)}")
     async with world.supervising(job) as supervisor:
-        daemon = (await until(supervisor, "web", "running")).pid
+        daemon = (await in_state(supervisor, "web", "running")).pid
         go.touch()
-        worker = await eventually(lambda: number_in(child))
+        worker = await until(lambda: number_in(child))
         found = proc.stat(daemon)
         assert found is not None
         process.send(found.identity, signal.SIGKILL)
-        await eventually(lambda: world.lines() == ["start", "start"])
+        await until(lambda: world.lines() == ["start", "start"])
 
         assert not is_alive(worker)
         await supervisor.stop(wait=True)
@@ -234,11 +235,11 @@ async def test_a_process_of_root_that_a_stop_cannot_attribute_is_told(
     child = world.base / "child"
     start = f"exec {program('escape.py', '$pidfile', child)}"
     async with world.supervising(world.job("web", start)) as supervisor:
-        await until(supervisor, "web", "running")
-        pid = await eventually(lambda: number_in(child))
-        await eventually(lambda: proc.name(pid) == "sleep")
+        await in_state(supervisor, "web", "running")
+        pid = await until(lambda: number_in(child))
+        await until(lambda: proc.name(pid) == "sleep")
         await supervisor.stop_one("web")
-        await until(supervisor, "web", "stopped")
+        await in_state(supervisor, "web", "stopped")
 
         told = [event.description for event in world.events]
         if cgroups_or_not is None:
@@ -255,7 +256,7 @@ async def test_a_stop_takes_no_descriptor_for_each_process(world: World) -> None
     """A job may have more processes than the agent may have descriptors."""
     start = f"for n in $(seq 60); do sleep 600 & done; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, "exit 0")) as supervisor:
-        pid = (await until(supervisor, "web", "running")).pid
+        pid = (await in_state(supervisor, "web", "running")).pid
         children = [each.pid for each in proc.table().values() if each.parent == pid]
         assert len(children) == 60
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from agent_shim.host import guarded
 from agent_shim.supervisor import process_record
 from agent_shim.supervisor.supervisor import Supervisor
-from tests.support.programs import eventually, foreign, is_alive
-from tests.support.programs.jobs import LASTING, World, info, until
+from tests.support.programs import foreign, is_alive
+from tests.support.programs.jobs import LASTING, World, in_state, info
+from tests.support.waiting import until
 
 
 @contextlib.asynccontextmanager
@@ -36,16 +37,16 @@ COUNTED = f"echo start >>$log; echo $$ >$pidfile; {LASTING}"
 async def test_a_pidfile_without_a_number_restarts_the_service(world: World, text: str | None) -> None:
     """The process that it named ends once the next one runs."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
         if text is None:
             world.pidfile("web").unlink()
         else:
             world.pidfile("web").write_text(text)
         async with cycling(supervisor):
-            await eventually(lambda: info(supervisor, "web").pid not in (0, before))
-        await eventually(lambda: not is_alive(before))
+            await until(lambda: info(supervisor, "web").pid not in (0, before))
+        await until(lambda: not is_alive(before))
 
-        assert (await until(supervisor, "web", "running")).restarts == 1
+        assert (await in_state(supervisor, "web", "running")).restarts == 1
         assert world.lines() == ["start"] * 2
         assert [(e.event, e.action, e.description) for e in world.events[:1]] == [
             ("Does not exist", "restart", "process is not running")
@@ -59,12 +60,12 @@ async def test_a_start_program_that_finds_its_process_running_keeps_it(world: Wo
     start = "echo start >>$log; if [ -e $log.pid ]; then cp $log.pid $pidfile; "
     start += f"else echo $$ | tee $log.pid >$pidfile; {LASTING}; fi"
     async with world.supervising(world.job("web", start)) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
         world.pidfile("web").write_text("0\n")
         async with cycling(supervisor):
-            await eventually(lambda: len(world.lines()) == 2)
+            await until(lambda: len(world.lines()) == 2)
 
-        assert (await until(supervisor, "web", "running")).pid == before
+        assert (await in_state(supervisor, "web", "running")).pid == before
         await supervisor.stop(wait=True)
         assert not is_alive(before)
 
@@ -73,10 +74,10 @@ async def test_the_second_start_ends_what_the_first_could_not_replace(world: Wor
     """A port or lock of the old process lets no start program succeed beside it."""
     start = f"echo start >>$log; exec 9>$log.lock; flock -n 9 || exit 1; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
         world.pidfile("web").unlink()
         async with cycling(supervisor):
-            await eventually(lambda: info(supervisor, "web").pid not in (0, before))
+            await until(lambda: info(supervisor, "web").pid not in (0, before))
 
         assert not is_alive(before)
         await supervisor.stop(wait=True)
@@ -85,7 +86,7 @@ async def test_the_second_start_ends_what_the_first_could_not_replace(world: Wor
 async def test_a_foreign_number_in_the_pidfile_of_a_living_process_is_ignored(world: World) -> None:
     stranger = foreign("/bin/sleep", 600, TEST_OF=str(world.base))
     async with world.supervising(world.job("web", COUNTED, "exit 0")) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
         world.pidfile("web").write_text(f"{stranger}\n")
         await supervisor.check_pidfiles()
 
@@ -98,7 +99,7 @@ async def test_a_pidfile_written_in_two_steps_restarts_nothing(world: World) -> 
     """Between two looks it has its number again."""
     world.timing = replace(world.timing, cycle=600, look=0.5)
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
         world.pidfile("web").write_text("")
         checking = asyncio.create_task(supervisor.check_pidfiles())
         for _ in range(10):
@@ -114,15 +115,15 @@ async def test_a_pidfile_written_in_two_steps_restarts_nothing(world: World) -> 
 async def test_a_restarted_agent_ends_what_its_predecessor_doubted(world: World) -> None:
     """The process stays one of the service."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
         supervisor.hold()
         world.pidfile("web").unlink()
         async with cycling(supervisor):
-            await until(supervisor, "web", "restarting")
+            await in_state(supervisor, "web", "restarting")
     async with world.supervisor() as supervisor, cycling(supervisor):
         assert await supervisor.recover()
-        await eventually(lambda: info(supervisor, "web").pid not in (0, before))
-        await eventually(lambda: not is_alive(before))
+        await until(lambda: info(supervisor, "web").pid not in (0, before))
+        await until(lambda: not is_alive(before))
         await supervisor.stop(wait=True)
 
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agent_shim.host import proc, process
-from tests.support.programs import eventually, kill
+from tests.support.programs import kill
+from tests.support.waiting import until
 
 LIMIT = 1000
 
@@ -30,8 +31,8 @@ def _descent(pid: int) -> set[int]:
 async def leader(request: pytest.FixtureRequest) -> AsyncIterator[process.Process]:
     """A process with a child and a grandchild."""
     family = process.spawn([sys.executable, "-S", "-E", "-c", FAMILY, request.param], env={})
-    await eventually(lambda: len(_descent(family.pid)) == 3)
-    await eventually(lambda: request.param == "whole" or getattr(proc.stat(family.pid), "state", "") == "Z")
+    await until(lambda: len(_descent(family.pid)) == 3)
+    await until(lambda: request.param == "whole" or getattr(proc.stat(family.pid), "state", "") == "Z")
     yield family
     await family.terminate(1)
 
@@ -59,7 +60,7 @@ async def test_what_has_ended_leads_to_nothing(leader: process.Process) -> None:
     """Neither its children, which have another parent, nor itself once it is reaped."""
     (grandchild,) = {pid for pid in _descent(leader.pid) if not proc.children(proc.table()).get(pid)}
     kill(next(iter(proc.children(proc.table())[leader.pid])))
-    await eventually(lambda: grandchild not in (proc.trees([leader.pid], LIMIT) or {}))
+    await until(lambda: grandchild not in (proc.trees([leader.pid], LIMIT) or {}))
     await leader.terminate(1)
 
     assert proc.trees([leader.pid], LIMIT) == {}
@@ -82,7 +83,7 @@ async def test_a_tree_beyond_the_limit_is_none(leader: process.Process) -> None:
 async def test_of_thousands_of_children_no_more_are_listed_than_are_asked_for() -> None:
     """The kernel takes tens of milliseconds for a list of them all."""
     parent = process.spawn(["/bin/sh", "-c", "for each in 1 2 3 4 5 6 7 8 9; do sleep 600 & done; wait"], env={})
-    await eventually(lambda: len(_descent(parent.pid)) == 10)
+    await until(lambda: len(_descent(parent.pid)) == 10)
     found = proc.stat(parent.pid)
     assert found is not None
 

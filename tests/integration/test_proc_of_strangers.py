@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import proc, process
-from tests.support.programs import argv, eventually, number_in
+from tests.support.programs import argv, number_in
+from tests.support.waiting import until
 
 
 async def test_an_environment_of_terabytes_is_read_as_far_as_its_bound(tmp_path: Path) -> None:
     """A process without privileges can say that its environment and arguments are as long as its address space."""
     huge = process.spawn(argv("huge_environ.py", tmp_path / "pid"), env={"MARK": "web"})
-    await eventually(lambda: number_in(tmp_path / "pid"))
+    await until(lambda: number_in(tmp_path / "pid"))
 
     assert proc.variable(huge.pid, "MARK") is None
     assert len(proc.command_line(huge.pid)) <= proc.MAX_COMMAND_LINE_BYTES
@@ -28,7 +29,7 @@ async def test_an_environment_of_terabytes_is_read_as_far_as_its_bound(tmp_path:
 async def test_a_process_that_ended_its_first_thread_is_read_by_another_thread(tmp_path: Path) -> None:
     """The kernel shows none of its memory, files and environment under its own number."""
     headless = process.spawn(argv("leaderless.py", tmp_path / "pid"), env={"MARK": "web"}, cwd=tmp_path)
-    await eventually(lambda: number_in(tmp_path / "pid"))
+    await until(lambda: number_in(tmp_path / "pid"))
     found = proc.stat(headless.pid)
 
     assert found is not None

@@ -22,7 +22,8 @@ import pytest
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, guarded, proc, process, reaper
 from agent_shim.host.process import Process
-from tests.support.programs import argv, end_marked, eventually, is_alive, marked, number_in
+from tests.support.programs import argv, end_marked, is_alive, marked, number_in
+from tests.support.waiting import until
 
 SH = "/bin/sh"
 
@@ -57,7 +58,7 @@ async def test_child_is_reaped_though_nobody_waits(env: dict[str, str]) -> None:
     """A process without a waiter leaves no zombie."""
     child = process.spawn(shell("exit 0"), env=env)
 
-    await eventually(lambda: proc.stat(child.pid) is None)
+    await until(lambda: proc.stat(child.pid) is None)
 
 
 async def test_descriptors_are_given_back(env: dict[str, str]) -> None:
@@ -230,7 +231,7 @@ async def test_a_prepared_program_finds_what_a_spawned_one_finds(env: dict[str, 
                 child = process.spawn(script, env=env, stdout=stream)
             else:
                 child = await process.spawn_prepared(lambda _: None, script, env=env, stdout=stream)
-        await eventually(partial(is_stopped, child.pid))
+        await until(partial(is_stopped, child.pid))
         ids, *rest = (tmp_path / name).read_text().splitlines()
         assert ids.split() == [str(child.pid), str(child.pid)]
         seen.append(rest)
@@ -297,7 +298,7 @@ async def test_a_program_whose_preparation_hangs_does_not_run(
             await process.spawn_prepared(hang, touch, env=env)
     assert len(guarded._hanging) == hanging + 1
     go.set()
-    await eventually(lambda: len(guarded._hanging) == hanging)
+    await until(lambda: len(guarded._hanging) == hanging)
 
     assert not (tmp_path / "ran").exists()
 
@@ -318,7 +319,7 @@ async def test_a_program_that_waits_for_a_killed_agent_does_not_run(tmp_path: Pa
     agent = process.spawn(command, env={"PATH": "/bin"}, stdout=tmp_path / "pid")
 
     assert await agent.wait() == 137
-    await eventually(lambda: not is_alive(int((tmp_path / "pid").read_text())))
+    await until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
     assert not (tmp_path / "ran").exists()
 
 
@@ -449,7 +450,7 @@ async def test_terminate_asks_first(env: dict[str, str], tmp_path: Path) -> None
     """A process that obeys TERM is not killed."""
     log, pidfile = tmp_path / "log", tmp_path / "pid"
     child = process.spawn(argv("say_signals.sh", log, pidfile), env=env)
-    await eventually(lambda: number_in(pidfile))
+    await until(lambda: number_in(pidfile))
 
     assert await child.terminate(5) == 0
     assert log.read_text() == "TERM\n"
@@ -459,7 +460,7 @@ async def test_terminate_kills_what_does_not_listen(env: dict[str, str], tmp_pat
     """After the grace KILL ends it."""
     pidfile = tmp_path / "pid"
     child = process.spawn(argv("ignore_term.sh", pidfile), env=env)
-    await eventually(lambda: number_in(pidfile))
+    await until(lambda: number_in(pidfile))
 
     assert await child.terminate(0.05) == 137
 
@@ -468,7 +469,7 @@ async def test_terminate_ends_the_group_of_a_dead_leader(env: dict[str, str], tm
     """A member that outlives its leader is still of the group."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(argv("leave_child.sh", pidfile), env=env)
-    member = await eventually(lambda: number_in(pidfile))
+    member = await until(lambda: number_in(pidfile))
 
     assert await leader.terminate(0.2) == 0
     assert not is_alive(member)
@@ -478,18 +479,18 @@ async def test_group_of_an_ended_leader_can_be_signalled(env: dict[str, str], tm
     """Its members are found one by one: the number of the group may have been reused."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exit 0"), env=env)
-    member = await eventually(lambda: number_in(pidfile))
+    member = await until(lambda: number_in(pidfile))
     await leader.wait()
     leader.send_group(signal.SIGKILL)
 
-    await eventually(lambda: not is_alive(member))
+    await until(lambda: not is_alive(member))
 
 
 async def test_cancelled_terminate_kills(env: dict[str, str], tmp_path: Path) -> None:
     """A waiter that gives up leaves nothing behind."""
     pidfile = tmp_path / "pid"
     child = process.spawn(argv("ignore_term.sh", pidfile), env=env)
-    await eventually(lambda: number_in(pidfile))
+    await until(lambda: number_in(pidfile))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await child.terminate(60)
@@ -524,12 +525,12 @@ async def test_an_adopted_member_of_a_group_is_signalled_alone(env: dict[str, st
     """The group is that of another process."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
-    member = process.adopt(await eventually(lambda: number_in(pidfile)))
+    member = process.adopt(await until(lambda: number_in(pidfile)))
     assert member is not None
 
     member.send_group(signal.SIGKILL)
 
-    await eventually(lambda: not member.is_alive)
+    await until(lambda: not member.is_alive)
     assert leader.is_alive
     await leader.terminate(1)
 
@@ -537,7 +538,7 @@ async def test_an_adopted_member_of_a_group_is_signalled_alone(env: dict[str, st
 async def test_an_adopted_member_that_does_not_listen_is_killed(env: dict[str, str], tmp_path: Path) -> None:
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
-    member = process.adopt(await eventually(lambda: number_in(pidfile)))
+    member = process.adopt(await until(lambda: number_in(pidfile)))
     assert member is not None
 
     await member.terminate(0.05)
@@ -602,7 +603,7 @@ async def test_adopted_process_of_another_parent_tells_its_status(env: dict[str,
     pidfile = tmp_path / "pid"
     script = f"sh -c 'echo $$ >{pidfile}; while [ ! -e {pidfile}.go ]; do sleep 0.01; done; exit 5' & wait"
     parent = process.spawn(shell(script), env=env)
-    adopted = process.adopt(await eventually(lambda: number_in(pidfile)))
+    adopted = process.adopt(await until(lambda: number_in(pidfile)))
     assert adopted is not None
     Path(f"{pidfile}.go").touch()
 
@@ -653,10 +654,10 @@ async def test_orphan_comes_to_us_and_is_reaped(env: dict[str, str], tmp_path: P
     pidfile = tmp_path / "pid"
     with reaper.reaping():
         assert await process.spawn(argv("fork_twice.py", pidfile), env=env).wait() == 0
-        daemon = process.adopt(await eventually(lambda: number_in(pidfile)))
+        daemon = process.adopt(await until(lambda: number_in(pidfile)))
         assert daemon is not None
         # The process between the two ends a moment after the file is written.
-        await eventually(lambda: daemon.pid in proc.children(proc.table()).get(os.getpid(), ()))
+        await until(lambda: daemon.pid in proc.children(proc.table()).get(os.getpid(), ()))
         daemon.send(signal.SIGUSR1)
 
         assert await daemon.wait() == 128 + signal.SIGUSR1
@@ -668,11 +669,11 @@ async def test_the_session_of_an_orphan_is_the_one_that_it_ended_in(env: dict[st
     pidfile, go, childfile = (tmp_path / name for name in ("pid", "go", "child"))
     with reaper.reaping():
         await process.spawn(argv("late_session.py", pidfile, go, childfile), env=env).wait()
-        daemon = process.adopt(await eventually(lambda: number_in(pidfile)))
+        daemon = process.adopt(await until(lambda: number_in(pidfile)))
         assert daemon is not None
         assert daemon.session != daemon.pid
         go.touch()
-        child = process.adopt(await eventually(lambda: number_in(childfile)))
+        child = process.adopt(await until(lambda: number_in(childfile)))
         assert child is not None
         daemon.send(signal.SIGKILL)
         await daemon.wait()
@@ -686,9 +687,9 @@ async def test_stranger_is_reaped(env: dict[str, str], tmp_path: Path) -> None:
     pidfile = tmp_path / "pid"
     with reaper.reaping():
         await process.spawn(shell(f"(sleep 0.01; exec sh -c 'echo $$ >{pidfile}') & exit 0"), env=env).wait()
-        orphan = await eventually(lambda: number_in(pidfile))
+        orphan = await until(lambda: number_in(pidfile))
 
-        await eventually(lambda: proc.stat(orphan) is None)
+        await until(lambda: proc.stat(orphan) is None)
 
 
 async def test_a_signal_is_for_a_process_and_not_for_who_has_its_number(env: dict[str, str]) -> None:
@@ -709,7 +710,7 @@ async def test_released_process_goes_on(env: dict[str, str], tmp_path: Path) -> 
 
     assert is_alive(child.pid)
     # The environment of a process can be read a moment after it is executed.
-    await eventually(lambda: marked("TEST_OF", str(tmp_path)))
+    await until(lambda: marked("TEST_OF", str(tmp_path)))
 
 
 async def test_everything_works_without_pidfd(
@@ -724,7 +725,7 @@ async def test_everything_works_without_pidfd(
     pidfile = tmp_path / "pid"
     child = process.spawn(shell("exit 7"), env=env)
     stubborn = process.spawn(argv("ignore_term.sh", pidfile), env=env)
-    await eventually(lambda: number_in(pidfile))
+    await until(lambda: number_in(pidfile))
     adopted = process.adopt(stubborn.pid, stubborn.start_ticks)
     assert adopted is not None
 

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from agent_shim.host import process
 from agent_shim.supervisor.process_finder import Timing
-from tests.support.programs import eventually
-from tests.support.programs.jobs import World, info, until
+from tests.support.programs.jobs import World, in_state, info
+from tests.support.waiting import until
 
 START = "echo start >>$log; echo 1 >>$pidfile"
 
@@ -41,14 +41,14 @@ async def test_a_job_that_names_process_1_runs_and_stops(world: World, signalled
     """With the pidfile left behind too; its figures are not those of process 1."""
     stops = ["stop"] if stop else []
     async with world.supervising(world.job("rules", START, stop)) as supervisor:
-        found = await until(supervisor, "rules", "running")
+        found = await in_state(supervisor, "rules", "running")
         assert (found.pid, found.process.mem_kb, found.process.cpu_total, found.children) == (0, 0, 0, 0)
         await supervisor.stop(wait=True)
         assert info(supervisor, "rules").state == "stopped"
         assert world.lines() == ["start", *stops]
 
         await supervisor.start()
-        await until(supervisor, "rules", "running")
+        await in_state(supervisor, "rules", "running")
         assert world.lines() == ["start", *stops, "start"]
         assert 1 not in signalled
         assert world.events == []
@@ -58,7 +58,7 @@ async def test_a_job_that_names_process_1_runs_and_stops(world: World, signalled
 async def test_a_stop_waits_for_the_stop_program_alone(world: World) -> None:
     world.timing = replace(world.timing, stop=600.0)
     async with world.supervising(world.job("rules", START, "echo stop >>$log", timeout=600)) as supervisor:
-        await until(supervisor, "rules", "running")
+        await in_state(supervisor, "rules", "running")
         await asyncio.wait_for(supervisor.stop(wait=True), Timing().stop)
 
         assert world.lines() == ["start", "stop"]
@@ -66,11 +66,11 @@ async def test_a_stop_waits_for_the_stop_program_alone(world: World) -> None:
 
 async def test_a_job_that_named_process_1_restarts_once_its_pidfile_is_gone(world: World, signalled: list[int]) -> None:
     async with world.supervising(world.job("rules", START, "rm -f $pidfile")) as supervisor:
-        await until(supervisor, "rules", "running")
+        await in_state(supervisor, "rules", "running")
         world.pidfile("rules").unlink()
         watching = asyncio.create_task(supervisor.run())
-        await eventually(lambda: world.lines() == ["start"] * 2)
-        await until(supervisor, "rules", "running")
+        await until(lambda: world.lines() == ["start"] * 2)
+        await in_state(supervisor, "rules", "running")
         watching.cancel()
 
         assert 1 not in signalled
@@ -79,11 +79,11 @@ async def test_a_job_that_named_process_1_restarts_once_its_pidfile_is_gone(worl
 
 async def test_a_restarted_agent_finds_the_job_running(world: World) -> None:
     async with world.supervising(world.job("rules", START, "rm -f $pidfile")) as supervisor:
-        await until(supervisor, "rules", "running")
+        await in_state(supervisor, "rules", "running")
         supervisor.hold()
     async with world.supervisor() as supervisor:
         assert await supervisor.recover()
-        await until(supervisor, "rules", "running")
+        await in_state(supervisor, "rules", "running")
 
         assert world.lines() == ["start"]
         await supervisor.stop(wait=True)
@@ -95,7 +95,7 @@ async def test_process_1_in_a_pidfile_older_than_the_start_is_not_believed(world
     world.pidfile("rules").parent.mkdir(parents=True, exist_ok=True)
     world.pidfile("rules").write_text("1\n")
     async with world.supervising(job) as supervisor:
-        await until(supervisor, "rules", "down")
+        await in_state(supervisor, "rules", "down")
 
         assert world.lines()[0] == "start"
         await supervisor.stop(wait=True)

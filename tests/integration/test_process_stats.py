@@ -8,22 +8,22 @@ import pytest
 
 from agent_shim.host import proc
 from agent_shim.supervisor import process_stats
-from tests.support.programs import eventually
-from tests.support.programs.jobs import World, info, until
+from tests.support.programs.jobs import World, in_state, info
+from tests.support.waiting import until
 
 
 async def test_numbers_of_a_process(world: World) -> None:
     """Memory is that of the tree, in numbers that the CLI can decode."""
     start = "sleep 600 & echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         (told,) = supervisor.processes()
 
         assert (told.name, told.state) == ("web", "running")
         assert type(told.uptime_secs) is int
         assert told.uptime_secs >= 0
         # The child is the same program as its parent, once both have been executed.
-        await eventually(lambda: supervisor.processes()[0].mem_kb > 1.5 * _stat(found.pid).resident_kb)
+        await until(lambda: supervisor.processes()[0].mem_kb > 1.5 * _stat(found.pid).resident_kb)
         assert 0 < told.mem_percent < 100
         assert 0 <= told.cpu_total <= 100
 
@@ -31,7 +31,7 @@ async def test_numbers_of_a_process(world: World) -> None:
 async def test_percent_of_memory_is_of_what_the_agent_says(world: World) -> None:
     """In a container that is the limit of its cgroup."""
     async with world.supervising(world.job("web")) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         supervisor._readings.memory_total = lambda: 1024 * 1024
         (told,) = supervisor.processes()
 
@@ -43,11 +43,11 @@ async def test_processor_share_is_that_since_the_last_question(world: World, mon
     monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 0.05)
     busy = world.job("busy", "echo $$ >$pidfile; while :; do :; done", "kill -9 $(cat $pidfile)")
     async with world.supervising(busy, world.job("idle")) as supervisor:
-        found = await until(supervisor, "busy", "running")
-        await until(supervisor, "idle", "running")
+        found = await in_state(supervisor, "busy", "running")
+        await in_state(supervisor, "idle", "running")
         supervisor.processes()
         used = _stat(found.pid).cpu_ticks
-        await eventually(lambda: _stat(found.pid).cpu_ticks > used + 10)
+        await until(lambda: _stat(found.pid).cpu_ticks > used + 10)
         shares = {told.name: told.cpu_total for told in supervisor.processes()}
 
         assert 0 < shares["busy"] <= 100
@@ -64,7 +64,7 @@ async def test_questions_in_a_row_get_the_same_share(world: World, monkeypatch: 
     """Two readings within a moment would say little of either."""
     monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 600)
     async with world.supervising(world.job("web")) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         (first,) = supervisor.processes()
         await asyncio.sleep(0.02)
         (second,) = supervisor.processes()
@@ -75,7 +75,7 @@ async def test_questions_in_a_row_get_the_same_share(world: World, monkeypatch: 
 async def test_unmonitored_process_has_no_numbers(world: World) -> None:
     """As monit shows none for it; its pid is known all the same, while it lives."""
     async with world.supervising(world.job("web")) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
         (told,) = supervisor.processes()
 

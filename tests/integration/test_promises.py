@@ -21,6 +21,7 @@ from agent_shim.host import mounts, process
 from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
+from tests.support.waiting import until
 
 FIRST_PROCESS = Path("tests/support/programs/first_process.py").resolve()
 
@@ -94,9 +95,7 @@ async def test_a_process_of_bpm_yml_runs_with_its_environment_and_ends_with_stop
     assert running is not None
     assert running.is_alive
     said = world.base / "data/sys/log/web/web.stdout.log"
-    async with asyncio.timeout(60):
-        while said.read_text() != "hello\n":
-            await asyncio.sleep(0.01)
+    await until(lambda: said.read_text() == "hello\n")
 
     await world.run("stop")
     assert not running.is_alive
@@ -120,9 +119,7 @@ async def test_the_end_of_a_container_drains_and_stops_the_jobs_and_a_second_sig
     assert agent is not None
 
     agent.send(signal.SIGTERM)
-    async with asyncio.timeout(60):
-        while not begun.exists():
-            await asyncio.sleep(0.01)
+    await until(begun.exists)
     assert world.pids()["job0"] == job.pid
     if signals == 2:
         agent.send(signal.SIGTERM)

@@ -14,6 +14,7 @@ import pytest
 from agent_shim.host import proc, process, reaper
 from agent_shim.supervisor.ctl_programs import MAX_CONCURRENT_SPAWNS
 from tests.support.programs import is_alive, number_in
+from tests.support.waiting import until
 
 
 def _is_subreaper() -> bool:
@@ -76,9 +77,7 @@ async def test_the_end_of_an_orphan_reaches_the_heirs_and_that_of_a_child_does_n
     with reaper.reaping():
         child = process.spawn(["/bin/sh", "-c", f"sleep 0.1 & echo $! >{tmp_path}/pid"], env={"PATH": "/bin:/usr/bin"})
         await child.wait()
-        async with asyncio.timeout(30):
-            while not heard:
-                await asyncio.sleep(0.01)
+        await until(lambda: heard)
 
     assert [(stat.pid, stat.is_alive) for stat in heard] == [(number_in(tmp_path / "pid"), False)]
 

@@ -19,7 +19,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import files, process
 from agent_shim.services.logs import rotation
 from agent_shim.services.logs.rotation import Limits, Rotation
-from tests.support.programs import eventually
+from tests.support.waiting import until
 
 SMALL = Limits(size=100, keep=2, total=1 << 20)
 MOST = 1 << 30
@@ -105,7 +105,7 @@ for number in range(4000):
     writer = process.spawn([sys.executable, "-S", "-E", "-c", code, str(log)], env={})
     root = os.open(logs, os.O_RDONLY)
     try:
-        await eventually(log.exists)
+        await until(log.exists)
         while writer.is_alive:
             await asyncio.to_thread(copytruncate.rotate, root, "web/web.log", 10_000, MOST)
     finally:
@@ -266,7 +266,7 @@ async def test_no_second_one_rotates(logs: Path) -> None:
     log.write_text("x" * 200)
 
     task = asyncio.create_task(rotator(logs, Limits(size=100, period=0.01)).run())
-    await eventually(lambda: log.with_name("web.log.1.gz").exists() and not log.stat().st_size)
+    await until(lambda: log.with_name("web.log.1.gz").exists() and not log.stat().st_size)
     assert [path.name for path in rule.parent.iterdir()] == ["vcap.disabled"]
     task.cancel()
     await asyncio.wait([task])
@@ -287,7 +287,7 @@ async def test_logrotate_goes_on_alone_where_it_cannot_be_stopped(logs: Path, ca
     log.write_text("x" * 200)
 
     task = asyncio.create_task(rotator(logs, Limits(size=100, period=0.01)).run())
-    await eventually(lambda: caplog.text.count("logrotate rotates the logs of jobs") > 1)
+    await until(lambda: caplog.text.count("logrotate rotates the logs of jobs") > 1)
     task.cancel()
     await asyncio.wait([task])
 

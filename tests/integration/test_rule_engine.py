@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from agent_shim.host import clock, proc, process
 from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
-from tests.support.programs import eventually
-from tests.support.programs.jobs import World, info, until
+from tests.support.programs.jobs import World, in_state, info
+from tests.support.waiting import until
 
 
 @contextlib.asynccontextmanager
@@ -42,8 +42,8 @@ async def test_process_that_uses_too_much_is_failing_and_stays(world: World) -> 
     """An alert once, the state for as long as it lasts, the words of monit for it."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
     async with checking(world, job) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
-        await eventually(lambda: info(supervisor, "web").process.state == "failing")
+        before = (await in_state(supervisor, "web", "running")).pid
+        await until(lambda: info(supervisor, "web").process.state == "failing")
         found = info(supervisor, "web")
         await asyncio.sleep(5 * world.timing.cycle)
 
@@ -58,8 +58,8 @@ async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
     """As in monit, which sleeps after a start: a young process has time to settle."""
     world.timing = replace(world.timing, cycle=0.5)
     async with checking(world, world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
-        await until(supervisor, "web", "running")
-        await eventually(lambda: told(world, "Resource limit matched"))
+        await in_state(supervisor, "web", "running")
+        await until(lambda: told(world, "Resource limit matched"))
 
         # Each of the two times is known to a tick of the kernel's clock.
         assert time.monotonic() - supervisor._services["web"].up_at >= world.timing.cycle - 2 / clock.TICKS
@@ -68,11 +68,11 @@ async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
 async def test_rules_that_come_with_another_file_are_looked_at(world: World) -> None:
     """Without rules no task wakes up."""
     async with checking(world, world.job("web", None, "exit 0")) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         await asyncio.sleep(2 * world.timing.cycle)
         await supervisor.configure([world.job("web", None, "exit 0", "if memory > 1 kb then alert")])
 
-        await eventually(lambda: told(world, "Resource limit matched"))
+        await until(lambda: told(world, "Resource limit matched"))
 
 
 async def test_tree_is_counted(world: World) -> None:
@@ -80,8 +80,8 @@ async def test_tree_is_counted(world: World) -> None:
     start = "echo $$ >$pidfile; sleep 600 & sleep 600 & sleep 600 & wait"
     job = world.job("web", start, "kill $(cat $pidfile)", "if children = 3 then alert", "if totalmem < 1 Gb then alert")
     async with checking(world, job) as supervisor:
-        await until(supervisor, "web", "running")
-        await eventually(lambda: len(told(world, "Resource limit matched")) == 2)
+        await in_state(supervisor, "web", "running")
+        await until(lambda: len(told(world, "Resource limit matched")) == 2)
 
         reason = info(supervisor, "web").reason
         assert "children of 3 matches" in reason
@@ -93,8 +93,8 @@ async def test_total_memory_is_that_of_the_children_too(world: World) -> None:
     rules = ("if mem > 48 Mb then alert", "if totalmem > 48 Mb then alert")
     job = world.job("web", f"echo $$ >$pidfile; {child} & wait", "kill $(cat $pidfile)", *rules)
     async with checking(world, job) as supervisor:
-        await until(supervisor, "web", "running")
-        await eventually(lambda: told(world, "Resource limit matched"))
+        await in_state(supervisor, "web", "running")
+        await until(lambda: told(world, "Resource limit matched"))
 
         reason = info(supervisor, "web").reason
         assert reason.startswith("totalmemory of ")
@@ -109,7 +109,7 @@ async def test_busy_process_is_seen_by_its_processor_time(world: World) -> None:
         world.job("idle", None, None, rule),
     ]
     async with checking(world, *jobs) as supervisor:
-        await eventually(lambda: told(world, "Resource limit matched"))
+        await until(lambda: told(world, "Resource limit matched"))
 
         assert set(told(world, "Resource limit matched")) == {("busy", "alert")}
         assert info(supervisor, "idle").process.state == "running"
@@ -120,14 +120,14 @@ async def test_rule_restarts_and_counts_as_restart(world: World) -> None:
     statements = ("if memory > 1 kb then restart", "if 2 restarts within 64 cycles then unmonitor")
     job = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $pidfile)", *statements)
     async with checking(world, job) as supervisor:
-        first = (await until(supervisor, "web", "running")).pid
+        first = (await in_state(supervisor, "web", "running")).pid
         said: list[ServiceInfo] = []
 
         def is_over() -> bool:
             said.append(info(supervisor, "web"))
             return said[-1].state == "unmonitored"
 
-        await eventually(is_over)
+        await until(is_over)
 
         assert info(supervisor, "web").restarts == 2
         assert len(world.lines()) == 3
@@ -139,8 +139,8 @@ async def test_new_process_begins_anew(world: World) -> None:
     """Misses of its predecessor do not count against it."""
     job = world.job("web", None, "kill $(cat $pidfile)", "if memory > 1 kb for 4 cycles then restart")
     async with checking(world, job) as supervisor:
-        first = (await until(supervisor, "web", "running")).pid
-        await eventually(lambda: info(supervisor, "web").pid not in (0, first))
+        first = (await in_state(supervisor, "web", "running")).pid
+        await until(lambda: info(supervisor, "web").pid not in (0, first))
         second = info(supervisor, "web").pid
         looks = len(told(world, "Resource limit matched"))
         await asyncio.sleep(2 * world.timing.cycle)
@@ -155,15 +155,15 @@ async def test_recovery_is_told_and_acted_on(world: World) -> None:
     good = world.script("web", "good", "echo good >>$log")
     rule = f'if children > 0 then alert else if recovered for 2 cycles then exec "{good}"'
     async with checking(world, world.job("web", start, "exit 0", rule)) as supervisor:
-        await eventually(lambda: told(world, "Resource limit matched"))
+        await until(lambda: told(world, "Resource limit matched"))
         assert info(supervisor, "web").process.state == "failing"
         child = proc.stat(int(Path(f"{world.log}.child").read_text()))
         assert child is not None
         process.send(child.identity, signal.SIGTERM)
-        await eventually(lambda: world.lines() == ["good"])
+        await until(lambda: world.lines() == ["good"])
 
         assert told(world, "Resource limit succeeded") == [("web", "exec")]
-        await eventually(lambda: info(supervisor, "web").process.state == "running")
+        await until(lambda: info(supervisor, "web").process.state == "running")
 
 
 async def test_exec_runs_at_each_bad_cycle(world: World) -> None:
@@ -171,7 +171,7 @@ async def test_exec_runs_at_each_bad_cycle(world: World) -> None:
     bad = world.script("web", "bad", 'echo "$MONIT_SERVICE $MONIT_EVENT" >>$log')
     job = world.job("web", None, "exit 0", f'if memory > 1 kb then exec "{bad}"')
     async with checking(world, job):
-        await eventually(lambda: len(world.lines()) >= 3)
+        await until(lambda: len(world.lines()) >= 3)
 
         assert told(world, "Resource limit matched") == [("web", "exec")]
 
@@ -182,7 +182,7 @@ async def test_passive_service_is_only_told_of(world: World) -> None:
     async with checking(world, job) as supervisor:
         supervisor.services()
         await supervisor.start_one("web")
-        await eventually(lambda: told(world, "Resource limit matched"))
+        await until(lambda: told(world, "Resource limit matched"))
         await asyncio.sleep(2 * world.timing.cycle)
 
         assert info(supervisor, "web").state == "running"
@@ -196,8 +196,8 @@ async def test_stop_and_unmonitor_end_the_looking(world: World) -> None:
         world.job("two", None, "exit 0", "if memory > 1 kb then unmonitor"),
     ]
     async with checking(world, *jobs) as supervisor:
-        await until(supervisor, "one", "stopped")
-        await until(supervisor, "two", "unmonitored")
+        await in_state(supervisor, "one", "stopped")
+        await in_state(supervisor, "two", "unmonitored")
 
         assert info(supervisor, "one").faults == info(supervisor, "two").faults == ()
 
@@ -209,7 +209,7 @@ async def test_every_looks_less_often(world: World) -> None:
         rule = f'if memory > 1 kb then exec "{world.script(name, "x", f"echo {name} >>$log")}"'
         jobs.append(world.job(name, None, None, rule, *statements))
     async with checking(world, *jobs):
-        await eventually(lambda: world.lines().count("often") >= 4)
+        await until(lambda: world.lines().count("often") >= 4)
 
         assert world.lines().count("seldom") <= 1
 
@@ -240,7 +240,7 @@ async def test_silent_port_is_found_and_a_hung_check_delays_nobody(world: World)
             world.job("shut", None, None, f"if failed port {port} then alert"),
         ]
         async with checking(world, *jobs) as supervisor:
-            await eventually(lambda: told(world, "Connection failed") and told(world, "Resource limit matched"))
+            await until(lambda: told(world, "Connection failed") and told(world, "Resource limit matched"))
 
             assert told(world, "Connection failed") == [("shut", "alert")]
             assert info(supervisor, "hung").faults == ("Resource limit matched",)
@@ -268,17 +268,17 @@ async def test_result_of_a_check_counts_for_the_process_it_began_with(world: Wor
     port = server.sockets[0].getsockname()[1]
     rule = f"if failed port {port} protocol http timeout 2 seconds then restart"
     async with server, checking(world, world.job("web", None, "kill $(cat $pidfile)", rule)) as supervisor:
-        await eventually(lambda: asked)
+        await until(lambda: asked)
         await asyncio.sleep(5 * world.timing.cycle)
         assert len(asked) == 1
         before = info(supervisor, "web").pid
         found = proc.stat(before)
         assert found is not None
         process.send(found.identity, signal.SIGKILL)
-        await eventually(lambda: info(supervisor, "web").pid not in (0, before))
+        await until(lambda: info(supervisor, "web").pid not in (0, before))
         after = info(supervisor, "web").pid
-        await eventually(asked[0].is_set)
-        await eventually(lambda: len(asked) > 3)
+        await until(asked[0].is_set)
+        await until(lambda: len(asked) > 3)
 
         assert info(supervisor, "web").pid == after
         assert told(world, "Connection failed") == []
@@ -290,9 +290,9 @@ async def test_port_that_opens_ends_the_complaint(world: World) -> None:
         server.bind(("127.0.0.1", 0))
         rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} for 2 cycles then alert"
         async with checking(world, world.job("web", None, None, rule)) as supervisor:
-            await eventually(lambda: info(supervisor, "web").process.state == "failing")
+            await until(lambda: info(supervisor, "web").process.state == "failing")
             server.listen()
-            await eventually(lambda: info(supervisor, "web").process.state == "running")
+            await until(lambda: info(supervisor, "web").process.state == "running")
 
             assert [each.event for each in world.events] == ["Connection failed", "Connection succeeded"]
 
@@ -311,7 +311,7 @@ check device lost with path {world.base}/absent
   if space usage > 0 % then alert
 """
     async with checking(world, JobFile("data", "", text)) as supervisor:
-        await eventually(lambda: info(supervisor, "root").faults)
+        await until(lambda: info(supervisor, "root").faults)
 
         assert info(supervisor, "root").faults == ("Resource limit matched",)
         assert "space of" in info(supervisor, "root").reason
@@ -324,7 +324,7 @@ async def test_rules_that_are_not_acted_on_are_named(world: World) -> None:
     path.touch()
     text = f"check file data with path {path}\n if match /etc/patterns then restart\n group vcap\n"
     async with checking(world, JobFile("data", "", text)) as supervisor:
-        await eventually(lambda: info(supervisor, "data").process.state == "running")
+        await until(lambda: info(supervisor, "data").process.state == "running")
 
         assert info(supervisor, "data").unheeded == ("if match",)
         assert world.events == []
@@ -342,12 +342,12 @@ async def test_death_for_want_of_memory_is_told_as_one(world: World) -> None:
         supervisor._kills._open.clear()
         for rise in (1, 0):
             kills[0] += rise
-            pid = (await until(supervisor, "web", "running")).pid
+            pid = (await in_state(supervisor, "web", "running")).pid
             before = len(told(world, "Does not exist"))
             found = proc.stat(pid)
             assert found is not None
             process.send(found.identity, signal.SIGKILL)
-            await eventually(lambda count=before: len(told(world, "Does not exist")) > count)  # type: ignore[misc]
+            await until(lambda count=before: len(told(world, "Does not exist")) > count)  # type: ignore[misc]
 
         assert [each.description for each in world.events if each.event == "Does not exist"] == [
             "process is not running: the kernel killed it, out of memory",

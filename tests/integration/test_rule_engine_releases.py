@@ -18,8 +18,8 @@ from agent_shim.edges.monit_text import words
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.integration.test_rule_engine import checking, told
-from tests.support.programs import eventually
-from tests.support.programs.jobs import World, info, until
+from tests.support.programs.jobs import World, in_state, info
+from tests.support.waiting import until
 
 
 class Web:
@@ -78,26 +78,26 @@ async def test_a_dead_haproxy_behind_check_host_fails_the_instance(world: World,
     """
     proxy = world.job("haproxy")
     async with checking(world, JobFile("haproxy", "", proxy.text + health)) as supervisor:
-        await eventually(lambda: supervisor.job_state() == "failing")
+        await until(lambda: supervisor.job_state() == "failing")
 
         assert states(supervisor) == {"haproxy": "running", "haproxy-health": "failing"}
         assert told(world, "Connection failed") == [("haproxy-health", "alert")]
         event = world.events[-1]
         assert alert_of(event.service, event.event, event.action, event.description, [], 0.0)
         await web.open()
-        await eventually(lambda: supervisor.job_state() == "running")
+        await until(lambda: supervisor.job_state() == "running")
 
         assert web.heard[-1].startswith(f"GET /health HTTP/1.1\r\nHost: localhost:{web.port}\r\n".encode())
         assert told(world, "Connection succeeded") == [("haproxy-health", "alert")]
         web.status = "503 Service Unavailable"
-        await eventually(lambda: supervisor.job_state() == "failing")
+        await until(lambda: supervisor.job_state() == "failing")
 
 
 async def test_a_check_host_is_starting_until_it_has_been_tested(world: World, web: Web) -> None:
     """As in monit: the Director trusts the first ``running``."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then alert\n group vcap\n"
     async with world.supervising(JobFile("far", "", text)) as supervisor:
-        await until(supervisor, "far", "running")
+        await in_state(supervisor, "far", "running")
 
         assert supervisor.job_state() == "starting"
         await supervisor.unmonitor_one("far")
@@ -119,13 +119,13 @@ async def test_a_host_check_restarts_its_programs_in_each_failing_cycle(world: W
       group vcap
     """
     async with checking(world, JobFile("scheduler", "", text)) as supervisor:
-        await eventually(lambda: world.lines().count("start") >= 3)
+        await until(lambda: world.lines().count("start") >= 3)
 
         assert world.lines()[:5] == ["start", "stop", "start", "stop", "start"]
-        await eventually(lambda: states(supervisor)["other-health"] == "failing")
+        await until(lambda: states(supervisor)["other-health"] == "failing")
         assert set(told(world, "Connection failed")) == {("scheduler-health", "restart"), ("other-health", "restart")}
         await web.open()
-        await eventually(lambda: supervisor.job_state() == "running")
+        await until(lambda: supervisor.job_state() == "running")
 
 
 async def test_a_host_check_restarts_what_depends_on_it(world: World, web: Web) -> None:
@@ -134,7 +134,7 @@ async def test_a_host_check_restarts_what_depends_on_it(world: World, web: Web) 
     start = "echo start >>$log; echo $$ >$pidfile; exec sleep 600"
     job = world.job("web", start, "kill $(cat $pidfile)", "depends on far")
     async with checking(world, JobFile("far", "", text), job):
-        await eventually(lambda: world.lines().count("start") >= 2)
+        await until(lambda: world.lines().count("start") >= 2)
 
         assert told(world, "Connection failed") == [("far", "restart")]
 
@@ -156,12 +156,12 @@ async def test_a_silent_host_is_not_asked_for_its_ports(
       group vcap
     """
     async with checking(world, JobFile("far", "", text)) as supervisor:
-        await eventually(lambda: states(supervisor)["far"] == "failing")
+        await until(lambda: states(supervisor)["far"] == "failing")
 
         assert info(supervisor, "far").faults == ("ICMP failed",)
         assert web.heard == []
         answers[0] = ""
-        await eventually(lambda: states(supervisor)["far"] == "running")
+        await until(lambda: states(supervisor)["far"] == "running")
         assert web.heard
 
 
@@ -173,11 +173,11 @@ async def test_a_failed_url_restarts_a_process(world: World, web: Web) -> None:
     await web.open()
     rule = f"if (failed url http://127.0.0.1:{web.port}/info and content != 'x' for 2 cycles) then restart"
     async with checking(world, world.job("manager", None, "kill $(cat $pidfile)", rule)) as supervisor:
-        first = (await until(supervisor, "manager", "running")).pid
-        await eventually(lambda: len(web.heard) > 3)
+        first = (await in_state(supervisor, "manager", "running")).pid
+        await until(lambda: len(web.heard) > 3)
         assert info(supervisor, "manager").pid == first
         web.status = "500 Oh"
-        await eventually(lambda: info(supervisor, "manager").pid not in (0, first))
+        await until(lambda: info(supervisor, "manager").pid not in (0, first))
 
         assert told(world, "Connection failed") == [("manager", "restart")]
 
@@ -190,10 +190,10 @@ async def test_a_closed_port_of_udp_restarts_a_process(world: World, monkeypatch
     rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} type udp then restart"
     async with checking(world, world.job("syslog", None, "kill $(cat $pidfile)", rule)) as supervisor:
         with server:
-            first = (await until(supervisor, "syslog", "running")).pid
+            first = (await in_state(supervisor, "syslog", "running")).pid
             server.settimeout(30)
             assert [await asyncio.to_thread(server.recv, 10) for _ in range(2)] == [b"\0", b"\0"]
-        await eventually(lambda: info(supervisor, "syslog").pid not in (0, first))
+        await until(lambda: info(supervisor, "syslog").pid not in (0, first))
 
         assert ("syslog", "restart") in told(world, "Connection failed")
 
@@ -212,17 +212,17 @@ async def test_a_changed_file_runs_a_program_with_the_words_of_monit(world: Worl
       group vcap
     """
     async with checking(world, JobFile("nginx", "", text)) as supervisor:
-        await eventually(lambda: supervisor.job_state() == "running")
+        await until(lambda: supervisor.job_state() == "running")
         await asyncio.sleep(3 * world.timing.cycle)
         assert world.lines() == []
         for number in (1, 2):
             os.utime(hosts, ns=(0, number))
-            await eventually(lambda number=number: len(world.lines()) == number)  # type: ignore[misc]
+            await until(lambda number=number: len(world.lines()) == number)  # type: ignore[misc]
 
         assert world.lines() == [f"hosts: Timestamp changed: timestamp was changed for {hosts}"] * 2
         assert told(world, "Timestamp changed") == [("hosts", "exec")] * 2
         # The service fails until the next check finds no change.
-        await eventually(lambda: supervisor.job_state() == "running")
+        await until(lambda: supervisor.job_state() == "running")
         assert told(world, "Timestamp succeeded") == []
 
 
@@ -232,15 +232,15 @@ async def test_a_file_that_grows_too_large_is_failing(world: World) -> None:
     dump.write_bytes(bytes(100))
     text = f"check file dump with path {dump}\n if size > 1 kb for 2 cycles then alert\n group vcap\n"
     async with checking(world, JobFile("queue", "", text)) as supervisor:
-        await eventually(lambda: supervisor.job_state() == "running")
+        await until(lambda: supervisor.job_state() == "running")
         dump.write_bytes(bytes(2000))
-        await eventually(lambda: supervisor.job_state() == "failing")
+        await until(lambda: supervisor.job_state() == "failing")
 
         assert info(supervisor, "dump").reason == "size of 2000 B matches the resource limit > 1024 B"
         assert info(supervisor, "dump").faults == ("Size failed",)
         assert told(world, "Size failed") == [("dump", "alert")]
         dump.write_bytes(b"")
-        await eventually(lambda: supervisor.job_state() == "running")
+        await until(lambda: supervisor.job_state() == "running")
         assert told(world, "Size succeeded") == [("dump", "alert")]
 
 
@@ -252,13 +252,13 @@ async def test_a_file_of_another_type_is_restarted(world: World) -> None:
     )
     text = f'check file run with path {pid}\n start program "{start}"\n stop program "{stop}"\n group vcap\n'
     async with checking(world, JobFile("run", "", text)) as supervisor:
-        await eventually(lambda: supervisor.job_state() == "running")
+        await until(lambda: supervisor.job_state() == "running")
         pid.unlink()
         pid.mkdir()
-        await eventually(lambda: told(world, "Type succeeded"))
+        await until(lambda: told(world, "Type succeeded"))
 
         assert told(world, "Invalid type") == [("run", "restart")]
-        await eventually(lambda: supervisor.job_state() == "running")
+        await until(lambda: supervisor.job_state() == "running")
 
 
 async def test_a_missing_file_is_made_by_its_start_program_alone(world: World) -> None:
@@ -267,9 +267,9 @@ async def test_a_missing_file_is_made_by_its_start_program_alone(world: World) -
     start = world.script("mounter", "start", f"echo start >>$log; touch {crontab}")
     text = f'check file mounter path {crontab}\n start program "{start}"\n group vcap\n'
     async with checking(world, JobFile("mounter", "", text)) as supervisor:
-        await eventually(lambda: supervisor.job_state() == "running")
+        await until(lambda: supervisor.job_state() == "running")
         crontab.unlink()
-        await eventually(crontab.exists)
+        await until(crontab.exists)
 
         assert told(world, "Does not exist") == [("mounter", "restart")]
         assert [each.description for each in world.events if each.event == "Does not exist"] == ["file doesn't exist"]
@@ -281,10 +281,10 @@ async def test_a_directory_without_programs_is_watched(world: World) -> None:
     text = f"check directory store path {path}\n group vcap\n"
     async with checking(world, JobFile("store", "", text)) as supervisor:
         for _ in range(2):
-            await eventually(lambda: supervisor.job_state() == "failing")
+            await until(lambda: supervisor.job_state() == "failing")
             assert words(monit_api.describe(info(supervisor, "store"))) == "Does not exist"
             path.mkdir()
-            await eventually(lambda: supervisor.job_state() == "running")
+            await until(lambda: supervisor.job_state() == "running")
             path.rmdir()
 
         assert {each.event for each in world.events} == {"Does not exist", "Exists"}
@@ -302,14 +302,14 @@ async def test_lines_of_a_log_run_a_program_each(world: World) -> None:
       group vcap
     """
     async with checking(world, JobFile("app", "", text)) as supervisor:
-        await eventually(lambda: supervisor.job_state() == "running")
+        await until(lambda: supervisor.job_state() == "running")
         with log.open("a") as writer:
             writer.write("error: one\nfine\nerror: harmless\nerror: two\nerror: half")
-        await eventually(lambda: len(world.lines()) == 2)
+        await until(lambda: len(world.lines()) == 2)
 
         assert sorted(world.lines()) == ["content matches [error: one]", "content matches [error: two]"]
         assert supervisor.job_state() == "failing"  # as in monit, until a line comes that does not match
         with log.open("a") as writer:
             writer.write(" a line\nfine\n")
-        await eventually(lambda: supervisor.job_state() == "running")
-        await eventually(lambda: len(world.lines()) == 3)
+        await until(lambda: supervisor.job_state() == "running")
+        await until(lambda: len(world.lines()) == 3)

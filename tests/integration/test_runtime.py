@@ -12,7 +12,6 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,6 +23,7 @@ from agent_shim_demo.pki import HEALTH_MONITOR
 from benchmarks.idle import free_port
 from benchmarks.world import AGENT, COMMAND, World
 from benchmarks.world import world as made
+from tests.support.waiting import until
 
 PERIOD_S = 30.0
 LATE_BOOT = Path("tests/support/programs/late_boot.py").resolve()
@@ -33,12 +33,6 @@ LATE_BOOT = Path("tests/support/programs/late_boot.py").resolve()
 async def world() -> AsyncIterator[World]:
     async with made(COMMAND) as one:
         yield one
-
-
-async def until(holds: Any, seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def deployed(world: World, jobs: int = 1, **more: dict[str, str]) -> None:

@@ -17,7 +17,8 @@ from agent_shim.core.spec import ApplySpec
 from agent_shim.services import scripts
 from agent_shim.services.scripts import Errand, Scripts
 from agent_shim.supervisor.ctl_programs import Programs
-from tests.support.programs import end_marked, eventually, is_alive, number_in
+from tests.support.programs import end_marked, is_alive, number_in
+from tests.support.waiting import until
 
 DISK = ApplySpec(persistent_disk=1024)
 NEXT = ApplySpec(persistent_disk=2048)
@@ -168,7 +169,7 @@ async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts
     started = paths.tmp / "started"
     script(paths, "web", "pre-start", f"trap '' TERM; sleep 600 & echo $! >{started}; wait; wait")
     running = asyncio.create_task(impatient.run_all("pre-start", ["web"], {}))
-    child = await eventually(lambda: number_in(started))
+    child = await until(lambda: number_in(started))
     running.cancel()
 
     with pytest.raises(asyncio.CancelledError):
@@ -262,7 +263,7 @@ async def test_cancel_ends_running_drain_scripts(paths: Paths, runner: Scripts) 
     script(paths, "web", "drain", f"echo $$ >{started}; sleep 600; echo 0")
     cancelled = asyncio.Event()
     draining = asyncio.create_task(drain(runner, "web", cancelled=cancelled))
-    pid = await eventually(lambda: number_in(started))
+    pid = await until(lambda: number_in(started))
     cancelled.set()
     await draining
 
@@ -276,7 +277,7 @@ async def test_cancel_ends_the_wait(paths: Paths, runner: Scripts, answer: str) 
     script(paths, "web", "drain", f"echo 1 >>{started}; echo {answer}")
     cancelled = asyncio.Event()
     draining = asyncio.create_task(drain(runner, "web", cancelled=cancelled))
-    await eventually(lambda: number_in(started))
+    await until(lambda: number_in(started))
     await asyncio.sleep(0.05)
     cancelled.set()
     await draining
@@ -323,7 +324,7 @@ async def test_cancelled_errand_has_a_result(paths: Paths, runner: Scripts, trap
     script(paths, "smoke", "run", f"{trap} echo begun; sleep 600 & echo $! >{started}; wait; sleep 600")
     cancelled = asyncio.Event()
     running = asyncio.create_task(errand(runner, cancelled=cancelled))
-    child = await eventually(lambda: number_in(started))
+    child = await until(lambda: number_in(started))
     cancelled.set()
 
     assert await running == Errand("begun\n", "", exit_code)
@@ -336,7 +337,7 @@ async def test_cancelled_errand_that_does_not_care_is_killed(paths: Paths, impat
     script(paths, "smoke", "run", f"trap '' TERM; echo $$ >{started}; sleep 600")
     cancelled = asyncio.Event()
     running = asyncio.create_task(errand(impatient, cancelled=cancelled))
-    await eventually(lambda: number_in(started))
+    await until(lambda: number_in(started))
     cancelled.set()
 
     assert await running == Errand("", "", 137)
@@ -387,7 +388,7 @@ async def test_errand_that_we_are_made_to_leave(paths: Paths, runner: Scripts) -
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"echo $$ >{started}; sleep 600")
     running = asyncio.create_task(errand(runner))
-    pid = await eventually(lambda: number_in(started))
+    pid = await until(lambda: number_in(started))
     running.cancel()
 
     with pytest.raises(asyncio.CancelledError):

@@ -14,8 +14,9 @@ import pytest
 from agent_shim.host import clock, proc
 from agent_shim.services.scripts import Scripts
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import eventually, is_alive, number_in
-from tests.support.programs.jobs import World, info, until
+from tests.support.programs import is_alive, number_in
+from tests.support.programs.jobs import World, in_state, info
+from tests.support.waiting import until
 
 NAMES = ("dns", "health", "resolvconf")
 CTL = """
@@ -76,7 +77,7 @@ def pids(world: World) -> list[int]:
 
 async def started(world: World) -> list[int]:
     """Wait for the processes of the three services and their children."""
-    return await eventually(lambda: found if len(found := pids(world)) == 6 else None)
+    return await until(lambda: found if len(found := pids(world)) == 6 else None)
 
 
 async def test_processes_that_pre_start_started_are_the_services(world: World) -> None:
@@ -88,7 +89,7 @@ async def test_processes_that_pre_start_started_are_the_services(world: World) -
         await supervisor.configure([job])
         await supervisor.start()
         for name in NAMES:
-            shown = await until(supervisor, name, "running")
+            shown = await in_state(supervisor, name, "running")
             stat = proc.stat(shown.pid)
             assert stat is not None
             assert shown.pid == number_in(world.pidfile(name))
@@ -96,10 +97,10 @@ async def test_processes_that_pre_start_started_are_the_services(world: World) -
         assert sorted(world.lines()) == [f"start {name}" for name in sorted(NAMES)]
 
         await supervisor.stop_one("dns")
-        await until(supervisor, "dns", "stopped")
+        await in_state(supervisor, "dns", "stopped")
         assert [is_alive(pid) for pid in found] == [False, False, True, True, True, True]
         await supervisor.start_one("dns")
-        await until(supervisor, "dns", "running")
+        await in_state(supervisor, "dns", "running")
         found += pids(world)
         await supervisor.stop(wait=True)
 
@@ -115,9 +116,9 @@ async def test_a_killed_process_of_pre_start_is_started_again_without_its_remain
         await supervisor.configure([job])
         await supervisor.start()
         for name in NAMES:
-            await until(supervisor, name, "running")
+            await in_state(supervisor, name, "running")
         os.kill(found[0], 9)
-        await eventually(lambda: info(supervisor, "dns").pid not in (0, found[0]))
+        await until(lambda: info(supervisor, "dns").pid not in (0, found[0]))
 
         assert [is_alive(pid) for pid in found[2:]] == [True] * 4
         await supervisor.stop(wait=True)
@@ -132,7 +133,7 @@ async def test_a_later_agent_knows_what_pre_start_started(world: World) -> None:
         found = await started(world)
     async with world.supervising(job) as supervisor:
         for name in NAMES:
-            await until(supervisor, name, "running")
+            await in_state(supervisor, name, "running")
         await supervisor.stop(wait=True)
 
         assert not any(is_alive(number) for number in found[::2])
@@ -144,11 +145,11 @@ async def test_the_processes_of_another_jobs_scripts_are_not_believed(world: Wor
     dns(world, f"setsid sleep 600 & echo $! >{other}")
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")
-        pid = await eventually(lambda: number_in(other))
+        pid = await until(lambda: number_in(other))
         liar = world.job("liar", f"cp {other} $pidfile", "exit 0", timeout=1)
         await supervisor.configure([liar])
         await supervisor.start()
-        shown = await until(supervisor, "liar", "down")
+        shown = await in_state(supervisor, "liar", "down")
         assert shown.reason.endswith(
             (
                 f"the pidfile names process {pid} (sleep): it belongs to scripts of job bosh-dns",

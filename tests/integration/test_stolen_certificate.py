@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from agent_shim_demo.director import joined
 from agent_shim_demo.pki import DIRECTOR, Authority
-from tests.support.bus import connected, on_bus, talking, until
+from tests.support.bus import connected, on_bus, talking
+from tests.support.waiting import until
 
 LONG_S = 20.0
 """Length of the request that the thief answers first."""

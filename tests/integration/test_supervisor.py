@@ -16,8 +16,9 @@ from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_finder import ProcessFinder
 from agent_shim.supervisor.supervisor import JobFile, read_saved
-from tests.support.programs import eventually, foreign, is_alive, number_in
-from tests.support.programs.jobs import LASTING, World, info, program, until
+from tests.support.programs import foreign, is_alive, number_in
+from tests.support.programs.jobs import LASTING, World, in_state, info, program
+from tests.support.waiting import until
 
 # --- starting -------------------------------------------------------------------------------------------------------
 
@@ -25,7 +26,7 @@ from tests.support.programs.jobs import LASTING, World, info, program, until
 async def test_start_program_may_be_the_daemon(world: World) -> None:
     """It writes its own number, executes the daemon and never returns."""
     async with world.supervising(world.job("web")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
 
         assert found.pid == number_in(world.pidfile("web"))
         assert supervisor.job_state() == "running"
@@ -36,7 +37,7 @@ async def test_daemon_may_fork_twice(world: World) -> None:
     """The start program returns, the process is an orphan, the pidfile names it."""
     start = program("fork_twice.py", world.pidfile("web"))
     async with world.supervising(world.job("web", start)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
 
         assert found.pid == number_in(world.pidfile("web"))
 
@@ -45,7 +46,7 @@ async def test_start_program_may_stay_beside_the_daemon(world: World) -> None:
     """A script that waits for its daemon is neither ended nor waited for."""
     start = "sleep 600 & echo $! >$pidfile; wait"
     async with world.supervising(world.job("web", start)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
 
         assert found.pid == number_in(world.pidfile("web"))
 
@@ -68,7 +69,7 @@ async def test_environment_is_that_of_monit(world: World) -> None:
     start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
     start += "; echo $$ >>$log.new; mv $log.new $log; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)):
-        lines = await eventually(world.lines)
+        lines = await until(world.lines)
         variables = dict(line.split("=", 1) for line in lines[:-5])
         umask, directory, size, session, pid = lines[-5:]
 
@@ -86,11 +87,11 @@ async def test_environment_is_that_of_monit(world: World) -> None:
 async def test_failed_start_says_why(world: World) -> None:
     """With the last line that was printed; it is tried again."""
     async with world.supervising(world.job("web", "echo no such table >&2; exit 3")) as supervisor:
-        found = await until(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "down")
 
         assert found.reason == "cannot start: the start program exited: exit 3 (no such table)"
         assert supervisor.job_state() == "failing"
-        await eventually(lambda: info(supervisor, "web").restarts >= 2)
+        await until(lambda: info(supervisor, "web").restarts >= 2)
         assert [(e.service, e.event, e.action) for e in world.events] == [("web", "Execution failed", "alert")]
 
 
@@ -99,11 +100,11 @@ async def test_a_start_that_fails_again_is_told_once_more_after_a_change(world: 
     """Not at each try in between, as with monit."""
     start = f"[ -e {world.base}/good ] || exit 3; rm {world.base}/good; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
-        await eventually(lambda: info(supervisor, "web").restarts >= 2)
+        await until(lambda: info(supervisor, "web").restarts >= 2)
         assert [e.event for e in world.events] == ["Execution failed"]
         if end == "success":
             (world.base / "good").touch()
-            await until(supervisor, "web", "running")
+            await in_state(supervisor, "web", "running")
             os.kill(info(supervisor, "web").pid, signal.SIGKILL)
         elif end == "stop":
             await supervisor.stop(wait=True)
@@ -111,7 +112,7 @@ async def test_a_start_that_fails_again_is_told_once_more_after_a_change(world: 
         else:
             await supervisor.unmonitor()
             await supervisor.start()
-        await eventually(lambda: [e.event for e in world.events].count("Execution failed") == 2)
+        await until(lambda: [e.event for e in world.events].count("Execution failed") == 2)
         await supervisor.stop(wait=True)
 
 
@@ -120,8 +121,8 @@ async def test_limit_that_was_refused_is_told_of_a_running_process(world: World)
     drop = "setpriv --bounding-set=-sys_resource" if os.geteuid() == 0 else ""
     start = f"{drop} sh -c 'ulimit -n 64; ulimit -n 100000'; sleep 600 & echo $! >$pidfile"
     async with world.supervising(world.job("web", start)) as supervisor:
-        await until(supervisor, "web", "running")
-        await eventually(lambda: info(supervisor, "web").reason)
+        await in_state(supervisor, "web", "running")
+        await until(lambda: info(supervisor, "web").reason)
 
         reason = info(supervisor, "web").reason
         assert reason.startswith("running with a lower limit than its start program requested: ")
@@ -133,7 +134,7 @@ async def test_program_that_cannot_run_is_named(world: World) -> None:
     job = world.job("web")
     world.script("web", "start", "").unlink()
     async with world.supervising(job) as supervisor:
-        found = await until(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "down")
 
         assert found.reason == f"cannot start: cannot run {world.base}/jobs/web/bin/start: No such file or directory"
 
@@ -143,10 +144,10 @@ async def test_start_that_takes_too_long_is_ended(world: World) -> None:
     world.timing = type(world.timing)(linger=0.1, grace=0.1, cycle=600)
     start = f"{program('ignore_term.sh', world.base / 'child')} & sleep 600"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
-        found = await until(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "down")
 
         assert found.reason == "cannot start: no process after 1 seconds"
-        assert not is_alive(await eventually(lambda: number_in(world.base / "child")))
+        assert not is_alive(await until(lambda: number_in(world.base / "child")))
 
 
 async def test_late_pidfile_heals(world: World) -> None:
@@ -154,8 +155,8 @@ async def test_late_pidfile_heals(world: World) -> None:
     world.timing = type(world.timing)(settle=0.1, backoff_first=0.05, linger=0.1, look=0.02, cycle=600)
     start = f"echo once >>$log; {program('fork_twice.py', world.pidfile('web'), 1.5)}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
-        await until(supervisor, "web", "down")
-        found = await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "running")
 
         assert found.pid == number_in(world.pidfile("web"))
         assert world.lines() == ["once"]
@@ -165,7 +166,7 @@ async def test_dead_process_in_a_new_pidfile_is_a_failed_start(world: World) -> 
     """The script has done its part, the daemon has crashed: no need to wait for the whole timeout."""
     start = "sh -c 'exit 1' & echo $! >$pidfile; wait"
     async with world.supervising(world.job("web", start, timeout=60)) as supervisor:
-        found = await until(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "down")
 
         assert (
             found.reason == f"cannot start: process {number_in(world.pidfile('web'))} of the pidfile exited immediately"
@@ -192,10 +193,10 @@ async def test_stale_pidfile_is_not_believed(world: World) -> None:
 async def test_foreign_pidfile_is_not_believed_though_new(world: World) -> None:
     """A script that writes the number of a process it has not started makes no running service."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
-    await eventually(lambda: clock.boot_ticks() > stranger.start_ticks)
+    await until(lambda: clock.boot_ticks() > stranger.start_ticks)
     job = world.job("web", f"echo {stranger.pid} >$pidfile", "exit 0", timeout=1)
     async with world.supervising(job) as supervisor:
-        await until(supervisor, "web", "down")
+        await in_state(supervisor, "web", "down")
         assert supervisor.job_state() == "failing"
         await supervisor.stop(wait=True)
 
@@ -211,7 +212,7 @@ async def test_process_started_by_hand_is_watched_and_never_signalled(world: Wor
     byhand = foreign(away, 600, TEST_OF=str(world.base))
     world.pidfile("web").write_text(f"{byhand}\n")
     async with world.supervising(job) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         assert (found.pid, world.lines()) == (byhand, [])
         with pytest.raises(ActionError, match=rf"errored: web: cannot end {byhand} \(web\)"):
             await supervisor.stop(wait=True)
@@ -227,7 +228,7 @@ async def test_process_started_by_hand_is_ended_by_its_stop_program(world: World
     byhand = foreign(away, 600, TEST_OF=str(world.base))
     world.pidfile("web").write_text(f"{byhand}\n")
     async with world.supervising(world.job("web")) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 
         assert not is_alive(byhand)
@@ -238,7 +239,7 @@ async def test_process_that_monit_started_is_taken_up(world: World) -> None:
     monits = foreign("/bin/sleep", 600, TEST_OF=str(world.base), MONIT_SERVICE="web")
     world.pidfile("web").write_text(f"{monits}\n")
     async with world.supervising(world.job("web", "exit 1", "exit 0", timeout=1)) as supervisor:
-        assert (await until(supervisor, "web", "running")).pid == monits
+        assert (await in_state(supervisor, "web", "running")).pid == monits
         await supervisor.stop(wait=True)
 
         assert not is_alive(monits)
@@ -256,7 +257,7 @@ async def test_pattern_finds_a_process(world: World) -> None:
       group vcap
     """
     async with world.supervising(JobFile("web", "", text)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 
         assert not is_alive(found.pid)
@@ -272,7 +273,7 @@ async def test_dependencies_start_first_and_stop_last(world: World) -> None:
         world.job("a", start, stop),
     ]
     async with world.supervising(*files) as supervisor:
-        await until(supervisor, "c", "running")
+        await in_state(supervisor, "c", "running")
         await supervisor.stop(wait=True)
 
         assert world.lines() == ["start a", "start b", "start c", "stop c", "stop b", "stop a"]
@@ -282,15 +283,15 @@ async def test_independent_processes_start_side_by_side(world: World) -> None:
     """Each waits here for the other to have begun."""
     start = "touch $log.$name; while [ ! -e $log.{} ]; do sleep 0.01; done; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("a", start.format("b")), world.job("b", start.format("a"))) as supervisor:
-        await until(supervisor, "a", "running")
-        await until(supervisor, "b", "running")
+        await in_state(supervisor, "a", "running")
+        await in_state(supervisor, "b", "running")
 
 
 async def test_dependant_of_what_cannot_start_is_tried(world: World) -> None:
     """As with monit, a dependency is an order, not a condition."""
     files = [world.job("b", None, "exit 0", "depends on a"), world.job("a", "exit 1")]
     async with world.supervising(*files) as supervisor:
-        await until(supervisor, "b", "running")
+        await in_state(supervisor, "b", "running")
 
 
 # --- reports ---------------------------------------------------------------------------------------------------------
@@ -300,8 +301,8 @@ async def test_bad_file_is_one_failing_process(world: World) -> None:
     """The others run; the instance is failing."""
     files = [world.job("web"), JobFile("bad", "", "check process bad with pidfile"), world.job("worker")]
     async with world.supervising(*files) as supervisor:
-        await until(supervisor, "web", "running")
-        await until(supervisor, "worker", "running")
+        await in_state(supervisor, "web", "running")
+        await in_state(supervisor, "worker", "running")
 
         assert [(p.name, p.state) for p in supervisor.processes()] == [
             ("web", "running"),
@@ -318,9 +319,9 @@ async def test_other_groups_are_not_the_directors(world: World) -> None:
     """They run, but are neither told, counted nor stopped."""
     files = [world.job("web"), world.job("own", group="group other"), world.job("ill", "exit 1", group="")]
     async with world.supervising(*files) as supervisor:
-        own = await until(supervisor, "own", "running")
-        await until(supervisor, "web", "running")
-        await until(supervisor, "ill", "down")
+        own = await in_state(supervisor, "own", "running")
+        await in_state(supervisor, "web", "running")
+        await in_state(supervisor, "ill", "down")
 
         assert supervisor.job_state() == "running"
         assert [told.name for told in supervisor.processes()] == ["web"]
@@ -346,7 +347,7 @@ async def test_stop_runs_the_stop_program(world: World) -> None:
     """And waits for it and the process; the marker outlives the agent until the next start."""
     stop = "kill $(cat $pidfile); sleep 0.1; echo done >>$log"
     async with world.supervising(world.job("web", None, stop)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 
         assert world.lines() == ["done"]
@@ -357,14 +358,14 @@ async def test_stop_runs_the_stop_program(world: World) -> None:
         assert world.events == []
         await supervisor.start()
         assert not world.paths.stopped_marker.exists()
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
 
 
 async def test_an_instance_is_starting_as_soon_as_it_is_no_longer_stopped(world: World) -> None:
     """While the state is saved too. Monit files are there at the answer."""
     job = world.job("web")
     async with world.supervising(job) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
         await supervisor.forget()
         seen = set()
@@ -377,14 +378,14 @@ async def test_an_instance_is_starting_as_soon_as_it_is_no_longer_stopped(world:
         assert seen <= {"stopped", "starting"}
         assert supervisor.job_state() == "starting"
         assert [path.name for path in world.paths.monit_job.iterdir()] == ["0000_web.monitrc"]
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
 
 
 async def test_answered_stop_is_saved(world: World) -> None:
     """A crash right afterwards finds it stopped, and the next request waits for no write of this one."""
     async with world.supervising(world.job("web"), world.job("db")) as supervisor:
         for name in ("web", "db"):
-            await until(supervisor, name, "running")
+            await in_state(supervisor, name, "running")
         await supervisor.stop(wait=True)
 
         saved = read_saved(world.paths.supervisor_state)
@@ -401,13 +402,13 @@ async def test_stop_without_waiting_returns_at_once(world: World) -> None:
     seen = world.base / "seen"
     stop = f"until [ -e {seen} ]; do sleep 0.02; done; kill $(cat $pidfile)"
     async with world.supervising(world.job("web", None, stop)) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=False)
 
         assert info(supervisor, "web").state == "stopping"
         assert world.paths.stopped_marker.exists()
         seen.touch()
-        await until(supervisor, "web", "stopped")
+        await in_state(supervisor, "web", "stopped")
 
 
 async def test_a_job_starts_though_its_monit_file_cannot_be_written(
@@ -417,7 +418,7 @@ async def test_a_job_starts_though_its_monit_file_cannot_be_written(
     world.paths.monit_job.parent.mkdir(parents=True, exist_ok=True)
     world.paths.monit_job.write_text("")
     async with world.supervising(world.job("web")) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
 
     assert "cannot write monit files for operators" in caplog.text
 
@@ -425,10 +426,10 @@ async def test_a_job_starts_though_its_monit_file_cannot_be_written(
 async def test_stop_runs_the_stop_program_though_the_process_is_gone(world: World) -> None:
     """A drain script may have ended it; the stop program has more to do."""
     async with world.supervising(world.job("web", None, "echo stopped >>$log")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
         process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
-        await eventually(lambda: not is_alive(found.pid))
+        await until(lambda: not is_alive(found.pid))
         await supervisor.stop(wait=True)
 
         assert world.lines() == ["stopped"]
@@ -444,7 +445,7 @@ async def test_what_does_not_listen_to_the_stop_program_is_killed(world: World) 
     """TERM, then KILL, once the stop program has had its time."""
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
     async with world.supervising(world.job("web", start, "exit 0", timeout=1)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 
         assert not is_alive(found.pid)
@@ -455,7 +456,7 @@ async def test_hanging_stop_program_is_ended(world: World) -> None:
     """It has a timeout as well."""
     stop = "echo $$ >$log; kill $(cat $pidfile); exec sleep 600"
     async with world.supervising(world.job("web", None, stop, timeout=1)) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 
         assert not is_alive(int(world.lines()[0]))
@@ -464,7 +465,7 @@ async def test_hanging_stop_program_is_ended(world: World) -> None:
 async def test_process_without_stop_program_is_ended(world: World) -> None:
     """monit would leave it running."""
     async with world.supervising(world.job("web", None, None)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 
         assert not is_alive(found.pid)
@@ -481,7 +482,7 @@ async def test_what_is_not_started_here_is_not_signalled(world: World) -> None:
       group vcap
     """
     async with world.supervising(JobFile("sys", "", text)) as supervisor:
-        assert (await until(supervisor, "sys", "running")).pid == stranger.pid
+        assert (await in_state(supervisor, "sys", "running")).pid == stranger.pid
         await supervisor.stop(wait=True)
 
         assert stranger.is_alive
@@ -495,8 +496,8 @@ async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> Non
     child = world.base / "child"
     start = f"exec {program('new_session.py', '$pidfile', child, how)}"
     async with world.supervising(world.job("web", start)) as supervisor:
-        await until(supervisor, "web", "running")
-        pid = await eventually(lambda: number_in(child))
+        await in_state(supervisor, "web", "running")
+        pid = await until(lambda: number_in(child))
         await supervisor.stop(wait=True)
 
         assert not is_alive(pid)
@@ -511,12 +512,12 @@ async def test_what_a_killed_process_has_left_is_ended_before_its_successor_star
     )
     async with world.supervising(world.job("web", start)) as supervisor:
         running = asyncio.create_task(supervisor.run())
-        found = await until(supervisor, "web", "running")
-        pid = await eventually(lambda: number_in(child))
+        found = await in_state(supervisor, "web", "running")
+        pid = await until(lambda: number_in(child))
         traces = supervisor._services["web"].record.traces
-        await eventually(lambda: traces.is_caged or pid in dict(traces.kin))
+        await until(lambda: traces.is_caged or pid in dict(traces.kin))
         process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
-        await eventually(lambda: number_in(child) not in (None, pid))
+        await until(lambda: number_in(child) not in (None, pid))
 
         assert not is_alive(pid)
         assert world.lines() == []
@@ -531,10 +532,10 @@ async def test_a_child_forked_in_the_last_moment_is_ended_before_the_successor_s
     forks = f"env -i sleep 600 & echo $! >{child}; kill -9 $$"
     start = f"trap '{forks}' USR1; echo $$ >$pidfile; [ -e {child} ] && {LASTING}; while :; do sleep 0.01; done"
     async with world.supervising(world.job("web", start)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         process.send((found.pid, _ticks(found.pid)), signal.SIGUSR1)
-        pid = await eventually(lambda: number_in(child))
-        await eventually(lambda: info(supervisor, "web").pid not in (0, found.pid))
+        pid = await until(lambda: number_in(child))
+        await until(lambda: info(supervisor, "web").pid not in (0, found.pid))
 
         assert not is_alive(pid)
         await supervisor.stop(wait=True)
@@ -544,7 +545,7 @@ async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
     """Before the stop program runs; nothing comes up after it."""
     stop = "kill -0 $(cat $log) && echo beside >>$log"
     async with world.supervising(world.job("web", "echo $$ >>$log; sleep 600; echo $$ >$pidfile", stop)) as supervisor:
-        pid = int((await eventually(world.lines))[0])
+        pid = int((await until(world.lines))[0])
         await supervisor.stop(wait=True)
 
         assert not is_alive(pid)
@@ -558,7 +559,7 @@ async def test_stop_keeps_its_budget(world: World, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # of a budget that a busy machine keeps
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
     async with world.supervising(world.job("web", start, "sleep 600", timeout=600)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True, timeout=50)
 
         assert not is_alive(found.pid)
@@ -572,8 +573,8 @@ async def test_a12_stop_that_takes_too_long_is_told_in_words_the_director_knows(
     monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
     async with world.supervising(job, world.job("fine")) as supervisor:
-        await until(supervisor, "web", "running")
-        await until(supervisor, "fine", "running")
+        await in_state(supervisor, "web", "running")
+        await in_state(supervisor, "fine", "running")
         with pytest.raises(ActionError) as caught:
             await supervisor.stop(wait=True, timeout=1.8)
 
@@ -593,7 +594,7 @@ async def test_a12_what_cannot_be_killed_is_an_error(world: World, monkeypatch: 
     monkeypatch.setattr(process, "KILL_TIMEOUT_S", 0.1)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0", timeout=1)
     async with world.supervising(job) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         with pytest.raises(ActionError) as caught:
             await supervisor.stop(wait=True)
 
@@ -611,10 +612,10 @@ async def test_start_asked_during_a_stop_follows_it(world: World) -> None:
         "kill $(cat $pidfile); sleep 0.1; echo stop >>$log",
     )
     async with world.supervising(job) as supervisor:
-        first = await until(supervisor, "web", "running")
+        first = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=False)
         await supervisor.start()
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
 
         assert world.lines() == ["start", "stop", "start"]
         assert info(supervisor, "web").pid != first.pid
@@ -626,21 +627,21 @@ async def test_start_asked_during_a_stop_follows_it(world: World) -> None:
 async def test_unmonitored_process_goes_on(world: World) -> None:
     """As before a drain: the instance is failing until it is stopped, and nothing is restarted."""
     async with world.supervising(world.job("web")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
 
         assert is_alive(found.pid)
         assert [(told.name, told.state) for told in supervisor.processes()] == [("web", "unknown")]
         assert supervisor.job_state() == "failing"
         await supervisor.start()
-        assert (await until(supervisor, "web", "running")).pid == found.pid
+        assert (await in_state(supervisor, "web", "running")).pid == found.pid
 
 
 async def test_apply_between_leaves_processes_alone(world: World) -> None:
     """The plan is wiped and made again, as apply and start do; the monit files with it."""
     job, more = world.job("web"), world.job("more", file="x")
     async with world.supervising(job) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.forget()
         assert supervisor.processes() == []
         assert not world.paths.monit_job.exists()
@@ -659,7 +660,7 @@ async def test_apply_between_leaves_processes_alone(world: World) -> None:
 async def test_reconfigured_process_goes_on_under_its_new_file(world: World) -> None:
     """Only the next start and stop differ."""
     async with world.supervising(world.job("web")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.configure([world.job("web", None, "echo new >>$log; kill $(cat $pidfile)")])
         assert info(supervisor, "web").pid == found.pid
         await supervisor.stop(wait=True)
@@ -670,7 +671,7 @@ async def test_reconfigured_process_goes_on_under_its_new_file(world: World) -> 
 async def test_closed_supervisor_leaves_processes_alone(world: World) -> None:
     """The agent ends, the jobs do not."""
     async with world.supervising(world.job("web")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
 
     assert is_alive(found.pid)
 
@@ -683,7 +684,7 @@ async def test_bug_in_a_life_ends_the_supervisor(world: World, monkeypatch: pyte
 
     monkeypatch.setattr(ProcessFinder, "gone", fail)
     async with world.supervising(world.job("web")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
         with pytest.raises(RuntimeError, match="a bug about web"):
             async with asyncio.timeout(10):

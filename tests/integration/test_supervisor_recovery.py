@@ -17,15 +17,16 @@ from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.process_finder import ProcessFinder
 from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.supervisor import Supervisor
-from tests.support.programs import eventually, is_alive, kill, number_in
-from tests.support.programs.jobs import World, info, program, until
+from tests.support.programs import is_alive, kill, number_in
+from tests.support.programs.jobs import World, in_state, info, program
+from tests.support.waiting import until
 
 
 async def kill_all(*pids: int) -> None:
     """Kill processes without a supervisor, and wait for their end."""
     for pid in pids:
         kill(pid)
-    await eventually(lambda: not any(is_alive(pid) for pid in pids))
+    await until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def pids(supervisor: Supervisor) -> dict[str, int]:
@@ -39,8 +40,8 @@ async def test_processes_are_adopted(world: World) -> None:
         world.job("worker", f"echo $name >>$log; {program('fork_twice.py', world.pidfile('worker'))}"),
     ]
     async with world.supervising(*files) as supervisor:
-        await until(supervisor, "web", "running")
-        await until(supervisor, "worker", "running")
+        await in_state(supervisor, "web", "running")
+        await in_state(supervisor, "worker", "running")
         before = pids(supervisor)
     async with world.supervisor() as supervisor:
         await supervisor.recover()
@@ -63,17 +64,17 @@ async def test_killed_agent_costs_no_job(world: World) -> None:
             stdout=world.base / "agent.log",
             stderr=world.base / "agent.log",
         )
-        before = {name: await eventually(lambda name=name: number_in(world.pidfile(name))) for name in "abc"}  # type: ignore[misc]
+        before = {name: await until(lambda name=name: number_in(world.pidfile(name))) for name in "abc"}  # type: ignore[misc]
         agent.send(signal.SIGKILL)
         await agent.wait()
         assert all(is_alive(pid) for pid in before.values())
         async with world.supervisor() as supervisor:
             await supervisor.recover()
             for name in "abc":
-                await until(supervisor, name, "running")
+                await in_state(supervisor, name, "running")
             assert pids(supervisor) == before
             kill(before["a"])
-            await eventually(lambda: pids(supervisor)["a"] not in (0, before["a"]))
+            await until(lambda: pids(supervisor)["a"] not in (0, before["a"]))
 
             assert info(supervisor, "a").last_exit == "SIGKILL"
 
@@ -81,13 +82,13 @@ async def test_killed_agent_costs_no_job(world: World) -> None:
 async def test_what_died_meanwhile_is_started_again(world: World) -> None:
     """And has to settle like any other that died."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
-        await until(supervisor, "web", "running")
-        await until(supervisor, "worker", "running")
+        await in_state(supervisor, "web", "running")
+        await in_state(supervisor, "worker", "running")
         before = pids(supervisor)
     await kill_all(before["web"])
     async with world.supervisor() as supervisor:
         await supervisor.recover()
-        await until(supervisor, "web", "settling")
+        await in_state(supervisor, "web", "settling")
 
         assert pids(supervisor)["worker"] == before["worker"]
         assert info(supervisor, "web").restarts == 1
@@ -105,7 +106,7 @@ async def test_start_that_goes_on_is_not_begun_again(world: World, monkeypatch: 
 
     start = f"echo once >>$log; while [ ! -e $log.go ]; do sleep 0.01; done; {program('fork_twice.py', '$pidfile')}"
     async with world.supervising(world.job("web", start, timeout=60)) as supervisor:
-        await eventually(world.lines)
+        await until(world.lines)
         await asyncio.sleep(0.1)
         assert info(supervisor, "web").state == "starting"
     with reaper.reaping():
@@ -115,7 +116,7 @@ async def test_start_that_goes_on_is_not_begun_again(world: World, monkeypatch: 
             assert info(supervisor, "web").state == "starting"
             await waits.wait()
             Path(f"{world.log}.go").touch()
-            await until(supervisor, "web", "running")
+            await in_state(supervisor, "web", "running")
 
             assert world.lines() == ["once"]
 
@@ -123,7 +124,7 @@ async def test_start_that_goes_on_is_not_begun_again(world: World, monkeypatch: 
 async def test_stopped_jobs_stay_stopped(world: World) -> None:
     """The last wanted state persists."""
     async with world.supervising(world.job("web")) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
     async with world.supervisor() as supervisor:
         await supervisor.recover()
@@ -136,11 +137,11 @@ async def test_stopped_jobs_stay_stopped(world: World) -> None:
 async def test_stop_that_goes_on_is_finished(world: World) -> None:
     """The agent ended in the middle of it."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=False)
     async with world.supervisor() as supervisor:
         await supervisor.recover()
-        await until(supervisor, "web", "stopped")
+        await in_state(supervisor, "web", "stopped")
 
         assert not is_alive(found.pid)
 
@@ -148,12 +149,12 @@ async def test_stop_that_goes_on_is_finished(world: World) -> None:
 async def test_restart_that_goes_on_is_finished(world: World) -> None:
     """The agent ended after the stop of it: the start still follows."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.restart_one("web")
         assert info(supervisor, "web").state == "stopping"
     async with world.supervisor() as supervisor:
         await supervisor.recover()
-        again = await until(supervisor, "web", "running")
+        again = await in_state(supervisor, "web", "running")
 
         assert again.pid != found.pid
         assert not is_alive(found.pid)
@@ -162,7 +163,7 @@ async def test_restart_that_goes_on_is_finished(world: World) -> None:
 async def test_unmonitored_process_stays_so(world: World) -> None:
     """A drain continues over the end of the agent."""
     async with world.supervising(world.job("web")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
     async with world.supervisor() as supervisor:
         await supervisor.recover()
@@ -176,8 +177,8 @@ async def test_probation_goes_on(world: World) -> None:
     """An agent that ends while a process settles does not make it trusted."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
-        kill((await until(supervisor, "web", "running")).pid)
-        found = await until(supervisor, "web", "settling")
+        kill((await in_state(supervisor, "web", "running")).pid)
+        found = await in_state(supervisor, "web", "settling")
     async with world.supervisor() as supervisor:
         await supervisor.recover()
 
@@ -189,7 +190,7 @@ async def test_new_container_starts_the_jobs_anew(world: World, monkeypatch: pyt
     """Numbers mean nothing any more: who has them now is neither believed nor signalled."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
     await kill_all(before)
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     raw = msgspec.json.decode((world.paths.supervisor_state).read_bytes().splitlines()[-1])
@@ -201,7 +202,7 @@ async def test_new_container_starts_the_jobs_anew(world: World, monkeypatch: pyt
     monkeypatch.setattr(proc, "incarnation", lambda: "another")
     async with world.supervisor() as supervisor:
         await supervisor.recover()
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         assert found.pid not in (0, stranger.pid)
         assert found.restarts == 0
         await supervisor.stop(wait=True)
@@ -212,8 +213,8 @@ async def test_new_container_starts_the_jobs_anew(world: World, monkeypatch: pyt
 async def test_nothing_is_started_while_it_is_held(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting until there is an obstacle, which makes them failing; then all go on."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
-        await until(supervisor, "web", "running")
-        await until(supervisor, "worker", "running")
+        await in_state(supervisor, "web", "running")
+        await in_state(supervisor, "worker", "running")
         before = pids(supervisor)
     await kill_all(*before.values())
     for name in before:
@@ -230,15 +231,15 @@ async def test_nothing_is_started_while_it_is_held(world: World, monkeypatch: py
 
         supervisor.resume()
 
-        await until(supervisor, "web", "running")
-        await until(supervisor, "worker", "running")
+        await in_state(supervisor, "web", "running")
+        await in_state(supervisor, "worker", "running")
         assert supervisor.job_state() == "running"
 
 
 async def test_what_is_held_can_be_stopped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Director is obeyed meanwhile."""
     async with world.supervising(world.job("web")) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
     await kill_all(before)
     world.pidfile("web").unlink()
     monkeypatch.setattr(proc, "incarnation", lambda: "another")
@@ -258,8 +259,8 @@ async def test_what_is_held_can_be_stopped(world: World, monkeypatch: pytest.Mon
 async def test_processes_that_live_are_adopted_while_it_is_held(world: World) -> None:
     """Only what would have to be started waits."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
-        worker = (await until(supervisor, "worker", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
+        worker = (await in_state(supervisor, "worker", "running")).pid
     await kill_all(worker)
     async with world.supervisor() as supervisor:
         supervisor.hold()
@@ -274,14 +275,14 @@ async def test_container_with_the_numbers_of_its_predecessor_is_another_one(worl
     """Where containers of a pod share process numbers, the root file system alone tells; files for people are back."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
-        before = (await until(supervisor, "web", "running")).pid
+        before = (await in_state(supervisor, "web", "running")).pid
     await kill_all(before)
     for path in world.paths.monit_job.iterdir():
         path.unlink()
     async with world.supervisor() as supervisor:
         await supervisor.recover(root_is_new=True)
 
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         assert info(supervisor, "web").restarts == 0
         assert [path.name for path in world.paths.monit_job.iterdir()] == ["0000_web.monitrc"]
 
@@ -289,20 +290,20 @@ async def test_container_with_the_numbers_of_its_predecessor_is_another_one(worl
 async def test_unreadable_state_is_no_obstacle(world: World) -> None:
     """The marks of the processes tell whose they are."""
     async with world.supervising(world.job("web")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
     (world.paths.supervisor_state).write_text("{ half")
     async with world.supervisor() as supervisor:
         await supervisor.recover()
         await supervisor.configure([world.job("web", "exit 1")])
         await supervisor.start()
 
-        assert (await until(supervisor, "web", "running")).pid == found.pid
+        assert (await in_state(supervisor, "web", "running")).pid == found.pid
 
 
 async def test_state_is_private(world: World) -> None:
     """It holds the monit files of the jobs."""
     async with world.supervising(world.job("web")) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
 
     assert (world.paths.supervisor_state).stat().st_mode & 0o777 == 0o600
 

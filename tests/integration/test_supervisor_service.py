@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from agent_shim.host import proc, process
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import eventually, foreign, is_alive, kill, number_in
-from tests.support.programs.jobs import LASTING, World, info, program, until
+from tests.support.programs import foreign, is_alive, kill, number_in
+from tests.support.programs.jobs import LASTING, World, in_state, info, program
+from tests.support.waiting import until
 
 COUNTED = f"echo start $name >>$log; echo $$ >$pidfile; {LASTING}"
 STOP = "echo stop $name >>$log; kill $(cat $pidfile)"
@@ -23,9 +24,9 @@ STOP = "echo stop $name >>$log; kill $(cat $pidfile)"
 
 async def killed(supervisor: Supervisor, name: str) -> int:
     """Kill the process of a service; the pid of the next."""
-    before = (await until(supervisor, name, "running")).pid
+    before = (await in_state(supervisor, name, "running")).pid
     kill(before)
-    await eventually(lambda: info(supervisor, name).pid not in (0, before))
+    await until(lambda: info(supervisor, name).pid not in (0, before))
     return info(supervisor, name).pid
 
 
@@ -54,9 +55,9 @@ async def test_the_log_line_of_a_death_has_its_reason_and_members(
     words = "echo no space >&2; exit 3"
     job = world.job("web", f"echo $$ >$pidfile; until [ -e {world.base}/die ]; do sleep 0.02; done; {words}")
     async with world.supervising(job) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         (world.base / "die").touch()
-        line = await eventually(lambda: next((r for r in caplog.records if ": died" in r.getMessage()), None))
+        line = await until(lambda: next((r for r in caplog.records if ": died" in r.getMessage()), None))
 
     assert line.levelname == "WARNING"
     assert line.getMessage() == "web: died: the process ended by itself: exit 3 (no space), now down"
@@ -72,10 +73,10 @@ async def test_the_log_line_of_a_death_has_its_reason_and_members(
 async def test_restarted_process_is_not_called_running_before_it_has_settled(world: World) -> None:
     """The Director believes the first "running": a restart in milliseconds must not hide a crash loop."""
     async with world.supervising(world.job("web")) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         died_at = time.monotonic()
         kill(info(supervisor, "web").pid)
-        await until(supervisor, "web", "down", "restarting", "settling")
+        await in_state(supervisor, "web", "down", "restarting", "settling")
         told = set()
         while (state := supervisor.job_state()) != "running":
             told.add(state)
@@ -91,7 +92,7 @@ async def test_crash_loop_slows_down_and_never_ends(world: World) -> None:
     """The first restart comes at once, each later one after twice the time, up to the limit."""
     start = "date +%s.%N >>$log; echo $$ >$pidfile; exec sleep 0.01"
     async with world.supervising(world.job("web", start)) as supervisor:
-        await eventually(lambda: len(world.lines()) >= 8)
+        await until(lambda: len(world.lines()) >= 8)
         at = [float(line) for line in world.lines()[:8]]
         gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
         timing = world.timing
@@ -108,7 +109,7 @@ async def test_who_stays_up_begins_anew(world: World) -> None:
     async with world.supervising(world.job("web")) as supervisor:
         service = supervisor._services["web"]
         for _ in range(2):
-            await until(supervisor, "web", "running")
+            await in_state(supervisor, "web", "running")
             await asyncio.sleep(0.6)
             await killed(supervisor, "web")
 
@@ -121,9 +122,9 @@ async def test_zombie_is_dead(world: World) -> None:
     start += 'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
     start += 'open(sys.argv[1],"w").write(f"{pid}\\n")\ntime.sleep(600)\' $pidfile'
     async with world.supervising(world.job("web", start, "exit 0")) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         kill(found.pid)
-        await until(supervisor, "web", "down", "restarting", "settling")
+        await in_state(supervisor, "web", "down", "restarting", "settling")
         left = proc.stat(found.pid)
 
         assert left is None or left.state == "Z"
@@ -147,14 +148,14 @@ async def test_successor_is_followed(world: World, cycle: float, told: list[tupl
     start += "mv '$pidfile'.next '$pidfile'; touch '$log'.new\" USR1; while :; do wait; sleep 0.01; done' &"
     start += " echo $! >$log.parent"
     async with world.supervising(world.job("web", start)) as supervisor:
-        before = await until(supervisor, "web", "running")
-        parent = await eventually(lambda: number_in(Path(f"{world.log}.parent")))
+        before = await in_state(supervisor, "web", "running")
+        parent = await until(lambda: number_in(Path(f"{world.log}.parent")))
         found = proc.stat(parent)
         assert found is not None
         process.send(found.identity, signal.SIGUSR1)
-        await eventually(Path(f"{world.log}.new").exists)
+        await until(Path(f"{world.log}.new").exists)
         kill(before.pid)
-        await eventually(lambda: info(supervisor, "web").pid not in (0, before.pid))
+        await until(lambda: info(supervisor, "web").pid not in (0, before.pid))
 
         assert info(supervisor, "web").state == "running"
         assert world.lines() == ["once"]
@@ -164,10 +165,10 @@ async def test_successor_is_followed(world: World, cycle: float, told: list[tupl
 async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None:
     """As with monit; if another program restarts it, it is adopted."""
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         assert found.unheeded == ("restart when it ends (it has no stop program)",)
         kill(found.pid)
-        found = await until(supervisor, "web", "down")
+        found = await in_state(supervisor, "web", "down")
         await asyncio.sleep(world.timing.cycle * 3)
 
         assert supervisor.job_state() == "failing"
@@ -177,8 +178,8 @@ async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None
         )
         assert world.lines() == ["start web"]
         again = foreign(world.base / "jobs/web/bin/start", MONIT_SERVICE="web", PATH="/bin")
-        await eventually(lambda: info(supervisor, "web").pid == again)
-        await until(supervisor, "web", "running")
+        await until(lambda: info(supervisor, "web").pid == again)
+        await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 
 
@@ -189,15 +190,15 @@ async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None
 async def test_process_that_is_only_watched(world: World, statement: str, why: str) -> None:
     """It is started when asked, and not restarted."""
     async with world.supervising(world.job("web", COUNTED, STOP, statement)) as supervisor:
-        found = await until(supervisor, "web", "running")
+        found = await in_state(supervisor, "web", "running")
         kill(found.pid)
-        assert (await until(supervisor, "web", "down")).reason.endswith(f"; it is not restarted: {why}")
+        assert (await in_state(supervisor, "web", "down")).reason.endswith(f"; it is not restarted: {why}")
         await asyncio.sleep(world.timing.cycle * 2)
 
         assert info(supervisor, "web").unheeded == ()
         assert world.lines() == ["start web"]
         await supervisor.start()
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
 
 
 async def test_absence_may_run_a_program(world: World) -> None:
@@ -205,9 +206,9 @@ async def test_absence_may_run_a_program(world: World) -> None:
     script = world.script("web", "tell", "echo told $MONIT_SERVICE ${AGENT_SHIM_SERVICE-} >>$log")
     job = world.job("web", None, "exit 0", f'if does not exist then exec "{script}"')
     async with world.supervising(job) as supervisor:
-        kill((await until(supervisor, "web", "running")).pid)
+        kill((await in_state(supervisor, "web", "running")).pid)
 
-        await eventually(lambda: world.lines().count("told web") >= 2)
+        await until(lambda: world.lines().count("told web") >= 2)
         assert world.events[0].action == "exec"
 
 
@@ -215,9 +216,9 @@ async def test_absence_may_need_several_looks(world: World) -> None:
     """``for 5 cycles``: the process gets that long to come back by itself."""
     job = world.job("web", COUNTED, STOP, "if does not exist for 5 cycles then restart")
     async with world.supervising(job) as supervisor:
-        kill((await until(supervisor, "web", "running")).pid)
+        kill((await in_state(supervisor, "web", "running")).pid)
         died_at = time.monotonic()
-        await eventually(lambda: len(world.lines()) == 2)
+        await until(lambda: len(world.lines()) == 2)
 
         assert time.monotonic() - died_at >= 4 * world.timing.cycle
 
@@ -227,7 +228,7 @@ async def test_restart_limit_is_heeded(world: World) -> None:
     start = "echo start >>$log; echo $$ >$pidfile; exec sleep 0.01"
     job = world.job("web", start, STOP, "if 3 restarts within 64 cycles then unmonitor")
     async with world.supervising(job) as supervisor:
-        await until(supervisor, "web", "unmonitored")
+        await in_state(supervisor, "web", "unmonitored")
         count = len(world.lines())
         await asyncio.sleep(world.timing.backoff_limit)
 
@@ -242,7 +243,7 @@ async def test_restarts_within_one_cycle_count_once_towards_a_limit(world: World
     start = "echo start >>$log; echo $$ >$pidfile; exec sleep 0.01"
     job = world.job("web", start, STOP, "if 2 restarts within 3 cycles then unmonitor")
     async with world.supervising(job) as supervisor:
-        await eventually(lambda: len(world.lines()) >= 6)
+        await until(lambda: len(world.lines()) >= 6)
 
         assert info(supervisor, "web").state != "unmonitored"
         assert [each for each in world.events if each.event == "Timeout"] == []
@@ -255,7 +256,7 @@ async def test_a_restart_limit_counts_the_restarts_of_its_cycles_alone(world: Wo
         long_ago = time.monotonic() - 1000 * world.timing.cycle
         for _ in range(3):
             await killed(supervisor, "web")
-            await until(supervisor, "web", "running")
+            await in_state(supervisor, "web", "running")
             service = supervisor._services["web"]
             assert len(service._restarted_at) >= 1
             service._restarted_at = (long_ago,) * len(service._restarted_at)
@@ -270,10 +271,10 @@ async def test_manual_process_waits_for_its_start(world: World) -> None:
         world.job("own", None, None, "mode manual", group="group own"),
     ]
     async with world.supervising(*files) as supervisor:
-        await until(supervisor, "web", "running")
+        await in_state(supervisor, "web", "running")
         assert info(supervisor, "own").state == "stopped"
         await supervisor.start_one("own")
-        await until(supervisor, "own", "running")
+        await in_state(supervisor, "own", "running")
 
 
 # --- one at a time --------------------------------------------------------------------------------------------------
@@ -291,7 +292,7 @@ async def chain(world: World) -> list[JobFile]:
 
 async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
     for name in names:
-        await until(supervisor, name, state)
+        await in_state(supervisor, name, state)
 
 
 async def test_one_stops_with_its_dependants_and_they_come_back_with_it(world: World) -> None:
@@ -316,7 +317,7 @@ async def test_one_starts_with_what_it_needs(world: World) -> None:
         await supervisor.stop(wait=True)
         world.log.unlink()
         await supervisor.start_one("b")
-        await until(supervisor, "b", "running")
+        await in_state(supervisor, "b", "running")
 
         assert world.lines() == ["start a", "start b"]
 
@@ -327,7 +328,7 @@ async def test_one_restarts_with_its_dependants(world: World) -> None:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         world.log.unlink()
         await supervisor.restart_one("b")
-        await eventually(lambda: len(world.lines()) == 4)
+        await until(lambda: len(world.lines()) == 4)
         await all_in(supervisor, "running", "a", "b", "c", "d")
 
         assert world.lines() == ["stop c", "stop b", "start b", "start c"]
@@ -342,7 +343,7 @@ async def test_death_restarts_the_dependants(world: World) -> None:
         untouched = info(supervisor, "d").pid
         world.log.unlink()
         kill(info(supervisor, "a").pid)
-        await eventually(lambda: "start e" in world.lines())
+        await until(lambda: "start e" in world.lines())
         await all_in(supervisor, "running", "b", "c", "e")
         lines = [line for line in world.lines() if line != "start a"]
 
@@ -368,7 +369,7 @@ async def test_one_is_left_alone_and_watched_again(world: World) -> None:
         await supervisor.unmonitor_one("b")
         assert [info(supervisor, name).state for name in "abcd"] == ["running", "unmonitored", "unmonitored", "running"]
         kill(info(supervisor, "c").pid)
-        await eventually(lambda: not is_alive(info(supervisor, "c").pid))
+        await until(lambda: not is_alive(info(supervisor, "c").pid))
         await supervisor.monitor_one("c")
         await all_in(supervisor, "running", "b", "c")
 
@@ -389,12 +390,12 @@ async def test_file_must_be_there(world: World) -> None:
       group vcap
     """
     async with world.supervising(JobFile("rules", "", text)) as supervisor:
-        await until(supervisor, "rules", "running")
+        await in_state(supervisor, "rules", "running")
         # Nothing looks at the type of the path here: monit's first check is outstanding.
         assert [(told.name, told.state, told.mem_kb) for told in supervisor.processes()] == [("rules", "starting", 0)]
         flag.unlink()
-        await eventually(lambda: world.lines() == ["start", "stop", "start"])
-        await until(supervisor, "rules", "running")
+        await until(lambda: world.lines() == ["start", "stop", "start"])
+        await in_state(supervisor, "rules", "running")
         await supervisor.stop(wait=True)
 
         assert not flag.exists()
@@ -405,5 +406,5 @@ async def test_host_and_system_are_taken_to_be_there(world: World) -> None:
     """Nothing of theirs can be missing."""
     text = "check host there with address localhost\n if failed port 1 then alert\n group vcap\n"
     async with world.supervising(JobFile("there", "", text)) as supervisor:
-        await until(supervisor, "there", "running")
+        await in_state(supervisor, "there", "running")
         await supervisor.stop(wait=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from agent_shim_demo.director import Director
 from tests.support.broker import NatsServer
-from tests.support.bus import connected, on_bus, until
+from tests.support.bus import connected, on_bus
+from tests.support.waiting import until
 from tests.support.world import world as made
 
 

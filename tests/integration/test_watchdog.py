@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.world import AGENT, ROOT, World
 from benchmarks.world import world as made
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.loop_may_be_held
 
@@ -39,12 +40,6 @@ def logged(world: World, text: str) -> list[dict[str, Any]]:
     lines = (world.scratch / "agent.log").read_text(errors="replace").splitlines()
     found = [json.loads(line) for line in lines if line.startswith("{")]
     return [line for line in found if text in line["message"]]
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 async def with_jobs(world: World) -> dict[str, int]:

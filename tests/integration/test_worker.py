@@ -45,7 +45,8 @@ from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, process
 from tests.support import http
 from tests.support.http import Server, http_server
-from tests.support.programs import eventually, number_in
+from tests.support.programs import number_in
+from tests.support.waiting import until
 
 DUMMY = Blobstore()
 CANARY = "c4n4ry"
@@ -354,7 +355,7 @@ async def test_one_worker_packs_and_uploads(
     server.plan = [http.SILENT]
     pack = Pack([Tree(str(tmp_path / "logs"))], str(path), put=put)
     working = asyncio.create_task(workers.work(pack, report=lambda step: told.append(step.phase)))
-    await eventually(lambda: "uploading" in told and bool(server.requests))
+    await until(lambda: "uploading" in told and bool(server.requests))
     before = workers.transfers.counts["put", "failed"]
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -417,8 +418,7 @@ async def begun(paths: Paths, server: Server, started: list[process.Process]) ->
         for name in ("one", "two")
     ]
     task = asyncio.create_task(install(paths, *targets))
-    while len(server.requests) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(server.requests) >= 2)
     assert len(started) == 1
     return task
 
@@ -456,8 +456,7 @@ async def test_a_terminated_worker_tidies_up_while_it_unpacks(paths: Paths, star
     """Threads cannot be ended from outside; they notice that their file is closed."""
     source = kept(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
     task = asyncio.create_task(install(paths, package(paths, "p", source)))
-    while not left_half_made(paths):
-        await asyncio.sleep(0.001)
+    await until(lambda: left_half_made(paths))
     started[0].send(signal.SIGTERM)
     with contextlib.suppress(ActionError):
         await task
@@ -495,7 +494,7 @@ async def test_a_killed_worker_leaves_no_half_of_an_archive(
     with (tmp_path / "logs/large").open("wb") as sparse:
         sparse.truncate(16 << 30)
     packing = asyncio.create_task(workers.work(Pack([Tree(str(tmp_path / "logs"))], str(paths.tmp / "logs.tgz"))))
-    await eventually(lambda: left_half_made(paths))
+    await until(lambda: left_half_made(paths))
     started[0].send(signal.SIGKILL)
     with pytest.raises(ActionError, match="the worker was killed by SIGKILL"):
         await packing
@@ -513,7 +512,7 @@ async def test_a_killed_worker_leaves_nothing_of_a_command(paths: Paths, started
     others.touch()
     get = Get(str(paths.base), Blobstore("x"), BlobRef("b", digest="00"), str(paths.tmp / "file"))
     getting = asyncio.create_task(workers.work(get))
-    pid = await eventually(lambda: next((n for path in paths.tmp.glob(".*/blob") if (n := number_in(path))), None))
+    pid = await until(lambda: next((n for path in paths.tmp.glob(".*/blob") if (n := number_in(path))), None))
     started[0].send(signal.SIGKILL)
     try:
         with pytest.raises(ActionError, match="the worker was killed by SIGKILL"):
@@ -546,14 +545,11 @@ asyncio.run(workers.work(protocol.Get("{paths.base}", Blobstore(), source, "{tmp
     )
     assert parent.stdout is not None
     worker = int(await asyncio.to_thread(parent.stdout.readline))
-    while not server.requests:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.requests)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    async with asyncio.timeout(10):
-        while Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes():
-            await asyncio.sleep(0.01)
+    await until(lambda: not (Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes()))
 
     assert not (tmp_path / "file").exists()
 

@@ -15,7 +15,7 @@ from agent_shim.bulk.workers import Transfers, Workers
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import Blobstore
 from agent_shim.host import process
-from tests.support.programs import eventually
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ async def test_a_worker_without_a_request_leaves(
     monkeypatch.setattr(workers, "STAY_S", 0.0)
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
-        await eventually(lambda: not started[0].is_alive)
+        await until(lambda: not started[0].is_alive)
         await pool.work(packing(tmp_path))
 
     assert len(started) == 2

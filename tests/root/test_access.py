@@ -16,7 +16,7 @@ from tests.support.fleet import Fleet
 from tests.support.fleet import fleet as made
 from tests.support.machine import Machine
 from tests.support.pod import pod as pods
-from tests.support.programs import eventually
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.root,
@@ -83,16 +83,16 @@ async def test_keys_and_passwords_of_the_settings(fleet: Fleet, key: Path) -> No
     one = await fleet.add(AGENT, NETWORKS, bosh={"authorized_keys": [public], "password": hashed})
 
     host_key = one.root / "etc/ssh/ssh_host_rsa_key.pub"
-    await eventually(lambda: (shadow(one)["vcap"], shadow(one)["root"]) == (hashed, hashed))
+    await until(lambda: (shadow(one)["vcap"], shadow(one)["root"]) == (hashed, hashed))
     assert (one.root / "home/vcap/.ssh/authorized_keys").read_text() == public
-    await eventually(lambda: bool(network.listeners(fleet.ssh_port)))
+    await until(lambda: bool(network.listeners(fleet.ssh_port)))
     one.run("usermod -a -G bosh_sshers vcap")  # as on every stemcell
     inside = login(fleet, key, "vcap", host_key.read_text(), "id -un")
     assert inside.stdout == "vcap\n", inside.stderr
 
     keeping = {"password": hashed, "keep_root_password": True}
     other = await fleet.add("another", NETWORKS, bosh=keeping)
-    await eventually(lambda: shadow(other)["vcap"] == hashed)
+    await until(lambda: shadow(other)["vcap"] == hashed)
     assert shadow(other)["root"] != hashed
 
 
@@ -103,7 +103,7 @@ async def test_without_a_password_in_the_settings_that_of_the_image_is_gone(tmp_
         pod.machine.run("echo 'vcap:$6$salt$known' | chpasswd -e")
         await pod.start_agent()
 
-        await eventually(lambda: shadow(pod.machine)["vcap"] == "*")
+        await until(lambda: shadow(pod.machine)["vcap"] == "*")
 
 
 async def test_a7_authorities_of_update_settings_are_trusted_until_they_are_taken_back(fleet: Fleet) -> None:
@@ -135,7 +135,7 @@ async def test_a_container_made_anew_has_passwords_and_authorities_again(tmp_pat
             if len(seen) == 1:
                 await pod.run("update_settings", {"trusted_certs": authority.ca})
             else:  # beside the connection: the first pong does not wait for it
-                await eventually(lambda: "boot step trusted certificates: done" in pod.log)
+                await until(lambda: "boot step trusted certificates: done" in pod.log)
             seen.append(pod.machine.run(f"{verify} >/dev/null 2>&1 && echo yes || echo no"))
             assert shadow(pod.machine)["vcap"] == hashed
             pod.kill()

@@ -22,6 +22,7 @@ SETUP = """
 import shutil, signal, subprocess, uuid
 from agent_shim.host import cgroups, job_cgroups, proc, process, reaper, sandbox
 from agent_shim.supervisor.supervisor import JobFile, Supervisor, Timing
+from tests.support.waiting import until
 
 paths = Paths()
 for name in ("jobs", "packages", "data", "store", "bosh"):
@@ -89,12 +90,6 @@ def monit(*names):
   stop program "{tool} stop web -p {name}"
   group vcap
 ''' for name in names))]
-
-async def eventually(fact):
-    async with asyncio.timeout(30):
-        while not (found := fact()):
-            await asyncio.sleep(0.01)
-        return found
 
 def log(name, stream="stdout"):
     path = paths.sys / f"log/web/{name}.{stream}.log"
@@ -266,7 +261,7 @@ config.write_text(config.read_text().replace("OUTSIDE_PID", str(stranger.pid)))
 names = ("web", "worker", "free", "seeing")
 await supervisor.configure(monit(*names))
 await supervisor.start()
-await eventually(lambda: all("}" in log(name) for name in names))
+await until(lambda: all("}" in log(name) for name in names))
 pids = {name: info(name).pid for name in names}
 files = {name: int((paths.sys / f"run/bpm/web/{name}.pid").read_text()) for name in names}
 assert pids == files, (pids, files)
@@ -453,9 +448,9 @@ await supervisor.configure([*paths_of, JobFile("other", "", f'''check process ot
 ''')])
 await supervisor.start()
 watching = asyncio.create_task(supervisor.run())
-other = (await eventually(lambda: info("other") if info("other").pid else None)).pid
-event = await eventually(lambda: next((each for each in events if each.event == "Resource limit matched"), None))
-await eventually(lambda: info("NAME").restarts > 0)
+other = (await until(lambda: info("other") if info("other").pid else None)).pid
+event = await until(lambda: next((each for each in events if each.event == "Resource limit matched"), None))
+await until(lambda: info("NAME").restarts > 0)
 watching.cancel()
 isolation = await supervisor.bpm.isolation()
 return [event.service, event.description, info("other").pid == other, isolation.memory,
@@ -500,7 +495,7 @@ def test_limit_of_memory_is_that_of_the_tree(inside: Inside) -> None:
 PROCESSES = """
 await supervisor.configure(monit("forker"))
 await supervisor.start()
-await eventually(lambda: "fork" in log("forker", "stderr"))
+await until(lambda: "fork" in log("forker", "stderr"))
 return [log("forker"), log("forker", "stderr"), (await supervisor.bpm.isolation()).processes]
 """
 
@@ -526,7 +521,7 @@ for path in (paths.etc / "open", paths.jobs / "web/open", paths.jobs / "other/op
     path.chmod(0o666)
 await supervisor.configure(monit("web"))
 await supervisor.start()
-await eventually(lambda: "terminals" in log("web") or info("web").reason)
+await until(lambda: "terminals" in log("web") or info("web").reason)
 return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reason]
 """
 
@@ -597,12 +592,12 @@ processes:
 ''')
 await supervisor.configure(monit("web"))
 await supervisor.start()
-await eventually(lambda: "mounted" in log("web") or info("web").reason)
+await until(lambda: "mounted" in log("web") or info("web").reason)
 outside = sorted(str(path) for path in paths.data.glob("*/*/x"))
 for volume in ("shared", "own"):
     subprocess.run(["mount", "-t", "tmpfs", "none", paths.data / volume / "outside"], check=True)
     (paths.data / volume / "outside/x").touch()
-await eventually(lambda: "outside/x" in log("web"))
+await until(lambda: "outside/x" in log("web"))
 inside = log("web").split()[1:]
 await supervisor.stop(wait=True)
 for each in ("shared/inside", "shared/outside", "own/outside"):
@@ -639,17 +634,17 @@ config = paths.jobs / "web/config/bpm.yml"
 config.write_text(config.read_text().replace("OUTSIDE_PID", str(stranger.pid)))
 await supervisor.configure(monit("web", "worker"))
 await supervisor.start()
-await eventually(lambda: all("}" in log(name) for name in ("web", "worker")))
+await until(lambda: all("}" in log(name) for name in ("web", "worker")))
 before = {name: info(name).pid for name in ("web", "worker")}
 await supervisor.close()
 supervisor = Supervisor(paths, on_event=events.append, timing=Timing(settle=0.2))
 await supervisor.recover()
-await eventually(lambda: all(each.state == "running" for each in supervisor.services()))
+await until(lambda: all(each.state == "running" for each in supervisor.services()))
 adopted = {name: info(name).pid for name in ("web", "worker")}
 below = proc.descent(proc.children(proc.table()), before.values())
 commands = sorted(command for pid in below if (command := proc.command_line(pid)))
 process.send(proc.stat(before["worker"]).identity, signal.SIGKILL)
-await eventually(lambda: info("worker").last_exit == "SIGKILL")
+await until(lambda: info("worker").last_exit == "SIGKILL")
 await supervisor.stop(wait=True)
 left = [pid for pid in below if (found := proc.stat(pid)) and found.is_alive]
 return [before == adopted, log("web").splitlines()[-1], left, commands]
@@ -676,7 +671,7 @@ await supervisor.__aenter__()  # which is left by the close at the end
 first = await supervisor.bpm.start(BpmCall("start", "web", "worker"))
 await supervisor.configure(monit("worker"))
 await supervisor.start()
-await eventually(lambda: info("worker").state not in ("starting", "stopped"))
+await until(lambda: info("worker").state not in ("starting", "stopped"))
 found = info("worker")
 await supervisor.stop(wait=True)
 return [found.state, found.pid == first.pid, first.is_alive]
@@ -715,10 +710,10 @@ for number, to_child in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
     order = sandbox.exec_spec(["/bin/sh", "-c", script], **members)
     async with sandbox.prepared(order, env={}, stdout=out, stderr=out) as one:
         pass
-    await eventually(lambda: "up" in out.read_text())
+    await until(lambda: "up" in out.read_text())
     init = proc.command_line(one.pid).split(" ")[0]
     # The loop has at most one child of its own; what is left to the init is reaped.
-    await eventually(lambda: len(running(one.pid)) <= 3 and all(each.is_alive for each in running(one.pid)))
+    await until(lambda: len(running(one.pid)) <= 3 and all(each.is_alive for each in running(one.pid)))
     child = next(each for each in running(one.pid) if each.parent == one.pid)
     process.send(child.identity if to_child else one.identity, number)
     codes.append(await one.wait())

@@ -35,7 +35,7 @@ while True:
 '''
 attacker = process.spawn([sys.executable, "-c", textwrap.dedent(exchange)], env={}, user="vcap")
 try:
-    await eventually(lambda: (home / "link").is_dir())
+    await until(lambda: (home / "link").is_dir())
     refused = set()
     for _ in range(60):
         try:
@@ -76,7 +76,7 @@ os.lchown(volume, OWNER, OWNER)
 before = Path("/proc/self/mountinfo").read_text()
 await supervisor.configure(monit("web"))
 await supervisor.start()
-await eventually(lambda: log("web") or info("web").reason)
+await until(lambda: log("web") or info("web").reason)
 return [log("web"), info("web").reason, before == Path("/proc/self/mountinfo").read_text()]
 """
 
@@ -242,7 +242,7 @@ processes:
 ''')
 await supervisor.configure(monit("web"))
 await supervisor.start()
-await eventually(lambda: info("web").pid)
+await until(lambda: info("web").pid)
 push = "import fcntl, termios\\nfor each in b'echo pushed\\\\n': fcntl.ioctl(0, termios.TIOCSTI, bytes([each]))"
 (paths.data / "web/push").write_text(push.replace("\\\\n", chr(92) + "n"))
 (paths.data / "web/.bashrc").write_text(PLANTED_RC.format(python=os.path.realpath(sys.executable)))

@@ -24,6 +24,7 @@ from tests.support.cpi import Cpi
 from tests.support.pod import Pod
 from tests.support.pod import pod as made
 from tests.support.volumes import fill, fingerprint
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
@@ -263,6 +264,4 @@ async def test_names_after_warden_has_unmounted_the_hosts_file(tmp_path: Path) -
         names = ("localhost", pod.machine.run("hostname").strip())
         assert pod.machine.run("! mountpoint -q /etc/hosts; getent -s hosts:files ahosts localhost").split()[0]
 
-        async with asyncio.timeout(60):
-            while not all(pod.machine.run(f"getent -s hosts:files ahosts {name} || true") for name in names):
-                await asyncio.sleep(0.1)
+        await until(lambda: all(pod.machine.run(f"getent -s hosts:files ahosts {name} || true") for name in names))

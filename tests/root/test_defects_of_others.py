@@ -5,7 +5,6 @@ A real agent in a container with real mounts. Needs root.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import sys
@@ -18,6 +17,7 @@ from agent_shim.core.paths import Paths
 from tests.support import jobs
 from tests.support.pod import Pod
 from tests.support.pod import pod as made
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
@@ -172,9 +172,7 @@ esac
 
 async def summary(pod: Pod, words: str) -> None:
     """Wait until monit says this of the process."""
-    async with asyncio.timeout(30):
-        while pod.machine.run(f"{MONIT} summary | grep web").split("'web'")[1].strip() != words:
-            await asyncio.sleep(0.05)
+    await until(lambda: pod.machine.run(f"{MONIT} summary | grep web").split("'web'")[1].strip() == words)
 
 
 async def test_pending_ordering(pod: Pod) -> None:
@@ -193,9 +191,7 @@ async def test_pending_ordering(pod: Pod) -> None:
 
     pod.machine.run(f"{MONIT} stop web")
     await summary(pod, "not monitored - stop pending")
-    async with asyncio.timeout(30):
-        while not (pod.data / "stopping").exists():
-            await asyncio.sleep(0.02)
+    await until((pod.data / "stopping").exists)
     pod.machine.run(f"{MONIT} start web")
     assert pidfile.read_text() == before
     assert (pod.machine.root / "proc" / before.strip()).exists()

@@ -19,6 +19,7 @@ from tests.support import jobs
 from tests.support.fleet import Fleet
 from tests.support.fleet import fleet as made
 from tests.support.machine import Machine
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
@@ -108,9 +109,7 @@ async def test_what_is_answered_at_once_waits_for_nothing(fleet: Fleet, machine:
     wanted = jobs.spec(fleet.blobs(AGENT), {"web": {"monit": "", "bin/pre-start": HANG}}, networks={"default": DYNAMIC})
     await director.run(AGENT, "apply", wanted)
     hanging = (await director.value(AGENT, "run_script", "pre-start", {}))["agent_task_id"]
-    async with asyncio.timeout(20):
-        while not (machine.vcap / "data/web/hangs").exists():
-            await asyncio.sleep(0.01)
+    await until((machine.vcap / "data/web/hangs").exists)
     waiting = [(await director.value(AGENT, "run_script", "nothing", {}))["agent_task_id"] for _ in range(8)]
     records = json.dumps({"version": 1, "records": []}).encode()
     named = jobs.blob(fleet.blobs(AGENT), records)

@@ -26,6 +26,7 @@ from tests.support import jobs
 from tests.support.pod import Pod
 from tests.support.pod import pod as made
 from tests.support.volumes import holding
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
@@ -71,10 +72,11 @@ async def test_progress_of_a_migration_is_in_status_and_metrics(pod: Pod) -> Non
     migrating = asyncio.create_task(pod.run("migrate_disk", "disk-1", "disk-2"))
     copying = await pod.stop_copying()
     async with asyncio.timeout(30):
-        while not re.fullmatch(
-            r"migration, (copying|comparing): \d+/1000 files, \d+/10000000 bytes", status(pod)["disk"]
-        ):
-            await asyncio.sleep(0.05)
+        await until(
+            lambda: re.fullmatch(
+                r"migration, (copying|comparing): \d+/1000 files, \d+/10000000 bytes", status(pod)["disk"]
+            )
+        )
         while not await metric(pod, "disk_migration_running"):
             await asyncio.sleep(0.1)
     ratio = await metric(pod, "disk_migration_ratio")

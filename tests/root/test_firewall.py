@@ -21,6 +21,7 @@ from agent_shim_demo.pki import Authority
 from tests.support.broker import NatsServer
 from tests.support.pod import AGENT, Pod
 from tests.support.proxy import Proxy
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
@@ -140,9 +141,7 @@ async def test_what_a_job_has_removed_comes_back_and_outlives_the_agent(pod: Net
     pod.machine.run("nft delete table inet agent_shim")
 
     pod.proxy.cut()
-    async with asyncio.timeout(30):
-        while pod.tables() == "":
-            await asyncio.sleep(0.05)
+    await until(lambda: pod.tables() != "")
 
     assert not pod.may_connect(VCAP)
     pod.end_agent()
@@ -192,9 +191,7 @@ async def test_an_agent_that_reaches_the_bus_through_another_users_proxy_is_not_
     loaded = pod.machine.popen(["nft", "-f", "-"], stdin=subprocess.PIPE)
     loaded.communicate(REDIRECTED.format(host=at.hostname, port=at.port).encode())
     assert loaded.returncode == 0
-    async with asyncio.timeout(30):
-        while not pod.may_connect():
-            await asyncio.sleep(0.05)
+    await until(pod.may_connect)
 
     pod.exec_agent()
     async with asyncio.timeout(90):  # rules are tried, which takes the link twice

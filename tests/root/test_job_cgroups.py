@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import cgroups, job_cgroups, proc, process
-from tests.support.programs import eventually
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
@@ -64,14 +64,14 @@ async def test_processes_that_are_held_fork_nothing_and_go_on_afterwards(
     forking = process.spawn([sys.executable, "-I", "-S", "-c", FORKING, str(counter)], env={})
     try:
         (place / "cgroup.procs").write_text(str(forking.pid))
-        await eventually(lambda: count() > 20)
+        await until(lambda: count() > 20)
         with job_cgroups._held_still(place):
             assert any(stands_still() for _ in range(5))
         at = count()
-        await eventually(lambda: count() > at)
+        await until(lambda: count() > at)
         cage.kill()
         await forking.wait()
-        await eventually(cage.is_empty)
+        await until(cage.is_empty)
     finally:
         forking.send(signal.SIGKILL)
         await forking.wait()

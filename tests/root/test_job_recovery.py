@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from agent_shim_demo.pki import Authority
 from tests.support import jobs
 from tests.support.pod import AGENT, Pod
 from tests.support.pod import pod as made
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
@@ -209,9 +209,7 @@ async def test_second_container_on_the_same_volumes(pod: Pod, tmp_path: Path) ->
     try:
         twin.start_container()
         twin.exec_agent()
-        async with asyncio.timeout(30):
-            while "waiting until another agent ends" not in twin.log:
-                await asyncio.sleep(0.02)
+        await until(lambda: "waiting until another agent ends" in twin.log)
         assert f"/var/vcap/data is in use by agent {AGENT} on " in twin.log
         assert not (twin.vcap / "store").exists()
         written = sorted(path.name for path in (twin.vcap / "bosh").glob("*.json"))
@@ -220,9 +218,7 @@ async def test_second_container_on_the_same_volumes(pod: Pod, tmp_path: Path) ->
         await pod.run("stop")
         pod.kill()
 
-        async with asyncio.timeout(60):
-            while "boot step jobs that ran before" not in twin.log:
-                await asyncio.sleep(0.05)
+        await until(lambda: "boot step jobs that ran before" in twin.log)
         await pod.director.wait_until_ready(AGENT, timeout=30)
         assert await twin.run("list_disk") == ["disk-1"]
     finally:
@@ -241,9 +237,7 @@ async def test_second_container_with_a_volume_of_its_own_and_our_disk(pod: Pod, 
     try:
         twin.start_container()
         twin.exec_agent()
-        async with asyncio.timeout(30):
-            while "waiting until another agent ends" not in twin.log:
-                await asyncio.sleep(0.02)
+        await until(lambda: "waiting until another agent ends" in twin.log)
         assert f"disk disk-1 is in use by agent {AGENT} on " in twin.log
         assert not (twin.vcap / "store").exists()
         assert await pod.run("list_disk") == ["disk-1"]

@@ -14,8 +14,9 @@ import urllib.request
 import pytest
 
 from agent_shim.host import proc, process
-from tests.support.programs import eventually, is_alive
-from tests.support.programs.jobs import World, until
+from tests.support.programs import is_alive
+from tests.support.programs.jobs import World, in_state
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("cgroups_or_not")]
 
@@ -43,13 +44,13 @@ async def test_workers_of_a_killed_master_do_not_keep_its_port(world: World) -> 
     config.write_text(CONFIG.format(pidfile=world.pidfile("web"), base=world.base, port=port))
     job = world.job("web", f"echo start >>$log; exec {nginx} -c {config}")
     async with world.supervising(job) as supervisor:
-        master = (await until(supervisor, "web", "running")).pid
-        workers = await eventually(lambda: children(master))
+        master = (await in_state(supervisor, "web", "running")).pid
+        workers = await until(lambda: children(master))
         found = proc.stat(master)
         assert found is not None
         process.send(found.identity, signal.SIGKILL)
-        await eventually(lambda: supervisor.services()[0].pid not in (0, master))
-        await until(supervisor, "web", "running")
+        await until(lambda: supervisor.services()[0].pid not in (0, master))
+        await in_state(supervisor, "web", "running")
 
         assert world.lines() == ["start", "start"]
         assert not any(map(is_alive, workers))

@@ -22,7 +22,7 @@ import pytest
 
 from agent_shim.host import pseudo_terminal
 from tests.support.machine import CODE
-from tests.support.programs import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.root
 

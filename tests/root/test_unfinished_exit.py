@@ -10,7 +10,7 @@ import pytest
 from agent_shim.host import proc, process, reaper
 from agent_shim.supervisor.ownership import Ownership, look
 from agent_shim.supervisor.process_record import MARK, ProcessRecord, mark
-from tests.support.programs import eventually
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
@@ -22,22 +22,22 @@ async def test_an_orphan_in_the_midst_of_its_exit_has_lost_its_mark_and_says_so(
     env = {"PATH": "/usr/bin:/bin", MARK: mark("web", tmp_path)}
     with reaper.reaping():
         maker = process.spawn(["unshare", "--pid", "--fork", "setsid", "sleep", "600"], env=env)
-        first = await eventually(lambda: next(iter(proc.children(proc.table()).get(maker.pid, ())), 0))
-        await eventually(lambda: proc.name(first) == "sleep")
+        first = await until(lambda: next(iter(proc.children(proc.table()).get(maker.pid, ())), 0))
+        await until(lambda: proc.name(first) == "sleep")
         orphan = process.adopt(first)
         assert orphan is not None
         guest = process.spawn(["nsenter", f"--target={first}", "--pid", "sleep", "600"], env={"PATH": "/usr/bin:/bin"})
         try:
-            await eventually(lambda: proc.children(proc.table()).get(guest.pid))
+            await until(lambda: proc.children(proc.table()).get(guest.pid))
             await maker.terminate(0)
             seen = ownership.members(look(ownership), "web", traces)
             assert [pid for pid, _ in seen.identities] == [first]
             assert seen.leaving == []
 
             guest.send(signal.SIGSTOP)
-            await eventually(lambda: (stat := proc.stat(guest.pid)) is not None and stat.state == "T")
+            await until(lambda: (stat := proc.stat(guest.pid)) is not None and stat.state == "T")
             orphan.send(signal.SIGKILL)
-            await eventually(lambda: proc.is_leaving(first))
+            await until(lambda: proc.is_leaving(first))
 
             found = proc.stat(first)
             assert found is not None

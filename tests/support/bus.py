@@ -88,13 +88,6 @@ async def connected(bus: NatsBus) -> None:
         await bus.wait_connected()
 
 
-async def until(is_so: Callable[[], bool], *, timeout: float = 30.0) -> None:
-    """Wait for a fact without a notification."""
-    async with asyncio.timeout(timeout):
-        while not is_so():
-            await asyncio.sleep(0.005)
-
-
 class Wire:
     """One connection of a client, seen from a server after TLS: lines come in, bytes go out."""
 

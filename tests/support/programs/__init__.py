@@ -1,40 +1,21 @@
-"""Small real programs for tests, and how to wait for what they do."""
+"""Small real programs for tests."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from agent_shim.host import proc, process
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 60.0 * float(os.environ.get("SHIM_TEST_SLOW", "1"))
-"""Seconds after which a fact that was waited for counts as missing."""
-
-Fact = TypeVar("Fact")
 
 
 def argv(name: str, *arguments: object) -> list[str]:
     """How to run one of the programs beside this file."""
     interpreter = [sys.executable, "-S", "-E"] if name.endswith(".py") else ["/bin/sh"]
     return [*interpreter, str(HERE / name), *map(str, arguments)]
-
-
-async def eventually(fact: Callable[[], Fact | None], what: str = "") -> Fact:
-    """Wait until ``fact()`` is true, and return it."""
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not (found := fact()):
-                await asyncio.sleep(0.003)
-            return found
-    except TimeoutError:
-        raise AssertionError(f"never came true: {what or fact}") from None
 
 
 def foreign(*command: object, **env: str) -> int:

@@ -10,7 +10,8 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import reaper
 from agent_shim.supervisor.process_record import MARK
 from agent_shim.supervisor.supervisor import Event, JobFile, ServiceInfo, Supervisor, Timing
-from tests.support.programs import TIMEOUT_S, argv, end_marked, eventually, is_alive, number_in
+from tests.support.programs import argv, end_marked
+from tests.support.waiting import until
 
 FAST = Timing(settle=0.3, backoff_first=0.05, backoff_limit=0.4, stop=2, grace=0.3, linger=0.15, look=0.02, cycle=0.1)
 LASTING = "exec sleep 600"
@@ -93,10 +94,7 @@ def info(supervisor: Supervisor, name: str) -> ServiceInfo:
     return next(each for each in supervisor.services() if each.process.name == name)
 
 
-async def until(supervisor: Supervisor, name: str, *states: str) -> ServiceInfo:
+async def in_state(supervisor: Supervisor, name: str, *states: str) -> ServiceInfo:
     """Wait until a service is in one of these states."""
-    await eventually(lambda: info(supervisor, name).state in states, f"{name} {states}")
+    await until(lambda: info(supervisor, name).state in states, f"{name} {states}")
     return info(supervisor, name)
-
-
-__all__ = ["FAST", "LASTING", "TIMEOUT_S", "World", "eventually", "info", "is_alive", "number_in", "program", "until"]

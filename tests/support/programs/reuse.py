@@ -17,8 +17,9 @@ from msgspec.structs import replace
 
 from agent_shim.host import clock, proc, process, reaper
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import argv, eventually, number_in
-from tests.support.programs.jobs import FAST, World, info, until
+from tests.support.programs import argv, number_in
+from tests.support.programs.jobs import FAST, World, in_state, info
+from tests.support.waiting import until
 
 LASTING: Final = "sleep 100000"
 HURRY: Final = replace(FAST, backoff_first=0.001, backoff_limit=0.01, settle=0.05)
@@ -95,14 +96,14 @@ class Rounds:
         how = self.random.choice(["plain", "leader", "member"])
         then = self.random.choice(["stop", "restart", "next agent"])
         await self.supervisor.start_one(name)
-        found = await until(self.supervisor, name, "running", "settling")
+        found = await in_state(self.supervisor, name, "running", "settling")
         while not found.pid:  # it has just ended
             await asyncio.sleep(0.003)
-            found = await until(self.supervisor, name, "running", "settling")
-        starter = await eventually(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))
+            found = await in_state(self.supervisor, name, "running", "settling")
+        starter = await until(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))
         # Start times are no finer than a tick, and no kernel comes round to a number within one.
         if born := proc.stat(found.pid):
-            await eventually(lambda: clock.boot_ticks() > born.start_ticks + 1)
+            await until(lambda: clock.boot_ticks() > born.start_ticks + 1)
         number = found.pid if which == "process" else starter
         if then == "next agent" and self.random.random() < 0.5:
             await self.supervisor.close()

@@ -25,6 +25,7 @@ from agent_shim.actions.tasks import (
 from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, TaskNotFoundError
 from agent_shim.host import files
+from tests.support.waiting import until
 
 
 def failure(method: str, exc: BaseException) -> str:
@@ -212,9 +213,7 @@ async def test_large_outcome_goes_with_its_task_and_with_the_agent(tmp_path: Pat
     running = asyncio.ensure_future(lane.run(failure))
     for _ in range(2):
         last = await ended(lane, lane.submit("m", work).id)
-    async with asyncio.timeout(5):
-        while [path.name for path in outcomes.iterdir()] != [last.id]:
-            await asyncio.sleep(0.001)
+    await until(lambda: [path.name for path in outcomes.iterdir()] == [last.id])
     running.cancel()
 
     await Tasks(tmp_path / "t", outcomes).resume({})

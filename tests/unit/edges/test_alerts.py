@@ -14,7 +14,7 @@ from agent_shim.core.errors import BusError
 from agent_shim.edges import alerts
 from agent_shim.edges.alerts import Alerts, alert_of
 from tests.support import protocol
-from tests.support.bus import until
+from tests.support.waiting import until
 
 KINDS = (
     "checksum, connection, data access, execution, filesystem flags, gid, heartbeat, icmp, monit instance, type, "

@@ -19,7 +19,7 @@ from agent_shim.core.errors import BusError
 from agent_shim.edges.heartbeat import Heartbeat, Message
 from agent_shim.host import clock
 from tests.support import protocol
-from tests.support.bus import until
+from tests.support.waiting import until
 
 
 class World:

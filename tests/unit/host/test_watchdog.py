@@ -14,6 +14,7 @@ import pytest
 
 from agent_shim.host import watchdog
 from agent_shim.host.watchdog import reading, watching
+from tests.support.waiting import until
 
 PERIOD_S = 0.01
 
@@ -25,12 +26,6 @@ def without_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     faulthandler.unregister(signal.SIGVTALRM)
     faulthandler.cancel_dump_traceback_later()
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.002)
 
 
 def block_until(holds: Callable[[], object]) -> None:

@@ -16,6 +16,7 @@ from agent_shim.core.errors import SettingsError
 from agent_shim.core.paths import Paths
 from agent_shim.host.files import MAX_FILE_BYTES
 from agent_shim.services.settings_store import SettingsStore
+from tests.support.waiting import until
 
 
 class Files:
@@ -83,12 +84,10 @@ async def test_each_problem_is_logged_once(files: Files, caplog: pytest.LogCaptu
     files.store._read_source = counted  # type: ignore[method-assign]
     waiting = asyncio.ensure_future(files.store.wait())
     async with asyncio.timeout(5):
-        while looks < 5:
-            await asyncio.sleep(0.005)
+        await until(lambda: looks >= 5)
         files.source.write_text("{")
         seen = looks
-        while looks < seen + 5:
-            await asyncio.sleep(0.005)
+        await until(lambda: looks >= seen + 5)
         files.write()
         await waiting
 

@@ -16,6 +16,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import files, proc
 from agent_shim.services import state_backup
 from agent_shim.services.state_backup import StateBackup
+from tests.support.waiting import until
 
 Container = Callable[[], None]
 
@@ -132,9 +133,7 @@ async def test_change_that_no_action_made_is_found(paths: Paths, monkeypatch: py
 
     paths.update_settings.write_text("by the CPI")
 
-    async with asyncio.timeout(5):
-        while not (paths.mirror / "update_settings.json").exists():
-            await asyncio.sleep(0.01)
+    await until((paths.mirror / "update_settings.json").exists)
     watching.cancel()
 
 

@@ -15,6 +15,7 @@ from agent_shim.host import clock as clock_of_agent
 from agent_shim.host import mounts
 from agent_shim.services import volume_lease
 from agent_shim.services.volume_lease import Lease, Pace, VolumeLeases
+from tests.support.waiting import until
 
 SHORT = Pace(period=0.02, patience=0.15, restart=0.08)
 
@@ -62,9 +63,7 @@ def lease(directory: Path) -> Lease:
 async def until_held(one: VolumeLeases, directory: Path) -> float:
     """Try until the volume is ours; seconds that took."""
     begun_at = asyncio.get_running_loop().time()
-    async with asyncio.timeout(5):
-        while one.hold(directory):
-            await asyncio.sleep(0.01)
+    await until(lambda: not one.hold(directory))
     return asyncio.get_running_loop().time() - begun_at
 
 
@@ -150,9 +149,7 @@ async def test_agent_that_slept_too_long_learns_that_it_was_replaced(tmp_path: P
     lost: list[str] = []
     keeping = asyncio.create_task(first.keep(lost.append))
 
-    async with asyncio.timeout(5):
-        while not lost:
-            await asyncio.sleep(0.01)
+    await until(lambda: lost)
     assert lost == [f"{tmp_path.parent} was taken over by agent a-1 on pod-1"]
     assert lease(tmp_path).host == "pod-1"
     keeping.cancel()
@@ -301,9 +298,7 @@ async def test_volume_that_hangs_does_not_cost_the_others_their_lease(
 
     monkeypatch.setattr(one, "renew", renew)
     keeping = asyncio.create_task(one.keep(pytest.fail))
-    async with asyncio.timeout(5):
-        while lease(good).count < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: lease(good).count >= 3)
 
     assert asked.count(bad) == 1
     go_on.set()

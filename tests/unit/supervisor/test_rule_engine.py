@@ -13,7 +13,7 @@ from agent_shim.supervisor.monit.ast import ALERT, Changed, Limit, Rate, Rule
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.rule_engine import RuleEngine
 from agent_shim.supervisor.state import State
-from tests.support.programs import eventually
+from tests.support.waiting import until
 
 PERIOD_S = 0.01
 
@@ -55,13 +55,13 @@ async def test_a_path_is_compared_with_the_one_before_unless_it_was_stopped(
         return [ours]
 
     running = asyncio.create_task(RuleEngine(services, lambda: 0, PERIOD_S).run())
-    await eventually(lambda: ours.is_checked)
+    await until(lambda: ours.is_checked)
     ours.state = state
     before = len(steps)
-    await eventually(lambda: len(steps) > before + 3)
+    await until(lambda: len(steps) > before + 3)
     path.write_text("22")
     ours.state = State.RUNNING
-    await eventually(lambda: 1 in ours.complaints)
+    await until(lambda: 1 in ours.complaints)
     running.cancel()
     await asyncio.wait([running])
 
@@ -73,9 +73,9 @@ async def test_a_complaint_stands_until_its_rule_has_recovered(tmp_path: Path) -
     path.write_text("22")
     ours = service(path, Rule(Limit("size", ">", 1), ALERT, Rate(), ALERT, Rate(3, 3)))
     running = asyncio.create_task(RuleEngine(lambda: [ours], lambda: 0, PERIOD_S).run())
-    await eventually(lambda: ours.complaints)
+    await until(lambda: ours.complaints)
     path.write_text("1")
-    await eventually(lambda: "Size succeeded" in ours.events)
+    await until(lambda: "Size succeeded" in ours.events)
     assert not ours.complaints
     running.cancel()
     await asyncio.wait([running])

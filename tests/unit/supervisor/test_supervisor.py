@@ -24,7 +24,7 @@ from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.service import Event, Service, StopRequest
 from agent_shim.supervisor.state import State
 from agent_shim.supervisor.supervisor import SCHEMA, Supervisor, read_saved
-from tests.support.programs import eventually
+from tests.support.waiting import until
 
 WEB = JobFile(
     "web",
@@ -95,14 +95,14 @@ def saved_states(paths: Paths) -> dict[str, State]:
 
 async def test_the_state_is_saved_for_root_alone_soon_after_a_change(supervisor: Supervisor, paths: Paths) -> None:
     """An agent that ends after an apply finds the jobs again."""
-    await eventually(lambda: saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STOPPED))
+    await until(lambda: saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STOPPED))
     assert stat.S_IMODE(paths.supervisor_state.stat().st_mode) == 0o600
     saved = read_saved(paths.supervisor_state)
     assert saved is not None
     assert saved.files == [WEB]
 
     await supervisor.monitor_one("cache")
-    await eventually(lambda: saved_states(paths)["cache"] is State.STARTING)
+    await until(lambda: saved_states(paths)["cache"] is State.STARTING)
 
 
 async def test_the_incarnation_is_read_again_where_the_kernel_refused_it(
@@ -373,7 +373,7 @@ async def test_processes_of_bpm_above_their_limit_are_reported_by_the_names_of_t
         await supervisor.configure([JobFile("web", "", "check process Web with pidfile /run/bpm/web/server.pid\n")])
         running = asyncio.create_task(supervisor.run())
         used.set()
-        await eventually(lambda: len(events) >= 4)
+        await until(lambda: len(events) >= 4)
         running.cancel()
         await asyncio.wait([running])
 
@@ -397,7 +397,7 @@ async def test_checks_of_memory_have_a_share_of_a_processor(paths: Paths, monkey
         used.set()
         supervisor.bpm = SimpleNamespace(used=used.wait, kill_hogs=kill_hogs, started={})  # type: ignore[assignment]
         running = asyncio.create_task(supervisor.run())
-        await eventually(lambda: len(looks) >= 2)
+        await until(lambda: len(looks) >= 2)
         running.cancel()
         await asyncio.wait([running])
 

@@ -18,7 +18,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus import nats, tls
 from agent_shim.edges.bus.nats import NatsBus, Timing
 from agent_shim.host import clock
-from tests.support.programs import eventually
+from tests.support.waiting import until
 
 
 class Link:
@@ -269,7 +269,7 @@ async def test_only_a_request_that_breaks_counts_as_failed() -> None:
     for data in (b"ping", b"ping", b"break", b"wait"):
         made._received(link, data)
     tasks = list(made._answering)
-    await eventually(lambda: len(made._answering) == 1)
+    await until(lambda: len(made._answering) == 1)
     made._answering.copy().pop().cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
