@@ -466,7 +466,7 @@ class Service:
         A start program that writes its own number and becomes a daemon (``echo $$``, ``exec nginx``) ends with 0 before
         the daemon has written its number; monit looks at its next cycle only.
         """
-        is_daemon = how == "exit 0" and not (self.spec.start and self.spec.start.bpm)
+        is_daemon = how == "exit 0" and self.spec.start_call is None
         give_up_at = self._finder.up_at + self._timing.linger if is_daemon else 0.0
         while not await self._finder.look(self.spec, self.record.traces):
             if time.monotonic() >= give_up_at:
