@@ -180,7 +180,7 @@ def extract_packages(tarball: Path, manifest: Manifest, directory: Path) -> Iter
     with _opened(tarball) as source:
         for member, path, data in archive.entries(source):
             name = path.removeprefix(f"{PACKAGES}/").removesuffix(".tgz")
-            if member.kind not in archive.REGULAR or path != f"{PACKAGES}/{name}.tgz" or "/" in name:
+            if member.type not in archive.REGULAR or path != f"{PACKAGES}/{name}.tgz" or "/" in name:
                 continue
             if name not in digests:
                 raise ArchiveError(f"package not found in release manifest: {path}")
@@ -244,7 +244,7 @@ def write_compiled(tarball: Path, into: Path, manifest: Manifest, packages: Mapp
                 content = render_manifest(manifest)
                 sink.write_member(_header(path, size=len(content)), [content])
             elif not is_of_packages and path:
-                sink.write_member(_header(path, member), data if member.size else [])
+                sink.write_member(_header(path, member), data)
             if is_of_packages and not are_written:
                 _write_packages(sink, packages)
                 are_written = True
@@ -262,17 +262,19 @@ def _write_packages(sink: packing.Sink, packages: Mapping[str, Path]) -> None:
             sink.write_member(header, iter(partial(file.read, files.CHUNK_BYTES), b""))
 
 
-def _header(path: str, member: archive.Member | None = None, *, size: int = 0) -> tarfile.TarInfo:
+def _header(path: str, member: tarfile.TarInfo | None = None, *, size: int = 0) -> tarfile.TarInfo:
     """An entry of root without a time: equal sources give equal bytes."""
     header = tarfile.TarInfo(f"./{path}")
     header.size, header.mode = size, FILE_MODE
     header.uname = header.gname = "root"
     if member is not None:
-        header.type, header.size = member.kind, member.size
-        if member.kind == tarfile.DIRTYPE:
-            header.mode = member.mode
-        elif member.kind == tarfile.SYMTYPE:
-            header.linkname = member.target
-        elif member.kind not in archive.REGULAR:
+        header.type = member.type
+        if member.isdir():
+            header.mode = member.mode & 0o7777
+        elif member.issym():
+            header.linkname = member.linkname
+        elif member.type in archive.REGULAR:
+            header.size = member.size
+        else:
             raise ArchiveError(f"{path}: it is neither file, directory nor symbolic link")
     return header

@@ -9,14 +9,12 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from agent_shim.bulk import archive
 from agent_shim.core.errors import ArchiveError
@@ -162,29 +160,10 @@ def test_pieces_of_any_size_are_put_together(tmp_path: Path, size: int) -> None:
     """A blob may be compressed in pieces, as pigz does: a header lies in several of them."""
     data = member("a", b"x" * 700) + link("b", "a") + END
     packed = b"".join(zipped(data[begin : begin + size]) for begin in range(0, len(data), size))
-    unpack(packed, tmp_path / "o", limits=replace(archive.GENEROUS, size=1 << 30))
+    unpack(packed, tmp_path / "o")
 
     assert sorted(listing(tmp_path / "o")) == [".", "a", "b"]
     assert (tmp_path / "o" / "a").read_bytes() == b"x" * 700
-
-
-def test_what_just_fits_is_unpacked(tmp_path: Path) -> None:
-    """Bytes, members, records, an extended header and a path that reach their bounds are no more than allowed."""
-    text = record("comment", "c" * (archive.MAX_EXTENSION_BYTES - 17))
-    assert len(text) == archive.MAX_EXTENSION_BYTES
-    data = pax(text) + member("a", b"x" * 1000) + END
-    unpack(data, tmp_path / "o", limits=archive.Limits(members=2, size=len(text) + 1000, names=1000, records=1))
-    deep = "/".join("d" * archive.MAX_PATH_PARTS)
-    unpack(pax(record("path", deep)) + member("a") + END, tmp_path / "deep")
-
-    assert (tmp_path / "o" / "a").read_bytes() == b"x" * 1000
-    assert (tmp_path / "deep" / deep).is_file()
-
-
-def test_a_zero_byte_ends_the_records_of_an_extended_header(tmp_path: Path) -> None:
-    unpack(pax(record("path", "a") + bytes(100)) + member("b", b"new") + END, tmp_path / "o")
-
-    assert [path.name for path in (tmp_path / "o").iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +193,7 @@ def test_a_missing_job_is_told_in_the_words_of_the_go_agent(tmp_path: Path, pack
         zipped(member("a", b"new") + END) + bytes(512),
         member("a", b"new"),
         member("label", type=b"V") + member("a", b"new") + END + b"what follows the end is not read",
-        pax(record("path", "A") + record("mtime", "1.5")) + pax(record("path", "a")) + member("b", b"new") + END,
+        pax(record("path", "a") + record("mtime", "1.5")) + member("b", b"new") + END,
         pax(record("size", "3"), tarfile.XGLTYPE) + member("a", b"new") + END,
         pax(record("comment", "x")) + member("a", b"new", type=tarfile.AREGTYPE) + END,
         member("a", b"new", type=tarfile.CONTTYPE) + END,
@@ -227,10 +206,9 @@ def test_odd_but_honest_archives_are_unpacked(tmp_path: Path, packed: bytes) -> 
     assert {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()} == {"a": b"new"}
 
 
-@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.AREGTYPE])
-def test_a_file_whose_name_ends_like_a_directory_is_one(tmp_path: Path, kind: bytes) -> None:
-    """As old tars write them; a size in such a header means nothing."""
-    unpack(member("d/", type=kind, size=512) + member("d/a", b"new") + link("l/", "d") + END, tmp_path / "o")
+def test_a_file_whose_name_ends_like_a_directory_is_one(tmp_path: Path) -> None:
+    """Old tars write them."""
+    unpack(member("d/", type=tarfile.AREGTYPE) + member("d/a", b"new") + link("l/", "d") + END, tmp_path / "o")
 
     assert (tmp_path / "o/d/a").read_bytes() == b"new"
     assert (tmp_path / "o/l").is_symlink()
@@ -303,8 +281,6 @@ def with_wrong_sum() -> bytes:
     return bytes(block)
 
 
-SMALL = archive.Limits(members=20, size=50_000, ratio=10, size_without_ratio=10_000, names=10_000, records=50)
-
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "absolute": (member("/etc/passwd", b"x"), "'/etc/passwd': it does not lie below the archive"),
     "up": (member("../evil", b"x"), "'../evil': it does not lie below the archive"),
@@ -327,15 +303,6 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         link("a/b/c", "../../d") + link("e", "a/b/c", hard=True),
         "'e': it points outside",
     ),
-    "target too long": (pax(record("linkpath", "a" * 5000)) + link("b", "c"), "'b': its target is too long"),
-    "names too long in sum": (
-        b"".join(pax(record("linkpath", str(number) + "a" * 3000)) + link(str(number), "c") for number in range(6)),
-        "its names are too long",
-    ),
-    "names of directories too long in sum": (
-        b"".join(pax(record("path", f"{number}" + 3 * f"/{'a' * 250}" + "/b")) + member("x") for number in range(8)),
-        "its names are too long",
-    ),
     "hard link up": (link("a", "../evil", hard=True), "'../evil': it does not lie below the archive"),
     "absolute hard link": (link("a", "/etc/passwd", hard=True), "it does not lie below the archive"),
     "hard link through a link": (link("a", ".") + member("b") + link("c", "a/b", hard=True), "'c': it is a link to"),
@@ -354,49 +321,25 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "file below a file": (member("a") + member("a/b"), "'a/b': 'a' is no directory"),
     "directory for a file": (member("a") + directory("a"), "'a': 'a' is no directory"),
     "file for a directory": (directory("a") + member("a"), "'a': it is a directory as well"),
-    "too deep": (pax(record("path", "a/" * 300 + "b")) + member("a"), "it lies too deep"),
     "name too long": (member("a" * 300), "File name too long"),
-    "name of many points": (pax(record("path", "./" * 2_100 + "a")) + member("b"), "it is too long"),
-    "link to a name of many points": (
-        member("a") + pax(record("linkpath", "./" * 2_100 + "a")) + link("b", "a", hard=True),
-        "it is too long",
-    ),
     "many members": (b"".join(member(str(number)) for number in range(21)), "it has too many members"),
-    "many extended headers": (pax(record("path", "a")) * 21 + member("a"), "it has too many members"),
-    "many records": (
-        (pax(record("comment", "") * 17) + member("a")) * 3,
-        "it has too many records in extended headers",
-    ),
-    "zeros": (zipped(member("a", bytes(40_000))), "it is too large when unpacked"),
-    "too large": (member("a", os.urandom(60_000)), "it is too large when unpacked"),
-    "large only in its header": (member("a", size=2**40), "it is too large when unpacked"),
-    "negative size": (with_size(-512), "its size is negative"),
+    "zeros": (zipped(member("a", bytes(40_000)) + member("b", bytes(40_000))), "it is too large when unpacked"),
+    "too large": (member("a", os.urandom(70_000)), "it is too large when unpacked"),
+    "large only in its header": (member("a", size=2**40), "'a': its size is 1099511627776"),
+    "negative size": (with_size(-512), "its size is -512"),
     "negative size by pax": (pax(record("size", "-1024")) + member("a"), "'a': its size is negative"),
-    "no size by pax": (pax(record("size", "many")) + member("a"), "'a': invalid literal"),
-    "endless extended header": (pax(b"0 path=a\n") + member("a"), "an extended header is broken"),
-    "extended header past its end": (pax(b"99 path=a\n") + member("a"), "an extended header is broken"),
-    "extended header without end": (pax(b"8 path=a") + member("a"), "an extended header is broken"),
-    "large extended header": (member("pax", size=2**30, type=tarfile.XHDTYPE), "an extended header is too long"),
-    "large long name": (member("x", size=2**21, type=tarfile.GNUTYPE_LONGNAME), "an extended header is too long"),
-    "negative long name": (with_size(-512, tarfile.GNUTYPE_LONGNAME) + member("a"), "'a': its size is negative"),
-    "negative extended header": (with_size(-512, tarfile.XHDTYPE) + member("a"), "'a': its size is negative"),
+    "endless extended header": (pax(b"0 path=a\n") + member("a"), "invalid header"),
+    "negative long name": (with_size(-512, tarfile.GNUTYPE_LONGNAME) + member("a"), "'a': its size is -512"),
+    "negative extended header": (with_size(-512, tarfile.XHDTYPE) + member("a"), "'a': its size is -512"),
     "wrong sum in the middle": (member("a") + with_wrong_sum() + member("c"), "bad checksum"),
     "cut in a header": (member("a") + member("b")[:300], "truncated header"),
     "cut in a file": (member("a", b"x" * 5000)[:2000], "'a': it ends in the middle of a file"),
-    "cut in the padding": (member("a", b"x" * 5000)[:5600], "'a': it ends too early"),
+    "cut in the padding": (member("a", b"x" * 5000)[:5600], "unexpected end of data"),
     "cut gzip": (zipped(member("a", os.urandom(5000)))[:3000], "ended before"),
-    "reserved flag of gzip": (
-        zipped(member("a"))[:3] + b"\x20" + zipped(member("a"))[4:],
-        "its gzip data have unknown flags",
-    ),
     "broken gzip": (zipped(member("a"))[:10] + b"\xff" * 600, "cannot unpack the archive"),
     "garbage after gzip": (zipped(member("a")) + b"garbage" * 100, "cannot unpack the archive"),
     "no archive": (b"<html>404 not found</html>" * 100, "cannot unpack the archive"),
     "file with holes": (member("a", type=tarfile.GNUTYPE_SPARSE), "'a': it is stored as a file with holes"),
-    "file with holes by pax": (
-        pax(record("GNU.sparse.major", "1") + record("GNU.sparse.name", "a")) + member("b"),
-        "'b': it is stored as a file with holes",
-    ),
 }
 
 
@@ -406,14 +349,10 @@ def test_a_mode_beyond_its_field_counts_in_its_last_twelve_bits(tmp_path: Path) 
     assert (tmp_path / "into/a").stat().st_mode & 0o7777 == 0o640
 
 
-@pytest.mark.parametrize("most_for_zlib", [0, archive.SMALL_BYTES], ids=["isal", "zlib"])
 @pytest.mark.parametrize("kind", ["check", "length", "cut", "cut before the check", "garbage"])
 @pytest.mark.parametrize("padding", [0, 100_000])
-def test_gzip_data_are_whole_to_their_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, most_for_zlib: int, padding: int
-) -> None:
+def test_gzip_data_are_whole_to_their_end(tmp_path: Path, kind: str, padding: int) -> None:
     """The last member of the archive ends before the check at the end, which covers all."""
-    monkeypatch.setattr(archive, "SMALL_BYTES", most_for_zlib)
     packed = bytearray(zipped(member("a", b"x") + END + bytes(padding)))
     match kind:
         case "check":
@@ -430,90 +369,30 @@ def test_gzip_data_are_whole_to_their_end(
     (tmp_path / "by-tar").mkdir()
 
     with pytest.raises(ArchiveError, match="cannot unpack the archive: "):
-        unpack(bytes(packed), tmp_path / "o", limits=archive.Limits(size=200_000))
+        unpack(bytes(packed), tmp_path / "o")
 
     assert not (tmp_path / "o").exists()
     if not padding:  # with more of it tar does not read to the end
         assert subprocess.run(["tar", "-xzf", source, "-C", tmp_path / "by-tar"], check=False).returncode
 
 
-@pytest.mark.parametrize("most_for_zlib", [0, archive.SMALL_BYTES], ids=["isal", "zlib"])
-def test_what_follows_the_last_member_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_for_zlib: int
-) -> None:
-    monkeypatch.setattr(archive, "SMALL_BYTES", most_for_zlib)
-    packed = zipped(member("a", b"x") + END + bytes(200_000))
-
-    unpack(packed, tmp_path / "whole", limits=archive.Limits(size=300_000, ratio=1))
-    with pytest.raises(ArchiveError, match="too much follows its last member"):
-        unpack(packed, tmp_path / "o", limits=archive.Limits(size=190_000, ratio=1))
-
-    assert (tmp_path / "whole/a").read_bytes() == b"x"
-    assert not (tmp_path / "o").exists()
-
-
-def test_a_gzip_member_that_ends_with_a_chunk_hides_no_further_one(tmp_path: Path) -> None:
-    """The rest of the archive was taken for absent."""
-    first = member("a", os.urandom(archive.CHUNK_BYTES - 4096))
-    head = zipped(first)
-    head = head[:3] + b"\x08" + head[4:10] + b"n" * (archive.CHUNK_BYTES - len(head) - 1) + b"\0" + head[10:]
-    packed = head + zipped(member("b", b"y") + END)
-    assert len(head) == archive.CHUNK_BYTES
-
-    unpack(packed, tmp_path / "large")
-    with pytest.raises(ArchiveError, match="more follows the gzip data"):
-        unpack(packed, tmp_path / "small", limits=archive.Limits(size=200_000))
-
-    assert sorted(path.name for path in (tmp_path / "large").iterdir()) == ["a", "b"]
-
-
-@pytest.mark.parametrize("cut", [10, 1000, 70_000])
-def test_small_archives_of_one_gzip_member_are_read_without_isal(tmp_path: Path, cut: int) -> None:
-    """A reader of several members, which are rare, is a worker's."""
-    data = member("a", os.urandom(30_000) + bytes(100_000)) + END
-    limits = archive.Limits(size=200_000)
-    (tmp_path / "below").mkdir()
-
-    unpack(zipped(data), tmp_path / "below" / "whole", limits=limits)
-
-    assert (tmp_path / "below" / "whole" / "a").stat().st_size == 130_000
-    two = zipped(data[:cut]) + zipped(data[cut:])
-    unpack(two, tmp_path / "below" / "two")
-    with pytest.raises(ArchiveError, match="more follows the gzip data"):
-        unpack(two, tmp_path / "below" / "o", limits=limits)
-
-
-@pytest.mark.parametrize("most_for_zlib", [0, archive.SMALL_BYTES], ids=["isal", "zlib"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_archive_is_refused_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most_for_zlib: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Nothing outside the directory is touched, the directory is gone, and the text says which member and why."""
-    monkeypatch.setattr(archive, "SMALL_BYTES", most_for_zlib)
+    monkeypatch.setattr(archive, "MAX_MEMBERS", 20)
+    monkeypatch.setattr(archive, "MAX_BYTES", 70_000)
     packed, text = HOSTILE[name]
     (tmp_path / "below").mkdir()
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(ArchiveError) as caught:
-        unpack(packed, tmp_path / "below" / "o", limits=SMALL)
+        unpack(packed, tmp_path / "below" / "o")
 
     assert text in str(caught.value)
     assert str(caught.value).startswith("cannot unpack the archive: ")
     assert [path.name for path in tmp_path.rglob("*")] == ["below"]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_extended_headers_take_no_memory() -> None:
-    """Each has another key, for all members that follow: a gigabyte of them took the worker ten."""
-    headers = (
-        pax(b"".join(record(f"{each}.{number}", "") for number in range(3_000)), tarfile.XGLTYPE) for each in range(8)
-    )
-    with file(zipped(b"".join(headers) + member("a", b"x") + END)) as packed:
-        tracemalloc.start()
-        try:
-            assert [name for _, name, _ in archive.entries(packed)] == ["a"]
-            assert tracemalloc.get_traced_memory()[1] < 2 * 2**20
-        finally:
-            tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["write through a link", "link out", "absolute link", "chain of links"])
@@ -592,33 +471,14 @@ def test_broken_bytes_give_an_error_or_a_tree_and_never_more(
         data[place % len(data)] = value
     below = tmp_path_factory.mktemp("fuzz")
     try:
-        unpack(bytes(data), below / "o", limits=SMALL)
+        unpack(bytes(data), below / "o")
     except ArchiveError:
         assert list(below.iterdir()) == []
 
     assert [path.name for path in below.iterdir()] in ([], ["o"])
 
 
-@pytest.mark.parametrize(
-    ("packed", "limits", "room"),
-    [
-        (1000, archive.GENEROUS, 1024**3),
-        (10**8, archive.GENEROUS, 2 * 10**10),
-        (10**9, archive.GENEROUS, 20 * 1024**3),
-        (1000, SMALL, 10_000),
-        (2000, SMALL, 20_000),
-        (10_000, SMALL, 50_000),
-    ],
-)
-def test_room_grows_with_the_archive_up_to_a_limit(
-    tmp_path: Path, packed: int, limits: archive.Limits, room: int
-) -> None:
-    """Small ones may hold anything up to a point, large ones a multiple of themselves."""
-    with (tmp_path / "a.tar").open("w+b") as source:
-        source.write(member("a", size=room))
-        source.truncate(packed)
-        assert next(archive.entries(source, limits))[0].size == room
-        source.seek(0)
-        source.write(member("a", size=room + 1))
-        with pytest.raises(ArchiveError, match="it is too large when unpacked"):
-            next(archive.entries(source, limits))
+def test_an_archive_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "TIMEOUT_S", 0.0)
+    with pytest.raises(ArchiveError, match="it took longer than 0 seconds"):
+        unpack(member("a") + END, tmp_path / "o")
