@@ -8,31 +8,27 @@ that could block is opened, and files that vanished are left out.
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
 import itertools
-import mmap
 import os
 import posixpath
 import re
 import stat
-import struct
 import sys
 import tarfile
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import BinaryIO, Final, Self
+from contextlib import ExitStack, suppress
+from typing import Any, BinaryIO, Final, Self
 
 import msgspec
-from isal import isal_zlib
+from isal import igzip_threaded
 
+from agent_shim.bulk import archive
 from agent_shim.bulk.protocol import Tree
 from agent_shim.core.digest import Digest, MultipleDigest
 from agent_shim.core.errors import HostError
-from agent_shim.host import cgroups, files, guarded
+from agent_shim.host import files, guarded
 from agent_shim.host.descriptors import closing
 
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
@@ -43,20 +39,11 @@ VANISHED: Final = "it vanished before it was read"
 BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
 PIECE_BYTES: Final = 512 * 1024
-"""Part of the archive that is compressed and hashed at once, beside the reading of the next ones: half of it hands over
-too often.
-"""
-MAX_PIECES: Final = 8
-"""Pieces that wait for compression, digests and disk."""
+"""Part of the archive that is compressed at once."""
 LEVEL: Final = 2
 """Compression level of isal, 0 to 3: as fast as the disk; 3 is half as fast for one per cent less."""
-
 MAX_COMPRESSORS: Final = 2
 """Threads that compress: a third would wait for the one that hashes and writes."""
-GZIP_HEAD: Final = b"\x1f\x8b\x08" + bytes(6) + b"\xff"
-"""Head of gzip without name and time (RFC 1952)."""
-DEFLATE_END: Final = b"\x03\0"
-"""A last block without content (RFC 1951)."""
 
 MAX_JOB_ENTRIES: Final = 20_000
 """Entries packed below each directory at the top of a live tree: bounds the memory that a job can claim."""
@@ -65,7 +52,7 @@ LONG_PATH_CHARS: Final = 256
 MAX_REMARKS: Final = 1_000
 LIVE_TIMEOUT_S: Final = 1200.0
 """Time for packing a live tree; after it the rest is left out."""
-MAX_FIXED_BYTES: Final = 20 * 1024**3
+MAX_FIXED_BYTES: Final = archive.MAX_BYTES
 """Size of the files of a tree that is not live: no agent would unpack more, and a hole of terabytes keeps a worker for
 hours."""
 PERMISSIONS: Final = 0o777
@@ -172,14 +159,9 @@ class _Archive:
             yield _Entry(root, "", stat.S_IFDIR)
             yield from self._below(root)
             return
-        patterns = _compiled(root.tree.patterns)
-        below = (entry for entry in self._below(root) if entry.kind != stat.S_IFDIR)
-        if _ALL in patterns:
-            yield from below
-            return
-        for entry in below:
-            parts = entry.path.split("/")
-            if any(_matches(each, parts) for each in patterns):
+        wanted = _compiled(root.tree.patterns)
+        for entry in self._below(root):
+            if entry.kind != stat.S_IFDIR and wanted.fullmatch(entry.path):
                 yield entry
 
     def _below(self, root: _Root) -> Iterator[_Entry]:
@@ -380,106 +362,52 @@ def _inner_target(entry: _Entry, target: str) -> str:
     return "" if path == ".." or path.startswith("../") else posixpath.relpath(f"/{path}", f"/{here}")
 
 
-def header_block(header: tarfile.TarInfo) -> bytes:
-    """Return what ``header.tobuf`` does, for a usual regular file in a fraction of the time."""
-    name = header.name.encode("utf-8", "surrogateescape")
-    size, mtime = header.size, int(header.mtime)
-    parts = _owner_parts(header.mode, header.uid, header.gid, header.uname, header.gname)
-    is_usual = (
-        header.type == tarfile.REGTYPE
-        and not header.linkname
-        and len(name) <= tarfile.LENGTH_NAME
-        and 0 <= size < 8**11
-        and 0 <= mtime < 8**11
+class _Digested(msgspec.Struct):
+    """The file of the archive, with the digests of all that is written to it."""
+
+    out: BinaryIO
+    hashers: list[Any] = msgspec.field(
+        default_factory=lambda: [hashlib.sha1(usedforsecurity=False), hashlib.sha512(usedforsecurity=False)]
     )
-    if parts is None or not is_usual:
-        return header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-    front, tail, total = parts
-    middle = b"%011o\0%011o\0" % (size, mtime)
-    total += isal_zlib.adler32(name + middle, 0) & 0xFFFF  # this half is the sum of so few bytes
-    return b"%b%b%b%06o\0 %b" % (name.ljust(100, b"\0"), front, middle, total, tail)
 
+    def write(self, data: bytes | memoryview) -> int:
+        for each in self.hashers:
+            each.update(data)
+        try:
+            return self.out.write(data)
+        except OSError as exc:
+            raise OutputError(exc.errno, exc.strerror) from exc
 
-@functools.lru_cache(maxsize=64)
-def _owner_parts(mode: int, uid: int, gid: int, uname: str, gname: str) -> tuple[bytes, bytes, int] | None:
-    """Return the parts of a header that many files share, before its size and after its sum, and their sum; or None."""
-    user, group = (text.encode("utf-8", "surrogateescape") for text in (uname, gname))
-    numbers = mode & 0o7777, uid, gid
-    if max(len(user), len(group)) > 32 or min(numbers) < 0 or max(numbers) >= 8**7:
-        return None
-    front = b"%07o\0%07o\0%07o\0" % numbers
-    tail = (tarfile.REGTYPE + bytes(100) + tarfile.GNU_MAGIC + user.ljust(32, b"\0") + group).ljust(356, b"\0")
-    return front, tail, sum(front) + sum(tail) + 8 * 32  # the sum counts its own field as eight blanks
-
-
-def _new_piece() -> memoryview:
-    """Return a piece of whole pages: in one that begins 16 bytes after a page each eighth file takes ten times as long
-    to read, as processors copy slowly to that place from a page.
-    """
-    return memoryview(mmap.mmap(-1, PIECE_BYTES))
+    def flush(self) -> None:
+        """Leave the flush to the owner of the file."""
 
 
 class Sink:
     """Output of the archive: through gzip and the digests to the file. A context manager.
 
-    The caller's thread reads, others compress, one hashes and writes: all release the interpreter for most of it. Each
-    piece is compressed without those before it, so the number of threads does not change the archive. An error of a
-    thread is raised by a later write.
+    Threads compress and write; an error of one is raised by a later write. Their number does not change the archive.
     """
 
     def __init__(self, out: BinaryIO, *, compressed: bool, newest: int | None) -> None:
-        self._out = out
         self.newest = sys.maxsize if newest is None else newest
         self._newest_seen = 0
-        self._hashers = [hashlib.sha1(usedforsecurity=False), hashlib.sha512(usedforsecurity=False)]
-        self._is_compressed = compressed
-        self._crc = self._size = 0
-        # A pool starts its second thread when the first is busy: seldom for small files, which take longer to read.
-        self._compressing = ThreadPoolExecutor(_compressors())
-        self._putting = ThreadPoolExecutor(1)
-        self._pieces: deque[tuple[memoryview, Future[None]]] = deque()
-        self._piece = _new_piece()
-        self._filled = 0
+        self._file = _Digested(out)
+        self._stream: Any = self._file
         if compressed:
-            self._emit(GZIP_HEAD)
+            threads = min(MAX_COMPRESSORS, len(os.sched_getaffinity(0)))
+            self._stream = igzip_threaded.open(self._file, "wb", LEVEL, threads=threads, block_size=PIECE_BYTES)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._compressing.shutdown(cancel_futures=True)
-        self._putting.shutdown(cancel_futures=True)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Write ``data``."""
-        while data:
-            room = self._room()[: len(data)]
-            room[:] = data[: len(room)]
-            self._filled += len(room)
-            data = data[len(room) :]
-
-    def _room(self) -> memoryview:
-        """Return the rest of the piece to fill, at least one byte."""
-        if self._filled == PIECE_BYTES:
-            self._submit(self._piece)
-            is_full = len(self._pieces) > MAX_PIECES
-            self._piece = self._finished() if is_full else _new_piece()
-            self._filled = 0
-        return self._piece[self._filled :]
-
-    def _submit(self, piece: memoryview) -> None:
-        packed = self._compressing.submit(_deflated, piece) if self._is_compressed else None
-        self._pieces.append((piece, self._putting.submit(self._put, piece, packed)))
-
-    def _finished(self) -> memoryview:
-        """Wait for the oldest piece and return it, to be filled again."""
-        piece, put = self._pieces.popleft()
-        put.result()
-        return piece
+        if self._stream is not self._file:
+            with suppress(OSError):  # it was raised by a write, or by ``finish``
+                self._stream.close()
 
     def write_header(self, header: tarfile.TarInfo) -> None:
         self._newest_seen = max(self._newest_seen, int(header.mtime))
-        self.write(header_block(header))
+        self._stream.write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
 
     def write_text(self, name: str, text: str) -> None:
         """Write a generated file, as old as the newest packed one."""
@@ -493,7 +421,7 @@ class Sink:
         """Write an entry and its ``content``, ``header.size`` bytes in total."""
         self.write_header(header)
         for piece in content:
-            self.write(piece)
+            self._stream.write(piece)
         self._fill(-header.size % tarfile.BLOCKSIZE)
 
     def write_file(self, fd: int, runs: Sequence[tuple[int, int]], size: int) -> tuple[int, OSError | None]:
@@ -504,166 +432,99 @@ class Sink:
         """
         there, problem = 0, None
         for begin, end in runs:
-            count, problem = self._write_run(fd, begin, end - begin)
-            there += count
-            if count < end - begin:
+            at = begin
+            while at < end:
+                try:
+                    piece = os.pread(fd, min(PIECE_BYTES, end - at), at)
+                except OSError as exc:
+                    problem = exc
+                    break
+                if not piece:
+                    break
+                self._stream.write(piece)
+                at += len(piece)
+            there += at - begin
+            if at < end:
                 break
         self._fill(size - there + -size % tarfile.BLOCKSIZE)
         return there, problem
 
-    def _write_run(self, fd: int, begin: int, size: int) -> tuple[int, OSError | None]:
-        left = size
-        while left:
-            try:
-                count = os.preadv(fd, [self._room()[:left]], begin + size - left)
-            except OutputError:
-                raise
-            except OSError as exc:
-                return size - left, exc
-            if not count:
-                break
-            self._filled += count
-            left -= count
-        return size - left, None
-
     def _fill(self, left: int) -> None:
         while left:
-            self.write(bytes(min(left, PIECE_BYTES)))
+            self._stream.write(bytes(min(left, PIECE_BYTES)))
             left -= min(left, PIECE_BYTES)
 
     def finish(self) -> MultipleDigest:
-        """Write the end of the archive: two empty blocks."""
-        self.write(bytes(2 * tarfile.BLOCKSIZE))
-        self._submit(self._piece[: self._filled])
-        while self._pieces:
-            self._finished()
-        if self._is_compressed:
-            self._emit(DEFLATE_END + struct.pack("<LL", self._crc, self._size % 2**32))
-        return MultipleDigest(tuple(Digest(each.name, each.hexdigest()) for each in self._hashers))
-
-    def _put(self, piece: memoryview, packed: Future[bytes] | None) -> None:
-        if packed is None:
-            self._emit(piece)
-            return
-        self._crc = isal_zlib.crc32(piece, self._crc)
-        self._size += len(piece)
-        self._emit(packed.result())
-
-    def _emit(self, data: bytes | memoryview) -> None:
-        for each in self._hashers:
-            each.update(data)
-        try:
-            self._out.write(data)
-        except OSError as exc:
-            raise OutputError(exc.errno, exc.strerror) from exc
-
-
-def _compressors() -> int:
-    """Return the number of threads that compress: without a second processor a second one is no gain, and with a quota
-    of less it makes jobs and the agent wait for the next period.
-    """
-    quota = cgroups.processors(cgroups.find()) or MAX_COMPRESSORS
-    return max(1, min(MAX_COMPRESSORS, len(os.sched_getaffinity(0)), int(quota)))
-
-
-def _deflated(piece: memoryview) -> bytes:
-    """Return a part of a deflate stream that ends at a byte and refers to nothing before it."""
-    packer = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, -15)
-    return packer.compress(piece) + packer.flush(isal_zlib.Z_FULL_FLUSH)
+        """Write the end of the archive, two empty blocks, and return its digests."""
+        self._fill(2 * tarfile.BLOCKSIZE)
+        if self._stream is not self._file:
+            self._stream.close()
+        return MultipleDigest(tuple(Digest(each.name, each.hexdigest()) for each in self._file.hashers))
 
 
 # --- patterns -------------------------------------------------------------------------------------------------------
 
-_Pattern = list[re.Pattern[str] | None]
-"""One expression for each step of a path; None matches any number of steps."""
-_ALL: Final[_Pattern] = [None]
-
-MAX_PATTERNS: Final = 1000
-"""Limit of patterns after the expansion of braces; each file is compared with all of them."""
-MAX_PATTERN_CHARS: Final = 1024
-"""Limit of one pattern: unclosed brackets take quadratic time."""
-MAX_BRACES: Final = 50
-"""Limit for one pattern."""
-MAX_EXPANDED_CHARS: Final = 5_000
-"""Limit of all patterns after the expansion, which take half a second to compile."""
-_BRACES: Final = re.compile(r"\{([^{}]*)\}")
-_PIECE: Final = re.compile(
-    r"\\(?P<escaped>.)|\[(?P<no>[!^]?)(?P<set>(?:\\.|[^\]\\])+)\]|(?P<stars>\*+)|(?P<any>\?)|(?P<plain>.)", re.DOTALL
+_TOKEN: Final = re.compile(
+    r"(?P<below>/\*\*(?=[,}]|\Z))|(?P<all>(?<![^/{,])\*\*(?=[,}]|\Z))|(?P<deep>(?<![^/{,])\*\*/)|(?P<stars>\*+)|(?P<any>\?)"
+    r"|(?P<open>\{)|(?P<or>,)|(?P<close>\})|\[(?P<no>[!^]?)(?P<set>(?:\\.|[^\]\\]){1,40})\]|\\(?P<escaped>.)|(?P<plain>.)",
+    re.DOTALL,
 )
+_MEANING: Final = {
+    "below": "(?:/.*)?",
+    "all": ".*",
+    "deep": "(?:[^/]+/)*",
+    "stars": "[^/]*",
+    "any": "[^/]",
+    "open": "(?:",
+    "close": ")",
+}
 
 
-def _compiled(patterns: Sequence[str]) -> list[_Pattern]:
-    """Expand and compile patterns; raises ``HostError`` for too many: thirty braces expand to a billion."""
-    expanded = list(itertools.islice((one for pattern in patterns for one in _expanded(pattern)), MAX_PATTERNS + 1))
-    if len(expanded) > MAX_PATTERNS or sum(map(len, expanded)) > MAX_EXPANDED_CHARS:
-        most = f"{MAX_PATTERNS} patterns or {MAX_EXPANDED_CHARS} characters"
-        raise HostError(f"cannot use the patterns: their braces expand to more than {most}")
-    return [_compile(pattern) for pattern in expanded]
-
-
-def _expanded(pattern: str) -> Iterator[str]:
-    """Expand ``{a,b}``, which is either."""
-    if len(pattern) > MAX_PATTERN_CHARS or pattern.count("{") > MAX_BRACES:
-        most = f"more than {MAX_PATTERN_CHARS} characters or {MAX_BRACES} braces"
-        raise HostError(f"cannot use the pattern '{pattern[:100]}': it has {most}")
-    choice = _BRACES.search(pattern)
-    if choice is None:
-        yield pattern
-        return
-    for arm in choice[1].split(","):
-        yield from _expanded(pattern[: choice.start()] + arm + pattern[choice.end() :])
-
-
-def _compile(pattern: str) -> _Pattern:
-    """Compile one pattern: ``**`` spans directories; ``*``, ``?``, ``[a-z]``, ``[^a-z]`` stay within one."""
-    steps = [step for step in posixpath.normpath(pattern).split("/") if step not in ("", ".")]
-    if steps == ["**", "*"]:
-        return _ALL
+def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
+    """Return one expression for the paths that any of ``patterns`` matches; raises ``HostError``."""
     try:
-        compiled: _Pattern = [None if step == "**" else re.compile(_step(step), re.DOTALL) for step in steps]
+        return re.compile("|".join(map(_expression, patterns)), re.DOTALL)
     except re.error as exc:
-        raise HostError(f"cannot read the pattern '{pattern[:100]}': {exc}") from exc
-    return compiled if re.search(r"[*?\[\\]", pattern) else [*compiled, None]
+        raise HostError(f"cannot read the patterns {', '.join(patterns)[:200]}: {exc}") from exc
 
 
-def _step(step: str) -> str:
-    """Return the expression of one step; all stars but the last are lazy and atomic: no exponential backtracking."""
-    runs = [""]
-    for match in _PIECE.finditer(step):
-        if match["stars"]:
-            runs.append("")
+def _expression(pattern: str) -> str:
+    """Translate one pattern: ``**`` spans directories, ``*``, ``?`` and ``[a-z]`` stay within one, ``{a,b}`` is either.
+
+    A pattern without wildcards that names a directory means all in it.
+    """
+    text = posixpath.normpath(pattern).strip("/")
+    if text in ("", "."):
+        return ".*"
+    depth, chunks = 0, [[[""]]]  # parts of steps of chunks: between ``*``, ``/`` and ``**``
+    for match in _TOKEN.finditer(text):
+        kind = match.lastgroup or ""
+        depth += (kind == "open") - (kind == "close")
+        part = _MEANING.get(kind, "")
+        if kind == "or":
+            part = "|" if depth else ","
+        elif kind == "set":
+            inside = re.sub(r"([\[\]^&~|])", r"\\\1", match["set"])
+            part = f"(?!/)[{'^' if match['no'] else ''}{inside}]"
+        elif kind in ("escaped", "plain"):
+            part = re.escape(match[kind])
+        if not depth and kind == "deep":
+            chunks.append([[""]])
+        elif not depth and kind == "stars":
+            chunks[-1][-1].append("")
+        elif not depth and part == "/":
+            chunks[-1].append([""])
         else:
-            runs[-1] += _piece(match)
-    first, *others = runs
-    if not others:
-        return first
-    return first + "".join(f"(?>.*?{run})" for run in others[:-1]) + ".*" + others[-1]
+            chunks[-1][-1][-1] += part
+    steps = ["/".join(_starred(step, _MEANING["stars"]) for step in chunk) for chunk in chunks]
+    found = _starred(steps, _MEANING["deep"])
+    return found if re.search(r"[*?\[\\]", text) else f"{found}(?:/.*)?"
 
 
-def _piece(match: re.Match[str]) -> str:
-    if match["any"]:
-        return "."
-    if match["set"]:
-        inside = re.sub(r"([\[\]^&~|])", r"\\\1", match["set"])
-        return f"[{'^' if match['no'] else ''}{inside}]"
-    return re.escape(match["escaped"] or match["plain"])
-
-
-def _matches(pattern: _Pattern, parts: Sequence[str]) -> bool:
-    """Match by extending only the last ``**`` on a mismatch: extending an earlier one gains nothing."""
-    at = step = stretched = 0
-    star = -1
-    while at < len(parts):
-        wanted = pattern[step] if step < len(pattern) else ...
-        if wanted is None:
-            star, stretched = step, at
-            step += 1
-        elif wanted is not ... and wanted.fullmatch(parts[at]):
-            at += 1
-            step += 1
-        elif star >= 0:
-            stretched += 1
-            at, step = stretched, star + 1
-        else:
-            return False
-    return all(rest is None for rest in pattern[step:])
+def _starred(parts: Sequence[str], star: str) -> str:
+    """Join ``parts`` by ``star``. Each between two stars is matched where it comes first: another place gains nothing,
+    and trying all takes for ever with the names of a job.
+    """
+    first, *others = parts
+    middle = [f"({'?:' if '(?:' in part else '?>'}{star}?{part})" for part in others[:-1]]  # of two arms one is longer
+    return "".join([first, *middle, *(star + part for part in others[-1:])])

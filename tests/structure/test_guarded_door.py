@@ -188,7 +188,7 @@ RAW: Mapping[str, Raw] = {
     "host.network": Raw(KERNEL, frozenset({"listeners", "is_of_machine"})),
     "bulk.packing": Raw(
         "roots that the agent names; below them the door, and what it holds",
-        frozenset({"_Archive._add_open", "_Archive.finish", "_Archive.open", "_listed", "pack"}),
+        frozenset({"_Archive._add_open", "_Archive.finish", "Sink.__init__", "_Archive.open", "_listed", "pack"}),
     ),
     "host.proc": Raw(
         KERNEL,

@@ -6,9 +6,7 @@ import errno
 import fcntl
 import hashlib
 import io
-import itertools
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -20,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
-from agent_shim.bulk import archive, packing
+from agent_shim.bulk import packing
 from agent_shim.bulk.protocol import Tree
 from agent_shim.core.errors import HostError
-from agent_shim.host import cgroups, guarded
+from agent_shim.host import guarded
 from tests.support.users import as_ordinary_user
 
 
@@ -133,118 +129,33 @@ def test_the_same_tree_gives_the_same_bytes(tmp_path: Path, tree: Path) -> None:
     assert packed(Tree(str(copy))) == first
 
 
-@given(
-    st.one_of(st.text(max_size=120), st.sampled_from(["n" * 100, "n" * 101, "é" * 50, "\udcff" * 100])),
-    st.tuples(*[st.integers(-1, 8**bits) | st.sampled_from([8**bits - 1]) for bits in (4, 7, 7, 11, 11)]),
-    st.sampled_from(["", "root", "u" * 32, "u" * 33]),
-    st.sampled_from([tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE]),
-    st.sampled_from(["", "target"]),
-)
-@example("a", (0, 0, 0, 0, 0), "", tarfile.REGTYPE, "")
-@example("n" * 100, (0o7777, 8**7 - 1, 0, 8**11 - 1, 1), "u" * 32, tarfile.REGTYPE, "")
-@example("a", (0o17777, 0, 0, 0, 0), "", tarfile.REGTYPE, "")
-@example("a", (0o644, 0, 0, 8**11, 0), "", tarfile.REGTYPE, "")
-@example("a", (0o644, 8**7, 0, 0, 0), "", tarfile.REGTYPE, "")
-@example("a", (0o644, 0, 0, 0, -1), "", tarfile.REGTYPE, "")
-@example("a", (0o644, 0, 0, 0, 0), "u" * 33, tarfile.REGTYPE, "")
-def test_header_is_that_of_tarfile(
-    name: str, numbers: tuple[int, int, int, int, int], owner: str, kind: bytes, target: str
-) -> None:
-    """To the byte, also where a field is full or too long."""
-    header = tarfile.TarInfo(name)
-    header.mode, header.uid, header.gid, header.size, header.mtime = numbers
-    header.uname = header.gname = owner
-    header.type, header.linkname = kind, target
-
-    try:
-        wanted = header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-    except ValueError as exc:
-        with pytest.raises(ValueError, match=re.escape(str(exc))):
-            packing.header_block(header)
-    else:
-        assert packing.header_block(header) == wanted
-
-
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A log of more pieces than wait at a time, each with lines of its own."""
+    """A log of many pieces."""
     large = tmp_path / "large"
     large.mkdir()
     lines = (f"{number} {hashlib.sha512(b'%d' % number).hexdigest()}\n" for number in range(10_000))
     (large / "a.log").write_text("".join(lines))
     monkeypatch.setattr(packing, "PIECE_BYTES", 64 * 1024)
-    assert (large / "a.log").stat().st_size > 2 * packing.MAX_PIECES * packing.PIECE_BYTES
+    assert (large / "a.log").stat().st_size > 10 * packing.PIECE_BYTES
     return large
 
 
-def with_processors(monkeypatch: pytest.MonkeyPatch, number: int, quota: float | None = None) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(number)))
-    monkeypatch.setattr(cgroups, "processors", lambda _: quota)
-
-
-def test_two_threads_that_compress_keep_the_order(tmp_path: Path, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second piece is ready before the first: the archive is one gzip member, with the bytes of one thread."""
-    with_processors(monkeypatch, 1)
+@pytest.mark.parametrize("processors", [1, 2])
+def test_number_of_processors_does_not_change_the_archive(
+    tmp_path: Path, large: Path, monkeypatch: pytest.MonkeyPatch, processors: int
+) -> None:
+    """It is one gzip member."""
     wanted = logs(large)
-    with_processors(monkeypatch, 2)
-    honest, seen, is_behind = packing._deflated, itertools.count(), threading.Event()
-
-    def deflated(piece: memoryview) -> bytes:
-        number = next(seen)
-        if number == 0:
-            assert is_behind.wait(60)
-        data = honest(piece)
-        if number == 1:
-            is_behind.set()
-        return data
-
-    monkeypatch.setattr(packing, "_deflated", deflated)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     data = logs(large)
     (tmp_path / "a.tgz").write_bytes(data)
     inflater = zlib.decompressobj(31)
-    tar = inflater.decompress(data)
 
+    assert inflater.decompress(data)[512:].startswith((large / "a.log").read_bytes())
     assert data == wanted
     assert (inflater.eof, inflater.unused_data) == (True, b"")
     assert subprocess.run(["gzip", "-t", tmp_path / "a.tgz"]).returncode == 0
-    assert tar[512:].startswith((large / "a.log").read_bytes())
-    assert content(data, "./a.log") == (large / "a.log").read_bytes()
-
-
-@pytest.mark.parametrize(("number", "quota"), [(1, None), (2, 1.5), (2, 0.1)])
-def test_one_processor_is_left_to_jobs(
-    large: Path, monkeypatch: pytest.MonkeyPatch, number: int, quota: float | None
-) -> None:
-    """A second thread that compresses gains nothing there."""
-    with_processors(monkeypatch, number, quota)
-    honest, threads = packing._deflated, set[int]()
-
-    def deflated(piece: memoryview) -> bytes:
-        threads.add(threading.get_ident())
-        return honest(piece)
-
-    monkeypatch.setattr(packing, "_deflated", deflated)
-
-    assert content(logs(large), "./a.log") == (large / "a.log").read_bytes()
-    assert len(threads) == 1
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_an_error_of_a_thread_ends_the_packing(large: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """It is raised as it is, and no thread remains."""
-    with_processors(monkeypatch, number)
-    honest, seen, before = packing._deflated, itertools.count(), threading.active_count()
-
-    def deflated(piece: memoryview) -> bytes:
-        if next(seen) == 3:
-            raise MemoryError("of the fourth piece")
-        return honest(piece)
-
-    monkeypatch.setattr(packing, "_deflated", deflated)
-
-    with pytest.raises(MemoryError, match="of the fourth piece"):
-        logs(large)
-    assert threading.active_count() == before
 
 
 def test_a_full_disk_ends_the_packing(large: Path) -> None:
@@ -450,7 +361,9 @@ def test_a_missing_tree_without_patterns_is_an_error(tmp_path: Path) -> None:
         ("../*", []),
         ("/a.log", ["a.log"]),
         ("[", []),
-        ("{a", []),
+        ("b/{c,d/**/*}*", ["b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt"]),
+        ("**/b/**/d/*", ["b/d/.e.log", "b/d/f.txt"]),
+        ("{" + "a,b}{" * 30 + ",.log}", []),
         ("nothing", []),
         ("", ["a.log", "b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt", "g[1]/h.log"]),
         (".", ["a.log", "b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt", "g[1]/h.log"]),
@@ -590,15 +503,15 @@ def test_a_cut_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_disk_that_fails_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the tree is live; a package is not half packed."""
     make(tmp_path, ["a", "b"])
-    honest = os.preadv
+    honest = os.pread
 
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        count = honest(fd, buffers, offset)
-        if bytes(buffers[0][:1]) == b"a":
+    def pread(fd: int, size: int, offset: int) -> bytes:
+        found = honest(fd, size, offset)
+        if found == b"a":
             raise OSError(5, "Input/output error")
-        return count
+        return found
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "pread", pread)
     data = logs(tmp_path)
 
     assert content(data, "./b") == b"b"
@@ -683,7 +596,6 @@ def test_files_that_no_agent_would_unpack_are_refused_before_they_are_read(tmp_p
 
     with pytest.raises(HostError, match=r"cannot pack ./a: the files exceed 20 GiB"):
         packed(Tree(str(tmp_path)))
-    assert archive.GENEROUS.size == packing.MAX_FIXED_BYTES
 
 
 def test_a_bound_on_the_output_of_a_compilation_is_none_on_logs(
@@ -791,25 +703,14 @@ def test_a_lease_on_a_log_holds_nobody(tmp_path: Path) -> None:
     assert content(data, "./remarks") == b"./a.log: cannot read it: Resource temporarily unavailable\n"
 
 
-def test_a_pattern_may_be_as_long_as_its_bound(tmp_path: Path) -> None:
-    make(tmp_path, ["a" * 200])
+@pytest.mark.parametrize("pattern", ["{a", "a}"])
+def test_braces_that_do_not_match_are_refused(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(HostError, match="cannot read the patterns"):
+        logs(tmp_path, pattern)
 
-    assert list(entries(logs(tmp_path, "a*" + "*" * (packing.MAX_PATTERN_CHARS - 2)))) == [f"./{'a' * 200}"]
 
+def test_braces_that_stand_for_a_billion_patterns_are_one_expression(tmp_path: Path) -> None:
+    """Each of them took memory."""
+    make(tmp_path, ["ab" * 15])
 
-@pytest.mark.parametrize(
-    ("patterns", "why"),
-    [
-        (["{a,b}" * 30], "their braces expand to more than 1000"),
-        (["{" + "," * 1001 + "}"], "their braces expand to more than 1000"),
-        (["a"] * 1001, "more than 1000"),
-        (["{a}" * 100], "more than 1024 characters or 50 braces"),
-        (["a" * 5000], "more than 1024 characters or 50 braces"),
-        (["a" * 1000] * 6, "more than 1000 patterns or 5000 characters"),
-    ],
-    ids=["a billion", "empty arms", "many", "deep", "long", "long in sum"],
-)
-def test_patterns_that_stand_for_too_many_are_refused(tmp_path: Path, patterns: list[str], why: str) -> None:
-    """Thirty braces took all memory."""
-    with pytest.raises(HostError, match=why):
-        logs(tmp_path, *patterns)
+    assert list(entries(logs(tmp_path, "{a,b}" * 30))) == ["./" + "ab" * 15]
