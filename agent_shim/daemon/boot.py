@@ -115,13 +115,13 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
 def make_tree(paths: Paths) -> None:
     """Create the directories and the link ``sys``.
 
-    A volume keeps its mode but for the right of others to write, with which the kubelet makes an emptyDir: a job could
-    exchange the directories of programs that root runs.
+    A volume loses the right of others to write, with which the kubelet makes an emptyDir: a job could exchange the
+    directories of programs that root runs. Every user may pass it: some provisioners make volumes with mode 0750.
     """
     if os.geteuid() == 0:
         for path in filter(Path.is_dir, (paths.base, paths.data)):
             try:
-                files.close_to_others(path, "root:root" if paths.is_system else None)
+                files.close_to_others(path, "root:root" if paths.is_system else None, more=0o755)
             except HostError as exc:
                 logger.warning("%s: jobs may exchange what root runs", exc)
     for path, mode, owner in directories(paths):

@@ -449,6 +449,16 @@ async def test_a_volume_that_all_users_may_write_gives_no_job_the_rights_of_root
     assert pod.machine.run("cat /tmp/run-by || true") == ""
 
 
+@pytest.mark.parametrize("place", ["/var/vcap", "/var/vcap/data"])
+async def test_jobs_pass_a_volume_that_its_provisioner_closed(pod: Pod, place: str) -> None:
+    """The provisioner of host paths makes volumes with mode 0750."""
+    pod.start_container()
+    pod.machine.run(f"chmod 750 {place}")
+    await pod.start_agent()
+
+    assert pod.machine.run(f"{AS_VCAP} ls -d /var/vcap/data/packages/.") == "/var/vcap/data/packages/.\n"
+
+
 async def test_a_job_makes_no_directory_where_the_ssh_server_needs_one_of_root(pod: Pod) -> None:
     """``/run`` is an emptyDir where the root file system is read-only."""
     pod.start_container()
