@@ -372,7 +372,7 @@ JOBS: Final = (
     Saboteur(
         "S-03",
         "gives a daemon one second to write its pidfile",
-        "agent_shim/supervisor/process_finder.py",
+        "agent_shim/supervisor/ownership/process_finder.py",
         "        allowed = max(spec.start.timeout if spec.start else 0.0, self._timing.linger)\n",
         "        allowed = 1.0\n",
         "I2|instances|not one instance|is .* and not running",
@@ -380,7 +380,7 @@ JOBS: Final = (
     Saboteur(
         "S-04",
         "believes whatever a pidfile names",
-        "agent_shim/supervisor/ownership.py",
+        "agent_shim/supervisor/ownership/evidence.py",
         "        if each.identity == traces.known:\n            return (Tie.NAMED",
         '        if each.pid > 0:\n            return Tie.OWNED, ""\n        if each.identity == traces.known:\n            return (Tie.NAMED',
         "a foreign process was killed|process 1 got|is .* and not running|no pong|I1",
@@ -388,7 +388,7 @@ JOBS: Final = (
     Saboteur(
         "S-05",
         "takes the next process with the number of one that ended for it",
-        "agent_shim/supervisor/ownership.py",
+        "agent_shim/supervisor/ownership/evidence.py",
         '            return Evidence.STALE, ""\n',
         "            return Evidence.ORPHAN, label\n",
         "strangers were signalled",

@@ -6,7 +6,7 @@ import sys
 
 from agent_shim.cli.main import main
 from agent_shim.edges.alerts import Alerts
-from agent_shim.supervisor.process_finder import Timing
+from agent_shim.supervisor.ownership.process_finder import Timing
 from agent_shim.supervisor.supervisor import Supervisor
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from agent_shim.services import state_backup
 from agent_shim.services.disks import hints, markers
 from agent_shim.services.logs import rotation
 from agent_shim.services.volume_lease import exclusive_agent
+from agent_shim.supervisor.ownership.process_record import read as read_pidfile
 from agent_shim.supervisor.plan import ProcessSpec, plan
-from agent_shim.supervisor.process_record import read as read_pidfile
 from agent_shim.supervisor.supervisor import Saved, read_saved, write_monit_files
 
 READY: Final = "the BOSH agent and monit may be started now"

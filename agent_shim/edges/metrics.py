@@ -30,7 +30,7 @@ from agent_shim.edges.bus import Stats
 from agent_shim.edges.http_server import Request, Response
 from agent_shim.host import clock
 from agent_shim.services.vitals import Figures
-from agent_shim.supervisor.process_finder import KINDS
+from agent_shim.supervisor.ownership.process_finder import KINDS
 from agent_shim.supervisor.process_stats import ServiceInfo
 
 

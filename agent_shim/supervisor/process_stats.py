@@ -16,7 +16,7 @@ from agent_shim.host import cgroups, clock, host_stats, proc
 from agent_shim.supervisor.event_kinds import ORDER
 from agent_shim.supervisor.monit.ast import Connection, Echo
 from agent_shim.supervisor.network_checks import requested
-from agent_shim.supervisor.process_record import Identity
+from agent_shim.supervisor.ownership.process_record import Identity
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import MONITORED, UP
 

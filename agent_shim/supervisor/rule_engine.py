@@ -19,9 +19,9 @@ from typing import Final, NoReturn, TypeAlias
 from agent_shim.host import cgroups, clock, guarded, host_stats, proc
 from agent_shim.supervisor import event_kinds, network_checks
 from agent_shim.supervisor.monit.ast import CHANGES, Changed, Connection, Echo
+from agent_shim.supervisor.ownership.process_record import Identity
 from agent_shim.supervisor.path_checks import Numbered, PathWatch
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.process_record import Identity
 from agent_shim.supervisor.rule_counter import Cycles, Finding, RuleCounter, RuleTransition, judge, percent
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.state import MONITORED, UP, State

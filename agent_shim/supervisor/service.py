@@ -22,15 +22,15 @@ import msgspec
 from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.host import watchdog
 from agent_shim.host.process import Process
-from agent_shim.supervisor import process_record
 from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket, last_word
 from agent_shim.supervisor.event_kinds import Complaint
 from agent_shim.supervisor.monit.ast import Action, Program
-from agent_shim.supervisor.ownership import Left, left
+from agent_shim.supervisor.ownership import process_record
+from agent_shim.supervisor.ownership.evidence import Left, left
+from agent_shim.supervisor.ownership.process_finder import VOID, LateError, ProcessFinder, Timing, kind_of
+from agent_shim.supervisor.ownership.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec, RestartLimit
-from agent_shim.supervisor.process_finder import VOID, LateError, ProcessFinder, Timing, kind_of
-from agent_shim.supervisor.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.state import ACTIVE, ENDING, NEXT, UNDERWAY, UP, WORK, Effect, State, Trigger, Work, reported
 
 logger = logging.getLogger(__name__)
@@ -407,7 +407,7 @@ class Service:
                 await self._run_stop()
             # As monit does, run it once beside a process that the pidfile no longer names: it may write its number.
             if spec.is_process and spec.start_call is None and record.traces.begun and doubted is None:
-                await self._shared.programs.clear(spec.label, record.traces, self._timing.grace)
+                await self._shared.programs.remains.clear(spec.label, record.traces, self._timing.grace)
             await self._run_start(spec.start)
         finder.doubted = None
         await finder.arrival(spec, record.traces)
@@ -583,17 +583,17 @@ class Service:
         if await self._finder.look(self.spec, self.record.traces) or self._has_lived:
             if self.spec.start is not None:
                 # Descent still identifies processes that left their session and cleared their environment.
-                known = await programs.members(self.spec.label, traces)
+                known = await programs.remains.members(self.spec.label, traces)
             await self._run_stop()
         if self.spec.start is not None:
-            left = await programs.sweep(self.spec.label, traces, known, self._within(self._timing.grace))
+            left = await programs.remains.sweep(self.spec.label, traces, known, self._within(self._timing.grace))
             left += await self._unproven_left()
         if left:
             self.record.reason = f"cannot end {', '.join(map(str, left))}"
             self.notify("Execution failed", "alert", "failed to stop")
             self.on(Trigger.STUCK)
             return
-        await programs.dismiss(self.spec)
+        await programs.remains.dismiss(self.spec)
         self.on(Trigger.EMPTIED)
 
     async def _unproven_left(self) -> list[Left]:
@@ -605,8 +605,8 @@ class Service:
         traces, running = self.record.traces, self.process
         found = left([running.identity]) if running is not None and running.is_alive and traces.is_guest else []
         if traces.begun and not (traces.is_caged or self._stop.is_one_of_all or self.state is State.BOUNCING):
-            found += await self._shared.programs.strays(traces.begun)
-            if doubt := await self._shared.programs.doubtful(traces.begun):
+            found += await self._shared.programs.remains.strays(traces.begun)
+            if doubt := await self._shared.programs.remains.doubtful(traces.begun):
                 self.notify("Execution failed", "alert", doubt)
         return found
 

@@ -26,9 +26,9 @@ from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm, MemoryKill
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.oom import Kills
+from agent_shim.supervisor.ownership.process_finder import Timing
+from agent_shim.supervisor.ownership.process_record import ProcessRecord, script_label
 from agent_shim.supervisor.plan import JobFile
-from agent_shim.supervisor.process_finder import Timing
-from agent_shim.supervisor.process_record import ProcessRecord, script_label
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
@@ -109,7 +109,6 @@ class Supervisor:
             may_start=may_start,
         )
         self._obstacle = ""
-        self._counting = contextlib.ExitStack()
         self._services: dict[str, Service] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         """``Service.run`` of each."""
@@ -134,7 +133,7 @@ class Supervisor:
     async def __aenter__(self) -> Self:
         # Finds our cgroups now, and not at the first start.
         await asyncio.to_thread(self._programs.ownership.cage, "")
-        self._counting.enter_context(self._programs.counting(self._records))
+        self._programs.remains.count(self._records)
         return self
 
     def _records(self) -> list[tuple[str, ProcessRecord]]:
@@ -145,7 +144,6 @@ class Supervisor:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-        self._counting.close()
 
     async def run(self) -> None:
         """Run the endless work beside the services; raises the error of a service that failed with a bug.
@@ -157,7 +155,7 @@ class Supervisor:
             "memory of bpm processes": self._watch_memory,
             "rules": self._checks.run,
             # The kernel forgets parentage when the parent exits.
-            "process descendants": partial(_each_beat, cycle, self._programs.see_kin),
+            "process descendants": partial(_each_beat, cycle, self._programs.remains.record_descendants),
             "pidfiles": partial(_each_beat, cycle, self.check_pidfiles),
             "output of programs": partial(_each_beat, TRIM_PERIOD_S, self._trim_output),
         }
@@ -368,8 +366,8 @@ class Supervisor:
                 await self._save()  # now, and not beside the next request, which would wait for it
             # Orphans of unknown service belong to one of the services stopped now.
             if is_uncaged and all(each.state not in ACTIVE for each in self._services.values()):
-                left = await self._programs.sweep_strays(begun, self._shared.timing.grace)
-                if doubt := await self._programs.doubtful(begun):
+                left = await self._programs.remains.sweep_strays(begun, self._shared.timing.grace)
+                if doubt := await self._programs.remains.doubtful(begun):
                     self._shared.notify(Event("all jobs", "Execution failed", "alert", doubt))
                 if left:
                     raise ActionError(f"Stopping services errored: {', '.join(map(str, left))} cannot be ended")
@@ -377,11 +375,12 @@ class Supervisor:
     @property
     def killed(self) -> list[str]:
         """Services with processes that had to be killed since the last ``forget_killed``."""
-        return sorted({each.name for each in self._services.values() if each.spec.label in self._programs.killed})
+        killed = self._programs.remains.killed
+        return sorted({each.name for each in self._services.values() if each.spec.label in killed})
 
     def forget_killed(self) -> None:
         """Clear the record of killed services."""
-        self._programs.killed.clear()
+        self._programs.remains.killed.clear()
 
     async def unmonitor(self) -> None:
         """Stop monitoring all jobs, as the Director requests before a drain."""

@@ -196,7 +196,7 @@ async def test_stop_asks_first_and_kills_what_is_left(
 
         assert output(world) == "ready\nbye\n"
         assert (is_alive(pid), is_alive(child), pidfile(world.paths).exists()) == (False, False, False)
-        assert bpm._programs.killed == set()
+        assert bpm._programs.remains.killed == set()
 
 
 async def test_process_that_heeds_no_signal_is_known_as_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ async def test_process_that_heeds_no_signal_is_known_as_killed(world: World, mon
             await supervisor.bpm.stop(START, by=time.monotonic())
 
         assert not is_alive(pid)
-        assert supervisor.bpm._programs.killed == {"bpm/web/web"}
+        assert supervisor.bpm._programs.remains.killed == {"bpm/web/web"}
 
 
 async def test_an_errand_leaves_nothing_and_tells_its_exit(world: World) -> None:

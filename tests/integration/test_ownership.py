@@ -14,7 +14,7 @@ import pytest
 
 from agent_shim.core.errors import ActionError
 from agent_shim.host import cgroups, proc, process
-from agent_shim.supervisor.process_record import MARK
+from agent_shim.supervisor.ownership.process_record import MARK
 from tests.support.programs import argv, foreign, is_alive, number_in
 from tests.support.programs.jobs import LASTING, World, in_state, info, program
 from tests.support.waiting import until

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent_shim.host import guarded
-from agent_shim.supervisor import process_record
+from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.supervisor import Supervisor
 from tests.support.programs import foreign, is_alive
 from tests.support.programs.jobs import LASTING, World, in_state, info

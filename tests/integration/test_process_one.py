@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent_shim.host import process
-from agent_shim.supervisor.process_finder import Timing
+from agent_shim.supervisor.ownership.process_finder import Timing
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
 

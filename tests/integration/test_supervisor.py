@@ -13,8 +13,8 @@ import pytest
 from agent_shim.core.errors import ActionError
 from agent_shim.host import clock, files, job_cgroups, proc, process
 from agent_shim.supervisor import supervisor as supervisors
+from agent_shim.supervisor.ownership.process_finder import ProcessFinder
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.process_finder import ProcessFinder
 from agent_shim.supervisor.supervisor import JobFile, read_saved
 from tests.support.programs import foreign, is_alive, number_in
 from tests.support.programs.jobs import LASTING, World, in_state, info, program

@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from agent_shim.host import proc, process, reaper
+from agent_shim.supervisor.ownership.process_finder import ProcessFinder
+from agent_shim.supervisor.ownership.process_record import ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.process_finder import ProcessFinder
-from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.supervisor import Supervisor
 from tests.support.programs import is_alive, kill, number_in
 from tests.support.programs.jobs import World, in_state, info, program

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import proc, process, reaper
-from agent_shim.supervisor.ownership import Ownership, look
-from agent_shim.supervisor.process_record import MARK, ProcessRecord, mark
+from agent_shim.supervisor.ownership.evidence import Ownership
+from agent_shim.supervisor.ownership.process_record import MARK, ProcessRecord, mark
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
@@ -30,7 +30,7 @@ async def test_an_orphan_in_the_midst_of_its_exit_has_lost_its_mark_and_says_so(
         try:
             await until(lambda: proc.children(proc.table()).get(guest.pid))
             await maker.terminate(0)
-            seen = ownership.members(look(ownership), "web", traces)
+            seen = ownership.members(ownership.look(), "web", traces)
             assert [pid for pid, _ in seen.identities] == [first]
             assert seen.leaving == []
 
@@ -42,7 +42,7 @@ async def test_an_orphan_in_the_midst_of_its_exit_has_lost_its_mark_and_says_so(
             found = proc.stat(first)
             assert found is not None
             assert found.is_alive
-            seen = ownership.members(look(ownership), "web", traces)
+            seen = ownership.members(ownership.look(), "web", traces)
             assert (seen.identities, seen.leaving) == ([], [found.identity])
         finally:
             guest.send(signal.SIGKILL)

@@ -43,7 +43,7 @@ ELSEWHERE: Mapping[str, str] = {
     "services.spec_store": "contract/test_state.py",
     "supervisor.bpm.config": "contract/test_corpus_bpm.py",
     "supervisor.event_kinds": "integration/test_rule_engine.py",
-    "supervisor.process_record": "unit/supervisor/test_ownership.py",
+    "supervisor.ownership.process_record": "unit/supervisor/ownership/test_evidence.py",
     "supervisor.monit.monit_api": "integration/test_monit_command.py",
     "supervisor.posix_regex": "contract/test_corpus_monit.py",
     "cli.probe": "unit/cli/test_commands.py",

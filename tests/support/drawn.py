@@ -11,7 +11,7 @@ from typing import Final
 
 from agent_shim.daemon import boot
 from agent_shim.supervisor.monit import parser, rules
-from agent_shim.supervisor.ownership import Evidence, Tie
+from agent_shim.supervisor.ownership.evidence import Evidence, Tie
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
 from benchmarks import draw
 from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules

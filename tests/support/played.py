@@ -17,10 +17,10 @@ from agent_shim.supervisor import ctl_programs as programs_module
 from agent_shim.supervisor import service as service_module
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.monit.ast import Program
-from agent_shim.supervisor.ownership import Left
+from agent_shim.supervisor.ownership.evidence import Left
+from agent_shim.supervisor.ownership.process_finder import LateError, Timing
+from agent_shim.supervisor.ownership.process_record import ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.process_finder import LateError, Timing
-from agent_shim.supervisor.process_record import ProcessRecord
 from agent_shim.supervisor.service import Service, ServiceContext
 
 Taken = ParamSpec("Taken")
@@ -232,11 +232,12 @@ class PlayedFinder:
 
 
 class PlayedPrograms:
-    """Stands for ``Programs``."""
+    """Stands for ``Programs`` and its ``Remains``."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.ownership = SimpleNamespace(machine=machine, label_of=lambda _: "")
+        self.remains = self
 
     async def run(self, _name: str, _program: Program, event: str, **_: Any) -> Played:
         return self._machine.run(event)

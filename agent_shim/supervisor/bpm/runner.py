@@ -31,10 +31,10 @@ from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.host import capabilities, clock, files, guarded, job_cgroups, proc, process
 from agent_shim.host.descriptors import closing
-from agent_shim.supervisor import process_record
 from agent_shim.supervisor.ctl_programs import Programs, last_line
+from agent_shim.supervisor.ownership import process_record
+from agent_shim.supervisor.ownership.process_record import MARK, Identity, ProcessRecord
 from agent_shim.supervisor.plan import BpmCall, bpm_label
-from agent_shim.supervisor.process_record import MARK, Identity, ProcessRecord
 
 if TYPE_CHECKING:
     # Imported on use: an agent without bpm jobs needs neither YAML nor ctypes.
@@ -197,12 +197,12 @@ class Bpm:
                 signal_name = wanted.shutdown_signal
             label = bpm_label(call.job, call.process)
             found = self.find(call.job, call.process)
-            left = await self._programs.members(label, ProcessRecord(), [found] if found else [])
+            left = await self._programs.remains.members(label, ProcessRecord(), [found] if found else [])
             left += await asyncio.to_thread(self._cage(label).members)
             running = process.adopt(*found) if found else None
             if running is not None and await _end(running, signal.Signals[f"SIG{signal_name}"], by):
-                self._programs.killed.add(label)
-            await self._programs.sweep(label, ProcessRecord(), left, 0.0, is_usual=True)
+                self._programs.remains.killed.add(label)
+            await self._programs.remains.sweep(label, ProcessRecord(), left, 0.0, is_usual=True)
             await asyncio.to_thread(self._open_cage, call.job, call.process)
             await asyncio.to_thread(self._remove_pidfile, call.job, call.process)
 
@@ -220,7 +220,7 @@ class Bpm:
                 status = await running.wait_or_terminate(QUIT_TIMEOUT_S)
             finally:
                 del self._runs[call.job, call.process]
-            await self._programs.sweep(bpm_label(call.job, call.process), ProcessRecord(), [], 0.0)
+            await self._programs.remains.sweep(bpm_label(call.job, call.process), ProcessRecord(), [], 0.0)
             await asyncio.to_thread(self._open_cage, call.job, call.process)
             return 1 if status is None else status
 
@@ -274,7 +274,7 @@ class Bpm:
         self._complain(job, wanted, isolation)
         label = bpm_label(job, name)
         left = await asyncio.to_thread(self._cage(label).members)
-        await self._programs.sweep(label, ProcessRecord(), left, 0.0)
+        await self._programs.remains.sweep(label, ProcessRecord(), left, 0.0)
         await asyncio.to_thread(self._make_directories, job, wanted)
         if wanted.pre_start:
             await self._run_hook(job, wanted)

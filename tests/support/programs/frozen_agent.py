@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agent_shim.cli import main
 from agent_shim.host import watchdog
-from agent_shim.supervisor import process_record
+from agent_shim.supervisor.ownership import process_record
 
 MODE = sys.argv.pop(1)
 watchdog.STEP_S = 0.2  # type: ignore[misc]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agent_shim.core.paths import Paths
 from agent_shim.host import reaper
-from agent_shim.supervisor.process_record import MARK
+from agent_shim.supervisor.ownership.process_record import MARK
 from agent_shim.supervisor.supervisor import Event, JobFile, ServiceInfo, Supervisor, Timing
 from tests.support.programs import argv, end_marked
 from tests.support.waiting import until

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
 from agent_shim.supervisor.monit.ast import ALERT, Action, Limit, Program, Rule
-from agent_shim.supervisor.ownership import Left
+from agent_shim.supervisor.ownership.evidence import Left
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec
 from agent_shim.supervisor.service import Event, Service, StopRequest
 from agent_shim.supervisor.state import State, Trigger

@@ -17,10 +17,10 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import clock, proc, process, watchdog
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.host.process import Process
-from agent_shim.supervisor import process_record
-from agent_shim.supervisor.ownership import Ownership, Tie
+from agent_shim.supervisor.ownership import process_record
+from agent_shim.supervisor.ownership.evidence import Ownership, Tie
+from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.process_record import Pidfile, ProcessRecord
 
 MIN_POLL_S: Final = 0.001
 MAX_POLL_S: Final = 0.05
@@ -114,9 +114,7 @@ class ProcessFinder:
         if found is None:
             return False
         one, tie = found
-        leads_session = tie is Tie.OWNED or (tie is Tie.SHARED and one.pid == one.session)
-        if leads_session and (leader := self._ownership.other_leader(one)) is not None:
-            leads_session = await asyncio.to_thread(self._ownership.verdict, leader) == spec.label
+        leads_session = await asyncio.to_thread(self._ownership.leads_session, one, tie, spec.label)
         if not self._take_up(one):
             return False
         traces.known, traces.heeded, traces.is_guest = one.identity, pidfile, tie is Tie.NAMED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +12,11 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import proc, process
-from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit.ast import Program
-from agent_shim.supervisor.ownership import Tie
+from agent_shim.supervisor.ownership.evidence import Tie
+from agent_shim.supervisor.ownership.process_finder import KINDS, ProcessFinder, Timing, describe, kind_of
+from agent_shim.supervisor.ownership.process_record import ProcessRecord, Session, read
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.process_finder import KINDS, ProcessFinder, Timing, describe, kind_of
-from agent_shim.supervisor.process_record import Pidfile, ProcessRecord, Session, read
 
 
 @pytest.mark.parametrize(
@@ -59,26 +57,10 @@ async def test_the_end_of_the_start_program_is_recorded(tmp_path: Path, is_alive
     assert recorded == ([((77, 5), 77, 9)] if ended else [])
 
 
-@pytest.mark.parametrize(("leader", "leads"), [(None, True), ("web", True), ("db", False)])
-async def test_only_a_process_with_the_services_session_widens_the_record(
-    monkeypatch: pytest.MonkeyPatch, leader: str | None, leads: bool
-) -> None:
-    """Otherwise the session of an operator's shell would be ended with the job."""
-    own = proc.stat(os.getpid())
-    assert own is not None
-    owned = SimpleNamespace(other_leader=lambda _: leader and own, verdict=lambda _: leader)
-    finder = ProcessFinder(cast("Any", owned), Timing(), lambda: None)
-
-    async def found(*_: object) -> tuple[proc.Stat, Tie]:
-        return own, Tie.OWNED
-
-    monkeypatch.setattr(finder, "_find", found)
-    monkeypatch.setattr(finder, "_take_up", lambda _: True)
-    traces = ProcessRecord()
-
-    assert await finder.look(ProcessSpec(name="web", job="web", pattern=posix_regex.compiled("x")), traces)
-
-    assert traces.numbers() == ({own.session} - {0} if leads else set())
+def finder_of(tie: Tie, changes: list[object]) -> ProcessFinder:
+    """A finder over an ``Ownership`` with one answer; no process leads its session."""
+    ownership: Any = SimpleNamespace(tie=lambda *_: (tie, "it is foreign"), leads_session=lambda *_: False)
+    return ProcessFinder(ownership, Timing(), lambda: changes.append(1))
 
 
 @pytest.mark.parametrize(("tie", "is_there"), [(Tie.OWNED, True), (Tie.NAMED, True), (Tie.OWNED, False)])
@@ -88,17 +70,12 @@ async def test_a_process_that_was_found_is_recorded_and_saved(
     """One that ends before it is taken up is not there."""
     path, changes = tmp_path / "pid", list[object]()
     path.write_text("8")
-    owned = SimpleNamespace(other_leader=lambda each: each, verdict=lambda _: "db")
-    finder = ProcessFinder(cast("Any", owned), Timing(), lambda: changes.append(1))
-
-    async def found(*_: object) -> tuple[proc.Stat, Tie]:
-        return proc.Stat(8, "S", 1, 8, 6, 0, 80, 0), tie
-
-    monkeypatch.setattr(finder, "_find", found)
+    finder = finder_of(tie, changes)
+    monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, "S", 1, 8, 6, 0, 80, 0))
     monkeypatch.setattr(process, "adopt", lambda *_: Handle("process", []) if is_there else None)
-    traces = ProcessRecord()
+    traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(path), start=Program(("ctl",)))
 
-    assert await finder.look(ProcessSpec(name="web", job="web", pidfile=str(path)), traces) is is_there
+    assert await finder.look(spec, traces) is is_there
 
     expected = ProcessRecord(known=(8, 80), heeded=read(path), is_guest=tie is Tie.NAMED)
     assert traces == (expected if is_there else ProcessRecord())
@@ -118,26 +95,36 @@ async def test_a_living_process_proves_its_session_at_each_look() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pid", "state", "start", "found"),
+    ("pid", "state", "start", "is_guest"),
     [
-        (8, "S", None, Tie.NAMED),
-        (8, "S", Program(("ctl",)), Tie.OWNED),
+        (8, "S", None, True),
+        (8, "S", Program(("ctl",)), False),
         (8, "Z", None, None),
-        (1, "S", None, Tie.NAMED),
-        pytest.param(os.getpid(), "S", None, None, id="its own"),
+        (1, "S", None, True),
+        (0, "S", None, None),
     ],
 )
 async def test_a_pidfile_is_believed_without_proof_only_where_nothing_starts_the_process(
-    monkeypatch: pytest.MonkeyPatch, pid: int, state: str, start: Program | None, found: Tie | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int, state: str, start: Program | None, is_guest: bool | None
 ) -> None:
-    """And never where it names the agent."""
+    """And never where it names the agent (0)."""
+    (tmp_path / "pid").write_text(str(pid or os.getpid()))
     monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, state, 0, number, number, 0, 80, 0))
-    ownership: Any = SimpleNamespace(tie=lambda *_: (Tie.OWNED, ""))
-    finder = ProcessFinder(ownership, Timing(), lambda: None)
+    monkeypatch.setattr(process, "adopt", lambda *_: Handle("process", []))
+    traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=start)
 
-    one = await finder._find(ProcessSpec(name="web", job="web", start=start), ProcessRecord(), Pidfile(pid, 1.0, 1))
+    assert await finder_of(Tie.OWNED, []).look(spec, traces) is (is_guest is not None)
 
-    assert (one[0].pid, one[1]) == (pid, found) if one else found is None
+    assert (traces.known, traces.is_guest) == ((pid, 80) if is_guest is not None else None, bool(is_guest))
+
+
+async def test_a_refused_process_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "pid").write_text("1")
+    finder = finder_of(Tie.NONE, [])
+    spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=Program(("ctl",)))
+
+    assert not await finder.look(spec, ProcessRecord())
+    assert finder.refused == f"the pidfile names process 1 ({proc.name(1)}): it is foreign"
 
 
 async def test_a_path_is_taken_to_be_there_until_it_was_looked_at(tmp_path: Path) -> None:
@@ -173,13 +160,17 @@ async def test_a_process_may_come_within_the_time_of_its_start_program() -> None
 class Handle:
     """A handle of a process; ``calls`` are those with an effect."""
 
-    def __init__(self, name: str, calls: list[str], *, is_alive: bool = True) -> None:
+    def __init__(self, name: str, calls: list[str], *, is_alive: bool = True, status: int | None = None) -> None:
         self.identity, self.pid, self.session, self.seen_ticks = (7, 70), 7, 7, 75
         self.is_alive = is_alive
+        self._status = status
         self._name, self._calls = name, calls
 
     def release(self) -> None:
         self._calls.append(self._name)
+
+    async def wait(self) -> int | None:
+        return self._status
 
     async def terminate(self, _: float) -> None:
         self._calls.append(f"terminate {self._name}")
@@ -202,20 +193,20 @@ async def test_handles_are_given_back_once() -> None:
     assert calls == ["both"]
 
 
-async def test_a_process_that_has_ended_is_no_longer_the_services(tmp_path: Path) -> None:
+async def test_a_process_that_has_ended_is_no_longer_the_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does its pidfile name the next one of its number."""
+    monkeypatch.setattr(proc, "stat", lambda _: None)
     (tmp_path / "pid").write_text("7")
     spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"))
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.process, finder.refused = cast("Any", Handle("process", [], is_alive=False)), "of another service"
     traces = ProcessRecord(known=(7, 70))
 
-    async def find(*_: object) -> None:
-        assert (finder.process, finder.refused) == (None, "")
-
-    finder._find = find  # type: ignore[method-assign,assignment]
     assert not await finder.look(spec, traces)
 
+    assert (finder.process, finder.refused) == (None, "")
     assert traces.known is None
     assert traces.heeded is not None
     assert traces.heeded.pid == 7
@@ -225,30 +216,34 @@ async def test_a_process_that_has_ended_is_no_longer_the_services(tmp_path: Path
     assert traces.heeded is None
 
 
+WAITING = object()
+"""No error: the process may still appear."""
+
+
 @pytest.mark.parametrize(
-    ("named", "status", "is_late", "why"),
+    ("named", "status", "linger", "why"),
     [
-        ("7", 1, False, "the process exited immediately: exit 1"),
-        ("7", None, False, "the process exited immediately: unknown"),
-        ("", 1, True, "the start program exited: exit 1"),
-        ("", 1, False, ""),
-        ("", 0, True, ""),
-        ("4000010", 0, True, "process 4000010 of the pidfile exited immediately"),
-        ("4000010", 0, False, ""),
-        ("2", 0, True, "process 2 of the pidfile exited immediately"),
-        ("1", 0, True, ""),
+        ("7", 1, 60.0, "the process exited immediately: exit 1"),
+        ("7", None, 60.0, "the process exited immediately: unknown"),
+        ("", 1, 0.0, "the start program exited: exit 1"),
+        ("", 1, 60.0, WAITING),
+        ("", 0, 0.0, WAITING),
+        ("4000010", 0, 0.0, "process 4000010 of the pidfile exited immediately"),
+        ("4000010", 0, 60.0, WAITING),
+        ("2", 0, 0.0, "process 2 of the pidfile exited immediately"),
     ],
 )
-def test_when_no_process_can_follow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, status: int | None, is_late: bool, why: str
+async def test_start_fails_once_no_process_can_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, status: int | None, linger: float, why: object
 ) -> None:
     """A start program that has ended may be followed for a while, and by a living process of its pidfile."""
     (tmp_path / "pid").write_text(named)
-    table = {pid: proc.Stat(pid, state, 0, 1, 1, 0, 1, 0) for pid, state in ((1, "S"), (2, "Z"))}
-    monkeypatch.setattr(proc, "stat", table.get)
-    program: Any = Handle("program", [])
-    spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"))
-    with pytest.raises(HostError, match=f"^{why}$") if why else contextlib.nullcontext():
-        ProcessFinder._require_possible_start(program, status, spec, ProcessRecord(begun=60), is_late=is_late)
+    monkeypatch.setattr(proc, "stat", {2: proc.Stat(2, "Z", 0, 1, 1, 0, 1, 0)}.get)
+    finder = ProcessFinder(cast("Any", None), Timing(linger=linger), lambda: None)
+    finder.program = cast("Any", Handle("program", [], is_alive=False, status=status))
+    spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=Program(("ctl",)))
 
-    ProcessFinder._require_possible_start(program, 0, spec, ProcessRecord(), is_late=True)  # the pidfile is not fresh
+    expected = pytest.raises(TimeoutError) if why is WAITING else pytest.raises(HostError, match=f"^{why}$")
+    with expected:
+        async with asyncio.timeout(0.2 if why is WAITING else 30):
+            await finder.arrival(spec, ProcessRecord(begun=60))

@@ -12,8 +12,8 @@ import pytest
 
 from agent_shim.host import clock, job_cgroups, proc, process
 from agent_shim.supervisor import posix_regex
-from agent_shim.supervisor.ownership import Evidence, Look, Ownership, Tie, Unproven, is_job_user, kinship
-from agent_shim.supervisor.process_record import (
+from agent_shim.supervisor.ownership.evidence import Evidence, Look, Ownership, Tie, Unproven, is_job_user, kinship
+from agent_shim.supervisor.ownership.process_record import (
     MARK,
     MAX_SESSIONS,
     MONIT_MARK,
@@ -325,7 +325,7 @@ def test_a_process_of_scripts_that_is_a_services_is_of_no_other(
     monkeypatch.setattr(ownership, "label_of", lambda _: scripts)
 
     assert [ownership.verdict(one) for one in table.values()] == ["other", "other", scripts]
-    assert kinship(table, ownership.records(), dict.fromkeys(table, scripts)).verdicts == {
+    assert kinship(table, ownership.records(), dict.fromkeys(table, scripts)) == {
         50: "other",
         51: "other",
         52: scripts,
@@ -399,7 +399,8 @@ def test_kin_of_a_process_that_has_ended() -> None:
     """Descendants belong to the service while they live; another process with such a number does not."""
     table = {process.pid: process for process in (stat(10, start=100), stat(11, parent=10), stat(12, parent=11))}
     traces = ProcessRecord(known=(10, 100))
-    traces.see_kin(table[pid].identity for pid in kinship(table, [("web", traces)], {}).of("web"))
+    verdicts = kinship(table, [("web", traces)], {})
+    traces.see_kin(table[pid].identity for pid, verdict in verdicts.items() if verdict == "web")
     assert traces.kin == [(11, 1000), (12, 1000)]
     traces.ended((10, 100), 0, 2000)
     table = {11: stat(11), 12: stat(12, start=3000), 13: stat(13, start=3000)}
@@ -412,7 +413,7 @@ def test_the_cgroup_decides_before_all_else() -> None:
     table = {10: stat(10, session=10, start=100), 11: stat(11, parent=10, session=10, start=101), 12: stat(12)}
     traces = ProcessRecord(known=(10, 100), sessions=[Session(10, 100)])
 
-    assert kinship(table, [("web", traces)], {11: "other", 12: "web"}).verdicts == {
+    assert kinship(table, [("web", traces)], {11: "other", 12: "web"}) == {
         10: "web",
         11: "other",
         12: "web",
@@ -430,7 +431,7 @@ def test_nothing_of_the_agent_is_of_a_job() -> None:
     }
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", ProcessRecord())]
-    verdicts = kinship(table, [("web", ProcessRecord())], {}).verdicts
+    verdicts = kinship(table, [("web", ProcessRecord())], {})
 
     assert verdicts == {
         1: Unproven.AGENTS,
@@ -510,14 +511,14 @@ def test_a_parent_younger_than_its_child_is_another_process() -> None:
     table = {10: stat(10, start=200), 11: stat(11, parent=10, start=100), 12: stat(12, parent=10, start=200)}
     traces = ProcessRecord(known=(10, 200))
 
-    assert kinship(table, [("web", traces)], {}).verdicts == {10: "web", 11: Unproven.FOREIGN, 12: "web"}
+    assert kinship(table, [("web", traces)], {}) == {10: "web", 11: Unproven.FOREIGN, 12: "web"}
 
 
 def test_parents_in_a_circle_end() -> None:
     """A table that is read while numbers are used again may contain one."""
     table = {10: stat(10, parent=11), 11: stat(11, parent=10)}
 
-    assert kinship(table, (), {}).verdicts == {10: Unproven.FOREIGN, 11: Unproven.FOREIGN}
+    assert kinship(table, (), {}) == {10: Unproven.FOREIGN, 11: Unproven.FOREIGN}
 
 
 @pytest.mark.parametrize(
@@ -594,16 +595,31 @@ def test_the_last_session_of_a_daemon_is_recorded() -> None:
     assert guest.sessions == []
 
 
-def test_a_session_has_another_leader(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
-    """Not for the leader itself and the heirs of one that is gone or dead."""
+@pytest.mark.parametrize(
+    ("tie", "session", "leads"),
+    [
+        (Tie.OWNED, 10, True),
+        (Tie.OWNED, 20, False),
+        (Tie.OWNED, 30, True),
+        (Tie.OWNED, 40, True),
+        (Tie.OWNED, 50, True),
+        (Tie.SHARED, 10, True),
+        (Tie.SHARED, 50, False),
+        (Tie.NAMED, 10, False),
+    ],
+)
+def test_session_is_the_services_unless_a_stranger_leads_it(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], tie: Tie, session: int, leads: bool
+) -> None:
+    """Otherwise the session of an operator's shell would be ended with the job. Dead leaders lead nothing."""
     ownership = Ownership(BASE)
-    for each in (stat(10, session=10), stat(20, session=20), stat(30, session=30, state="Z")):
+    ownership.records = lambda: [("web", ProcessRecord(known=(50, 1000)))]
+    for each in (stat(20, session=20), stat(30, session=30, state="Z"), stat(50, session=50)):
         kernel[each.pid] = each, {}, ""
+    one = stat(10, parent=50, session=session)
+    kernel[10] = one, {}, ""
 
-    assert ownership.other_leader(stat(10, session=10)) is None
-    assert ownership.other_leader(stat(21, session=20)) == stat(20, session=20)
-    assert ownership.other_leader(stat(31, session=30)) is None
-    assert ownership.other_leader(stat(41, session=40)) is None
+    assert ownership.leads_session(one, tie, "web") is leads
 
 
 def test_the_cgroup_of_a_process_tells_its_service_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -673,7 +689,7 @@ def test_a_process_that_the_agent_started_for_itself_is_no_jobs(
     """Nor are its descendants, even with a mark."""
     monkeypatch.setattr(process, "is_spawned", lambda identity: identity == (10, 1000))
     table = {10: stat(10, parent=US), 11: stat(11, parent=10)}
-    assert kinship(table, (), {}).verdicts == {10: Unproven.AGENTS, 11: Unproven.AGENTS}
+    assert kinship(table, (), {}) == {10: Unproven.AGENTS, 11: Unproven.AGENTS}
     for each in table.values():
         kernel[each.pid] = each, {MARK: mark("web", BASE)}, ""
         found = Ownership(BASE).tie(each, "web", "web", ProcessRecord(), NEW._replace(pid=each.pid))

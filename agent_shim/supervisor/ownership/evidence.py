@@ -18,11 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-import msgspec
-
 from agent_shim.host import clock, job_cgroups, proc, process
-from agent_shim.supervisor.posix_regex import Pattern
-from agent_shim.supervisor.process_record import (
+from agent_shim.supervisor.ownership.process_record import (
     MARK,
     MONIT_MARK,
     Identity,
@@ -32,6 +29,7 @@ from agent_shim.supervisor.process_record import (
     mark,
     script_label,
 )
+from agent_shim.supervisor.posix_regex import Pattern
 
 MAX_ANCESTORS: Final = 64
 GATHER_ROUNDS: Final = 8
@@ -151,6 +149,10 @@ class Unproven(enum.Enum):
     ORPHAN = "left to the agent by some job"
 
 
+Verdict: TypeAlias = str | Unproven
+"""The label of the owning service, or the classification without one."""
+
+
 class Members(NamedTuple):
     """Living processes of a service, or of an unknown one."""
 
@@ -169,18 +171,10 @@ class Match(NamedTuple):
     leads: list[proc.Stat]
 
 
-Verdict: TypeAlias = str | Unproven
-"""The label of the owning service, or the classification without one."""
+class Look(proc.Census, frozen=True):
+    """A census with the service of each process that is in a cgroup of one."""
 
-
-class Kinship(msgspec.Struct, frozen=True):
-    """Ownership of the processes of one pass, by process number."""
-
-    verdicts: Mapping[int, Verdict]
-
-    def of(self, label: str) -> set[int]:
-        """Process numbers that belong to a service."""
-        return {pid for pid, verdict in self.verdicts.items() if verdict == label}
+    caged: Mapping[int, str]
 
 
 def kinship(
@@ -189,13 +183,13 @@ def kinship(
     caged: Mapping[int, str],
     marked: Mapping[str, Collection[int]] = {},
     wanted: Iterable[int] | None = None,
-) -> Kinship:
-    """Attribute the ``wanted`` processes of a pass, by default all.
+) -> dict[int, Verdict]:
+    """Attribute the ``wanted`` processes of a pass, by default all, and their ancestors.
 
     ``caged`` maps a process to the label of the service whose cgroup it is in; ``marked`` maps a label to the processes
     that carry its mark, as evidence that a session is still the same.
     """
-    evidence = _Evidence(processes, records, caged, marked)
+    own_evidence = _proofs(processes, records, caged, marked)
     verdicts: dict[int, Verdict] = {}
     for pid in processes if wanted is None else wanted:
         # The nearest ancestor with evidence decides; evidence of a service counts before that of its job's scripts.
@@ -205,7 +199,7 @@ def kinship(
         verdict: Verdict = Unproven.FOREIGN
         at = pid
         while at in processes and at not in way:
-            found = verdicts[at] if at in verdicts else evidence.of(processes[at])
+            found = verdicts[at] if at in verdicts else own_evidence(processes[at])
             way.append(at)
             if isinstance(found, str) and is_script_label(found):
                 script, of_scripts = script or found, of_scripts or list(way)
@@ -218,52 +212,51 @@ def kinship(
             verdicts.update(dict.fromkeys(of_scripts, script))
     # The agent and the init process never belong to a service.
     verdicts.update({pid: Unproven.AGENTS for pid in (1, os.getpid()) if pid in verdicts})
-    return Kinship(verdicts)
+    return verdicts
 
 
-class _Evidence:
-    """Evidence for single processes, strongest first."""
+def _proofs(
+    processes: Mapping[int, proc.Stat],
+    records: Records,
+    caged: Mapping[int, str],
+    marked: Mapping[str, Collection[int]],
+) -> Callable[[proc.Stat], Verdict | None]:
+    """Return the function that attributes a process by its own evidence, the strongest; its None defers to the parent.
 
-    def __init__(
-        self,
-        processes: Mapping[int, proc.Stat],
-        records: Records,
-        caged: Mapping[int, str],
-        marked: Mapping[str, Collection[int]],
-    ) -> None:
-        self._processes, self._caged = processes, caged
-        self._by_identity: dict[Identity, str] = {}
-        self._by_session: dict[int, tuple[int, str]] = {}
-        by_session: defaultdict[int, list[proc.Stat]] = defaultdict(list)
-        for each in processes.values():
-            by_session[each.session].append(each)
-        for label, traces in records:
-            for identity in (None if traces.is_guest else traces.known, traces.program, *traces.kin):
-                if identity is not None:
-                    self._by_identity.setdefault(identity, label)
-            for number, start in traces.lasting(by_session, marked.get(label, ())).items():
-                self._by_session.setdefault(number, (start, label))
+    The order: the cgroup of a service, its identity and sessions, the cgroup of scripts, its parent.
+    """
+    by_identity: dict[Identity, str] = {}
+    by_session: dict[int, tuple[int, str]] = {}
+    in_session: defaultdict[int, list[proc.Stat]] = defaultdict(list)
+    for each in processes.values():
+        in_session[each.session].append(each)
+    for label, traces in records:
+        for identity in (None if traces.is_guest else traces.known, traces.program, *traces.kin):
+            if identity is not None:
+                by_identity.setdefault(identity, label)
+        for number, start in traces.lasting(in_session, marked.get(label, ())).items():
+            by_session.setdefault(number, (start, label))
 
-    def of(self, each: proc.Stat) -> Verdict | None:
-        """Attribute a process by its own evidence; None defers to its parent."""
-        caged = self._caged.get(each.pid, "")
-        if caged and not is_script_label(caged):
-            return caged
-        found = self._by_identity.get(each.identity) or self._by_descent(each)
-        return found if isinstance(found, str) and not is_script_label(found) else caged or found
+    def of(each: proc.Stat) -> Verdict | None:
+        group = caged.get(each.pid, "")
+        if group and not is_script_label(group):
+            return group
+        begun, label = by_session.get(each.session, (each.start_ticks + 1, ""))
+        known = by_identity.get(each.identity) or (label if each.start_ticks >= begun else "")
+        if known and not (group and is_script_label(known)):
+            return known
+        return group or _origin(each)
 
-    def _by_descent(self, each: proc.Stat) -> Verdict | None:
-        begun, label = self._by_session.get(each.session, (each.start_ticks + 1, ""))
-        if each.start_ticks >= begun:
-            return label
+    def _origin(each: proc.Stat) -> Unproven | None:
         if process.is_spawned(each.identity):
             return Unproven.AGENTS
         if each.parent == os.getpid():
             return Unproven.ORPHAN
-        above = self._processes.get(each.parent)
-        if each.parent <= 1 or above is None or above.start_ticks > each.start_ticks:
-            return Unproven.FOREIGN
-        return None
+        above = processes.get(each.parent)
+        is_root = each.parent <= 1 or above is None or above.start_ticks > each.start_ticks
+        return Unproven.FOREIGN if is_root else None
+
+    return of
 
 
 class Ownership:
@@ -272,6 +265,8 @@ class Ownership:
     def __init__(self, base: Path) -> None:
         self.records: Callable[[], Records] = tuple
         self._base = base
+
+    # --- cgroups ----------------------------------------------------------------------------------------------------
 
     def cage(self, label: str) -> job_cgroups.JobCgroup:
         """Return the cgroups of a service."""
@@ -296,10 +291,18 @@ class Ownership:
 
     # --- all processes ----------------------------------------------------------------------------------------------
 
-    def caged(self) -> dict[int, str]:
-        """Map each process in a service's cgroup to the label of that service. Blocks."""
+    def look(self) -> Look:
+        """Take a pass. Blocks for some 30 microseconds per process."""
         end = mark("", self._base)
-        return {pid: name.removesuffix(end) for pid, name in job_cgroups.members(end).items()}
+        caged = {pid: name.removesuffix(end) for pid, name in job_cgroups.members(end).items()}
+        census = proc.census(MARK, caged)
+        return Look(census.processes, census.children, census.marked, caged)
+
+    def _all(self, look: Look, *more: tuple[str, ProcessRecord]) -> tuple[dict[int, Verdict], dict[str, set[int]]]:
+        """Attribute all processes, and map each label to those that carry its mark."""
+        records = [*self.records(), *more]
+        marked = {label: look.marked.get(mark(label, self._base), set()) for label, _ in records}
+        return kinship(look.processes, records, look.caged, marked), marked
 
     def members(self, look: Look, label: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> Members:
         """Find living processes of a service: proven, marked, in ``known``, or descending from those.
@@ -308,12 +311,13 @@ class Ownership:
         changes nothing.
         """
         processes = look.processes
-        records = [*self.records(), (label, traces), (label, ProcessRecord(kin=list(known)))]
-        marked = {each: look.marked.get(mark(each, self._base), ()) for each, _ in records}
-        found = kinship(processes, records, look.caged, marked)
-        roots = {pid for pid in marked[label] if not _is_anothers(found.verdicts.get(pid), label)}
-        mine = found.of(label)
-        mine |= {pid for pid in proc.descent(look.children, roots) if not _is_anothers(found.verdicts.get(pid), label)}
+        verdicts, marked = self._all(look, (label, traces), (label, ProcessRecord(kin=list(known))))
+
+        def is_open(pid: int) -> bool:
+            return verdicts.get(pid) in (label, Unproven.FOREIGN, Unproven.ORPHAN)
+
+        mine = {pid for pid, verdict in verdicts.items() if verdict == label}
+        mine |= set(filter(is_open, proc.descent(look.children, filter(is_open, marked[label]))))
         mine -= {1, os.getpid()}
         if traces.known is not None and traces.is_guest:
             mine.discard(traces.known[0])
@@ -321,7 +325,7 @@ class Ownership:
         oldest_last = sorted(living, key=lambda each: (each.start_ticks, each.pid != each.session), reverse=True)
         leads = {each.session: each for each in oldest_last if each.session not in processes or each.session in mine}
         carriers = set().union(*look.marked.values())
-        unknown = [pid for pid, verdict in found.verdicts.items() if verdict is Unproven.ORPHAN and pid not in carriers]
+        unknown = [pid for pid, verdict in verdicts.items() if verdict is Unproven.ORPHAN and pid not in carriers]
         leaving = [processes[pid].identity for pid in unknown if processes[pid].is_alive and proc.is_leaving(pid)]
         return Members([each.identity for each in living], list(leads.values()), leaving)
 
@@ -331,15 +335,12 @@ class Ownership:
         With ``of_jobs`` those of users of jobs, else those of root and of operators, who may have started them. A
         process with the mark of a service belongs to that service.
         """
-        processes = look.processes
-        records = list(self.records())
-        marked = {label: look.marked.get(mark(label, self._base), ()) for label, _ in records}
-        found = kinship(processes, records, look.caged, marked)
+        verdicts, marked = self._all(look)
         claimed = set().union(*(pids for label, pids in marked.items() if not is_script_label(label)))
         orphans = [
             each.identity
-            for pid, each in processes.items()
-            if found.verdicts[pid] is Unproven.ORPHAN
+            for pid, each in look.processes.items()
+            if verdicts[pid] is Unproven.ORPHAN
             and pid not in claimed
             and each.is_alive
             and each.start_ticks >= since
@@ -347,6 +348,8 @@ class Ownership:
         ]
         leaving = {identity for identity in orphans if proc.is_leaving(identity[0])}
         return Members([identity for identity in orphans if identity not in leaving], [], leaving)
+
+    # --- one process ------------------------------------------------------------------------------------------------
 
     def attribute(self, each: proc.Stat, hunted: Collection[Verdict] = ()) -> Verdict:
         """Attribute an orphan that has exited and is not reaped yet.
@@ -356,10 +359,7 @@ class Ownership:
         for label, traces in self.records():
             if label in hunted and each.session in traces.numbers():
                 return label
-        near = self._near(each)
-        return kinship(near, self.records(), {}, wanted=[each.pid]).verdicts.get(each.pid, Unproven.FOREIGN)
-
-    # --- one process ------------------------------------------------------------------------------------------------
+        return kinship(self._near(each), self.records(), {}, wanted=[each.pid]).get(each.pid, Unproven.FOREIGN)
 
     def verdict(self, each: proc.Stat) -> Verdict:
         """Attribute one process by proof."""
@@ -368,12 +368,16 @@ class Ownership:
             return own  # the strongest evidence, for which no other service is looked at
         near = self._near(each)
         caged = {pid: label for pid in near if (label := self.label_of(pid)) is not None}
-        return kinship(near, self.records(), caged, wanted=[each.pid]).verdicts[each.pid]
+        return kinship(near, self.records(), caged, wanted=[each.pid])[each.pid]
 
-    def other_leader(self, each: proc.Stat) -> proc.Stat | None:
-        """Return the living leader of the session of a process; None if that process leads it, or none is left."""
+    def leads_session(self, each: proc.Stat, tie: Tie, label: str) -> bool:
+        """Return True if the session of a service's process began with it or with another process of the service."""
+        if tie is not Tie.OWNED and not (tie is Tie.SHARED and each.pid == each.session):
+            return False
         leader = proc.stat(each.session)
-        return leader if leader is not None and leader.is_alive and leader.identity != each.identity else None
+        if leader is None or not leader.is_alive or leader.identity == each.identity:
+            return True
+        return self.verdict(leader) == label
 
     def tie(self, each: proc.Stat, label: str, job: str, traces: ProcessRecord, pidfile: Pidfile) -> tuple[Tie, str]:
         """Relate a process to the service of ``job`` whose ``pidfile`` names it; explain ``Tie.NONE``. Blocks."""
@@ -426,7 +430,7 @@ class Ownership:
         Any process qualifies, because monit uses patterns to find processes of other origin. A start program that still
         runs as a script is the last choice.
         """
-        seen = look(self)
+        seen = self.look()
         processes = seen.processes
         living = [pid for pid, each in processes.items() if each.is_alive and pid not in (1, os.getpid())]
         fitting = [pid for pid, line in proc.command_lines(living).items() if pattern.search(line)]
@@ -434,7 +438,7 @@ class Ownership:
             return None
         members = self.members(seen, label, traces)
         ours = {pid for pid, _ in members.identities}
-        verdicts = kinship(processes, self.records(), seen.caged, wanted=fitting).verdicts
+        verdicts = kinship(processes, self.records(), seen.caged, wanted=fitting)
         others = set().union(*seen.marked.values())
         scripts = {pid for pid in fitting if verdicts[pid] == script_label(job)}
         ties = dict.fromkeys(scripts, Tie.SHARED) | dict.fromkeys(ours, Tie.OWNED)
@@ -458,23 +462,6 @@ class Ownership:
         known = {traces.known[0] for _, traces in self.records() if traces.known and sessions & traces.numbers()}
         more = (sessions | known) - found.keys()
         return found | {pid: one for pid in more if (one := proc.stat(pid)) is not None}
-
-
-class Look(proc.Census, frozen=True):
-    """A census with the service of each process that is in a cgroup of one."""
-
-    caged: Mapping[int, str]
-
-
-def look(ownership: Ownership) -> Look:
-    """Take a pass. Blocks for some 30 microseconds per process."""
-    caged = ownership.caged()
-    census = proc.census(MARK, caged)
-    return Look(census.processes, census.children, census.marked, caged)
-
-
-def _is_anothers(verdict: Verdict | None, label: str) -> bool:
-    return verdict in (None, Unproven.AGENTS) or (isinstance(verdict, str) and verdict != label)
 
 
 def is_job_user(user: int | None) -> bool:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from agent_shim.host import proc
-from agent_shim.supervisor.process_record import Pidfile, ProcessRecord, read
+from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecord, read
 
 PROCESS, PROGRAM = (7, 70), (8, 80)
 

@@ -1,0 +1,281 @@
+"""Processes that services leave behind: ended, with proof that none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from functools import partial
+from typing import Final
+
+from agent_shim.core.errors import HostError
+from agent_shim.host import clock, job_cgroups, proc, process, reaper
+from agent_shim.supervisor.ownership.evidence import (
+    Left,
+    Look,
+    Members,
+    Ownership,
+    Records,
+    Unproven,
+    Verdict,
+    is_job_user,
+    kinship,
+    left,
+)
+from agent_shim.supervisor.ownership.process_record import Identity, ProcessRecord
+from agent_shim.supervisor.plan import ProcessSpec
+
+logger = logging.getLogger(__name__)
+
+KILL_ROUNDS: Final = 3
+"""Rounds of KILL: a process forked during one round is found in the next."""
+MAX_PROOF_PASSES: Final = 40
+"""Passes tried for one during which no process of the service ends."""
+QUICK_PROOF_PASSES: Final = 10
+"""Passes without a pause between them; PROOF_PAUSE_S precedes each of the others."""
+PROOF_PAUSE_S: Final = 0.05
+MAX_REAPING_TURNS: Final = 100
+"""Turns of the event loop that reap orphans after a pass; more can exit at the same time."""
+EXIT_WAIT_S: Final = 0.25
+"""Seconds that remaining processes of an exited process have before they are signalled."""
+NAMELESS: Final = Left(0, 0, "processes that exit before they can be listed")
+
+
+class Remains:
+    """Searches all processes of the machine for those of the services that ``ownership`` knows."""
+
+    def __init__(self, ownership: Ownership) -> None:
+        self.ownership = ownership
+        self.killed: set[str] = set()
+        """Labels of services with processes that had to be killed, since the caller last cleared it."""
+        self._pass: asyncio.Future[Look] | None = None
+        self._passing = asyncio.Lock()
+        self._ended: Counter[Verdict] = Counter()
+        """Exited orphans by owner."""
+        self._counts_since = 0
+        """First tick of the count."""
+        self._attentive = 0
+        """Blocks of ``_attending`` at work."""
+        self._hunted: set[Verdict] = set()
+        """Owners whose process groups are killed when an orphan of theirs exits."""
+
+    def count(self, records: Callable[[], Records]) -> None:
+        """Track the services of ``records``, whose orphans come to this process from now on."""
+        self.ownership.records = records
+        self._counts_since = clock.boot_ticks()
+
+    # --- finding ----------------------------------------------------------------------------------------------------
+
+    async def look(self) -> Look:
+        """Take a pass over all processes that starts after this call; concurrent callers share one."""
+
+        async def take() -> Look:
+            async with self._passing:
+                self._pass = None  # Later callers need a later pass.
+                return await asyncio.to_thread(self.ownership.look)
+
+        if self._pass is None:
+            self._pass = asyncio.ensure_future(take())
+        return await asyncio.shield(self._pass)
+
+    async def record_descendants(self) -> None:
+        """Record the processes proven to belong to services now: their proof may exit."""
+        records = [(label, traces) for label, traces in self.ownership.records() if not traces.is_caged]
+        if any(traces.known or traces.kin for _, traces in records):
+            seen = await self.look()
+            verdicts = await asyncio.to_thread(kinship, seen.processes, list(self.ownership.records()), seen.caged)
+            for label, traces in records:
+                living = (seen.processes[pid] for pid, verdict in verdicts.items() if verdict == label)
+                traces.see_kin(each.identity for each in living if each.is_alive)
+
+    async def members(self, label: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
+        """List living processes of the service, including ``known`` and their descendants."""
+        return (await self._members(label, traces, known)).identities
+
+    async def _members(self, label: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> Members:
+        found = await asyncio.to_thread(self.ownership.members, await self.look(), label, traces, list(known))
+        for each in found.leads:
+            traces.widen(each)
+        return found
+
+    async def strays(self, since: int) -> list[Left]:
+        """List orphans of an unknown job since the tick ``since``; an empty list is proven as in ``sweep``."""
+
+        async def find() -> Members:
+            return await asyncio.to_thread(self.ownership.strays, await self.look(), since)
+
+        return await self._proven(find, since, [Unproven.ORPHAN])
+
+    async def doubtful(self, since: int) -> str:
+        """Describe orphans of root and of operators since the tick ``since``; "" without any.
+
+        Without a cgroup a job's process that forked twice in a new session and wiped its environment is one of these.
+        """
+        found = await asyncio.to_thread(self.ownership.strays, await self.look(), since, of_jobs=False)
+        named = await asyncio.to_thread(left, found.identities)
+        return f"stopped, but may have started {', '.join(map(str, named))}" if named else ""
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    async def clear(self, label: str, traces: ProcessRecord, grace: float) -> None:
+        """End remaining processes of the service's last run: they may hold a port or lock that the next run needs.
+
+        Raises ``HostError`` if some survive.
+        """
+        cage = self.ownership.cage(label)
+        give_up_at = time.monotonic() + EXIT_WAIT_S
+        while True:
+            caged = await asyncio.to_thread(cage.members)
+            if not (caged if traces.is_caged else await self.members(label, traces, caged)):
+                return
+            if time.monotonic() > give_up_at:
+                break
+            await asyncio.sleep(process.POLL_S)
+        if alive := await self.sweep(label, traces, caged, grace, is_usual=True):
+            raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, alive))}")
+
+    async def sweep(
+        self, label: str, traces: ProcessRecord, known: Iterable[Identity], grace: float, *, is_usual: bool = False
+    ) -> list[Left]:
+        """Send TERM, and KILL after ``grace`` seconds, to all processes of the service; returns the survivors.
+
+        An empty result is proven by a pass that no process can outrun. ``is_usual`` keeps a kill out of ``killed``.
+        """
+        cage = self.ownership.cage(label)
+        ahead = await self.members(label, traces, known)
+        for sig, timeout in _rounds(grace):
+            if not ahead:
+                if not await self._left_over(label, traces, cage):
+                    return []
+                ahead = await self.members(label, traces)
+            pids = ", ".join(str(pid) for pid, _ in ahead) or NAMELESS.name
+            logger.info("%s: sending %s to remaining processes: %s", label, sig.name, pids)
+            is_kill = sig is signal.SIGKILL
+            with self._attending(label) if is_kill and not traces.is_caged else contextlib.nullcontext():
+                if is_kill:
+                    if not is_usual:
+                        self.killed.add(label)
+                    await asyncio.to_thread(cage.kill)
+                await _signal(ahead, sig, timeout)
+                ahead = await self.members(label, traces, ahead)
+        alive = await asyncio.to_thread(left, ahead)
+        return alive or await self._left_over(label, traces, cage)
+
+    async def sweep_strays(self, since: int, grace: float) -> list[Left]:
+        """End orphans of unknown jobs like ``sweep`` once all jobs are stopped; returns the survivors."""
+        strays = await self.strays(since)
+        for sig, timeout in _rounds(grace):
+            if not strays:
+                break
+            logger.warning("sending %s to orphans of jobs: %s", sig.name, ", ".join(map(str, strays)))
+            with self._attending(Unproven.ORPHAN) if sig is signal.SIGKILL else contextlib.nullcontext():
+                await _signal([stray.identity for stray in strays if stray is not NAMELESS], sig, timeout)
+                strays = await self.strays(since)
+        return strays
+
+    async def dismiss(self, spec: ProcessSpec) -> None:
+        """Remove the cgroup of a stopped service; the cgroup of a bpm process stays until its counters are read."""
+        if spec.start is not None and spec.start_call is None:
+            await asyncio.to_thread(self.ownership.cage(spec.label).remove)
+
+    # --- proof ------------------------------------------------------------------------------------------------------
+
+    async def _left_over(self, label: str, traces: ProcessRecord, cage: job_cgroups.JobCgroup) -> list[Left]:
+        """Return the remaining processes of a service after a pass found none; an empty list is proof.
+
+        The kernel answers for a cgroup.
+        """
+        give_up_at = time.monotonic() + process.KILL_TIMEOUT_S / KILL_ROUNDS
+        while not await asyncio.to_thread(cage.is_empty):
+            if (caged := await asyncio.to_thread(cage.members)) or time.monotonic() > give_up_at:
+                return await asyncio.to_thread(left, caged) or [NAMELESS]
+            await asyncio.sleep(process.POLL_S / 4)
+        if traces.is_caged or not traces.begun:
+            return []
+        return await self._proven(partial(self._members, label, traces), traces.begun, (label, Unproven.ORPHAN))
+
+    async def _proven(
+        self, find: Callable[[], Awaitable[Members]], since: int, owners: Collection[Verdict]
+    ) -> list[Left]:
+        """Return what ``find`` finds of the processes of ``owners`` since the tick ``since``; an empty list is proof.
+
+        A process that escapes every pass must start and exit. So a pass that finds none counts if meanwhile no orphan
+        of ``owners`` has exited or begun to. Orphans of an earlier agent do not come to this one: for its processes
+        several passes must suffice.
+        """
+        is_counted = process.takes_orphans and since >= self._counts_since
+        leaving: Collection[Identity] = ()
+        for number in range(MAX_PROOF_PASSES if is_counted else QUICK_PROOF_PASSES):
+            if number >= QUICK_PROOF_PASSES:  # on a busy machine orphans exit in bursts: let them pass
+                await asyncio.sleep(PROOF_PAUSE_S)
+            with self._attending():
+                before = [self._ended[owner] for owner in owners]
+                found, _, leaving = await find()
+                if found:
+                    return await asyncio.to_thread(left, found)
+                is_quiet = await _reap_all() and not leaving and before == [self._ended[owner] for owner in owners]
+                if is_counted and is_quiet:
+                    return []
+        return (await asyncio.to_thread(left, leaving) or [NAMELESS]) if is_counted else []
+
+    @contextlib.contextmanager
+    def _attending(self, *hunted: Verdict) -> Iterator[None]:
+        """Count the orphans that exit during the block, and kill the groups of those of ``hunted`` owners.
+
+        At other times an orphan costs only its reaping: a job can leave thousands a second.
+        """
+        self._hunted.update(hunted)
+        if not self._attentive:
+            reaper.heirs.append(self._has_ended)
+        self._attentive += 1
+        try:
+            yield
+        finally:
+            self._attentive -= 1
+            if not self._attentive:
+                reaper.heirs.remove(self._has_ended)
+            self._hunted.difference_update(hunted)
+
+    def _has_ended(self, orphan: proc.Stat) -> None:
+        verdict = self.ownership.attribute(orphan, self._hunted)
+        self._ended[verdict] += 1
+        if verdict in self._hunted and (verdict is not Unproven.ORPHAN or is_job_user(proc.user(orphan.pid))):
+            process.kill_group_of(orphan)
+
+
+def _rounds(grace: float) -> list[tuple[signal.Signals, float]]:
+    """Return the signals to remaining processes, each with the seconds for its effect."""
+    return [(signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS]
+
+
+async def _signal(processes: Collection[Identity], sig: signal.Signals, timeout: float) -> None:
+    """Signal processes, each only if it still has its start time, and wait until all have exited.
+
+    In a thread: a job may have thousands.
+    """
+
+    def send() -> None:
+        for each in processes:
+            process.send(each, sig)
+
+    def living() -> list[Identity]:
+        found = (proc.stat(pid) for pid, _ in processes)
+        return [one.identity for one in found if one is not None and one.is_alive and one.identity in processes]
+
+    give_up_at = time.monotonic() + timeout
+    await asyncio.to_thread(send)
+    while (processes := set(await asyncio.to_thread(living))) and time.monotonic() <= give_up_at:  # noqa: ASYNC110 - not children
+        await asyncio.sleep(process.POLL_S / 4)
+
+
+async def _reap_all() -> bool:
+    """Reap the orphans that have exited: each counts. False if they exit without end."""
+    for _ in range(MAX_REAPING_TURNS):
+        if not reaper.reap_some():
+            return True
+        await asyncio.sleep(0)
+    return False
