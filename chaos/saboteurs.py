@@ -461,9 +461,9 @@ JOBS: Final = (
     Saboteur(
         "S-07",
         "looks for nothing that is left after a stop",
-        "agent_shim/supervisor/ctl_programs.py",
-        "        ahead = await self.members(name, traces, known)\n",
-        "        return []\n        ahead = await self.members(name, traces, known)\n",
+        "agent_shim/supervisor/ownership/remains.py",
+        "        ahead = await self.members(label, traces, known)\n",
+        "        return []\n        ahead = await self.members(label, traces, known)\n",
         "processes of the job are left|still there after a stop",
     ),
     Saboteur(
