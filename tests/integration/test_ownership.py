@@ -231,7 +231,8 @@ async def test_a_process_of_root_that_a_stop_cannot_attribute_is_told(
     world: World, cgroups_or_not: cgroups.Tree | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It forked twice in a new session without its environment: with cgroups it ends, without an alert names it."""
-    monkeypatch.setattr("agent_shim.supervisor.ownership.is_job_user", lambda _: False)
+    for module in ("evidence", "remains"):
+        monkeypatch.setattr(f"agent_shim.supervisor.ownership.{module}.is_job_user", lambda _: False)
     child = world.base / "child"
     start = f"exec {program('escape.py', '$pidfile', child)}"
     async with world.supervising(world.job("web", start)) as supervisor:
