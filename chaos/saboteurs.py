@@ -11,6 +11,7 @@ from typing import Final
 from chaos.sabotage import RAN, Saboteur
 
 NATS: Final = "agent_shim/edges/bus/nats.py"
+LINK: Final = "agent_shim/edges/bus/link.py"
 _OF_A_REPLY: Final = '        begun_at, task_id = time.monotonic(), ""\n'
 """First statement of each reply to a request."""
 
@@ -162,7 +163,7 @@ NETWORK: Final = (
         "N-06",
         "pauses without jitter",
         NATS,
-        "        return random.uniform(most / 5 if most < self.longest else most / 2, most) * _slowdown(slow)  # noqa: S311\n",
+        "        return random.uniform(most / 5 if most < self.longest else most / 2, most) * min(1 + slow, 3)  # noqa: S311\n",
         "        return most\n",
         "of them tried within a second",
     ),
@@ -195,23 +196,23 @@ NETWORK: Final = (
     Saboteur(
         "N-10",
         "ends the process on a protocol error",
-        NATS,
-        "    async def _process_op_err(self, e: Exception) -> None:\n",
-        "    async def _process_op_err(self, e: Exception) -> None:\n        raise SystemExit(70)\n",
+        LINK,
+        "    async def _closed(self) -> None:\n",
+        "    async def _closed(self) -> None:\n        raise SystemExit(70)\n",
         "I1: the agent ended|stayed away",
     ),
     Saboteur(
         "N-11",
         "waits on the event loop until the server takes what is sent",
-        NATS,
-        "        if self._commands_bytes + self._wire.backlog > MAX_BACKLOG_BYTES:\n",
-        "        while self._commands_bytes + self._wire.backlog > 1 << 16:\n            time.sleep(0.01)\n        if self._commands_bytes + self._wire.backlog > MAX_BACKLOG_BYTES:\n",
+        LINK,
+        "        if self._client.pending_data_size + self.wire.backlog > MAX_BACKLOG_BYTES:\n",
+        "        while self.wire.backlog > 1 << 16:\n            __import__('time').sleep(0.01)\n        if self._client.pending_data_size + self.wire.backlog > MAX_BACKLOG_BYTES:\n",
         "no pong within|not within|RpcTimeout|I1: the agent ended",
     ),
     Saboteur(
         "N-12",
         "asks for names on the event loop",
-        NATS,
+        LINK,
         'in await run_in_daemon_thread(ask, f"look up {host}")}',
         "in ask()}",
         "a restart meanwhile|the metrics say otherwise|heartbeat",
@@ -227,7 +228,7 @@ NETWORK: Final = (
     Saboteur(
         "N-14",
         "publishes to subjects of any length",
-        NATS,
+        LINK,
         "if len(name) > MAX_SUBJECT_BYTES:",
         "if not name:",
         "the link was given up|no pong",

@@ -19,15 +19,13 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-from agent_shim.core import lean_imports
+import httptools
+
 from agent_shim.host import guarded, network
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit.ast import NET_TIMEOUT, Connection, Echo, Protocol
 from agent_shim.supervisor.monit.rules import DIGESTS
-
-with lean_imports.without(empty=["httptools.parser.url_parser"]):  # 0.1 MB: the daemon parses no URL with it
-    import httptools
 
 Address: TypeAlias = tuple[Any, ...] | str
 """Address in the form of the socket module: host and port, or a path."""

@@ -45,6 +45,7 @@ BROAD: Mapping[str, str] = {
     "host.daemon_thread": "whatever the work raises is raised where it is waited for",
     "actions.dispatch": "a bug in an action becomes an exception reply, not the end of the agent",
     "core.keep_running": "a part of the agent that fails disturbs no other",
+    "core.lean_imports": "a library that fails with stand-ins is imported whole",
     "actions.tasks": "the lane outlives whatever a task raises",
 }
 """Modules that may catch any exception; the line itself must also carry a comment."""

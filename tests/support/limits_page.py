@@ -9,7 +9,7 @@ from agent_shim import __name__ as package
 
 LIMITS: Final = (
     ("a reply over NATS", "core.wire.MAX_REPLY_BYTES", "it is cut, or replaced by an error, as by the Go agent"),
-    ("bytes that wait for a slow NATS server", "edges.bus.nats.MAX_BACKLOG_BYTES", "publishing fails"),
+    ("bytes that wait for a slow NATS server", "edges.bus.link.MAX_BACKLOG_BYTES", "publishing fails"),
     ("requests at a time", "edges.bus.nats.MAX_REQUESTS", "further ones are dropped and counted"),
     ("memory of requests at a time", "edges.bus.nats.MAX_REQUEST_BYTES", "further ones are dropped and counted"),
     ("polls of a task that are held", "actions.tasks.MAX_HELD", "further ones are answered at once"),

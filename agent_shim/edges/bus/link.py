@@ -1,0 +1,335 @@
+"""One connection to a NATS server with one subscription, by nats-py.
+
+The only module that uses nats-py. Its client reports itself connected although it has stopped reading or writing
+(an error in one of its tasks, an answer that came too late), so a connection that falls silent has ended too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import ssl
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+from urllib.parse import ParseResult, SplitResult
+
+from agent_shim.core import lean_imports
+from agent_shim.core.errors import BusError
+from agent_shim.core.settings import bus_address
+from agent_shim.core.wire import MAX_REPLY_BYTES
+from agent_shim.edges.bus import tls
+from agent_shim.host import clock, network
+from agent_shim.host.daemon_thread import run_in_daemon_thread
+
+# 14 MB: for websockets, JetStream and its version.
+lean_imports.preload("nats.aio.client", "aiohttp", "multidict", "nats.js", "importlib.metadata")
+from nats import errors as nats_errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.aio.transport import Transport
+
+DEFAULT_PORT: Final = 4222
+NEVER_S: Final = 10 * 365 * 24 * 3600
+"""Turns off the timers of nats-py."""
+
+MAX_SUBJECT_BYTES: Final = 1024
+"""nats-server closes a connection that sends a line of more than 4096 characters (max_control_line)."""
+MAX_UNREAD_BYTES: Final = 64 * 1024 * 1024
+"""Bytes of a server without the end of a message or an answer to a ping; beyond that, the connection ends."""
+MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
+"""Bytes queued for a slow server; beyond that, publishing fails, as in nats.go."""
+
+GREETING: Final = b'INFO {"tls_required":true,"max_payload":%d}\r\n' % MAX_REPLY_BYTES
+"""Replaces the server's greeting, which comes before TLS and may be written by anyone on the way."""
+
+
+async def look_up(url: ParseResult | SplitResult) -> list[str]:
+    """Look up the addresses of a URL's host, in random order; raises ``OSError``."""
+    host = url.hostname or ""
+    if network.family_of(host):
+        return [host]
+    ask = partial(socket.getaddrinfo, host, url.port, type=socket.SOCK_STREAM)
+    found = {str(address[0]) for *_, address in await run_in_daemon_thread(ask, f"look up {host}")}
+    return random.sample(sorted(found), len(found))
+
+
+def host_port(url: str) -> str:
+    """Return host and port of an address, without its password."""
+    return bus_address(url).netloc.rpartition("@")[2] or "an unreadable address"
+
+
+class _Stream(asyncio.StreamReaderProtocol):
+    """Closes the connection when the server closes its half; TLS knows no half-closed state, and asyncio logs it."""
+
+    def __init__(self) -> None:
+        self.reader = asyncio.StreamReader()
+        super().__init__(self.reader)
+
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False
+
+
+class _Wire(Transport):
+    """TCP and then TLS of one connection.
+
+    nats-py's own looks names up in threads that delay the exit, believes what it reads before TLS, waits without a
+    deadline for a server that takes nothing, and when it closes waits 30 s for a dead one.
+    """
+
+    def __init__(self, on_end: Callable[[str], None]) -> None:
+        self._on_end = on_end
+        self._reader = asyncio.StreamReader()
+        self._pipe: asyncio.Transport | None = None
+        self._is_secure = False
+        self.has_greeted = False
+        """True if a server has sent anything: it is alive, whatever the outcome of the connection."""
+        self.peer = ""
+        """Address of the server."""
+        self.reads = 0
+        self.unread = 0
+        """Bytes received since the link last got a message or an answer to a ping."""
+
+    async def dial(self, url: SplitResult, timeout_s: float) -> None:
+        """Connect to the first address of a name that answers within ``timeout_s`` seconds; raises ``OSError``."""
+        addresses, loop = await look_up(url), asyncio.get_running_loop()
+        for number, address in enumerate(addresses, 1):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    self._pipe, stream = await loop.create_connection(_Stream, address, url.port or DEFAULT_PORT)
+                    self._reader = stream.reader
+            except OSError:
+                if number == len(addresses):
+                    raise
+            else:
+                self.peer = address
+                return
+
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+        """Return immediately: ``dial`` has connected."""
+
+    async def connect_tls(self, uri: str | ParseResult, ssl_context: ssl.SSLContext, *_: int, **__: int) -> None:
+        """Upgrade to TLS with a new reader, so that plaintext received earlier is not taken for the server's."""
+        assert self._pipe is not None
+        if self._pipe.is_closing():  # asyncio would wait for an answer
+            raise ConnectionResetError("the server has closed the connection")
+        stream, host = _Stream(), uri if isinstance(uri, str) else uri.hostname
+        loop = asyncio.get_running_loop()
+        self._pipe = await loop.start_tls(self._pipe, stream, ssl_context, server_hostname=host)
+        assert self._pipe is not None
+        stream.reader.set_transport(self._pipe)
+        self._reader = stream.reader
+        tls.check_server_name(self._pipe.get_extra_info("ssl_object"))
+        self._is_secure = True
+
+    async def readline(self) -> bytes:
+        """Read the next line of the handshake; news amid it are skipped."""
+        while True:
+            line = await self._reader.readline()
+            self.has_greeted = self.has_greeted or line != b""
+            if not line.startswith(b"INFO "):
+                return line
+            if not self._is_secure:
+                if b'"tls_required":true' not in line.replace(b" ", b""):
+                    raise nats_errors.SecureConnWantedError
+                return GREETING
+
+    async def read(self, buffer_size: int) -> bytes:
+        try:
+            data = await self._reader.read(buffer_size)
+        except OSError as exc:
+            self._on_end(str(exc) or type(exc).__name__)
+            raise
+        self.reads += 1
+        self.unread += len(data)
+        if not data or self.unread > MAX_UNREAD_BYTES:
+            self._on_end("a message has no end" if data else "the server has closed it")
+        return data
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that the server has not taken yet."""
+        return 0 if self._pipe is None else self._pipe.get_write_buffer_size()
+
+    def write(self, payload: bytes) -> None:
+        if self._pipe is not None:
+            self._pipe.write(payload)
+
+    def writelines(self, payload: list[bytes]) -> None:
+        self.write(b"".join(payload))
+
+    async def drain(self) -> None:
+        """Return immediately: ``Link.send`` bounds the backlog."""
+
+    def at_eof(self) -> bool:
+        return self._reader.at_eof()
+
+    def close(self) -> None:
+        """Close without a farewell, and drop what holds the memory of TLS."""
+        if self._pipe is not None:
+            self._pipe.abort()
+            self._pipe, self._reader = None, asyncio.StreamReader()
+            self._reader.feed_eof()
+
+    async def wait_closed(self) -> None:
+        """Return immediately: ``close`` aborts."""
+
+    def __bool__(self) -> bool:
+        """True before the connection too, otherwise nats-py replaces the transport with its own."""
+        return True
+
+
+class Link:
+    """One connection with its subscription, from handshake to close; never reused."""
+
+    def __init__(self, url: str, on_message: Callable[[Link, bytes], None], on_denied: Callable[[str], None]) -> None:
+        self.url = bus_address(url)
+        self.address = host_port(url)
+        self._given_url = url
+        self._on_message = on_message
+        self._on_denied = on_denied
+        self._denial: Exception | None = None
+        self._answers = 0
+        """Answered pings."""
+        self._messages = 0
+        self._subscription: Subscription | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.wire = _Wire(self.end)
+        self._client = Client()
+        # The one private name of nats-py: it has no parameter for a transport.
+        self._client._transport = self.wire  # noqa: SLF001
+
+    async def open(self, context: ssl.SSLContext, agent_id: str, dial_timeout_s: float) -> None:
+        """Connect and subscribe; returns once the server has confirmed the subscription."""
+        if not self.url.hostname:
+            raise BusError("the address must be nats://HOST:PORT, with a percent-encoded password")
+        await self.wire.dial(self.url, dial_timeout_s)
+        await self._client.connect(
+            [self._given_url],
+            error_cb=self._failed,
+            closed_cb=self._closed,
+            name=agent_id,
+            allow_reconnect=False,
+            connect_timeout=NEVER_S,
+            ping_interval=NEVER_S,
+            pending_size=-1,
+            flusher_queue_size=0,
+            tls=context,
+        )
+        if not self._client.is_connected:
+            raise BusError("the server does not answer like a NATS server")
+        self._subscription = await self._client.subscribe(f"agent.{agent_id}", cb=self._received)
+        await self.flushed(NEVER_S)
+        if self.is_over:
+            raise BusError(self._ended.result())
+
+    @property
+    def is_over(self) -> bool:
+        return self._ended.done()
+
+    async def over(self) -> str:
+        """Wait for the end of the connection; returns the reason."""
+        await asyncio.wait({self._ended})
+        return self._ended.result()
+
+    def end(self, why: str) -> None:
+        """Mark the connection as ended; the first reason counts, and the last word of the server more than that."""
+        if not self._ended.done():
+            told = self._client.last_error
+            self._ended.set_result(why if told in (None, self._denial) else str(told))
+
+    async def send(self, subject: str, data: bytes) -> None:
+        """Queue a message; raises ``BusError`` for one that the server would answer by closing the connection."""
+        if self.is_over:
+            raise BusError(self._ended.result())
+        name = subject.encode()
+        if name.split() != [name]:
+            raise BusError("a subject is one word")
+        if len(name) > MAX_SUBJECT_BYTES:
+            raise BusError(f"a subject of {len(name)} bytes would close the connection")
+        if len(data) > MAX_REPLY_BYTES:
+            raise BusError(f"a message of {len(data)} bytes exceeds the limit of a server, {MAX_REPLY_BYTES}")
+        if self._client.pending_data_size + self.wire.backlog > MAX_BACKLOG_BYTES:
+            raise BusError("the server does not accept data")
+        try:
+            await self._client.publish(subject, data)
+        except nats_errors.Error as exc:
+            raise BusError(str(exc)) from exc
+
+    async def flushed(self, timeout_s: float) -> bool:
+        """Wait until the server has processed all sent data, at most ``timeout_s`` seconds.
+
+        Returns False on a timeout or the end of the connection.
+        """
+        before, asked = self._answers, self._ask()
+        ends: set[asyncio.Future[Any]] = {asked, self._ended}
+        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return asked.done() and self._answers > before and not self.is_over
+
+    async def watch(self, interval: float, unanswered: int) -> None:
+        """Ping on the common beat; end the connection after so many intervals without an answer."""
+        silent = 0
+        await asyncio.sleep(clock.until_beat(interval))
+        while silent < unanswered:
+            answers, messages = self._answers, self._messages
+            self._ask()
+            await asyncio.sleep(clock.until_beat(interval))
+            is_deaf = self._subscription is not None and self._subscription.pending_msgs > 0
+            is_deaf = is_deaf and self._messages == messages
+            silent = silent + 1 if is_deaf or self._answers == answers else 0
+        self.end(f"no answer to {silent} pings")
+
+    async def close(self) -> None:
+        """Close the connection immediately."""
+        self.end("closed")
+        self.wire.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(Exception):
+            await self._client.close()
+
+    def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a task that ends with the connection."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _ask(self) -> asyncio.Task[None]:
+        """Send a ping after all queued data; returns what waits for the answer."""
+        return self.begin(self._round_trip(), "bus ping")
+
+    async def _round_trip(self) -> None:
+        """Wait for an answer without a timeout: nats-py stops reading when it gets an answer that is too late."""
+        before = self.wire.reads
+        try:
+            await self._client.flush(NEVER_S)
+        except nats_errors.Error as exc:
+            self.end(str(exc))
+        if self.wire.reads > before:  # nats-py returns at once when it has stopped reading
+            self._answers += 1
+            self.wire.unread = 0
+
+    async def _received(self, message: Msg) -> None:
+        self.wire.unread = 0
+        self._messages += 1
+        self._on_message(self, message.data)
+
+    async def _failed(self, exc: Exception) -> None:
+        """Take an error that nats-py reports. The others end the connection too, or harm nothing."""
+        text = str(exc).removeprefix("nats: ")
+        if text.startswith("permissions violation for publish"):
+            self._denial = exc
+            self._on_denied(text)
+        elif text.startswith("permissions violation"):
+            self.end(text)
+
+    async def _closed(self) -> None:
+        self.end("nats-py has closed it")
