@@ -7,7 +7,8 @@ files of several jobs against each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import graphlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple, cast
 
 import msgspec
@@ -257,22 +258,16 @@ def problems(files: Iterable[MonitFile]) -> list[Problem]:
     return found
 
 
-def _circles(depends: Mapping[str, list[str]]) -> list[list[str]]:
-    """Return circular dependencies, each in order; no two of them share a name."""
-    found: list[list[str]] = []
-    done: set[str] = set()
-    for start in depends:
-        path = {start: iter(depends[start])} if start not in done else {}
-        while path:
-            name, below = next(reversed(path.items()))
-            following = next(below, None)
-            if following is None:
-                path.popitem()
-                done.add(name)
-            elif following in path:
-                circle = list(path)[list(path).index(following) :]
-                if all(set(circle).isdisjoint(other) for other in found):
-                    found.append(circle)
-            elif following in depends and following not in done:
-                path[following] = iter(depends[following])
-    return found
+def _circles(depends: Mapping[str, list[str]]) -> Iterator[list[str]]:
+    """Yield circular dependencies, each in order from its first name; no two of them share a name."""
+    left = dict(depends)
+    while True:
+        try:
+            graphlib.TopologicalSorter(left).prepare()
+        except graphlib.CycleError as exc:
+            circle = exc.args[1][:0:-1]
+            first = circle.index(min(circle, key=list(depends).index))
+            yield circle[first:] + circle[:first]
+            left = {name: below for name, below in left.items() if name not in circle}
+        else:
+            return
