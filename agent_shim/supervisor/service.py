@@ -121,7 +121,9 @@ class Service:
         self._stopper: Process | None = None
         """The last stop program; it outlives its step if the file breaks meanwhile."""
         self._has_lived = False
+        """There may be processes: a stop runs the stop program."""
         self._stop = USUAL_STOP
+        """The last request to stop."""
         self._retry_at = 0.0
         self._least_delay = 0.0
         """Seconds before the next start at least, after one whose process may still appear."""
@@ -283,8 +285,7 @@ class Service:
 
     def is_void(self) -> bool:
         """True if the service is running and its pidfile, unless the agent wrote it, names no process."""
-        is_ours = self.spec.start_call is not None
-        return self.state is State.RUNNING and not is_ours and self._finder.is_void(self.spec)
+        return self.state is State.RUNNING and not self.spec.start_call and self._finder.is_void(self.spec)
 
     def doubt(self) -> None:
         """Take the process for absent, as monit does without a number in its pidfile."""

@@ -23,7 +23,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import clock, files, proc
 from agent_shim.host.process import Process
 from agent_shim.supervisor import plan
-from agent_shim.supervisor.bpm.runner import Bpm, MemoryKill
+from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.ownership.process_finder import Timing
@@ -192,19 +192,18 @@ class Supervisor:
         await self.bpm.used()  # never, on most instances
         while True:
             begun_at = time.monotonic()
-            for hog in await asyncio.to_thread(self.bpm.kill_hogs):
-                self._shared.notify(self._event_of(hog))
+            for kill in await asyncio.to_thread(self.bpm.kill_hogs):
+                label = plan.bpm_label(kill.job, kill.process)
+                names = [service.name for service in self._services.values() if service.spec.label == label]
+                used, limit = (f"{size / (1 << 20):.1f} MiB" for size in (kill.used, kill.limit))
+                what = f"process {kill.process} of job {kill.job}"
+                text = f"out of memory: {what} used {used}, its limit is {limit}: it was killed"
+                self._shared.notify(
+                    Event(names[0] if names else kill.process, "Resource limit matched", "restart", text)
+                )
             took = time.monotonic() - begun_at
             # A job can have thousands of processes for as long as it likes.
             await asyncio.sleep(max(clock.until_beat(MEMORY_PERIOD_S), took / MEMORY_SHARE))
-
-    def _event_of(self, hog: MemoryKill) -> Event:
-        label = plan.bpm_label(hog.job, hog.process)
-        names = [service.name for service in self._services.values() if service.spec.label == label]
-        used, limit = (f"{size / (1 << 20):.1f} MiB" for size in (hog.used, hog.limit))
-        what = f"process {hog.process} of job {hog.job}"
-        text = f"out of memory: {what} used {used}, its limit is {limit}: it was killed"
-        return Event(names[0] if names else hog.process, "Resource limit matched", "restart", text)
 
     async def close(self) -> None:
         """Release all processes alive, and save the state for the next agent."""

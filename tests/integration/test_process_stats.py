@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from agent_shim.host import proc
@@ -58,18 +56,6 @@ def _stat(pid: int) -> proc.Stat:
     found = proc.stat(pid)
     assert found is not None
     return found
-
-
-async def test_questions_in_a_row_get_the_same_share(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two readings within a moment would say little of either."""
-    monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 600)
-    async with world.supervising(world.job("web")) as supervisor:
-        await in_state(supervisor, "web", "running")
-        (first,) = supervisor.processes()
-        await asyncio.sleep(0.02)
-        (second,) = supervisor.processes()
-
-        assert first.cpu_total == second.cpu_total
 
 
 async def test_unmonitored_process_has_no_numbers(world: World) -> None:
