@@ -29,6 +29,9 @@ FAILED = pytest.StashKey[bool]()
 def pytest_configure(config: pytest.Config) -> None:
     """Undo the ignored SIGINT of a background run; every process that a test interrupts would inherit it."""
     process.default_signals()
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        # A path of a socket has 107 bytes.
+        config.option.basetemp = str(Path(config.option.basetemp).with_name(worker.removeprefix("gw")))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [GUARDED_START, os.environ.get("PYTHONPATH")]))
     # A slow machine fails no example. The daily tests try five times as many examples as the unit ring.
     hypothesis.settings.register_profile("daily", deadline=None)
@@ -122,14 +125,15 @@ def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 @pytest.fixture(autouse=True)
 def no_child_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Children of a test die with it; after a failure, so do all programs below its scratch directory."""
+    scratch = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     before = set(_children())
     yield
     for pid in set(_children()) - before:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    if FAILED in request.node.stash and "tmp_path" in request.fixturenames:
-        end_left(str(request.getfixturevalue("tmp_path")))
+    if scratch and FAILED in request.node.stash:
+        end_left(str(scratch))
 
 
 def _children() -> list[int]:
