@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from agent_shim.services.disks.service import Timeouts
-from tests.support.world import World
+from tests.support.volumes import HASTY
+from tests.support.world import World, write_settings
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +55,6 @@ async def test_a20_a_disk_comes_to_the_store_and_a_second_one_to_the_migration_t
     assert (world.paths.store.resolve(), world.paths.store_migration_target.resolve()) == (first, second)
 
 
-async def test_a20_an_unknown_disk_is_told(world: World) -> None:
-    assert (await world.error("mount_disk", "x")).endswith(
-        "Reading persistent disk settings: Persistent disk with volume id 'x' could not be found"
-    )
-
-
 async def test_a21_unmounting_says_what_it_found(world: World) -> None:
     await mounted(world, "disk-a")
 
@@ -90,8 +85,48 @@ async def test_a22_the_director_names_both_disks(world: World) -> None:
     assert await world.value("list_disk") == ["disk-b"]
 
 
-async def test_a22_without_two_disks_it_is_told(world: World) -> None:
-    assert " result: Migrating persistent disk: " in await world.error("migrate_disk")
+NOT_FOUND = "Persistent disk with volume id 'x' could not be found"
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "text"),
+    [
+        ("mount_disk", ["x"], f"Reading persistent disk settings: {NOT_FOUND}"),
+        ("unmount_disk", ["x"], f"Getting persistent disk settings: {NOT_FOUND}"),
+        ("migrate_disk", [], "Migrating persistent disk: no disk is on "),
+        (
+            "add_dynamic_disk",
+            ["x", "/does/not/exist"],
+            "Setting up dynamic disk: Timed out resolving device path for x: ",
+        ),
+        ("remove_dynamic_disk", ["../x"], "Setting up dynamic disk: "),
+        (
+            "update_settings",
+            [{"disk_associations": [{"name": "d", "cid": "x"}]}],
+            f"Fetching disk settings: {NOT_FOUND}",
+        ),
+    ],
+)
+async def test_errors_read_as_those_of_the_go_agent(world: World, method: str, arguments: list[Any], text: str) -> None:
+    world.agent.disks._timeouts = HASTY
+
+    assert text in await world.error(method, *arguments)
+
+
+async def test_settings_are_read_again_for_each_request(world: World) -> None:
+    """A CPI that attaches live writes them just before."""
+    base = world.paths.base.parent
+    write_settings(base, disks={"persistent": {"disk-a": volume(world, "disk-a")["path"]}})
+
+    assert await world.value("mount_disk", "disk-a") == {}
+    associations = [{"name": "data", "cid": "disk-a"}]
+    assert await world.value("update_settings", {"disk_associations": associations}) == "ok"
+    assert (world.paths.instance_disks / "data").readlink() == base / "volumes/disk-a"
+
+    (base / "settings-source.json").unlink()
+    world.paths.settings_cache.unlink()
+    for method, arguments in (("list_disk", []), ("mount_disk", ["disk-a"])):
+        assert "Refreshing the settings: cannot read settings from " in await world.error(method, *arguments)
 
 
 @pytest.mark.parametrize(

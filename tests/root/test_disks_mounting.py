@@ -62,9 +62,7 @@ KINDS = pytest.mark.parametrize("make", [mount_tmpfs, ext4, overlay, subpath])
 
 
 def by_mounts(scratch: Path) -> Instance:
-    instance = Instance(scratch, bind=True, system=True)
-    instance.disks._places._binds = None
-    return instance
+    return Instance(scratch, bind=None, system=True)
 
 
 def by_links(scratch: Path) -> Instance:
@@ -281,7 +279,7 @@ async def test_the_disk_that_is_copied_can_only_be_read(tmp_path: Path) -> None:
             said.append(errno.errorcode[exc.errno or 0])
         raise HostError("cut off")
 
-    instance.disks._copy = copy
+    instance.copy = copy
     with pytest.raises(HostError, match="cut off"):
         await instance.disks.migrate("a", "b")
 

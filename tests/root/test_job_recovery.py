@@ -106,18 +106,6 @@ async def test_restart_in_place(pod: Pod, prefix: tuple[str, ...]) -> None:
     assert pod.vcap.joinpath("jobs/web").readlink().is_relative_to("/var/vcap/data/jobs/web")
 
 
-async def test_restart_again_and_again(pod: Pod) -> None:
-    """Each time the same."""
-    await with_a_disk(pod)
-    await deploy(pod, "web")
-    events(pod)
-
-    for _ in range(3):
-        await pod.restart()
-        await pod.until("running")
-        assert events(pod) == ["pre-start web", "web"]
-
-
 async def test_reboot_with_the_root_file_system(pod: Pod) -> None:
     """As on a machine: no pre-start, nothing of the old run directory, the disk first."""
     pod.keeps_root = True
@@ -194,35 +182,6 @@ async def test_disk_that_comes_late(pod: Pod) -> None:
 
     await pod.until("running")
     assert (pod.scratch / "container-2/late/events").read_text().splitlines() == ["pre-start web", "web"]
-
-
-async def test_second_container_on_the_same_volumes(pod: Pod, tmp_path: Path) -> None:
-    """It waits, off the bus, and takes over when the first one is gone."""
-    await with_a_disk(pod)
-    await deploy(pod, "web")
-    events(pod)
-    (tmp_path / "twin").mkdir()
-    twin = Pod(tmp_path / "twin", pod.server, pod.director)
-    for name in ("data", "blobs", "disks"):
-        files.swap_link(pod.scratch / name, twin.scratch / name)
-    twin.disks = pod.disks
-    try:
-        twin.start_container()
-        twin.exec_agent()
-        await until(lambda: "waiting until another agent ends" in twin.log)
-        assert f"/var/vcap/data is in use by agent {AGENT} on " in twin.log
-        assert not (twin.vcap / "store").exists()
-        written = sorted(path.name for path in (twin.vcap / "bosh").glob("*.json"))
-        assert written == ["agent.json", "warden-cpi-agent-env.json"]
-        assert events(pod) == []
-        await pod.run("stop")
-        pod.kill()
-
-        await until(lambda: "boot step jobs that ran before" in twin.log)
-        await pod.director.wait_until_ready(AGENT, timeout=30)
-        assert await twin.run("list_disk") == ["disk-1"]
-    finally:
-        twin.kill()
 
 
 async def test_second_container_with_a_volume_of_its_own_and_our_disk(pod: Pod, tmp_path: Path) -> None:

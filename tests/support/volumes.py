@@ -202,7 +202,15 @@ class Instance:
     ``bind``: disks reach their places by mounts; ``persistent``: their description in the settings.
     """
 
-    def __init__(self, scratch: Path, *, bind: bool, copy: Copy | None = copy_here, system: bool = False) -> None:
+    def __init__(
+        self, scratch: Path, *, bind: bool | None, copy: Copy | None = copy_here, system: bool = False
+    ) -> None:
+        """``bind`` None has the agent find out; ``copy`` None has a worker copy."""
+        self.holder: Callable[[Path], str] = lambda _: ""
+        """Returns the other agent that holds a volume."""
+        self.released: list[Path] = []
+        """The private directories of volumes that this agent has given back."""
+        self.timeouts = HASTY
         self.scratch = scratch
         self.paths = Paths() if system else Paths(scratch / "vcap")
         self.bind = bind
@@ -224,13 +232,19 @@ class Instance:
 
     def start_agent(self) -> None:
         """A new process, which remembers nothing."""
+
+        async def copy(*what: Any) -> None:
+            await (self.copy or in_worker)(*what)
+
         self.disks = Disks(
             self.paths,
             self.effective,
             lambda: self.id,
             lambda: self.of_jobs,
-            copy=self.copy or in_worker,
-            timeouts=HASTY,
+            hold=lambda directory: self.holder(directory),  # noqa: PLW0108 - a test changes it
+            release=self.released.append,
+            copy=copy,
+            timeouts=self.timeouts,
         )
         self.disks._places._binds = self.bind
 
