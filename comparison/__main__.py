@@ -13,9 +13,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +33,8 @@ PROPERTIES: Final = Path(__file__).with_name("properties.yml")
 """Properties of public jobs that have no default and cannot be guessed."""
 WORLDS: Final = ("go", "shim")
 LIFE_LIMIT_S: Final = 1500
+LOOK_S: Final = 0.5
+INTERRUPTED: Final = threading.Event()
 KINDS: Final = "equal, listed, difference, unplayed"
 TRIES: Final = 4
 """Lives of a job that does not run; each has more of what its scripts look for."""
@@ -99,10 +101,11 @@ def main() -> int:
 
 @contextmanager
 def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
-    """Begin no further life after an interrupt."""
+    """Begin no further life after an interrupt, and end those that are played."""
     try:
         yield
     finally:
+        INTERRUPTED.set()
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -124,6 +127,9 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             worlds = [pool.submit(live, world, made, cycle, place) for world in WORLDS]
         lives = [world.result() for world in worlds]
+        if INTERRUPTED.is_set():
+            shutil.rmtree(place)
+            return judge.Verdict(made.job, not_played="interrupted")
         verdict = judge.judge(made, *lives)
         said = "\n".join(path.read_text(errors="replace") for path in place.glob("go-*/*"))
         called = judge.tools(lives[0])
@@ -136,9 +142,10 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
     return verdict
 
 
-def _bpm() -> dict[str, str]:
-    """Return the programs of bpm's package, none without BPM."""
-    if not os.environ.get("BPM"):
+def _bpm(made: plan.Plan) -> dict[str, str]:
+    """Return the programs of bpm's package; none without BPM or for privileged processes, which need all rights."""
+    is_privileged = any((one.get("unsafe") or {}).get("privileged") for one in plan.processes(made.job))
+    if not os.environ.get("BPM") or is_privileged:
         return {}
     return {"bpm": os.environ["BPM"]} | {name: shutil.which(name) or name for name in ("runc", "tini")}
 
@@ -160,7 +167,7 @@ def live(kind: str, made: plan.Plan, cycle: int, place: Path) -> dict[str, Any]:
         if kind == "go":
             shutil.copy(os.environ["BOSH_AGENT"], scratch / "bosh-agent")
             shutil.copy(os.environ["MONIT"], scratch / "monit")
-            if programs := _bpm():
+            if programs := _bpm(made):
                 (scratch / "bpm").mkdir()
                 for program, found in programs.items():
                     shutil.copy(found, scratch / "bpm" / program)
@@ -170,10 +177,10 @@ def live(kind: str, made: plan.Plan, cycle: int, place: Path) -> dict[str, Any]:
             command = ["unshare", "--uts", "setpriv", f"--bounding-set={WITHOUT}", "env", *setting, *argv]
             with (scratch / "life.log").open("wb") as log:
                 playing = inside.popen(command, stdout=log, stderr=log, cwd=CODE)
-                try:
-                    playing.wait(LIFE_LIMIT_S)
-                except subprocess.TimeoutExpired:
-                    playing.kill()
+                give_up_at = time.monotonic() + LIFE_LIMIT_S
+                while playing.poll() is None:
+                    if INTERRUPTED.wait(LOOK_S) or time.monotonic() > give_up_at:
+                        playing.kill()
             if (inside.vcap / "monit/monit.log").exists():
                 shutil.copy(inside.vcap / "monit/monit.log", place / "go-monit.log")
             for path in inside.vcap.glob("data/sys/log/*/*"):

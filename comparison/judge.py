@@ -26,6 +26,12 @@ class Difference:
     go_alerts: str = ""
     """Alerts of the Go agent in the phase."""
     go_answer: str = ""
+    is_dependent: bool = False
+    """The service of the difference depends on another one."""
+    is_process_1: bool = False
+    """A script of the job writes process 1 into a pidfile."""
+    is_pending: bool = False
+    """The restart of the phase before had not ended in either world."""
 
     def __str__(self) -> str:
         return f"{self.phase}: {self.what}: {self.go or 'none'} | {self.shim or 'none'}  ({self.line})"
@@ -71,6 +77,9 @@ class Verdict:
         return f"{self.job}: {self.kind}{f': {reason}' if reason else ''}{shown}"
 
 
+OF_THE_PROGRAM: Final = "Copyright|as agent-shim|message$|not acted on$"
+FIGURES: Final = ("cpu", "memory usage", "swap usage")
+"""Lines of monit's texts that docs/monit-deviations.md lists for every job."""
 UNSTEADY_STATES: Final = 4
 """Changes of the state of a process at rest."""
 
@@ -104,6 +113,18 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
             )
         ),
     ),
+    ("process 1 in any pidfile", lambda one: one.is_process_1 and one.what.startswith("monit status Process")),
+    (
+        "a process that outlives the main process",
+        lambda one: one.phase in ("death", "port closed") and one.what.endswith("SIGTERM") and not one.go,
+    ),
+    (
+        "one thread: checks, starts and stops",
+        lambda one: (
+            (one.phase == "death" and one.what.startswith("alert") and one.is_dependent and not one.go)
+            or (one.phase == "agent restarted" and one.is_pending)
+        ),
+    ),
     ("a stop while a start is pending", lambda one: one.phase == "stop" and "errored" in one.go_answer),
 ]
 """Rows of docs/monit-deviations.md by how they begin, and the differences that are theirs."""
@@ -122,6 +143,13 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         if one.is_bpm and one.phase == "death" and one.what.endswith("SIGTERM"):
             continue  # the init of a process of bpm passes it on; the stand-in for bpm has none
         seen = lives[0].get(one.phase, {})
+        words = one.what.split()
+        one.is_dependent = any(
+            service.name in words and re.search(r"\bdepends\s+on\b", service.text) for service in made.services
+        )
+        one.is_process_1 = any(re.search(r"echo [\"']?1[\"']? *>", text) for text in made.job.files.values())
+        restarts = [life["monit restart"]["job_states"][-1:] for life in lives if "monit restart" in life]
+        one.is_pending = restarts == [["failing"]] * len(lives)
         one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
         one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
         (verdict.listed if one.allowed else verdict.differences).append(one)
@@ -138,6 +166,9 @@ def _obstacle(go: Phases, shim: Phases) -> str:
         return f"runs in neither world: {states}: {go.get('rest', {}).get('texts', {}).get('logs', '')[-200:]}".replace(
             "\n", " / "
         )
+    if all("rest" in life and life["rest"]["job_states"][-1:] != ["running"] for life in (go, shim)):
+        logs = go["rest"]["texts"].get("logs", "")[-200:]
+        return f"stays up in neither world: {logs}".replace("\n", " / ")
     return ""
 
 
@@ -168,7 +199,8 @@ def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
 def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each comparable fact of a phase and its value."""
     name = phase["name"]
-    yield "answer", re.sub(r"[0-9a-f-]{36}|\d+\.\d+", "…", phase["value"])[:200]
+    answer = re.sub(r"(Failed Jobs: [\w, -]+\.).*", r"\1", phase["value"], flags=re.DOTALL)  # this agent adds a reason
+    yield "answer", re.sub(r"[0-9a-f-]{36}|\d+\.\d+", "…", answer)[:200]
     yield "job state", "".join(phase["job_states"][-1:])
     if name in ("rest", "port closed", "port open again", "agent restarted"):
         yield "is failing meanwhile", str("failing" in phase["job_states"][1:])
@@ -203,9 +235,9 @@ def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
     for line in text.splitlines():
         title, _, value = (word.strip() for word in re.sub(r" {2,}", "\0", line.strip()).partition("\0"))
         if service := re.match(r"(\w+) '([^']*)'", line):
-            about = f" {service[1]} {service[2]}"
+            about = f" {service[1]} {re.sub('^system_.*', 'system', service[2])}"
             yield f"{command}{about}", value or "said"
-        elif title:
+        elif title and not re.match(OF_THE_PROGRAM, title) and not (about.startswith(" System") and title in FIGURES):
             shown = value if title in ("status", "monitoring status") else "said"
             yield f"{command}{about}: {re.sub(r'[0-9]+', 'N', title)}", shown
 

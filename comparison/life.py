@@ -313,11 +313,12 @@ class Life:
         await self.script("post-start")
         async with self.phase("rest") as phase:
             await self.settled(max(5, self.plan["cycles"] + 2) if has_run and self.plan["services"] else 1)
-            phase.texts |= {words: shell(f"/var/vcap/bosh/bin/{words}") for words in COMMANDS}
+            for words in COMMANDS:
+                phase.texts[words] = await asyncio.to_thread(shell, f"/var/vcap/bosh/bin/{words}")
             phase.texts["logs"] = "" if has_run else shell(f"tail -qn 3 /var/vcap/sys/log/{self.plan['job']}/*.log")
         for name, command in self.plan["acts"]:
             async with self.phase(name) as phase:
-                phase.value = shell(command)
+                phase.value = await asyncio.to_thread(shell, command)
                 await self.settled(max(3, self.plan["cycles"] + 2))
         if has_run and self.pidfiles:
             await self._trials(self.plan["trials"])
@@ -341,7 +342,7 @@ class Life:
         if "monit restart" in wanted and self.pidfiles:
             name = next(iter(self.pidfiles))
             async with self.phase("monit restart") as phase:
-                phase.value = shell(f"/var/vcap/bosh/bin/monit restart {name}")
+                phase.value = await asyncio.to_thread(shell, f"/var/vcap/bosh/bin/monit restart {name}")
                 await self.settled(3)
         if self.plan["ports"] and "port closed" in wanted:
             closed = VCAP / "packages/stand_in/closed"
@@ -374,7 +375,7 @@ class Life:
                 phase.value = str(await asyncio.wait_for(drained, SCRIPT_LIMIT_S))
         async with self.phase("stop") as phase:
             phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "stop"), 60 + 6 * self.cycle))
-        phase.texts["monit summary"] = shell("/var/vcap/bosh/bin/monit summary")
+        phase.texts["monit summary"] = await asyncio.to_thread(shell, "/var/vcap/bosh/bin/monit summary")
         phase.files = sorted(left())
         phase.texts["processes"] = "\n".join(sorted(stand_ins()))
 

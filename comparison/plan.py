@@ -19,6 +19,7 @@ from comparison.releases import Checkout, Job
 
 TOOLS: Final = ("curl", "jq", "openssl", "python3", "iptables", "ip6tables", "ipset", "nc", "rsync", "setpriv")
 """Programs beside those of a minimal Debian that are themselves in both worlds if this machine has them."""
+CAP_SYS_RESOURCE: Final = 24
 TRIALS: Final = ("death", "empty pidfile", "monit restart", "port closed", "agent restarted")
 STAND_IN: Final = "STAND_IN"
 STAND_IN_TEXT: Final = Path(__file__).with_name("stand_in.py").read_text()
@@ -104,6 +105,8 @@ class Plan:
 def plan(checkout: Checkout, job: Job) -> Plan:
     """Return what the life of a rendered job needs."""
     job = replace(job, files={path: _within_limits(text) for path, text in job.files.items()})
+    if any(one.get("capabilities") for one in processes(job)):
+        job = replace(job, files=job.files | {"config/bpm.yml": _within_capabilities(job.files["config/bpm.yml"])})
     made = Plan(job, list(_services(job.monit)))
     texts = {path: _expanded(text) for path, text in job.files.items()}
     for name in job.packages:
@@ -163,6 +166,17 @@ def _within_limits(text: str) -> str:
     text = re.sub(r"(ulimit\s+-[SH]?n\s+)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
     text = re.sub(r"(open_files['\"]?:\s*)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
     return re.sub(r"ulimit\s+-[SH]?[a-mo-z]+\s+\w+", "true", text)
+
+
+def _within_capabilities(text: str) -> str:
+    """Return a bpm.yml without the capabilities that this machine cannot give: runc starts no process with them."""
+    document = yaml.safe_load(text)
+    bounds = re.search(r"CapBnd:\s*(\w+)", Path("/proc/self/status").read_text())
+    held = int(bounds[1], 16) if bounds else 0
+    for one in document["processes"]:
+        asked = one.get("capabilities") or []
+        one["capabilities"] = [name for name in asked if name != "SYS_RESOURCE" or held >> CAP_SYS_RESOURCE & 1]
+    return yaml.safe_dump(document)
 
 
 def learn(made: Plan, said: str, called: Sequence[str]) -> bool:

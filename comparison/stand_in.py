@@ -172,7 +172,7 @@ def live(ports: list[Any]) -> None:
 
 def main() -> None:
     tool = "/usr/bin/" + os.path.basename(sys.argv[0])
-    if os.path.basename(tool) in ("curl", "jq", "openssl", "rsync") and os.path.exists(tool):
+    if os.path.basename(tool) in ("bash", "curl", "jq", "openssl", "rsync") and os.path.exists(tool):
         os.execv(tool, sys.argv)
     with open(HOME + "/plan.json") as file:
         plan = json.load(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,24 @@ def test_a_template_that_raises_is_an_error_with_its_line(tmp_path: Path) -> Non
 
     assert job.files == {}
     assert job.error == "templates/web.erb:2: this release needs more"
+
+
+def test_links_of_a_git_directory_are_followed(tmp_path: Path) -> None:
+    rendered(tmp_path, "shared")
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/shared.erb").write_text("from common")
+    (tmp_path / "jobs/web/templates/shared").symlink_to("../../../common")
+    spec = SPEC.replace("web.erb: config/web", "shared/shared.erb: config/web")
+    (tmp_path / "jobs/web/spec").write_text(spec)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], check=True)
+    for place in (tmp_path, tmp_path / ".git"):
+        job = next(job for job in Checkout(place).jobs({}, "PEM") if job.name == "web")
+        assert job.files["config/web"] == "from common"
+
+
+def test_an_optional_link_is_there_for_a_template_that_needs_it(tmp_path: Path) -> None:
+    template = "<% if_link('cache') { |one| @found = one.address } %><% raise 'needs it' unless @found %><%= @found %>"
+
+    assert rendered(tmp_path, template).files["config/web"] == ADDRESS

@@ -89,6 +89,14 @@ def test_scripts_are_lenient_where_nothing_else_is_left_to_try(tmp_path: Path) -
     assert not plan.learn(made, "", [])
 
 
+def test_a_process_of_bpm_asks_for_no_right_that_the_machine_lacks(tmp_path: Path) -> None:
+    bpm = "processes: [{name: web, executable: /web, capabilities: [NET_BIND_SERVICE, SYS_RESOURCE]}]"
+    asked = plan.processes(planned(tmp_path, job(**{"config/bpm.yml": bpm})).job)[0]["capabilities"]
+
+    bounds = int(re.findall(r"CapBnd:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
+    assert asked == ["NET_BIND_SERVICE"] + ["SYS_RESOURCE"] * (bounds >> plan.CAP_SYS_RESOURCE & 1)
+
+
 def phase(name: str, **members: Any) -> dict[str, Any]:
     """A phase of a life in which the job runs."""
     empty = {"value": "", "running_after": 1.0, "job_states": ["running"], "states": {"web": ["running"]}, "events": []}
@@ -138,6 +146,32 @@ def test_a_job_that_runs_in_neither_world_is_not_equal(tmp_path: Path) -> None:
 
     assert verdict.kind == "needs more than a stand-in"
     assert "runs in neither world" in verdict.not_played
+
+
+def test_a_job_that_stays_up_in_neither_world_is_not_equal(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, phase("rest", job_states=["running", "failing"]), phase("rest", job_states=["failing"]))
+
+    assert "stays up in neither world" in verdict.not_played
+
+
+def test_texts_of_monit_are_compared_without_their_figures(tmp_path: Path) -> None:
+    text = "0\nThe Monit daemon 5.2.5 uptime: {}m \n\nProcess 'web'\n  status          {}\n  children        {}\n"
+    go = phase("rest", texts={"monit status": text.format(1, "running", 2), "monit stop none": "1\nno such service\n"})
+    same = phase(
+        "rest", texts={"monit status": text.format(3, "running", 1), "monit stop none": "1\nno such service\n"}
+    )
+    other = phase("rest", texts={"monit status": text.format(1, "failed", 2), "monit stop none": "0\n"})
+
+    assert judged(tmp_path / "a", go, same).kind == "equal"
+    assert {one.what for one in judged(tmp_path / "b", go, other).differences} == {
+        "monit status Process web: status",
+        "code of monit stop none",
+        "monit stop none: no such service",
+    }
+
+
+def test_a_table_counts_the_verdicts_of_each_release(tmp_path: Path) -> None:
+    assert "| web-release | 1 |" in judge.counts([judged(tmp_path, phase("rest"), phase("rest"))])
 
 
 def test_a_job_that_runs_in_one_world_only_is_a_difference(tmp_path: Path) -> None:
