@@ -1,9 +1,16 @@
-"""Lines of one open log file: the latest, and the new ones since the last read."""
+"""A log file of a job, followed by its name: its latest lines, and those written since the last read.
+
+Users of jobs may write below ``sys/log`` and put any file there: no link is followed in any part of a path, and no pipe
+is waited for (``host.guarded``).
+"""
 
 from __future__ import annotations
 
 # Each call of ``bpm logs`` loads this: without typing.
+import errno
 import os
+from contextlib import suppress
+from itertools import chain
 
 from agent_shim.host import guarded
 
@@ -19,65 +26,117 @@ MAX_TAIL_BYTES: Final = 16 * 1024 * 1024
 
 
 class LogFile:
-    """An open log file; ``position`` is the offset of the next read."""
+    """The log at ``path`` below the directory ``root``; closed until :meth:`open`, and while there is no such file.
 
-    def __init__(self, descriptor: int, position: int) -> None:
-        self.descriptor = descriptor
-        self.position = position
-        self.rest = b""
+    An open file stays open: a renamed one is read to its end before the new one of its name, and a truncated one
+    (copytruncate) starts again.
+    """
+
+    def __init__(self, path: str, root: str) -> None:
+        self.path = path
+        self._root = root
+        self._descriptor = -1
+        self._place = 0
+        """Offset of the next read."""
+        self._rest = b""
         """Last line, still without a line break."""
 
     @property
-    def identity(self) -> tuple[int, int]:
-        known = os.fstat(self.descriptor)
-        return known.st_dev, known.st_ino
+    def is_open(self) -> bool:
+        return self._descriptor >= 0
 
+    def open(self, *, at_end: bool = True) -> bool:
+        """Open the file; False if it is missing. Raises ``OSError`` if it is refused."""
+        try:
+            self._descriptor = guarded.open_file(self.path, self._root)
+        except OSError as exc:
+            if exc.errno != errno.ENOENT:
+                raise
+            return False
+        self._place = os.fstat(self._descriptor).st_size if at_end else 0
+        return True
 
-def read(one: LogFile, allowed: int | None) -> Iterator[bytes]:
-    """Yield whole lines from the last position; skips and reports an excess over ``allowed`` bytes, skips holes."""
-    size = os.fstat(one.descriptor).st_size
-    if size < one.position:
-        one.position, one.rest = 0, b""
-    if allowed is not None and size - one.position > allowed:
-        left_out = size - one.position - allowed
-        yield one.rest + f"({left_out} bytes left out here: over the limit per second)".encode()
-        one.position, one.rest = size - allowed, b""
-    yield from _lines(one, size)
+    def close(self) -> None:
+        """Close the file."""
+        if self.is_open:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
+    def changed_at(self) -> float:
+        """Return the time of the last change of the open file."""
+        return os.fstat(self._descriptor).st_mtime
 
-def _lines(one: LogFile, end: int) -> Iterator[bytes]:
-    """Yield whole lines up to ``end`` and keep the start of the next one; long lines are split, holes skipped."""
-    for place, chunk in guarded.chunks(one.descriptor, one.position, end):
-        one.position = place + len(chunk)
-        *lines, one.rest = (one.rest + chunk).split(b"\n")
-        yield from lines
-        while len(one.rest) > MAX_LINE_BYTES:
-            yield one.rest[:MAX_LINE_BYTES]
-            one.rest = one.rest[MAX_LINE_BYTES:]
-    one.position = max(one.position, end)
+    def last(self, count: int) -> Iterator[bytes]:
+        """Yield the last ``count`` lines before the place of the next read, of at most ``MAX_TAIL_BYTES``."""
+        found = guarded.chunks(self._descriptor, self._begin_of_last(count), self._place)
+        yield from self._split(chain((chunk for _, chunk in found), [b""]))
 
+    def lines(self, allowed: int | None = None) -> Iterator[bytes]:
+        """Yield whole lines written since the last read; long ones are split.
 
-def last_lines(descriptor: int, size: int, count: int) -> Iterator[bytes]:
-    """Yield the last ``count`` lines of the first ``size`` bytes of a file, searched in at most ``MAX_TAIL_BYTES``."""
-    one = LogFile(descriptor, _begin_of_last(descriptor, size, count))
-    yield from _lines(one, size)
-    if one.rest:
-        yield one.rest
+        The first bytes of more than ``allowed`` are skipped, which a line reports.
+        """
+        yield from self._split(self.chunks(allowed))
 
+    def _split(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        for chunk in chunks:
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            if not chunk and self._rest:  # its file has ended
+                lines, self._rest = [self._rest], b""
+            yield from lines
+            while len(self._rest) > MAX_LINE_BYTES:
+                yield self._rest[:MAX_LINE_BYTES]
+                self._rest = self._rest[MAX_LINE_BYTES:]
 
-def _begin_of_last(descriptor: int, size: int, count: int) -> int:
-    lowest = max(0, size - MAX_TAIL_BYTES)
-    if not count or not size:
-        return size
-    wanted = count + (os.pread(descriptor, 1, size - 1) == b"\n")
-    at = size
-    while at > lowest:
-        begin = max(lowest, at - guarded.CHUNK_BYTES)
-        chunk = os.pread(descriptor, at - begin, begin)
-        place = len(chunk)
-        while (place := chunk.rfind(b"\n", 0, place)) >= 0:
-            wanted -= 1
-            if not wanted:
-                return begin + place + 1
-        at = begin
-    return lowest
+    def chunks(self, allowed: int | None = None) -> Iterator[bytes]:
+        """Yield the bytes written since the last read, without holes, and an empty chunk after the end of a file that
+        was renamed, removed or truncated. ``allowed`` as for :meth:`lines`.
+        """
+        if self.is_open:
+            yield from self._written(allowed)
+            if not self._is_another():
+                return
+            yield from self._written(allowed)
+            yield b""
+            self.close()
+        with suppress(OSError):
+            if self.open(at_end=False):
+                yield from self._written(allowed)
+
+    def _written(self, allowed: int | None) -> Iterator[bytes]:
+        size = os.fstat(self._descriptor).st_size
+        if size < self._place:
+            yield b""
+            self._place = 0
+        if allowed is not None and size - self._place > allowed:
+            yield b"(%d bytes left out here: over the limit per second)\n" % (size - self._place - allowed)
+            self._place = size - allowed
+        begin, self._place = self._place, size
+        for _, chunk in guarded.chunks(self._descriptor, begin, size):
+            yield chunk
+
+    def _is_another(self) -> bool:
+        """Return True if the name belongs to another file now, or to none."""
+        try:
+            found = guarded.status(self.path, self._root)
+        except OSError:
+            return True
+        return not os.path.samestat(found, os.fstat(self._descriptor))
+
+    def _begin_of_last(self, count: int) -> int:
+        size = self._place
+        lowest = max(0, size - MAX_TAIL_BYTES)
+        if not count or not size:
+            return size
+        wanted = count + (os.pread(self._descriptor, 1, size - 1) == b"\n")
+        at = size
+        while at > lowest:
+            begin = max(lowest, at - guarded.CHUNK_BYTES)
+            chunk = os.pread(self._descriptor, at - begin, begin)
+            place = len(chunk)
+            while (place := chunk.rfind(b"\n", 0, place)) >= 0:
+                wanted -= 1
+                if not wanted:
+                    return begin + place + 1
+            at = begin
+        return lowest

@@ -1,15 +1,10 @@
-"""Log files of jobs as one stream of lines, each with its source, across rotations.
-
-Users of jobs may write below ``sys/log``, so no link is followed in any part of a path. A followed file stays open: a
-renamed one is read to its end before the new one of that name starts, and a truncated one (copytruncate) starts again.
-"""
+"""Log files of jobs as one stream of lines, each with its source, across rotations."""
 
 from __future__ import annotations
 
 import errno
 import heapq
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +15,7 @@ from typing import Final, NamedTuple, TextIO
 from agent_shim.core import safetext
 from agent_shim.host import guarded
 from agent_shim.host.descriptors import closing
-from agent_shim.services.logs import log_file
+from agent_shim.services.logs.log_file import LogFile
 
 RATE_BYTES_PER_S: Final = 256 * 1024
 """Bytes per second of one file that reach a stream; the excess is skipped, and its size reported."""
@@ -86,7 +81,7 @@ class Follower:
         self._names = names
         self._rate = rate
         self._clock = clock
-        self._files: dict[str, log_file.LogFile] = {}
+        self._files: dict[str, LogFile] = {}
         self._crowded: set[str] = set()
         """Jobs reported to have more files than are followed."""
         self._searched_at = float("-inf")
@@ -96,8 +91,7 @@ class Follower:
         """Yield the last ``count`` lines of each file, file by file; ``poll`` continues after them."""
         yield from self._search(at_end=True)
         for name in sorted(self._files):
-            one = self._files[name]
-            yield from (self._line(name, text) for text in log_file.last_lines(one.descriptor, one.position, count))
+            yield from (self._line(name, text) for text in self._files[name].last(count))
 
     def poll(self) -> Iterator[Line]:
         """Yield the lines written since the last call. A new file is read from its start."""
@@ -107,17 +101,19 @@ class Follower:
             yield from self._search(at_end=False)
         allowed = None if self._rate is None else int(self._rate * max(elapsed, POLL_S))
         for name in list(self._files):
-            yield from (self._line(name, text) for text in self._news(name, allowed))
+            yield from (self._line(name, text) for text in self._files[name].lines(allowed))
+            if not self._files[name].is_open:
+                del self._files[name]
 
     def changed_at(self, line: Line) -> float:
         """Return the time of the last change of the line's file."""
         one = next((one for name, one in self._files.items() if self._line(name, b"")[:2] == line[:2]), None)
-        return os.fstat(one.descriptor).st_mtime if one else self._clock()
+        return one.changed_at() if one else self._clock()
 
     def close(self) -> None:
         """Close all files."""
         for one in self._files.values():
-            os.close(one.descriptor)
+            one.close()
         self._files.clear()
 
     def _line(self, name: str, text: bytes) -> Line:
@@ -136,7 +132,7 @@ class Follower:
                 new = (each for each in found if each.path.endswith(self._names) and each.path not in self._files)
                 wanted = heapq.nlargest(max(0, room) + 1, new, key=lambda each: each.status.st_mtime_ns)
                 for each in sorted(wanted[: max(0, room)]):
-                    self._open(top, each.path, at_end=at_end)
+                    self._open(each.path, at_end=at_end)
                 if len(wanted) > max(0, room) and job not in self._crowded:
                     self._crowded.add(job)
                     yield Line(job, "*", b"(only %d files of this job are followed: it has more)" % share)
@@ -145,12 +141,11 @@ class Follower:
         with closing(guarded.open_directory(top, "")) as directory:
             return sorted(guarded.names(directory))
 
-    def _open(self, top: int, name: str, *, at_end: bool) -> None:
+    def _open(self, name: str, *, at_end: bool) -> None:
+        one = LogFile(str(self._directory / name), str(self._directory))
         with self._refusing(name):
-            with closing(guarded.open_beneath(top, name, os.O_PATH)) as found:
-                guarded.refuse_second_name(os.fstat(found))
-                descriptor = guarded.reopen(found, os.O_RDONLY)
-            self._files[name] = log_file.LogFile(descriptor, os.fstat(descriptor).st_size if at_end else 0)
+            if one.open(at_end=at_end):
+                self._files[name] = one
 
     def _skip(self, path: str, why: OSError | None) -> None:
         self._refused(guarded.shown(path), why.strerror or str(why) if why else f"over {MAX_JOB_ENTRIES} entries")
@@ -162,28 +157,6 @@ class Follower:
         except OSError as exc:
             if exc.errno != errno.ENOENT:  # removed meanwhile
                 self._refused(guarded.shown(path), exc.strerror or str(exc))
-
-    def _news(self, name: str, allowed: int | None) -> Iterator[bytes]:
-        one = self._files[name]
-        yield from log_file.read(one, allowed)
-        if self._is_another(name, one):
-            yield from log_file.read(one, allowed)
-            if one.rest:
-                yield one.rest
-            os.close(one.descriptor)
-            del self._files[name]
-            with suppress(OSError), guarded.held(self._directory) as top:
-                self._open(top, name, at_end=False)
-            if name in self._files:
-                yield from log_file.read(self._files[name], allowed)
-
-    def _is_another(self, name: str, one: log_file.LogFile) -> bool:
-        """Return True if the name belongs to another file now, or to none."""
-        try:
-            found = guarded.status(self._directory / name, self._directory)
-        except OSError:
-            return True
-        return (found.st_dev, found.st_ino) != one.identity
 
 
 def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
