@@ -343,7 +343,7 @@ async def test_hook_ends_with_the_start_that_is_given_up(world: World) -> None:
         assert not is_alive(pid)
 
         job(world, "exec sleep 600")
-        bpm._victims.add("bpm/web/web")
+        bpm._entry("web", "web").is_victim = True
         await bpm.start(START)
         assert not bpm.was_killed_for_memory(START)
 
@@ -623,7 +623,7 @@ async def test_an_errand_that_is_given_up_is_ended(world: World, how: str) -> No
     async with world.supervising() as supervisor:
         waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))
         await said(world, "ready")
-        pid = supervisor.bpm._runs["web", "web"].pid
+        pid = marked("AGENT_SHIM_SERVICE", f"@{world.base}")[0].pid
         if how == "cancelled":
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):

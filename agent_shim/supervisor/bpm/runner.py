@@ -77,6 +77,29 @@ class MemoryKill(msgspec.Struct, frozen=True):
     limit: int
 
 
+class Entry:
+    """A process of bpm.yml, running or not: its files and cgroups, and the facts to keep about it."""
+
+    def __init__(self, paths: Paths, job: str, name: str) -> None:
+        self.job = job
+        self.name = name
+        self.label = bpm_label(job, name)
+        self.mark = process_record.mark(self.label, paths.base)
+        self.pidfile = paths.sys / "run/bpm" / job / f"{name}.pid"
+        self.logs = {stream: paths.sys / "log" / job / f"{name}.{stream}.log" for stream in ("stdout", "stderr")}
+        self.cgroup = job_cgroups.JobCgroup(self.mark)
+        self.turn = asyncio.Lock()
+        """For one operation at a time."""
+        self.errand: process.Process | None = None
+        """The process that ``run`` waits for."""
+        self.oom_kills = 0
+        """Kills in the cgroup that are known."""
+        self.is_victim = False
+        """Killed for its memory, by an exit that is not explained yet."""
+        self.limit = 0, 0
+        """The limit of memory in bytes, 0 without one, with the modification time of its file."""
+
+
 class Bpm:
     """Starts, finds and stops processes of bpm.yml; one operation at a time per process.
 
@@ -91,24 +114,23 @@ class Bpm:
         self._is_strict = is_strict
         self._level = 0
         """The strongest isolation to use, the lowest level: that of the container unless this is above it."""
-        self._locks: dict[tuple[str, str], asyncio.Lock] = {}
-        self._runs: dict[tuple[str, str], process.Process] = {}
+        self._entries: dict[tuple[str, str], Entry] = {}
         self.started: dict[str, ProcessRecord] = {}
         """The last process of each label with a pidfile: proof for its service if a script started it. Marked as caged:
         the record of the service has the descendants.
         """
         self._has_started = asyncio.Event()
-        self._limits: dict[tuple[str, str], tuple[int, int]] = {}
         self._isolation: sandbox.Isolation | None = None
         self._trying = asyncio.Lock()
         self._counting = threading.Lock()
-        self._ooms: dict[str, int] = {}
         self._hogs: list[MemoryKill] = []
         """Kills found at an exit or a cgroup removal, not reported yet."""
         self._unknown_keys: dict[Path, list[str]] = {}
-        """Those logged for each file."""
-        self._victims: set[str] = set()
-        """Labels of processes killed for their memory whose exit is not explained yet."""
+        """The keys logged for each file."""
+
+    def _entry(self, job: str, name: str) -> Entry:
+        # In one step: threads look up entries too.
+        return self._entries.get((job, name)) or self._entries.setdefault((job, name), Entry(self._paths, job, name))
 
     async def isolation(self) -> sandbox.Isolation:
         """Return the isolation available to new processes; probes the container once."""
@@ -139,20 +161,19 @@ class Bpm:
 
     def find(self, job: str, name: str) -> Identity | None:
         """Find the living process, started by this agent or an earlier one."""
-        pidfile = process_record.read_own(self._pidfile(job, name))
+        entry = self._entry(job, name)
+        pidfile = process_record.read_own(entry.pidfile)
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
             return None
-        label = bpm_label(job, name)
         if (caged := self._programs.ownership.label_of(found.pid)) is not None:
-            return found.identity if caged == label else None
+            return found.identity if caged == entry.label else None
         # The agent writes the pidfile right after the start.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
         if -0.1 < age < MAX_PIDFILE_DELAY_S:
             return found.identity
         # The wall clock may have been changed since. The process controls how long this read takes.
-        is_ours = proc.variable(found.pid, MARK) == process_record.mark(label, self._paths.base)
-        return found.identity if is_ours else None
+        return found.identity if proc.variable(found.pid, MARK) == entry.mark else None
 
     def rows(self) -> tuple[list[Row], list[str]]:
         """List all processes of all jobs as ``bpm list`` does, and errors of configurations."""
@@ -168,15 +189,15 @@ class Bpm:
                 continue
             for each in processes:
                 found = self.find(job, each.name)
-                left = "failed" if self._pidfile(job, each.name).exists() else "stopped"
+                left = "failed" if self._entry(job, each.name).pidfile.exists() else "stopped"
                 shown = job if job == each.name else f"{job}.{each.name}"
                 rows.append(Row(shown, found[0] if found else 0, "running" if found else left))
         return rows, complaints
 
     async def last_words(self, call: BpmCall) -> str:
         """Return the last line of the process's error log; the process may have replaced the file."""
-        log = self._log(call.job, call.process, "stderr")
-        return await last_line(bpm_label(call.job, call.process), log, self._paths.sys / "log")
+        entry = self._entry(call.job, call.process)
+        return await last_line(entry.label, entry.logs["stderr"], self._paths.sys / "log")
 
     # --- start and stop ---------------------------------------------------------------------------------------------
 
@@ -186,7 +207,7 @@ class Bpm:
             if (found := self.find(call.job, call.process)) and (running := process.adopt(*found)):
                 return running
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
-            return await self._launch(call, wanted)
+            return await self._launch(self._entry(call.job, call.process), wanted)
 
     async def stop(self, call: BpmCall, by: float = float("inf")) -> None:
         """Send the shutdown signal, QUIT and KILL by monotonic time ``by``, end the rest, remove the pidfile."""
@@ -195,16 +216,16 @@ class Bpm:
             with contextlib.suppress(ConfigError, OSError):
                 wanted = await asyncio.to_thread(self.definition, call.job, call.process)
                 signal_name = wanted.shutdown_signal
-            label = bpm_label(call.job, call.process)
+            entry = self._entry(call.job, call.process)
             found = self.find(call.job, call.process)
-            left = await self._programs.remains.members(label, ProcessRecord(), [found] if found else [])
-            left += await asyncio.to_thread(self._cage(label).members)
+            left = await self._programs.remains.members(entry.label, ProcessRecord(), [found] if found else [])
+            left += await asyncio.to_thread(entry.cgroup.members)
             running = process.adopt(*found) if found else None
             if running is not None and await _end(running, signal.Signals[f"SIG{signal_name}"], by):
-                self._programs.remains.killed.add(label)
-            await self._programs.remains.sweep(label, ProcessRecord(), left, 0.0, is_usual=True)
-            await asyncio.to_thread(self._open_cage, call.job, call.process)
-            await asyncio.to_thread(self._remove_pidfile, call.job, call.process)
+                self._programs.remains.killed.add(entry.label)
+            await self._programs.remains.sweep(entry.label, ProcessRecord(), left, 0.0, is_usual=True)
+            await asyncio.to_thread(self._remove_cgroup, entry)
+            await asyncio.to_thread(_remove, entry.pidfile)
 
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
         """Run the process as an errand, without a pidfile, to its exit code; 0 immediately if it already runs."""
@@ -214,25 +235,25 @@ class Bpm:
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
             more = (*wanted.additional_volumes, *volumes)
             wanted = msgspec.structs.replace(wanted, env={**wanted.env, **env}, additional_volumes=more)
-            running = await self._launch(call, wanted, has_pidfile=False)
-            self._runs[call.job, call.process] = running
+            entry = self._entry(call.job, call.process)
+            entry.errand = await self._launch(entry, wanted, has_pidfile=False)
             try:
-                status = await running.wait_or_terminate(QUIT_TIMEOUT_S)
+                status = await entry.errand.wait_or_terminate(QUIT_TIMEOUT_S)
             finally:
-                del self._runs[call.job, call.process]
-            await self._programs.remains.sweep(bpm_label(call.job, call.process), ProcessRecord(), [], 0.0)
-            await asyncio.to_thread(self._open_cage, call.job, call.process)
+                entry.errand = None
+            await self._programs.remains.sweep(entry.label, ProcessRecord(), [], 0.0)
+            await asyncio.to_thread(self._remove_cgroup, entry)
             return 1 if status is None else status
 
     async def end_run(self, call: BpmCall) -> None:
         """End the process that ``run`` waits for, if any."""
-        if running := self._runs.get((call.job, call.process)):
-            await running.terminate(SIGNAL_TIMEOUT_S)
+        if errand := self._entry(call.job, call.process).errand:
+            await errand.terminate(SIGNAL_TIMEOUT_S)
 
     @contextlib.asynccontextmanager
     async def _only(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
         """Exclude other operations on the process; log the start, the end and any failure of this one in bpm's log."""
-        async with self._locks.setdefault((call.job, call.process), asyncio.Lock()):
+        async with self._entry(call.job, call.process).turn:
             await asyncio.to_thread(self._note, call, f"{verb}.starting")
             try:
                 yield
@@ -266,39 +287,32 @@ class Bpm:
         except OSError as exc:
             logger.warning("cannot write the bpm log of %s: %s", call.job, exc)
 
-    async def _launch(self, call: BpmCall, wanted: bpm.Process, *, has_pidfile: bool = True) -> process.Process:
+    async def _launch(self, entry: Entry, wanted: bpm.Process, *, has_pidfile: bool = True) -> process.Process:
         from agent_shim.host import sandbox
 
-        job, name = call.job, call.process
         isolation = await self.isolation()
-        self._complain(job, wanted, isolation)
-        label = bpm_label(job, name)
-        left = await asyncio.to_thread(self._cage(label).members)
-        await self._programs.remains.sweep(label, ProcessRecord(), left, 0.0)
-        await asyncio.to_thread(self._make_directories, job, wanted)
+        self._complain(entry, wanted, isolation)
+        left = await asyncio.to_thread(entry.cgroup.members)
+        await self._programs.remains.sweep(entry.label, ProcessRecord(), left, 0.0)
+        await asyncio.to_thread(self._make_directories, entry, wanted)
         if wanted.pre_start:
-            await self._run_hook(job, wanted)
-        await asyncio.to_thread(self._open_cage, job, name)
-        self._victims.discard(label)
-        order = await asyncio.to_thread(self.order, job, wanted, isolation)
-        mark = {MARK: process_record.mark(label, self._paths.base)}
+            await self._run_hook(entry, wanted)
+        await asyncio.to_thread(self._remove_cgroup, entry)
+        entry.is_victim = False
+        order = await asyncio.to_thread(self.order, entry.job, wanted, isolation)
+        mark = {MARK: entry.mark}
         order["env"] |= mark
-        logs = {"stdout": self._log(job, name, "stdout"), "stderr": self._log(job, name, "stderr")}
-        async with sandbox.prepared(order, env=mark, **logs) as running:
+        async with sandbox.prepared(order, env=mark, **entry.logs) as running:
             if has_pidfile:
                 self._has_started.set()
-                self.started[label] = ProcessRecord(known=running.identity, is_caged=True)
-                await asyncio.to_thread(files.write_atomic, self._pidfile(job, name), str(running.pid).encode())
+                self.started[entry.label] = ProcessRecord(known=running.identity, is_caged=True)
+                await asyncio.to_thread(files.write_atomic, entry.pidfile, str(running.pid).encode())
         return running
 
-    async def _run_hook(self, job: str, wanted: bpm.Process) -> None:
+    async def _run_hook(self, entry: Entry, wanted: bpm.Process) -> None:
         """Run the pre_start hook as root without isolation; raises ``HostError`` if it fails."""
-        hook = process.spawn(
-            [wanted.pre_start],
-            env={**self._env(job, wanted), MARK: process_record.mark(bpm_label(job, wanted.name), self._paths.base)},
-            stdout=self._log(job, wanted.name, "stdout"),
-            stderr=self._log(job, wanted.name, "stderr"),
-        )
+        env = {**self._env(entry.job, wanted), MARK: entry.mark}
+        hook = process.spawn([wanted.pre_start], env=env, stdout=entry.logs["stdout"], stderr=entry.logs["stderr"])
         status = await hook.wait_or_terminate(QUIT_TIMEOUT_S)
         if status != 0:
             raise HostError(f"the pre_start hook {wanted.pre_start} failed: exit {status}")
@@ -321,6 +335,11 @@ class Bpm:
         is_apart = isolation.level == 1
         has_view = is_apart or (isolation.level == 2 and not wanted.unsafe.privileged)
         left_out = {"pid"} if wanted.unsafe.host_pid_namespace else set[str]()
+        memory = wanted.limits.memory if isolation.memory else None
+        processes = wanted.limits.processes if isolation.processes else None
+        entry = self._entry(job, wanted.name)
+        with files.attempting(f"limit {entry.label}"):
+            joined = entry.cgroup.make(memory=memory, processes=processes)
         return sandbox.exec_spec(
             [wanted.executable, *wanted.args],
             env=self._env(job, wanted),
@@ -330,7 +349,7 @@ class Bpm:
             keeps_privileges=wanted.unsafe.privileged,
             capabilities=sorted(capabilities.NAMES.index(each) for each in wanted_capabilities & held),
             limits=limits,
-            cgroups=self._make_cage(job, wanted, isolation),
+            cgroups=joined,
             places=self._places(job, wanted, is_apart=is_apart) if has_view else None,
             namespaces=[each for each in sandbox.NAMESPACES if each not in left_out] if is_apart else [],
             has_init=True,
@@ -395,43 +414,30 @@ class Bpm:
         own = [os.path.realpath(each) for each in (self._paths.packages, self._paths.data_packages)]
         return sorted(end for end in ends if not any(f"{end}/".startswith(f"{each}/") for each in own))
 
-    def _cage(self, label: str) -> job_cgroups.JobCgroup:
-        return job_cgroups.JobCgroup(process_record.mark(label, self._paths.base))
-
-    def _make_cage(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> list[str]:
-        """Make cgroups with the available limits of a process; returns the directories to join."""
-        memory = wanted.limits.memory if isolation.memory else None
-        processes = wanted.limits.processes if isolation.processes else None
-        label = bpm_label(job, wanted.name)
-        with files.attempting(f"limit {label}"):
-            return self._cage(label).make(memory=memory, processes=processes)
-
-    def _open_cage(self, job: str, name: str) -> None:
+    def _remove_cgroup(self, entry: Entry) -> None:
         """Remove the cgroups of an exited process, and keep the record of its OOM kill."""
-        label = bpm_label(job, name)
-        if hog := self._killed_by_kernel(job, name):
+        if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
-        cage = self._cage(label)
-        cage.remove()
+        entry.cgroup.remove()
         # A cgroup that could not be removed keeps counting: its total so far does not concern the next process.
         with self._counting:
-            self._ooms[label] = (cage.memory() or (0, 0))[0]
+            entry.oom_kills = (entry.cgroup.memory() or (0, 0))[0]
 
-    def _killed_by_kernel(self, job: str, name: str) -> MemoryKill | None:
+    def _killed_by_kernel(self, entry: Entry) -> MemoryKill | None:
         """Return a kill for memory in the cgroup since the last call."""
-        label = bpm_label(job, name)
         with self._counting:
-            kills, peak = self._cage(label).memory() or (0, 0)
-            before, self._ooms[label] = self._ooms.get(label, 0), kills
-        return MemoryKill(job, name, peak, self._memory_limit(job, name)) if kills > before else None
+            kills, peak = entry.cgroup.memory() or (0, 0)
+            before, entry.oom_kills = entry.oom_kills, kills
+        if kills <= before:
+            return None
+        return MemoryKill(entry.job, entry.name, peak, self._memory_limit(entry))
 
-    def _make_directories(self, job: str, wanted: bpm.Process) -> None:
+    def _make_directories(self, entry: Entry, wanted: bpm.Process) -> None:
         """Make directories and log files with bpm's modes; raises ``HostError``."""
-        paths = self._paths
+        paths, job = self._paths, entry.job
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
-        directory = self._pidfile(job, wanted.name).parent
-        files.make_own_dir(directory.parent, 0o755, own)  # its parent is writable by all users
-        files.make_own_dir(directory, 0o700, own)
+        files.make_own_dir(entry.pidfile.parent.parent, 0o755, own)  # its parent is writable by all users
+        files.make_own_dir(entry.pidfile.parent, 0o700, own)
         private = [paths.sys / "run" / job, paths.data / job, paths.data / job / "tmp"]
         if wanted.persistent_disk:
             if not paths.store.is_dir():
@@ -445,10 +451,11 @@ class Bpm:
         for path in made:
             if path.is_dir() or not path.exists():
                 files.make_dir(path, 0o700, theirs)
-        for stream in ("stdout", "stderr"):
-            _make_log(self._log(job, wanted.name, stream), theirs)
+        for log in entry.logs.values():
+            with files.attempting(f"make the log file {log}"):
+                os.close(guarded.open_log(log, 0o600, owner=files.owner_ids(theirs)))
 
-    def _complain(self, job: str, wanted: bpm.Process, isolation: sandbox.Isolation) -> None:
+    def _complain(self, entry: Entry, wanted: bpm.Process, isolation: sandbox.Isolation) -> None:
         """Warn of unavailable requests, or raise ``HostError`` in strict mode."""
         held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
         lacking = [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
@@ -462,7 +469,7 @@ class Bpm:
             lacking.append("unsafe.privileged")
         if not lacking:
             return
-        text = f"{bpm_label(job, wanted.name)} cannot have {', '.join(lacking)} in this container"
+        text = f"{entry.label} cannot have {', '.join(lacking)} in this container"
         if self._is_strict:
             raise HostError(text)
         logger.warning("%s", text)
@@ -481,17 +488,6 @@ class Bpm:
                 logger.warning("%s: ignoring, as bpm does, %s", path, key)
         return found
 
-    def _pidfile(self, job: str, name: str) -> Path:
-        return self._paths.sys / "run/bpm" / job / f"{name}.pid"
-
-    def _remove_pidfile(self, job: str, name: str) -> None:
-        path = self._pidfile(job, name)
-        with contextlib.suppress(OSError), guarded.held(path.parent) as directory:
-            os.unlink(path.name, dir_fd=directory)
-
-    def _log(self, job: str, name: str, stream: str) -> Path:
-        return self._paths.sys / "log" / job / f"{name}.{stream}.log"
-
     # --- memory -----------------------------------------------------------------------------------------------------
 
     async def used(self) -> None:
@@ -509,55 +505,52 @@ class Bpm:
         hogs, self._hogs = self._hogs, []
         limited = []
         for path in self._paths.sys.glob("run/bpm/*/*.pid"):
-            job, name = path.parent.name, path.stem
-            limit = self._memory_limit(job, name)
-            cage = self._cage(bpm_label(job, name))
+            entry = self._entry(path.parent.name, path.stem)
+            limit = self._memory_limit(entry)
             now = clock.boot_ticks()
-            if cage.memory() is not None:
-                if hog := self._killed_by_kernel(job, name):
+            if entry.cgroup.memory() is not None:
+                if hog := self._killed_by_kernel(entry):
                     hogs.append(hog)
-                    self._victims.add(bpm_label(job, name))
-                    for member in cage.members():
+                    entry.is_victim = True
+                    for member in entry.cgroup.members():
                         if member[1] < now:  # later ones belong to a new start
                             process.send(member, signal.SIGKILL)
-            elif limit and (found := self.find(job, name)):
-                limited.append((job, name, limit, found))
+            elif limit and (found := self.find(entry.job, entry.name)):
+                limited.append((entry, limit, found))
         if not limited:
             return hogs
         processes = proc.table()
         below = proc.children(processes)
-        for job, name, limit, found in limited:
+        for entry, limit, found in limited:
             tree = proc.descent(below, [found[0]]) & processes.keys()
             # Resident memory counts shared pages once per process; count exactly only if the sum exceeds the limit.
             if sum(processes[pid].resident_kb for pid in tree) * 1024 > limit:
                 used = sum(proc.proportional_kb(pid) or processes[pid].resident_kb for pid in tree) * 1024
                 if used > limit:
-                    self._victims.add(bpm_label(job, name))
+                    entry.is_victim = True
                     # The main process first: without its children it might exit by itself.
                     for pid in sorted(tree, key=found[0].__ne__):
                         process.send(processes[pid].identity, signal.SIGKILL)
-                    hogs.append(MemoryKill(job, name, used, limit))
+                    hogs.append(MemoryKill(entry.job, entry.name, used, limit))
         return hogs
 
     def was_killed_for_memory(self, call: BpmCall) -> bool:
         """True once if a kill for memory explains the last exit."""
-        label = bpm_label(call.job, call.process)
-        if hog := self._killed_by_kernel(call.job, call.process):
+        entry = self._entry(call.job, call.process)
+        if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
-            self._victims.add(label)
-        is_victim = label in self._victims
-        self._victims.discard(label)
+            entry.is_victim = True
+        is_victim, entry.is_victim = entry.is_victim, False
         return is_victim
 
-    def _memory_limit(self, job: str, name: str) -> int:
+    def _memory_limit(self, entry: Entry) -> int:
         """Return the limit in bytes, 0 without one; reads the file again when it changed."""
         try:
-            modified = (self._paths.jobs / job / "config/bpm.yml").stat().st_mtime_ns
-            known = self._limits.get((job, name))
-            if known is None or known[0] != modified:
-                known = modified, self.definition(job, name).limits.memory or 0
-                self._limits[job, name] = known
-            return known[1]
+            modified = (self._paths.jobs / entry.job / "config/bpm.yml").stat().st_mtime_ns
+            if entry.limit[1] != modified:
+                limits = self.definition(entry.job, entry.name).limits
+                entry.limit = limits.memory or 0, modified
+            return entry.limit[0]
         except (OSError, ConfigError, HostError):
             return 0
 
@@ -594,6 +587,6 @@ def _make_kept(path: Path, mode: int, owner: str | None) -> None:
     files.make_dir(path, path.stat().st_mode & 0o7777 if path.is_dir() else mode, owner)
 
 
-def _make_log(path: Path, owner: str | None) -> None:
-    with files.attempting(f"make the log file {path}"):
-        os.close(guarded.open_log(path, 0o600, owner=files.owner_ids(owner)))
+def _remove(pidfile: Path) -> None:
+    with contextlib.suppress(OSError), guarded.held(pidfile.parent) as directory:
+        os.unlink(pidfile.name, dir_fd=directory)
