@@ -288,19 +288,6 @@ async def test_the_disk_that_is_copied_can_only_be_read(tmp_path: Path) -> None:
 
 
 @alone
-async def test_a_disk_that_was_left_read_only_by_a_kill_can_be_written_again(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
-    instance.attach("a", mount_tmpfs)
-    await instance.disks.mount("a")
-    volumes.set_options(instance.paths.store, like=instance.volume("a"), more=["ro"])
-    instance.start_agent()
-
-    await instance.disks.recover()
-
-    instance.write("after", "x")
-
-
-@alone
 async def test_a_user_of_a_bound_disk_is_named(tmp_path: Path) -> None:
     instance = by_mounts(tmp_path)
     instance.attach("a", mount_tmpfs)

@@ -151,17 +151,6 @@ def test_a_link_through_a_closed_directory_is_told(tmp_path: Path, caplog: pytes
 
 
 @alone
-def test_files_in_the_way_of_a_link_are_kept(tmp_path: Path) -> None:
-    volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
-    place.mkdir()
-    (place / "precious").write_text("x")
-
-    with pytest.raises(HostError, match="it holds files, and this container may not mount over them"):
-        volumes.show(volume, place, bind=False)
-    assert (place / "precious").read_text() == "x"
-
-
-@alone
 def test_a_mount_in_the_way_of_a_link_is_kept(tmp_path: Path) -> None:
     volume, place = mount_tmpfs(tmp_path / "volume"), mount_tmpfs(tmp_path / "store")
 
@@ -251,18 +240,6 @@ def test_this_process_keeps_nothing_busy(tmp_path: Path) -> None:
 
 
 @alone
-def test_a_file_opened_through_a_link_is_found(tmp_path: Path) -> None:
-    volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
-    (volume / "file").write_text("x")
-    volumes.show(volume, store, bind=False)
-
-    with holding(store) as program:
-        found = volumes.holders([store, volume])
-
-    assert [holder.pid for holder in found] == [program.pid]
-
-
-@alone
 def test_the_same_path_on_another_device_is_nobody_of_ours(tmp_path: Path) -> None:
     """With the processes of the node in sight, another pod's store has the same name."""
     volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
@@ -276,15 +253,6 @@ def test_the_same_path_on_another_device_is_nobody_of_ours(tmp_path: Path) -> No
         found = volumes.holders([store, volume])
 
     assert found == []
-
-
-@alone
-def test_a_mount_below_is_named(tmp_path: Path) -> None:
-    volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
-    volumes.show(volume, store, bind=True)
-    mount_tmpfs(store / "nested")
-
-    assert [str(holder) for holder in volumes.holders([store])] == [f"tmpfs is mounted on {store}/nested"]
 
 
 @alone

@@ -191,7 +191,7 @@ async def test_a_host_named_as_the_agent_has_no_other_line(dns: Dns, paths: Path
     (paths.etc / "hosts").write_text(f"10.9.9.9 {socket.gethostname()}\n")
     await dns.sync(3, Source(blob()), agent_id=socket.gethostname())
 
-    assert "10.9.9.9" not in hosts(paths)
+    assert resolve(hosts(paths), socket.gethostname()) == [LOOPBACK, "::1"]
 
 
 async def test_huge_records_do_not_hold_the_loop(dns: Dns, paths: Paths) -> None:
@@ -324,7 +324,7 @@ async def test_a_mounted_hosts_file_is_completed_and_keeps_what_it_has(
 
     assert completed.startswith(text)
     assert hosts(paths) == completed
-    assert resolve(completed, "localhost")[0] == LOOPBACK
+    assert resolve(completed, "localhost") == ([LOOPBACK] if "localhost" in text else [LOOPBACK, "::1"])
     assert len(resolve(completed, socket.gethostname())) == 1
 
 
