@@ -15,29 +15,24 @@ loop: a thread for each call, a deadline, and no second call while one hangs. Al
 
 from __future__ import annotations
 
-# ``bpm logs`` and ``bpm run`` load this: without typing, pathlib, threading and regular expressions, which take longer
-# than the start of an interpreter.
-import _thread
 import errno
 import functools
 import os
 import stat
-from collections import deque, namedtuple
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import user_namespace
 from agent_shim.host.descriptors import closing
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from typing import Final, NamedTuple, TypeVar
-
-    T = TypeVar("T")
-    StrPath = str | os.PathLike[str]
-    Skipped = Callable[[str, OSError | None], None]
+T = TypeVar("T")
+StrPath: TypeAlias = str | os.PathLike[str]
+Skipped: TypeAlias = Callable[[str, OSError | None], None]
 
 DEADLINE_S: Final = 2.0
 """Default timeout of :func:`aside`."""
@@ -392,16 +387,11 @@ def _append_to(name: str, directory: int) -> int:
 # --- directories ----------------------------------------------------------------------------------------------------
 
 
-if TYPE_CHECKING:
+class Entry(NamedTuple):
+    """An entry below the top of a :func:`walk`; ``path`` is relative, with surrogates for invalid UTF-8."""
 
-    class Entry(NamedTuple):
-        """An entry below the top of a :func:`walk`; ``path`` is relative, with surrogates for invalid UTF-8."""
-
-        path: str
-        status: os.stat_result
-
-else:
-    Entry = namedtuple("Entry", "path status")  # noqa: PYI024
+    path: str
+    status: os.stat_result
 
 
 def names(directory: int, limit: int = MAX_ENTRIES) -> list[str]:
@@ -458,7 +448,7 @@ def open_directory(top: int, below: str) -> int:
 _hanging: Final[set[str]] = set()
 """Keys of calls whose threads have not ended."""
 _POLL_S: Final = 0.01
-_guard: Final = _thread.allocate_lock()
+_guard: Final = threading.Lock()
 
 
 async def aside(key: str, work: Callable[[], T], *, timeout: float = DEADLINE_S) -> T:

@@ -39,8 +39,6 @@ MAX_MAPS_BYTES: Final = 16 << 20
 MAX_OPEN_FILES: Final = 1 << 20
 MAX_USES: Final = 10
 """Files in use found for one process: a job may have a million descriptors."""
-MAX_PID_CHARS: Final = len("4194304 ")
-"""Length of a pid in a list of the kernel."""
 MAX_THREADS: Final = 16
 """Threads of one process that are tried in the place of its first."""
 READ_TIMEOUT_S: Final = 2.0
@@ -108,38 +106,20 @@ def stat(pid: int) -> Stat | None:
 
 def table() -> dict[int, Stat]:
     """Read all processes of this pid namespace by pid, zombies included, in one pass."""
-    return _stats(_pids())
+    return _stats(_numbers("/proc"))
 
 
-def trees(roots: Iterable[int], limit: int) -> dict[int, Stat] | None:
-    """Read ``roots`` and their descendants, or more; None, soon, where that takes more than ``limit`` reads.
-
-    The kernel lists children by thread. Where lists and processes together outnumber all processes, these are read.
-    """
-    pids = _pids(limit + 1)
-    found: dict[int, Stat] = {}
-    ahead, lists = list(roots), 0
-    while ahead:
-        pid = ahead.pop()
-        if pid in found or (one := stat(pid)) is None:
-            continue
-        found[pid] = one
-        lists += one.threads
-        if len(found) + lists + 2 * len(ahead) > len(pids) or not _has_lists():
-            return None if len(pids) > limit else found | _stats(set(pids) - found.keys())
-        ahead += _listed(one, len(pids))
-    return found
+def small_table(limit: int) -> dict[int, Stat] | None:
+    """Read them as ``table`` does, if there are at most ``limit``; else return None, soon."""
+    pids = _numbers("/proc", limit + 1)
+    return _stats(pids) if len(pids) <= limit else None
 
 
-def _stats(pids: Iterable[int]) -> dict[int, Stat]:
-    return {pid: one for pid in pids if (one := stat(pid)) is not None}
+def _stats(pids: Iterable[str]) -> dict[int, Stat]:
+    return {one.pid: one for pid in pids if (one := stat(int(pid))) is not None}
 
 
-def _pids(limit: int | None = None) -> list[int]:
-    return [int(name) for name in _numbers("/proc", limit)]
-
-
-def _numbers(directory: str, limit: int | None) -> list[str]:
+def _numbers(directory: str, limit: int | None = None) -> list[str]:
     """Return the first entries whose name is a number; raises ``OSError``."""
 
     def listed() -> list[str]:
@@ -152,22 +132,6 @@ def _numbers(directory: str, limit: int | None) -> list[str]:
         if exc.errno != errno.EMFILE:
             raise
     return _without_descriptors(listed)
-
-
-def _listed(process: Stat, count: int) -> list[int]:
-    """Return the direct children that the kernel lists, or ``count`` of one thread: a list of thousands takes long.
-
-    Some are missing if others end in the same microsecond (proc(5)).
-    """
-    pid, most = process.pid, count * MAX_PID_CHARS
-    tasks = [str(pid)] if process.threads == 1 else [str(pid), *_other_threads(pid, process.threads)]
-    return [int(child) for task in tasks for child in _read(pid, f"task/{task}/children", most).split()]
-
-
-@functools.cache
-def _has_lists() -> bool:
-    """Return True if the kernel lists children (CONFIG_PROC_CHILDREN)."""
-    return Path("/proc/thread-self/children").exists()
 
 
 def children(processes: Mapping[int, Stat]) -> dict[int, list[int]]:

@@ -24,7 +24,6 @@ import select
 import signal
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -58,8 +57,6 @@ _HEAD_BYTES: Final = 256
 
 _watched: dict[int, list[Process]] = {}
 """Every ``Process`` that has not ended, by pid. Global, as the kernel's set of children is."""
-_due: deque[Process] = deque()
-"""Processes whose exit was seen and is not processed yet."""
 _spawned: dict[int, int] = {}
 """Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
 _files_of_children: Final[list[tuple[int, int]]] = []
@@ -89,18 +86,14 @@ class Process:
         self._leads = leads
         self._pidfd = pidfd
         self._status: int | None = None
-        self._is_over = False
-        self._is_due = False
-        """Its exit was seen and waits in ``_due``."""
-        self._waiters: list[asyncio.Future[None]] = []
-        """A list instead of an ``asyncio.Event``, which has room for 64 waiters: there are hundreds of processes."""
+        self._over = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         _watched.setdefault(self.pid, []).append(self)
         if pidfd is None:
             self._poll()
         else:
-            self._loop.add_reader(pidfd, self._queue_exit)
+            self._loop.add_reader(pidfd, self._exited)
 
     def __repr__(self) -> str:
         return f"<Process {self.pid}>"
@@ -108,7 +101,7 @@ class Process:
     @property
     def is_alive(self) -> bool:
         """True until it dies; a zombie is dead."""
-        if self._is_over:
+        if self.is_over:
             return False
         now = clock.boot_ticks()
         if self._pidfd is None:
@@ -123,17 +116,11 @@ class Process:
     @property
     def is_over(self) -> bool:
         """True once its exit was seen. Makes no system call."""
-        return self._is_over or self._is_due
+        return self._over.is_set()
 
     async def wait(self) -> int | None:
         """Wait for its end. Return its exit code, 128+N after signal N, None if unknown (adopted, older kernels)."""
-        if not self._is_over:
-            waiter = self._loop.create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.remove(waiter)
+        await self._over.wait()
         return self._status
 
     async def wait_or_terminate(self, grace: float) -> int | None:
@@ -148,7 +135,7 @@ class Process:
         """Send it a signal; False if it is gone."""
         if self._pidfd is None:
             return self.is_alive and send(self.identity, sig)
-        return not self._is_over and _send(self._pidfd, self.pid, sig)
+        return not self.is_over and _send(self._pidfd, self.pid, sig)
 
     def send_group(self, sig: int) -> None:
         """Send its process group a signal; only the process itself if it does not lead one."""
@@ -164,7 +151,7 @@ class Process:
     @property
     def _holds_pid(self) -> bool:
         """True while it is alive, or dead and not reaped: the pid cannot belong to another group."""
-        return self.is_alive or (not self._is_over and _has_child(os.P_PID, self.pid))
+        return self.is_alive or (not self.is_over and _has_child(os.P_PID, self.pid))
 
     async def terminate(self, grace: float) -> int | None:
         """Send the group TERM, after ``grace`` seconds or on cancellation KILL; return the status once it is gone."""
@@ -185,7 +172,7 @@ class Process:
 
     def release(self) -> None:
         """Stop watching it and leave it running; pending calls of ``wait`` never return."""
-        if not self._is_over:
+        if not self.is_over:
             self._forget()
             others = _watched.get(self.pid, [])
             if self in others:
@@ -232,20 +219,15 @@ class Process:
         else:
             self._collect()
 
-    def _queue_exit(self) -> None:
-        """Queue its exit; the pidfd is readable."""
+    def _exited(self) -> None:
+        """Its pidfd is readable."""
         assert self._pidfd is not None
         self._loop.remove_reader(self._pidfd)
-        self._is_due = True
-        if _due and _due[0]._loop is not self._loop:  # noqa: SLF001 - one class, two halves
-            _due.clear()  # left by a closed loop
-        if not _due:
-            self._loop.call_soon(_process_next_exit)
-        _due.append(self)
+        self._collect()
 
     def _collect(self, attempt: int = 0) -> None:
         """Reap it, or ask the kernel for the status that its parent reaped."""
-        if self._is_over or reap(self.pid):
+        if self.is_over or reap(self.pid):
             return
         status = _exit_info(self._pidfd)
         if status is None and self._pidfd is not None and attempt < len(_STATUS_DELAYS_S):
@@ -259,10 +241,7 @@ class Process:
         self._status = status
         self.session = session or self.session
         self.seen_ticks = max(self.seen_ticks, seen_ticks)
-        self._is_over = True
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._over.set()
         if self.on_end is not None:
             self.on_end()
 
@@ -270,23 +249,9 @@ class Process:
         if self._timer is not None:
             self._timer.cancel()
         if self._pidfd is not None:
-            if not self._is_due:
-                self._loop.remove_reader(self._pidfd)
+            self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
-        self._is_due = False
-
-
-def _process_next_exit() -> None:
-    """Process one queued exit and leave the others to the next iterations of the loop.
-
-    So if hundreds exit together, the first is handled before the last is processed.
-    """
-    process = _due.popleft()
-    if _due:
-        process._loop.call_soon(_process_next_exit)  # noqa: SLF001 - one class, two halves
-    if process._is_due:  # noqa: SLF001
-        process._collect()  # noqa: SLF001
 
 
 def spawn(

@@ -18,15 +18,12 @@ import stat
 import termios
 import time
 import tty
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, TypeAlias
 
 from agent_shim.host.descriptors import closing
 
-TYPE_CHECKING = False  # ``bpm shell`` starts without typing, subprocess and what they load
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from typing import Final
-
-    Argv = Callable[[int | None], tuple[list[str], int]]
+Argv: TypeAlias = Callable[[int | None], tuple[list[str], int]]
 
 CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200

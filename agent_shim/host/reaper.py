@@ -14,10 +14,8 @@ from agent_shim.host import proc, process
 
 logger = logging.getLogger(__name__)
 
-STRANGERS: Final = 32
-"""Orphans reaped in one iteration of the event loop."""
-KNOWN: Final = 4
-"""Watched children reaped in one iteration: more than can be started in one, or zombies would add up."""
+MAX_REAPED: Final = 32
+"""Children reaped in one iteration of the event loop."""
 heirs: Final[list[Callable[[proc.Stat], None]]] = []
 """Called with each dead orphan before it is reaped, while its pid, group and session are still reserved."""
 PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
@@ -60,12 +58,8 @@ def reaping() -> Iterator[None]:
 
 
 def reap_some() -> bool:
-    """Reap a limited number of dead children, so that the first is handled before the last of hundreds is reaped.
-
-    Return True if there may be more.
-    """
-    known = 0
-    for _ in range(STRANGERS):
+    """Reap a limited number of dead children; return True if there may be more."""
+    for _ in range(MAX_REAPED):
         try:
             # Peek first, then reap by pid: the pid cannot be reused before its status is delivered.
             dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -73,14 +67,10 @@ def reap_some() -> bool:
             return False
         if dead is None:
             return False
-        is_stranger = not process.is_watched(dead.si_pid)
-        if is_stranger and heirs and (ended := proc.stat(dead.si_pid)) is not None:
+        if heirs and not process.is_watched(dead.si_pid) and (ended := proc.stat(dead.si_pid)) is not None:
             for heir in heirs:
                 heir(ended)
         process.reap(dead.si_pid)
-        known += not is_stranger
-        if known == KNOWN:
-            break
     return True
 
 

@@ -120,7 +120,7 @@ _NO_LOOK: Final = _Look({}, {})
 
 
 class _Processes:
-    """The leaders of the jobs and their descendants, read inline while they are few.
+    """The processes of the machine, read inline while they are few.
 
     Beyond that, the last result of a thread with the current leaders of the jobs: no caller waits, and figures of
     descendants are some seconds old.
@@ -133,7 +133,7 @@ class _Processes:
 
     def now(self, leaders: Collection[int]) -> _Look:
         """Return the processes, always including the living ``leaders``."""
-        few = proc.trees(leaders, MAX_INLINE_PROCESSES)
+        few = proc.small_table(MAX_INLINE_PROCESSES)
         if few is not None:
             self._last, self._read_at = _NO_LOOK, float("-inf")
             return _Look(few, proc.children(few))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import itertools
 import os
 import pty
 import signal
@@ -625,28 +624,6 @@ async def test_no_status_is_lost_to_the_reaper(env: dict[str, str], monkeypatch:
         codes = await asyncio.gather(*(child.wait() for child in children))
 
     assert codes == list(range(40))
-
-
-@pytest.mark.parametrize("is_reaping", [True, False])
-async def test_of_many_that_end_together_the_first_is_acted_upon_before_the_last_is_noted(
-    env: dict[str, str], *, is_reaping: bool
-) -> None:
-    """One by its descriptor and some by SIGCHLD in each turn of the loop; none counts as running meanwhile."""
-    with reaper.reaping() if is_reaping else contextlib.nullcontext():
-        children = [process.spawn(["/bin/sleep", "600"], env=env) for _ in range(30)]
-        ends = [asyncio.create_task(child.wait()) for child in children]
-        await asyncio.sleep(0)
-        for child in children:
-            child.send(signal.SIGKILL)
-        while any(child.is_alive for child in children):
-            time.sleep(0.001)  # noqa: ASYNC251 - all are dead before the loop sees the first
-        noted = [0]
-        while noted[-1] < len(children):
-            await asyncio.sleep(0)
-            noted.append(sum(end.done() for end in ends))
-            assert noted[-1] == 0 or all(child.is_over for child in children)
-
-    assert max(later - earlier for earlier, later in itertools.pairwise(noted)) <= 1 + reaper.KNOWN
 
 
 async def test_orphan_comes_to_us_and_is_reaped(env: dict[str, str], tmp_path: Path) -> None:

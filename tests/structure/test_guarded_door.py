@@ -200,7 +200,6 @@ RAW: Mapping[str, Raw] = {
                 "incarnation",
                 "_numbers.listed",
                 "open_files",
-                "_has_lists",
                 "has_our_root",
                 "uses.of_one",
                 "uses.found",

@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,7 +83,7 @@ def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.
         found = [proc.stat(os.getpid()) for _ in range(3)]
         missing = proc.stat(1 << 22)
         again = proc.stat(os.getpid())
-        listed = [proc.table().get(os.getpid()), (proc.trees([os.getpid()], 100_000) or {}).get(os.getpid())]
+        listed = [proc.table().get(os.getpid()), (proc.small_table(100_000) or {}).get(os.getpid())]
         threads = proc._other_threads(os.getpid(), 100_000)
     finally:
         ended.set()
@@ -166,64 +166,11 @@ def test_census_finds_marks() -> None:
     assert os.getpid() in found.children[os.getppid()]
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Give the machine processes by number, each with its parent and threads; return whose children are looked up."""
-    asked: list[int] = []
-
-    def has(
-        parents: Mapping[int, int], threads: Mapping[int, int] | None = None, *, has_lists: bool = True
-    ) -> list[int]:
-        found = {
-            pid: proc.Stat(pid, "S", parent, 0, 0, 0, 0, 0, (threads or {}).get(pid, 1))
-            for pid, parent in parents.items()
-        }
-
-        def listed(process: proc.Stat, _: int) -> list[int]:
-            asked.append(process.pid)
-            return [pid for pid, parent in parents.items() if parent == process.pid]
-
-        @contextlib.contextmanager
-        def scandir(_: str) -> Iterator[list[SimpleNamespace]]:
-            yield [SimpleNamespace(name=name) for name in ("self", *map(str, parents), "meminfo")]
-
-        monkeypatch.setattr(os, "scandir", scandir)
-        monkeypatch.setattr(proc, "stat", found.get)
-        monkeypatch.setattr(proc, "_listed", listed)
-        monkeypatch.setattr(proc, "_has_lists", lambda: has_lists)
-        return asked
-
-    return has
-
-
-def test_of_a_machine_only_the_trees_are_read(machine: Callable[..., list[int]]) -> None:
-    """A root that has ended is left out."""
-    asked = machine({2: 1, 3: 2, 4: 3, 5: 1} | dict.fromkeys(range(10, 20), 1))
-
-    assert proc.trees([2, 5, 99], 1000) == {pid: proc.stat(pid) for pid in (2, 3, 4, 5)}
-    assert sorted(asked) == [2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("threads", "has_lists"), [({2: 14}, True), ({3: 14}, True), ({}, False)], ids=["root", "child", "no lists"]
-)
-def test_all_processes_are_read_where_that_costs_less(
-    machine: Callable[..., list[int]], threads: Mapping[int, int], has_lists: bool
-) -> None:
-    """A process of more threads than the machine has processes, or a kernel that lists no children."""
-    asked = machine({2: 1, 3: 2} | dict.fromkeys(range(10, 20), 1), threads, has_lists=has_lists)
-
-    assert (proc.trees([2], 12) or {}).keys() == {2, 3, *range(10, 20)}
-    assert asked == ([2] if 3 in threads else [])
-    assert proc.trees([2], 11) is None
-
-
-def test_trees_of_too_many_processes_are_soon_none(machine: Callable[..., list[int]]) -> None:
-    """Thousands of children are not read to find that they are too many."""
-    asked = machine({2: 1} | dict.fromkeys(range(10, 5010), 2))
-
-    assert proc.trees([2], 1000) is None
-    assert len(asked) == 1
+def test_a_small_table_has_all_processes_or_is_none() -> None:
+    found = proc.small_table(1 << 22)
+    assert found is not None
+    assert os.getpid() in found
+    assert proc.small_table(len(found) // 2) is None
 
 
 def test_files_are_mapped_and_other_memory_is_not() -> None:

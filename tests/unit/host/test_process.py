@@ -32,6 +32,15 @@ def member(pid: int, start: int, state: str = "S", group: int = LEADER.pid) -> p
     return proc.Stat(pid, state, 1, group, 10, 0, start, 0)
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Receivers of signals, by kind and number."""
+    found: list[str] = []
+    monkeypatch.setattr(process, "send", lambda identity, _: found.append(f"process {identity[0]}"))
+    monkeypatch.setattr(os, "killpg", lambda group, _: found.append(f"group {group}"))
+    return found
+
+
 @pytest.mark.parametrize(
     ("table", "seen", "found"),
     [
@@ -44,41 +53,32 @@ def member(pid: int, start: int, state: str = "S", group: int = LEADER.pid) -> p
         ([LEADER, member(2, 5000)], 1000, {LEADER.pid, 2}),
     ],
 )
-async def test_members_of_a_group_are_known_by_one_that_its_leader_knew(
-    leader: Process, monkeypatch: pytest.MonkeyPatch, table: list[proc.Stat], seen: int, found: set[int]
+async def test_group_of_a_dead_leader_is_known_by_a_member_that_the_leader_knew(
+    leader: Process,
+    monkeypatch: pytest.MonkeyPatch,
+    sent: list[str],
+    table: list[proc.Stat],
+    seen: int,
+    found: set[int],
 ) -> None:
-    """Once the group was empty, its number may be that of another."""
+    """Once the group was empty, its number may name another group."""
+    monkeypatch.setattr(proc, "stat", lambda _: None)
     monkeypatch.setattr(proc, "table", lambda: {each.pid: each for each in table})
     leader.seen_ticks = seen
 
-    assert {each.pid for each in leader._members()} == found
-
-
-@pytest.mark.parametrize(
-    ("leads", "holds", "sent"),
-    [
-        (True, True, ["group 4000010"]),
-        (True, False, ["member 7"]),
-        (False, True, ["itself"]),
-        (False, False, ["itself"]),
-    ],
-)
-async def test_a_group_is_signalled_as_one_while_its_number_is_reserved(
-    leader: Process, monkeypatch: pytest.MonkeyPatch, leads: bool, holds: bool, sent: list[str]
-) -> None:
-    """Later each member alone; of a group that another process leads none."""
-    found: list[str] = []
-    monkeypatch.setattr(Process, "_holds_pid", holds)
-    monkeypatch.setattr(Process, "_members", lambda _: [member(7, 1000)])
-    monkeypatch.setattr(Process, "send", lambda *_: found.append("itself"))
-    monkeypatch.setattr(process, "send", lambda identity, _: found.append(f"member {identity[0]}"))
-    monkeypatch.setattr(os, "killpg", lambda group, _: found.append(f"group {group}"))
-    leader._leads = leads
-
     leader.send_group(signal.SIGTERM)
-    await leader._signal_group(signal.SIGTERM)
+    assert set(sent) == {f"process {pid}" for pid in found}
 
-    assert found == sent * 2
+
+@pytest.mark.parametrize(("leads", "receiver"), [(True, f"group {LEADER.pid}"), (False, f"process {LEADER.pid}")])
+async def test_group_of_a_living_leader_is_signalled_at_once(
+    leader: Process, sent: list[str], leads: bool, receiver: str
+) -> None:
+    """A process that does not lead its group is signalled alone."""
+    one = Process(LEADER, None, leads=leads)
+    one.send_group(signal.SIGTERM)
+    one.release()
+    assert sent == [receiver]
 
 
 async def test_of_two_handles_each_is_given_back_alone(leader: Process) -> None:
@@ -114,16 +114,6 @@ async def test_without_a_descriptor_a_process_is_known_by_its_start(
     assert leader.seen_ticks == (1600 if is_alive else 1500)
 
 
-async def test_the_session_of_an_ended_process_is_its_last(leader: Process) -> None:
-    leader._finish(3, 2000, 77)
-    assert (leader.session, leader.seen_ticks, leader.is_over, await leader.wait()) == (77, 2000, True, 3)
-
-    other = Process(LEADER, None, leads=True)
-    other._finish(None, 5)
-    assert (other.session, other.seen_ticks) == (10, 1500)
-    assert process.reap(LEADER.pid) is False
-
-
 def test_who_is_not_meant_costs_no_descriptor() -> None:
     """A number from an old file is looked at again and again."""
     us = proc.stat(os.getpid())
@@ -135,43 +125,19 @@ def test_who_is_not_meant_costs_no_descriptor() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) < before + 50  # threads of other tests may end meanwhile
 
 
-def test_what_is_no_child_and_no_group_is_told() -> None:
-    assert not process._has_child(os.P_PID, LEADER.pid)
-    assert not process._send(None, LEADER.pid, signal.SIGTERM)
-    assert not process._group_exists(LEADER.pid)
-    assert process._group_exists(os.getpgrp())
-    assert not process.is_spawned(LEADER.identity)
-    process._spawned[LEADER.pid] = LEADER.start_ticks
-    assert process.is_spawned(LEADER.identity)
-    assert not process.is_spawned((LEADER.pid, 1001))
-    del process._spawned[LEADER.pid]
-
-
-async def test_a_number_that_no_child_holds_may_be_that_of_another(
-    leader: Process, monkeypatch: pytest.MonkeyPatch
+async def test_members_are_found_without_a_further_thread(
+    leader: Process, monkeypatch: pytest.MonkeyPatch, sent: list[str]
 ) -> None:
-    """Its parent has reaped it, and its end is not noticed yet."""
-    assert leader._holds_pid
-    monkeypatch.setattr(proc, "stat", lambda _: None)
-
-    assert not leader.is_over
-    assert not leader._holds_pid
-
-
-async def test_members_are_found_without_a_further_thread_too(leader: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[int, int]] = []
-
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    monkeypatch.setattr(Process, "_holds_pid", False)
+    monkeypatch.setattr(proc, "stat", lambda _: None)
     monkeypatch.setattr(proc, "table", lambda: {7: member(7, 1000)})
-    monkeypatch.setattr(process, "send", lambda identity, _: sent.append(identity))
 
-    await leader._signal_group(signal.SIGTERM)
+    await leader.terminate(1.0)
 
-    assert sent == [(7, 1000)]
+    assert "process 7" in sent
 
 
 def test_the_group_of_an_orphan_is_killed_unless_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:

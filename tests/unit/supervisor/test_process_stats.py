@@ -44,7 +44,7 @@ def service(**changes: Any) -> Any:
 @pytest.fixture
 def stats(monkeypatch: pytest.MonkeyPatch) -> ProcessStats:
     """A machine of 8 MiB of memory and two processors, a hundred seconds after the start."""
-    monkeypatch.setattr(proc, "trees", lambda *_: dict(TABLE))
+    monkeypatch.setattr(proc, "small_table", lambda *_: dict(TABLE))
     monkeypatch.setattr(clock, "uptime_of", lambda _: 100)
     monkeypatch.setattr(clock, "wall_time_of", lambda ticks: 1e9 + ticks)
     monkeypatch.setattr(clock, "TICKS", 100)
@@ -124,7 +124,7 @@ def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.
         go.wait()
         return dict(TABLE)
 
-    monkeypatch.setattr(proc, "trees", lambda *_: None)
+    monkeypatch.setattr(proc, "small_table", lambda *_: None)
     monkeypatch.setattr(proc, "table", table)
     monkeypatch.setattr(proc, "stat", TABLE.get)
     for _ in range(3):
@@ -141,6 +141,6 @@ def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.
     while len(reads) == 1:
         stats.describe([service()])
 
-    monkeypatch.setattr(proc, "trees", lambda *_: {10: TABLE[10]})
+    monkeypatch.setattr(proc, "small_table", lambda *_: {10: TABLE[10]})
     (found,) = stats.describe([service()])
     assert found.children == 0
