@@ -39,7 +39,7 @@ from chaos import confined
 
 ROOT: Final = Path(__file__).parents[1]
 STORE: Final = Path(os.environ.get("SHIM_MUTATE_STORE") or ROOT / ".mutate")
-DEFAULT_PATHS: Final = ("supervisor", "host", "services", "edges", "actions", "daemon", "kubernetes_cpi")
+DEFAULT_PATHS: Final = ("supervisor", "host", "bulk", "services", "edges", "actions", "daemon", "kubernetes_cpi")
 MAX_TESTS: Final = 150
 """Tests that run against one mutant, of those that reach its line."""
 TIMEOUT_S: Final = 120.0
