@@ -16,7 +16,7 @@ import pytest
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
-from agent_shim.host import capabilities, job_cgroups, proc, process, sandbox, sandbox_exec
+from agent_shim.host import capabilities, clock, files, job_cgroups, proc, process, sandbox, sandbox_exec
 from agent_shim.supervisor.bpm import runner
 from agent_shim.supervisor.plan import BpmCall, bpm_call
 from agent_shim.supervisor.supervisor import JobFile
@@ -280,19 +280,29 @@ async def test_next_agent_finds_it(world: World) -> None:
         assert supervisor.bpm.find("web", "web") is None
 
 
-@pytest.mark.parametrize("later_s", [-60, 900])
+def started_at(pid: int) -> float:
+    """Wall time of the start of a process."""
+    stat = proc.stat(pid)
+    assert stat is not None
+    return clock.wall_time_of(stat.start_ticks)
+
+
+@pytest.mark.parametrize("later_s", [-60, -0.5, 900])
 async def test_a_number_in_a_pidfile_is_no_proof(world: World, later_s: float) -> None:
     """The agent writes the pidfile right after a start; a process that started at another time has its mark."""
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
     async with world.supervising() as supervisor:
         pidfile(world.paths).parent.mkdir(parents=True)
-        for pid in (other.pid, os.getpid(), 1):
+        pidfile(world.paths).write_text(str(other.pid))
+        os.utime(pidfile(world.paths), (started_at(other.pid) + later_s,) * 2)
+        assert supervisor.bpm.find("web", "web") is None
+        for pid in (os.getpid(), 1):
             pidfile(world.paths).write_text(str(pid))
-            os.utime(pidfile(world.paths), (time.time() + later_s,) * 2)
+            os.utime(pidfile(world.paths), (started_at(pid) + 1,) * 2)
             assert supervisor.bpm.find("web", "web") is None
         pid = (await supervisor.bpm.start(START)).pid
-        os.utime(pidfile(world.paths), (time.time() + later_s,) * 2)
+        os.utime(pidfile(world.paths), (started_at(pid) + later_s,) * 2)
         found = supervisor.bpm.find("web", "web")
         assert found is not None
         assert found[0] == pid
@@ -416,6 +426,59 @@ async def test_what_cannot_be_had_is_named(
         lacking = f"capability NET_RAW, limits.processes, {files}, unsafe.privileged"
         said = f"bpm/web/web cannot have {lacking} in this container"
         assert said in (found.reason if is_strict else caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("uid", "user", "is_privileged", "ids", "names"),
+    [
+        (0, "vcap", False, (11, 12), ["NET_RAW"]),
+        (0, "vcap", True, (None, None), ["NET_RAW"]),
+        (0, None, False, (None, None), ["NET_RAW"]),
+        (1000, "vcap", False, (None, None), []),
+    ],
+)
+def test_root_gives_up_its_user_and_all_capabilities_but_those_of_the_file(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    uid: int,
+    user: str | None,
+    is_privileged: bool,
+    ids: tuple[int | None, int | None],
+    names: list[str],
+) -> None:
+    """A privileged process stays root; an agent without root has no capabilities to give. Limits need no privilege
+    where the container has none of its own.
+    """
+    more = f"  capabilities: [net_raw, SYS_ADMIN]\n  unsafe: {{privileged: {str(is_privileged).lower()}}}\n"
+    job(world, "true", f"{more}  limits: {{open_files: 500}}\n")
+    held = capabilities.Privileges(frozenset({"NET_RAW", "CHOWN", "SYS_RESOURCE"}))
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    monkeypatch.setattr(files, "owner_ids", lambda _: (11, 12))
+    monkeypatch.setattr(capabilities, "privileges", lambda: held)
+    monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    bpm = runner.Bpm(world.paths, world.supervisor().bpm._programs, user=user, is_strict=True)
+    isolation = sandbox.Isolation(3, "", memory=False, processes=False)
+    order = bpm.order("web", bpm.definition("web", "web"), isolation)
+
+    assert (order["uid"], order["gid"]) == ids
+    assert order["capabilities"] == [capabilities.NAMES.index(name) for name in names]
+    assert order["limits"] == {"RLIMIT_NOFILE": 500}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_files_for_dns_of_all_jobs_are_shown_without_namespaces(
+    world: World, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    """bosh-dns reads each and exits if it cannot."""
+    monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
+    job(world, "true")
+    (world.paths.jobs / "other/.bosh").mkdir(parents=True)
+    bpm = world.supervisor().bpm
+    isolation = sandbox.Isolation(level, "", memory=False, processes=False)
+    places = bpm.order("web", bpm.definition("web", "web"), isolation)["places"] or []
+
+    assert (str(world.paths.jobs / "other/.bosh") in [each["path"] for each in places]) == (level == 2)
 
 
 PYTHON = os.path.realpath(sys.executable)
@@ -581,15 +644,17 @@ async def test_modes_of_directories(world: World) -> None:
     kept.mkdir(parents=True)
     kept.chmod(0o770)
     listed = ", ".join(f"{{path: {path}, writable: true}}" for path in volumes)
-    file = job(world, "exec sleep 600", f"  ephemeral_disk: true\n  additional_volumes: [{listed}]\n")
+    world.paths.store.mkdir(exist_ok=True)
+    disks = "  ephemeral_disk: true\n  persistent_disk: true\n"
+    file = job(world, "exec sleep 600", f"{disks}  additional_volumes: [{listed}]\n")
     async with world.supervising(file) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 
     paths = world.paths
-    found = [paths.sys / "log/web", kept, paths.sys / "run/bpm/web", paths.data / "web", paths.data / "web/tmp"]
-    modes = [path.stat().st_mode & 0o7777 for path in (*found, *volumes)]
-    assert modes == [0o750, 0o770, 0o700, 0o700, 0o700, 0o700, 0o700]
+    own = [paths.sys / "run/bpm/web", paths.data / "web", paths.data / "web/tmp", paths.store / "web", *volumes]
+    modes = [path.stat().st_mode & 0o7777 for path in (paths.sys / "log/web", kept, *own)]
+    assert modes == [0o750, 0o770, *[0o700] * len(own)]
     assert (paths.sys / "run/bpm").stat().st_mode & 0o7777 == 0o755
 
 
