@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
 BUS: Final = "AGENT_SHIM_BUS"
-"""With the value `off` the agent keeps away from the bus: `sv stop agent` leaves supervision, which is monit's."""
+"""The value `off` keeps the agent away from the bus: `sv stop agent` leaves supervision, which is monit's."""
 VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
 """Essential root tasks: the agent restarts if one of them keeps failing."""
 LAST_REPLIES_TIMEOUT_S: Final = 1.0

@@ -34,7 +34,7 @@ LOOKUP_TIMEOUT_S: Final = 3.0
 """Timeout of a name look-up."""
 HEARD_WITH_RULES_S: Final = 3.0
 HEARD_WITHOUT_RULES_S: Final = 20.0
-"""For a message of the server; the second is longer than the pause between two attempts at a link."""
+"""Wait for a message of the server. The second is longer than the pause between two attempts at a link."""
 DEFAULT_PORT: Final = 4222
 
 Targets = frozenset[tuple[str, int]]
@@ -146,7 +146,7 @@ async def _addresses(urls: Collection[str]) -> Targets:
         kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or DEFAULT_PORT
         with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                # Not in the threads for files: a name server that never answers would keep them all.
+                # A name server that never answers would keep all threads for files.
                 asked = partial(socket.getaddrinfo, parts.hostname, port, **kind)
                 entries = await run_in_daemon_thread(asked, "look up the bus")
             found |= {(str(entry[4][0]).partition("%")[0], int(entry[4][1])) for entry in entries}

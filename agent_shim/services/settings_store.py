@@ -128,7 +128,7 @@ class SettingsStore:
                 await changed(found)
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
-        # Not in a thread: this takes about 10 µs; a thread for each poll took a quarter of all idle time.
+        # This takes about 10 µs. A thread for each poll took a quarter of all idle time.
         return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
 
     def _read_source(self) -> tuple[settings.Settings, bytes, Path]:

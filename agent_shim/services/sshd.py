@@ -20,7 +20,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import command, files, network, proc, process
 
 LISTEN_TIMEOUT_S: Final = 10.0
-"""For a started server to listen."""
+"""Limit for a started server to listen."""
 GRACE_S: Final = 2.0
 """Between TERM and KILL; existing sessions continue, new ones are refused meanwhile."""
 POLL_S: Final = 0.02

@@ -180,7 +180,7 @@ class StateBackup:
         if self._stamp is None:
             return
         async with self._writing:
-            # Not in a thread, which takes longer than these calls of stat.
+            # A thread takes longer than these calls of stat.
             if any(files.version(file.path) != self._copied.get(file.path, ()) for file in self._files):
                 await asyncio.to_thread(self._update)
 

@@ -32,9 +32,9 @@ NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
 _USER: Final = r"[a-z][a-z0-9_]{0,31}"
 
 KEYS_TIMEOUT_S: Final = 10.0
-"""For keys to be written by a process of a user, whose other processes may stop it."""
+"""Limit for the process that writes keys as a user, whose other processes may stop it."""
 EXIT_TIMEOUT_S: Final = 5.0
-"""For the processes of a removed user to end after KILL."""
+"""Limit for the processes of a removed user to end after KILL."""
 _POLL_S: Final = 0.05
 _KILL_ALL: Final = """
 import os, sys

@@ -37,14 +37,14 @@ class Timeouts(msgspec.Struct, frozen=True):
     """Timeouts in seconds."""
 
     arrival: float = 30.0
-    """For a volume to arrive after the request that names it."""
+    """Until a volume arrives after the request that names it."""
     use: float = 20.0
-    """For processes to release a disk that is being unmounted."""
+    """Until processes release a disk that is being unmounted."""
     grace: float = 5.0
     """Between TERM and KILL for processes of jobs among them."""
     look: float = 0.2
     rival: float = 40.0
-    """For the lease of another agent to expire. The agent of a deleted VM may have lost the disk without releasing the
+    """Until the lease of another agent expires. The agent of a deleted VM may have lost the disk without releasing the
     lease, which expires if it is not renewed from the request on (``volume_lease.Pace``).
     """
 
