@@ -242,12 +242,6 @@ processes:
   args: [-I, -S, -c, "import time; x = bytearray(120 << 20); time.sleep(600)"]
   limits: {{memory: 64M}}
   unsafe: *unsafe
-- name: family
-  executable: /bin/sh
-  args: [-c, "for i in 1 2 3; do $PYTHON -I -S -c 'import time; x = bytearray(30 << 20); time.sleep(600)' & done; wait"]
-  env: {{PYTHON: {PYTHON}}}
-  limits: {{memory: 64M}}
-  unsafe: *unsafe
 - name: forker
   executable: /bin/sh
   args: [-c, "for i in 1 2 3 4 5 6 7 8; do sleep 600 & done; echo all; wait"]
@@ -439,7 +433,7 @@ def test_job_cannot_leave_its_place(look: Callable[[int], Any], level: int) -> N
 
 
 OUT_OF_MEMORY = """
-paths_of = monit("NAME")
+paths_of = monit("hungry")
 # Started once as it is: a start that is asked for again must not be it.
 await supervisor.configure([*paths_of, JobFile("other", "", f'''check process other with pidfile {paths.base}/other.pid
   start program "/bin/sh -c 'echo $$ >{paths.base}/other.pid; exec sleep 600'"
@@ -450,11 +444,11 @@ await supervisor.start()
 watching = asyncio.create_task(supervisor.run())
 other = (await until(lambda: info("other") if info("other").pid else None)).pid
 event = await until(lambda: next((each for each in events if each.event == "Resource limit matched"), None))
-await until(lambda: info("NAME").restarts > 0)
+await until(lambda: info("hungry").restarts > 0)
 watching.cancel()
 isolation = await supervisor.bpm.isolation()
 return [event.service, event.description, info("other").pid == other, isolation.memory,
-        [info("NAME").last_exit, info("NAME").oom_kills - sum(info("NAME").exits.values())]]
+        [info("hungry").last_exit, info("hungry").oom_kills - sum(info("hungry").exits.values())]]
 """
 
 WITHOUT_CGROUPS = """
@@ -467,7 +461,7 @@ supervisor.bpm._isolation = (await sandbox.isolation())._replace(memory=False, p
 def test_who_passes_the_limit_of_memory_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
     """That process alone; it is restarted, and the alert says how much it used. By the kernel, else by a watchdog."""
     body = ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY
-    found = run(inside, level, body.replace("NAME", "hungry"))
+    found = run(inside, level, body)
     service, description, is_other_alive, has_limit, end = found
 
     if has_cgroups and not has_limit:
@@ -481,15 +475,6 @@ def test_who_passes_the_limit_of_memory_is_killed_and_named(inside: Inside, leve
     assert said is not None
     # The kernel lets no process exceed the limit; a watchdog acts afterwards.
     assert float(said[1]) == 64 if has_cgroups else float(said[1]) > 64
-
-
-def test_limit_of_memory_is_that_of_the_tree(inside: Inside) -> None:
-    """Each of three children is far below it; the watchdog counts what they have together."""
-    body = (WITHOUT_CGROUPS + OUT_OF_MEMORY).replace("NAME", "family")
-    service, description, is_other_alive, _, _ = run(inside, 2, body)
-
-    assert (service, is_other_alive) == ("family", True)
-    assert "out of memory: process family of job web" in description
 
 
 PROCESSES = """
@@ -660,28 +645,6 @@ def test_next_agent_takes_it_over(inside: Inside, level: int) -> None:
     assert last == "got SIGINT"
     assert left == []
     assert len(commands) == 4, f"an init stands above each: {commands}"
-
-
-STARTED_BY_A_SCRIPT = """
-from agent_shim.supervisor.plan import BpmCall
-job_cgroups.tracker = lambda: None
-config = paths.jobs / "web/config/bpm.yml"
-config.write_text(config.read_text().replace("OUTSIDE_PID", str(stranger.pid)))
-await supervisor.__aenter__()  # which is left by the close at the end
-first = await supervisor.bpm.start(BpmCall("start", "web", "worker"))
-await supervisor.configure(monit("worker"))
-await supervisor.start()
-await until(lambda: info("worker").state not in ("starting", "stopped"))
-found = info("worker")
-await supervisor.stop(wait=True)
-return [found.state, found.pid == first.pid, first.is_alive]
-"""
-
-
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_what_a_script_has_started_is_the_process_of_its_service(inside: Inside, level: int) -> None:
-    """``bpm start`` in a pre-start script, without cgroups: the service killed it after half a minute."""
-    assert run(inside, level, STARTED_BY_A_SCRIPT) == ["running", True, False]
 
 
 ISOLATION = """
