@@ -1,6 +1,6 @@
 """The command ``monit`` for release scripts and operators: sends requests to the running agent.
 
-Options, texts and exit codes are those of monit 5.2.5 (monitor.c, control.c, http/cervlet.c), which scripts grep.
+Options, texts and exit codes match monit 5.2.5 (monitor.c, control.c, http/cervlet.c): scripts grep them.
 Quick to start: imports the standard library alone, and modules of single actions inside them.
 """
 
@@ -124,7 +124,7 @@ def _run(command: Command) -> int:
 
 
 def _require_control_file(command: Command) -> None:
-    """Raise ``MonitError`` for ``-c`` with a file that is not there; that of a stemcell stands for the agent."""
+    """Raise ``MonitError`` for ``-c`` with a missing file; the file of a stemcell stands for the agent."""
     given = command.options.get("-c", "")
     if given and Path(given) != _control_file(command) and not Path(given).exists():
         raise MonitError(f"Cannot stat the control file '{given}' -- No such file or directory")
@@ -216,7 +216,7 @@ def _list(command: Command) -> None:
 
 
 def _check(command: Command) -> int:
-    """Check the named files, else those of the deployed jobs."""
+    """Check the named files, else the files of the deployed jobs."""
     from agent_shim.supervisor.monit import parser
 
     named = [*command.words, *filter(None, [command.options.get("-c")])]

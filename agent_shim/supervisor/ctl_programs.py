@@ -74,7 +74,7 @@ class Programs:
     ) -> Process:
         """Run a program for the service ``name``, whose process is ``pid``, after ``event``; raises ``HostError``.
 
-        ``label`` is the mark, by default the name. With ``is_aside`` (the exec of a rule) the program is no part of the
+        ``label`` is the mark, by default the name. A program ``is_aside`` (the exec of a rule) is no part of the
         service and survives its stop, which it may itself request.
         """
         label = label or name

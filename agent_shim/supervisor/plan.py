@@ -58,7 +58,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     ``kind`` is the type word of the check. A process is identified by ``pidfile`` or by ``pattern``, a regular
     expression for its command line; ``path`` is the subject of a check of a file, directory, fifo or filesystem, and
-    ``address`` that of a host check.
+    ``address`` the subject of a host check.
     """
 
     name: str

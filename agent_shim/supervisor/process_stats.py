@@ -254,7 +254,7 @@ def _percent(ticks: int, seconds: float) -> float:
 
 
 class _ContainerMemory:
-    """Cached memory of the container in bytes, that of the machine unless a limit is lower."""
+    """Cached memory of the container in bytes: its limit, or the memory of the machine if that is lower."""
 
     def __init__(self) -> None:
         self._cgroup = cgroups.find()

@@ -1,9 +1,8 @@
 """Evaluates the rules of services every ten seconds: check, count, act.
 
-The cycles of a process count from its start, those of another check begin at once, as in monit; services due at about
-the same time share one pass over ``/proc``. Slow tests (connections, paths) run in a task each and never overlap
-themselves, so a hanging test delays no other. ``rule_counter`` counts failures; docs/monit-deviations.md lists
-differences.
+The cycles of a process count from its start, and other checks begin at once, as in monit. Services due at about the
+same time share one pass over ``/proc``. Each slow test (a connection, a path) runs in its own task and never overlaps
+itself, so a hanging test delays no other. ``rule_counter`` counts failures. docs/monit-deviations.md lists differences.
 """
 
 from __future__ import annotations

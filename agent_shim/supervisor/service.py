@@ -406,7 +406,7 @@ class Service:
             await self._shared.may_start.wait()
             if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
-            # As monit does, run it once beside a process that the pidfile no longer names: it may write its number.
+            # Run it once beside a process that the pidfile no longer names, as monit does: it may write its number.
             if spec.is_process and spec.start_call is None and record.traces.begun and doubted is None:
                 await self._shared.programs.remains.clear(spec.label, record.traces, self._timing.grace)
             await self._run_start(spec.start)
@@ -546,8 +546,8 @@ class Service:
     async def react(self, reaction: Action, event: str, description: str) -> None:
         """Carry out the action of a rule after an event; does not return if that ends the calling step.
 
-        In passive mode only ``exec`` and ``unmonitor`` take effect. As in monit, the restart of a process needs both
-        programs, and other checks restart by the programs that they have.
+        In passive mode only ``exec`` and ``unmonitor`` take effect. The restart of a process needs both programs, as in
+        monit, and other checks restart by the programs that they have.
         """
         spec, run = self.spec, self._shared.programs.run
         try:

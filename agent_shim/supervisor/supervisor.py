@@ -83,8 +83,8 @@ class Supervisor:
         is_strict: bool = False,
         settling: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """With ``is_strict`` a bpm process that requests more than the container can give does not start. For
-        ``settling()`` seconds after ``start`` the instance is ``starting`` and not yet ``running``.
+        """With ``is_strict`` a bpm process that requests more than the container can give does not start. The
+        instance is ``starting`` for ``settling()`` seconds after ``start``.
         """
         self._settling = settling
         self._settled_at = float("-inf")

@@ -55,7 +55,7 @@ async def test_process_that_uses_too_much_is_failing_and_stays(world: World) -> 
 
 
 async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
-    """As in monit, which sleeps after a start: a young process has time to settle."""
+    """monit sleeps after a start too: a young process has time to settle."""
     world.timing = replace(world.timing, cycle=0.5)
     async with checking(world, world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -102,7 +102,7 @@ async def test_total_memory_is_that_of_the_children_too(world: World) -> None:
 
 
 async def test_busy_process_is_seen_by_its_processor_time(world: World) -> None:
-    """Between two cycles; one that sleeps is not."""
+    """The time between two cycles counts; a process that sleeps uses none."""
     rule = "if cpu > 5 % then alert"
     jobs = [
         world.job("busy", "echo $$ >$pidfile; while :; do :; done", None, rule),
@@ -167,7 +167,7 @@ async def test_recovery_is_told_and_acted_on(world: World) -> None:
 
 
 async def test_exec_runs_at_each_bad_cycle(world: World) -> None:
-    """As monit does; its program may call us and outlives the service."""
+    """monit does it too; the program may call us and outlives the service."""
     bad = world.script("web", "bad", 'echo "$MONIT_SERVICE $MONIT_EVENT" >>$log')
     job = world.job("web", None, "exit 0", f'if memory > 1 kb then exec "{bad}"')
     async with checking(world, job):
@@ -190,7 +190,7 @@ async def test_passive_service_is_only_told_of(world: World) -> None:
 
 
 async def test_stop_and_unmonitor_end_the_looking(world: World) -> None:
-    """And the complaint with it."""
+    """The complaint ends with it."""
     jobs = [
         world.job("one", None, "kill $(cat $pidfile)", "if memory > 1 kb then stop"),
         world.job("two", None, "exit 0", "if memory > 1 kb then unmonitor"),
@@ -356,7 +356,7 @@ async def test_death_for_want_of_memory_is_told_as_one(world: World) -> None:
 
 
 async def test_file_that_cannot_be_used_is_told_once(world: World) -> None:
-    """With the place and the reason; again when it is wrong in another way, not when it is applied again."""
+    """The alert has the place and the reason, and comes again for another mistake only."""
     bad = JobFile("bad", "", "check nonsense")
     async with checking(world, bad, world.job("web")) as supervisor:
         found = [(each.service, each.event, each.action) for each in world.events]

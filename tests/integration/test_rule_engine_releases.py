@@ -94,7 +94,7 @@ async def test_a_dead_haproxy_behind_check_host_fails_the_instance(world: World,
 
 
 async def test_a_check_host_is_starting_until_it_has_been_tested(world: World, web: Web) -> None:
-    """As in monit: the Director trusts the first ``running``."""
+    """The Director trusts the first ``running``."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then alert\n group vcap\n"
     async with world.supervising(JobFile("far", "", text)) as supervisor:
         await in_state(supervisor, "far", "running")
@@ -276,7 +276,7 @@ async def test_a_missing_file_is_made_by_its_start_program_alone(world: World) -
 
 
 async def test_a_directory_without_programs_is_watched(world: World) -> None:
-    """It fails while it is missing, from the start on, and runs again when it is there."""
+    """The check fails while the directory is missing, and runs again when it is there."""
     path = world.base / "store"
     text = f"check directory store path {path}\n group vcap\n"
     async with checking(world, JobFile("store", "", text)) as supervisor:

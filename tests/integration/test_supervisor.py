@@ -24,7 +24,7 @@ from tests.support.waiting import until
 
 
 async def test_start_program_may_be_the_daemon(world: World) -> None:
-    """It writes its own number, executes the daemon and never returns."""
+    """The program writes its own number, executes the daemon and never returns."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
 
@@ -85,7 +85,7 @@ async def test_environment_is_that_of_monit(world: World) -> None:
 
 
 async def test_failed_start_says_why(world: World) -> None:
-    """With the last line that was printed; it is tried again."""
+    """The reason has the last line that was printed; the start is tried again."""
     async with world.supervising(world.job("web", "echo no such table >&2; exit 3")) as supervisor:
         found = await in_state(supervisor, "web", "down")
 
@@ -97,7 +97,7 @@ async def test_failed_start_says_why(world: World) -> None:
 
 @pytest.mark.parametrize("end", ["success", "stop", "unmonitor"])
 async def test_a_start_that_fails_again_is_told_once_more_after_a_change(world: World, end: str) -> None:
-    """Not at each try in between, as with monit."""
+    """The tries in between are not told, as with monit."""
     start = f"[ -e {world.base}/good ] || exit 3; rm {world.base}/good; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
         await until(lambda: info(supervisor, "web").restarts >= 2)
@@ -221,7 +221,7 @@ async def test_process_started_by_hand_is_watched_and_never_signalled(world: Wor
 
 
 async def test_process_started_by_hand_is_ended_by_its_stop_program(world: World) -> None:
-    """As monit would."""
+    """monit would too."""
     away = world.base / "packages" / "web"
     away.parent.mkdir()
     shutil.copy("/bin/sleep", away)
@@ -288,7 +288,7 @@ async def test_independent_processes_start_side_by_side(world: World) -> None:
 
 
 async def test_dependant_of_what_cannot_start_is_tried(world: World) -> None:
-    """As with monit, a dependency is an order, not a condition."""
+    """A dependency is an order and no condition, as with monit."""
     files = [world.job("b", None, "exit 0", "depends on a"), world.job("a", "exit 1")]
     async with world.supervising(*files) as supervisor:
         await in_state(supervisor, "b", "running")
@@ -331,7 +331,7 @@ async def test_other_groups_are_not_the_directors(world: World) -> None:
 
 
 async def test_no_jobs_are_running(world: World) -> None:
-    """As on a fresh machine, unless it was stopped."""
+    """A fresh machine has none; a stopped one is stopped."""
     async with world.supervising() as supervisor:
         assert supervisor.job_state() == "running"
         assert supervisor.processes() == []
@@ -344,7 +344,7 @@ async def test_no_jobs_are_running(world: World) -> None:
 
 
 async def test_stop_runs_the_stop_program(world: World) -> None:
-    """And waits for it and the process; the marker outlives the agent until the next start."""
+    """The stop waits for it and the process; the marker outlives the agent until the next start."""
     stop = "kill $(cat $pidfile); sleep 0.1; echo done >>$log"
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -398,7 +398,7 @@ async def test_answered_stop_is_saved(world: World) -> None:
 
 
 async def test_stop_without_waiting_returns_at_once(world: World) -> None:
-    """As callers with protocol 2 expect it."""
+    """Callers with protocol 2 expect it."""
     seen = world.base / "seen"
     stop = f"until [ -e {seen} ]; do sleep 0.02; done; kill $(cat $pidfile)"
     async with world.supervising(world.job("web", None, stop)) as supervisor:
@@ -453,7 +453,7 @@ async def test_what_does_not_listen_to_the_stop_program_is_killed(world: World) 
 
 
 async def test_hanging_stop_program_is_ended(world: World) -> None:
-    """It has a timeout as well."""
+    """The stop program has a timeout as well."""
     stop = "echo $$ >$log; kill $(cat $pidfile); exec sleep 600"
     async with world.supervising(world.job("web", None, stop, timeout=1)) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -492,7 +492,7 @@ async def test_what_is_not_started_here_is_not_signalled(world: World) -> None:
 @pytest.mark.usefixtures("cgroups_or_not")
 @pytest.mark.parametrize("how", ["", "wipe"])
 async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> None:
-    """Not even what left the session and threw its environment away."""
+    """A process that left the session and cleared its environment ends too."""
     child = world.base / "child"
     start = f"exec {program('new_session.py', '$pidfile', child, how)}"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -568,7 +568,7 @@ async def test_stop_keeps_its_budget(world: World, monkeypatch: pytest.MonkeyPat
 async def test_a12_stop_that_takes_too_long_is_told_in_words_the_director_knows(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It swallows errors that contain "Timed out waiting for service"."""
+    """The Director swallows errors that contain "Timed out waiting for service"."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
@@ -625,7 +625,7 @@ async def test_start_asked_during_a_stop_follows_it(world: World) -> None:
 
 
 async def test_unmonitored_process_goes_on(world: World) -> None:
-    """As before a drain: the instance is failing until it is stopped, and nothing is restarted."""
+    """A drain asks for it: the instance is failing until it is stopped, and nothing is restarted."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()

@@ -80,7 +80,7 @@ async def test_killed_agent_costs_no_job(world: World) -> None:
 
 
 async def test_what_died_meanwhile_is_started_again(world: World) -> None:
-    """And has to settle like any other that died."""
+    """The next process has to settle like any other after a death."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
         await in_state(supervisor, "worker", "running")
@@ -301,7 +301,7 @@ async def test_unreadable_state_is_no_obstacle(world: World) -> None:
 
 
 async def test_state_is_private(world: World) -> None:
-    """It holds the monit files of the jobs."""
+    """The state holds the monit files of the jobs."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
 

@@ -34,7 +34,7 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 
 
 async def test_killed_process_is_back_at_once(world: World) -> None:
-    """Not at a poll or after a wait, which would take minutes here; another process, the same service."""
+    """A poll or a wait would take minutes here."""
     world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         pid = await killed(supervisor, "web")
@@ -132,7 +132,7 @@ async def test_zombie_is_dead(world: World) -> None:
 
 
 async def test_exit_status_of_a_double_fork_is_known(world: World) -> None:
-    """It is our child by then."""
+    """The daemon is our child by then."""
     job = world.job("web", program("fork_twice.py", world.pidfile("web")))
     async with world.supervising(job) as supervisor:
         await killed(supervisor, "web")
@@ -163,7 +163,7 @@ async def test_successor_is_followed(world: World, cycle: float, told: list[tupl
 
 
 async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None:
-    """As with monit; if another program restarts it, it is adopted."""
+    """monit restarts nothing either; a process that another program starts is adopted."""
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         assert found.unheeded == ("restart when it ends (it has no stop program)",)
@@ -188,7 +188,7 @@ async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None
     [("mode passive", "it is passive"), ("if does not exist then alert", "the rule for that says alert")],
 )
 async def test_process_that_is_only_watched(world: World, statement: str, why: str) -> None:
-    """It is started when asked, and not restarted."""
+    """The service is started when asked, and not restarted."""
     async with world.supervising(world.job("web", COUNTED, STOP, statement)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         kill(found.pid)
@@ -238,7 +238,7 @@ async def test_restart_limit_is_heeded(world: World) -> None:
 
 
 async def test_restarts_within_one_cycle_count_once_towards_a_limit(world: World) -> None:
-    """As monit restarts once in a cycle; a process that waits for another one fails more often here."""
+    """monit restarts once in a cycle; a process that waits for another one fails more often here."""
     world.timing = replace(world.timing, cycle=600)
     start = "echo start >>$log; echo $$ >$pidfile; exec sleep 0.01"
     job = world.job("web", start, STOP, "if 2 restarts within 3 cycles then unmonitor")
@@ -336,7 +336,7 @@ async def test_one_restarts_with_its_dependants(world: World) -> None:
 
 
 async def test_death_restarts_the_dependants(world: World) -> None:
-    """As monit does, all the way: they may have held on to what died."""
+    """monit does it too, all the way: they may hold on to the dead process."""
     files = [*await chain(world), world.job("e", COUNTED, STOP, "depends on a, c")]
     async with world.supervising(*files) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d", "e")
@@ -363,7 +363,7 @@ async def test_rule_that_stops_takes_the_dependants_along(world: World) -> None:
 
 
 async def test_one_is_left_alone_and_watched_again(world: World) -> None:
-    """With its dependants, and with its prerequisites."""
+    """Its dependants are left alone too, and its prerequisites are watched."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         await supervisor.unmonitor_one("b")

@@ -274,7 +274,7 @@ class PlayedPrograms:
 
 
 def service_on(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> Service:
-    """Make a service on a played machine; ``members`` are those of its context."""
+    """Make a service on a played machine; ``members`` replace members of its context."""
     may_start = asyncio.Event()
     may_start.set()
     usual: dict[str, Any] = {

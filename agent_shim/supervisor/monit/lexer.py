@@ -1,6 +1,6 @@
 """Lexer of monit control files. Pure.
 
-The rules are those of monit 5.2.5, the version on every BOSH machine, and were tested against it. The longest match
+Follows monit 5.2.5, the version on every BOSH machine, and was tested against it. The longest match
 wins, the first of equals. Some keywords change the rules for the next token: ``check`` is followed by a name, ``start
 "`` by the arguments of a program. The parser has no influence on that, so a whole text is tokenised at once.
 """

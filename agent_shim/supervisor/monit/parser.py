@@ -35,7 +35,7 @@ def parse(text: str, *, origin: str, without_effect: list[Ignored] | None = None
     """Parse a control file; raises ``ConfigError`` with the mistakes of all statements:
     ``cannot read ORIGIN: line L column C: found X, expected Y; line …``.
 
-    ``without_effect`` gets the statements without effect, also those of a file with mistakes.
+    ``without_effect`` gets the statements without effect, even if the file has mistakes.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")

@@ -21,7 +21,7 @@ class MonitSyntaxError(ValueError):
 
 
 class Reader:
-    """Token reader of one text. ``kind`` is that of the ``next`` token; ``include`` statements are set aside."""
+    """Token reader of one text. ``kind`` is the kind of the ``next`` token; ``include`` statements are set aside."""
 
     def __init__(self, text: str) -> None:
         self.text = text

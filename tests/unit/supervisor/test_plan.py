@@ -53,7 +53,7 @@ def test_process_is_read_whole() -> None:
 
 
 def test_order_is_that_of_the_files() -> None:
-    """As the Director lists the jobs, and each file its checks; an empty file adds nothing."""
+    """The Director orders the jobs, and each file its checks; an empty file adds nothing."""
     files = [
         JobFile("b", "", check("b1") + check("b2")),
         JobFile("none", "", "\n\n"),
@@ -140,7 +140,7 @@ def test_what_is_restarted(statements: tuple[str, ...], is_restartable: bool) ->
 
 
 def test_bad_file_makes_one_failing_process() -> None:
-    """It has the name of the job and the error; other jobs are unchanged."""
+    """The process has the name of the job and the error; other jobs are unchanged."""
     files = [
         JobFile("good", "", check("good")),
         JobFile("bad", "", check("bad1") + check("bad2")),
@@ -182,7 +182,7 @@ def test_duplicate_fails_the_later_job() -> None:
 
 
 def test_missing_dependency_fails_its_job() -> None:
-    """And says which one is missing."""
+    """The error names the missing service."""
     files = [JobFile("one", "", check("a", "depends on nosuch")), JobFile("two", "", check("b"))]
 
     assert names(*files) == ["one", "b"]

@@ -147,7 +147,7 @@ async def test_monit_files_are_written_again_in_a_new_container(supervisor: Supe
 
 
 async def test_without_a_saved_state_nothing_is_recovered(paths: Paths) -> None:
-    """Nor from one that is of another version or unreadable."""
+    """A state of another version or an unreadable one is none."""
     for content in (None, b"", b'{"schema":2,"incarnation":"","is_wanted":false,"files":[],"services":{}}'):
         if content is not None:
             paths.supervisor_state.write_bytes(content)
@@ -233,7 +233,7 @@ async def test_a_forgotten_job_keeps_its_state(supervisor: Supervisor, paths: Pa
 
 
 async def test_an_unusable_file_is_told_once(paths: Paths) -> None:
-    """And again with another reason."""
+    """Another reason is told again."""
     events: list[Event] = []
     supervisor = Supervisor(paths, on_event=events.append)
     try:

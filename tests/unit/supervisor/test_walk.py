@@ -1,4 +1,4 @@
-"""Long random walks: after any requests and events, the state of a service is that of a simple model.
+"""Long random walks: after any requests and events, the state of a service is the state of a simple model.
 
 The service is the real one; its process and programs are played, and time jumps from timer to timer. The model has no
 transitions: it derives the state from the last request and the living processes.

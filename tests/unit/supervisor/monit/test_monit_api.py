@@ -71,7 +71,7 @@ async def asked(obstacle: str = "", **request: Any) -> tuple[list[str], Any]:
 async def test_a_request_is_made_to_the_services_that_it_names(
     request_: dict[str, Any], calls: list[str], services: list[str] | str
 ) -> None:
-    """And answered with those, before or after their work."""
+    """The answer describes them, before or after their work."""
     assert await asked(**request_) == (calls, services)
 
 

@@ -378,5 +378,5 @@ def test_mistakes_in_tests_of_a_file(text: str, expected: str) -> None:
 
 @pytest.mark.parametrize("url", ["https://h/ ", "ftp://h/ ", "http://h:x/ ", "http:///x "])
 def test_urls_that_monit_refuses(url: str) -> None:
-    """It has no TLS, no other protocol, and reads a URL up to the next blank."""
+    """monit has no TLS, no other protocol, and reads a URL up to the next blank."""
     assert "expected a URL like http://HOST:PORT/PATH" in refusal(f"if failed url {url}then alert")
