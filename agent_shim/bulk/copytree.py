@@ -14,14 +14,14 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
-from agent_shim.bulk.protocol import Progress
+from agent_shim.bulk.protocol import Progress, Report
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, guarded
 from agent_shim.host.descriptors import closing
@@ -43,7 +43,7 @@ _KEPT: Final = ("user.", "trusted.", "security.capability", "system.posix_acl_")
 """Extended attributes that are data; labels given by a mount (SELinux, NFS) are not."""
 
 
-Report = Callable[[Progress], None]
+_Leave = Callable[..., None]
 
 
 def mirror(
@@ -77,31 +77,6 @@ class _Times(NamedTuple):
     last: int
 
 
-class _Places:
-    """Directories of a tree by number, each as the number of the one above and its name.
-
-    A job decides how many there are and how deep: a path for each would take the memory of a machine.
-    """
-
-    def __init__(self) -> None:
-        self._all = [(0, "")]
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def add(self, above: int, name: str) -> int:
-        self._all.append((above, name))
-        return len(self._all) - 1
-
-    def path(self, number: int) -> str:
-        """Return the path with a trailing slash; "" for the top."""
-        names = [""]
-        while number:
-            number, name = self._all[number]
-            names.append(name)
-        return "/".join(reversed(names))
-
-
 class _Mirror:
     """State of one copy: descriptors of both directories, and the hard links seen so far."""
 
@@ -116,17 +91,17 @@ class _Mirror:
 
     def count(self) -> None:
         """Count files and bytes of the source."""
-        for here, below in self._walk(self._source):
-            for name in below:
+        for _, (here,), names in self._walk(self._source):
+            for name in names:
                 self._advance(_status(here, name))
         self._progress = Progress("", files_total=self._progress.files, size_total=self._progress.size)
 
     def copy(self) -> None:
         """Walk the source once and copy entries that are missing or differ in the target."""
         self._begin("copying")
-        first: dict[tuple[int, int], tuple[int, str]] = {}
-        places = _Places()
-        for number, path, source, target, names in self._pairs(places):
+        first: dict[tuple[int, int], tuple[str, str]] = {}
+        for path, (source, target), names in self._walk(self._source, self._target, leave=_finish_directory):
+            os.fchmod(target, stat.S_IMODE(os.fstat(target).st_mode) | 0o700)  # it may be closed by an earlier pass
             for name in self._surplus(source, target, path):
                 _remove(target, name)
             for name in names:
@@ -136,14 +111,10 @@ class _Mirror:
                     if other is None:
                         _copy_entry(source, target, name, status, self._times)
                         if _is_shared(status):
-                            first[_inode(status)] = number, name
+                            first[_inode(status)] = path, name
                     else:
-                        self._link(places.path(other[0]), other[1], target, name)
+                        self._link(*other, target, name)
                     self._advance(status)
-        for number in reversed(range(len(places))):  # children first: an entry made in a directory changes its time
-            path = places.path(number)
-            with self._both(path) as (source, target), _errors_as(f"copy {path}."):
-                _copy_attributes(source, target, os.fstat(source))
 
     def compare(self) -> list[str]:
         """Walk both once; remove the differing entries from the target, for the next copy, and return them."""
@@ -151,7 +122,7 @@ class _Mirror:
         found = []
         made: dict[tuple[int, int], tuple[int, int]] = {}
         owner: dict[tuple[int, int], tuple[int, int]] = {}
-        for _, path, source, target, names in self._pairs(_Places(), make=False):
+        for path, (source, target), names in self._walk(self._source, self._target):
             surplus = self._surplus(source, target, path)
             for name in chain(names, surplus):
                 with _errors_as(f"compare {path}{name}"):
@@ -179,37 +150,32 @@ class _Mirror:
                 _remove(target, name)
             os.link(last, name, src_dir_fd=there, dst_dir_fd=target, follow_symlinks=False)
 
-    def _pairs(self, places: _Places, *, make: bool = True) -> Iterator[tuple[int, str, int, int, list[str]]]:
-        """Yield directories, parents first: number in ``places``, path with a trailing slash, descriptors, names."""
-        ahead = [0]
-        while ahead:
-            number = ahead.pop()
-            path = places.path(number)
-            with self._both(path) as (source, target):
-                if make:  # an earlier pass may have set a mode without write permission
-                    os.fchmod(target, stat.S_IMODE(os.fstat(target).st_mode) | 0o700)
-                names = _names(source, self._spare(path))
-                yield number, path, source, target, names
-                for name in reversed(names):
-                    there = _status_or_none(target, name)
-                    if there and stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(_status(source, name).st_mode):
-                        ahead.append(places.add(number, name))
+    def _walk(self, *tops: int, leave: _Leave = lambda *_: None) -> Iterator[tuple[str, tuple[int, ...], list[str]]]:
+        """Yield each directory that is below all of ``tops``, parents first: its path with a trailing slash, its
+        descriptors, and its names below the first. ``leave`` is called with the descriptors after all below it.
 
-    def _walk(self, top: int) -> Iterator[tuple[int, list[str]]]:
-        """Yield each directory below ``top`` with its names."""
-        places, ahead = _Places(), [0]
+        A job decides how many directories there are and how deep: only those on the way to the present one are kept.
+        """
+        way: list[str] = []
+        ahead = [[""]]
         while ahead:
-            number = ahead.pop()
-            path = places.path(number)
-            with _errors_as(f"read {path}."), closing(_open_below(top, path)) as here:
-                names = _names(here, self._spare(path))
-                yield here, names
-                ahead += [places.add(number, name) for name in names if stat.S_ISDIR(_status(here, name).st_mode)]
-
-    @contextmanager
-    def _both(self, path: str) -> Iterator[tuple[int, int]]:
-        with closing(_open_below(self._source, path)) as source, closing(_open_below(self._target, path)) as target:
-            yield source, target
+            is_new = bool(ahead[-1])
+            if is_new:
+                way.append(ahead[-1].pop())
+            else:
+                ahead.pop()
+            if not way:
+                return
+            path = "/".join([*way[1:], ""])
+            with _errors_as(f"copy {path}."), ExitStack() as opened:
+                found = tuple(opened.enter_context(closing(_open_below(top, path))) for top in tops)
+                if is_new:
+                    names = _names(found[0], self._spare(path))
+                    yield path, found, names
+                    ahead.append([name for name in reversed(names) if all(_is_directory(fd, name) for fd in found)])
+                else:
+                    leave(*found)
+                    way.pop()
 
     def _surplus(self, source: int, target: int, path: str) -> set[str]:
         """Return the names that only the target has; a set of each side would take the memory of a huge directory."""
@@ -316,6 +282,10 @@ def _attributes(fd: int) -> dict[str, bytes]:
         raise
 
 
+def _finish_directory(source: int, target: int) -> None:
+    _copy_attributes(source, target, os.fstat(source))
+
+
 def _looks_same(one: os.stat_result, other: os.stat_result, times: _Times) -> bool:
     """Compare all attributes that are visible without reading."""
     wanted = min(max(one.st_mtime_ns, times.first), times.last)
@@ -374,6 +344,11 @@ def _status_or_none(directory: int, name: str) -> os.stat_result | None:
         return _status(directory, name)
     except FileNotFoundError:
         return None
+
+
+def _is_directory(directory: int, name: str) -> bool:
+    status = _status_or_none(directory, name)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def _inode(status: os.stat_result) -> tuple[int, int]:
