@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -203,34 +202,29 @@ def test_a_directory_that_becomes_a_link_while_it_is_copied_ends_the_copy(
     source, target = pair
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    opened = copytree._open_below
+    monkeypatch.setattr(copytree, "REPORT_PERIOD_S", 0.0)
 
-    def swapped(top: int, path: str) -> int:
-        if path.rstrip("/") == "db" and not (target / "db").is_symlink() and (target / "db").is_dir():
-            shutil.rmtree(target / "db")
+    def swap(progress: protocol.Progress) -> None:
+        if progress.phase == "copying" and (target / "db").is_dir() and not (target / "db").is_symlink():
+            (target / "db").rmdir()
             (target / "db").symlink_to(elsewhere)
-        return opened(top, path)
-
-    monkeypatch.setattr(copytree, "_open_below", swapped)
 
     with pytest.raises(HostError):
-        copytree.mirror(source, target)
+        copytree.mirror(source, target, report=swap)
     assert list(elsewhere.iterdir()) == []
 
 
 def test_a_source_that_never_rests_is_named(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = pair
-    compare = copytree._Mirror.compare
+    monkeypatch.setattr(copytree, "REPORT_PERIOD_S", 0.0)
 
-    def disturbed(mirror: copytree._Mirror) -> list[str]:
-        with (source / "twin").open("a") as file:
-            file.write("more")
-        return compare(mirror)
-
-    monkeypatch.setattr(copytree._Mirror, "compare", disturbed)
+    def disturb(progress: protocol.Progress) -> None:
+        if progress.phase == "comparing":
+            with (source / "twin").open("a") as file:
+                file.write("more")
 
     with pytest.raises(HostError, match="these differ: twin"):
-        copytree.mirror(source, target)
+        copytree.mirror(source, target, report=disturb)
 
 
 def test_an_entry_that_cannot_be_copied_is_named(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,15 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from agent_shim.bulk import copytree
+from agent_shim.bulk.protocol import Progress
 from agent_shim.host import guarded
 from tests.support.users import as_ordinary_user
 
 SECOND_NS = 1_000_000_000
-ANY_TIME = copytree._Times(-(2**62), 2**62)
 
 
 @pytest.fixture
@@ -26,35 +24,24 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "source", tmp_path / "target"
 
 
-def status(**changes: int) -> Any:
-    members = {"st_mode": stat.S_IFREG | 0o644, "st_uid": 1, "st_gid": 2, "st_size": 3, "st_rdev": 0, "st_nlink": 1}
-    return SimpleNamespace(**members | {"st_mtime_ns": SECOND_NS + 1, "st_blocks": 8} | changes)
-
-
 @pytest.mark.parametrize(
-    ("changes", "is_same"),
-    [
-        ({}, True),
-        ({"st_mode": stat.S_IFREG | 0o600}, False),
-        ({"st_uid": 9}, False),
-        ({"st_gid": 9}, False),
-        ({"st_size": 9}, False),
-        ({"st_rdev": 9}, False),
-        ({"st_mtime_ns": SECOND_NS + 2}, False),
-        ({"st_mtime_ns": SECOND_NS}, True),
-        ({"st_mtime_ns": SECOND_NS + copytree.COARSE_NS - 1000}, True),
-        ({"st_mtime_ns": SECOND_NS + copytree.COARSE_NS + 1000}, False),
-    ],
+    ("off_ns", "is_same"), [(1, True), (copytree.COARSE_NS - 1000, True), (copytree.COARSE_NS, False)]
 )
-def test_an_entry_looks_the_same_by_all_that_is_copied(changes: dict[str, int], is_same: bool) -> None:
-    """A file system that rounds times may be off by its grain."""
-    assert copytree._looks_same(status(), status(**changes), ANY_TIME) is is_same
+def test_a_file_system_that_rounds_times_has_the_same_file(pair: tuple[Path, Path], off_ns: int, is_same: bool) -> None:
+    """It is not copied again."""
+    source, target = pair
+    (source / "a").write_text("x")
+    os.utime(source / "a", ns=(SECOND_NS, SECOND_NS + off_ns))
+    (target / "a").write_text("x")
+    (target / "a").chmod((source / "a").stat().st_mode)
+    os.utime(target / "a", ns=(SECOND_NS, SECOND_NS))
+    before = (target / "a").stat().st_ino
+    held = (target / "a").open()
 
+    copytree.mirror(source, target)
 
-def test_the_size_of_a_directory_is_no_difference() -> None:
-    one, other = (status(st_mode=stat.S_IFDIR | 0o755, st_size=size) for size in (3, 4096))
-
-    assert copytree._looks_same(one, other, ANY_TIME)
+    held.close()
+    assert ((target / "a").stat().st_ino == before) is is_same
 
 
 def test_the_mask_of_this_process_takes_nothing_from_a_pipe(pair: tuple[Path, Path]) -> None:
@@ -77,18 +64,16 @@ def test_a_directory_that_differs_is_copied_again_and_not_removed(
     source, target = pair
     (source / "d").mkdir()
     (source / "d" / "file").write_text("x")
-    honest, doubts = copytree._same_entry, ["d"]
+    (source / "a").touch()
+    monkeypatch.setattr(copytree, "REPORT_PERIOD_S", 0.0)
 
-    def same(one: int, other: int, name: str, *rest: Any) -> bool:
-        if name in doubts:
-            doubts.remove(name)
-            return False
-        return honest(one, other, name, *rest)
+    def change(progress: Progress) -> None:
+        if progress.phase == "comparing":
+            (source / "d").chmod(0o701)
 
-    monkeypatch.setattr(copytree, "_same_entry", same)
-    copytree.mirror(source, target)
+    copytree.mirror(source, target, report=change)
 
-    assert doubts == []
+    assert stat.S_IMODE((target / "d").stat().st_mode) == 0o701
     assert (target / "d" / "file").read_text() == "x"
 
 
@@ -156,24 +141,24 @@ def test_a_link_with_two_names_keeps_both(pair: tuple[Path, Path]) -> None:
 def test_half_a_copy_is_open_to_its_owner_alone(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Others could read a directory of secrets until it has its own mode."""
     source, target = pair
-    (source / "d").mkdir(mode=0o700)
-    (source / "file").write_text("x")
+    (source / "d").mkdir(mode=0o755)
+    (source / "d" / "file").write_text("x")
     modes: list[int] = []
-    honest = copytree._copy_attributes
+    honest = os.copy_file_range
 
-    def copied(old: int, new: int, status: os.stat_result) -> None:
-        modes.append(stat.S_IMODE(os.fstat(new).st_mode))
-        honest(old, new, status)
+    def copied(old: int, new: int, *rest: int) -> int:
+        modes.extend(stat.S_IMODE(each.st_mode) for each in (os.fstat(new), (target / "d").stat()))
+        return honest(old, new, *rest)
 
-    monkeypatch.setattr(copytree, "_copy_attributes", copied)
-    target.chmod(0o700)
+    monkeypatch.setattr(os, "copy_file_range", copied)
     before = os.umask(0)
     try:
         copytree.mirror(source, target)
     finally:
         os.umask(before)
 
-    assert modes == [0o600, 0o700, 0o700]
+    assert modes[:2] == [0o600, 0o700]
+    assert stat.S_IMODE((target / "d").stat().st_mode) == stat.S_IMODE((source / "d").stat().st_mode)
 
 
 def test_the_first_byte_is_compared(pair: tuple[Path, Path]) -> None:
@@ -186,17 +171,6 @@ def test_the_first_byte_is_compared(pair: tuple[Path, Path]) -> None:
     copytree.mirror(source, target)
 
     assert [(target / name).read_bytes() for name in "ab"] == [b"1", b"1x"]
-
-
-def test_files_that_are_cut_while_they_are_compared_are_not_the_same(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both end before the bytes that were there."""
-    monkeypatch.setattr(guarded, "segments", lambda *_, **__: iter([(0, 10)]))
-    for path in pair:
-        (path / "a").write_bytes(b"12345")
-    with (pair[0] / "a").open("rb") as one, (pair[1] / "a").open("rb") as other:
-        assert not copytree._same_data(one.fileno(), other.fileno(), 10)
 
 
 def test_an_ordinary_user_copies_into_a_directory_that_an_earlier_pass_has_closed() -> None:
