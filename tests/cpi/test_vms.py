@@ -169,7 +169,8 @@ def replaced(cluster: Cluster, name: str) -> None:
     pod = cluster.of("pods")[name]
     cluster.delete(("pods", "bosh", name), {"gracePeriodSeconds": 0})
     spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
-    cluster.create(("pods", "bosh", name), {"metadata": {"name": name, "labels": {}}, "spec": spec})
+    short = spec | {"terminationGracePeriodSeconds": 1}
+    cluster.create(("pods", "bosh", name), {"metadata": {"name": name, "labels": {}}, "spec": short})
 
 
 def test_pod_that_was_replaced_while_it_started_is_not_the_vm(cpi: Cpi, cluster: Cluster, server: Server) -> None:

@@ -20,7 +20,7 @@ from benchmarks.world import world as made
 MAX_MB = 130
 """Memory of an agent at its highest: an idle one takes a third of it."""
 
-GATES = ("bosh/agent_shim.json", "data/bosh/agent_shim.json", "data/bosh/lease.json", "bosh/agent_shim.lock")
+GATES = ("bosh/agent_shim.json", "data/bosh/agent_shim.json", "bosh/agent_shim.lock")
 """Each decides about the files read after it."""
 OTHERS = (
     *("bosh/settings.json", "bosh/update_settings.json", "bosh/former_mbus.json", "bosh/spec.json", "bosh/tasks.json"),
@@ -74,7 +74,15 @@ async def world() -> AsyncIterator[World]:
         yield one
 
 
-@pytest.mark.parametrize("names", [*((gate,) for gate in GATES), OTHERS, COPIES], ids=[*GATES, "others", "copies"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(pytest.param((gate,), id=gate) for gate in GATES),
+        pytest.param(("data/bosh/lease.json",), id="lease", marks=pytest.mark.slow),  # each start waits for its end
+        pytest.param(OTHERS, id="others"),
+        pytest.param(COPIES, id="copies"),
+    ],
+)
 async def test_what_stands_in_the_place_of_state_files_neither_holds_the_start_nor_fills_the_memory(
     world: World, names: tuple[str, ...]
 ) -> None:
