@@ -16,7 +16,7 @@ async def test_a3_an_unknown_command(world: World, command: str) -> None:
     assert await world.error("ssh", command, {}) == "Action Failed ssh: Unknown command for SSH method"
 
 
-async def test_a3_cleanup_of_nobody(world: World) -> None:
+async def test_a3_cleanup_without_a_matching_user(world: World) -> None:
     assert await world.call("ssh", "cleanup", {"user_regex": "^bosh_x"}) == {
         "value": {"command": "cleanup", "status": "success"}
     }
@@ -31,7 +31,7 @@ async def test_a3_cleanup_of_nobody(world: World) -> None:
         (None, "Creating user: cannot use the name '': "),
     ],
 )
-async def test_a3_a_setup_that_is_refused_changes_nothing(world: World, params: object, text: str) -> None:
+async def test_a3_a_refused_setup_leaves_the_machine_unchanged(world: World, params: object, text: str) -> None:
     assert (await world.error("ssh", "setup", params)).startswith(f"Action Failed ssh: {text}")
     assert not (world.paths.etc / "ssh").exists()
     assert not world.paths.ssh_home.exists()

@@ -55,7 +55,7 @@ async def test_a20_a_disk_comes_to_the_store_and_a_second_one_to_the_migration_t
     assert (world.paths.store.resolve(), world.paths.store_migration_target.resolve()) == (first, second)
 
 
-async def test_a21_unmounting_says_what_it_found(world: World) -> None:
+async def test_a21_the_reply_to_unmount_disk_names_the_disk(world: World) -> None:
     await mounted(world, "disk-a")
 
     assert (await world.value("unmount_disk", "disk-a"))["message"].startswith("Unmounted partition of {ID:disk-a ")
@@ -195,7 +195,7 @@ async def test_a23_a_disk_without_a_cid_is_never_known(world: World, cid: str | 
 
 
 @pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
-async def test_a20_a_block_device_is_refused_at_once_with_what_to_do(world: World, hint: Any) -> None:
+async def test_a20_a_block_device_is_refused_at_once_with_advice(world: World, hint: Any) -> None:
     """Nothing that a container has to wait for turns it into a directory with files."""
     world.agent.disks._timeouts = Timeouts(arrival=3600)
     await world.value("add_persistent_disk", "disk-a", hint)

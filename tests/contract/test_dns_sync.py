@@ -53,7 +53,7 @@ async def test_a27_records_from_a_signed_url(world: World, server: Server) -> No
     assert (get.method, get.target, get.headers["x-ms-blob-type"]) == ("GET", "/7?st=secret", "blockblob")
 
 
-async def test_a27_what_is_there_is_not_fetched_again_by_either_method(world: World, server: Server) -> None:
+async def test_a27_known_records_are_fetched_by_neither_method(world: World, server: Server) -> None:
     await sync(world, signed(server, records(7), 7))
     for version in (6, 7):
         assert await sync(world, signed(server, b"", version)) == {"value": "synced"}
@@ -62,7 +62,7 @@ async def test_a27_what_is_there_is_not_fetched_again_by_either_method(world: Wo
     assert len(server.requests) == 1
 
 
-async def test_a27_a_wrong_version_or_digest_changes_nothing(world: World, server: Server) -> None:
+async def test_a27_a_wrong_version_or_digest_leaves_records_unchanged(world: World, server: Server) -> None:
     await sync(world, signed(server, records(7), 7))
     wrong = await world.error("sync_dns_with_signed_url", signed(server, records(9), 8))
     broken = await world.error("sync_dns_with_signed_url", signed(server, records(8), 8, multi_digest="sha1:a:b"))
@@ -101,13 +101,13 @@ async def test_a27_a_url_that_cannot_be_had_is_told_after_three_tries_without_it
         ({"multi_digest": "00"}, "Both signedURL and blobID are blank which is invalid"),
     ],
 )
-async def test_a27_a_request_that_lacks_something_is_told(world: World, request_: Any, why: str) -> None:
+async def test_a27_an_incomplete_request_is_an_error(world: World, request_: Any, why: str) -> None:
     error = await world.error("sync_dns_with_signed_url", request_)
 
     assert error.startswith(f"Action Failed sync_dns_with_signed_url: fetching new DNS records: {why}")
 
 
-async def test_a26_a_blob_that_is_not_there_is_told(world: World) -> None:
+async def test_a26_a_missing_blob_is_an_error(world: World) -> None:
     error = await world.error("sync_dns", "no-such-blob", "00", 7)
 
     assert error.startswith("Action Failed sync_dns: getting no-such-blob from blobstore: Getting blob from inner ")

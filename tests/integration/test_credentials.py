@@ -131,7 +131,7 @@ async def test_the_certificate_that_begins_later_is_used_also_by_the_next_start(
     assert "the server does not know us" not in log(world).split("the agent stops")[-1]
 
 
-async def test_an_agent_whose_new_credentials_turn_out_to_be_no_good_comes_back_with_the_former_ones(
+async def test_an_agent_returns_with_its_former_credentials_when_the_new_ones_fail(
     world: World,
 ) -> None:
     """As when a bus is restored from a backup that is older than the rotation; those of the CPI are old by then."""
@@ -152,7 +152,7 @@ async def test_an_agent_whose_new_credentials_turn_out_to_be_no_good_comes_back_
     )
 
 
-async def test_a_certificate_near_its_end_is_told(world: World) -> None:
+async def test_a_certificate_near_its_end_is_reported(world: World) -> None:
     """Until it is rotated."""
     authority = world.server.authority
     pair = authority.agent(AGENT, valid=(-99 * HOUR, HOUR))
@@ -165,7 +165,7 @@ async def test_a_certificate_near_its_end_is_told(world: World) -> None:
     assert told in await status(world)
 
 
-async def test_what_is_no_certificate_is_refused_though_the_settings_have_a_good_one(world: World) -> None:
+async def test_an_invalid_certificate_is_refused_beside_a_good_one_of_the_settings(world: World) -> None:
     """The Director has to learn of it: it would believe the agent on its new credentials."""
     await world.start_agent()
 

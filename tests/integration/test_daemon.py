@@ -96,7 +96,7 @@ async def test_the_agent_may_open_more_files_than_its_jobs(world: World) -> None
     assert {resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in world.pids().values()} == {(512, hard)}
 
 
-async def test_a_second_agent_on_the_same_tree_ends_with_3_and_touches_nothing(world: World) -> None:
+async def test_a_second_agent_on_the_same_tree_ends_with_3_and_leaves_it_unchanged(world: World) -> None:
     await world.start_agent()
     argv = [word.format(config=world.scratch / "agent.json", base=world.base) for word in shlex.split(COMMAND)]
     out = world.scratch / "second.out"
@@ -295,7 +295,7 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
     assert any(key_line.encode() in path.read_bytes() for path in (world.base / "bosh").glob("*.json"))
 
 
-async def test_what_an_agent_left_half_written_goes_at_the_next_start(world: World) -> None:
+async def test_half_written_files_are_removed_at_the_next_start(world: World) -> None:
     """SIGKILL in the middle of a write leaves the new file without its name."""
     await world.start_agent()
     await world.kill_agent()
@@ -322,7 +322,7 @@ async def test_the_agent_leaves_no_core(world: World) -> None:
     assert (soft, hard) == (process.CORE_LIMIT_BYTES, before[1])
 
 
-async def test_call_asks_what_the_director_would_ask(world: World) -> None:
+async def test_the_command_call_sends_a_request_of_the_director(world: World) -> None:
     await world.start_agent()
 
     status, output = await command(world, "call", "get_state", "full")
@@ -393,7 +393,7 @@ async def test_t7_the_link_lasts_while_much_is_done(tmp_path: Path) -> None:
             assert bus.stats.connects == 1
 
 
-async def test_t11_new_credentials_are_taken_told_of_and_there_after_a_restart(world: World) -> None:
+async def test_t11_new_credentials_are_used_reported_and_kept_over_a_restart(world: World) -> None:
     await world.start_agent()
     await world.server.add_agent(AGENT, bootstrap=True, permanent=True)
     mbus = world.server.mbus(AGENT, bootstrap=True)
@@ -411,7 +411,7 @@ async def test_t11_new_credentials_are_taken_told_of_and_there_after_a_restart(w
     assert json.loads((world.base / "bosh/update_settings.json").read_bytes())["mbus"]["cert"] == cert
 
 
-async def test_s9_the_health_monitor_is_told_of_a_drain_for_shutdown_alone(world: World) -> None:
+async def test_s9_a_drain_for_shutdown_alone_notifies_the_health_monitor(world: World) -> None:
     monitor = HealthMonitor()
     async with monitor.on(world.server.peer(HEALTH_MONITOR)):
         await world.start_agent()

@@ -33,7 +33,7 @@ def ignore(_: Progress) -> None:
     """A progress callback that does nothing."""
 
 
-async def test_a_worker_copies_all_but_what_is_ours(tmp_path: Path) -> None:
+async def test_a_worker_copies_all_but_the_files_of_the_agent(tmp_path: Path) -> None:
     source, target = tmp_path / "from", tmp_path / "to"
     fill(source, as_root=os.geteuid() == 0)
     target.mkdir()
@@ -47,7 +47,7 @@ async def test_a_worker_copies_all_but_what_is_ours(tmp_path: Path) -> None:
     assert [path.name for path in (target / ".agent_shim").iterdir()] == ["to"]
 
 
-async def test_what_fails_is_told(tmp_path: Path) -> None:
+async def test_a_failed_copy_is_reported(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
 
     with pytest.raises(ActionError, match=f"cannot copy {tmp_path}/from to {tmp_path}/to: No such file or directory"):

@@ -25,7 +25,7 @@ each_way = by("links", "mounts")
 
 
 @each_way
-async def test_a_former_error_is_not_told_again(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restored_mount_clears_its_former_error(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the mounts were restored, it is not why a disk is missing."""
     instance.attach("a")
     await instance.disks.mount("a")
@@ -106,7 +106,7 @@ async def test_a_disk_comes_to_the_store(instance: Instance) -> None:
 
 
 @each_way
-async def test_mounting_twice_changes_nothing(instance: Instance) -> None:
+async def test_a_second_mount_of_a_disk_leaves_mounts_and_files_unchanged(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
     touched = [instance.paths.store, instance.paths.managed_disk, instance.volume("a") / ".agent_shim/disk.json"]
@@ -522,7 +522,7 @@ async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None
 
 
 @each_way
-async def test_unmounting_what_is_not_mounted_is_fine(instance: Instance) -> None:
+async def test_unmount_of_an_unmounted_disk_succeeds(instance: Instance) -> None:
     instance.attach("a")
 
     assert (await instance.disks.unmount("a")).startswith("Partition of {ID:a ")
@@ -583,7 +583,7 @@ async def test_a_process_of_a_job_is_ended(instance: Instance) -> None:
 
 
 @each_way
-async def test_disks_come_back_when_the_container_is_made_anew(instance: Instance) -> None:
+async def test_disks_return_in_a_recreated_container(instance: Instance) -> None:
     for cid in "ab":
         instance.attach(cid)
         await instance.disks.mount(cid)
@@ -598,7 +598,7 @@ async def test_disks_come_back_when_the_container_is_made_anew(instance: Instanc
 
 
 @each_way
-async def test_list_disk_mounts_what_belongs_there(instance: Instance) -> None:
+async def test_list_disk_mounts_missing_disks(instance: Instance) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
     instance.remake_container()
@@ -623,9 +623,7 @@ async def test_jobs_must_not_start_without_their_disk(instance: Instance) -> Non
 
 
 @each_way
-async def test_what_nobody_foresaw_keeps_no_list_from_being_answered(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_list_disk_answers_after_an_unexpected_error(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     instance.attach("a")
     await instance.disks.mount("a")
 
@@ -648,7 +646,7 @@ async def test_a_disk_that_is_gone_is_a_problem(instance: Instance) -> None:
 
 
 @each_way
-async def test_without_disks_there_is_no_problem(instance: Instance) -> None:
+async def test_an_instance_has_no_problem_without_disks(instance: Instance) -> None:
     assert await instance.disks.problem() == ""
     assert await instance.disks.list() == []
 
@@ -681,7 +679,7 @@ async def test_a_disk_of_another_instance_waits_for_the_director(instance: Insta
 
 
 @each_way
-async def test_of_two_claims_the_director_decides(instance: Instance) -> None:
+async def test_the_director_decides_between_two_claims(instance: Instance) -> None:
     for cid in "ab":
         markers.write(instance.attach(cid), Marker(cid, "store"))
 
@@ -720,7 +718,7 @@ async def test_a_resize_of_an_older_agent_is_taken_over(instance: Instance) -> N
 
 
 @each_way
-async def test_without_a_marker_the_former_disk_is_the_one_that_holds_files(instance: Instance) -> None:
+async def test_the_unmarked_disk_with_files_is_the_former_one(instance: Instance) -> None:
     """A CPI created the container again to attach the second disk, under an agent without markers."""
     (instance.attach("a") / "data").write_text("precious")
     (instance.attach("b") / "lost+found").mkdir()
@@ -824,7 +822,7 @@ async def test_a_disk_that_was_migrated_can_be_migrated_again(instance: Instance
 
 
 @each_way
-async def test_what_is_asked_for_must_be_what_is_mounted(instance: Instance) -> None:
+async def test_a_migration_needs_the_mounted_disks(instance: Instance) -> None:
     instance.attach("a")
     instance.attach("b")
     with pytest.raises(ActionError, match=f"^no disk is on {instance.paths.store}$"):
@@ -911,7 +909,7 @@ async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
 
 
 @each_way
-async def test_a_worker_copies_where_nothing_else_is_told(instance: Instance) -> None:
+async def test_a_worker_copies_by_default(instance: Instance) -> None:
     instance.copy = None
     wanted = await resizing(instance)
 
@@ -964,7 +962,7 @@ async def test_nobody_may_use_the_disk_that_is_copied(instance: Instance) -> Non
 
 
 @each_way
-async def test_while_it_is_copied_nothing_else_happens_to_disks(instance: Instance) -> None:
+async def test_other_requests_are_refused_during_a_copy(instance: Instance) -> None:
     await resizing(instance)
     going, go = asyncio.Event(), asyncio.Event()
 
@@ -1103,7 +1101,7 @@ async def test_an_association_may_name_a_device(instance: Instance) -> None:
     ],
 )
 @each_way
-async def test_what_cannot_be_associated_is_named(instance: Instance, wanted: DiskAssociation, text: str) -> None:
+async def test_an_impossible_association_is_named(instance: Instance, wanted: DiskAssociation, text: str) -> None:
     instance.attach("a")
     instance.persistent["late"] = "/does/not/exist"
 

@@ -97,7 +97,7 @@ async def test_stopped_jobs_are_not_described(world: World) -> None:
     assert world.pids() == {}
 
 
-async def test_what_monit_would_start_is_told(world: World) -> None:
+async def test_processes_that_monit_would_start_are_reported(world: World) -> None:
     """Processes that died meanwhile, and those that it would take for dead."""
     before = await deploy(world, 3)
     await world.stop_agent()
@@ -116,7 +116,7 @@ async def test_what_monit_would_start_is_told(world: World) -> None:
     assert f"job2 runs on as {before['job2']}" in output
 
 
-async def test_not_while_the_agent_runs(world: World) -> None:
+async def test_handback_is_refused_while_the_agent_runs(world: World) -> None:
     """It would go on as if nothing had happened."""
     await deploy(world, 1)
 

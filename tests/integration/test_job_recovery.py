@@ -323,7 +323,7 @@ async def test_agent_that_is_killed_in_pre_start_has_it_run_again(world: World) 
 
 
 @pytest.mark.parametrize("what", ["jobs/job-web", "packages/tool"])
-async def test_files_that_are_gone_are_told_and_start_is_refused(world: World, what: str) -> None:
+async def test_missing_files_are_reported_and_start_is_refused(world: World, what: str) -> None:
     """A directory in memory, say. The Director's next deployment puts that right."""
     await world.start_agent()
     await deploy(world, {"job-web": job(world, "job-web")})
@@ -387,7 +387,7 @@ async def test_lost_memory_of_the_supervisor_is_made_up_from_the_spec(world: Wor
     assert list(world.pids()) == ["job-web"]
 
 
-async def test_second_agent_on_the_volume_touches_nothing_and_goes_on_when_the_first_ends(world: World) -> None:
+async def test_second_agent_on_the_volume_waits_until_the_first_ends(world: World) -> None:
     """A pod that is created again before its predecessor has ended."""
     await world.start_agent()
     await deploy(world, {"job-web": job(world, "job-web")})

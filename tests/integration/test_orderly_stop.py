@@ -101,7 +101,7 @@ while :; do sleep 0.1; done
 """
 
 
-async def test_what_had_to_be_killed_is_named_and_the_end_is_not_clean(
+async def test_a_killed_process_is_named_and_the_stop_is_not_clean(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_shim.supervisor.supervisor.KILL_SHARE", 0.05)
@@ -130,7 +130,7 @@ async def test_a_second_signal_hurries(world: World) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_while_the_container_ends_nothing_that_changes_the_machine_is_done(world: World) -> None:
+async def test_actions_that_change_the_machine_are_refused_while_the_container_ends(world: World) -> None:
     world.dispatcher.refusing = "the container ends"
 
     assert await world.error("apply", {}) == "Action Failed apply: cannot run apply: the container ends"

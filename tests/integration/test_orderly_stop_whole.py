@@ -57,7 +57,7 @@ async def drained(place: Place, grace: int) -> tuple[int | None, str, float]:
     return code, said, time.monotonic() - begun_at
 
 
-async def test_with_thirty_seconds_nothing_is_killed_early_and_everything_is_down_within_them(place: Place) -> None:
+async def test_all_jobs_stop_within_thirty_seconds_and_no_process_is_killed_early(place: Place) -> None:
     pids = [place.pid(name) for name in NAMES]
 
     code, said, seconds = await drained(place, 30)
@@ -72,7 +72,7 @@ async def test_with_thirty_seconds_nothing_is_killed_early_and_everything_is_dow
     assert seconds >= 8
 
 
-async def test_with_five_seconds_the_drains_are_cut_short_and_it_says_so(place: Place) -> None:
+async def test_drains_are_cut_short_within_five_seconds_and_reported(place: Place) -> None:
     pids = [place.pid(name) for name in NAMES]
 
     code, said, _ = await drained(place, 5)
@@ -84,7 +84,7 @@ async def test_with_five_seconds_the_drains_are_cut_short_and_it_says_so(place: 
     assert not [line for line in place.trace if line.endswith(" ends")]
 
 
-async def test_what_does_not_listen_is_killed_in_time_and_named(tmp_path: Path) -> None:
+async def test_a_process_that_ignores_term_is_killed_in_time_and_named(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.job("deaf")
     pidfile = place.paths.run / "deaf/deaf.pid"

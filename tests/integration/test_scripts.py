@@ -86,7 +86,7 @@ async def test_mode_of_a_log_directory_is_left_alone(paths: Paths, runner: Scrip
     assert stat.S_IMODE((paths.log / "web").stat().st_mode) == 0o770
 
 
-async def test_what_a_script_sees(paths: Paths, runner: Scripts) -> None:
+async def test_a_script_has_its_environment_directory_and_niceness(paths: Paths, runner: Scripts) -> None:
     """The agent's environment with a PATH of its own, the root directory, five steps nicer, no arguments, no input."""
     script(paths, "web", "pre-start", 'echo "$PATH $KEPT $EXTRA $# $(pwd) $(nice)"; cat')
 
@@ -145,12 +145,12 @@ async def test_the_error_ends_with_the_last_line_of_each_failed_script(paths: Pa
     assert "not permitted" not in str(failed.value)
 
 
-async def test_without_scripts_nothing_happens(runner: Scripts) -> None:
+async def test_run_all_succeeds_without_scripts(runner: Scripts) -> None:
     """No job has it: success."""
     await runner.run_all("post-deploy", ["a", "b"], {})
 
 
-async def test_what_a_script_leaves_behind_is_not_waited_for(paths: Paths, runner: Scripts) -> None:
+async def test_processes_left_by_a_script_are_not_waited_for(paths: Paths, runner: Scripts) -> None:
     """A child that keeps the output open does not hold the script, nor is it killed."""
     left = paths.tmp / "left"
     script(paths, "web", "pre-start", f"sleep 600 & echo $! >{left}")
@@ -200,7 +200,7 @@ async def drain(runner: Scripts, *jobs: str, cancelled: asyncio.Event | None = N
         await runner.drain(jobs, UPDATE, DISK, NEXT, cancelled or asyncio.Event())
 
 
-async def test_what_a_drain_script_sees(paths: Paths, runner: Scripts) -> None:
+async def test_a_drain_script_has_its_arguments_and_environment(paths: Paths, runner: Scripts) -> None:
     """Arguments, disks, PATH; as nice as the agent; its exit code says nothing when it prints a number."""
     told = paths.tmp / "told"
     script(
@@ -246,7 +246,7 @@ async def test_static_drain_waits(paths: Paths, runner: Scripts) -> None:
 
 
 @pytest.mark.parametrize("printed", ["", "soon", "1 2", "1.5", "1_0", "٣", "9" * 30, "0x1", "$(seq 5000)"])
-async def test_who_prints_no_number_has_failed(paths: Paths, runner: Scripts, printed: str) -> None:
+async def test_a_drain_script_without_a_number_has_failed(paths: Paths, runner: Scripts, printed: str) -> None:
     """The others go on to their end (agent/script/drain/concrete_script.go)."""
     script(paths, "a", "drain", f'printf %s "{printed}"')
     script(paths, "b", "drain", "sleep 0.1; echo 0")

@@ -83,7 +83,7 @@ async def world() -> AsyncIterator[World]:
         pytest.param(COPIES, id="copies"),
     ],
 )
-async def test_what_stands_in_the_place_of_state_files_neither_holds_the_start_nor_fills_the_memory(
+async def test_hostile_state_files_neither_block_the_start_nor_fill_the_memory(
     world: World, names: tuple[str, ...]
 ) -> None:
     for kind, plant in KINDS.items():

@@ -96,7 +96,7 @@ async def test_keys_and_passwords_of_the_settings(fleet: Fleet, key: Path) -> No
     assert shadow(other)["root"] != hashed
 
 
-async def test_without_a_password_in_the_settings_that_of_the_image_is_gone(tmp_path: Path) -> None:
+async def test_the_password_of_the_image_is_removed_unless_the_settings_have_one(tmp_path: Path) -> None:
     """Stemcells have one that is known to everybody."""
     async with pods(tmp_path) as pod:
         pod.start_container()
@@ -119,7 +119,7 @@ async def test_a7_authorities_of_update_settings_are_trusted_until_they_are_take
     assert [await trusted(""), await trusted(authority.ca), await trusted("")] == [False, True, False]
 
 
-async def test_a_container_made_anew_has_passwords_and_authorities_again(tmp_path: Path) -> None:
+async def test_a_recreated_container_has_passwords_and_authorities_again(tmp_path: Path) -> None:
     """Its files are those of the image; what the Director and the CPI have said is older."""
     authority, hashed = Authority("of the Director"), "$6$salt$" + "y" * 86
     verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"

@@ -317,7 +317,7 @@ def manifest(instance: Instance) -> None:
 
 
 @alone
-async def test_a_disk_without_any_hint_is_what_a_manifest_mounted_on_the_store(tmp_path: Path) -> None:
+async def test_a_disk_without_a_hint_is_the_volume_on_the_store(tmp_path: Path) -> None:
     instance = by_mounts(tmp_path)
     instance.attach("a", mount_tmpfs)
     manifest(instance)
@@ -432,9 +432,7 @@ async def what_is_left(instance: Instance) -> list[str]:
 
 @pytest.mark.parametrize("way", [by_mounts, by_links])
 @alone
-def test_an_agent_that_is_killed_while_it_migrates_loses_nothing(
-    tmp_path: Path, way: Callable[[Path], Instance]
-) -> None:
+def test_an_agent_killed_during_a_migration_loses_no_file(tmp_path: Path, way: Callable[[Path], Instance]) -> None:
     """There and back again, killed at moments anywhere between the start of the worker and the swap."""
     instance = way(tmp_path)
     instance.copy = None

@@ -110,7 +110,7 @@ async def test_persistent_vitals_while_a_disk_is_on_the_store(pod: Pod, prefix: 
         assert all(value["percent"].isdigit() and value["inode_percent"].isdigit() for value in disks.values())
 
 
-async def test_persistent_vitals_of_a_volume_that_nobody_named(pod: Pod) -> None:
+async def test_persistent_vitals_of_a_volume_unknown_to_the_director(pod: Pod) -> None:
     """A manifest mounts it on the store, and no Director knows of it."""
     (pod.scratch / "volume").mkdir()
     pod.seen["/var/vcap/store"] = pod.scratch / "volume"
@@ -209,7 +209,7 @@ async def test_a_directory_of_the_container_is_no_disk(pod: Pod, place: str) -> 
     assert pod.machine.run("ls -A /var/vcap/store 2>/dev/null || true") == ""
 
 
-async def test_who_keeps_a_disk_busy_is_named_and_left_alone(pod: Pod) -> None:
+async def test_a_process_that_keeps_a_disk_busy_is_named_and_left_alone(pod: Pod) -> None:
     """A process that is no job's; one of a job's is ended."""
     pod.attach("disk-1")
     (pod.volume("disk-1") / "file").write_text("x")

@@ -70,7 +70,7 @@ def test_a_volume_is_shown_and_taken_away(tmp_path: Path, make: Maker, bind: boo
 
 @EVERY_VOLUME
 @alone
-def test_showing_twice_changes_nothing(tmp_path: Path, make: Maker) -> None:
+def test_a_second_show_leaves_mounts_unchanged(tmp_path: Path, make: Maker) -> None:
     volume, place = make(tmp_path), tmp_path / "store"
     volumes.show(volume, place, bind=True)
     before = mounts.MOUNTINFO.read_bytes()
@@ -82,7 +82,7 @@ def test_showing_twice_changes_nothing(tmp_path: Path, make: Maker) -> None:
 
 
 @alone
-def test_what_is_mounted_there_by_the_manifest_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_mount_of_the_manifest_is_left_unchanged(tmp_path: Path) -> None:
     store = mount_tmpfs(tmp_path / "store")
     before = mounts.MOUNTINFO.read_bytes()
 
@@ -100,7 +100,7 @@ def test_a_plain_directory_is_not_taken_away(tmp_path: Path) -> None:
 
 
 @alone
-def test_binding_is_probed_where_nobody_sees_it(tmp_path: Path) -> None:
+def test_binding_is_probed_in_a_private_namespace(tmp_path: Path) -> None:
     namespaces = [Path("/proc/self/ns/mnt").readlink()]
     try_bind = mounts.try_bind
 
@@ -141,7 +141,7 @@ def test_the_directory_of_an_image_layer_becomes_a_link(tmp_path: Path) -> None:
 
 
 @alone
-def test_a_link_through_a_closed_directory_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_link_through_a_closed_directory_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     volume, place = mount_tmpfs(tmp_path / "closed/volume"), tmp_path / "store"
     (tmp_path / "closed").chmod(0o700)
 
@@ -232,7 +232,7 @@ def test_whoever_keeps_a_mount_busy_is_named(tmp_path: Path, how: str, text: str
 
 
 @alone
-def test_this_process_keeps_nothing_busy(tmp_path: Path) -> None:
+def test_this_process_counts_as_no_holder(tmp_path: Path) -> None:
     """Its own descriptors are those of the copy that waits for the others."""
     volume = mount_tmpfs(tmp_path / "volume")
     with (volume / "file").open("w"):
@@ -240,7 +240,7 @@ def test_this_process_keeps_nothing_busy(tmp_path: Path) -> None:
 
 
 @alone
-def test_the_same_path_on_another_device_is_nobody_of_ours(tmp_path: Path) -> None:
+def test_a_file_of_the_same_path_on_another_device_is_no_holder(tmp_path: Path) -> None:
     """With the processes of the node in sight, another pod's store has the same name."""
     volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     other = mount_tmpfs(tmp_path / "other")

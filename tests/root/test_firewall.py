@@ -134,7 +134,7 @@ async def test_the_log_of_the_server_has_no_error_after_a_boot_and_a_doctor(pod:
     assert [line for line in lines if "[ERR]" in line or "[WRN]" in line] == []
 
 
-async def test_what_a_job_has_removed_comes_back_and_outlives_the_agent(pod: Netted) -> None:
+async def test_rules_removed_by_a_job_return_and_outlive_the_agent(pod: Netted) -> None:
     """The next link is an occasion to look; without one it takes a minute at most."""
     await pod.start()
     await pod.firewall(enforced=True)
@@ -171,7 +171,7 @@ async def test_switched_off_there_are_no_rules(pod: Netted) -> None:
     assert pod.tables() == ""
 
 
-async def test_without_the_right_to_filter_it_says_so_and_goes_on(pod: Netted) -> None:
+async def test_an_agent_without_the_right_to_filter_reports_it_and_continues(pod: Netted) -> None:
     """As in most pods."""
     pod.prefix = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-all"]
     await pod.start()

@@ -222,7 +222,7 @@ async def test_disk_of_a_vm_that_died_with_its_machine(pod: Pod) -> None:
     assert (pod.vcap / "store/data").read_text() == "precious"
 
 
-async def test_what_lies_in_memory_is_told(pod: Pod) -> None:
+async def test_missing_job_files_of_a_tmpfs_are_reported(pod: Pod) -> None:
     """``env.bosh.job_dir.tmpfs``: secrets of jobs are on no disk, and the Director has to bring them again."""
     pod.env = {"job_dir": {"tmpfs": True, "tmpfs_size": "20m"}, "run_dir": {"tmpfs": True}}
     await with_a_disk(pod)

@@ -40,7 +40,7 @@ def resolved(machine: Machine, name: str) -> str:
     return " ".join(sorted({line.split()[0] for line in found.splitlines()}))
 
 
-async def test_a26_programs_resolve_what_the_director_has_told(fleet: Fleet) -> None:
+async def test_a26_programs_resolve_names_of_the_director(fleet: Fleet) -> None:
     machine = await fleet.add(AGENT, NETWORKS)
     pairs = [("10.0.0.9", "db-0.bosh"), ("10.0.0.10", "web-0.bosh"), ("fd00::9", "six.bosh")]
 
@@ -56,7 +56,7 @@ async def test_a26_programs_resolve_what_the_director_has_told(fleet: Fleet) -> 
     ]
 
 
-async def test_a26_hosts_that_cannot_be_written_cost_bosh_dns_nothing(fleet: Fleet) -> None:
+async def test_a26_records_are_stored_though_hosts_cannot_be_written(fleet: Fleet) -> None:
     """A file that the runtime mounted stays the same file; one that is read-only stays as it is."""
     machine = await fleet.add(AGENT, NETWORKS)
     machine.run("cp /etc/hosts /mnt/hosts && mount --bind /mnt/hosts /etc/hosts")

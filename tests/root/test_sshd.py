@@ -169,7 +169,7 @@ def test_the_host_key_stays(alone: Alone) -> None:
     assert stat.S_IMODE(key.with_suffix(".pub").stat().st_mode) == 0o644
 
 
-def test_a_host_key_that_cannot_be_made_is_told_and_leaves_no_user(alone: Alone) -> None:
+def test_a_failed_host_key_is_reported_and_leaves_no_user(alone: Alone) -> None:
     """An image whose /etc is read-only cannot have users either, one without ssh-keygen can."""
     (alone.box.root / "etc/ssh/ssh_host_rsa_key.pub").unlink(missing_ok=True)
     alone.box.run("mount --bind /dev/null /usr/bin/ssh-keygen")
@@ -182,7 +182,7 @@ def test_a_host_key_that_cannot_be_made_is_told_and_leaves_no_user(alone: Alone)
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
-def test_the_server_is_there_while_somebody_may_log_in(alone: Alone) -> None:
+def test_the_server_runs_while_a_user_may_log_in(alone: Alone) -> None:
     """One for all; it goes with the last of them, which another agent may see to."""
     key = alone.setup("bosh_one")["host_public_key"]
     assert alone.setup("bosh_two")["host_public_key"] == key
@@ -198,7 +198,7 @@ def test_the_server_is_there_while_somebody_may_log_in(alone: Alone) -> None:
     assert alone.run("ss", "-Htln").stdout == ""
 
 
-def test_who_is_logged_in_stays_when_the_server_goes(alone: Alone) -> None:
+def test_a_session_outlives_the_server(alone: Alone) -> None:
     """An operator's session is not cut by another operator's clean-up."""
     key = alone.setup("bosh_long")["host_public_key"]
     known = alone.key.with_name("known_hosts")
@@ -343,7 +343,7 @@ def test_a_job_in_the_place_of_the_server_is_no_server(alone: Alone) -> None:
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
-def test_a_server_that_cannot_start_is_told_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
+def test_a_failed_server_is_reported_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
     """In the server's words."""
     stranger("127.0.0.1")  # serves no client from outside
     error = alone.agent(
@@ -371,7 +371,7 @@ def test_a_container_without_sshd_is_told(alone: Alone) -> None:
     assert "bosh_any" not in passwd
 
 
-def test_a_server_that_is_being_stopped_is_none(alone: Alone) -> None:
+def test_a_server_being_stopped_does_not_count(alone: Alone) -> None:
     """A caller at that moment gets another server, even if the first one lingers."""
     alone.agent(
         "import signal\n"

@@ -62,7 +62,7 @@ def names(box: Machine) -> list[str]:
     return sorted(path.name for path in (box.root / PLACE).iterdir())
 
 
-def test_what_is_given_is_trusted_and_nothing_else(box: Machine, inside: Inside) -> None:
+def test_exactly_the_given_authorities_are_trusted(box: Machine, inside: Inside) -> None:
     """Each request replaces the former certificates; the authorities of the image stay."""
     (box.root / PLACE / "own.crt").write_text(THIRD.ca)
     assert inside(install(FIRST, SECOND)) is None
@@ -78,7 +78,7 @@ def test_what_is_given_is_trusted_and_nothing_else(box: Machine, inside: Inside)
     assert [is_trusted(box, each) for each in (FIRST, SECOND, THIRD)] == [False, False, True]
 
 
-def test_the_same_again_costs_nothing(box: Machine, inside: Inside) -> None:
+def test_a_repeated_bundle_is_not_installed_again(box: Machine, inside: Inside) -> None:
     """Directors say it to every machine whenever they say anything."""
     inside(install(FIRST))
     before = (box.root / TRUSTED).stat()
@@ -99,7 +99,7 @@ def test_a_new_container_learns_them_again(box: Machine, inside: Inside) -> None
 
 
 @pytest.mark.parametrize("were", [[], [SECOND]])
-def test_what_was_interrupted_is_taken_up(box: Machine, inside: Inside, were: list[Authority]) -> None:
+def test_an_interrupted_installation_is_completed(box: Machine, inside: Inside, were: list[Authority]) -> None:
     """The files were changed, and then the agent was killed."""
     inside(install(*were))
     box.run(f"rm -f /{PLACE}/*")

@@ -127,7 +127,7 @@ def test_clean_up_removes_those_that_match(box: Machine, inside: Inside) -> None
     assert (box.vcap / "bosh_ssh/bosh_y1").exists()
 
 
-def test_a_user_who_is_at_work_is_removed(box: Machine, inside: Inside) -> None:
+def test_a_user_with_a_running_process_is_removed(box: Machine, inside: Inside) -> None:
     """Even while a process of theirs runs."""
     inside(setup("bosh_busy"))
     sleeping = box.popen(["setpriv", "--reuid", "bosh_busy", "--clear-groups", "sleep", "60"])
@@ -227,7 +227,7 @@ def test_a_missing_group_leaves_no_half_user(box: Machine, inside: Inside) -> No
     assert not (box.vcap / "bosh_ssh/bosh_half").exists()
 
 
-def test_without_useradd_it_is_said(box: Machine, inside: Inside) -> None:
+def test_a_missing_useradd_is_reported(box: Machine, inside: Inside) -> None:
     """A minimal image."""
     box.run("mount --bind /dev/null /usr/sbin/useradd")
     try:

@@ -11,7 +11,7 @@ from agent_shim.daemon.job_recovery import JobRecovery
 from tests.support.world import world
 
 
-def test_what_only_the_agent_may_read_is_closed_to_all_others(tmp_path: Path) -> None:
+def test_directories_of_the_agent_are_closed_to_others(tmp_path: Path) -> None:
     """Sockets and plans of processes, settings, and blobs with rendered templates: secrets all of them."""
     paths = Paths(tmp_path)
     boot.make_tree(paths)
@@ -44,7 +44,7 @@ def test_jobs_find_their_directories_with_the_modes_of_the_go_agent(tmp_path: Pa
     }
 
 
-async def test_what_the_bus_does_not_need_is_late_and_nothing_vital_is(tmp_path: Path) -> None:
+async def test_steps_that_the_bus_does_not_need_are_late_and_not_vital(tmp_path: Path) -> None:
     """Late steps run beside the connection, with programs that take most of a second as root."""
     async with world(tmp_path) as made:
         steps = boot.steps(made.agent, JobRecovery(made.agent, made.events.append))

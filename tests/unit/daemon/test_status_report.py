@@ -115,7 +115,7 @@ def test_jobs_that_are_not_deployed_are_no_running_instance(
         ("jobs", {"standalone": SimpleNamespace(obstacle="no jobs yet")}, (False, "no jobs yet")),
     ],
 )
-def test_readiness_asks_of_a_level_what_it_names(
+def test_readiness_has_three_levels(
     tmp_path: Path, level: str, others: dict[str, Any], answer: tuple[bool, str]
 ) -> None:
     assert status_report.readiness(live(tmp_path, **others), level) == answer

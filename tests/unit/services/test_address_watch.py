@@ -56,7 +56,7 @@ def test_address_of_an_interface(text: str, is_ours: bool) -> None:
     assert network.has_address(text) is is_ours
 
 
-def test_missing_address_is_told_once_and_again_after_it_was_back() -> None:
+def test_missing_address_is_reported_again_after_its_return() -> None:
     """The report names the source of a missing address."""
     wanted = {"127.0.0.1": "network a of the settings"}
     told: list[tuple[str, str]] = []
@@ -79,7 +79,7 @@ def test_missing_address_is_told_once_and_again_after_it_was_back() -> None:
     assert len(told) == 2
 
 
-async def test_it_looks_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_addresses_are_watched_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """An address may go at any time."""
     monkeypatch.setattr(address_watch, "POLL_S", 0.01)
     wanted: dict[str, str] = {}

@@ -57,7 +57,7 @@ def test_each_is_logged_once_and_again_when_it_has_ended(caplog: pytest.LogCaptu
     assert expiry.warnings == said[1:]
 
 
-def test_of_the_https_door_is_told_what_is_true_of_it() -> None:
+def test_a_warning_names_the_https_door() -> None:
     """No bus is behind it, and no authority of one."""
     cert, ended = agent(-99 * DAY_S, DAY_S), agent(*EXPIRED)
     named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
@@ -85,7 +85,7 @@ def test_a_rotation_ends_the_warning() -> None:
     assert expiry.warnings == []
 
 
-def test_of_several_authorities_the_last_to_end_counts() -> None:
+def test_the_last_of_several_authorities_to_end_counts() -> None:
     """While one takes the place of another both are trusted; and no certificate at all is nothing to say."""
     ending = Authority().agent("old-ca", valid=(-99 * DAY_S, DAY_S)).certificate
     expiry = CertificateWatch(lambda: {"CA": ending + AUTHORITY.ca, "client": ""})

@@ -65,7 +65,7 @@ async def test_records_are_stored_as_they_came(dns: Dns, paths: Paths) -> None:
 
 
 @pytest.mark.parametrize(("stored", "wanted", "fetched"), [(3, 3, 0), (4, 3, 0), (2, 3, 1), (0, 0, 0)])
-async def test_what_is_new_enough_is_not_fetched(
+async def test_records_of_a_known_version_are_not_fetched(
     dns: Dns, paths: Paths, stored: int, wanted: int, fetched: int
 ) -> None:
     """Only an older version is replaced."""
@@ -78,7 +78,7 @@ async def test_what_is_new_enough_is_not_fetched(
 
 
 @pytest.mark.parametrize("stored", [b"", b"{", b'{"version":"9"}', b"[]", b"\xff", b'{"version":-5}', None])
-async def test_what_cannot_be_read_is_old(dns: Dns, paths: Paths, stored: bytes | None) -> None:
+async def test_unreadable_records_are_replaced(dns: Dns, paths: Paths, stored: bytes | None) -> None:
     """A broken file, or none, is older than any version."""
     paths.dns_records.parent.mkdir(parents=True)
     if stored is not None:
@@ -99,7 +99,7 @@ async def test_what_cannot_be_read_is_old(dns: Dns, paths: Paths, stored: bytes 
         (b'{"version":3,"records":["\xff"]', "unmarshalling DNS records: "),
     ],
 )
-async def test_a_wrong_blob_changes_nothing(dns: Dns, paths: Paths, raw: bytes, text: str) -> None:
+async def test_a_wrong_blob_leaves_records_and_hosts_unchanged(dns: Dns, paths: Paths, raw: bytes, text: str) -> None:
     """The texts are the Go agent's."""
     with pytest.raises(ActionError) as failed:
         await dns.sync(3, Source(raw), agent_id=AGENT)
@@ -242,14 +242,14 @@ async def test_names_come_back_in_a_new_container(dns: Dns, paths: Paths) -> Non
     assert hosts(paths).count("10.9.9.9") == 1
 
 
-async def test_without_records_the_hosts_file_is_left_alone(dns: Dns, paths: Paths) -> None:
+async def test_the_hosts_file_is_unchanged_before_the_first_records(dns: Dns, paths: Paths) -> None:
     """There is nothing to say yet."""
     assert not await dns.restore(AGENT)
     assert not (paths.etc / "hosts").exists()
 
 
 @pytest.mark.parametrize("stored", [b"", b"{", b'{"version":3,"records":7}', b'{"version":3,"records":[["\xff","a"]]}'])
-async def test_records_that_cannot_be_read_are_told(dns: Dns, paths: Paths, stored: bytes) -> None:
+async def test_unreadable_records_are_an_error(dns: Dns, paths: Paths, stored: bytes) -> None:
     """The hosts file stays as it is."""
     paths.dns_records.parent.mkdir(parents=True)
     paths.dns_records.write_bytes(stored)
@@ -309,7 +309,7 @@ async def test_names_of_other_instances_outlive_the_restart_of_an_agent(dns: Dns
 
 
 @pytest.mark.parametrize("text", ["", "10.9.9.9 HOST", "127.0.0.1\tlocalhost\n", "fd00::9 db\n"])
-async def test_a_mounted_hosts_file_is_completed_and_keeps_what_it_has(
+async def test_a_mounted_hosts_file_is_completed_and_keeps_its_lines(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     """The kubelet's aliases and the runtime's line of the container stay."""

@@ -34,7 +34,7 @@ def test_each_address_is_closed_to_all_but_the_users() -> None:
     ]
 
 
-async def test_with_a_refusal_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_rules_are_set_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one is what shows that it would have been."""
     settled = []
 
@@ -56,7 +56,7 @@ async def test_with_a_refusal_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("scheme", ["https", ""])
-async def test_without_a_bus_to_connect_to_it_says_so(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_bus_is_the_obstacle(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bosh CLI connects to the agent; without a Director the agent connects to no bus."""
     urls = (f"{scheme}://127.0.0.1:6868",) if scheme else ()
     firewall = Firewall(lambda: mbus(*urls), lambda: False, heard)

@@ -34,7 +34,7 @@ def test_a_server_that_bosh_dns_has_put_first_stays_first() -> None:
     assert after.splitlines()[:2] == [f"nameserver 169.254.0.2 {FIRST}", "nameserver 192.0.2.1"]
 
 
-def test_what_names_all_of_them_is_left_as_it_is() -> None:
+def test_a_file_that_names_all_servers_is_unchanged() -> None:
     """A job may have put a server before them that is not marked."""
     before = "nameserver 169.254.0.2\nnameserver 192.0.2.1 \nsearch x\n"
 

@@ -105,7 +105,7 @@ def test_long_output_is_cut_in_the_middle(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=3000), st.integers(200, 3000))
-def test_what_is_shown_fits(tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int) -> None:
+def test_shown_output_fits_the_limit(tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int) -> None:
     """Also where every byte takes six in JSON; what fits is never cut."""
     path = tmp_path_factory.getbasetemp() / "o"
     path.write_bytes(content)

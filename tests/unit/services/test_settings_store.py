@@ -128,7 +128,7 @@ async def test_broken_source_does_not_hide_the_error_but_the_copy_serves(files: 
     assert (await SettingsStore(files.paths, [files.source]).refreshed()).source.vm.name == "vm-7"
 
 
-async def test_without_any_document_the_error_names_the_first_that_exists(files: Files) -> None:
+async def test_the_error_names_the_first_existing_document(files: Files) -> None:
     files.source.write_text("{")
 
     with pytest.raises(SettingsError, match=r"cannot read settings from .*source\.json"):
@@ -152,7 +152,7 @@ async def test_update_is_stored_whole_and_read_again(files: Files) -> None:
     assert (await SettingsStore(files.paths, [files.source]).refreshed()).mbus.certificate == "c"
 
 
-async def test_half_written_update_keeps_what_was_known(files: Files) -> None:
+async def test_half_written_update_keeps_the_known_settings(files: Files) -> None:
     files.write()
     await files.store.wait()
     await files.store.save_update(settings.UpdateSettings(trusted_certs="T"))
@@ -185,7 +185,7 @@ async def test_changes_are_noticed_and_rewrites_of_the_same_are_not(files: Files
     assert [news.mbus.urls for news in found] == [("nats://other:2",)]
 
 
-async def test_a_change_that_an_action_read_first_is_told_all_the_same(files: Files) -> None:
+async def test_a_change_that_an_action_read_first_is_reported(files: Files) -> None:
     files.write()
     await files.store.wait()
     arrived = asyncio.Event()

@@ -112,7 +112,7 @@ async def test_changes_are_copied_before_update_returns(paths: Paths) -> None:
     assert not paths.managed_disk.exists()
 
 
-async def test_what_did_not_change_is_not_written(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unchanged_files_are_not_copied(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a look, which takes no thread, nor by another agent."""
     fill(paths)
     await start(paths)
@@ -137,7 +137,7 @@ async def test_change_that_no_action_made_is_found(paths: Paths, monkeypatch: py
     watching.cancel()
 
 
-async def test_restart_of_the_agent_changes_nothing(paths: Paths) -> None:
+async def test_restart_of_the_agent_keeps_files_and_run_directory(paths: Paths) -> None:
     """The root file system holds the truth, run files are those of living jobs."""
     await start(paths)
     (paths.run / "web").mkdir()
@@ -309,7 +309,7 @@ async def test_new_volume_gets_a_copy(paths: Paths) -> None:
     assert found(paths) == contents
 
 
-async def test_what_a_cpi_brings_along_is_not_removed(paths: Paths) -> None:
+async def test_files_of_a_cpi_are_not_removed(paths: Paths) -> None:
     """The Docker CPI carries update_settings.json from container to container."""
     await start(paths)
     reset_root(paths)
@@ -361,7 +361,7 @@ async def test_broken_stamp_of_the_root_file_system_leads_to_the_copy(paths: Pat
     assert found(paths) == contents
 
 
-async def test_what_cannot_be_copied_is_tried_again(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_copy_of_the_state_is_tried_again(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full volume ends nothing."""
     agent = await start(paths)
     paths.spec.write_text("news")
@@ -379,7 +379,7 @@ async def test_what_cannot_be_copied_is_tried_again(paths: Paths, monkeypatch: p
     assert (paths.mirror / "spec.json").read_text() == "news"
 
 
-async def test_update_before_recover_touches_nothing(paths: Paths) -> None:
+async def test_update_before_recover_keeps_the_copy(paths: Paths) -> None:
     """Without the agent's id, everything would overwrite another agent's copy."""
     fill(paths)
     await start(paths)

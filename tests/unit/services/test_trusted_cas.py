@@ -39,7 +39,7 @@ def test_a_bundle_is_taken_apart(bundle: str, found: list[str]) -> None:
     assert split(bundle) == [f"{pem}\n" for pem in found]
 
 
-async def test_below_another_base_nothing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_authority_is_installed_below_another_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And that is said."""
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 0)
@@ -48,7 +48,7 @@ async def test_below_another_base_nothing_is_installed(tmp_path: Path, monkeypat
     assert not (tmp_path / "certificates").exists()
 
 
-async def test_an_ordinary_user_installs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ordinary_user_installs_no_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be said against it: jobs bring authorities of their own."""
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
@@ -90,7 +90,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
     return made
 
 
-async def test_the_command_is_not_run_where_nothing_has_changed(image: Image) -> None:
+async def test_the_command_runs_only_after_a_change(image: Image) -> None:
     """It takes three quarters of a start, and in an image the directory is newer than the files derived from it."""
     trusting = TrustedCas(Paths())
     await trusting.install("")
@@ -107,7 +107,7 @@ async def test_the_command_is_not_run_where_nothing_has_changed(image: Image) ->
 
 
 @pytest.mark.parametrize("left", ["pending", "link", "file"])
-async def test_what_was_cut_off_is_done_to_its_end(image: Image, left: str) -> None:
+async def test_an_interrupted_update_is_completed(image: Image, left: str) -> None:
     """Before the command, in the midst of it, or when the files of the image were put in the place of ours."""
     trusting = TrustedCas(Paths())
     await trusting.install("" if left == "link" else A)

@@ -36,7 +36,7 @@ def ours(tmp_path: Path) -> Users:
         "bosh_ä",
     ],
 )
-async def test_a_name_that_is_none_is_refused(ours: Users, user: str) -> None:
+async def test_an_invalid_user_name_is_refused(ours: Users, user: str) -> None:
     """No option gets into a command, no field into a file."""
     with pytest.raises(ActionError, match="^Creating user: cannot use the name "):
         await ours.setup(user, KEY)

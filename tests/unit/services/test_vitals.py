@@ -110,7 +110,7 @@ async def test_a_container_with_limits_is_measured_by_them(paths: Paths, proc: P
     assert sample["cpu"]["wait"] == "0.0"
 
 
-async def test_persistent_disk_is_told_only_while_there_is_one(paths: Paths, proc: Path) -> None:
+async def test_persistent_vitals_exist_only_with_a_disk_on_the_store(paths: Paths, proc: Path) -> None:
     """The directory alone is none."""
     mounted = False
     taken = Vitals(paths, lambda: mounted, proc=proc)
@@ -127,7 +127,7 @@ async def test_a_place_that_is_not_there_is_left_out(tmp_path: Path, proc: Path)
     assert set(sample["disk"]) == {"system"}
 
 
-async def test_a_disk_that_hangs_holds_nothing_up(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_disk_delays_no_other_figure(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is left out, not asked again while it owes an answer, and back when it answers."""
     answers, asked, real = threading.Event(), [], os.statvfs
 
@@ -152,7 +152,7 @@ async def test_a_disk_that_hangs_holds_nothing_up(paths: Paths, proc: Path, monk
 
 
 @pytest.mark.parametrize("start_ticks", [10**15, 10**400, -5])
-async def test_uptime_of_nothing_is_left_out(paths: Paths, proc: Path, start_ticks: int) -> None:
+async def test_an_uptime_of_zero_is_left_out(paths: Paths, proc: Path, start_ticks: int) -> None:
     """A process 1 that begins in the future has no age (lxcfs, wrong clocks); the member is there, empty."""
     write(proc, **{"1__stat": stat_of_init(start_ticks)})
 

@@ -67,7 +67,7 @@ async def until_held(one: VolumeLeases, directory: Path) -> float:
     return asyncio.get_running_loop().time() - begun_at
 
 
-def test_second_agent_is_told_who_the_first_is(tmp_path: Path) -> None:
+def test_a_second_agent_learns_the_name_of_the_first(tmp_path: Path) -> None:
     """The first agent continues, however many requests follow."""
     volume = tmp_path / "private"
     first, second = leases(), leases("pod-0b", agent_id="a-1")
@@ -123,7 +123,7 @@ async def test_volume_that_was_given_back_is_taken_at_once(tmp_path: Path, witho
     assert second.hold(tmp_path) == ""
 
 
-def test_who_was_refused_once_does_not_slip_in_while_the_agent_is_restarted(tmp_path: Path, clock: Clock) -> None:
+def test_a_refused_agent_does_not_take_the_volume_during_a_restart(tmp_path: Path, clock: Clock) -> None:
     """The jobs of that container run on without their agent; the lock is free for a moment."""
     first, waiting = leases(), leases("pod-1")
     first.hold(tmp_path)
@@ -168,7 +168,7 @@ def test_agent_that_was_replaced_leaves_the_lease_of_its_successor(tmp_path: Pat
     assert second.renew(tmp_path) == ""
 
 
-def test_who_is_killed_while_it_writes_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_killed_during_a_write_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After whichever call of the system: a new agent says little at first, where the one before had said more."""
 
     def killed(*_: object) -> None:
@@ -190,7 +190,7 @@ def test_who_is_killed_while_it_writes_is_followed_at_once(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("raw", [b"{ half", b"\0" * 100, b"[]", b'{"schema": 1}'])
-async def test_lease_that_says_nothing_is_watched(tmp_path: Path, raw: bytes) -> None:
+async def test_an_unreadable_lease_is_watched_until_it_expires(tmp_path: Path, raw: bytes) -> None:
     """Another agent may be writing it."""
     (tmp_path / volume_lease.NAME).write_bytes(raw)
     one = leases()

@@ -80,14 +80,14 @@ def test_every_member_of_a_hint_is_kept(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_printed_holds_no_secret() -> None:
+def test_the_printed_form_has_no_secret() -> None:
     disk = hints.from_hint("a", {"path": "/p", "iscsi_settings": {"password": "canary"}}, ENV)
 
     assert str(disk) == "{ID:a DeviceID: VolumeID: Path:/p}"
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"a": 7}', '{"a": {"Path": {}}}'])
-def test_an_unusable_file_counts_as_none(tmp_path: Path, content: str | None) -> None:
+def test_an_unusable_file_counts_as_missing(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "hints.json"
     if content is not None:
         path.write_text(content)
@@ -112,9 +112,7 @@ def test_a_file_of_an_older_go_agent_is_read(tmp_path: Path) -> None:
         ({}, None, None),
     ],
 )
-def test_a_hint_beats_the_settings_unless_it_says_nothing(
-    settings: dict[str, Any], hint: Any, place: str | None
-) -> None:
+def test_a_hint_with_a_path_overrides_the_settings(settings: dict[str, Any], hint: Any, place: str | None) -> None:
     found = hints.known(settings, ENV, {"a": hints.from_hint("a", hint, ENV)})
 
     assert found["a"].place == (Path(place) if place else None)

@@ -41,7 +41,7 @@ def test_a_marker_of_a_later_version_is_understood(tmp_path: Path) -> None:
     assert markers.read(tmp_path) == Marker("a", "store", version=2)
 
 
-def test_an_unusable_marker_counts_as_none(tmp_path: Path) -> None:
+def test_an_unusable_marker_counts_as_missing(tmp_path: Path) -> None:
     path = tmp_path / ".agent_shim/disk.json"
     path.parent.mkdir()
     for content in ("", "{", "[]", '{"cid": 7}', '{"cid": "a", "role": "king"}', '{"role": "store"}'):
@@ -75,7 +75,7 @@ def test_nothing_planted_by_a_job_is_followed_or_waited_for(tmp_path: Path) -> N
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 @pytest.mark.parametrize("forged", ["the directory", "the file"])
-def test_a_marker_of_a_job_counts_as_none_and_is_set_aside(tmp_path: Path, forged: str) -> None:
+def test_a_marker_of_a_job_counts_as_missing_and_is_set_aside(tmp_path: Path, forged: str) -> None:
     """Many releases give the top of their disk to vcap."""
     os.chown(tmp_path, 1000, 1000)
     markers.write(tmp_path, Marker("another", "store"))
@@ -167,6 +167,6 @@ def test_where_disks_belong(disks: list[Disk], managed: str, on_store: str, deci
     assert plan(disks, on_store=on_store, managed=managed, instance="i-1") == decided
 
 
-def test_a_new_machine_that_knows_no_instance_yet_takes_what_it_is_given() -> None:
+def test_a_new_machine_without_an_instance_id_uses_any_disk() -> None:
     """Between its first boot and the first apply the Director has told no id."""
     assert plan([marked("a", "store", instance="i-2")], on_store="", managed="", instance="") == Plan("a")
