@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command of this name, by default ``agent-shim``; return its exit code (listed in docs/commands.md)."""
     name = sys.argv[0].rpartition("/")[2] if argv is None else ""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
     if name == "bpm":
         from agent_shim.cli import bpm
 

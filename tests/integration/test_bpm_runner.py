@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.host import capabilities, clock, files, job_cgroups, proc, process, sandbox, sandbox_exec
 from agent_shim.supervisor.bpm import runner
 from agent_shim.supervisor.plan import BpmCall, bpm_call
-from agent_shim.supervisor.supervisor import JobFile
+from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import is_alive, marked
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
@@ -415,8 +416,9 @@ async def test_what_cannot_be_had_is_named(
     nothing = capabilities.privileges()._replace(effective=frozenset())
     monkeypatch.setattr(capabilities, "privileges", lambda: nothing)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    strict = partial(Supervisor, world.paths, on_event=world.events.append, timing=world.timing, is_strict=is_strict)
+    monkeypatch.setattr(world, "supervisor", strict)
     async with world.supervising() as supervisor:
-        supervisor.bpm._is_strict = is_strict
         supervisor.bpm._isolation = sandbox.Isolation(3, "", memory=False, processes=False)
         await supervisor.configure([file])
         await supervisor.start()
@@ -464,6 +466,58 @@ def test_root_gives_up_its_user_and_all_capabilities_but_those_of_the_file(
     assert (order["uid"], order["gid"]) == ids
     assert order["capabilities"] == [capabilities.NAMES.index(name) for name in names]
     assert order["limits"] == {"RLIMIT_NOFILE": 500}
+
+
+@pytest.mark.parametrize(
+    ("level", "unsafe", "has_view", "namespaces"),
+    [
+        (1, "", True, ["mnt", "pid", "ipc", "uts"]),
+        (1, "host_pid_namespace: true", True, ["mnt", "ipc", "uts"]),
+        (1, "privileged: true", True, ["mnt", "pid", "ipc", "uts"]),
+        (2, "", True, []),
+        (2, "privileged: true", False, []),
+        (3, "", False, []),
+    ],
+)
+def test_isolation_is_the_one_of_the_level(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    level: int,
+    unsafe: str,
+    has_view: bool,
+    namespaces: list[str],
+) -> None:
+    """A privileged process needs namespaces to be hidden from others: Landlock would bind it for ever."""
+    monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
+    job(world, "true", f"  unsafe: {{{unsafe}}}\n")
+    bpm = world.supervisor().bpm
+    isolation = sandbox.Isolation(level, "", memory=False, processes=False)
+    order = bpm.order("web", bpm.definition("web", "web"), isolation)
+
+    assert (order["places"] is not None, order["namespaces"]) == (has_view, namespaces)
+    assert order["keeps_privileges"] is unsafe.startswith("privileged")
+    assert order["may_signal"] is unsafe.startswith("host")
+
+
+@pytest.mark.parametrize("kept", [None, (5, 77)])
+@pytest.mark.parametrize("is_next_killed", [False, True])
+async def test_a_kill_is_kept_with_its_cgroup_gone_and_counts_for_one_exit(
+    world: World, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, int] | None, is_next_killed: bool
+) -> None:
+    """A cgroup that cannot be removed continues to count."""
+    counted: list[tuple[int, int] | None] = [(5, 77)]
+    monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: counted[-1])
+    monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: counted.append(kept))
+    job(world, "true", "  limits: {memory: 64M}\n")
+    async with world.supervisor() as supervisor:
+        bpm = supervisor.bpm
+        await bpm.stop(START)
+        if is_next_killed:
+            counted.append((6, 78) if kept else (1, 78))
+        assert [bpm.was_killed_for_memory(START) for _ in range(2)] == [is_next_killed, False]
+        peaks = [77, 78] if is_next_killed else [77]
+        assert bpm.kill_hogs() == [runner.MemoryKill("web", "web", peak, 64 << 20) for peak in peaks]
+        assert bpm.kill_hogs() == []
 
 
 @pytest.mark.parametrize("level", [1, 2])
