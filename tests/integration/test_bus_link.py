@@ -72,7 +72,6 @@ def saying(words: bytes) -> Script:
         b"INFO {broken\r\n",
         b"MSG agent.agent x 2\r\n{}\r\n",
         b"MSG \xff\xff 1 2\r\n{}\r\n",
-        b"INFO []\r\n",
     ],
 )
 async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:

@@ -128,4 +128,4 @@ def test_bus_brings_no_websockets_and_no_jetstream() -> None:
     )
 
     assert "nats.aio.client" in loaded
-    assert not loaded & {"aiohttp", "multidict", "nats.js", "nats.js.client", "importlib.metadata", "email"}
+    assert not loaded & {"aiohttp", "multidict", "nats.js", "nats.js.client", "importlib.metadata"}

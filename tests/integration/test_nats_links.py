@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -93,11 +94,11 @@ async def test_black_hole_is_noticed(tmp_path: Path) -> None:
         await server.add_agent("agent")
         async with on_bus(through(proxy, server), timing=replace(FAST, connect=0.2)) as bus:
             await connected(bus)
-            await asyncio.sleep(0.05)
-            before = _descriptors()
+            sockets = _sockets_to(proxy.port)
+            assert len(sockets) == 1
             proxy.swallow()
             await until(lambda: not bus.is_connected)
-            await until(lambda: _descriptors() < before, timeout=10)
+            await until(lambda: not sockets & _sockets_to(proxy.port), timeout=10)
             before = bus.stats.attempts
             await until(lambda: bus.stats.attempts > before + 2)
             proxy.flow()
@@ -164,6 +165,11 @@ async def test_what_ended_links_hold_is_given_back(tmp_path: Path) -> None:
                 await until(lambda: sum(type(each) is ssl.SSLObject for each in gc.get_objects()) <= before)
             finally:
                 gc.enable()
+
+
+def _sockets_to(port: int) -> set[Any]:
+    connections = psutil.Process().net_connections("tcp")
+    return {each.laddr for each in connections if getattr(each.raddr, "port", 0) == port}
 
 
 def _descriptors() -> int:
