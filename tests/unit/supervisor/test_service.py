@@ -7,16 +7,19 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import pytest
 from msgspec.structs import replace
 
+from agent_shim.core.errors import HostError
+from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
 from agent_shim.supervisor.monit.ast import ALERT, Action, Limit, Program, Rule
 from agent_shim.supervisor.ownership.evidence import Left
-from agent_shim.supervisor.plan import BpmCall, ProcessSpec
-from agent_shim.supervisor.service import Event, Service, StopRequest
+from agent_shim.supervisor.ownership.process_record import ProcessRecord
+from agent_shim.supervisor.plan import BpmCall, ProcessSpec, RestartLimit
+from agent_shim.supervisor.service import Event, Record, Service, StopRequest
 from agent_shim.supervisor.state import State, Trigger
 from tests.support.played import SPEC, START_TAKES, TIMING, Machine, played, service_on
 
@@ -121,6 +124,67 @@ async def test_only_a_start_that_was_too_late_waits_a_cycle_for_its_process() ->
         await asyncio.sleep(10)
 
     assert gaps(machine.starts)[:2] == [30 + TIMING.cycle, START_TAKES["not"] + 1.0]
+
+
+@pytest.mark.parametrize(("is_restarted", "seconds"), [(True, 0.5), (False, None)])
+@played
+async def test_the_time_of_the_next_start_is_known_while_one_is_due(is_restarted: bool, seconds: float | None) -> None:
+    machine = Machine(how_starts="not")
+    service = service_on(machine, replace(SPEC, stop=SPEC.stop if is_restarted else None))
+    async with running(service):
+        service.start()
+        assert service.retry_at is None
+        await service.has_left(frozenset({State.STARTING}))
+        await asyncio.sleep(0.1)
+        now = asyncio.get_running_loop().time()
+        assert service.retry_at == (None if seconds is None else pytest.approx(now - 0.1 + seconds))
+
+
+@played
+async def test_restarts_of_all_services_share_a_budget() -> None:
+    machine = Machine()
+    service = service_on(machine, restarts=TokenBucket(1, 1 / 100))
+    async with running(service):
+        await up(service)
+        for _ in range(2):
+            await asyncio.sleep(TIMING.backoff_limit + 1)
+            machine.end()
+        await asyncio.sleep(100)
+
+    assert len(machine.starts) == 3
+    assert machine.starts[1] == 11
+    assert machine.starts[2] > 100
+
+
+@pytest.mark.parametrize(("count", "state"), [(2, State.UNMONITORED), (3, State.SETTLING)])
+@played
+async def test_only_restarts_count_towards_a_limit(count: int, state: State) -> None:
+    """A start on request does not."""
+    events: list[Event] = []
+    spec = replace(SPEC, limits=(RestartLimit(count, 10, Action("unmonitor")),))
+    service = service_on(machine := Machine(), spec, notify=events.append)
+    async with running(service):
+        await up(service)
+        for _ in range(2):
+            await asyncio.sleep(TIMING.cycle + 1)
+            machine.end()
+        await asyncio.sleep(1)
+        assert service.state is state
+
+    assert [each.event for each in events if each.event == "Timeout"] == ["Timeout"] * (count == 2)
+
+
+@played
+async def test_a_failed_start_is_told_once_until_monitoring_ends() -> None:
+    events: list[Event] = []
+    service = service_on(Machine(how_starts="not"), notify=events.append)
+    async with running(service):
+        for told in (1, 2):
+            service.start()
+            await asyncio.sleep(30)
+            assert [each.event for each in events] == ["Execution failed"] * told
+            service.unmonitor()
+            await asyncio.sleep(1)
 
 
 def test_a_process_that_stays_up_is_running_within_a_cycle_of_the_first_minute() -> None:
@@ -228,7 +292,7 @@ async def test_complaints_end_with_the_rules_of_the_file() -> None:
         await up(service)
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.take_spec(replace(SPEC, every=2))
-        assert list(service.complaints) == [0]
+        assert (list(service.complaints), service.spec.every) == ([0], 2)
         service.take_spec(replace(SPEC, rules=(Rule(Limit("memory", ">", 5), ALERT),)))
         assert service.complaints == {}
 
@@ -282,6 +346,91 @@ async def test_a_program_that_cannot_run_is_reported(event: str) -> None:
         ("Execution failed", "alert", f"cannot run {event}")
     ]
     assert not machine.is_there
+
+
+@pytest.mark.parametrize(("kind", "starts"), [("file", 2), ("process", 1)])
+@played
+async def test_the_action_start_runs_the_program_of_a_path_alone(kind: Literal["file", "process"], starts: int) -> None:
+    service = service_on(machine := Machine(), replace(SPEC, kind=kind))
+    async with running(service):
+        await up(service)
+        process, machine.process = machine.process, None
+        await service.react(Action("start"), "Timeout", "too often")
+        machine.process = process
+
+    assert len(machine.starts) == starts
+
+
+@played
+async def test_a_path_without_programs_is_watched_and_restarts_its_dependants() -> None:
+    service = service_on(machine := Machine(), replace(SPEC, kind="file", start=None, stop=None))
+    dependant = service_on(other := Machine())
+    service.dependants, dependant.prerequisites = [dependant], [service]
+    async with running(service, dependant):
+        service.start()
+        await asyncio.sleep(1)
+        assert (service.state, service.record.reason) == (
+            State.DOWN,
+            "file doesn't exist: it has no start program (disk full)",
+        )
+        machine.appear()
+        await up(dependant)
+        await asyncio.sleep(TIMING.settle + 2)
+        assert service.state is State.RUNNING
+        await service.react(Action("restart"), "Size failed", "too large")
+        await asyncio.sleep(1)
+
+    assert len(other.starts) == 2
+
+
+@pytest.mark.parametrize(("is_checked", "reported"), [(False, "starting"), (True, "running")])
+@played
+async def test_a_path_with_rules_is_starting_until_it_was_checked(is_checked: bool, reported: str) -> None:
+    rule = Rule(Limit("size", ">", 5), ALERT)
+    service = service_on(machine := Machine(), replace(SPEC, kind="file", start=None, rules=(rule,)))
+    machine.appear()
+    async with running(service):
+        await up(service)
+        service.is_checked = is_checked
+        assert service.reported == reported
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@played
+async def test_only_a_service_that_was_started_is_stopped_by_its_program(is_resumed: bool) -> None:
+    """An earlier agent may have started it."""
+    for record, programs in ((Record(), 0), (Record(state=State.RUNNING), 1)):
+        service = service_on(machine := Machine(how_starts="not"))
+        if is_resumed:
+            service.resume(record, same_world=True)
+        elif programs:
+            service.start()
+        async with running(service):
+            await asyncio.sleep(0.2)
+            service.stop()
+            await asyncio.sleep(3)
+        assert service.state is State.STOPPED
+        assert [event for _, event in machine.ran if event == "Stopped"] == ["Stopped"] * programs
+
+
+@pytest.mark.parametrize(("changes", "clears"), [({}, 1), ({"kind": "file"}, 0), ({"start_call": CALL}, 0)])
+@played
+async def test_remaining_processes_are_ended_before_a_restart(changes: dict[str, Any], clears: int) -> None:
+    """bpm ends them itself; a path has none."""
+    machine = Machine()
+
+    async def start(_: BpmCall) -> Any:
+        return machine.run("Started")
+
+    bpm = SimpleNamespace(start=start, last_words=no_words, was_killed_for_memory=lambda _: False)
+    service = service_on(machine, replace(SPEC, **changes), bpm=bpm)
+    async with running(service):
+        await up(service)
+        assert machine.clears == 0
+        machine.end()
+        await asyncio.sleep(30)
+
+    assert (len(machine.starts), machine.clears) == (2, clears)
 
 
 @played
@@ -370,6 +519,24 @@ async def test_a_stop_program_that_hangs_is_ended_before_a_start() -> None:
     assert gaps(machine.starts) == [1 + STOP_S]
 
 
+@played
+async def test_a_stop_program_that_hangs_is_told_and_ended_by_a_stop() -> None:
+    events: list[Event] = []
+    service = service_on(machine := Machine(how_stops="hangs"), notify=events.append)
+    async with running(service):
+        await up(service)
+        process = machine.process
+        assert process is not None
+        service.stop()
+        await asyncio.sleep(STOP_S - 1)
+        assert service.state is State.STOPPING
+        await asyncio.sleep(2)
+
+    assert (service.state, service.process, service.record.traces) == (State.STOPPED, None, ProcessRecord())
+    assert [(each.event, each.description) for each in events] == [("Execution failed", "failed to stop")]
+    assert machine.known == [[process.identity]]
+
+
 @pytest.mark.parametrize("by", [5.0, float("inf")])
 @played
 async def test_bpm_stops_its_process_by_the_deadline_of_the_request_or_the_file(by: float) -> None:
@@ -377,9 +544,11 @@ async def test_bpm_stops_its_process_by_the_deadline_of_the_request_or_the_file(
 
     async def stop(_: BpmCall, by: float) -> None:
         asked.append(by)
+        raise HostError("cannot stop")
 
     bpm = SimpleNamespace(stop=stop)
-    service = service_on(machine := Machine(), replace(SPEC, stop_call=CALL), bpm=bpm)
+    events: list[Event] = []
+    service = service_on(machine := Machine(), replace(SPEC, stop_call=CALL), bpm=bpm, notify=events.append)
     machine.appear()
     async with running(service):
         await up(service)
@@ -387,6 +556,8 @@ async def test_bpm_stops_its_process_by_the_deadline_of_the_request_or_the_file(
         await asyncio.sleep(1)
 
     assert asked == [min(by, STOP_S)]
+    assert [each.description for each in events] == ["cannot stop"]
+    assert not machine.is_there
 
 
 @played

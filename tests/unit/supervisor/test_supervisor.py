@@ -185,7 +185,10 @@ def test_a_restart_saved_by_the_first_release_continues(paths: Paths) -> None:
     document = {"schema": SCHEMA, "incarnation": "", "is_wanted": True, "files": [], "services": services}
     paths.supervisor_state.write_bytes(msgspec.json.encode(document))
 
-    assert list(saved_states(paths).values()) == [State.BOUNCING, State.STOPPING, State.RUNNING]
+    saved = read_saved(paths.supervisor_state)
+    assert saved is not None
+    found = [(each.state, each.is_start_due) for each in saved.services.values()]
+    assert found == [(State.BOUNCING, False), (State.STOPPING, False), (State.RUNNING, False)]
 
 
 # --- plan -----------------------------------------------------------------------------------------------------------
@@ -336,6 +339,29 @@ async def test_services_that_were_stopped_before_are_not_started_with_their_prer
 
 
 # --- reports --------------------------------------------------------------------------------------------------------
+
+
+async def test_an_instance_is_stopped_at_the_end_of_its_container_without_a_marker(
+    supervisor: Supervisor, paths: Paths
+) -> None:
+    """The jobs return with the next agent."""
+    await supervisor.start()
+    await supervisor.seal()
+    await supervisor.stop(wait=True)
+
+    assert (supervisor.job_state(), paths.stopped_marker.exists()) == ("stopped", False)
+
+
+async def test_output_of_programs_is_cut_while_the_agent_runs(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "until_beat", lambda period: 0.01 if period == supervisors.TRIM_PERIOD_S else 3600.0)
+    path = paths.shim_run / "output/web.log"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(1 << 20))
+    async with Supervisor(paths, on_event=lambda _: None) as supervisor:
+        running = asyncio.create_task(supervisor.run())
+        await until(lambda: path.stat().st_size < 1 << 20)
+        running.cancel()
+        await asyncio.wait([running])
 
 
 async def test_an_obstacle_makes_an_instance_failing_unless_it_is_stopped(paths: Paths) -> None:
