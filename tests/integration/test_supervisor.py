@@ -97,7 +97,7 @@ async def test_failed_start_says_why(world: World) -> None:
 
 @pytest.mark.parametrize("end", ["success", "stop", "unmonitor"])
 async def test_a_start_that_fails_again_is_told_once_more_after_a_change(world: World, end: str) -> None:
-    """The tries in between are not told, as with monit."""
+    """monit reports no try in between either."""
     start = f"[ -e {world.base}/good ] || exit 3; rm {world.base}/good; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
         await until(lambda: info(supervisor, "web").restarts >= 2)

@@ -109,7 +109,7 @@ class Machine:
     graces: list[float] = field(default_factory=list)
     """Grace of each sweep."""
     known: list[object] = field(default_factory=list)
-    """Processes that each sweep was told."""
+    """Processes that each sweep gets."""
     clears: int = 0
     """Sweeps before a start."""
 

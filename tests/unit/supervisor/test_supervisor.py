@@ -236,7 +236,7 @@ async def test_a_forgotten_job_keeps_its_state(supervisor: Supervisor, paths: Pa
 
 
 async def test_an_unusable_file_is_told_once(paths: Paths) -> None:
-    """Another reason is told again."""
+    """Another reason is reported again."""
     events: list[Event] = []
     supervisor = Supervisor(paths, on_event=events.append)
     try:
