@@ -95,7 +95,7 @@ def main() -> int:
             print(f"{time.monotonic() - begun_at:7.0f} s  {number}/{len(plans)}  {verdict}", flush=True)
     print(judge.table(verdicts))
     if args.counts:
-        print(judge.counts(verdicts))
+        print(judge.reasons(verdicts), judge.counts(verdicts), sep="\n")
     return int(any(verdict.differences for verdict in verdicts))
 
 

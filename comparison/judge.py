@@ -78,7 +78,9 @@ class Verdict:
 
 
 OF_THE_PROGRAM: Final = "Copyright|as agent-shim|message$|not acted on$"
-FIGURES: Final = ("cpu", "memory usage", "swap usage")
+MAX_NAMES: Final = 8
+OF_BPM: Final = frozenset(("bpm", "runc", "tini"))
+FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid", "size", "timestamp")
 """Lines of monit's texts that docs/monit-deviations.md lists for every job."""
 UNSTEADY_STATES: Final = 4
 """Changes of the state of a process at rest."""
@@ -113,7 +115,10 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
             )
         ),
     ),
-    ("process 1 in any pidfile", lambda one: one.is_process_1 and one.what.startswith("monit status Process")),
+    (
+        "process 1 in any pidfile",
+        lambda one: one.is_process_1 and one.what.startswith(("monit status Process", "state processes")),
+    ),
     (
         "a process that outlives the main process",
         lambda one: one.phase in ("death", "port closed") and one.what.endswith("SIGTERM") and not one.go,
@@ -194,6 +199,18 @@ def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
             values = [one.get(what, "") for one in seen]
             if values[0] != values[1]:
                 yield Difference(name, what, values[0], values[1])
+    for kind in ("state", "heartbeat"):
+        shapes = [_shapes(life, kind) for life in (go, shim)]
+        for member in sorted(shapes[0] ^ shapes[1]) if all(shapes) else ():
+            go_has, shim_has = ("there" if member in shape else "" for shape in shapes)
+            yield Difference("rest", f"{kind} {member}", go_has, shim_has)
+
+
+def _shapes(life: Phases, kind: str) -> set[str]:
+    """Return the members that the documents of a kind had since the job was started, with their types."""
+    later = [phase for name, phase in life.items() if name not in ("apply", "pre-start", "start", "post-start")]
+    members = {member for phase in later for member in phase.get("shapes", {}).get(kind, "").split(", ") if member}
+    return {member for member in members if not re.search(r"vitals\.disk\.persistent|: NoneType", member)}
 
 
 def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -209,7 +226,13 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for service, lives in phase["services"].items():
         yield f"process of {service}", "lives" if lives else "is dead"
         yield f"process of {service} is the former one", str(phase["same"][service]) if lives else ""
-    if name not in ("start", "rest", "monit restart", "stop"):  # many a ctl script sends KILL on the heels of TERM
+    if name not in (
+        "pre-start",
+        "start",
+        "rest",
+        "monit restart",
+        "stop",
+    ):  # many a ctl script sends KILL on the heels of TERM
         for (event, program), count in Counter((event, program) for _, event, program in phase["events"]).items():
             yield f"{program} {event}", str(count) if event == "lives" else "yes"
     for alert in sorted(set(phase["alerts"])):
@@ -218,9 +241,10 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if command.startswith("monit "):
             yield from _said(command, said)
     if "processes" in phase["texts"]:
-        yield "processes left", phase["texts"]["processes"].replace("\n", " ")
+        left = set(phase["texts"]["processes"].split()) - OF_BPM
+        yield "processes left", " ".join(sorted(left))
     for file in phase["files"]:
-        if file.startswith("data/jobs/bpm/") or (
+        if file.startswith(("data/jobs/bpm/", "data/sys/run/bpm-runc/")) or (
             " " in file and file.startswith("data/sys/log/") and re.search(r"(pre-|post-|drain).*\.log", file)
         ):
             continue
@@ -237,7 +261,11 @@ def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
         if service := re.match(r"(\w+) '([^']*)'", line):
             about = f" {service[1]} {re.sub('^system_.*', 'system', service[2])}"
             yield f"{command}{about}", value or "said"
-        elif title and not re.match(OF_THE_PROGRAM, title) and not (about.startswith(" System") and title in FIGURES):
+        elif (
+            title
+            and not re.match(OF_THE_PROGRAM, title)
+            and not (about.startswith((" System", " File", " Directory", " Fifo", " Filesystem")) and title in FIGURES)
+        ):
             shown = value if title in ("status", "monitoring status") else "said"
             yield f"{command}{about}: {re.sub(r'[0-9]+', 'N', title)}", shown
 
@@ -268,6 +296,18 @@ def table(verdicts: list[Verdict]) -> str:
         ]
     counts = Counter(verdict.kind for verdict in verdicts)
     rows += ["", ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))]
+    return "\n".join(rows)
+
+
+def reasons(verdicts: list[Verdict]) -> str:
+    """Return the rows of the deviations with the jobs and releases that each touches, as Markdown."""
+    rows = ["", "| row of the deviations | jobs | releases |", "|---|---|---|"]
+    titles = dict.fromkeys(title for title, _ in ALLOWED)
+    for title in titles:
+        touched = [verdict for verdict in verdicts if any(one.allowed == title for one in verdict.listed)]
+        names = sorted({verdict.job.release.rpartition("/")[2] for verdict in touched})
+        shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+        rows.append(f"| {title} … | {len(touched)} | {shown} |")
     return "\n".join(rows)
 
 

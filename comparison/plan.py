@@ -19,6 +19,7 @@ from comparison.releases import Checkout, Job
 
 TOOLS: Final = ("curl", "jq", "openssl", "python3", "iptables", "ip6tables", "ipset", "nc", "rsync", "setpriv")
 """Programs beside those of a minimal Debian that are themselves in both worlds if this machine has them."""
+NEVER_LIVE: Final = ("yq", "keytool")
 CAP_SYS_RESOURCE: Final = 24
 TRIALS: Final = ("death", "empty pidfile", "monit restart", "port closed", "agent restarted")
 STAND_IN: Final = "STAND_IN"
@@ -186,7 +187,7 @@ def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
     that ran as tools of the start program: the last of them lives. Where that does not help, scripts are lenient.
     """
     found = _learn_paths(made, said)
-    new = [name for name in called if name not in made.lives][-1:]
+    new = [name for name in called if name not in (*made.lives, *NEVER_LIVE)][-1:]
     made.lives += new
     if found or new:
         return True
@@ -218,7 +219,9 @@ def _learn_paths(made: Plan, said: str) -> bool:
     ):
         alike = [name for name in made.files if name.startswith(package)] or [package]
         news += [(name, place) for name in alike]
-    for word in re.findall(r"([\w.-]+): (?:command )?not found", said):
+    for word in re.findall(r"([\w.-]+): (?:command )?not found", said) + re.findall(
+        r"failed to execute ([\w.-]+)", said
+    ):
         if not word.isdigit() and word not in made.system:
             made.system.add(word)
             found = True

@@ -58,7 +58,7 @@ module Lookup
   def p(names, default = UNDEFINED)
     names = Array(names)
     names.each do |name|
-      value = look(name)
+      value = __look(name)
       return value unless value.nil?
     end
     return default unless default.equal?(UNDEFINED)
@@ -66,15 +66,15 @@ module Lookup
   end
 
   def if_p(*names)
-    values = names.map { |name| look(name) }
+    values = names.map { |name| __look(name) }
     return Otherwise.new(self, false) if values.any?(&:nil?)
     yield(*values)
     Otherwise.new(self, true)
   end
 
-  def lookup_property(_, name) = look(name)
+  def lookup_property(_, name) = __look(name)
 
-  def look(name)
+  def __look(name)
     value = name.to_s.split('.').inject(@properties) { |at, key| at.is_a?(Hash) ? at[key] : nil }
     Lookup.missing << name.to_s if value.nil?
     value
@@ -118,7 +118,7 @@ class Context
     @index = 0
   end
 
-  def render(text)
+  def __rendered(text)
     @raw_properties = @properties
     shown = Context.instance_method(:properties)
     kept, @properties_object = @properties, Deep.of(@properties)
@@ -270,7 +270,7 @@ results = loaded.map do |job, spec|
         Lookup.missing.clear
         links = links_of(spec, loaded.map(&:last), asked['address'], asked['pem'], guessed, needed)
         context = Context.new(job['name'], properties, links, asked['address'])
-        files[target] = context.render((text || '').dup)
+        files[target] = context.__rendered((text || '').dup)
       rescue UnknownLink => e
         raise if needed.include?(e.message)
         needed << e.message
