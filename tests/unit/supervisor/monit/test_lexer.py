@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_shim.supervisor.monit.lexer import (
@@ -189,6 +189,7 @@ SPELLED = st.one_of(
 
 
 @given(st.lists(st.tuples(SPELLED, BLANKS)))
+@settings(max_examples=50)
 def test_every_word_comes_back(spelled: list[tuple[tuple[str, str, str], str]]) -> None:
     """Words are the same in any case and with any space between them."""
     text = "".join(word + blank for (_, _, word), blank in spelled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from msgspec.structs import replace
@@ -240,6 +240,7 @@ def files(draw: st.DrawFn) -> MonitFile:
 
 
 @given(files())
+@settings(max_examples=50)
 def test_any_value_comes_back(file: MonitFile) -> None:
     """Every value can be rendered and parsed again."""
     assert parser.parse(monit_render.render(file), origin="rendered") == file
