@@ -159,7 +159,7 @@ class JobCgroup:
 
     def take(self, member: process.Process) -> None:
         """Create the one that tracks the processes of the job, and move a process into it. Raises ``OSError``."""
-        member.is_caged = self.enter([member.pid])
+        member.is_in_cgroup = self.enter([member.pid])
 
     def enter(self, pids: Iterable[int]) -> bool:
         """Move processes as ``take`` does, but those that have ended; False where no cgroup can be created."""

@@ -79,7 +79,7 @@ class Process:
         """
         self.session = stat.session
         """Session at the spawn or adoption, and a child's last one once it is reaped."""
-        self.is_caged = False
+        self.is_in_cgroup = False
         """``job_cgroups`` put it in a cgroup."""
         self.on_end: Callable[[], None] | None = None
         """Called after its end; takes less than a task that waits for it."""

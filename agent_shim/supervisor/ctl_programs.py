@@ -37,7 +37,7 @@ MAX_LAST_BYTES: Final = 400
 """Length of the last output line in the report of a failure."""
 MAX_TAIL_BYTES: Final = 4096
 """Length of output searched for that line."""
-_UNCAGED: Final = "%s: cannot use a cgroup, tracking its processes by descent: %s"
+_OUTSIDE: Final = "%s: cannot use a cgroup, tracking its processes by descent: %s"
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TRACE: Final = re.compile(r"\++ ")
 """Prefix of commands traced by ``set -x``."""
@@ -98,7 +98,7 @@ class Programs:
                 output = self._open(name, opened)
                 if not is_aside:
                     env[process_record.MARK] = process_record.mark(label, self._base)
-                enter = partial(_enter, None if is_aside else self.ownership.cage(label), label)
+                enter = partial(_enter, None if is_aside else self.ownership.cgroup(label), label)
                 user, group = program.uid or None, program.gid or None
                 return await process.spawn_prepared(
                     enter, program.argv, env=env, stdout=output, stderr=output, user=user, group=group
@@ -107,18 +107,18 @@ class Programs:
     async def run_script(self, job: str, argv: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Process:
         """Run a script of a job as ``process.spawn`` does: what it starts and leaves belongs to the job."""
         label = process_record.script_label(job)
-        cage, record = self.ownership.cage(label), self.scripts.setdefault(job, ProcessRecord())
+        cgroup, record = self.ownership.cgroup(label), self.scripts.setdefault(job, ProcessRecord())
         env = {**env, process_record.MARK: process_record.mark(label, self._base)}
         if all(_VARIABLE.fullmatch(name) for name in env):
-            script = await process.spawn_prepared(partial(_enter, cage, label), argv, env=env, **how)
+            script = await process.spawn_prepared(partial(_enter, cgroup, label), argv, env=env, **how)
         else:  # a Director's names, which a shell would not pass on
             script = process.spawn(argv, env=env, **how)
         record.begin(script.identity, None)
-        record.is_caged = script.is_caged
+        record.is_in_cgroup = script.is_in_cgroup
 
         def end() -> None:
             record.ended(script.identity, script.session, script.seen_ticks)
-            asyncio.get_running_loop().run_in_executor(None, cage.remove)
+            asyncio.get_running_loop().run_in_executor(None, cgroup.remove)
 
         script.on_end = end
         return script
@@ -162,13 +162,13 @@ class Programs:
         return output
 
 
-def _enter(cage: job_cgroups.JobCgroup | None, label: str, program: Process) -> None:
+def _enter(cgroup: job_cgroups.JobCgroup | None, label: str, program: Process) -> None:
     """Move a program that does not run yet into the cgroup of its service, if any, where that is possible."""
     try:
-        if cage is not None:
-            cage.take(program)
+        if cgroup is not None:
+            cgroup.take(program)
     except OSError as exc:
-        logger.warning(_UNCAGED, label, exc)
+        logger.warning(_OUTSIDE, label, exc)
 
 
 async def last_line(whose: str, path: Path, root: Path) -> str:

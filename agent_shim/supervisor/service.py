@@ -386,7 +386,7 @@ class Service:
     async def _bring_up(self) -> None:
         """Find the process, or run the start program and wait for it. Raises ``HostError`` or ``ConfigError``."""
         spec, finder, record = self.spec, self._finder, self.record
-        doubted, is_guest = finder.doubted, record.traces.is_guest
+        doubted, is_only_named = finder.doubted, record.traces.is_only_named
         if (stopper := self._stopper) is not None:  # no start program runs beside it
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(spec.stop.timeout if spec.stop else self._timing.stop):
@@ -412,7 +412,7 @@ class Service:
             await self._run_start(spec.start)
         finder.doubted = None
         await finder.arrival(spec, record.traces)
-        if doubted is not None and not is_guest and finder.process is not None:
+        if doubted is not None and not is_only_named and finder.process is not None:
             if finder.process.identity == doubted.identity:
                 doubted.release()
             else:
@@ -433,8 +433,8 @@ class Service:
                 raise HostError(f"no process after {start.timeout:g} seconds") from None
         self._finder.program = program
         traces.begin(program.identity, before)
-        caged = programs.ownership.label_of(program.pid)  # bpm enters the cgroup before the exec
-        traces.is_caged = program.is_caged or caged == spec.label
+        in_cgroup = programs.ownership.label_of(program.pid)  # bpm enters the cgroup before the exec
+        traces.is_in_cgroup = program.is_in_cgroup or in_cgroup == spec.label
         self._shared.changed()
 
     # --- watch ------------------------------------------------------------------------------------------------------
@@ -604,8 +604,8 @@ class Service:
         since its start. ``Supervisor.stop`` ends those orphans once all jobs are stopped.
         """
         traces, running = self.record.traces, self.process
-        found = left([running.identity]) if running is not None and running.is_alive and traces.is_guest else []
-        if traces.begun and not (traces.is_caged or self._stop.is_one_of_all or self.state is State.BOUNCING):
+        found = left([running.identity]) if running is not None and running.is_alive and traces.is_only_named else []
+        if traces.begun and not (traces.is_in_cgroup or self._stop.is_one_of_all or self.state is State.BOUNCING):
             found += await self._shared.programs.remains.strays(traces.begun)
             if doubt := await self._shared.programs.remains.doubtful(traces.begun):
                 self.notify("Execution failed", "alert", doubt)
@@ -631,7 +631,7 @@ class Service:
             except HostError as exc:
                 self.notify("Execution failed", "alert", str(exc))
                 return
-        elif running is not None and self.spec.start is not None and not self.record.traces.is_guest:
+        elif running is not None and self.spec.start is not None and not self.record.traces.is_only_named:
             running.send(signal.SIGTERM)
         else:
             return

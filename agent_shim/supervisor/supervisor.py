@@ -132,7 +132,7 @@ class Supervisor:
 
     async def __aenter__(self) -> Self:
         # Finds our cgroups now, and not at the first start.
-        await asyncio.to_thread(self._programs.ownership.cage, "")
+        await asyncio.to_thread(self._programs.ownership.cgroup, "")
         self._programs.remains.count(self._records)
         return self
 
@@ -353,7 +353,7 @@ class Supervisor:
         kill_after = min(timeout * KILL_SHARE, timeout - min(KILL_RESERVE_S, timeout / 2))
         vcap = [service for service in self._services.values() if service.spec.is_vcap]
         begun = min((each.record.traces.begun for each in vcap if each.record.traces.begun), default=0)
-        is_uncaged = any(each.record.traces.begun and not each.record.traces.is_caged for each in vcap)
+        is_outside = any(each.record.traces.begun and not each.record.traces.is_in_cgroup for each in vcap)
         for service in vcap:
             service.stop(StopRequest(time.monotonic() + kill_after, is_one_of_all=True))
         await self._save()
@@ -364,7 +364,7 @@ class Supervisor:
             if self._is_dirty:
                 await self._save()  # now, and not beside the next request, which would wait for it
             # Orphans of unknown service belong to one of the services stopped now.
-            if is_uncaged and all(each.state not in ACTIVE for each in self._services.values()):
+            if is_outside and all(each.state not in ACTIVE for each in self._services.values()):
                 left = await self._programs.remains.sweep_strays(begun, self._shared.timing.grace)
                 if doubt := await self._programs.remains.doubtful(begun):
                     self._shared.notify(Event("all jobs", "Execution failed", "alert", doubt))

@@ -54,11 +54,11 @@ async def test_a_program_is_in_the_cgroup_of_its_service_before_it_runs(
 
     assert await program.wait() == 0
     assert await programs.printed("web") == [str(program.pid)]
-    assert program.is_caged
+    assert program.is_in_cgroup
 
     rule = await programs.run("web", Program(("/bin/cat", str(procs))), "Action done", is_aside=True)
     assert await rule.wait() == 0
-    assert not rule.is_caged
+    assert not rule.is_in_cgroup
     assert procs.read_text() == str(program.pid)
 
 
@@ -81,7 +81,7 @@ async def test_a_program_whose_cgroup_cannot_be_used_runs_without_it(
     for label in ("", "bpm/web/web"):
         program = await programs.run("web", show, "Started", label=label)
         assert await program.wait() == 0
-        assert not program.is_caged
+        assert not program.is_in_cgroup
 
     assert names == [f"web@{tmp_path}", f"bpm/web/web@{tmp_path}"]
     assert await programs.printed("web") == names

@@ -515,7 +515,7 @@ async def test_what_a_killed_process_has_left_is_ended_before_its_successor_star
         found = await in_state(supervisor, "web", "running")
         pid = await until(lambda: number_in(child))
         traces = supervisor._services["web"].record.traces
-        await until(lambda: traces.is_caged or pid in dict(traces.kin))
+        await until(lambda: traces.is_in_cgroup or pid in dict(traces.descendants))
         process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
         await until(lambda: number_in(child) not in (None, pid))
 

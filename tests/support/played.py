@@ -59,9 +59,9 @@ class Loop(asyncio.SelectorEventLoop):
 class Played:
     """A process or program; ``over`` is set when it has ended."""
 
-    def __init__(self, pid: int, *, is_caged: bool = True) -> None:
+    def __init__(self, pid: int, *, is_in_cgroup: bool = True) -> None:
         self.pid = pid
-        self.is_caged = is_caged
+        self.is_in_cgroup = is_in_cgroup
         self.identity = (pid, pid)
         self.over = asyncio.Event()
 
@@ -102,7 +102,7 @@ class Machine:
     """The event whose program cannot run."""
     strays: list[Left] = field(default_factory=list)
     """Orphans of an unknown job."""
-    is_caged: bool = True
+    is_in_cgroup: bool = True
     pids: int = 0
     ran: list[tuple[float, str]] = field(default_factory=list)
     """Time and event of each program."""
@@ -132,7 +132,7 @@ class Machine:
 
     def new(self) -> Played:
         self.pids += 1
-        return Played(self.pids, is_caged=self.is_caged)
+        return Played(self.pids, is_in_cgroup=self.is_in_cgroup)
 
     def appear(self) -> None:
         self.process = self.new()

@@ -116,8 +116,8 @@ class Bpm:
         """The strongest isolation to use, the lowest level: that of the container unless this is above it."""
         self._entries: dict[tuple[str, str], Entry] = {}
         self.started: dict[str, ProcessRecord] = {}
-        """The last process of each label with a pidfile: proof for its service if a script started it. Marked as caged:
-        the record of the service has the descendants.
+        """The last process of each label with a pidfile: proof for its service if a script started it. Marked as
+        in a cgroup: the record of the service has the descendants.
         """
         self._has_started = asyncio.Event()
         self._isolation: sandbox.Isolation | None = None
@@ -166,8 +166,8 @@ class Bpm:
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
             return None
-        if (caged := self._programs.ownership.label_of(found.pid)) is not None:
-            return found.identity if caged == entry.label else None
+        if (label := self._programs.ownership.label_of(found.pid)) is not None:
+            return found.identity if label == entry.label else None
         # The agent writes the pidfile right after the start.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
         if -0.1 < age < MAX_PIDFILE_DELAY_S:
@@ -305,7 +305,7 @@ class Bpm:
         async with sandbox.prepared(order, env=mark, **entry.logs) as running:
             if has_pidfile:
                 self._has_started.set()
-                self.started[entry.label] = ProcessRecord(known=running.identity, is_caged=True)
+                self.started[entry.label] = ProcessRecord(known=running.identity, is_in_cgroup=True)
                 await asyncio.to_thread(files.write_atomic, entry.pidfile, str(running.pid).encode())
         return running
 

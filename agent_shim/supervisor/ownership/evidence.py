@@ -174,22 +174,22 @@ class Match(NamedTuple):
 class Look(proc.Census, frozen=True):
     """A census with the service of each process that is in a cgroup of one."""
 
-    caged: Mapping[int, str]
+    in_cgroup: Mapping[int, str]
 
 
 def kinship(
     processes: Mapping[int, proc.Stat],
     records: Records,
-    caged: Mapping[int, str],
+    in_cgroup: Mapping[int, str],
     marked: Mapping[str, Collection[int]] = {},
     wanted: Iterable[int] | None = None,
 ) -> dict[int, Verdict]:
     """Attribute the ``wanted`` processes of a pass, by default all, and their ancestors.
 
-    ``caged`` maps a process to the label of the service whose cgroup it is in; ``marked`` maps a label to the processes
-    that carry its mark, as evidence that a session is still the same.
+    ``in_cgroup`` maps a process to the label of the service whose cgroup it is in; ``marked`` maps a label to the
+    processes that carry its mark, as evidence that a session is still the same.
     """
-    own_evidence = _proofs(processes, records, caged, marked)
+    own_evidence = _proofs(processes, records, in_cgroup, marked)
     verdicts: dict[int, Verdict] = {}
     for pid in processes if wanted is None else wanted:
         # The nearest ancestor with evidence decides; evidence of a service counts before that of its job's scripts.
@@ -218,7 +218,7 @@ def kinship(
 def _proofs(
     processes: Mapping[int, proc.Stat],
     records: Records,
-    caged: Mapping[int, str],
+    in_cgroup: Mapping[int, str],
     marked: Mapping[str, Collection[int]],
 ) -> Callable[[proc.Stat], Verdict | None]:
     """Return the function that attributes a process by its own evidence, the strongest; its None defers to the parent.
@@ -231,14 +231,14 @@ def _proofs(
     for each in processes.values():
         in_session[each.session].append(each)
     for label, traces in records:
-        for identity in (None if traces.is_guest else traces.known, traces.program, *traces.kin):
+        for identity in (None if traces.is_only_named else traces.known, traces.program, *traces.descendants):
             if identity is not None:
                 by_identity.setdefault(identity, label)
         for number, start in traces.lasting(in_session, marked.get(label, ())).items():
             by_session.setdefault(number, (start, label))
 
     def of(each: proc.Stat) -> Verdict | None:
-        group = caged.get(each.pid, "")
+        group = in_cgroup.get(each.pid, "")
         if group and not is_script_label(group):
             return group
         begun, label = by_session.get(each.session, (each.start_ticks + 1, ""))
@@ -268,19 +268,19 @@ class Ownership:
 
     # --- cgroups ----------------------------------------------------------------------------------------------------
 
-    def cage(self, label: str) -> job_cgroups.JobCgroup:
+    def cgroup(self, label: str) -> job_cgroups.JobCgroup:
         """Return the cgroups of a service."""
         return job_cgroups.JobCgroup(mark(label, self._base))
 
     def gather(self, label: str, pid: int) -> bool:
         """Move a process and its descendants into the cgroup of a service; False if some are elsewhere. Blocks."""
-        cage = self.cage(label)
+        cgroup = self.cgroup(label)
         with contextlib.suppress(OSError):
             for _ in range(GATHER_ROUNDS):
                 tree = proc.descent(proc.children(proc.table()), [pid])
                 if not (outside := [each for each in tree if self.label_of(each) != label]):
                     return True
-                if not cage.enter(outside):
+                if not cgroup.enter(outside):
                     break
         return False
 
@@ -294,15 +294,15 @@ class Ownership:
     def look(self) -> Look:
         """Take a pass. Blocks for some 30 microseconds per process."""
         end = mark("", self._base)
-        caged = {pid: name.removesuffix(end) for pid, name in job_cgroups.members(end).items()}
-        census = proc.census(MARK, caged)
-        return Look(census.processes, census.children, census.marked, caged)
+        in_cgroup = {pid: name.removesuffix(end) for pid, name in job_cgroups.members(end).items()}
+        census = proc.census(MARK, in_cgroup)
+        return Look(census.processes, census.children, census.marked, in_cgroup)
 
     def _all(self, look: Look, *more: tuple[str, ProcessRecord]) -> tuple[dict[int, Verdict], dict[str, set[int]]]:
         """Attribute all processes, and map each label to those that carry its mark."""
         records = [*self.records(), *more]
         marked = {label: look.marked.get(mark(label, self._base), set()) for label, _ in records}
-        return kinship(look.processes, records, look.caged, marked), marked
+        return kinship(look.processes, records, look.in_cgroup, marked), marked
 
     def members(self, look: Look, label: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> Members:
         """Find living processes of a service: proven, marked, in ``known``, or descending from those.
@@ -311,7 +311,7 @@ class Ownership:
         changes nothing.
         """
         processes = look.processes
-        verdicts, marked = self._all(look, (label, traces), (label, ProcessRecord(kin=list(known))))
+        verdicts, marked = self._all(look, (label, traces), (label, ProcessRecord(descendants=list(known))))
 
         def is_open(pid: int) -> bool:
             return verdicts.get(pid) in (label, Unproven.FOREIGN, Unproven.ORPHAN)
@@ -319,7 +319,7 @@ class Ownership:
         mine = {pid for pid, verdict in verdicts.items() if verdict == label}
         mine |= set(filter(is_open, proc.descent(look.children, filter(is_open, marked[label]))))
         mine -= {1, os.getpid()}
-        if traces.known is not None and traces.is_guest:
+        if traces.known is not None and traces.is_only_named:
             mine.discard(traces.known[0])
         living = [processes[pid] for pid in mine if processes[pid].is_alive]
         oldest_last = sorted(living, key=lambda each: (each.start_ticks, each.pid != each.session), reverse=True)
@@ -351,13 +351,13 @@ class Ownership:
 
     # --- one process ------------------------------------------------------------------------------------------------
 
-    def attribute(self, each: proc.Stat, hunted: Collection[Verdict] = ()) -> Verdict:
+    def attribute(self, each: proc.Stat, ending: Collection[Verdict] = ()) -> Verdict:
         """Attribute an orphan that has exited and is not reaped yet.
 
-        A session of a ``hunted`` service was seen a moment ago, so any process that ends in it belongs to that service.
+        A session of a ``ending`` service was seen a moment ago, so any process that ends in it belongs to that service.
         """
         for label, traces in self.records():
-            if label in hunted and each.session in traces.numbers():
+            if label in ending and each.session in traces.numbers():
                 return label
         return kinship(self._near(each), self.records(), {}, wanted=[each.pid]).get(each.pid, Unproven.FOREIGN)
 
@@ -367,8 +367,8 @@ class Ownership:
         if own is not None and not is_script_label(own) and each.pid not in (1, os.getpid()):
             return own  # the strongest evidence, for which no other service is looked at
         near = self._near(each)
-        caged = {pid: label for pid in near if (label := self.label_of(pid)) is not None}
-        return kinship(near, self.records(), caged, wanted=[each.pid])[each.pid]
+        in_cgroup = {pid: label for pid in near if (label := self.label_of(pid)) is not None}
+        return kinship(near, self.records(), in_cgroup, wanted=[each.pid])[each.pid]
 
     def leads_session(self, each: proc.Stat, tie: Tie, label: str) -> bool:
         """Return True if the session of a service's process began with it or with another process of the service."""
@@ -382,18 +382,18 @@ class Ownership:
     def tie(self, each: proc.Stat, label: str, job: str, traces: ProcessRecord, pidfile: Pidfile) -> tuple[Tie, str]:
         """Relate a process to the service of ``job`` whose ``pidfile`` names it; explain ``Tie.NONE``. Blocks."""
         if each.identity == traces.known:
-            return (Tie.NAMED if traces.is_guest else Tie.OWNED), ""
-        found, owner = self._evidence(each, label, script_label(job), traces, pidfile)
+            return (Tie.NAMED if traces.is_only_named else Tie.OWNED), ""
+        found, owner = self.evidence(each, label, script_label(job), traces, pidfile)
         if found in (Evidence.SCRIPTS, Evidence.MARK):
             return (Tie.SHARED if owner != label else Tie.OWNED), ""
         return found.value.tie, found.value.why.format(owner)
 
-    def _evidence(
+    def evidence(
         self, each: proc.Stat, label: str, scripts: str, traces: ProcessRecord, pidfile: Pidfile
     ) -> tuple[Evidence, str]:
         """Return the first evidence about a process, and the label that it speaks for."""
         is_fresh = traces.is_fresh(pidfile)
-        if pidfile == traces.heeded or (each.identity == traces.program and not is_fresh):
+        if pidfile == traces.named_by or (each.identity == traces.program and not is_fresh):
             return Evidence.STALE, ""
         if each.pid == 1:
             return (Evidence.INIT if is_fresh else Evidence.NOTHING), ""
@@ -438,7 +438,7 @@ class Ownership:
             return None
         members = self.members(seen, label, traces)
         ours = {pid for pid, _ in members.identities}
-        verdicts = kinship(processes, self.records(), seen.caged, wanted=fitting)
+        verdicts = kinship(processes, self.records(), seen.in_cgroup, wanted=fitting)
         others = set().union(*seen.marked.values())
         scripts = {pid for pid in fitting if verdicts[pid] == script_label(job)}
         ties = dict.fromkeys(scripts, Tie.SHARED) | dict.fromkeys(ours, Tie.OWNED)

@@ -106,7 +106,7 @@ class ProcessFinder:
             if self.process is not None:
                 traces.ended(self.process.identity, self.process.session, self.process.seen_ticks)
                 if (last := process_record.read(spec.pidfile)) is not None and last.pid == self.process.pid:
-                    traces.heeded = last  # even if rewritten: it never means the next process of this number
+                    traces.named_by = last  # even if rewritten: it never means the next process of this number
                 self.process = None
             self.refused = ""
             pidfile = process_record.read(spec.pidfile) if spec.pattern is None else None
@@ -117,11 +117,11 @@ class ProcessFinder:
         leads_session = await asyncio.to_thread(self._ownership.leads_session, one, tie, spec.label)
         if not self._take_up(one):
             return False
-        traces.known, traces.heeded, traces.is_guest = one.identity, pidfile, tie is Tie.NAMED
+        traces.known, traces.named_by, traces.is_only_named = one.identity, pidfile, tie is Tie.NAMED
         if tie is Tie.SHARED:
             traces.shared = 0 if leads_session else one.session
-            is_whole = traces.is_caged or not traces.begun
-            traces.is_caged = await asyncio.to_thread(self._ownership.gather, spec.label, one.pid) and is_whole
+            is_whole = traces.is_in_cgroup or not traces.begun
+            traces.is_in_cgroup = await asyncio.to_thread(self._ownership.gather, spec.label, one.pid) and is_whole
         if leads_session:  # it started with it or with an ancestor of the service
             traces.widen(one)
         self._changed()
@@ -147,9 +147,9 @@ class ProcessFinder:
     def doubt(self, traces: ProcessRecord) -> None:
         """Give up the process until its pidfile names it again; it stays one of the service."""
         self.doubted, self.process = self.process, None
-        traces.heeded = None
-        if traces.known is not None and not traces.is_guest:
-            traces.kin = sorted({*traces.kin, traces.known})
+        traces.named_by = None
+        if traces.known is not None and not traces.is_only_named:
+            traces.descendants = sorted({*traces.descendants, traces.known})
 
     async def gone(self, spec: ProcessSpec) -> str:
         """Wait for the exit of the process or the loss of the path, then describe it."""

@@ -117,18 +117,27 @@ class Session(NamedTuple):
     """The leader may still be alive."""
 
 
-class ProcessRecord(msgspec.Struct):
+_SAVED_NAMES: Final = {
+    "is_only_named": "is_guest",
+    "is_in_cgroup": "is_caged",
+    "descendants": "kin",
+    "named_by": "heeded",
+}
+"""Names in the state of earlier agents."""
+
+
+class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
     """Record of a service's processes; part of the agent's saved state."""
 
     known: Identity | None = None
     """The service's process, while it may be alive."""
-    is_guest: bool = False
+    is_only_named: bool = False
     """Only a pidfile or a pattern names ``known``: it is watched, and never signalled."""
-    is_caged: bool = False
+    is_in_cgroup: bool = False
     """The start program was spawned in the cgroup of the service, so all its descendants are in it."""
     program: Identity | None = None
     """The start program, while it may be alive."""
-    kin: list[Identity] = []
+    descendants: list[Identity] = []
     """Living descendants seen so far; they still belong to the service after the process exits."""
     sessions: list[Session] = []
     """Sessions of the last start programs."""
@@ -136,7 +145,7 @@ class ProcessRecord(msgspec.Struct):
     """Start tick of the last start program."""
     before: Pidfile | None = None
     """The pidfile before that start."""
-    heeded: Pidfile | None = None
+    named_by: Pidfile | None = None
     """The pidfile that named ``known``."""
     shared: int = 0
     """Session of ``known`` if a script of the job began it: other services of the job may be in it."""
@@ -168,7 +177,7 @@ class ProcessRecord(msgspec.Struct):
 
         A daemon may write its pidfile before it begins its session.
         """
-        if session == process[0] and session not in self.numbers() and not self.is_guest:
+        if session == process[0] and session not in self.numbers() and not self.is_only_named:
             self.sessions = [*self.sessions, Session(*process)][-MAX_SESSIONS:]
         if process == self.known:
             self.known = None
@@ -179,9 +188,9 @@ class ProcessRecord(msgspec.Struct):
             for s in self.sessions
         ]
 
-    def see_kin(self, processes: Iterable[Identity]) -> None:
+    def record_descendants(self, processes: Iterable[Identity]) -> None:
         """Record the processes of the service now: they still belong to it after their proof has exited."""
-        self.kin = sorted(set(processes) - {self.known, self.program})
+        self.descendants = sorted(set(processes) - {self.known, self.program})
 
     def is_fresh(self, pidfile: Pidfile) -> bool:
         """True if the pidfile was written since the last start."""

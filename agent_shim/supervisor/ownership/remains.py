@@ -60,7 +60,7 @@ class Remains:
         """First tick of the count."""
         self._attentive = 0
         """Blocks of ``_attending`` at work."""
-        self._hunted: set[Verdict] = set()
+        self._ending: set[Verdict] = set()
         """Owners whose process groups are killed when an orphan of theirs exits."""
 
     def count(self, records: Callable[[], Records]) -> None:
@@ -84,13 +84,13 @@ class Remains:
 
     async def record_descendants(self) -> None:
         """Record the processes proven to belong to services now: their proof may exit."""
-        records = [(label, traces) for label, traces in self.ownership.records() if not traces.is_caged]
-        if any(traces.known or traces.kin for _, traces in records):
+        records = [(label, traces) for label, traces in self.ownership.records() if not traces.is_in_cgroup]
+        if any(traces.known or traces.descendants for _, traces in records):
             seen = await self.look()
-            verdicts = await asyncio.to_thread(kinship, seen.processes, list(self.ownership.records()), seen.caged)
+            verdicts = await asyncio.to_thread(kinship, seen.processes, list(self.ownership.records()), seen.in_cgroup)
             for label, traces in records:
                 living = (seen.processes[pid] for pid, verdict in verdicts.items() if verdict == label)
-                traces.see_kin(each.identity for each in living if each.is_alive)
+                traces.record_descendants(each.identity for each in living if each.is_alive)
 
     async def members(self, label: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
         """List living processes of the service, including ``known`` and their descendants."""
@@ -126,16 +126,16 @@ class Remains:
 
         Raises ``HostError`` if some survive.
         """
-        cage = self.ownership.cage(label)
+        cgroup = self.ownership.cgroup(label)
         give_up_at = time.monotonic() + EXIT_WAIT_S
         while True:
-            caged = await asyncio.to_thread(cage.members)
-            if not (caged if traces.is_caged else await self.members(label, traces, caged)):
+            in_cgroup = await asyncio.to_thread(cgroup.members)
+            if not (in_cgroup if traces.is_in_cgroup else await self.members(label, traces, in_cgroup)):
                 return
             if time.monotonic() > give_up_at:
                 break
             await asyncio.sleep(process.POLL_S)
-        if alive := await self.sweep(label, traces, caged, grace, is_usual=True):
+        if alive := await self.sweep(label, traces, in_cgroup, grace, is_usual=True):
             raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, alive))}")
 
     async def sweep(
@@ -145,25 +145,25 @@ class Remains:
 
         An empty result is proven by a pass that no process can outrun. ``is_usual`` keeps a kill out of ``killed``.
         """
-        cage = self.ownership.cage(label)
+        cgroup = self.ownership.cgroup(label)
         ahead = await self.members(label, traces, known)
         for sig, timeout in _rounds(grace):
             if not ahead:
-                if not await self._left_over(label, traces, cage):
+                if not await self._left_over(label, traces, cgroup):
                     return []
                 ahead = await self.members(label, traces)
             pids = ", ".join(str(pid) for pid, _ in ahead) or NAMELESS.name
             logger.info("%s: sending %s to remaining processes: %s", label, sig.name, pids)
             is_kill = sig is signal.SIGKILL
-            with self._attending(label) if is_kill and not traces.is_caged else contextlib.nullcontext():
+            with self._attending(label) if is_kill and not traces.is_in_cgroup else contextlib.nullcontext():
                 if is_kill:
                     if not is_usual:
                         self.killed.add(label)
-                    await asyncio.to_thread(cage.kill)
+                    await asyncio.to_thread(cgroup.kill)
                 await _signal(ahead, sig, timeout)
                 ahead = await self.members(label, traces, ahead)
         alive = await asyncio.to_thread(left, ahead)
-        return alive or await self._left_over(label, traces, cage)
+        return alive or await self._left_over(label, traces, cgroup)
 
     async def sweep_strays(self, since: int, grace: float) -> list[Left]:
         """End orphans of unknown jobs like ``sweep`` once all jobs are stopped; returns the survivors."""
@@ -180,21 +180,21 @@ class Remains:
     async def dismiss(self, spec: ProcessSpec) -> None:
         """Remove the cgroup of a stopped service; the cgroup of a bpm process stays until its counters are read."""
         if spec.start is not None and spec.start_call is None:
-            await asyncio.to_thread(self.ownership.cage(spec.label).remove)
+            await asyncio.to_thread(self.ownership.cgroup(spec.label).remove)
 
     # --- proof ------------------------------------------------------------------------------------------------------
 
-    async def _left_over(self, label: str, traces: ProcessRecord, cage: job_cgroups.JobCgroup) -> list[Left]:
+    async def _left_over(self, label: str, traces: ProcessRecord, cgroup: job_cgroups.JobCgroup) -> list[Left]:
         """Return the remaining processes of a service after a pass found none; an empty list is proof.
 
         The kernel answers for a cgroup.
         """
         give_up_at = time.monotonic() + process.KILL_TIMEOUT_S / KILL_ROUNDS
-        while not await asyncio.to_thread(cage.is_empty):
-            if (caged := await asyncio.to_thread(cage.members)) or time.monotonic() > give_up_at:
-                return await asyncio.to_thread(left, caged) or [NAMELESS]
+        while not await asyncio.to_thread(cgroup.is_empty):
+            if (in_cgroup := await asyncio.to_thread(cgroup.members)) or time.monotonic() > give_up_at:
+                return await asyncio.to_thread(left, in_cgroup) or [NAMELESS]
             await asyncio.sleep(process.POLL_S / 4)
-        if traces.is_caged or not traces.begun:
+        if traces.is_in_cgroup or not traces.begun:
             return []
         return await self._proven(partial(self._members, label, traces), traces.begun, (label, Unproven.ORPHAN))
 
@@ -223,12 +223,12 @@ class Remains:
         return (await asyncio.to_thread(left, leaving) or [NAMELESS]) if is_counted else []
 
     @contextlib.contextmanager
-    def _attending(self, *hunted: Verdict) -> Iterator[None]:
-        """Count the orphans that exit during the block, and kill the groups of those of ``hunted`` owners.
+    def _attending(self, *ending: Verdict) -> Iterator[None]:
+        """Count the orphans that exit during the block, and kill the groups of those of ``ending`` owners.
 
         At other times an orphan costs only its reaping: a job can leave thousands a second.
         """
-        self._hunted.update(hunted)
+        self._ending.update(ending)
         if not self._attentive:
             reaper.heirs.append(self._has_ended)
         self._attentive += 1
@@ -238,12 +238,12 @@ class Remains:
             self._attentive -= 1
             if not self._attentive:
                 reaper.heirs.remove(self._has_ended)
-            self._hunted.difference_update(hunted)
+            self._ending.difference_update(ending)
 
     def _has_ended(self, orphan: proc.Stat) -> None:
-        verdict = self.ownership.attribute(orphan, self._hunted)
+        verdict = self.ownership.attribute(orphan, self._ending)
         self._ended[verdict] += 1
-        if verdict in self._hunted and (verdict is not Unproven.ORPHAN or is_job_user(proc.user(orphan.pid))):
+        if verdict in self._ending and (verdict is not Unproven.ORPHAN or is_job_user(proc.user(orphan.pid))):
             process.kill_group_of(orphan)
 
 

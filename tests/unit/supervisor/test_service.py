@@ -460,7 +460,7 @@ async def test_only_a_running_process_misses_its_number_in_a_pidfile_that_is_not
 
 
 @pytest.mark.parametrize(
-    ("ask", "is_caged", "request_", "after"),
+    ("ask", "is_in_cgroup", "request_", "after"),
     [
         ("stop", False, StopRequest(), State.STUCK),
         ("stop", False, StopRequest(is_one_of_all=True), State.STOPPED),
@@ -470,10 +470,10 @@ async def test_only_a_running_process_misses_its_number_in_a_pidfile_that_is_not
 )
 @played
 async def test_orphans_of_any_job_may_be_of_a_service_without_a_cgroup(
-    ask: str, is_caged: bool, request_: StopRequest, after: State
+    ask: str, is_in_cgroup: bool, request_: StopRequest, after: State
 ) -> None:
     """A stop of all jobs ends them later; a restart leaves them."""
-    service = service_on(Machine(is_caged=is_caged, strays=[Left(8, 80, "orphan")]))
+    service = service_on(Machine(is_in_cgroup=is_in_cgroup, strays=[Left(8, 80, "orphan")]))
     async with running(service):
         await up(service)
         if ask == "stop":

@@ -283,7 +283,7 @@ def test_each_row_of_the_table_decides(
 
     def decide(each: proc.Stat = one, **environment: str) -> None:
         kernel[50] = each, environment, line
-        decided.append(ownership._evidence(each, "web", script_label("web"), traces, pidfile)[0])
+        decided.append(ownership.evidence(each, "web", script_label("web"), traces, pidfile)[0])
 
     line = ""
     decide()
@@ -298,16 +298,16 @@ def test_each_row_of_the_table_decides(
     decide(orphan, **{MARK: mark(script_label("web"), BASE)})
     monkeypatch.setattr(process, "is_spawned", lambda identity: identity == orphan.identity)
     decide(orphan)
-    records.append(("other", ProcessRecord(kin=[orphan.identity])))
+    records.append(("other", ProcessRecord(descendants=[orphan.identity])))
     decide(orphan)
-    records[1:] = [(script_label("web"), ProcessRecord(kin=[orphan.identity]))]
+    records[1:] = [(script_label("web"), ProcessRecord(descendants=[orphan.identity]))]
     decide(orphan)
-    traces.kin = [orphan.identity]
+    traces.descendants = [orphan.identity]
     decide(orphan)
     monkeypatch.setattr(ownership, "label_of", lambda _: "web")
     decide(orphan)
     decide(stat(1, parent=0, start=1))
-    traces.heeded = pidfile
+    traces.named_by = pidfile
     decide(orphan)
 
     assert decided == list(Evidence)[::-1]
@@ -400,8 +400,8 @@ def test_kin_of_a_process_that_has_ended() -> None:
     table = {process.pid: process for process in (stat(10, start=100), stat(11, parent=10), stat(12, parent=11))}
     traces = ProcessRecord(known=(10, 100))
     verdicts = kinship(table, [("web", traces)], {})
-    traces.see_kin(table[pid].identity for pid, verdict in verdicts.items() if verdict == "web")
-    assert traces.kin == [(11, 1000), (12, 1000)]
+    traces.record_descendants(table[pid].identity for pid, verdict in verdicts.items() if verdict == "web")
+    assert traces.descendants == [(11, 1000), (12, 1000)]
     traces.ended((10, 100), 0, 2000)
     table = {11: stat(11), 12: stat(12, start=3000), 13: stat(13, start=3000)}
 
@@ -459,7 +459,7 @@ def test_pidfile_names_one_process(kernel: dict[int, tuple[proc.Stat, Mapping[st
     traces.begin((40, 1000), OLD)
     kernel[50] = stat(50, parent=US, start=1001), {}, ""
     assert own(kernel[50][0], traces, NEW)
-    traces.known, traces.heeded = (50, 1001), NEW
+    traces.known, traces.named_by = (50, 1001), NEW
     traces.ended((50, 1001), 0, 1100)
     kernel[50] = stat(50, parent=US, start=1100), {}, ""
 
@@ -587,7 +587,7 @@ def test_a_session_is_seen_by_its_own_processes_alone(monkeypatch: pytest.Monkey
 
 def test_the_last_session_of_a_daemon_is_recorded() -> None:
     """It began after its pidfile was written; its workers are found by it. A guest's is not ours."""
-    traces, guest = ProcessRecord(known=(50, 1001)), ProcessRecord(known=(50, 1001), is_guest=True)
+    traces, guest = ProcessRecord(known=(50, 1001)), ProcessRecord(known=(50, 1001), is_only_named=True)
     traces.ended((50, 1001), 50, 1100)
     guest.ended((50, 1001), 50, 1100)
 
@@ -645,7 +645,7 @@ def test_members_without_a_guest_and_with_their_sessions() -> None:
         stat(20, session=20),
     ]
     table = {process.pid: process for process in processes}
-    traces, guest = ProcessRecord(known=(10, 1000)), ProcessRecord(known=(10, 1000), is_guest=True)
+    traces, guest = ProcessRecord(known=(10, 1000)), ProcessRecord(known=(10, 1000), is_only_named=True)
 
     assert members(table, traces) == {10, 11, 12, 13, 14}
     assert sorted(traces.numbers()) == [10, 12, 99]
@@ -670,7 +670,7 @@ def test_the_oldest_member_begins_a_session_and_its_leader_before_others() -> No
 def test_a_guest_that_carries_the_mark_is_no_member() -> None:
     """A mark is what a process says of itself; a member would be killed by a stop."""
     table = {10: stat(10), 11: stat(11, parent=10), 12: stat(12)}
-    guest = ProcessRecord(known=(10, 1000), is_guest=True)
+    guest = ProcessRecord(known=(10, 1000), is_only_named=True)
 
     assert members(table, guest, {mark("web", BASE): {10, 12}}) == {11, 12}
 
@@ -678,7 +678,7 @@ def test_a_guest_that_carries_the_mark_is_no_member() -> None:
 def test_the_agent_is_a_member_of_nothing() -> None:
     """Nor is the init process, whatever they carry or descend from."""
     table = {pid: stat(pid, parent=10, session=10) for pid in (1, 3, US)} | {10: stat(10, session=10, start=900)}
-    traces = ProcessRecord(known=(10, 900), sessions=[Session(10, 900)], kin=[(1, 1000), (US, 1000)])
+    traces = ProcessRecord(known=(10, 900), sessions=[Session(10, 900)], descendants=[(1, 1000), (US, 1000)])
 
     assert members(table, traces, {mark("web", BASE): {1, US}}) == {3, 10}
 

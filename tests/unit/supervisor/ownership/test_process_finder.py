@@ -77,7 +77,7 @@ async def test_a_process_that_was_found_is_recorded_and_saved(
 
     assert await finder.look(spec, traces) is is_there
 
-    expected = ProcessRecord(known=(8, 80), heeded=read(path), is_guest=tie is Tie.NAMED)
+    expected = ProcessRecord(known=(8, 80), named_by=read(path), is_only_named=tie is Tie.NAMED)
     assert traces == (expected if is_there else ProcessRecord())
     assert changes == [1] * is_there
     assert (finder.process.session if finder.process else None) == (6 if is_there else None)
@@ -95,7 +95,7 @@ async def test_a_living_process_proves_its_session_at_each_look() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pid", "state", "start", "is_guest"),
+    ("pid", "state", "start", "is_only_named"),
     [
         (8, "S", None, True),
         (8, "S", Program(("ctl",)), False),
@@ -105,7 +105,12 @@ async def test_a_living_process_proves_its_session_at_each_look() -> None:
     ],
 )
 async def test_a_pidfile_is_believed_without_proof_only_where_nothing_starts_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int, state: str, start: Program | None, is_guest: bool | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pid: int,
+    state: str,
+    start: Program | None,
+    is_only_named: bool | None,
 ) -> None:
     """And never where it names the agent (0)."""
     (tmp_path / "pid").write_text(str(pid or os.getpid()))
@@ -113,9 +118,12 @@ async def test_a_pidfile_is_believed_without_proof_only_where_nothing_starts_the
     monkeypatch.setattr(process, "adopt", lambda *_: Handle("process", []))
     traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=start)
 
-    assert await finder_of(Tie.OWNED, []).look(spec, traces) is (is_guest is not None)
+    assert await finder_of(Tie.OWNED, []).look(spec, traces) is (is_only_named is not None)
 
-    assert (traces.known, traces.is_guest) == ((pid, 80) if is_guest is not None else None, bool(is_guest))
+    assert (traces.known, traces.is_only_named) == (
+        (pid, 80) if is_only_named is not None else None,
+        bool(is_only_named),
+    )
 
 
 async def test_a_refused_process_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -208,12 +216,12 @@ async def test_a_process_that_has_ended_is_no_longer_the_services(
 
     assert (finder.process, finder.refused) == (None, "")
     assert traces.known is None
-    assert traces.heeded is not None
-    assert traces.heeded.pid == 7
+    assert traces.named_by is not None
+    assert traces.named_by.pid == 7
     (tmp_path / "pid").write_text("8")
-    traces.heeded, finder.process = None, cast("Any", Handle("process", [], is_alive=False))
+    traces.named_by, finder.process = None, cast("Any", Handle("process", [], is_alive=False))
     assert not await finder.look(spec, traces)
-    assert traces.heeded is None
+    assert traces.named_by is None
 
 
 WAITING = object()

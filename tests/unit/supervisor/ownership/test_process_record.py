@@ -25,7 +25,7 @@ def test_an_exited_process_is_no_longer_known_and_its_session_is() -> None:
 
 
 def test_a_process_that_is_only_watched_leaves_no_session() -> None:
-    record = ProcessRecord(known=PROCESS, is_guest=True)
+    record = ProcessRecord(known=PROCESS, is_only_named=True)
 
     record.ended(PROCESS, 7, 75)
 

@@ -51,10 +51,10 @@ class Scripted(Ownership):
     def strays(self, *_: object, of_jobs: bool = True) -> Members:
         return self.members() if of_jobs else Members([(5, 50)], [])
 
-    def cage(self, _: str) -> Any:
+    def cgroup(self, _: str) -> Any:
         return self.group
 
-    def attribute(self, _each: proc.Stat, _hunted: Collection[Verdict] = ()) -> Verdict:
+    def attribute(self, _each: proc.Stat, _ending: Collection[Verdict] = ()) -> Verdict:
         return self.owner
 
 
@@ -89,8 +89,10 @@ def end_orphan() -> None:
         heir(proc.Stat(7, "Z", 1, 7, 7, 0, 1000, 0))
 
 
-async def swept(remains: Remains, begun: int = BEGUN, *, is_caged: bool = False, is_usual: bool = False) -> list[str]:
-    traces = ProcessRecord(begun=begun, is_caged=is_caged)
+async def swept(
+    remains: Remains, begun: int = BEGUN, *, is_in_cgroup: bool = False, is_usual: bool = False
+) -> list[str]:
+    traces = ProcessRecord(begun=begun, is_in_cgroup=is_in_cgroup)
     return [str(each) for each in await remains.sweep("web", traces, (), 0.0, is_usual=is_usual)]
 
 
@@ -156,12 +158,12 @@ async def test_passes_suffice_for_a_service_whose_orphans_go_elsewhere(
 async def test_kernel_decides_for_a_cgroup(
     remains: Remains, ownership: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await swept(remains, is_caged=True) == []
+    assert await swept(remains, is_in_cgroup=True) == []
     ownership.group.is_empty = lambda: False
     monkeypatch.setattr(process, "KILL_TIMEOUT_S", -1.0)
-    assert await swept(remains, is_caged=True) == [NAMELESS]
+    assert await swept(remains, is_in_cgroup=True) == [NAMELESS]
     ownership.group.members = lambda: [(8, 80)]
-    assert await swept(remains, is_caged=True) == ["8 (8)"]
+    assert await swept(remains, is_in_cgroup=True) == ["8 (8)"]
 
 
 async def test_process_that_only_the_proof_finds_is_signalled(
@@ -284,13 +286,13 @@ async def test_descendants_are_recorded_while_any_are_known(
     traces = ProcessRecord()
     ownership.records = lambda: [("web", traces)]
     await remains.record_descendants()
-    traces.is_caged, traces.known = True, (8, 1000)
+    traces.is_in_cgroup, traces.known = True, (8, 1000)
     await remains.record_descendants()
     assert looks == []
 
-    traces.is_caged, traces.known, traces.kin = False, None, [(8, 1000), (9, 1000)]
+    traces.is_in_cgroup, traces.known, traces.descendants = False, None, [(8, 1000), (9, 1000)]
     await remains.record_descendants()
-    assert (len(looks), traces.kin) == (1, [(8, 1000)])
+    assert (len(looks), traces.descendants) == (1, [(8, 1000)])
 
 
 @pytest.mark.parametrize(("is_bpm", "removed"), [(False, 1), (True, 0)])
