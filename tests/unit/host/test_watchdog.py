@@ -21,6 +21,7 @@ PERIOD_S = 0.01
 
 @pytest.fixture(autouse=True)
 def without_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(watchdog, "BEAT_S", PERIOD_S)
     monkeypatch.setattr(watchdog, "REPORT_AFTER_S", 0.03)
     monkeypatch.setattr(watchdog, "END_AFTER_S", 3600.0)
     yield
@@ -51,10 +52,14 @@ async def test_report_of_a_blocked_loop_names_the_file_and_the_place(caplog: pyt
     assert __file__ in told.members["stack"]  # type: ignore[attr-defined]
 
 
-async def test_report_of_a_loop_that_reads_nothing_names_no_file(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("period", [PERIOD_S, 0.0, 3600.0])
+async def test_report_of_a_loop_that_reads_nothing_names_no_file(
+    caplog: pytest.LogCaptureFixture, period: float
+) -> None:
+    """With any period of an outer watchdog, and without one."""
     with reading("web", "its pidfile"):
         pass
-    with watching(lambda: None, PERIOD_S):
+    with watching(lambda: None, period):
         block_until(lambda: caplog.records)
 
     assert caplog.records[0].getMessage().startswith("the event loop is blocked: ")
