@@ -1,4 +1,4 @@
-"""No function is in two places under different names."""
+"""No function is in two places under different names, and no two places share more than twelve lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterable
 
-from tests.structure.source import Module, modules
+from tests.structure.source import Module, modules, texts
 
 SMALLEST = 45
 """Syntax nodes below which two alike functions are no copy: a property, a one-line wrapper."""
@@ -70,6 +70,33 @@ def duplicates(of: Iterable[Module]) -> list[list[str]]:
 def test_nothing_stands_twice() -> None:
     """Code that two modules need is written once, on a floor below both."""
     assert duplicates(modules().values()) == []
+
+
+SHARED_LINES = 12
+
+
+def runs(files: Iterable[tuple[str, str]]) -> list[str]:
+    """Places of more than ``SHARED_LINES`` equal lines, without blank lines, comments and imports, as ``file:line``."""
+    found = defaultdict(list)
+    for name, text in files:
+        numbered = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+        lines = [(number, line) for number, line in numbered if line and not line.startswith(("#", "from ", "import "))]
+        for first in range(len(lines) - SHARED_LINES):
+            run = lines[first : first + SHARED_LINES + 1]
+            found[tuple(line for _, line in run)].append(f"{name}:{run[0][0]}")
+    return [" = ".join(places) for places in found.values() if len(places) > 1]
+
+
+def test_no_two_places_share_more_than_twelve_lines() -> None:
+    """In tests, too."""
+    assert runs((name, text) for name, text in texts() if name.endswith(".py")) == []
+
+
+def test_a_long_run_of_equal_lines_is_found() -> None:
+    lines = "".join(f"x{number} = {number}\n" for number in range(SHARED_LINES + 1))
+
+    assert runs([("a.py", lines), ("b.py", f"import os\n\n{lines}")]) == ["a.py:1 = b.py:3"]
+    assert runs([("a.py", lines), ("b.py", lines.replace("x7", "y7"))]) == []
 
 
 COPY = '''
