@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return int(args.run(args))
     except ShimError as exc:
-        print(safetext.lines(f"agent-shim: {exc}"), file=sys.stderr)
+        _complain(str(exc))
         return exc.exit_code
     except BrokenPipeError:
         # The reader closed the pipe, as `head` does: not an error.
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     except OSError as exc:
         why = exc if isinstance(exc, HostError) else f"cannot {args.command}: {exc}"
-        print(safetext.lines(f"agent-shim: {why}"), file=sys.stderr)
+        _complain(str(why))
         is_not_there = exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
         return NotThereError.exit_code if is_not_there else NO
     except KeyboardInterrupt:
@@ -355,8 +355,12 @@ def _daemon(program: str, args: argparse.Namespace, *options: Any) -> int:
 
         return daemon.main(daemon.Options(args.config, Paths(args.base.absolute()), *options))
     except (ShimError, HostError) as exc:
-        print(safetext.lines(f"{program}: {exc}"), file=sys.stderr)
+        _complain(str(exc), program)
         return exc.exit_code if isinstance(exc, ShimError) else BootError.exit_code
+
+
+def _complain(text: str, program: str = "agent-shim") -> None:
+    print(safetext.lines(f"{program}: {text}"), file=sys.stderr)
 
 
 def _ask(args: argparse.Namespace, request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
@@ -409,14 +413,13 @@ def _change(args: argparse.Namespace) -> int:
     answer = _ask(args, request, timeout=None if args.wait else 60.0)
     if "exception" in answer:
         _refuse_unknown(args)
-        print(safetext.lines(f"agent-shim: cannot {args.action}: {answer['exception']['message']}"), file=sys.stderr)
+        _complain(f"cannot {args.action}: {answer['exception']['message']}")
         return NO
     wanted = REACHED[args.action]
     missed = [service for service in answer["services"] if args.wait and service["phase"] not in wanted]
     for service in missed:
         why = f": {service['reason']}" if service["reason"] else ""
-        text = f"agent-shim: cannot {args.action} {service['name']}: it is {service['phase']}{why}"
-        print(safetext.line(text), file=sys.stderr)
+        _complain(safetext.line(f"cannot {args.action} {service['name']}: it is {service['phase']}{why}"))
     return NO if missed else 0
 
 
@@ -539,7 +542,7 @@ def _logs(args: argparse.Namespace) -> int:
                 show(line)
         sys.stdout.flush()
         for path, why in sorted(refused.items()):
-            print(safetext.line(f"agent-shim: cannot show {path or directory}: {why}"), file=sys.stderr)
+            _complain(safetext.line(f"cannot show {path or directory}: {why}"))
         is_complete = not refused
         while args.follow:
             time.sleep(tail.POLL_S)
