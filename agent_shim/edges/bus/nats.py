@@ -299,10 +299,10 @@ class NatsBus:
 
     async def _attempt(self, url: str, mbus: Mbus) -> Link:
         self.stats.attempts += 1
-        number = self.stats.attempts
+        number, context = self.stats.attempts, tls.client_context(mbus)
         link = Link(url, self._received, self._denied)
         self._links.add(link)
-        opening = link.begin(link.open(tls.client_context(mbus), self._agent_id, self._timing.dial), "bus connection")
+        opening = link.begin(link.open(context, self._agent_id, self._timing.dial), "bus connection")
         try:
             await asyncio.wait({opening}, timeout=self._timing.handshake_timeout_s(self._slow))
             if not opening.done():
