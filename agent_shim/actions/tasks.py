@@ -43,10 +43,6 @@ MAX_JOURNAL_BYTES: Final = files.MAX_FILE_BYTES // 2
 
 Work = Callable[[], Awaitable[Any]]
 
-_ENDED: Final = asyncio.Event()
-"""The event of all finished tasks."""
-_ENDED.set()
-
 
 class Task(msgspec.Struct):
     """One long action. ``state`` is running (queued too), done or failed; the wire shows only running.
@@ -273,8 +269,7 @@ class Tasks:
         task.state, task.outcome = state, outcome
         task.ended_at = time.monotonic()
         task.ended.set()
-        # A thousand finished tasks are remembered: an event has 0.8 KB.
-        task.ended, task.cancelled = _ENDED, None
+        task.cancelled = None
 
     async def _stored_outcome(self, task: Task, outcome: Any, content: bytes) -> Any:
         """Return the path of the file with a large outcome, or the outcome if it cannot be written."""
