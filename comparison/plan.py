@@ -108,6 +108,8 @@ def plan(checkout: Checkout, job: Job) -> Plan:
     job = replace(job, files={path: _within_limits(text) for path, text in job.files.items()})
     if any(one.get("capabilities") for one in processes(job)):
         job = replace(job, files=job.files | {"config/bpm.yml": _within_capabilities(job.files["config/bpm.yml"])})
+    known = {service.name for service in _services(job.monit)}
+    job = replace(job, files={path: _alone(path, text, known) for path, text in job.files.items()})
     made = Plan(job, list(_services(job.monit)))
     texts = {path: _expanded(text) for path, text in job.files.items()}
     for name in job.packages:
@@ -133,6 +135,13 @@ def plan(checkout: Checkout, job: Job) -> Plan:
     _drop_directories(made)
     made.files.pop("bpm", None)
     return made
+
+
+def _alone(path: str, text: str, known: set[str]) -> str:
+    """Return a monit file without dependencies on services of other jobs, which are not there."""
+    if path != "monit" and not path.endswith(".monit"):
+        return text
+    return re.sub(r"\bdepends\s+(?:on\s+)?([\w-]+)", lambda found: found[0] if found[1] in known else "", text)
 
 
 def _drop_directories(made: Plan) -> None:
@@ -201,12 +210,18 @@ def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
 
 
 def lenient(path: str, text: str) -> str:
-    """Return a shell script that goes on after errors; any other text as it is."""
+    """Return a shell script that goes on after errors, and a bpm.yml without hooks; any other text as it is."""
+    if path == "config/bpm.yml" and "hooks" in text:
+        document = yaml.safe_load(text)
+        for one in document.get("processes") or []:
+            one.pop("hooks", None)
+        return yaml.safe_dump(document)
     if not re.match(r"#!\S*(?:/env )?(?:ba|da)?sh\b", text) and not path.endswith(".sh"):
         return text
     text = re.sub(r"\A(#!.*?sh)[ \t]+-\w.*", r"\1", text)
     text = re.sub(r"(?m)^([ \t]*)set[ \t]+-(?:\w*[eu]\w*|o[ \t]+(?:errexit|nounset|pipefail))\b.*$", r"\1set +e", text)
-    return re.sub(r"\bexit[ \t]+-?[1-9]\d*\b", "true", text)
+    text = re.sub(r"\bexit[ \t]+-?[1-9]\d*\b", "true", text)
+    return f"{text}\nexit 0\n" if path in ("bin/pre-start", "bin/post-start") else text
 
 
 def _learn_paths(made: Plan, said: str) -> bool:

@@ -84,9 +84,16 @@ def test_scripts_are_lenient_where_nothing_else_is_left_to_try(tmp_path: Path) -
     made = planned(tmp_path, job(**{"bin/pre-start": "#!/bin/bash -e\nset -eu\nfalse\nexit 3\n", "etc/x": "exit 1"}))
 
     assert plan.learn(made, "", [])
-    assert made.job.files["bin/pre-start"] == "#!/bin/bash\nset +e\nfalse\ntrue\n"
+    assert made.job.files["bin/pre-start"] == "#!/bin/bash\nset +e\nfalse\ntrue\n\nexit 0\n"
     assert made.job.files["etc/x"] == "exit 1"
     assert not plan.learn(made, "", [])
+
+
+def test_dependencies_on_services_of_other_jobs_are_dropped(tmp_path: Path) -> None:
+    made = planned(tmp_path, job(monit=MONIT + "  depends on web\n  depends on nginx\n"))
+
+    assert "depends on web" in made.job.monit
+    assert "nginx" not in made.job.monit
 
 
 def test_a_process_of_bpm_asks_for_no_right_that_the_machine_lacks(tmp_path: Path) -> None:
