@@ -48,7 +48,7 @@ _DELEGATED: Final = ("user.delegate", "trusted.delegate")
 def offered() -> frozenset[str]:
     """Return the controllers (``memory``, ``pids``) for which a limited cgroup can be created; found by trial."""
     found = set()
-    for controller, hierarchy in _hierarchies():
+    for controller, hierarchy in hierarchies():
         top = place(hierarchy)
         probe = top / f"probe-{os.getpid()}"
         with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ class JobCgroup:
     def __init__(self, name: str) -> None:
         below, tree = f"{_DIRECTORY}/{_escaped(name)}", tracker()
         self._tracking = None if tree is None else place(tree.hierarchy) / below
-        self._limited = [(*each, place(each[1]) / below) for each in _hierarchies()]
+        self._limited = [(*each, place(each[1]) / below) for each in hierarchies()]
         found = [self._tracking] if self._tracking is not None else []
         self._all = dict.fromkeys([*found, *(directory for _, _, directory in self._limited)])
 
@@ -257,7 +257,7 @@ def _held_still(directory: Path) -> Iterator[None]:
 
 
 @functools.cache
-def _hierarchies() -> tuple[tuple[str, cgroups.Hierarchy], ...]:
+def hierarchies() -> tuple[tuple[str, cgroups.Hierarchy], ...]:
     """Return our hierarchies, cached: the agent's cgroup does not change while it runs."""
     ours = cgroups.find()
     found = (("memory", ours.memory), ("pids", ours.pids))

@@ -179,7 +179,7 @@ def command_line(pid: int) -> str:
 
 def command_lines(pids: Collection[int]) -> dict[int, str]:
     """Return the ``command_line`` of many processes, without empty ones. Blocks."""
-    found = _of_each(pids, lambda pid: _read_memory(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
+    found = of_each(pids, lambda pid: _read_memory(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
     return {pid: line.replace(b"\0", b" ").decode(errors="replace") for pid, line in found.items() if line}
 
 
@@ -205,7 +205,7 @@ def variables(pids: Collection[int], name: str) -> dict[int, str]:
         _, is_there, rest = found.partition(begin)
         return rest.partition(b"\0")[0].decode(errors="replace") if is_there else None
 
-    return {pid: found for pid, found in _of_each(pids, value).items() if found is not None}
+    return {pid: found for pid, found in of_each(pids, value).items() if found is not None}
 
 
 def open_files(pid: int) -> int:
@@ -220,7 +220,7 @@ def open_files(pid: int) -> int:
 
 def proportional_kb(pid: int) -> int:
     """Return the memory in use, shared pages divided among their users; 0 if the kernel does not report it. Blocks."""
-    found = _of_each([pid], lambda pid: _read_memory(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"")
+    found = of_each([pid], lambda pid: _read_memory(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"")
     return next((int(line.split()[1]) for line in found.splitlines() if line.startswith(b"Pss:")), 0)
 
 
@@ -255,7 +255,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
                 return Use(kind, path)
         return None
 
-    return _of_each(pids, lambda pid: list(itertools.islice(of_one(pid), MAX_USES)))
+    return of_each(pids, lambda pid: list(itertools.islice(of_one(pid), MAX_USES)))
 
 
 def _mapped(maps: bytes) -> Iterator[str]:
@@ -443,7 +443,7 @@ _hung: dict[int, threading.Event] = {}
 _hung_lock = threading.Lock()
 
 
-def _of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
+def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
     """Apply ``work`` to each process in a thread, which is abandoned if one process blocks it for too long."""
     found: dict[int, T] = {}
     ahead = list(pids)

@@ -62,12 +62,12 @@ def test_who_keeps_a_reader_waiting_is_left_and_not_read_again(monkeypatch: pyte
         looked_at.append(pid)
         return let_go.wait(60) if pid == 2 else pid
 
-    assert proc._of_each([1, 2, 3], work) == {1: 1, 3: 3}
-    assert proc._of_each([1, 2, 3], work) == {1: 1, 3: 3}
+    assert proc.of_each([1, 2, 3], work) == {1: 1, 3: 3}
+    assert proc.of_each([1, 2, 3], work) == {1: 1, 3: 3}
     assert looked_at == [1, 2, 3, 1, 3]
     let_go.set()
     deadline = time.monotonic() + 10
-    while 2 not in proc._of_each([2], lambda pid: pid):
+    while 2 not in proc.of_each([2], lambda pid: pid):
         assert time.monotonic() < deadline
 
 
@@ -77,8 +77,8 @@ def test_readers_that_hang_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     let_go = threading.Event()
     before = threading.active_count()
     try:
-        assert proc._of_each(range(1000), lambda _: let_go.wait(60)) == {}
-        assert proc._of_each([5000], lambda pid: pid) == {}
+        assert proc.of_each(range(1000), lambda _: let_go.wait(60)) == {}
+        assert proc.of_each([5000], lambda pid: pid) == {}
         assert threading.active_count() - before <= proc.MAX_HUNG_READS
     finally:
         let_go.set()

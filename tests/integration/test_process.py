@@ -497,15 +497,20 @@ async def test_cancelled_terminate_kills(env: dict[str, str], tmp_path: Path) ->
     assert await child.wait() == 137
 
 
-async def test_a_dead_process_holds_its_number_until_it_is_reaped(env: dict[str, str]) -> None:
-    """Its group is signalled as one until then, with members that fork meanwhile."""
+async def test_group_of_a_dead_process_is_signalled_as_one_until_it_is_reaped(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its members may fork meanwhile."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda *each: sent.append(each))
     child = process.spawn(shell("exit 0"), env=env)
     while child.is_alive:
         time.sleep(0.001)  # noqa: ASYNC251 - the loop shall not reap it
 
-    assert child._holds_pid
+    child.send_group(signal.SIGTERM)
     await child.wait()
-    assert not child._holds_pid
+    child.send_group(signal.SIGTERM)
+    assert sent.count((child.pid, signal.SIGTERM)) == 1
 
 
 async def test_a_living_child_is_not_reaped(env: dict[str, str]) -> None:

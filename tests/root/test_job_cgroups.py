@@ -82,5 +82,5 @@ def test_a_trial_leaves_no_cgroup_behind() -> None:
     job_cgroups.tracker.__wrapped__()
     job_cgroups.offered()
 
-    hierarchies = [each.hierarchy for each in cgroups.trees()] + [each for _, each in job_cgroups._hierarchies()]
+    hierarchies = [each.hierarchy for each in cgroups.trees()] + [each for _, each in job_cgroups.hierarchies()]
     assert [path for each in hierarchies for path in job_cgroups.place(each).glob("probe-*")] == []

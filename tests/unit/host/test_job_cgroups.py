@@ -17,7 +17,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         directory.mkdir(exist_ok=True)
         (directory / "cgroup.subtree_control").write_text("cpu memory" if directory == tmp_path else "")
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
-    monkeypatch.setattr(job_cgroups, "_hierarchies", lambda: (("memory", hierarchy), ("pids", hierarchy)))
+    monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("memory", hierarchy), ("pids", hierarchy)))
     monkeypatch.setattr(job_cgroups, "tracker", lambda: cgroups.Tree("", hierarchy, "/"))
     return tmp_path
 
@@ -85,7 +85,7 @@ def test_memory_is_counted_by_the_controller_of_memory_alone(own: Path, monkeypa
     job_cgroups.JobCgroup("a").make(memory=1 << 20)
     for controller, found in (("memory", (0, 0)), ("pids", None)):
         hierarchies = ((controller, cgroups.Hierarchy(2, (own,))),)
-        monkeypatch.setattr(job_cgroups, "_hierarchies", lambda given=hierarchies: given)
+        monkeypatch.setattr(job_cgroups, "hierarchies", lambda given=hierarchies: given)
         assert job_cgroups.JobCgroup("a").memory() == found
 
 
@@ -154,7 +154,7 @@ def test_what_the_kernel_counted(own: Path) -> None:
 def test_controller_that_is_not_handed_down_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where processes sit in our own cgroup the kernel refuses; nothing is left of the attempt."""
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
-    monkeypatch.setattr(job_cgroups, "_hierarchies", lambda: (("memory", hierarchy),))
+    monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("memory", hierarchy),))
     (tmp_path / "cgroup.subtree_control").mkdir()  # cannot be written
 
     assert job_cgroups.offered() == frozenset()

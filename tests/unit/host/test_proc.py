@@ -201,7 +201,6 @@ def test_a_process_whose_first_thread_has_ended_lives_while_others_do(
     assert found is not None
     assert found.is_alive is is_alive
     assert found.resident_kb == (700 if is_alive else 250) * proc.PAGE_KB
-    assert str(proc._shown(41)) == ("/proc/41/task/43" if is_alive else "/proc/41")
 
 
 def test_open_files_are_counted_where_the_kernel_does_not_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,13 +264,13 @@ def test_a_pass_that_advances_is_not_left_however_long_it_takes(monkeypatch: pyt
 
     monkeypatch.setattr(proc, "_Pass", Watched)
 
-    assert proc._of_each([1, 2, 3, 4], work) == {1: 1, 2: 2, 3: 3, 4: 4}
+    assert proc.of_each([1, 2, 3, 4], work) == {1: 1, 2: 2, 3: 3, 4: 4}
     assert looked_at == [1, 2, 3, 4]
 
 
 def test_a_reader_that_hangs_holds_no_end_of_the_process() -> None:
     """Only a daemon thread is not waited for."""
-    found = proc._of_each([1], lambda _: threading.current_thread().daemon)
+    found = proc.of_each([1], lambda _: threading.current_thread().daemon)
 
     assert found == {1: True}
 
