@@ -111,10 +111,10 @@ async def test_slow_network_is_no_dead_one(tmp_path: Path) -> None:
     """Answers that come late, but come, keep the link."""
     async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
         await server.add_agent("agent")
-        async with on_bus(through(proxy, server)) as bus:
+        async with on_bus(through(proxy, server), timing=replace(FAST, ping=0.5, unanswered=3)) as bus:
             await connected(bus)
-            proxy.delay = 0.15
-            await asyncio.sleep(1)
+            proxy.delay = 0.4  # each way: an answer takes longer than the interval of the pings
+            await asyncio.sleep(3)
 
             assert (bus.is_connected, bus.stats.connects) == (True, 1)
 

@@ -35,7 +35,7 @@ async def test_t11_no_request_is_lost_or_done_twice(tmp_path: Path) -> None:
         async def ask() -> None:
             nonlocal asked
             while not stop.is_set():
-                await talk.director.value("agent", "ping", timeout=5)
+                await talk.director.value("agent", "ping", timeout=30)
                 asked += 1
 
         askers = [asyncio.create_task(ask()) for _ in range(5)]
