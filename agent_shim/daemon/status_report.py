@@ -140,9 +140,9 @@ def _warnings(live: Runtime) -> list[str]:
 
 async def _disk(agent: Agent) -> str:
     """The persistent disk in a line: progress of a migration, a problem, ``mounted`` or ``none``."""
-    if (progress := agent.disks.progress()) is not None:
+    if (progress := agent.disks.progress) is not None:
         return f"migration, {progress}"
-    return await agent.disks.problem() or ("mounted" if agent.disks.is_mounted() else "none")
+    return await agent.disks.problem() or ("mounted" if agent.disks.is_mounted else "none")
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ async def _disk(agent: Agent) -> str:
 def readings(live: Runtime) -> metrics.Readings:
     """The values of one scrape."""
     agent, bus = live.agent, live.bus
-    progress, services = agent.disks.progress(), agent.supervisor.services()
+    progress, services = agent.disks.progress, agent.supervisor.services()
     return metrics.Readings(
         bus=metrics.BusReading(bus.is_connected if bus.mbus.urls else None, _heartbeat_age(live), bus.stats),
         alerts={"sent": live.alerts.sent, "dropped": live.alerts.dropped, "collapsed": live.alerts.collapsed},
@@ -169,7 +169,7 @@ def readings(live: Runtime) -> metrics.Readings:
         firewall_enforced=not live.firewall.obstacle,
         addresses_missing=len(live.address_watch.missing),
         certificates=live.certificate_watch.ends,
-        disk=metrics.DiskReading(agent.disks.is_mounted(), progress is not None, progress.share if progress else 0.0),
+        disk=metrics.DiskReading(agent.disks.is_mounted, progress is not None, progress.share if progress else 0.0),
         blobs=workers.transfers.counts,
         blob_bytes=workers.transfers.sizes,
     )

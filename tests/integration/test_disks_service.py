@@ -53,17 +53,14 @@ async def test_a_volume_of_others_on_the_store_counts_as_a_disk(
     instance.attach("z")
     monkeypatch.setattr(mounts, "is_mount_point", lambda path: path == store)
 
-    assert await instance.disks.list() == []
-    assert instance.disks.is_mounted()
+    assert (await instance.disks.list(), instance.disks.is_mounted) == ([], True)
 
     markers.write(store, Marker("a", ""))
-    assert await instance.disks.list() == []
-    assert not instance.disks.is_mounted()
+    assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
 
     markers.remove(store)
     instance.persistent["b"] = str(store)
-    assert await instance.disks.list() == []
-    assert not instance.disks.is_mounted()
+    assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
 
 
 @pytest.mark.parametrize(("marker", "stays"), [(None, True), (Marker("b", "target", instance="another"), False)])
@@ -93,14 +90,12 @@ async def test_a_target_stays_after_a_restart_unless_it_is_of_another_instance(
 @each_way
 async def test_a_disk_comes_to_the_store(instance: Instance) -> None:
     instance.attach("a")
-    assert not instance.disks.is_mounted()
-    assert await instance.disks.list() == []
+    assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
 
     await instance.disks.mount("a")
 
     assert instance.cid_at(instance.paths.store) == "a"
-    assert instance.disks.is_mounted()
-    assert await instance.disks.list() == ["a"]
+    assert (await instance.disks.list(), instance.disks.is_mounted) == (["a"], True)
     assert instance.marker("a") == Marker("a", "store")
     assert instance.paths.managed_disk.read_text() == "a"
 
@@ -511,7 +506,7 @@ async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None
     assert instance.cid_at(instance.paths.store) == ""
     assert mounts.is_mount_point(volume) is instance.bind, "the mount of the runtime is not ours"
     assert not instance.paths.managed_disk.exists()
-    assert not instance.disks.is_mounted()
+    assert not instance.disks.is_mounted
     for _ in range(2):
         assert await instance.disks.list() == []
         assert await instance.disks.problem() == ""
@@ -594,7 +589,7 @@ async def test_disks_return_in_a_recreated_container(instance: Instance) -> None
 
     assert instance.read("data") == "precious"
     assert await instance.disks.list() == ["a", "b"]
-    assert instance.disks.is_mounted()
+    assert instance.disks.is_mounted
 
 
 @each_way
@@ -876,7 +871,7 @@ async def test_a_failed_copy_leaves_the_old_disk_on_the_store_and_goes_on_later(
         await instance.disks.migrate("a", "b")
     assert await instance.disks.list() == ["a", "b"]
     assert instance.marker("b") == Marker("b", "target", source="a", generation=1)
-    assert instance.disks.progress() is None
+    assert instance.disks.progress is None
 
     instance.copy = whole
     await instance.disks.migrate("a", "b")
@@ -976,7 +971,7 @@ async def test_other_requests_are_refused_during_a_copy(instance: Instance) -> N
     migrating = asyncio.ensure_future(instance.disks.migrate("a", "b"))
     await going.wait()
 
-    assert instance.disks.progress() == protocol.Progress("copying", 1, 2, 3, 4)
+    assert instance.disks.progress == protocol.Progress("copying", 1, 2, 3, 4)
     instance.disks._places.restore = None  # type: ignore[method-assign,assignment]
     assert await instance.disks.problem() == "migrate_disk a b is in progress"
     assert await instance.disks.list() == ["a", "b"]
@@ -985,7 +980,7 @@ async def test_other_requests_are_refused_during_a_copy(instance: Instance) -> N
     del instance.disks._places.restore
     go.set()
     await migrating
-    assert instance.disks.progress() is None
+    assert instance.disks.progress is None
 
 
 @pytest.mark.parametrize("restart", [Instance.start_agent, Instance.remake_container])
@@ -1053,7 +1048,7 @@ async def test_associated_disks_are_linked_and_listed(instance: Instance) -> Non
     assert stat.S_IMODE(instance.paths.instance_disks.stat().st_mode) == 0o755
     assert await instance.disks.list() == ["b", "a"]
     assert not instance.paths.store.is_symlink()
-    assert not instance.disks.is_mounted()
+    assert not instance.disks.is_mounted
 
 
 @each_way

@@ -63,7 +63,7 @@ UNTESTED: Mapping[str, str] = {
 def unmapped(names: Collection[str], files: Collection[str]) -> Iterator[str]:
     """Return modules without a test file of their name (``files`` are stems).
 
-    ``services.disks.copying`` has a test in ``test_copying``, ``test_disks_copying`` or either of them with a suffix
+    ``services.disks.hints`` has a test in ``test_hints``, ``test_disks_hints`` or either of them with a suffix
     after ``_``.
     """
     for name in names:

@@ -30,8 +30,8 @@ from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Effective, UpdateSettings
 from agent_shim.host import files, mounts, volumes
 from agent_shim.services.disks import Disks, Timeouts, markers
-from agent_shim.services.disks.copying import Copy, in_worker
 from agent_shim.services.disks.markers import OURS, Marker
+from agent_shim.services.disks.service import Copy, in_worker
 
 # --- mounts of our own ----------------------------------------------------------------------------------------------
 

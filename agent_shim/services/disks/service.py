@@ -9,28 +9,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from agent_shim.bulk.protocol import Progress
+from agent_shim.bulk import workers
+from agent_shim.bulk.protocol import CopyTree, Progress, Report
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import DiskAssociation, Effective
 from agent_shim.host import files, process, volumes
 from agent_shim.services.disks import hints
-from agent_shim.services.disks.copying import Copy, in_worker
 from agent_shim.services.disks.hints import DiskSettings
-from agent_shim.services.disks.markers import Disk
+from agent_shim.services.disks.markers import OURS, Disk
 from agent_shim.services.disks.mounting import DiskMounts, InUseError, View, plain
 
 logger = logging.getLogger(__name__)
 
 DEVICES: Final = Path("/dev")
 SHARED_MEMORY: Final = DEVICES / "shm"
+
+Copy = Callable[[Path, Path, Report], Awaitable[None]]
+"""Copies the first directory to the second and reports its progress (``bulk.copytree``)."""
+
+
+async def in_worker(source: Path, target: Path, report: Report) -> None:
+    """Copy in a worker, which may take hours and be killed; raises ``ActionError`` with its text."""
+    await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)
 
 
 class Timeouts(msgspec.Struct, frozen=True):
@@ -77,16 +85,10 @@ class Disks:
         self._places = DiskMounts(paths, settings, instance, hold, release)
         self._running = ""
         self._error = ""
-        self._progress: Progress | None = None
-        self._is_mounted = False
-
-    def is_mounted(self) -> bool:
-        """Return True if a disk, known or not, was on the store at the last look; makes no system call."""
-        return self._is_mounted
-
-    def progress(self) -> Progress | None:
-        """Return the progress of a running migration, or None."""
-        return self._progress
+        self.progress: Progress | None = None
+        """Progress of a running migration."""
+        self.is_mounted = False
+        """True if a disk, known or not, was on the store at the last look."""
 
     # --- restarts ---------------------------------------------------------------------------------------------------
 
@@ -121,7 +123,7 @@ class Disks:
 
     async def _look(self) -> View:
         view = await asyncio.to_thread(self._places.look)
-        self._is_mounted = bool(view.store) or view.has_stranger
+        self.is_mounted = bool(view.store) or view.has_stranger
         return view
 
     # --- hints ------------------------------------------------------------------------------------------------------
@@ -257,6 +259,10 @@ class Disks:
 
         Empty cids stand for the disks mounted there. An interrupted migration resumes; a finished one is not repeated.
         """
+
+        def report(progress: Progress) -> None:
+            self.progress = progress
+
         with self._exclusively(f"migrate_disk {old} {new}".rstrip()):
             view = await asyncio.to_thread(self._places.restore)
             if _is_migrated(view, old, new):
@@ -265,15 +271,12 @@ class Disks:
             await self._wait_until_unused(self._paths.store, source)
             try:
                 await asyncio.to_thread(self._places.prepare, source, target)
-                await self._copy(source.there, target.there, self._advance)
+                await self._copy(source.there, target.there, report)
                 await self._wait_until_unused(self._paths.store, source)
                 await asyncio.to_thread(self._places.swap, source, target)
             finally:
-                self._progress = None
+                self.progress = None
                 await self._restored()
-
-    def _advance(self, progress: Progress) -> None:
-        self._progress = progress
 
     def _pair(self, view: View, old: str, new: str) -> tuple[Disk, Disk]:
         """Return the disks to copy from and to; the requested cids must be the mounted ones."""

@@ -27,7 +27,7 @@ def live(tmp_path: Path, **others: Any) -> Runtime:
         supervisor=SimpleNamespace(services=lambda: services, job_state=lambda: "running"),
         vitals=SimpleNamespace(figures=lambda: "figures"),
         spec=SimpleNamespace(current=ApplySpec(deployment="dep", name="group", index=3, id="an-id", az="z4")),
-        disks=SimpleNamespace(progress=lambda: SimpleNamespace(share=0.5), is_mounted=lambda: False),
+        disks=SimpleNamespace(progress=SimpleNamespace(share=0.5), is_mounted=False),
         paths=SimpleNamespace(bosh_etc=tmp_path),
     )
     made = {
@@ -69,7 +69,7 @@ def test_each_value_of_a_scrape_comes_from_its_source(tmp_path: Path, monkeypatc
 def test_an_idle_agent_has_no_task_no_migration_and_no_enforced_rules(tmp_path: Path) -> None:
     idle = live(tmp_path, firewall=SimpleNamespace(obstacle="no nft"))
     idle.agent.tasks.running = None
-    cast("Any", idle.agent).disks = SimpleNamespace(progress=lambda: None, is_mounted=lambda: True)
+    cast("Any", idle.agent).disks = SimpleNamespace(progress=None, is_mounted=True)
 
     found = status_report.readings(idle)
 

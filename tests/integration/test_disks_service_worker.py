@@ -12,7 +12,7 @@ from agent_shim.bulk.protocol import Progress
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.host import proc
-from agent_shim.services.disks import copying
+from agent_shim.services.disks.service import in_worker
 from tests.support.volumes import fill, fingerprint
 
 
@@ -41,7 +41,7 @@ async def test_a_worker_copies_all_but_the_files_of_the_agent(tmp_path: Path) ->
         (directory / ".agent_shim").mkdir()
         (directory / ".agent_shim" / directory.name).touch()
 
-    await copying.in_worker(source, target, ignore)
+    await in_worker(source, target, ignore)
 
     assert fingerprint(target) == fingerprint(source)
     assert [path.name for path in (target / ".agent_shim").iterdir()] == ["to"]
@@ -51,7 +51,7 @@ async def test_a_failed_copy_is_reported(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
 
     with pytest.raises(ActionError, match=f"cannot copy {tmp_path}/from to {tmp_path}/to: No such file or directory"):
-        await copying.in_worker(tmp_path / "from", tmp_path / "to", ignore)
+        await in_worker(tmp_path / "from", tmp_path / "to", ignore)
 
 
 async def test_progress_is_seen(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ async def test_progress_is_seen(tmp_path: Path) -> None:
     target.mkdir()
     seen: list[Progress] = []
 
-    await copying.in_worker(source, target, seen.append)
+    await in_worker(source, target, seen.append)
 
     assert seen
     assert {progress.files_total for progress in seen} <= {0, 3000}
@@ -72,7 +72,7 @@ async def test_a_cancelled_copy_is_ended(tmp_path: Path) -> None:
     many(source, 3000)
     target.mkdir()
     begun = asyncio.Event()
-    copy = asyncio.ensure_future(copying.in_worker(source, target, lambda _: begun.set()))
+    copy = asyncio.ensure_future(in_worker(source, target, lambda _: begun.set()))
     await begun.wait()
     workers = [pid for pid in proc.table() if "agent_shim.bulk.worker" in proc.command_line(pid)]
     mine = [pid for pid in workers if proc.command_line(pid).endswith(f" {os.getpid()}")]
@@ -83,7 +83,7 @@ async def test_a_cancelled_copy_is_ended(tmp_path: Path) -> None:
         await copy
 
     assert proc.command_line(mine[0]) == ""
-    await copying.in_worker(source, target, ignore)
+    await in_worker(source, target, ignore)
     assert fingerprint(target) == fingerprint(source)
 
 
