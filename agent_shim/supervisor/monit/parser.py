@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit import rules
 from agent_shim.supervisor.monit.ast import Check, Connection, Echo, Ignored, Kind, Mode, MonitFile
-from agent_shim.supervisor.monit.ignored_statements import read_alert, read_set
 from agent_shim.supervisor.monit.reader import MonitSyntaxError, Reader
 from agent_shim.supervisor.monit.rules import ALL, STATUS, SYSTEM, read_ignore, read_program, read_regex, read_rule
 
@@ -54,7 +53,7 @@ def parse(text: str, *, origin: str, without_effect: list[Ignored] | None = None
                 check = _check(reader, services, ignored)
                 services.setdefault(check.name.lower(), check)
             elif token.kind == "set":
-                read_set(reader)
+                _set(reader)
                 outside.append((token.start, Ignored(reader.written(first), line=reader.line(token))))
                 expected = "'check', 'set' or the end of the file"
             else:
@@ -68,6 +67,16 @@ def parse(text: str, *, origin: str, without_effect: list[Ignored] | None = None
         more = [f"and {len(found) - MAX_MISTAKES} more"] if len(found) > MAX_MISTAKES else []
         raise ConfigError(f"cannot read {origin}: {'; '.join([*found[:MAX_MISTAKES], *more])}")
     return MonitFile(tuple(services.values()), tuple(without_effect), origin)
+
+
+def _set(reader: Reader) -> None:
+    """Skip a ``set`` for the daemon, up to the next ``set`` or ``check``; no known release has one."""
+    reader.skip()
+    first = reader.next
+    while reader.kind not in ("set", "END", "BAD") and not reader.kind.startswith("check "):
+        reader.skip()
+    if reader.kind == "BAD" or reader.next is first:
+        raise reader.error("the words of a 'set'")
 
 
 def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
@@ -180,8 +189,32 @@ def _every(reader: Reader, check: Check) -> Check:
 
 
 def _alert(reader: Reader, check: Check) -> Check:
-    read_alert(reader)
+    """Parse ``alert ADDRESS [[not] { EVENT... }] [mail-format {...}] [reminder N cycles]``, or ``noalert ADDRESS``.
+
+    Mails have no effect: alerts go to the Health Monitor. Another option may follow.
+    """
+    is_silent = reader.skip().kind == "noalert"
+    reader.need("a mail address", "MAIL")
+    if is_silent:
+        return check
+    if reader.take("not") or reader.kind == "{":
+        _braces(reader, "events")
+    if reader.take("mail-format"):
+        _braces(reader, "the parts of a mail")
+    if reader.take("reminder"):
+        reader.number("a number of cycles")
+        reader.take("cycle")
     return check
+
+
+def _braces(reader: Reader, content: str) -> None:
+    """Parse any words in braces."""
+    expected = f"'{{', {content} and '}}'"
+    reader.need(expected, "{")
+    while not reader.take("}"):
+        if reader.kind in ("END", "BAD", "{"):
+            raise reader.error(expected)
+        reader.skip()
 
 
 def _rule(reader: Reader, check: Check) -> Check:

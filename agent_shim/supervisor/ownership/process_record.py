@@ -151,7 +151,7 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
     """Session of ``known`` if a script of the job began it: other services of the job may be in it."""
 
     def begin(self, program: Identity, pidfile: Pidfile | None) -> None:
-        """Record a started start program; ``pidfile`` is the one that preceded it."""
+        """Record a started start program; ``pidfile`` preceded it."""
         self.program, self.begun = program, program[1]
         self.before = pidfile
         self.sessions = [*self.sessions, Session(*program)][-MAX_SESSIONS:]

@@ -201,6 +201,17 @@ def test_what_speaks_of_the_daemon_is_listed() -> None:
         ("check a pidfile /p every 1 cycles", "column 26: found '1', expected a number of cycles above 1"),
         ("check a pidfile /p every 2", "found the end of the file, expected 'cycles'"),
         ("check a pidfile /p restart program '/x'", "found 'restart', expected an option of check process"),
+        ("set", "found the end of the file, expected the words of a 'set'"),
+        ("set set daemon 5", "found 'set', expected the words of a 'set'"),
+        ("set check a pidfile /p", "found 'check', expected the words of a 'set'"),
+        ("set idfile 'a", "found a quote that is not closed, expected the words of a 'set'"),
+        ("check a pidfile /p alert a@b not", "found the end of the file, expected '{', events and '}'"),
+        ("check a pidfile /p alert a@b { { pid }", "found '{', expected '{', events and '}'"),
+        (
+            "check a pidfile /p alert a@b mail-format { subject: a",
+            "found the end of the file, expected '{', the parts of a mail and '}'",
+        ),
+        ("check a pidfile /p alert a", "found 'a', expected a mail address"),
         ("check a pidfile '/p\0'", "line 1 column 20: found a NUL byte, expected text"),
     ],
 )
@@ -310,3 +321,25 @@ def test_what_follows_a_mistake_on_its_line_makes_no_other_one(rest: str) -> Non
 def test_twenty_mistakes_are_enough() -> None:
     with pytest.raises(ConfigError, match="; line 21 column 8: found 'x', expected .*; and 4 more$"):
         parse("check process a pidfile /a\n" + "  mode x\n" * 24, origin="monit")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "set daemon 10 start delay 60",
+        'set mailserver a port 25 username u password "y" tlsv1 certmd5 d e username f@g timeout 5 second hostname h',
+        "set mail-format { from: a@b reply-to: c@d subject: $EVENT\nmessage: x, y\n z }",
+        "set httpd port 2812 address a allow f allow c : d readonly allow @ e allow /f allow md5 /g h i",
+        "set limits { programOutput : 512 B }",
+        "check a pidfile /p\nnoalert a@b",
+        "check a pidfile /p\nalert a@b",
+        "check a pidfile /p\nalert a@b not { timeout }",
+        "check a pidfile /p\nalert a@b { uid } mail-format { message: x y } reminder 5",
+    ],
+)
+def test_statements_without_effect_are_kept_as_they_stand(text: str) -> None:
+    (ignored,) = parse(f"{text}\n").ignored
+
+    assert ignored.statement.replace("\n", " ") == text.removeprefix("check a pidfile /p\n").replace("\n", " ")
+    (ignored,) = parse("SET\n daemon   10 with START\tdelay of 5").ignored
+    assert ignored.statement == "SET daemon 10 START delay 5"  # without blanks and noise
