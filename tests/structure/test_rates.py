@@ -24,8 +24,8 @@ def test_rates_are_per_ten_thousand_words_without_code() -> None:
     found = rates.rates(["The end of a job and that of a process; one that ends early: it is counted.", "`; ; ;`"])
 
     assert {name: round(rate * 17 / 10_000) for name, rate in found.items()} == {
-        "that of, those of": 1,
-        "one that, another is": 1,
+        "`that of`, `those of`": 1,
+        "`one that`, `another is`": 1,
         "semicolons": 1,
         "colon before a clause": 1,
         "opens with As, Nor, Also, It, Not, For, With": 0,
