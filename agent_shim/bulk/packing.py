@@ -482,10 +482,13 @@ _MEANING: Final = {
 
 def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
     """Return one expression for the paths that any of ``patterns`` matches; raises ``HostError``."""
-    try:
-        return re.compile("|".join(map(_expression, patterns)), re.DOTALL)
-    except re.error as exc:
-        raise HostError(f"cannot read the patterns {', '.join(patterns)[:200]}: {exc}") from exc
+    expressions = [_expression(pattern) for pattern in patterns]
+    for pattern, expression in zip(patterns, expressions, strict=True):
+        try:
+            re.compile(expression)
+        except re.error as exc:
+            raise HostError(f"cannot read the pattern '{pattern[:100]}': {exc}") from exc
+    return re.compile("|".join(expressions), re.DOTALL)
 
 
 def _expression(pattern: str) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import resource
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -193,14 +192,6 @@ async def test_the_last_failure_is_told(server: Server, blobs: Blobs) -> None:
     assert len(server.requests) == 6
 
 
-async def test_a_wrong_blob_from_a_signed_url_is_told(server: Server, blobs: Blobs) -> None:
-    """After three tries, too."""
-    said = await failure(blobs, signed_url=f"{server.url}/signed", digest="0" * 40)
-
-    assert said == f"Failed to download blob: Checking downloaded blob digest: {MISMATCH}"
-    assert len(server.requests) == 3
-
-
 @pytest.mark.parametrize("timing", [FAST])
 async def test_attempts_leave_nothing_behind(paths: Paths, server: Server, blobs: Blobs) -> None:
     """Neither files nor descriptors, whether they failed or not."""
@@ -231,17 +222,6 @@ async def test_a_disk_that_takes_no_more_is_told_at_once(paths: Paths, server: S
 # --- storing --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_new_blob_gets_a_new_id(server: Server, blobs: Blobs, tmp_path: Path) -> None:
-    """The Director insists on a UUID."""
-    (tmp_path / "file").write_bytes(b"result")
-    server.plan = ["500", "503"]
-    blob_id = await blobs.put(tmp_path / "file", "", {})
-
-    assert str(uuid.UUID(blob_id)) == blob_id
-    assert b"result" in server.blobs.values()
-    assert len(server.requests) == 3
-
-
 async def test_a_signed_url_is_put_to_once(server: Server, blobs: Blobs, tmp_path: Path) -> None:
     """As the Go agent does; the id is known to the sender alone."""
     (tmp_path / "file").write_bytes(b"result")
@@ -253,16 +233,6 @@ async def test_a_signed_url_is_put_to_once(server: Server, blobs: Blobs, tmp_pat
     assert server.blobs["/new"] == b"result"
     assert server.requests[0].headers["x-ms-blob-type"] == "blockblob"
     assert len(server.requests) == 2
-
-
-async def test_a_store_that_takes_nothing_is_told(server: Server, blobs: Blobs, tmp_path: Path) -> None:
-    """After three tries."""
-    (tmp_path / "file").write_bytes(b"result")
-    server.plan = ["507"] * 3
-    with pytest.raises(
-        BlobError, match="^Creating blob in inner blobstore: Error executing PUT, response was 507 from "
-    ):
-        await blobs.put(tmp_path / "file", "", {})
 
 
 def test_http_is_imported_only_when_it_is_needed() -> None:

@@ -18,7 +18,6 @@ import pytest
 
 from agent_shim.bulk import copytree, protocol
 from agent_shim.core.errors import HostError
-from agent_shim.host import files
 from tests.support.volumes import fill, fingerprint
 
 ROOT = os.geteuid() == 0
@@ -277,13 +276,6 @@ def test_a_killed_copy_goes_on(tmp_path: Path) -> None:
 
     assert fingerprint(target) == wanted
     assert fingerprint(source) == wanted
-
-
-def test_emptiness_passes_over_spared_names(tmp_path: Path) -> None:
-    (tmp_path / "lost+found").mkdir()
-
-    assert files.is_empty(tmp_path, spared={"lost+found"})
-    assert not files.is_empty(tmp_path)
 
 
 def test_what_is_compared_is_what_came_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

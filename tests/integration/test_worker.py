@@ -29,7 +29,6 @@ from agent_shim.bulk import install as installs
 from agent_shim.bulk import protocol, worker, workers
 from agent_shim.bulk.protocol import (
     BlobRef,
-    Done,
     Get,
     Install,
     Outcome,
@@ -275,15 +274,6 @@ async def test_an_older_source_is_replaced(paths: Paths) -> None:
 # --- other requests -------------------------------------------------------------------------------------------------
 
 
-async def test_a_blob_becomes_a_file(paths: Paths) -> None:
-    """With the mode that was asked for."""
-    target = paths.tmp / "records.json"
-    await workers.work(Get(str(paths.base), DUMMY, kept(paths, b"data"), str(target), mode=0o640))
-
-    assert target.read_bytes() == b"data"
-    assert stat.S_IMODE(target.stat().st_mode) == 0o640
-
-
 @pytest.mark.slow
 async def test_an_attempt_that_stalls_is_given_up_and_made_again(paths: Paths, server: Server) -> None:
     """With the times of real use, whether the server falls silent in the midst or trickles."""
@@ -297,33 +287,6 @@ async def test_an_attempt_that_stalls_is_given_up_and_made_again(paths: Paths, s
 
     assert target.read_bytes() == data
     assert len(server.requests) == 3
-
-
-async def test_a_file_becomes_a_blob(paths: Paths, tmp_path: Path, server: Server) -> None:
-    """In the blobstore under a new id, or where the signed URL leads."""
-    (tmp_path / "file").write_bytes(b"data")
-    store = Blobstore("local", {"blobstore_path": str(tmp_path / "store")})
-    stored = await workers.work(Put(str(paths.base), store, str(tmp_path / "file")))
-    signed = await workers.work(Put(str(paths.base), DUMMY, str(tmp_path / "file"), f"{server.url}/new", {"h": "v"}))
-
-    assert (tmp_path / "store" / stored.blob_id).read_bytes() == b"data"
-    assert signed == Done()
-    assert server.blobs["/new"] == b"data"
-
-
-async def test_a_tree_becomes_an_archive(tmp_path: Path) -> None:
-    """With its digests, and nothing beside it."""
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "a.log").write_bytes(b"line\n")
-    (tmp_path / "logs" / "b.txt").write_bytes(b"text\n")
-    (tmp_path / "out").mkdir()
-    path = tmp_path / "out" / "logs.tgz"
-    done = await workers.work(Pack([Tree(str(tmp_path / "logs"), patterns=["*.log"])], str(path)))
-
-    assert (done.sha1, done.sha512) == (sha1(path.read_bytes()), hashlib.sha512(path.read_bytes()).hexdigest())
-    with tarfile.open(path) as tar:
-        assert tar.getnames() == ["./a.log"]
-    assert [entry.name for entry in path.parent.iterdir()] == ["logs.tgz"]
 
 
 @pytest.mark.parametrize(
@@ -367,19 +330,6 @@ async def test_one_worker_packs_and_uploads(
     assert workers.transfers.counts["put", "failed"] == before + 1
     assert (await workers.work(pack)).put_error == ""
     assert server.blobs["/new"] == path.read_bytes()
-
-
-async def test_a_failed_upload_is_told_apart_from_a_failed_archive(
-    paths: Paths, tmp_path: Path, server: Server
-) -> None:
-    (tmp_path / "logs").mkdir()
-    path = paths.tmp / "logs.tgz"
-    put = Put(str(paths.base), DUMMY, str(path), f"{server.url}/new")
-    server.plan = ["403"]
-    done = await workers.work(Pack([Tree(str(tmp_path / "logs"))], str(path), put=put))
-
-    assert done.put_error == f"Error executing PUT, response was 403 from {server.host}"
-    assert done.sha1 == sha1(path.read_bytes())
 
 
 @pytest.mark.parametrize("what", ["archive", "file"])
@@ -442,14 +392,6 @@ async def test_a_terminated_worker_tidies_up(paths: Paths, server: Server, start
         await task
 
     assert left_half_made(paths) == []
-
-
-async def test_a_killed_worker_is_told(paths: Paths, server: Server, started: list[process.Process]) -> None:
-    """As when the kernel runs out of memory."""
-    task = await begun(paths, server, started)
-    started[0].send(signal.SIGKILL)
-    with pytest.raises(ActionError, match="cannot finish the work: the worker was killed by SIGKILL"):
-        await task
 
 
 async def test_a_terminated_worker_tidies_up_while_it_unpacks(paths: Paths, started: list[process.Process]) -> None:

@@ -43,30 +43,6 @@ def test_as_many_archives_are_kept_as_asked_for(tmp_path: Path) -> None:
     assert rotate(tmp_path) == (0, 0)
 
 
-def test_archives_that_are_too_many_now_go(tmp_path: Path) -> None:
-    """Fewer may be kept than before."""
-    for number in range(1, 6):
-        (tmp_path / f"a.log.{number}.gz").write_bytes(gzip.compress(b"old"))
-    (tmp_path / "a.log").write_bytes(b"new")
-
-    rotate(tmp_path, keep=2)
-
-    assert archives(tmp_path) == {"a.log.1.gz": b"new", "a.log.2.gz": b"old"}
-
-
-def test_the_end_of_a_large_log_is_kept_and_the_rest_counted(tmp_path: Path) -> None:
-    """To the byte; a log that reaches the bound is kept whole."""
-    (tmp_path / "a.log").write_bytes(b"x" + b"y" * 1000)
-    assert rotate(tmp_path) == (1000, 1)
-    (tmp_path / "a.log").write_bytes(b"z" * 1000)
-    assert rotate(tmp_path) == (1000, 0)
-
-    assert archives(tmp_path) == {
-        "a.log.2.gz": b"(1 bytes before this were too many to keep)\n" + b"y" * 1000,
-        "a.log.1.gz": b"z" * 1000,
-    }
-
-
 def test_an_archive_has_the_owner_and_the_permissions_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,15 +90,6 @@ def test_what_is_too_much_is_left_out_once_and_not_of_each_run(tmp_path: Path) -
     assert archives(tmp_path) == {
         "a.log.1.gz": b"(4096 bytes before this were too many to keep)\n" + b"b" * 4096,
     }
-
-
-def test_a_hole_at_the_end_of_a_log_is_not_packed(tmp_path: Path) -> None:
-    with (tmp_path / "a.log").open("wb") as file:
-        file.write(b"a" * 4096)
-        file.truncate(1 << 20)
-
-    assert rotate(tmp_path, most=1 << 20) == (4096, 0)
-    assert archives(tmp_path) == {"a.log.1.gz": b"a" * 4096}
 
 
 def test_a_planted_link_to_nothing_has_its_place_in_the_row(tmp_path: Path) -> None:

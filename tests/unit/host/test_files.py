@@ -77,17 +77,6 @@ def test_bytes_are_on_disk_before_the_name_and_the_name_before_it_is_done(
     assert synced == [("file", b"old", b"new"), ("directory", b"new", b"")]
 
 
-def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
-    """The file is replaced, not written over: a reader sees the old or the new one."""
-    path = tmp_path / "a"
-    path.write_bytes(b"old")
-    with path.open("rb") as reader:
-        files.write_atomic(path, b"new")
-
-        assert reader.read() == b"old"
-    assert path.read_bytes() == b"new"
-
-
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     """A planted link at a path that root writes does not select the overwritten file."""
     victim = tmp_path / "victim"
@@ -233,12 +222,6 @@ def test_a_link_to_memory_is_followed_once(tmp_path: Path) -> None:
         files.read(tmp_path / "state", is_own=True)
 
 
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    """The text says which path."""
-    with pytest.raises(HostError, match=f"cannot write {tmp_path}/no/a: No such file or directory"):
-        files.write_atomic(tmp_path / "no" / "a", b"")
-
-
 # --- make_dir, chown ------------------------------------------------------------------------------------------------
 
 
@@ -253,16 +236,6 @@ def test_a_directory_gets_its_mode_whatever_the_umask(tmp_path: Path) -> None:
         os.umask(before)
 
     assert mode_of(path) == 0o750
-
-
-def test_missing_parents_are_open_to_readers(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        files.make_dir(tmp_path / "a" / "b" / "c", 0o700)
-    finally:
-        os.umask(before)
-
-    assert [mode_of(tmp_path / path) for path in ("a", "a/b", "a/b/c")] == [0o755, 0o755, 0o700]
 
 
 def test_links_of_our_own_lead_to_where_a_directory_is_made(tmp_path: Path) -> None:
@@ -295,18 +268,6 @@ def test_a_link_of_another_user_leads_to_no_directory(tmp_path: Path, monkeypatc
     with pytest.raises(HostError, match="the path contains a link, link, of user"):
         files.make_dir(tmp_path / "link" / "a", 0o700)
     assert names_in(tmp_path / "real") == []
-
-
-def test_a_file_written_in_place_is_on_disk_with_its_last_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mount point cannot be replaced."""
-    path = tmp_path / "a"
-    path.write_bytes(b"old and longer")
-    seen: list[bytes] = []
-    monkeypatch.setattr(os, "fsync", lambda _: seen.append(path.read_bytes()))
-
-    files._write_in_place(path, b"new")
-
-    assert seen == [b"new"]
 
 
 def test_a_link_where_a_directory_should_be_is_refused(tmp_path: Path) -> None:
@@ -370,16 +331,6 @@ def test_without_root_owners_are_not_touched(tmp_path: Path, monkeypatch: pytest
 
 
 # --- links, removal -------------------------------------------------------------------------------------------------
-
-
-def test_a_link_is_swapped(tmp_path: Path) -> None:
-    """It points to one or the other target and is never absent."""
-    link = tmp_path / "link"
-    files.swap_link(tmp_path / "one", link)
-    files.swap_link(tmp_path / "two", link)
-
-    assert link.readlink() == tmp_path / "two"
-    assert names_in(tmp_path) == ["link"]
 
 
 def test_a_link_to_a_directory_is_swapped_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,15 +441,6 @@ def test_a_file_of_the_kernel_which_has_no_size_is_read_whole_and_bounded() -> N
         files.read(mappings, 100)
 
 
-def test_a_file_may_be_as_large_as_its_bound(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(b"12345")
-
-    assert files.read(path, 5) == b"12345"
-    with pytest.raises(OSError, match="more than 4 bytes"):
-        files.read(path, 4)
-
-
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
@@ -520,12 +462,3 @@ def test_bytes_are_copied_from_here_to_the_end(
         files.copy_data(source.fileno(), target.fileno())
 
     assert (tmp_path / "b").read_bytes() == data[7:]
-
-
-def test_nothing_is_copied_from_the_end(tmp_path: Path) -> None:
-    """An empty blob is one too."""
-    (tmp_path / "a").touch()
-    with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:
-        files.copy_data(source.fileno(), target.fileno())
-
-    assert (tmp_path / "b").read_bytes() == b""
