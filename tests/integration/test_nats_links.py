@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from agent_shim.core.errors import BusError
 from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus import link
-from agent_shim.edges.bus.nats import NatsBus, Timing
+from agent_shim.edges.bus.nats import REREAD_AFTER_FAILURES, NatsBus, Timing
 from agent_shim_demo.director import Director
 from agent_shim_demo.pki import SERVER, Authority
 from tests.support.broker import NatsServer
@@ -105,6 +105,37 @@ async def test_black_hole_is_noticed(tmp_path: Path) -> None:
             await connected(bus)
 
             assert bus.stats.connects == 2
+
+
+async def test_bus_is_heard_while_its_server_answers(tmp_path: Path) -> None:
+    """The packet filter asks. A connection without an answer in time is closed, and another one is heard again."""
+    async with talking(tmp_path, timing=replace(FAST, ping=600.0)) as talk:
+        assert await talk.bus.is_heard(20)
+        talk.server.pause()
+        assert not await talk.bus.is_heard(0.1)
+        await until(lambda: "no answer to a ping within 0.1 s" in talk.bus.stats.last_error)
+        assert not talk.bus.is_connected
+        assert not await talk.bus.is_heard(0.1)
+        talk.server.resume()
+        assert await talk.bus.is_heard(20)
+
+
+async def test_settings_are_read_again_while_no_server_is_reached(tmp_path: Path) -> None:
+    """The bus may have moved; one failure says nothing yet."""
+    async with NatsServer(tmp_path) as server:
+        await server.add_agent("agent")
+        good = server.mbus("agent")
+        gone = replace_urls(good, "nats://127.0.0.1:1")
+        async with on_bus(gone, reread=lambda _: good) as bus:
+            await connected(bus)
+
+            assert bus.stats.attempts == REREAD_AFTER_FAILURES + 2
+
+
+async def test_server_that_refuses_the_agent_is_heard(tmp_path: Path) -> None:
+    async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
+        assert await bus.is_heard(20)
+        assert not bus.is_connected
 
 
 async def test_slow_network_is_no_dead_one(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import json
 import socket
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -86,6 +87,16 @@ async def test_held_reply_goes_out(tmp_path: Path) -> None:
         await talk.bus.rotate(talk.server.mbus("agent"))
 
         assert await held == "sleep"
+
+
+async def test_second_rotation_waits_until_the_first_has_closed_its_old_connection(tmp_path: Path) -> None:
+    """Three connections would bring a request twice unnoticed."""
+    async with talking(tmp_path, timing=replace(FAST, overlap=0.5)) as talk:
+        began_at = time.monotonic()
+        await talk.bus.rotate(talk.server.mbus("agent"))
+        await talk.bus.rotate(talk.server.mbus("agent"))
+
+        assert time.monotonic() - began_at >= 0.5
 
 
 async def test_same_bytes_twice_are_two_requests(tmp_path: Path) -> None:
