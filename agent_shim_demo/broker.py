@@ -1,6 +1,6 @@
 """A private nats-server with the Director's configuration: mutual TLS, users mapped from certificates, permissions.
 
-The configuration is that of ``jobs/nats/templates/nats.cfg.erb``, the users are those of ``nats_auth_config.rb`` of
+The configuration follows ``jobs/nats/templates/nats.cfg.erb``, the users follow ``nats_auth_config.rb`` of
 nats-sync, which is also why a reload uses SIGHUP.
 """
 

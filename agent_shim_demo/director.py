@@ -1,6 +1,6 @@
 """A Director and a Health Monitor as an agent sees them; both speak the protocol and know no agent.
 
-The handling of replies, the timeouts and the retries are those of the real Director (``agent_client.rb``,
+Replies, timeouts and retries are handled as by the real Director (``agent_client.rb``,
 ``nats_rpc.rb`` of bosh-director), so that a test waits for the same things as a user.
 """
 

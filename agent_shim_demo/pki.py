@@ -1,6 +1,6 @@
 """Certificates of a bus in BOSH's form, valid and invalid, for the demo, the tests and the benchmarks.
 
-Subjects are those of the Director (``nats_client_cert_generator.rb``) and of the bosh-deployment manifest; keys are
+Subjects follow the Director (``nats_client_cert_generator.rb``) and of the bosh-deployment manifest; keys are
 elliptic by default because they are made in a millisecond, where the real ones are RSA with 3072 bits.
 """
 

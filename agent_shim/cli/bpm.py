@@ -1,6 +1,6 @@
 """The command ``bpm`` for release scripts and operators: sends requests to the running agent.
 
-Verbs, flags, texts and exit codes are those of bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which
+Verbs, flags, texts and exit codes follow bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which
 reads its command line with cobra. Drain scripts call it in loops, so each verb imports its own modules.
 """
 

@@ -473,7 +473,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _status_page(args: argparse.Namespace) -> tuple[str, int]:
-    """Return the whole page, or that of the named processes; the exit code is ``NO`` if one of those does not run."""
+    """Return the page of all processes or of the named ones. The exit code is ``NO`` if a named one does not run."""
     from agent_shim.cli import ansi, status_text
 
     status = _ask(args, {"command": "status"})

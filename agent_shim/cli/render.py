@@ -1,6 +1,6 @@
 """``agent-shim render``: evaluate the templates of an instance group without a Director, for ``AgentShim.spec``.
 
-The manifest is that of a deployment, with all variables filled (``bosh interpolate``). Releases are directories with
+The manifest describes a deployment and has all variables filled (``bosh interpolate``). Releases are directories with
 ``jobs``, or tarballs; packages of compiled tarballs are unpacked, too. Ruby evaluates the templates (``render.rb``). A
 link has the values that ``consumes`` of the manifest gives it: only a Director finds others.
 """

@@ -67,7 +67,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def all_keys(wanted: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of all keys, those of inner objects too: ``monit.http`` for a key that was written flat."""
+    """Yield the paths of all keys, also of inner objects: ``monit.http`` for a key that was written flat."""
     for field in msgspec.structs.fields(wanted):
         yield f"{path}{field.encode_name}"
         if _is_struct(field.type):

@@ -1,6 +1,6 @@
 """Types, precedence and errors of agent.json and of the settings that a CPI writes. Pure.
 
-Field names and precedence are those of the Go agent (app/config.go, settings/settings.go, settings/update_settings.go).
+Field names and precedence follow the Go agent (app/config.go, settings/settings.go, settings/update_settings.go).
 Unused keys are ignored; null means absent.
 """
 
@@ -79,7 +79,7 @@ class MonitOptions(msgspec.Struct, frozen=True):
     http: OptionalListener = ""
     mail: OptionalListener = ""
     password: str = ""
-    """Replaces the random password, for releases that rely on that of the Go agent (``random-password``)."""
+    """Replaces the random password, for releases that rely on the Go agent's (``random-password``)."""
 
 
 class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
@@ -416,7 +416,7 @@ class Effective(msgspec.Struct, frozen=True):
 
     @property
     def asked_mbus(self) -> Mbus:
-        """The bus of the last ``update_settings``, even if its certificate begins earlier than that of
+        """The bus of the last ``update_settings``, even if its certificate begins earlier than in
         ``env.bosh.mbus``.
         """
         return self._mbus(self.update.mbus.cert) if self.update.mbus.cert.ca else self.mbus

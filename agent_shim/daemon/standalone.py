@@ -3,9 +3,9 @@
 ``AgentShim.spec`` in agent.json names the directory. It contains ``jobs/NAME`` (rendered templates: ``monit``, ``bin``,
 ``config`` …) and ``packages/NAME`` (compiled), from an image or from volumes of a pod, which may be read-only; and
 optionally ``instance.json`` with a name. Jobs are copied, because they get modes, owners and links to the packages;
-packages are used in place, but one named ``bpm`` is copied, because our ``bpm`` is installed in it. The order is that
-of the Director: pre-start, start, post-start when all processes run. Probes, metrics, restarts and the orderly stop are
-those of every agent.
+packages are used in place, but a package ``bpm`` is copied, because our ``bpm`` is installed in it. The order is the
+Director's: pre-start, start, post-start when all processes run. Probes, metrics, restarts and the orderly stop work as in
+every agent.
 """
 
 from __future__ import annotations

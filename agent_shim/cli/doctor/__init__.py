@@ -106,7 +106,7 @@ class ContainerView:
 
 
 def examine(paths: Paths, config: Path | None) -> Report:
-    """Examine the container; ``config`` is agent.json, by default that of stemcells."""
+    """Examine the container; ``config`` is agent.json, by default the one of stemcells."""
     with _scratch(paths) as scratch:
         view = ContainerView(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
         findings: list[Finding] = []

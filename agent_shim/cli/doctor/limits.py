@@ -1,8 +1,7 @@
 """Limits of containers: the consequence of each, and the change that removes it.
 
-A change has three forms if the places differ: for a pod; for a CPI outside of Kubernetes, whose ``cloud_properties``
-are those of the Docker CPI (keys of Docker's HostConfig); and for options of docker and podman. Texts may contain
-``{words}``.
+A change has three forms if the places differ: for a pod, for a CPI outside of Kubernetes, and for docker and podman.
+The second names ``cloud_properties`` of the Docker CPI (keys of Docker's HostConfig). Texts may contain ``{words}``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parser of bpm.yml: the processes of a job and their permissions. Pure.
 
-Schema and rules are those of bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``); scalars have the
+Schema and rules follow bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``); scalars have the
 meaning of Go's yaml.v3, bpm's parser. Text fields take the literal text: ``- 1.10``, ``- 0x1f``, ``- yes`` and ``-
 true`` are arguments as written. Unknown keys are ignored, duplicate keys are errors. Unlike bpm, quoted flags and
 numbers are accepted, since some templates quote everything.
@@ -88,7 +88,7 @@ class BpmFile(msgspec.Struct, frozen=True):
     processes: tuple[Process, ...] = ()
 
     def process(self, name: str) -> Process | None:
-        """Return the first process with this name: that of ``-p``, or of the job."""
+        """Return the first process with this name, from ``-p`` or the job."""
         return next((process for process in self.processes if process.name == name), None)
 
 
@@ -252,7 +252,11 @@ class _Notes:
             raise ConfigError(f"cannot read {self._origin}: {found}")
 
     def unknown_keys(self) -> Iterator[str]:
+<<<<<<< Updated upstream
         """Yield a text for each key without a meaning, with the nearest key that has one."""
+=======
+        """Yield a text for each key without a meaning, with the nearest known key."""
+>>>>>>> Stashed changes
         for each in self.maps:
             for key in each.entries.keys() - each.known:
                 place = f"line {_line_of(each.entries[key])}: unknown key {each.at(key)}"

@@ -113,7 +113,7 @@ class Bpm:
         self._user = user
         self._is_strict = is_strict
         self._level = 0
-        """The strongest isolation to use, the lowest level: that of the container unless this is above it."""
+        """The lowest level to use, also where the container allows a stronger isolation."""
         self._entries: dict[tuple[str, str], Entry] = {}
         self.started: dict[str, ProcessRecord] = {}
         """The last process of each label with a pidfile: proof for its service if a script started it. Marked as
@@ -409,7 +409,7 @@ class Bpm:
         return list({each["path"]: each for each in reversed(found)}.values())
 
     def _packages_elsewhere(self) -> list[str]:
-        """Where packages lie that a link leads to: those of a deployment without a Director are used in place."""
+        """The targets of links to packages: a deployment without a Director uses packages in place."""
         ends = {os.path.realpath(each) for each in self._paths.packages.glob("*")}
         own = [os.path.realpath(each) for each in (self._paths.packages, self._paths.data_packages)]
         return sorted(end for end in ends if not any(f"{end}/".startswith(f"{each}/") for each in own))
