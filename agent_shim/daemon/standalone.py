@@ -4,8 +4,8 @@
 ``config`` …) and ``packages/NAME`` (compiled), from an image or from volumes of a pod, which may be read-only; and
 optionally ``instance.json`` with a name. Jobs are copied, because they get modes, owners and links to the packages;
 packages are used in place, but a package ``bpm`` is copied, because our ``bpm`` is installed in it. The order is the
-Director's: pre-start, start, post-start when all processes run. Probes, metrics, restarts and the orderly stop work as in
-every agent.
+Director's: pre-start, start, post-start when all processes run. Probes, metrics, restarts and the orderly stop work as
+in every agent.
 """
 
 from __future__ import annotations

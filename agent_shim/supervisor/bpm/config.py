@@ -252,11 +252,7 @@ class _Notes:
             raise ConfigError(f"cannot read {self._origin}: {found}")
 
     def unknown_keys(self) -> Iterator[str]:
-<<<<<<< Updated upstream
         """Yield a text for each key without a meaning, with the nearest key that has one."""
-=======
-        """Yield a text for each key without a meaning, with the nearest known key."""
->>>>>>> Stashed changes
         for each in self.maps:
             for key in each.entries.keys() - each.known:
                 place = f"line {_line_of(each.entries[key])}: unknown key {each.at(key)}"
