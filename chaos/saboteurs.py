@@ -347,7 +347,7 @@ DISKS: Final = (
         "D-09",
         "calls a migration done before anything is copied",
         "agent_shim/services/disks/service.py",
-        "                await self._copy(source.there, target.there, self._advance)\n",
+        "                await self._copy(source.there, target.there, report)\n",
         "                pass\n",
         "something is lost|the copy is not|listed",
     ),

@@ -168,7 +168,7 @@ class Disks:
         return list(dict.fromkeys(cid for cid in (view.store, view.target, *linked) if cid))
 
     async def mount(self, cid: str) -> None:
-        """Mount a disk on the store, or on the migration target while another is on the store. Idempotent."""
+        """Mount a disk on the store, or on the migration target while the store has a disk. Idempotent."""
         with self._exclusively(f"mount_disk {cid}"):
             await self._wait_for_volume(cid)
             await self._mount(cid)
