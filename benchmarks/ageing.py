@@ -1,6 +1,6 @@
 """Memory growth: after 10 000 actions, 1000 restarts of processes, and 1000 reconnects of the bus.
 
-The reconnects are those of the bus module alone, with pauses of milliseconds: an agent takes seconds for each.
+The bus module alone reconnects, with pauses of milliseconds: an agent takes seconds for each.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 BINARY is a bosh-agent, MONIT its monit (default: the one on PATH; a stemcell has 5.2.5, and later ones refuse start
 requests of the agent). Further options go to ``./dev bench``. Needs root: everything runs in new mount, network and pid
 namespaces, with an empty ``/var/vcap``, a syslog, and the rest of the disk read-only except ``/tmp``, and ends with
-them. Memory and processor time are those of both programs.
+them. Memory and processor time are sums over both programs.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Light:
         self._beat = f"PUB hm.agent.heartbeat.{agent_id} {len(BEAT)}\r\n".encode() + BEAT + b"\r\n"
 
     async def live(self, first: asyncio.Semaphore) -> None:
-        """Stay connected, endlessly; the pauses are those of ``NatsBus.run``."""
+        """Stay connected, endlessly; with the pauses of ``NatsBus.run``."""
         failures = 0
         async with first:
             connection = await self._attempt()

@@ -2,7 +2,7 @@
 
 A reconnection is a handshake with mutual TLS, which needs a processor: active handshakes share the processors evenly,
 and one that exceeds its timeout is wasted. After it the server looks for the certificate's user among all users, one
-connection at a time, whatever the number of its processors. The pauses are those of the bus module. The simulation is
+connection at a time, whatever the number of its processors. The pauses are the bus module's. The simulation is
 by discrete events.
 """
 

@@ -316,7 +316,7 @@ async def _echo(data: bytes) -> tuple[str, bytes]:
 
 @asynccontextmanager
 async def bystander(w: World) -> AsyncIterator[None]:
-    """Run another client on the bus, ``BYSTANDER``, that only answers; its delays are those of the machine."""
+    """Run another client on the bus, ``BYSTANDER``, that only answers; its delays are the machine's."""
     await w.server.add_agent(BYSTANDER)
     bus = NatsBus(BYSTANDER, w.server.mbus(BYSTANDER), _echo)
     running = asyncio.create_task(bus.run())

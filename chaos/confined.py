@@ -2,7 +2,7 @@
 
 ``confined.py SCRATCH COMMAND ...`` runs it in its own mount, pid, network, ipc and cgroup namespaces. Only SCRATCH, a
 new ``/tmp`` and its own cgroup are writable; ``/dev`` has harmless devices only, the network a loopback only. Its end,
-or that of its parent, ends every process inside.
+or its parent's, ends every process inside.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``python -m chaos.guided TARGET [OPTION…]``: the targets of ``./dev fuzz``, with coverage guidance.
 
-The options are those of libFuzzer. Needs ``atheris``, which is too large for a dependency. A finding ends the run with
+The options are libFuzzer's. Needs ``atheris``, which is too large for a dependency. A finding ends the run with
 a traceback and leaves a file ``crash-…``.
 """
 

@@ -66,7 +66,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
 class _FirstFailure:
     """The plugin of a fork: end it with the first test that fails or waits for ever.
 
-    The name of each test goes into the pipe before it runs: the last one is that of the failure.
+    The name of each test goes into the pipe before it runs: the last one has failed.
     """
 
     def __init__(self, to: int, seconds: Mapping[str, float]) -> None:

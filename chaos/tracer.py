@@ -205,7 +205,7 @@ def main() -> int:
     """Return 0, or 77 where tracing is impossible."""
     root, number, who, *places = sys.argv[1:]
     if platform.machine() != "x86_64":
-        sys.stderr.write("the numbers of system calls are those of x86-64\n")
+        sys.stderr.write("the numbers of system calls are for x86-64\n")
         return 77
 
     def end(*_: object) -> NoReturn:

@@ -40,7 +40,7 @@ _CYCLES: Final = re.compile(r"(\d+)\s+cycles?", re.IGNORECASE)
 
 @dataclass
 class Service:
-    """One check of a monit file; ``line`` is that of the rendered file."""
+    """One check of a monit file; ``line`` counts in the rendered file."""
 
     name: str
     kind: str

@@ -71,7 +71,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Guard the event loop of each agent that gets the environment of the tests; reports are files in here.
 
-    Only in the daily tests: those of other rings fill machines on purpose.
+    Only in the daily tests: other rings fill machines on purpose.
     """
     directory = tmp_path_factory.mktemp("held")
     ring = request.config.getoption("markexpr")
@@ -104,7 +104,7 @@ def cgroups_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="session", autouse=True)
 def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Remove those of jobs below our scratch directories that no agent was there to remove."""
+    """Remove cgroups of jobs below our scratch directories that no agent was there to remove."""
     yield
     remove_cgroups(tmp_path_factory.getbasetemp())
 

@@ -1,4 +1,4 @@
-"""Each method, killed after each of its requests and called again: the outcome is that of one call.
+"""Each method, killed after each of its requests and called again: the outcome equals one call's.
 
 Killed means that nothing more of the process happens: no cleaning up, no further request.
 """

@@ -129,7 +129,7 @@ SHAPES = [
     '"{}\\q"',
     "{" * 9 + "{}",
 ]
-"""Ways to get a credential wrong: those of files, shells, URLs and YAML."""
+"""Ways to get a credential wrong in files, shells, URLs and YAML."""
 PLACES: list[tuple[str, str]] = [
     ("cluster.token", "{}"),
     ("cluster.client_key", "{}"),

@@ -1,4 +1,4 @@
-"""Light stemcells: those of the overlay and of the Docker CPI, unchanged."""
+"""Light stemcells of the overlay and of the Docker CPI, unchanged."""
 
 from __future__ import annotations
 

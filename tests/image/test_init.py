@@ -63,7 +63,7 @@ async def test_it_comes_up_whatever_is_taken_from_it(
 
 
 async def test_a_crashed_agent_is_back_and_jobs_go_on(site: Site) -> None:
-    """The end of the agent is not that of the container, nor that of a job."""
+    """The agent ends, the container and its jobs do not."""
     async with site.container() as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy()

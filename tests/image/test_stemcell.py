@@ -42,7 +42,7 @@ def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFac
 
 
 def test_members(taken_apart: Path) -> None:
-    """All that the Director's and the CPIs' code looks for is there, and the digests are those of the image."""
+    """All that the Director's and the CPIs' code looks for is there, and the digests are the image's."""
     manifest = yaml.safe_load((taken_apart / "stemcell.MF").read_text())
     sums = [hashlib.new(name, (taken_apart / "image").read_bytes()).hexdigest() for name in ("sha1", "sha256")]
     parts = {path.name for path in taken_apart.iterdir()}

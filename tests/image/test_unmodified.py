@@ -20,7 +20,7 @@ APPLY = ("/opt/agent_shim/python/bin/python3", "-IB", "/opt/agent_shim/overlay/a
 
 @pytest.fixture(scope="module")
 def volume(podman: Podman, base: str, image: str) -> str:
-    """The image whose files are those of /opt/agent_shim."""
+    """The image with the files of /opt/agent_shim."""
     return pods.build(podman, base, "volume")
 
 

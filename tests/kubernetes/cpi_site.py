@@ -26,7 +26,7 @@ from tests.structure.source import ROOT
 ACCOUNT: Final = "bosh-cpi"
 LABEL: Final = "cpi.bosh.io"
 CLASS: Final = "on-the-node"
-"""A StorageClass that binds on first use, as those of clouds do."""
+"""A StorageClass that binds on first use, as classes of clouds do."""
 KINDS: Final = "pods,secrets,persistentvolumeclaims,services,configmaps"
 GRACE_S: Final = 10
 

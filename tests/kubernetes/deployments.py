@@ -1,4 +1,4 @@
-"""A scripted Director that keeps deployments on a cluster: the order of calls to CPI and agent is that of the real one.
+"""A scripted Director that keeps deployments on a cluster: it calls CPI and agent in the order of the real one.
 
 Orders are read in src/bosh-director/lib/bosh/director: deployment_plan/steps, instance_updater, disk_manager.rb,
 vm_creator.rb, problem_handlers, jobs/vm_state.

@@ -41,7 +41,7 @@ class Raw:
 # Why something else opens:
 OWN = "of root alone: below bosh, monit, instance or the state backup, where no job writes"
 BUNDLES = "installed by root below directories of root; jobs may read there"
-KERNEL = "the kernel's own files, or those of the image"
+KERNEL = "files of the kernel or the image"
 SCRATCH = "below data/tmp or the agent's run directory, where only root writes, under names of ours"
 NAMED = "named by whoever calls the command, or by the configuration"
 PROBE = "whether something is there; nothing of it is read or written"

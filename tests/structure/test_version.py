@@ -53,7 +53,7 @@ def test_labels_of_the_image_have_the_version() -> None:
 
 
 def test_a_release_has_its_heading_in_the_changelog() -> None:
-    """Between releases the newest heading is that of an older one, below the changes that are not released."""
+    """Between releases the newest heading names an older one, below the changes that are not released."""
     newest = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     if WRITTEN == NEXT:
         assert newest[0] == WRITTEN
@@ -71,7 +71,7 @@ def test_no_other_file_repeats_it() -> None:
 
 
 def test_the_repository_has_one_address() -> None:
-    """That of ``hatch_build.py``; the registry of images has the same name."""
+    """The address in ``hatch_build.py``; the registry of images has the same name."""
     home = hatch_build.HOME.removeprefix("https://github.com/")
     named = re.compile(r"(?:github\.com|ghcr\.io)/(?!you/)([\w-]+/agent-shim)\b")
     found = {name: set(named.findall(text)) for name, text in texts() if not name.startswith("tests/")}

@@ -18,7 +18,7 @@ __all__ = ["SERVER_TIMEOUT_S", "NatsServer", "nats_server"]
 class NatsServer(broker.NatsServer):
     """A server whose clients are dropped after ``ping_max`` pings, one in ``ping_interval`` seconds, without an answer.
 
-    The defaults are those of the Director.
+    The defaults are the Director's.
     """
 
     def __init__(

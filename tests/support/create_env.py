@@ -76,7 +76,7 @@ def basic(user: str = USER, password: str = PASSWORD) -> str:
 
 
 def trusting(ca: str) -> ssl.SSLContext:
-    """Trust one authority, as Go clients do: ``create_default_context`` refuses those of BOSH since Python 3.13."""
+    """Trust one authority, as Go clients do: ``create_default_context`` refuses BOSH's since Python 3.13."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=ca)
     return context

@@ -53,7 +53,7 @@ class Environment:
         return json.dumps(document | members)
 
     async def replace_credentials(self) -> None:
-        """Complete the first contact: permanent credentials; those of the settings are no longer accepted."""
+        """Complete the first contact: permanent credentials replace the first ones, which are no longer accepted."""
         mbus = self.server.mbus(AGENT)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         await self.director.run(AGENT, "update_settings", {"mbus": {"urls": self._urls(), "cert": cert}})

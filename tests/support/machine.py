@@ -59,7 +59,7 @@ COMMAND_TIMEOUT_S = 100
 """Less than the time after which a hanging test ends the whole run: its test alone fails."""
 
 NEEDED = (CODE, Path(sys.base_prefix))
-"""Directories that every user of a machine must see: those of the agent and the interpreter."""
+"""Directories of the agent and the interpreter, which every user of a machine must see."""
 
 GROUPS = {"vcap": 1000, "admin": 1001, "bosh_sudoers": 1002, "bosh_sshers": 1003}
 
@@ -85,7 +85,7 @@ class Machine:
         return self.root / "var/vcap"
 
     def pids(self) -> list[int]:
-        """Its processes, but not those of jobs in cgroups of their own; as numbers from outside.
+        """Its processes, without jobs in cgroups of their own; as numbers from outside.
 
         By its cgroup: a look at all processes of a busy machine takes longer than some of them live.
         """

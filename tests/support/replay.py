@@ -1,4 +1,4 @@
-"""A real Director's requests, replayed against our agent, and its replies compared with those of the Go agent.
+"""A real Director's requests, replayed against our agent, and its replies compared with the Go agent's.
 
 The recordings are real: specs and rendered templates are taken as they are. Blobs of packages are made to fit, because
 the recording has none, and so are digests and certificates.
@@ -80,8 +80,8 @@ class Step:
 def steps(*recordings: Path) -> Iterator[Step]:
     """Return the requests of recordings in order, each task's request with the task's result.
 
-    The request for a result may be in the next recording; without one, the result is that of the former task of the
-    same method.
+    The request for a result may be in the next recording; without one, the former task of the
+    same method gives the result.
     """
     lines = [
         json.loads(line) | {"recording": recording.stem}

@@ -300,7 +300,7 @@ class Asked:
         self.settings = self
 
     async def refreshed(self) -> None:
-        """Settings are always those of the moment here."""
+        """Settings are always current here."""
 
 
 class Killed(BaseException):

@@ -1,4 +1,4 @@
-"""new_session.py PIDFILE CHILDFILE [wipe]: write the own pid, and that of a child in a session of its own."""
+"""new_session.py PIDFILE CHILDFILE [wipe]: write the own pid, and the pid of a child in another session."""
 
 import os
 import sys
