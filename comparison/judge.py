@@ -28,6 +28,8 @@ class Difference:
     go_answer: str = ""
     is_dependent: bool = False
     """The service of the difference depends on another one."""
+    has_no_localhost: bool = False
+    """The job took ``localhost`` out of the names of the machine."""
     is_process_1: bool = False
     """A script of the job writes process 1 into a pidfile."""
     is_pending: bool = False
@@ -152,6 +154,8 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.is_dependent = any(
             service.name in words and re.search(r"\bdepends\s+on\b", service.text) for service in made.services
         )
+        said = "".join(lives[0].get("rest", {}).get("texts", {}).values())
+        one.has_no_localhost = "did not resolve 'localhost'" in said
         one.is_process_1 = any(re.search(r"echo [\"']?1[\"']? *>", text) for text in made.job.files.values())
         restarts = [life["monit restart"]["job_states"][-1:] for life in lives if "monit restart" in life]
         one.is_pending = restarts == [["failing"]] * len(lives)

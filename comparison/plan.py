@@ -19,7 +19,7 @@ from comparison.releases import Checkout, Job
 
 TOOLS: Final = ("curl", "jq", "openssl", "python3", "iptables", "ip6tables", "ipset", "nc", "rsync", "setpriv")
 """Programs beside those of a minimal Debian that are themselves in both worlds if this machine has them."""
-NEVER_LIVE: Final = ("yq", "keytool")
+NEVER_LIVE: Final = ("yq", "keytool", "lsb_release")
 CAP_SYS_RESOURCE: Final = 24
 TRIALS: Final = ("death", "empty pidfile", "monit restart", "port closed", "agent restarted")
 STAND_IN: Final = "STAND_IN"

@@ -100,6 +100,50 @@ def living(pidfile: str) -> bool:
     return any(os.path.exists(f"/proc/{pid}") for pid in pids_in(pidfile))
 
 
+def servers() -> list[int]:
+    """Return the pids of stand-ins that live."""
+    found = []
+    with open("/proc/uptime") as file:
+        up = float(file.read().split()[0])
+    for name in os.listdir("/proc"):
+        try:
+            with open(f"/proc/{name}/cmdline") as line, open(f"/proc/{name}/stat") as stat:
+                began = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+                words = line.read().split("\0")
+                if name.isdigit() and "/packages/" in "".join(words[2:3]) and up - began > PATIENCE_S + 1:
+                    found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def answer() -> None:
+    """Answer as the tools do on whose words start programs depend."""
+    words = " ".join(sys.argv[1:])
+    if os.path.basename(sys.argv[0]) == "yq":
+        with open(sys.argv[-1]) as file:
+            print(looked_up(words, file.read()))
+    elif "getpid" in words:
+        print(*servers()[:1])
+    elif sys.argv[1:] == ["status"] and not servers():
+        sys.exit(1)
+
+
+def looked_up(words: str, text: str) -> str:
+    """Return the value that a path of yq leads to, ``.a.b[env(NAME)].c``, in YAML of nested mappings."""
+    path = re.findall(
+        r"[\w-]+", re.sub(r"env\((\w+)\)", lambda found: os.environ[found[1]], words.split(maxsplit=1)[0])
+    )
+    here: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        key, _, value = line.strip().partition(":")
+        depth = len(line) - len(line.lstrip())
+        here = [one for one in here if one[0] < depth] + [(depth, key)]
+        if [name for _, name in here] == path:
+            return value.strip(" \"'")
+    return "null"
+
+
 class Ports:
     """Listens on the ports of a service, unless ``closed`` is there."""
 
@@ -179,6 +223,7 @@ def main() -> None:
     name, pidfile = found(plan)
     if not name:
         say("tool")
+        answer()
         return
     service = plan["services"].get(name, {"ports": plan["ports"]})
     if pidfile and name:
