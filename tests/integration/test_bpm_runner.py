@@ -520,6 +520,22 @@ async def test_a_kill_is_kept_with_its_cgroup_gone_and_counts_for_one_exit(
         assert bpm.kill_hogs() == []
 
 
+def test_a_limit_of_memory_is_read_again_with_its_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be read has no limit."""
+    counted = [0]
+    monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: (counted[0], 77))
+    bpm = world.supervisor().bpm
+    limits = []
+    for more in ("{memory: 64M}", "{memory: 1M}", "{}", "1"):
+        job(world, "true", f"  limits: {more}\n")
+        counted[0] += 1
+        os.utime(world.paths.jobs / "web/config/bpm.yml", (counted[0],) * 2)
+        assert bpm.was_killed_for_memory(START)
+        limits += [hog.limit for hog in bpm.kill_hogs()]
+
+    assert limits == [64 << 20, 1 << 20, 0, 0]
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_files_for_dns_of_all_jobs_are_shown_without_namespaces(
     world: World, monkeypatch: pytest.MonkeyPatch, level: int
