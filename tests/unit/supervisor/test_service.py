@@ -88,6 +88,31 @@ async def test_the_first_restart_comes_at_once_and_each_next_after_twice_the_del
 
 
 @played
+async def test_each_death_in_a_row_lengthens_the_delay() -> None:
+    service = service_on(machine := Machine())
+    async with running(service):
+        await up(service)
+        for _ in range(4):
+            machine.end()
+            await asyncio.sleep(1.001)
+
+    assert [round(at, 3) for at in machine.starts[:4]] == [0.0, 0.0, 1.501, 3.002]
+
+
+@played
+async def test_a_passive_service_is_reported_and_left_alone() -> None:
+    events: list[Event] = []
+    service = service_on(machine := Machine(), replace(SPEC, mode="passive"), notify=events.append)
+    async with running(service):
+        await up(service)
+        machine.end()
+        await asyncio.sleep(30)
+
+    assert (service.state, len(machine.starts)) == (State.DOWN, 1)
+    assert [(each.event, each.action) for each in events] == [("Does not exist", "alert")]
+
+
+@played
 async def test_a_long_life_resets_the_delay() -> None:
     machine = Machine()
     service = service_on(machine)
@@ -183,6 +208,7 @@ async def test_a_failed_start_is_told_once_until_monitoring_ends() -> None:
             service.start()
             await asyncio.sleep(30)
             assert [each.event for each in events] == ["Execution failed"] * told
+            assert service.record.reason == "cannot start: the start program exited: exit 1 (disk full)"
             service.unmonitor()
             await asyncio.sleep(1)
 
@@ -211,7 +237,7 @@ async def test_a_kill_for_want_of_memory_is_counted_and_explained(
 ) -> None:
     events: list[Event] = []
     bpm: Any = SimpleNamespace(was_killed_for_memory=lambda _: by_limit, start=None, last_words=no_words)
-    spec = replace(SPEC, start_call=CALL if by_limit else None)
+    spec = replace(SPEC, start_call=CALL)
     service = service_on(machine := Machine(how_ends=how), spec, was_oom=lambda: was_oom, notify=events.append, bpm=bpm)
     machine.appear()
     async with running(service):
@@ -376,7 +402,7 @@ async def test_a_path_without_programs_is_watched_and_restarts_its_dependants() 
         machine.appear()
         await up(dependant)
         await asyncio.sleep(TIMING.settle + 2)
-        assert service.state is State.RUNNING
+        assert (service.state, service.record.reason) == (State.RUNNING, "")
         await service.react(Action("restart"), "Size failed", "too large")
         await asyncio.sleep(1)
 
@@ -407,8 +433,9 @@ async def test_only_a_service_that_was_started_is_stopped_by_its_program(is_resu
             service.start()
         async with running(service):
             await asyncio.sleep(0.2)
-            service.stop()
-            await asyncio.sleep(3)
+            for _ in range(2):  # the second stop finds nothing
+                service.stop()
+                await asyncio.sleep(3)
         assert service.state is State.STOPPED
         assert [event for _, event in machine.ran if event == "Stopped"] == ["Stopped"] * programs
 
