@@ -170,7 +170,7 @@ def start(path: StrPath) -> tuple[str, deque[str]]:
     """Return the start of ``path`` and the names below it.
 
     ``/proc/self/fd/N`` is a start of its own: the directory that descriptor N holds. The text of that link may name
-    another directory by now, for example one that was mounted over it.
+    another directory by now, for example a directory mounted over it.
     """
     text = os.fspath(path)
     top = "/" if text.startswith("/") else "."

@@ -22,7 +22,7 @@ _VALID: Final = r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
 def owner(table: Sequence[mounts.Mount] | None = None) -> str:
     """Return the reason why the agent must not set the host name, or "".
 
-    A runtime that names a container mounts ``/etc/hostname``; without a UTS namespace it is that of the whole machine.
+    A runtime that names a container mounts ``/etc/hostname``; without a UTS namespace it names the whole machine.
     """
     if Path("/proc/self/ns/uts").stat().st_ino == INITIAL_UTS_NAMESPACE:
         return "the host name is that of the machine"

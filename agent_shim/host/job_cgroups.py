@@ -136,7 +136,7 @@ class JobCgroup:
     def make(self, *, memory: int | None = None, processes: int | None = None) -> list[str]:
         """Create them with limits (bytes; processes and threads); return the directories to join. Raises ``OSError``.
 
-        Without limits only the one that tracks its processes, or none where that is impossible.
+        Without limits only the directory for tracking its processes, or none where that is impossible.
         """
         made = []
         if self._tracking is not None:
@@ -158,7 +158,7 @@ class JobCgroup:
         return list(dict.fromkeys(made))
 
     def take(self, member: process.Process) -> None:
-        """Create the one that tracks the processes of the job, and move a process into it. Raises ``OSError``."""
+        """Create the cgroup for tracking the processes of the job, and move a process into it. Raises ``OSError``."""
         member.is_in_cgroup = self.enter([member.pid])
 
     def enter(self, pids: Iterable[int]) -> bool:
@@ -178,7 +178,7 @@ class JobCgroup:
                     each.rmdir()
 
     def is_empty(self) -> bool:
-        """Return True if the kernel confirms that no process is left, not even one that forks continuously."""
+        """Return True if the kernel confirms that no process is left, however fast it forks."""
         tracking = self._tracking
         if tracking is None:
             return True
@@ -201,7 +201,7 @@ class JobCgroup:
         return [stat.identity for pid in pids if (stat := proc.stat(int(pid))) is not None and stat.is_alive]
 
     def kill(self) -> None:
-        """Kill all of its processes, even one that forks continuously: atomically, or while they are frozen."""
+        """Kill all of its processes, however fast they fork: atomically, or while they are frozen."""
         tracking = self._tracking
         if tracking is None or not tracking.is_dir():
             return

@@ -44,8 +44,8 @@ _LOCAL: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", 
 class Mount(msgspec.Struct, frozen=True):
     """One line of mountinfo (proc(5)).
 
-    ``device`` is ``major:minor``, ``root`` the mounted part of the file system; ``options`` are those of this mount,
-    ``features`` those of the file system (for example the controllers of a cgroup hierarchy).
+    ``device`` is ``major:minor``, ``root`` the mounted part of the file system; ``options`` belong to this mount,
+    ``features`` to the file system (for example the controllers of a cgroup hierarchy).
     """
 
     number: int
@@ -164,7 +164,7 @@ def mount_tmpfs(target: Path, options: str = "mode=755") -> None:
 def leave_mount_namespace(flags: int = 0) -> None:
     """Enter a new mount namespace; later changes are visible only to this process and its children.
 
-    ``flags`` are those of further namespaces to leave.
+    ``flags`` name further namespaces to leave.
     """
     if _libc().unshare(CLONE_NEWNS | flags) != 0:
         raise _refused("leave the mount namespace")

@@ -48,7 +48,7 @@ MAX_HUNG_READS: Final = 4
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
-    """One line of ``/proc/PID/stat`` (proc(5)); ticks are those of ``host.clock``.
+    """One line of ``/proc/PID/stat`` (proc(5)); ticks as in ``host.clock``.
 
     A struct, because hundreds are made at a time: a frozen dataclass takes six times as long.
     """
@@ -336,7 +336,7 @@ def boot_id() -> str:
 
 
 def _shown(pid: int) -> Path:
-    """Return the directory that shows the files of a process: that of another thread if its first one has ended."""
+    """Return the directory with the files of a process: another thread's if its first one has ended."""
     found = stat(pid)
     is_headless = found is not None and found.state == "Z" and found.threads > 1
     others = _other_threads(pid) if is_headless else []

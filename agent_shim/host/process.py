@@ -60,7 +60,7 @@ _watched: dict[int, list[Process]] = {}
 _spawned: dict[int, int] = {}
 """Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
 _files_of_children: Final[list[tuple[int, int]]] = []
-"""Limits of open files for children; empty unless ``raise_file_limit`` has raised those of this process."""
+"""Limits of open files for children; empty unless ``raise_file_limit`` has raised the limits of this process."""
 takes_orphans = False
 """True while orphaned descendants are reparented to this process (``host.reaper``)."""
 
@@ -444,9 +444,9 @@ def disable_core_dumps(*, for_good: bool = False) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files; children get the former one, as those of Go and of monit.
+    """Raise the soft limit of open files; children get the former one, as children of Go and of monit do.
 
-    Limits that another program sets from then on (the job `limits` of os-conf, for the jobs) are those of children.
+    Limits that another program sets from then on (the job `limits` of os-conf, for the jobs) apply to children.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard - 1:

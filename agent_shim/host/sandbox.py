@@ -23,7 +23,7 @@ from agent_shim.host.descriptors import closing
 SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolvconf", "/run/systemd/resolve")
 """Directories that every process may read and execute."""
 NAMESPACES: Final = ("mnt", "pid", "ipc", "uts")
-"""Namespaces that bpm creates; the network stays that of the container."""
+"""Namespaces that bpm creates; the network of the container stays."""
 INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
 """Paths of bpm's init in a container. The init of ``host.sandbox_exec`` needs some MB for each process."""
 OVERFLOW_UID: Final = 65534

@@ -102,7 +102,7 @@ def take_away(place: Path) -> None:
 
 
 def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
-    """Copy the options of ``like``'s mount to that at ``place``, and add those of ``more`` valid for a bind mount.
+    """Copy the options of ``like``'s mount to ``place``'s, and add the options of ``more`` valid for a bind mount.
 
     A remount replaces all options, and in a user namespace it may drop none. No-op unless ``place`` is a second mount.
     """

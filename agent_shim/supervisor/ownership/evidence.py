@@ -1,4 +1,4 @@
-"""Process ownership: what makes a process that of a service (``Evidence``).
+"""Process ownership: the evidence that a process belongs to a service (``Evidence``).
 
 monit believes any number of a living process in a pidfile. A job can write any number there, carry any environment, and
 leave its session and its parents by forking twice. It cannot leave the cgroup of its start program or enter a foreign
@@ -92,7 +92,7 @@ class Evidence(enum.Enum):
     OTHERS = Row("the same for another service or job", "agent and kernel", Tie.NONE, "it belongs to {}")
     AGENT = Row("the agent started it for itself: `sshd`, a worker", "agent", Tie.NONE, "it belongs to the agent")
     MARK = Row(
-        f"carries the mark of the service or of its job's scripts, `{MARK}`, or that of monit, `{MONIT_MARK}`",
+        f"carries the mark of the service or of its job's scripts, `{MARK}`, or monit's mark, `{MONIT_MARK}`",
         "the process: it can mark itself and its descendants",
         Tie.OWNED,
     )
@@ -192,7 +192,7 @@ def kinship(
     own_evidence = _proofs(processes, records, in_cgroup, marked)
     verdicts: dict[int, Verdict] = {}
     for pid in processes if wanted is None else wanted:
-        # The nearest ancestor with evidence decides; evidence of a service counts before that of its job's scripts.
+        # The nearest ancestor with evidence decides; evidence of a service counts before evidence of its job's scripts.
         way: list[int] = []
         of_scripts: list[int] = []
         script = ""
@@ -332,7 +332,7 @@ class Ownership:
     def strays(self, look: Look, since: int, *, of_jobs: bool = True) -> Members:
         """Find orphans of an unknown job, started since the tick ``since``. Blocks as ``members`` does.
 
-        With ``of_jobs`` those of users of jobs, else those of root and of operators, who may have started them. A
+        With ``of_jobs`` processes of users of jobs, else of root and of operators, who may have started them. A
         process with the mark of a service belongs to that service.
         """
         verdicts, marked = self._all(look)

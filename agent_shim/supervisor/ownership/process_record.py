@@ -104,7 +104,7 @@ def read_own(path: Path) -> Pidfile | None:
 
 
 class Session(NamedTuple):
-    """Session of a start program; its number is that of its leader, ``pid``, as long as it lasts.
+    """Session of a start program; it has the number of its leader, ``pid``, as long as it lasts.
 
     The number is reused once the session is empty. A process in it that is older than the tick ``seen`` is one of the
     service, and proves that the session still is the same.
@@ -197,7 +197,7 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
         return self.begun > 0 and pidfile != self.before
 
     def lasting(self, by_session: Mapping[int, Iterable[proc.Stat]], marked: Collection[int]) -> dict[int, int]:
-        """Map number to start tick of sessions still those of our start programs; ``marked`` carry our mark."""
+        """Map number to start tick of sessions that our start programs still have; ``marked`` carry our mark."""
         return {
             session.pid: session.start
             for session in self.sessions

@@ -46,7 +46,7 @@ NAMELESS: Final = Left(0, 0, "processes that exit before they can be listed")
 
 
 class Remains:
-    """Searches all processes of the machine for those of the services that ``ownership`` knows."""
+    """Searches all processes of the machine for the services that ``ownership`` knows."""
 
     def __init__(self, ownership: Ownership) -> None:
         self.ownership = ownership
@@ -224,7 +224,7 @@ class Remains:
 
     @contextlib.contextmanager
     def _attending(self, *ending: Verdict) -> Iterator[None]:
-        """Count the orphans that exit during the block, and kill the groups of those of ``ending`` owners.
+        """Count the orphans that exit during the block, and kill the groups of orphans of ``ending`` owners.
 
         At other times an orphan costs only its reaping: a job can leave thousands a second.
         """
