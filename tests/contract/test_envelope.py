@@ -308,8 +308,8 @@ async def test_a_flood_of_requests_is_remembered_up_to_a_bound(world: World, mon
     assert len(world.dispatcher._recent) <= 3
 
 
-async def test_an_answered_task_takes_less_than_a_kilobyte(world: World) -> None:
-    """A thousand are remembered, and their requests: no event or asyncio task stays with them."""
+async def test_an_answered_task_takes_less_than_two_kilobytes(world: World) -> None:
+    """A thousand are remembered, and their requests: no asyncio task stays with them."""
     request = {"method": "list_disk", "arguments": [], "protocol": 3}
     await world.run("list_disk")
     gc.collect()
@@ -320,7 +320,7 @@ async def test_an_answered_task_takes_less_than_a_kilobyte(world: World) -> None
             while is_running(reply):
                 reply = await world.call("get_task", reply["value"]["agent_task_id"])
         gc.collect()
-        assert tracemalloc.get_traced_memory()[0] < 100 * 1000
+        assert tracemalloc.get_traced_memory()[0] < 200 * 1000
     finally:
         tracemalloc.stop()
 
