@@ -58,7 +58,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, frozen=True):
-    """An answer; ``headers`` complement those of every answer."""
+    """An answer; ``headers`` complement the common ones."""
 
     status: int
     body: bytes

@@ -187,7 +187,7 @@ class Metrics:
     async def render(self, is_openmetrics: bool = False) -> bytes:
         """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0; at most ``PAGE_TTL_S`` old.
 
-        All about processes is made in a thread: that of 500 takes 60 ms, and any neighbour may ask.
+        Samples of processes are made in a thread: 500 processes take 60 ms, and any neighbour may ask.
         """
         async with self._rendering:
             made_at, page = self._pages.get(is_openmetrics, (float("-inf"), b""))

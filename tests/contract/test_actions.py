@@ -452,7 +452,7 @@ async def test_a15_errand_without_jobs(world: World) -> None:
 
 
 async def test_a15_errand_of_a_spec_that_names_no_first_job(world: World) -> None:
-    """As that of create-env."""
+    """Create-env sends such a spec."""
     await world.value("apply", {"job": {"templates": [{"name": "web", "version": "1"}]}})
 
     assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")

@@ -438,7 +438,7 @@ async def test_can_be_left_at_any_moment(tmp_path: Path) -> None:
         await server.add_agent("agent")
         mbus = server.mbus("agent")
         before, tasks = _descriptors(), len(asyncio.all_tasks())
-        for steps in [*range(60), *range(60, 700, 7)]:
+        for steps in [*range(40), *range(40, 400, 11)]:
             running = asyncio.create_task(NatsBus("agent", mbus, echo, timing=FAST).run())
             for _ in range(steps):
                 await asyncio.sleep(0)

@@ -77,7 +77,7 @@ def test_the_rules_pass_their_tests() -> None:
 
 
 def test_targets_of_bosh_exporter_become_one_each(scratch: Path) -> None:
-    """An address has a group for each process; those of other deployments are left out."""
+    """An address has a group for each process, and other deployments have none."""
     for name in ("rules.yaml", "prometheus-bosh.yaml"):
         shutil.copy(DEPLOY / "prometheus" / name, scratch)
     found = [("mine", "web"), ("mine", "db"), ("other", "web")]

@@ -1,7 +1,7 @@
 """NATS connection of the agent: one subscription, replies to the subject in the request, automatic recovery.
 
 A connection that ends or falls silent is discarded, and a new one replaces it. Reconnection, back-off and credential
-rotation are implemented here, because those of nats-py can give up or stop receiving without an error.
+rotation are implemented here, because nats-py can give up or stop receiving without an error.
 
 Subjects and permissions are those of nats-sync (``nats_sync/nats_auth_config.rb``), delays those of the Go agent
 (``mbus/nats_handler.go``) with jitter. All times are seconds.

@@ -184,7 +184,7 @@ async def test_beats_when_told() -> None:
 
 
 async def test_slow_vitals_hold_nothing_up() -> None:
-    """A measurement that hangs leaves the last vitals in the message; the state in it is that of the moment."""
+    """A measurement that hangs leaves the last vitals in the message; the state in it is current."""
     world = World()
     async with beating(world, period=0.05) as heart:
         await until(lambda: bool(world.vitals) and world.vitals[-1] is not None)
