@@ -56,7 +56,7 @@ async def killed_often(stand: Stand) -> str:
 
 @case(
     "C-02",
-    "SIGKILL at every system call by which an apply changes a file (2 packages, 2 jobs, unpacked by the agent)",
+    "SIGKILL at every system call by which an apply changes a file (2 packages, 2 jobs)",
     scale="each eighth",
     has_full=True,
     is_long=True,
@@ -125,9 +125,29 @@ async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awai
     return [json.loads(line) for line in (await reading).splitlines()]
 
 
+async def _end_workers(pid: int) -> None:
+    """End the workers that rest: the tracer follows those that start while it runs."""
+    while workers := [child for child in _children(pid) if b"agent_shim.bulk.worker" in _command_line(child)]:
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        await asyncio.sleep(0.01)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 @contextlib.asynccontextmanager
 async def _tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> AsyncIterator[asyncio.StreamReader]:
     """Yield the lines of a tracer of a process that is followed."""
+    await _end_workers(pid)
     argv = ["-m", "chaos.tracer", str(pid), str(number), who, *map(str, places)]
     tracer = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert tracer.stdout is not None

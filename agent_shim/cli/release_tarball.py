@@ -149,24 +149,17 @@ def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
     by_name = {package.name: package for package in packages}
     done: dict[str, SourcePackage] = {}
 
-    # Iterative: a release may have chains of any length.
+    def add(name: str, above: tuple[str, ...]) -> None:
+        for below in by_name[name].dependencies if name not in done else ():
+            if below not in by_name:
+                raise ConfigError(f"package {name} depends on {below}, which is not in {MANIFEST}")
+            if below in (*above, name):
+                raise ConfigError(f"cycle detected: package {name} depends on {below}, which depends on it")
+            add(below, (*above, name))
+        done.setdefault(name, by_name[name])
+
     for name in sorted(by_name):
-        above: dict[str, Iterator[str]] = {}
-        waiting = [name]
-        while waiting:
-            here = waiting[-1]
-            if here not in above:
-                above[here] = iter(by_name[here].dependencies if here not in done else ())
-            below = next(above[here], None)
-            if below is None:
-                done.setdefault(here, by_name[here])
-                del above[waiting.pop()]
-            elif below not in by_name:
-                raise ConfigError(f"package {here} depends on {below}, which is not in {MANIFEST}")
-            elif below in above:
-                raise ConfigError(f"cycle detected: package {here} depends on {below}, which depends on it")
-            else:
-                waiting.append(below)
+        add(name, ())
     return list(done.values())
 
 
