@@ -9,22 +9,20 @@ import stat
 import tarfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent_shim.bulk.protocol import BlobRef
-from agent_shim.cli import status_text
 from agent_shim.services.compiler import Package
 from agent_shim_demo.release import archive
 from tests.support import jobs
 from tests.support.http import Server, http_server
 from tests.support.programs import end_marked, is_alive, number_in
 from tests.support.waiting import until
-from tests.support.world import World, is_running, world
+from tests.support.world import World, is_running
 
 pytestmark = pytest.mark.slow
 
@@ -381,17 +379,6 @@ async def test_progress_is_told(world: World) -> None:
     await task.ended.wait()
 
 
-def test_status_shows_it() -> None:
-    status: dict[str, Any] = {
-        "version": "1", "phase": "running", "uptime_secs": 1, "agent_id": "a",
-        "bus": {"connected": True, "error": ""}, "deployment": "",
-        "instance": "", "job_state": "running", "processes": [], "task": "compile_package",
-        "task_progress": "golang: packing", "task_secs": 61, "tasks_waiting": 2, "disk": "", "warnings": [],
-    }  # fmt: skip
-
-    assert "task       compile_package, golang: packing, for 1m 1s (2 waiting)" in status_text.render(status)
-
-
 @pytest.mark.parametrize(
     "packaging",
     [
@@ -426,89 +413,6 @@ async def test_what_a_script_leaves_behind_ends_with_it(world: World) -> None:
 
 
 # --- the same bytes -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Source:
-    """A package of a release before it is compiled."""
-
-    name: str
-    needs: Sequence[str]
-    packaging: str
-
-    @property
-    def content(self) -> bytes:
-        return archive({"packaging": self.packaging, "src/main": f"source of {self.name}\n"})
-
-
-def release() -> list[Source]:
-    """Twenty packages, each after what it needs: two compilers of one name pattern, tools and servers made with them.
-
-    Their scripts do what those of real releases do: take whatever fits ``golang-*``, go on from the times of files,
-    copy parts of what they need with and without their times, make links.
-    """
-    golangs = [
-        Source(
-            f"golang-{version}-linux",
-            [],
-            f"mkdir $BOSH_INSTALL_TARGET/bosh; echo export GO={version} >$BOSH_INSTALL_TARGET/bosh/compile.env",
-        )
-        for version in ("1.20", "1.21")
-    ]
-    libraries = [
-        Source(
-            f"lib{number}",
-            [],
-            INSTALL + "cp -a src $BOSH_INSTALL_TARGET/; ln -s bin/tool $BOSH_INSTALL_TARGET/link; "
-            "echo $BOSH_PACKAGE_NAME >$BOSH_INSTALL_TARGET/bin/tool",
-        )
-        for number in range(6)
-    ]
-    servers = [
-        Source(
-            f"server{number}",
-            [f"golang-1.2{number % 2}-linux", f"lib{number % 6}", f"lib{(number + 1) % 6}"],
-            f"source {LINKS}/golang-*/bosh/compile.env; {INSTALL} cp -rL {LINKS}/lib* $BOSH_INSTALL_TARGET/; "
-            "echo $BOSH_PACKAGE_NAME by $GO >$BOSH_INSTALL_TARGET/bin/server; "
-            "ln $BOSH_INSTALL_TARGET/bin/server $BOSH_INSTALL_TARGET/bin/other; date -u -d @$SOURCE_DATE_EPOCH "
-            ">$BOSH_INSTALL_TARGET/stamp",
-        )
-        for number in range(12)
-    ]
-    return [*golangs, *libraries, *servers]
-
-
-async def compile_all(
-    world: World, sources: Sequence[Source], of: Mapping[str, dict[str, str]]
-) -> dict[str, dict[str, str]]:
-    """Compile ``sources`` as the Director does, with its results and those it has (``of``) as dependencies."""
-    results = dict(of)
-    for each in sources:
-        blob = jobs.blob(store_of(world), each.content)
-        deps = {name: results[name] for name in each.needs}
-        value = await world.value("compile_package", blob["blobstore_id"], blob["sha1"], each.name, "1.1", deps)
-        results[each.name] = {"name": each.name, "version": "1.1", **value["result"]}
-    return results
-
-
-@pytest.mark.slow
-async def test_twenty_packages_on_one_agent_are_those_of_twenty_agents(tmp_path: Path) -> None:
-    """Byte for byte: nothing of one compilation is seen by another, and no time of day is in any of them."""
-    sources = release()
-    store = {"provider": "local", "options": {"blobstore_path": str(tmp_path / "store")}}
-    (tmp_path / "store").mkdir()
-    async with world(tmp_path / "reused", blobstore=store) as one:
-        reused = await compile_all(one, sources, {})
-        assert left(one) == []
-    for each in sources:
-        async with world(tmp_path / "fresh" / each.name, blobstore=store) as fresh:
-            again = await compile_all(fresh, [each], {name: reused[name] for name in each.needs})
-        assert again[each.name]["sha1"] == reused[each.name]["sha1"], each.name
-
-    assert len(sources) == 20
-    built = members((tmp_path / "store" / reused["server1"]["blobstore_id"]).read_bytes())
-    assert built["./bin/server"] == b"server1 by 1.21\n"
-    assert len({result["sha1"] for result in reused.values()}) == 20
 
 
 async def test_a_file_that_is_older_than_the_source_keeps_its_time(world: World) -> None:

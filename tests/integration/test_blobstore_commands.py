@@ -21,7 +21,6 @@ import pytest
 from agent_shim.host import process
 from agent_shim_demo.release import archive
 from tests.structure.source import ROOT
-from tests.support.http import http_server
 from tests.support.waiting import until
 from tests.support.world import World
 from tests.support.world import world as made
@@ -127,29 +126,6 @@ async def test_new_options_count_at_once(tmp_path: Path) -> None:
         await world.value("update_settings", {"blobstores": news, "trusted_certs": "", "disk_associations": []})
         await world.value(*compiling)
         assert world.asked == []
-
-
-# --- several at once ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parallel", [2, 4])
-async def test_as_many_are_fetched_at_a_time_as_the_settings_say(tmp_path: Path, parallel: int) -> None:
-    """``env.bosh.parallel``: neither more nor fewer; each with the headers that belong to its link."""
-    content = archive({"file": "x"})
-    async with http_server() as server, made(tmp_path, env={"bosh": {"parallel": parallel}}) as world:
-        server.delay = 0.1
-        blobs: dict[str, dict[str, Any]] = {}
-        for number in range(8):
-            server.blobs[f"/{number}"] = content
-            found = {"name": f"p{number}", "version": "1", "sha1": hashlib.sha1(content).hexdigest()}
-            headers = {"x-goog-encryption-key": str(number)}
-            blobs[f"p{number}"] = found | {"signed_url": f"{server.url}/{number}", "blobstore_headers": headers}
-        spec = {"job": {"name": "g", "templates": []}, "packages": blobs, "configuration_hash": "1", "networks": {}}
-        await world.value("prepare", spec)
-        assert (server.busiest, len(server.requests)) == (parallel, 8)
-        assert {each.target for each in server.requests if each.headers["x-goog-encryption-key"] in each.target} == {
-            f"/{number}" for number in range(8)
-        }
 
 
 # --- s3 -------------------------------------------------------------------------------------------------------------

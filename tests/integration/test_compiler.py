@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -134,19 +133,6 @@ async def test_source_is_gone_before_the_package_is_packed(paths: Paths, store: 
     assert seen == [("packing", False)]
     assert told[:3] == ["fetching the source", "running the packaging script", "packing"]
     assert list(paths.tmp.iterdir()) == []
-
-
-@pytest.mark.parametrize(("given", "expected"), [("{own}:/bin", "{own}:/bin"), ("/bin", "{own}:/bin")])
-async def test_environment_is_the_agents_but_for_what_is_its_own(
-    paths: Paths, store: Blobstore, tmp_path: Path, given: str, expected: str
-) -> None:
-    """Its programs are found first and named once; scripts are as nice as the agent, as with the Go agent."""
-    environ = {"PATH": given.format(own=paths.bosh_bin), "HOME": "/h"}
-    script = package(store, 'echo "$PATH|$HOME|$(/usr/bin/nice)"; env | grep AGENT_SHIM || echo none')
-    await Compiler(paths, environ).compile(script, tmp_path / "target", store, lambda _: None)
-
-    printed = (paths.log / "compilation/packaging.stdout.log").read_text()
-    assert printed == f"{expected.format(own=paths.bosh_bin)}|/h|{os.nice(0)}\nnone\n"
 
 
 async def test_nothing_follows_a_link_where_the_logs_should_be(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
