@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kubernetes_cpi import door
 from kubernetes_cpi.client import Client
 from tests.cpi.fake_api import Cluster, Object, Server
@@ -82,6 +84,19 @@ class Cpi:
         vm, _ = self("create_vm", agent_id, STEMCELL, properties, DYNAMIC, list(disks), ENV)
         assert isinstance(vm, str)
         return vm
+
+    def attached_disk(self, vm: str) -> str:
+        """The cid of a new disk that is attached to a VM."""
+        disk = self("create_disk", 64, {}, vm)
+        self("attach_disk", vm, disk)
+        assert isinstance(disk, str)
+        return disk
+
+    def refused(self, kind: str, method: str, *arguments: Any, match: str | None = None) -> None:
+        """See a call fail with this type of error."""
+        with pytest.raises(CpiFailedError, match=match) as failed:
+            self(method, *arguments)
+        assert failed.value.type == kind
 
 
 def start(request: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:

@@ -85,8 +85,7 @@ def test_number_of_a_request_that_comes_again(cpi: Cpi) -> None:
 def test_disk_in_use_is_left_out_and_comes_later(cpi: Cpi, cluster: Cluster) -> None:
     """Create-swap-delete: the new VM is made while the old one has the disk."""
     old = cpi.create_vm()
-    disk = cpi("create_disk", 64, {}, old)
-    cpi("attach_disk", old, disk)
+    disk = cpi.attached_disk(old)
 
     new = cpi.create_vm("agent-2", [disk])
     assert disk not in mounts(cluster, new)
@@ -188,9 +187,7 @@ def test_disk_that_is_not_there(cpi: Cpi, cluster: Cluster) -> None:
     assert cluster.snapshot() == {}
     vm = cpi.create_vm()
     for method in ("attach_disk", "detach_disk"):
-        with pytest.raises(CpiFailedError) as failed:
-            cpi(method, vm, missing)
-        assert failed.value.type == "DiskNotFound"
+        cpi.refused("DiskNotFound", method, vm, missing)
     assert cpi("has_disk", missing) is False
     assert cpi("delete_disk", missing) is None
 
@@ -207,13 +204,9 @@ def test_disk_of_another_namespace(cpi: Cpi) -> None:
 
 def test_disk_that_was_never_attached(cpi: Cpi) -> None:
     one, two = cpi.create_vm("agent-1"), cpi.create_vm("agent-2")
-    disk = cpi("create_disk", 64, {}, one)
-    cpi("attach_disk", one, disk)
+    disk = cpi.attached_disk(one)
 
-    with pytest.raises(CpiFailedError) as failed:
-        cpi("detach_disk", two, disk)
-
-    assert failed.value.type == "DiskNotAttached"
+    cpi.refused("DiskNotAttached", "detach_disk", two, disk)
     assert cpi("get_disks", one) == [disk]
 
 
@@ -240,8 +233,7 @@ def test_two_calls_want_one_disk(cpi: Cpi, cluster: Cluster, server: Server, way
 
 def test_disk_of_a_vm_that_is_gone_is_free(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
-    disk = cpi("create_disk", 64, {}, vm)
-    cpi("attach_disk", vm, disk)
+    disk = cpi.attached_disk(vm)
     cpi("delete_vm", vm)
     assert holder(cluster, disk) == vm
 
@@ -328,10 +320,7 @@ def test_recreation_without_a_data_claim_is_refused(cpi: Cpi, cluster: Cluster) 
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     disk = cpi("create_disk", 64, {}, vm)
 
-    with pytest.raises(CpiFailedError, match="is no claim") as failed:
-        cpi("attach_disk", vm, disk)
-
-    assert failed.value.type == "NotSupported"
+    cpi.refused("NotSupported", "attach_disk", vm, disk, match="is no claim")
     assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
 
 
@@ -368,22 +357,17 @@ def test_migration_and_lazy_detach(cpi: Cpi, cluster: Cluster) -> None:
 
 def test_disk_that_is_being_deleted_is_not_attached(cpi: Cpi, cluster: Cluster) -> None:
     one, two = cpi.create_vm("agent-1"), cpi.create_vm("agent-2")
-    disk = cpi("create_disk", 64, {}, one)
-    cpi("attach_disk", one, disk)
+    disk = cpi.attached_disk(one)
     cpi("detach_disk", one, disk)
     cpi("delete_disk", disk)
 
-    with pytest.raises(CpiFailedError) as failed:
-        cpi("attach_disk", two, disk)
-
-    assert failed.value.type == "DiskNotFound"
+    cpi.refused("DiskNotFound", "attach_disk", two, disk)
 
 
 def test_deleted_disk_that_a_pod_mounts_still_is_not_there_any_more(cpi: Cpi, cluster: Cluster) -> None:
     """The cluster keeps such a claim until the pod ends, and a Director must not hand it out again."""
     vm = cpi.create_vm()
-    disk = cpi("create_disk", 64, {}, vm)
-    cpi("attach_disk", vm, disk)
+    disk = cpi.attached_disk(vm)
     cpi("detach_disk", vm, disk)
 
     cpi("delete_disk", disk)
@@ -397,8 +381,7 @@ def test_deleted_disk_that_a_pod_mounts_still_is_not_there_any_more(cpi: Cpi, cl
 
 def test_lazily_detached_disk_comes_back_without_a_recreation(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
-    disk = cpi("create_disk", 64, {}, vm)
-    cpi("attach_disk", vm, disk)
+    disk = cpi.attached_disk(vm)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
 
     cpi("detach_disk", vm, disk)
@@ -438,10 +421,7 @@ def test_never_refuses(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm(attach="never", ephemeral_disk={"type": "claim"})
     disk = cpi("create_disk", 64, {}, vm)
 
-    with pytest.raises(CpiFailedError, match="attach: never") as failed:
-        cpi("attach_disk", vm, disk)
-
-    assert failed.value.type == "NotSupported"
+    cpi.refused("NotSupported", "attach_disk", vm, disk, match="attach: never")
 
 
 # --- the default ----------------------------------------------------------------------------------------------------
@@ -556,8 +536,7 @@ def test_live_attach_leaves_the_pod_as_it_is(cpi: Cpi, cluster: Cluster, server:
 
 def test_detach_tells_that_the_vm_uses_the_disk(cpi: Cpi, cluster: Cluster) -> None:
     vm = live_vm(cpi)
-    disk = cpi("create_disk", 64, {}, vm)
-    cpi("attach_disk", vm, disk)
+    disk = cpi.attached_disk(vm)
     cluster.busy_disks.add(disk)
 
     with pytest.raises(CpiFailedError, match="cannot unmount the disk: the VM uses it. It stays attached"):
@@ -600,8 +579,7 @@ def test_detach_that_fails_changes_nothing(cpi: Cpi, cluster: Cluster, server: S
 
 def test_attachment_that_was_deleted_by_hand_counts_while_the_vm_uses_the_disk(cpi: Cpi, cluster: Cluster) -> None:
     vm = live_vm(cpi)
-    disk = cpi("create_disk", 64, {}, vm)
-    cpi("attach_disk", vm, disk)
+    disk = cpi.attached_disk(vm)
     cluster.busy_disks.add(disk)
     (name,) = attachments(cluster)
     cluster.delete(("pods", "bosh", name), {})
@@ -675,8 +653,7 @@ def test_live_attach_refused_by_the_namespace(cpi: Cpi, cluster: Cluster, server
 
 def test_live_disk_goes_to_the_next_vm_at_creation(cpi: Cpi, cluster: Cluster) -> None:
     old = live_vm(cpi)
-    disk = cpi("create_disk", 64, {}, old)
-    cpi("attach_disk", old, disk)
+    disk = cpi.attached_disk(old)
     cpi("detach_disk", old, disk)
     cpi("delete_vm", old)
 
@@ -702,8 +679,7 @@ def test_create_swap_delete_of_a_live_disk_that_came_at_creation(cpi: Cpi, clust
 def test_vm_that_died_with_a_live_disk(cpi: Cpi, cluster: Cluster) -> None:
     """Resurrection: delete_vm and create_vm with the disk, nothing detached before."""
     old = live_vm(cpi)
-    disk = cpi("create_disk", 64, {}, old)
-    cpi("attach_disk", old, disk)
+    disk = cpi.attached_disk(old)
 
     cpi("delete_vm", old)
     new = live_vm(cpi, "agent-2", [disk])
@@ -715,8 +691,7 @@ def test_vm_that_died_with_a_live_disk(cpi: Cpi, cluster: Cluster) -> None:
 def test_disk_is_detached_when_the_container_has_ended(cpi: Cpi, cluster: Cluster) -> None:
     """Kubelets take seconds to remove the object of a pod that has ended."""
     one, two = live_vm(cpi, "agent-1"), live_vm(cpi, "agent-2")
-    disk = cpi("create_disk", 64, {}, one)
-    cpi("attach_disk", one, disk)
+    disk = cpi.attached_disk(one)
     cluster.objects_linger_s = 0.8
 
     cpi("detach_disk", one, disk)
@@ -730,8 +705,7 @@ def test_disk_is_detached_when_the_container_has_ended(cpi: Cpi, cluster: Cluste
 
 def test_detach_that_failed_on_the_node(cpi: Cpi, cluster: Cluster) -> None:
     vm = live_vm(cpi)
-    disk = cpi("create_disk", 64, {}, vm)
-    cpi("attach_disk", vm, disk)
+    disk = cpi.attached_disk(vm)
     cluster.objects_linger_s, cluster.exit_code = 0.5, 1
 
     with pytest.raises(CpiFailedError, match=f"cannot detach the disk {disk}.*has failed"):
@@ -836,14 +810,11 @@ def test_attach_that_is_overtaken_again_and_again_may_be_tried_again(
 
 def test_resize(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
-    disk = cpi("create_disk", 64, {}, vm)
-    cpi("attach_disk", vm, disk)
+    disk = cpi.attached_disk(vm)
 
     cpi("resize_disk", disk, 128)
     assert cluster.of("persistentvolumeclaims")[disk]["status"]["capacity"] == {"storage": "128Mi"}
-    with pytest.raises(CpiFailedError, match="none shrinks") as failed:
-        cpi("resize_disk", disk, 64)
-    assert failed.value.type == "NotSupported"
+    cpi.refused("NotSupported", "resize_disk", disk, 64, match="none shrinks")
 
 
 @pytest.mark.parametrize("can_read", [True, False])
@@ -856,10 +827,7 @@ def test_class_that_does_not_grow(cpi: Cpi, cluster: Cluster, server: Server, ca
             "PATCH persistentvolumeclaims", status=403, message="only dynamically provisioned pvc can be resized"
         )
 
-    with pytest.raises(CpiFailedError) as failed:
-        cpi("resize_disk", disk, 128)
-
-    assert failed.value.type == "NotSupported"
+    cpi.refused("NotSupported", "resize_disk", disk, 128)
 
 
 def test_update_disk(cpi: Cpi, cluster: Cluster) -> None:
@@ -869,9 +837,7 @@ def test_update_disk(cpi: Cpi, cluster: Cluster) -> None:
     assert cpi("update_disk", disk, 128, {"storage_class": "fast", "volume_attributes_class": "gold"}) is None
     spec = cluster.of("persistentvolumeclaims")[disk]["spec"]
     assert (spec["volumeAttributesClassName"], spec["resources"]["requests"]["storage"]) == ("gold", "128Mi")
-    with pytest.raises(CpiFailedError) as failed:
-        cpi("update_disk", disk, 128, {"storage_class": "slow"})
-    assert failed.value.type == "NotSupported"
+    cpi.refused("NotSupported", "update_disk", disk, 128, {"storage_class": "slow"})
 
 
 def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
@@ -891,7 +857,4 @@ def test_cluster_without_snapshots(cpi: Cpi, cluster: Cluster) -> None:
     disk = cpi("create_disk", 64, {}, None)
     cluster.has_snapshots = False
 
-    with pytest.raises(CpiFailedError) as failed:
-        cpi("snapshot_disk", disk, {})
-
-    assert failed.value.type == "NotImplemented"
+    cpi.refused("NotImplemented", "snapshot_disk", disk, {})

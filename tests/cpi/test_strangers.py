@@ -55,10 +55,7 @@ def test_object_that_is_no_vm_is_not_found(
     make(cluster, "persistentvolumeclaims", "data-bosh-cpi-token", CLAIM)
     before = cluster.snapshot()
 
-    with pytest.raises(CpiFailedError) as failed:
-        cpi(method, "bosh-cpi-token", *more)
-
-    assert failed.value.type == "VMNotFound"
+    cpi.refused("VMNotFound", method, "bosh-cpi-token", *more)
     assert cluster.snapshot() == before
     assert cpi("has_vm", "bosh-cpi-token") is False
 
@@ -78,10 +75,7 @@ def test_claim_that_is_no_disk_is_not_found(cpi: Cpi, cluster: Cluster, method: 
     make(cluster, "persistentvolumeclaims", "postgres", CLAIM)
     before = cluster.snapshot()
 
-    with pytest.raises(CpiFailedError) as failed:
-        cpi(method, "postgres", *more)
-
-    assert failed.value.type == "DiskNotFound"
+    cpi.refused("DiskNotFound", method, "postgres", *more)
     assert cluster.snapshot() == before
     assert cpi("has_disk", "postgres") is False
 
@@ -115,8 +109,7 @@ def test_director_finds_nothing_of_another(cpi: Cpi, cluster: Cluster, tmp_path:
 
 def test_live_attachment_of_another_director_stays(cpi: Cpi, cluster: Cluster, tmp_path: Any) -> None:
     vm = cpi.create_vm(attach="live", tier="privileged")
-    disk = cpi("create_disk", 64, {}, vm)
-    cpi("attach_disk", vm, disk)
+    disk = cpi.attached_disk(vm)
     before = cluster.snapshot()
 
     with pytest.raises(CpiFailedError, match="cannot detach"):

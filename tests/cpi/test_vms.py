@@ -240,9 +240,7 @@ def test_same_agent_with_other_properties_is_made_anew(cpi: Cpi, cluster: Cluste
 def test_missing_vm(cpi: Cpi) -> None:
     assert cpi("delete_vm", "vm-bosh-" + "0" * 16) is None
     for method, arguments in (("set_vm_metadata", [{}]), ("reboot_vm", []), ("attach_disk", ["disk-bosh-" + "0" * 16])):
-        with pytest.raises(CpiFailedError) as failed:
-            cpi(method, "vm-bosh-" + "0" * 16, *arguments)
-        assert failed.value.type == "VMNotFound"
+        cpi.refused("VMNotFound", method, "vm-bosh-" + "0" * 16, *arguments)
 
 
 @pytest.mark.parametrize("cid", ["", "a/log", "../secrets/x", "A", "a" * 254])
@@ -515,9 +513,7 @@ def test_a_pod_without_root_cannot_have_the_agent_over_its_image(cpi: Cpi, clust
 def test_cpi_in_a_vm_knows_which(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Director in the cluster asks for it before it snapshots its own disks."""
     vm = cpi.create_vm()
-    with pytest.raises(CpiFailedError, match="is no VM of this CPI") as failed:
-        cpi("current_vm_id")
-    assert failed.value.type == "NotImplemented"
+    cpi.refused("NotImplemented", "current_vm_id", match="is no VM of this CPI")
 
     monkeypatch.setattr("os.uname", lambda: type("Uname", (), {"nodename": vm}))
 
