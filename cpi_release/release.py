@@ -38,6 +38,10 @@ TEMPLATES: Final = {"cpi.erb": "bin/cpi", "cpi.json.erb": "config/cpi.json"}
 OF_DEPLOYMENTS: Final[Mapping[str, dict[str, Any]]] = {
     "agent.mbus": {"description": "Address of the message bus, where `kubernetes_cpi.agent.mbus` is empty."},
     "ntp": {"description": "Time servers, where `kubernetes_cpi.agent.ntp` is empty."},
+    "blobstore.provider": {
+        "description": "`local` in `bosh create-env`, where `kubernetes_cpi.agent.blobstore` is empty."
+    },
+    "blobstore.path": {"description": "Directory of that blobstore, in the VM."},
 }
 """Properties that deployment manifests set for every CPI alike."""
 

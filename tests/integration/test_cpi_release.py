@@ -29,7 +29,7 @@ require "json"
 class Context
   def initialize(properties) = @properties = properties
   def p(name) = found(name) || raise("unknown property #{name}")
-  def if_p(name) = (value = found(name)).nil? ? nil : yield(value)
+  def if_p(*names) = (values = names.map { |name| found(name) }).any?(&:nil?) ? nil : yield(*values)
   def bind = binding
   private def found(name) = name.split(".").reduce(@properties) { |at, key| at && at[key] }
 end
@@ -149,6 +149,20 @@ def test_properties_arrive(installed: Installed) -> None:
     assert installed.call("calculate_vm_cloud_properties", {"cpu": 1, "ram": 512, "ephemeral_disk_size": 1024})[
         "result"
     ]
+
+
+def test_local_blobstore_of_a_create_env_manifest_arrives(installed: Installed) -> None:
+    """bosh-deployment sets it for every CPI: without it the agent cannot fetch what the CLI has uploaded to it."""
+    of_the_cli = {"blobstore.provider": "local", "blobstore.path": "/var/vcap/micro_bosh/data/cache"}
+    file = installed.jobs / "kubernetes_cpi/config/cpi.json"
+
+    installed.render(of_the_cli)
+    local = {"provider": "local", "options": {"blobstore_path": "/var/vcap/micro_bosh/data/cache"}}
+    assert json.loads(file.read_text())["agent"]["blobstore"] == local
+
+    given = {"provider": "dav", "options": {"endpoint": "https://10.0.0.6:25250"}}
+    installed.render({**of_the_cli, "kubernetes_cpi.agent.blobstore": given})
+    assert json.loads(file.read_text())["agent"]["blobstore"] == given
 
 
 def test_every_key_of_the_configuration_is_a_property(installed: Installed) -> None:
