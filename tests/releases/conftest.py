@@ -62,3 +62,8 @@ def life(request: pytest.FixtureRequest, lives: Lives) -> Phases:
     result = lives[request.node.name].result()
     assert result["error"] == ""
     return {phase["name"]: phase for phase in result["phases"]}
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left() -> None:
+    """Lives of later tests go on beside each test, and end with their session."""
