@@ -117,6 +117,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
             )
         ),
     ),
+    ("alerts go by mail to `localhost`", lambda one: one.has_no_localhost),
     (
         "process 1 in any pidfile",
         lambda one: one.is_process_1 and one.what.startswith(("monit status Process", "state processes")),
@@ -129,7 +130,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         "one thread: checks, starts and stops",
         lambda one: (
             (one.phase == "death" and one.what.startswith("alert") and one.is_dependent and not one.go)
-            or (one.phase == "agent restarted" and one.is_pending)
+            or (one.phase in ("agent restarted", "stop") and one.is_pending)
         ),
     ),
     ("a stop while a start is pending", lambda one: one.phase == "stop" and "errored" in one.go_answer),
