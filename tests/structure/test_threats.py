@@ -9,13 +9,12 @@ import pytest
 
 from chaos import crash, disks, fuzz, messages, network, resources, supervision
 from chaos.cases import CASES
-from tests.structure.source import ROOT, modules
+from tests.structure.source import ROOT
 
 PLAYED = (crash, disks, messages, network, resources, supervision)
 """Importing them enters their cases."""
 
-HEADER = "| attacker | attack | defence | modules | tests | C I A |"
-NONE = "—"
+HEADER = "| attacker | attack | defence | tests | C I A |"
 OPEN = "open: "
 
 ATTACKERS = frozenset(
@@ -78,7 +77,6 @@ class Row(NamedTuple):
     attackers: str
     attack: str
     defence: str
-    modules: str
     tests: str
     about: str
 
@@ -99,7 +97,7 @@ def rows_of(page: str) -> list[list[str]]:
 def complaints_of(cells: list[str]) -> list[str]:
     """Return the violations of the form of a row."""
     if len(cells) != len(Row._fields) or not all(cells):
-        return ["not six cells with something in each"]
+        return ["not five cells with something in each"]
     row, found = Row(*cells), []
     if not quoted(row.attackers) or not set(quoted(row.attackers)) <= ATTACKERS:
         found.append("an unknown attacker")
@@ -132,24 +130,24 @@ ROWS = [Row(*cells) for cells in CELLS if not complaints_of(cells)]
 
 def test_rows_have_their_form() -> None:
     assert len(CELLS) > 100
-    assert sum(line.startswith("| `") and line.count(" | ") == 5 for line in PAGE.splitlines()) == len(CELLS)
+    assert sum(line.startswith("| `") and line.count(" | ") == 4 for line in PAGE.splitlines()) == len(CELLS)
     assert [(cells, found) for cells in CELLS if (found := complaints_of(cells))] == []
 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("| `vcap` | a | b | — | `test_x` |", "not six cells with something in each"),
-        ("| `vcap` | a | b | | `test_x` | C |", "not six cells with something in each"),
-        ("| `stranger` | a | b | — | `test_x` | C |", "an unknown attacker"),
-        ("| `vcap` | a | b | — | nothing | C |", "neither a test nor a case, and not open"),
-        ("| `vcap` | a | b | — | open: | C |", "neither a test nor a case, and not open"),
-        ("| `vcap` | a | b | — | open: x | C |", "open without a reason"),
-        ("| `vcap` | a | b | — | `test_x` | X |", "its last cell is not of C, I and A"),
+        ("| `vcap` | a | b | `test_x` |", "not five cells with something in each"),
+        ("| `vcap` | a | | `test_x` | C |", "not five cells with something in each"),
+        ("| `stranger` | a | b | `test_x` | C |", "an unknown attacker"),
+        ("| `vcap` | a | b | nothing | C |", "neither a test nor a case, and not open"),
+        ("| `vcap` | a | b | open: | C |", "neither a test nor a case, and not open"),
+        ("| `vcap` | a | b | open: x | C |", "open without a reason"),
+        ("| `vcap` | a | b | `test_x` | X |", "its last cell is not of C, I and A"),
     ],
 )
 def test_a_row_of_another_form_is_found(line: str, complaint: str) -> None:
-    (cells,) = rows_of(f"{HEADER}\n|---|---|---|---|---|---|\n{line}\n\n")
+    (cells,) = rows_of(f"{HEADER}\n|---|---|---|---|---|\n{line}\n\n")
     assert complaint in complaints_of(cells)
 
 
@@ -163,12 +161,6 @@ def test_every_attacker_is_described_and_has_rows() -> None:
 @pytest.mark.parametrize("attack", ONCE_SUCCESSFUL + NAMED_AIMS)
 def test_a_known_attack_has_a_row(attack: str) -> None:
     assert [row for row in ROWS if attack in row.attack] != []
-
-
-def test_modules_of_mitigations_exist() -> None:
-    there = {*modules(), *(f"kubernetes_cpi.{path.stem}" for path in (ROOT / "kubernetes_cpi").glob("*.py"))}
-    assert {name for row in ROWS if row.modules != NONE for name in quoted(row.modules)} - there == set()
-    assert [row for row in ROWS if row.modules != NONE and not quoted(row.modules)] == []
 
 
 def test_tests_of_attacks_exist() -> None:
