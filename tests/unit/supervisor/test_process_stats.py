@@ -96,7 +96,7 @@ def test_the_share_of_the_processors_is_since_the_last_question(
 
     def share(ticks: int, start: int = 1000) -> float:
         root = replace(TABLE[10], start_ticks=start, cpu_ticks=ticks)
-        monkeypatch.setattr(proc, "trees", lambda *_: {10: root})
+        monkeypatch.setattr(proc, "small_table", lambda _: {10: root})
         process = SimpleNamespace(pid=10, identity=(10, start), start_ticks=start, is_alive=True)
         (found,) = stats.describe([service(process=process)])
         assert found.own_cpu == found.process.cpu_total
