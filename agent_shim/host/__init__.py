@@ -1,1 +1,1 @@
-"""Access to the operating system: only this floor forks, mounts, sends signals and reads ``/proc``."""
+"""Access to the operating system: processes and signals, mounts, cgroups, files and ``/proc``."""

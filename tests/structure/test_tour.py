@@ -1,0 +1,62 @@
+"""The tour: each step of docs/tour.md names a function or class, in the file to which its link leads."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.structure.source import ROOT
+
+PAGE = ROOT / "docs/tour.md"
+STEP = re.compile(r"^\d+\. (.*)$", re.MULTILINE)
+LINK = re.compile(r"\[([\w.]+)\]\(([\w./]+\.py)\)")
+
+
+def walks(page: str) -> dict[str, list[str]]:
+    """The steps of each walk by its heading."""
+    return {
+        heading.strip(): STEP.findall(text)
+        for heading, text in re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE)
+    }
+
+
+def defined(body: list[ast.stmt], before: str = "") -> Iterator[str]:
+    """Functions and classes of a file; methods as ``Class.method``."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield before + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from defined(node.body, f"{node.name}.")
+
+
+def lost(page: str, directory: Path) -> list[str]:
+    """Links of a page to code that its file does not define."""
+    return [
+        f"{name} in {file}"
+        for name, file in LINK.findall(page)
+        if not (path := directory / file).is_file() or name not in defined(ast.parse(path.read_text()).body)
+    ]
+
+
+def test_each_function_of_the_tour_is_in_its_file() -> None:
+    assert lost(PAGE.read_text(), PAGE.parent) == []
+
+
+def test_the_tour_has_five_walks_of_five_to_ten_steps() -> None:
+    found = walks(PAGE.read_text())
+
+    assert len(found) == 5
+    assert {heading: len(steps) for heading, steps in found.items() if not 5 <= len(steps) <= 10} == {}
+
+
+def test_each_step_begins_with_a_link_to_code() -> None:
+    assert [step for steps in walks(PAGE.read_text()).values() for step in steps if not LINK.match(step)] == []
+
+
+def test_a_lost_function_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class A:\n    async def b(self): ...\n\ndef c(): ...\n")
+    page = "[A](a.py) [A.b](a.py) [c](a.py) [b](a.py) [A.c](a.py) [c](none.py)"
+
+    assert lost(page, tmp_path) == ["b in a.py", "A.c in a.py", "c in none.py"]
