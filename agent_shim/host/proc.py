@@ -315,6 +315,14 @@ def is_leaving(pid: int) -> bool:
     return all(_read(pid, name)[:2] in (b"", b"0 ") for name in names)
 
 
+def last_number() -> int | None:
+    """Return the pid given last to a process or thread of this pid namespace; None where it is hidden."""
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def incarnation() -> str:
     """Identify this sequence of pids: it differs after a boot of the kernel and in another pid namespace (container).
 
@@ -438,6 +446,8 @@ class _Pass(Generic[T]):
 _spare: int | None = os.eventfd(0, os.EFD_CLOEXEC)
 """A descriptor whose place a file takes that is read without a free one."""
 _spare_lock = threading.Lock()
+readers = 0
+"""Threads that this module has started: each takes a number as a process does."""
 _hung: dict[int, threading.Event] = {}
 """Processes that block a thread, each with the event that ends the read."""
 _hung_lock = threading.Lock()
@@ -445,6 +455,7 @@ _hung_lock = threading.Lock()
 
 def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
     """Apply ``work`` to each process in a thread, which is abandoned if one process blocks it for too long."""
+    global readers  # noqa: PLW0603 - as the kernel's count
     found: dict[int, T] = {}
     ahead = list(pids)
     while ahead:
@@ -459,6 +470,7 @@ def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
             threading.Thread(target=way.run, name="reads of processes", daemon=True).start()
         except RuntimeError:
             break  # no thread could be started: nothing is known
+        readers += 1
         done = -1
         while not way.is_over.wait(READ_TIMEOUT_S):
             if way.count == done and way.at is not None:

@@ -198,6 +198,7 @@ RAW: Mapping[str, Raw] = {
                 "executable",
                 "boot_id",
                 "incarnation",
+                "last_number",
                 "_numbers.listed",
                 "open_files",
                 "has_our_root",

@@ -204,22 +204,25 @@ class Remains:
         """Return what ``find`` finds of the processes of ``owners`` since the tick ``since``; an empty list is proof.
 
         A process that escapes every pass must start and exit. So a pass that finds none counts if meanwhile no orphan
-        of ``owners`` has exited or begun to. Orphans of an earlier agent do not come to this one: for its processes
-        several passes must suffice.
+        of ``owners`` has exited or begun to, or no process at all has started. Orphans of an earlier agent do not come
+        to this one: while processes start, many passes must suffice for them.
         """
         is_counted = process.takes_orphans and since >= self._counts_since
         leaving: Collection[Identity] = ()
-        for number in range(MAX_PROOF_PASSES if is_counted else QUICK_PROOF_PASSES):
+        for number in range(MAX_PROOF_PASSES):
             if number >= QUICK_PROOF_PASSES:  # on a busy machine orphans exit in bursts: let them pass
                 await asyncio.sleep(PROOF_PAUSE_S)
+            last, readers = proc.last_number(), proc.readers
             with self._attending():
                 before = [self._ended[owner] for owner in owners]
                 found, _, leaving = await find()
                 if found:
                     return await asyncio.to_thread(left, found)
                 is_quiet = await _reap_all() and not leaving and before == [self._ended[owner] for owner in owners]
-                if is_counted and is_quiet:
-                    return []
+            # The threads that read the processes are no sign of others.
+            has_none_begun = last is not None and proc.last_number() == last + proc.readers - readers
+            if has_none_begun or (is_counted and is_quiet):
+                return []
         return (await asyncio.to_thread(left, leaving) or [NAMELESS]) if is_counted else []
 
     @contextlib.contextmanager

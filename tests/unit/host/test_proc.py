@@ -230,6 +230,13 @@ def test_the_path_of_a_cgroup_may_have_colons() -> None:
     assert proc.parse_groups("4:cpu,cpuacct:/a:b/c\n0::/d:e\n") == {"cpu": "/a:b/c", "cpuacct": "/a:b/c", "": "/d:e"}
 
 
+def test_the_number_given_last_is_the_last_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert proc.last_number() is not None
+    monkeypatch.setattr(Path, "read_text", lambda _: "0.10 0.20 0.30 1/234 5678\n")
+
+    assert proc.last_number() == 5678
+
+
 def test_a_pass_that_advances_is_not_left_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine hundreds of processes take longer than the time for one."""
     looked_at: list[int] = []
