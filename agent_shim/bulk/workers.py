@@ -14,7 +14,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Self
 
@@ -90,19 +90,24 @@ class _Worker:
 
     def __init__(self, nice: int) -> None:
         self._leaving: asyncio.TimerHandle | None = None
-        self._errors = os.memfd_create("errors")
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
         command = [sys.executable, "-P", "-X", "utf8", "-m", "agent_shim.bulk.worker", str(os.getpid())]
-        try:
-            with theirs:
-                fd = theirs.fileno()
-                self.process = process.spawn(
-                    command, env=os.environ, stdin=fd, stdout=fd, stderr=self._errors, nice=nice
-                )
-        except HostError as exc:
-            self._close()
-            raise ActionError(str(exc)) from exc
+        with ExitStack() as opened:
+            try:
+                self._errors = os.memfd_create("errors")
+                opened.callback(os.close, self._errors)
+                self._socket, theirs = socket.socketpair()
+                opened.enter_context(self._socket)
+                with theirs:
+                    fd = theirs.fileno()
+                    self.process = process.spawn(
+                        command, env=os.environ, stdin=fd, stdout=fd, stderr=self._errors, nice=nice
+                    )
+            except HostError as exc:
+                raise ActionError(str(exc)) from exc
+            except OSError as exc:
+                raise ActionError(f"cannot run a worker: {exc.strerror}") from exc
+            opened.pop_all()
+        self._socket.setblocking(False)
 
     async def execute(self, request: Request, report: Report) -> Done:
         """Return the answer to ``request``; raises ``ActionError`` if the worker dies."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -103,6 +106,28 @@ async def test_a_worker_that_cannot_be_run_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ActionError, match="^cannot run /nowhere/python: No such file or directory$"):
         await workers.work(Pack([], "/nowhere/archive"))
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 4])
+async def test_a_worker_without_descriptors_for_it_is_told_and_leaves_none_open(room: int) -> None:
+    """As a failed action, which the Director understands."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(room):
+            os.close(taken.pop())
+        with pytest.raises(ActionError, match="^cannot .*: Too many open files$"):
+            await workers.work(Pack([], "/nowhere/archive"))
+        taken += [os.open("/dev/null", os.O_RDONLY) for _ in range(room)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 async def test_a_worker_that_is_given_up_is_killed_and_its_files_removed(

@@ -174,6 +174,19 @@ def test_a_full_disk_ends_the_packing(large: Path) -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("compressed", [True, False])
+def test_the_digests_are_those_of_the_archive(large: Path, compressed: bool) -> None:
+    out = io.BytesIO()
+
+    digests = packing.pack(out, [Tree(str(large))], compressed=compressed).digests
+
+    data = out.getvalue()
+    assert [(each.algorithm, each.value) for each in digests] == [
+        ("sha1", hashlib.sha1(data, usedforsecurity=False).hexdigest()),
+        ("sha512", hashlib.sha512(data).hexdigest()),
+    ]
+
+
 def test_links_are_packed_as_links_and_never_followed(tmp_path: Path) -> None:
     """A job that may write here cannot make root read elsewhere, whatever it does while the tree is read."""
     (tmp_path / "secret").write_text("secret")
