@@ -480,13 +480,19 @@ _MEANING: Final = {
 }
 
 
+MAX_PATTERN_CHARS: Final = 5_000
+"""Limit of all patterns of a tree, which take a quarter of a second to compile."""
+
+
 def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
     """Return one expression for the paths that any of ``patterns`` matches; raises ``HostError``."""
+    if sum(map(len, patterns)) > MAX_PATTERN_CHARS:
+        raise HostError(f"cannot use the patterns: they have more than {MAX_PATTERN_CHARS} characters")
     expressions = [_expression(pattern) for pattern in patterns]
     for pattern, expression in zip(patterns, expressions, strict=True):
         try:
             re.compile(expression)
-        except re.error as exc:
+        except (re.error, RecursionError) as exc:
             raise HostError(f"cannot read the pattern '{pattern[:100]}': {exc}") from exc
     return re.compile("|".join(expressions), re.DOTALL)
 

@@ -623,8 +623,8 @@ def test_a_lease_on_a_log_holds_nobody(tmp_path: Path) -> None:
     assert content(data, "./remarks") == b"./a.log: cannot read it: Resource temporarily unavailable\n"
 
 
-@pytest.mark.parametrize("pattern", ["{a", "a}"])
-def test_braces_that_do_not_match_are_refused(tmp_path: Path, pattern: str) -> None:
+@pytest.mark.parametrize("pattern", ["{a", "a}", "{" * 2000 + "}" * 2000], ids=["open", "closed", "deep"])
+def test_braces_that_do_not_match_or_are_too_deep_are_refused(tmp_path: Path, pattern: str) -> None:
     with pytest.raises(HostError, match="cannot read the pattern"):
         logs(tmp_path, pattern)
 
@@ -634,3 +634,8 @@ def test_braces_that_stand_for_a_billion_patterns_are_one_expression(tmp_path: P
     make(tmp_path, ["ab" * 15])
 
     assert list(entries(logs(tmp_path, "{a,b}" * 30))) == ["./" + "ab" * 15]
+
+
+def test_patterns_too_long_to_be_compiled_soon_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(HostError, match="^cannot use the patterns: they have more than 5000 characters$"):
+        logs(tmp_path, *["[" * 4000] * 2)
