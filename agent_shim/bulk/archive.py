@@ -140,6 +140,8 @@ class _Header(tarfile.TarInfo):
             raise ArchiveError(f"{exc}") from exc
         if not 0 <= found.size <= MAX_BYTES:
             raise ArchiveError(f"{_quoted(found.name)}: its size is {found.size}")
+        if found.type == tarfile.REGTYPE and found.name.endswith("/"):
+            found.type = tarfile.DIRTYPE  # ``tarfile`` knows those of the oldest kind only
         return found
 
 

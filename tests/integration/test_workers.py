@@ -102,7 +102,7 @@ async def test_a_worker_that_died_at_rest_is_replaced(tmp_path: Path, started: l
 
 
 async def test_a_worker_that_cannot_be_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a failed action, which the Director understands."""
+    """The Director reads a failed action."""
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ActionError, match="^cannot run /nowhere/python: No such file or directory$"):
         await workers.work(Pack([], "/nowhere/archive"))
@@ -110,7 +110,7 @@ async def test_a_worker_that_cannot_be_run_is_told(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 4])
 async def test_a_worker_without_descriptors_for_it_is_told_and_leaves_none_open(room: int) -> None:
-    """As a failed action, which the Director understands."""
+    """The Director reads a failed action."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.open("/dev/null", os.O_RDONLY)]
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
