@@ -25,6 +25,10 @@ ANSWER_TIMEOUT_S = 3600.0
 SOCKET = "data/sys/run/agent_shim/control.sock"
 """Path of the socket below the base."""
 
+TRUE = ("1", "t", "T", "true", "TRUE", "True")
+FALSE = ("0", "f", "F", "false", "FALSE", "False")
+"""Values of switches, as Go's ``strconv.ParseBool`` reads them."""
+
 NOT_ROOT = "bpm must be run as root. Please run 'sudo -i' to become the root user."
 NOT_RUNNING = "process is not running or could not be found"
 
@@ -132,8 +136,9 @@ def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
     rest = list(arguments)
     if verb:
         rest.remove(name)
+    known = (*(verb.flags if verb else ()), HELP, VERSION)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in (*(verb.flags if verb else ()), HELP, VERSION):
+    for flag in known:
         kinds: dict[str, Any] = {
             "": {"action": "store_true"},
             "int": {"type": _number},
@@ -143,7 +148,7 @@ def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
         parser.add_argument(*flag.spellings, **kinds[flag.kind])
     parser.add_argument("words", nargs="*")
     try:
-        flags, unknown = parser.parse_known_intermixed_args(rest)
+        flags, unknown = parser.parse_known_intermixed_args(_joined(known, rest))
     except argparse.ArgumentError as exc:
         last = rest[-1]
         if exc.message == "expected one argument":
@@ -157,6 +162,30 @@ def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
             raise UsageError(f"unknown flag: {word.partition('=')[0]}")
         raise UsageError(f"unknown shorthand flag: {word[1]!r} in {word}")
     return Call(base, name if verb else "", flags.words, flags), verb
+
+
+def _joined(known: Sequence[Flag], words: Sequence[str]) -> list[str]:
+    """Spell flags as argparse reads them: a value may begin with a dash, and a switch may have ``=true`` or ``=false``.
+
+    The last value of a repeated switch counts. Raises ``UsageError``.
+    """
+    flags = {spelling: flag for flag in known for spelling in flag.spellings}
+    joined: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            return [*joined, word, *rest]
+        name, equals, value = word.partition("=")
+        flag = flags.get(name)
+        if flag is not None and flag.kind and not equals and (given := next(rest, None)) is not None:
+            joined.append(f"--{flag.name}={given}")
+        elif flag is None or flag.kind or not equals or value in TRUE:
+            joined.append(word if flag is None or flag.kind else name)
+        elif value in FALSE:
+            joined = [each for each in joined if each not in flag.spellings]
+        else:
+            raise UsageError(f'invalid argument "{value}" for "{", ".join(flag.spellings)}" flag')
+    return joined
 
 
 def _number(text: str) -> int:

@@ -96,7 +96,7 @@ async def test_start_pid_list_stop(tmp_path: Path) -> None:
         assert await bpm(found, "stop web") == (0, "", "")
 
 
-@pytest.mark.parametrize("line", ["version", "--version"])
+@pytest.mark.parametrize("line", ["version", "--version", "--version=true", "--version=false --version=T"])
 async def test_version(tmp_path: Path, line: str) -> None:
     """A line on stdout."""
     async with machine(tmp_path) as found:
@@ -114,7 +114,9 @@ async def test_version(tmp_path: Path, line: str) -> None:
         ("start ../web", "failed to get job: '../web'"),
         ("run web -v /x:odd", "invalid volume option: odd"),
         ("run web -e NAME", 'invalid environment variable definition (format should be KEY=value): "NAME"'),
+        ("run web -e -e", 'invalid environment variable definition (format should be KEY=value): "-e"'),
         ("logs web", "logs not found"),
+        ("logs web --help --help=false --follow=F", "logs not found"),
         ("logs ../web", "logs not found"),
         ("frobnicate", 'unknown command "frobnicate" for "bpm"'),
     ],
@@ -137,6 +139,7 @@ async def test_errors(tmp_path: Path, line: str, error: str) -> None:
         ("start -x web", "bpm start <job-name> [flags]", "unknown shorthand flag: 'x' in -x"),
         ("start --odd web", "bpm start <job-name> [flags]", "unknown flag: --odd"),
         ("start web -p", "bpm start <job-name> [flags]", "flag needs an argument: 'p' in -p"),
+        ("logs web -q=maybe", "bpm logs <job-name> [flags]", 'invalid argument "maybe" for "-q, --quiet" flag'),
         ("logs web -n x", "bpm logs <job-name> [flags]", 'invalid argument "x" for "-n, --lines" flag'),
     ],
 )
@@ -151,7 +154,7 @@ async def test_calls_that_cannot_be_read(tmp_path: Path, line: str, usage: str, 
         assert err.endswith(f"Error: {error}\n")
 
 
-@pytest.mark.parametrize("line", ["help", "--help", "-h", "help start", "start --help", "start -h web"])
+@pytest.mark.parametrize("line", ["help", "--help", "-h", "help start", "start --help", "start -h=1 web"])
 async def test_help(tmp_path: Path, line: str) -> None:
     """On stdout; for a command its flags, else all commands."""
     async with machine(tmp_path) as found:
