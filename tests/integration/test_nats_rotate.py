@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import Mbus
+from agent_shim.edges.bus import nats
 from agent_shim_demo.pki import EXPIRED, Authority
 from benchmarks import rotation
 from tests.support.bus import FAST, Talk, connected, echo, on_bus, talking
@@ -115,6 +116,28 @@ async def test_same_bytes_twice_are_two_requests(tmp_path: Path) -> None:
         await until(lambda: talk.bus.stats.received == 4)
 
     assert len(handled) == 2
+
+
+async def test_a_flood_during_a_rotation_is_not_remembered_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of the first messages are recognised; a later copy is another request, since memory is bounded."""
+    monkeypatch.setattr(nats, "MAX_SEEN", 20)
+    handled: Counter[bytes] = Counter()
+
+    async def handle(data: bytes) -> None:
+        handled[data] += 1
+
+    async with talking(tmp_path, handle=handle, timing=replace(FAST, overlap=0.5)) as talk:
+        await talk.bus.rotate(talk.server.mbus("agent"))
+        peer = talk.director._peer
+        assert peer is not None
+        for number in range(50):
+            await peer.publish("agent.agent", b"%d" % number)
+        await until(lambda: talk.bus.stats.received == 100)
+
+    assert handled[b"0"] == 1
+    assert handled[b"49"] == 2
 
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["done", "refused"])

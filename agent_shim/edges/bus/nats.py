@@ -37,6 +37,8 @@ MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
 PINGS: Final = 1000
 MAX_PING_BYTES: Final = 512
 """Pings beyond that number: other requests may wait for long, and an agent without a pong counts as lost."""
+MAX_SEEN: Final = 100_000
+"""Entries for the messages of a rotation, two or three for each; a copy of one beyond is another request."""
 
 REREAD_AFTER_FAILURES: Final = 3
 """Consecutive failures before the settings are read again: the bus may have moved."""
@@ -407,6 +409,8 @@ class NatsBus:
         if self._seen is None:
             return False
         message = hash(data)
+        if len(self._seen) >= MAX_SEEN and message not in self._seen:
+            return False
         self._seen[link, message] += 1
         self._seen[message] += 1
         return self._seen[message] - self._seen[link, message] >= self._seen[link, message]
