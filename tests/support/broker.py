@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -59,6 +60,9 @@ class NatsServer(broker.NatsServer):
     def pause(self) -> None:
         """Stop the server by SIGSTOP: connections stay open, requests get no reply."""
         self._signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.pid}/task")
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in threads.glob("*/stat")):
+            time.sleep(0.001)  # the kernel stops each thread when it is next scheduled
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
