@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 
 import pytest
 from msgspec.structs import replace
+from nats.aio.client import Srv
 
 from agent_shim.edges.bus import link, tls
 from agent_shim_demo.pki import Authority
@@ -128,6 +130,58 @@ async def test_strange_word_does_no_harm(words: bytes) -> None:
         await until(lambda: bus.stats.sent >= 1)
 
         assert bus.stats.connects == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [b"-ERR '\xff\xfe'\r\n", b"INFO {broken\r\n", b"MSG agent.agent 1 \xff 2\r\n{}\r\n", b"+OK nonsense\r\n"],
+    ids=["error", "news", "reply", "nonsense"],
+)
+async def test_word_that_stops_the_reader_ends_the_link_before_its_next_ping(words: bytes) -> None:
+    """nats-py stops reading at what it cannot decode, and calls itself connected: pings would tell after 10 to 15 s."""
+    fake = FakeServer(saying(words), asking, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus, timing=replace(FAST, ping=600.0)) as bus:
+        await until(lambda: bus.stats.sent >= 1)
+
+        assert bus.stats.attempts == 2
+
+
+async def test_servers_of_a_cluster_are_forgotten() -> None:
+    """The settings have the addresses; nats-py remembers all that a server ever says, and compares each with them."""
+
+    async def script(wire: Wire) -> None:
+        await wire.greet()
+        for news in range(1, 21):
+            urls = [f"10.{news}.0.{n}:4222" for n in range(200)]
+            await wire.push(b"INFO %b\r\n" % json.dumps({"connect_urls": urls}).encode())
+        wire.send(message(REQUEST))
+        await wire.answer_pings()
+
+    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus) as bus:
+        await until(lambda: bus.stats.sent >= 1)
+        gc.collect()
+
+        kept = [one.uri.netloc for one in gc.get_objects() if isinstance(one, Srv)]
+        assert not [one for one in kept if one.startswith("10.10.")]
+
+
+async def test_pings_of_a_server_that_reads_nothing_end_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers to them wait in memory; the pongs it sends unasked would keep the link alive."""
+    monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
+    sent = 0
+
+    async def script(wire: Wire) -> None:
+        nonlocal sent
+        await wire.greet()
+        with contextlib.suppress(OSError):
+            while sent < 50_000_000:
+                await wire.push(b"PING\r\n" * 10_000 + b"PONG\r\n" * 5)
+                sent += 60_000
+
+    fake = FakeServer(script, asking, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus) as bus:
+        await until(lambda: bus.stats.connects >= 2)
+    assert sent < 50_000_000
 
 
 @pytest.mark.parametrize("words", [b"MSG agent.agent 1 %d\r\n" % 10**11, b"INFO ", b"MSG ", b"+"])

@@ -90,6 +90,8 @@ class _Wire(Transport):
         """True if a server has sent anything: it is alive, whatever the outcome of the connection."""
         self.peer = ""
         """Address of the server."""
+        self._read_by: asyncio.Task[Any] | None = None
+        """nats-py's task, which ends at a word that it cannot decode."""
         self.reads = 0
         self.unread = 0
         """Bytes received since the link last got a message or an answer to a ping."""
@@ -139,6 +141,10 @@ class _Wire(Transport):
                 return GREETING
 
     async def read(self, buffer_size: int) -> bytes:
+        if self._read_by is None:
+            self._read_by = asyncio.current_task()
+            assert self._read_by is not None
+            self._read_by.add_done_callback(lambda _: self._on_end("nats-py has stopped reading"))
         try:
             data = await self._reader.read(buffer_size)
         except OSError as exc:
@@ -158,6 +164,8 @@ class _Wire(Transport):
     def write(self, payload: bytes) -> None:
         if self._pipe is not None:
             self._pipe.write(payload)
+        if self.backlog > MAX_BACKLOG_BYTES + 2 * MAX_REPLY_BYTES:  # answers to its pings: ``Link.send`` stops before
+            self._on_end("the server does not accept data")
 
     def writelines(self, payload: list[bytes]) -> None:
         self.write(b"".join(payload))
@@ -213,6 +221,7 @@ class Link:
             [self._given_url],
             error_cb=self._failed,
             closed_cb=self._closed,
+            discovered_server_cb=self._forget_servers,
             name=agent_id,
             allow_reconnect=False,
             connect_timeout=NEVER_S,
@@ -333,3 +342,7 @@ class Link:
 
     async def _closed(self) -> None:
         self.end("nats-py has closed it")
+
+    async def _forget_servers(self) -> None:
+        """Drop the servers that a cluster announces: the settings have the addresses, and nats-py keeps them all."""
+        self._client.set_server_pool([self._given_url])
