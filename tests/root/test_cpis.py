@@ -226,7 +226,7 @@ async def test_a_container_killed_while_a_disk_is_copied(tmp_path: Path, prefix:
         await one.attach_and_mount("disk-2")
 
         migrating = asyncio.create_task(one.pod.run("migrate_disk", "disk-1", "disk-2"))
-        await one.pod.stop_copying()
+        await one.pod.stop_copying("disk-2")
         migrating.cancel()
         await one.remake(loses_data=True)
 

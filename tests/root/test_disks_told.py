@@ -70,7 +70,7 @@ async def test_progress_of_a_migration_is_in_status_and_metrics(pod: Pod) -> Non
     assert await metric(pod, "disk_migration_running") == 0
 
     migrating = asyncio.create_task(pod.run("migrate_disk", "disk-1", "disk-2"))
-    copying = await pod.stop_copying()
+    copying = await pod.stop_copying("disk-2")
     async with asyncio.timeout(30):
         await until(
             lambda: re.fullmatch(

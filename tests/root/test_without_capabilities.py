@@ -57,11 +57,11 @@ return said
 def test_job_can_be_installed(box: Machine, inside: Inside) -> None:
     """Bundles of the Director are unpacked, usable and owned by root."""
     script = """
-from agent_shim.services import bundles
+from agent_shim.bulk import modes
 job = Paths().base / "job"
 (job / "bin").mkdir(parents=True)
 (job / "bin/ctl").write_text("x")
-bundles.set_owners_and_modes("job", job, "root:vcap")
+modes.set_owners_and_modes("job", job, "root:vcap")
 """
 
     assert inside(script, *POWERLESS) is None

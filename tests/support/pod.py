@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -211,17 +210,16 @@ class Pod:
                     return state
                 await asyncio.sleep(0.005)
 
-    async def stop_copying(self) -> int:
-        """The number, from outside, of the worker of a migration, stopped after it has said how far the copy is."""
-        said = self.vcap / "data/sys/run/agent_shim/migration.json"
+    async def stop_copying(self, into: str) -> int:
+        """The number, from outside, of the worker of a migration, stopped once a part of the files is on the disk."""
+        target = self.volume(into)
         async with asyncio.timeout(60):
-            while not (number := self._worker()):
-                await asyncio.sleep(0)
             while True:
-                os.kill(number, signal.SIGSTOP)
-                if said.exists() and re.search(rb'"(copying|comparing)".*}$', said.read_bytes()):
-                    return number
-                os.kill(number, signal.SIGCONT)
+                # Another worker than that of the copy may be about to end.
+                with suppress(ProcessLookupError):
+                    if (number := self._worker()) and len(list(target.iterdir())) > 5:
+                        os.kill(number, signal.SIGSTOP)
+                        return number
                 await asyncio.sleep(0)
 
     def _worker(self) -> int:
