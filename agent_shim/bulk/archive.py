@@ -30,11 +30,16 @@ CHUNK_BYTES: Final = files.CHUNK_BYTES
 MAX_BYTES: Final = 20 * 1024**3
 """Limit of an archive, unpacked."""
 MAX_MEMBERS: Final = 1_000_000
+MAX_HEADER_BYTES: Final = 1024 * 1024
+"""Limit of an extended header, which ``tarfile`` reads into memory; real ones hold a path or two."""
 TIMEOUT_S: Final = 3600.0
 """Time for reading an archive, whose unpacking is a part of it."""
 
 GZIP: Final = b"\x1f\x8b"
 REGULAR: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE})
+EXTENDED: Final = frozenset(
+    {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
+)
 LABEL: Final = b"V"
 """GNU's volume label: a name without content."""
 LATEST_S: Final = 2.0**33
@@ -42,9 +47,9 @@ LATEST_S: Final = 2.0**33
 
 _BROKEN: Final[tuple[type[Exception], ...]] = (  # type: ignore[assignment]  # isal's is not typed
     *(ArchiveError, tarfile.TarError, isal_zlib.error, OSError, EOFError),
-    *(ValueError, OverflowError, MemoryError),
+    *(ValueError, OverflowError, MemoryError, RecursionError),
 )
-"""Exceptions of a broken archive; the last three are those of numbers without sense."""
+"""Exceptions of a broken archive; the last four are those of numbers without sense and of headers without end."""
 
 
 def is_gzip(source: BinaryIO) -> bool:
@@ -140,6 +145,8 @@ class _Header(tarfile.TarInfo):
             raise ArchiveError(f"{exc}") from exc
         if not 0 <= found.size <= MAX_BYTES:
             raise ArchiveError(f"{_quoted(found.name)}: its size is {found.size}")
+        if found.type in EXTENDED and found.size > MAX_HEADER_BYTES:
+            raise ArchiveError(f"{_quoted(found.name)}: its header has {found.size} bytes")
         if found.type == tarfile.REGTYPE and found.name.endswith("/"):
             found.type = tarfile.DIRTYPE  # ``tarfile`` knows those of the oldest kind only
         return found

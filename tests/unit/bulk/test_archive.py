@@ -332,6 +332,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "endless extended header": (pax(b"0 path=a\n") + member("a"), "invalid header"),
     "negative long name": (with_size(-512, tarfile.GNUTYPE_LONGNAME) + member("a"), "'a': its size is -512"),
     "negative extended header": (with_size(-512, tarfile.XHDTYPE) + member("a"), "'a': its size is -512"),
+    "huge extended header": (pax(bytes(60_000)) + member("a"), "'pax': its header has 60000 bytes"),
+    "huge long name": (
+        member("a", b"n" * 60_000, type=tarfile.GNUTYPE_LONGNAME) + member("b"),
+        "'a': its header has 60000 bytes",
+    ),
+    "endless chain of headers": (member("a", b"n", type=tarfile.GNUTYPE_LONGNAME) * 2000, "maximum recursion depth"),
     "wrong sum in the middle": (member("a") + with_wrong_sum() + member("c"), "bad checksum"),
     "cut in a header": (member("a") + member("b")[:300], "truncated header"),
     "cut in a file": (member("a", b"x" * 5000)[:2000], "'a': it ends in the middle of a file"),
@@ -384,6 +390,7 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(
     """Nothing outside the directory is touched, the directory is gone, and the text says which member and why."""
     monkeypatch.setattr(archive, "MAX_MEMBERS", 20)
     monkeypatch.setattr(archive, "MAX_BYTES", 70_000)
+    monkeypatch.setattr(archive, "MAX_HEADER_BYTES", 50_000)
     packed, text = HOSTILE[name]
     (tmp_path / "below").mkdir()
     before = len(list(Path("/proc/self/fd").iterdir()))
