@@ -96,8 +96,8 @@ class Entry:
         """Kills in the cgroup that are known."""
         self.is_victim = False
         """Killed for its memory, by an exit that is not explained yet."""
-        self.limit = 0, 0
-        """The limit of memory in bytes, 0 without one, with the modification time of its file."""
+        self.limit = 0, -1
+        """The limit of memory in bytes, 0 without one, and the modification time of its file, -1 before it is read."""
 
 
 class Bpm:
