@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import signal
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, Final, Literal
@@ -438,6 +439,41 @@ async def test_only_a_service_that_was_started_is_stopped_by_its_program(is_resu
                 await asyncio.sleep(3)
         assert service.state is State.STOPPED
         assert [event for _, event in machine.ran if event == "Stopped"] == ["Stopped"] * programs
+
+
+@played
+async def test_a_service_that_an_earlier_agent_left_unmonitored_is_stopped_by_its_program() -> None:
+    service = service_on(machine := Machine())
+    service.resume(Record(state=State.UNMONITORED), same_world=True)
+    async with running(service):
+        service.stop()
+        await asyncio.sleep(3)
+
+    assert (service.state, [event for _, event in machine.ran]) == (State.STOPPED, ["Stopped"])
+
+
+@played
+async def test_a_path_is_restarted_by_both_programs() -> None:
+    service = service_on(machine := Machine(how_starts="not"), replace(SPEC, kind="file"))
+    async with running(service):
+        service.start()
+        await asyncio.sleep(10)
+
+    assert [event for _, event in machine.ran][:3] == ["Started", "Stopped", "Started"]
+
+
+@played
+async def test_a_process_without_a_stop_program_gets_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = service_on(machine := Machine(), replace(SPEC, stop=None))
+    sent: list[int] = []
+    async with running(service):
+        await up(service)
+        assert machine.process is not None
+        monkeypatch.setattr(machine.process, "send", sent.append)
+        service.stop()
+        await asyncio.sleep(TIMING.stop + 1)
+
+    assert (service.state, sent) == (State.STOPPED, [signal.SIGTERM])
 
 
 @pytest.mark.parametrize(("changes", "clears"), [({}, 1), ({"kind": "file"}, 0), ({"start_call": CALL}, 0)])
