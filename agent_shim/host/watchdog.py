@@ -68,6 +68,7 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
                 faulthandler.cancel_dump_traceback_later()
                 logger.error("the event loop runs again; it was blocked for about %g s", before)
             feed()
+        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     faulthandler.register(signal.SIGVTALRM, all_threads=True, chain=True)

@@ -93,3 +93,16 @@ async def test_timer_that_ends_the_process_is_set_again_until_the_watch_ends() -
 
     await asyncio.to_thread(thread.join, 30)
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
+
+
+async def test_end_of_the_process_is_called_off_with_the_watch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop may run again and end its watch before the thread has seen a beat."""
+    called_off: list[None] = []
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: called_off.append(None))
+    with watching(lambda: None, PERIOD_S):
+        block_until(lambda: caplog.records)
+
+    await until(lambda: called_off)
+    assert "the event loop runs again" not in caplog.text
