@@ -206,7 +206,7 @@ NETWORK: Final = (
         "waits on the event loop until the server takes what is sent",
         LINK,
         "        if self._client.pending_data_size + self.wire.backlog > MAX_BACKLOG_BYTES:\n",
-        "        while self.wire.backlog > 1 << 16:\n            __import__('time').sleep(0.01)\n        if self._client.pending_data_size + self.wire.backlog > MAX_BACKLOG_BYTES:\n",
+        "        while self._client.pending_data_size + self.wire.backlog > 1 << 16:\n            __import__('time').sleep(0.01)\n        if self._client.pending_data_size + self.wire.backlog > MAX_BACKLOG_BYTES:\n",
         "no pong within|not within|RpcTimeout|I1: the agent ended",
     ),
     Saboteur(

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus import nats
+from agent_shim_demo.director import Director
 from agent_shim_demo.pki import EXPIRED, Authority
 from benchmarks import rotation
 from tests.support.bus import FAST, Talk, connected, echo, on_bus, talking
@@ -116,6 +117,31 @@ async def test_same_bytes_twice_are_two_requests(tmp_path: Path) -> None:
         await until(lambda: talk.bus.stats.received == 4)
 
     assert len(handled) == 2
+
+
+async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -> None:
+    """The bus pauses before its next attempt; each request is handled once, by the last connection."""
+    handled = []
+
+    async def handle(data: bytes) -> None:
+        handled.append(data)
+
+    async with talking(tmp_path, handle=handle, timing=replace(FAST, step=300.0, longest=300.0, overlap=0.1)) as talk:
+        await talk.server.kill()
+        await until(lambda: not talk.bus.is_connected)
+        await talk.server.start()
+        for _ in range(2):
+            await talk.bus.rotate(talk.server.mbus("agent"))
+        assert talk.bus._retiring is not None
+        await asyncio.wait({talk.bus._retiring})
+        async with Director(poll=0.01).on(talk.server.peer()) as director:
+            peer = director._peer
+            assert peer is not None
+            await peer.publish("agent.agent", b"once")
+            await peer.publish("agent.agent", b"last")
+            await until(lambda: b"last" in handled)
+
+    assert handled == [b"once", b"last"]
 
 
 async def test_a_flood_during_a_rotation_is_not_remembered_whole(

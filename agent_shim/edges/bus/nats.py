@@ -363,6 +363,7 @@ class NatsBus:
             await old.flushed(self._timing.overlap)
             await asyncio.sleep(self._timing.overlap)
             old.end("replaced")
+            await self._abandon(old)  # here too: ``run`` may be in a pause
             await new.flushed(self._timing.overlap)
         self._seen = None
 
