@@ -108,7 +108,9 @@ async def test_watch_on_a_terminal_leaves_the_scrollback_alone(world: World) -> 
     master, slave = os.openpty()
     try:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 8, 40, 0, 0))
-        argv = [*shlex.split(COMMAND)[:3], "status", "--watch", "--every", "0.05", "-b", str(world.base)]
+        # A readline in this process may have set both for its children, past os.environ.
+        argv = ["env", "-u", "LINES", "-u", "COLUMNS", *shlex.split(COMMAND)[:3]]
+        argv += ["status", "--watch", "--every", "0.05", "-b", str(world.base)]
         environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
         watching = process.spawn(argv, env=environment, stdout=slave, stderr=slave)
         os.set_blocking(master, False)
