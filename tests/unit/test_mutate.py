@@ -69,7 +69,7 @@ def test_a_line_at_import_is_known_as_such() -> None:
 
 
 def test_the_table_counts_by_module_and_stage() -> None:
-    """A stage has the mutants that no stage before it noticed; one without a result yet is not tried."""
+    """A stage has the mutants that no stage before it noticed. A mutant without a result yet is not tried."""
     unit, integration, _ = mutate.STAGES
     ones = list(mutants("x.py", MODULE))[:5]
     outcomes = ["noticed", "survived", "unreached", "not tried"]

@@ -53,7 +53,7 @@ def test_process_is_read_whole() -> None:
 
 
 def test_order_is_that_of_the_files() -> None:
-    """The Director orders the jobs, and each file its checks; an empty file adds nothing."""
+    """The Director orders the jobs, and each file its checks. An empty file adds nothing."""
     files = [
         JobFile("b", "", check("b1") + check("b2")),
         JobFile("none", "", "\n\n"),
@@ -140,7 +140,7 @@ def test_what_is_restarted(statements: tuple[str, ...], is_restartable: bool) ->
 
 
 def test_bad_file_makes_one_failing_process() -> None:
-    """The process has the name of the job and the error; other jobs are unchanged."""
+    """The process has the name of the job and the error, and other jobs are unchanged."""
     files = [
         JobFile("good", "", check("good")),
         JobFile("bad", "", check("bad1") + check("bad2")),

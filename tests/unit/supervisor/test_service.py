@@ -535,7 +535,7 @@ async def test_only_a_running_process_misses_its_number_in_a_pidfile_that_is_not
 async def test_orphans_of_any_job_may_be_of_a_service_without_a_cgroup(
     ask: str, is_in_cgroup: bool, request_: StopRequest, after: State
 ) -> None:
-    """A stop of all jobs ends them later; a restart leaves them."""
+    """A stop of all jobs ends them later, and a restart leaves them."""
     service = service_on(Machine(is_in_cgroup=is_in_cgroup, strays=[Left(8, 80, "orphan")]))
     async with running(service):
         await up(service)

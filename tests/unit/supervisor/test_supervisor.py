@@ -195,7 +195,7 @@ def test_a_restart_saved_by_the_first_release_continues(paths: Paths) -> None:
 
 
 async def test_an_unchanged_plan_is_not_made_again(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most starts are restarts; a changed file makes a new one."""
+    """Most starts are restarts, and a changed file makes a new one."""
     made: list[object] = []
     real = plan.plan
 
@@ -252,7 +252,7 @@ async def test_an_unusable_file_is_told_once(paths: Paths) -> None:
 
 
 async def test_a_start_includes_other_groups_but_no_manual_service_of_them(paths: Paths) -> None:
-    """The Director asks for its group, manual or not; monit starts the others at its reload."""
+    """The Director asks for its group, manual or not, and monit starts the others at its reload."""
     async with Supervisor(paths, on_event=lambda _: None) as supervisor:
         supervisor.hold()
         await supervisor.configure([OTHERS])
@@ -261,7 +261,7 @@ async def test_a_start_includes_other_groups_but_no_manual_service_of_them(paths
 
 
 async def test_jobs_are_wanted_from_a_start_to_a_stop(paths: Paths) -> None:
-    """By the next agent as well. Where there are none, nothing is wanted; a stop of the container changes nothing."""
+    """By the next agent as well. Where there are none, nothing is wanted. A stop of the container changes nothing."""
     before, after = (Supervisor(paths, on_event=lambda _: None) for _ in range(2))
     before.hold()
     after.hold()
