@@ -22,7 +22,8 @@ def test_unit_tests_notice_most_of_the_mutants_that_they_reach(tmp_path: Path) -
     """The table also counts the lines that they do not reach, which the later stages of ``./dev mutate`` try."""
     faulthandler.cancel_dump_traceback_later()  # half a minute of work may last long on a busy machine
     argv = [sys.executable, "-m", "chaos.mutate", *FOLDERS, "--share", "60", "--tests", *TESTS]
-    environment = {**os.environ, "SHIM_MUTATE_STORE": str(tmp_path)}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
+    environment = {**outside, "SHIM_MUTATE_STORE": str(tmp_path)}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
     [line] = [line for line in done.stdout.splitlines() if line.startswith("| `all` | chosen |")]
