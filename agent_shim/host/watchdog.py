@@ -72,6 +72,7 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     faulthandler.register(signal.SIGVTALRM, all_threads=True, chain=True)
+    signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)  # the interpreter may be held before the first step
     beat()
     with contextlib.suppress(RuntimeError):  # no further thread: the loop is not watched
         threading.Thread(target=watch, name="watchdog", daemon=True).start()
