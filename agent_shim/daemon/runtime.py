@@ -75,7 +75,7 @@ LAST_REPLIES_TIMEOUT_S: Final = 1.0
 
 
 class Runtime:
-    """One agent_id with its services and edges; ``serve`` runs it. ``vitals`` are those of the last heartbeat."""
+    """One agent_id with its services and edges; ``serve`` runs it. ``vitals`` has the vitals of the last heartbeat."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ USEFUL: Final = {
 STRONG: Final = {
     "SYS_ADMIN": "no mounts: see mounts",
     "SYS_PTRACE": "what a process of another user left behind is found by its parent alone, not by its environment",
-    "SYS_RESOURCE": "limits cannot be raised above those of the container",
+    "SYS_RESOURCE": "jobs cannot have higher limits than the container has",
     "NET_ADMIN": "jobs cannot set up interfaces, routes and packet filters",
     "NET_RAW": "jobs cannot ping",
     "IPC_LOCK": "jobs cannot keep secrets out of swap (vault, credhub)",

@@ -253,7 +253,7 @@ class Link:
             self._ended.set_result(why if told in (None, self._denial) else str(told))
 
     async def send(self, subject: str, data: bytes) -> None:
-        """Queue a message; raises ``BusError`` for one that the server would answer by closing the connection."""
+        """Queue a message; raises ``BusError`` if the server would close the connection because of it."""
         if self.is_over:
             raise BusError(self._ended.result())
         name = subject.encode()
