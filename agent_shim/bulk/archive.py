@@ -148,7 +148,7 @@ class _Header(tarfile.TarInfo):
         if found.type in EXTENDED and found.size > MAX_HEADER_BYTES:
             raise ArchiveError(f"{_quoted(found.name)}: its header has {found.size} bytes")
         if found.type == tarfile.REGTYPE and found.name.endswith("/"):
-            found.type = tarfile.DIRTYPE  # ``tarfile`` knows those of the oldest kind only
+            found.type = tarfile.DIRTYPE  # ``tarfile`` does this for the oldest type of header only
         return found
 
 

@@ -1,4 +1,4 @@
-"""Modes and owners of installed bundles, as those of the Go agent (agent/applier/jobs/owner_fix.go)."""
+"""Modes and owners of installed bundles, the same as under the Go agent (agent/applier/jobs/owner_fix.go)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
     """Set modes and owners of an unpacked tree as installed (agent/applier/jobs/owner_fix.go).
 
     In a job ``owner`` owns everything; directories and files below ``bin`` are 0750, other files 0640. In a package
-    only those of the directory itself are set.
+    only the directory itself gets a mode and an owner.
     """
     if kind != "job":
         files.make_dir(tree, 0o755, owner if kind == "package" else None)

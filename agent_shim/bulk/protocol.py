@@ -161,8 +161,8 @@ class Outcome(msgspec.Struct, frozen=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     """Answer of a worker: the error, or the results of the request.
 
-    ``blob_id`` is that of a new blob, the digests (hex) are those of the packed archive, the outcomes are in the order
-    of the targets. ``put_error`` is the error of the upload after packing.
+    ``blob_id`` names a new blob. ``sha1`` and ``sha512`` (hex) are digests of the packed archive. The outcomes are in
+    the order of the targets. ``put_error`` is the error of the upload after packing.
     """
 
     error: str = ""

@@ -112,7 +112,7 @@ async def _get(request: Get) -> Done:
 
     async with Blobs(request.store, Paths(Path(request.base))) as blobs, blobs.fetched(request.source) as file:
         with files.replacing(Path(request.path), mode=request.mode) as out:
-            os.lseek(file.fileno(), 0, os.SEEK_SET)  # the kernel's position, not that of the buffer before it
+            os.lseek(file.fileno(), 0, os.SEEK_SET)  # in the kernel: the file has a buffer
             files.copy_data(file.fileno(), out.fileno())
     return Done()
 
