@@ -158,17 +158,18 @@ class Site:
         return is_known and (bool(vm or disk) or one["metadata"]["name"] in vms | disks)
 
     def stray_mounts(self) -> Iterator[str]:
-        """Mounts on the node below the directories of VMs that are gone."""
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            point = Path(line.split()[4])
+        """Mounts on nodes below the directories of VMs that are gone."""
+        lines = [line for one in self.namespace.node.workers for line in one.mounts.read_text().splitlines()]
+        for point in (Path(line.split()[4]) for line in lines):
             if self.hosted in point.parents and not any(vm in str(point) for vm in self.deployments.vms):
                 yield str(point)
 
     def stray_files(self) -> Iterator[str]:
         """Files that lie in a directory of the node where a disk should have been mounted."""
-        for point in self.hosted.glob("*/*"):
-            if point.is_dir() and not point.is_mount():
-                yield from map(str, point.iterdir())
+        for worker in self.namespace.node.workers:
+            for point in (worker.root / self.hosted.relative_to("/")).glob("*/*"):
+                if point.is_dir() and not point.is_mount():
+                    yield from map(str, point.iterdir())
 
     async def check_levels(self) -> None:
         """No pod that the namespace's Pod Security level would refuse."""

@@ -223,7 +223,8 @@ class Deployments:
 
     def job(self, name: str) -> dict[str, str]:
         """The files of its job; it also is an errand."""
-        return jobs.sleeper(Paths(), name) | {"bin/run": "#!/bin/sh\necho the errand has run\n"}
+        drain = "#!/bin/sh\n[ ! -d /var/vcap/store ] || echo drained >>/var/vcap/store/drained\necho 0\n"
+        return jobs.sleeper(Paths(), name) | {"bin/run": "#!/bin/sh\necho the errand has run\n", "bin/drain": drain}
 
     async def start(self, instance: Instance) -> None:
         """Apply and start, until the jobs run (instance_updater/starter.rb)."""

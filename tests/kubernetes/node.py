@@ -1,4 +1,7 @@
-"""A cluster of one node, started in the namespaces that ``tests.kubernetes`` has made; it ends with them."""
+"""A cluster of one node, started in the namespaces that ``tests.kubernetes`` has made; it ends with them.
+
+A test may add a second node, which has a network, mounts and a runtime of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import json
 import os
 import re
 import secrets
+import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +33,10 @@ ADDRESS: Final = "192.0.2.2"
 """Address of the node; pods can reach servers on it."""
 PODS: Final = "192.0.2.128/25"
 NAME: Final = "node"
-API: Final = "https://127.0.0.1:6443"
+SECOND: Final = "second"
+SECOND_ADDRESS: Final = "192.0.2.3"
+SECOND_PODS: Final = "203.0.113.0/25"
+API: Final = f"https://{ADDRESS}:6443"
 ETCD: Final = "http://127.0.0.1:2379"
 CONTAINERD: Final = "/run/containerd/containerd.sock"
 TIMEOUT_S: Final = 120.0
@@ -47,22 +55,37 @@ root = "{where}/containerd"
     runtime_type = "io.containerd.runc.v2"
 """
 
+# Logs, leases of addresses and sockets have fixed places. Volumes are those of the first node, as on a network storage.
+ENTER_SECOND: Final = """
+set -eu
+mount --make-rshared /
+mount -t tmpfs -o mode=0755 tmpfs /run
+for place in /var/log /var/lib/cni; do
+    mkdir -p "$0$place"
+    mount --bind "$0$place" $place
+done
+mkdir /run/whole-proc
+mount -t proc proc /run/whole-proc
+ip link set lo up
+echo ready
+exec sleep infinity
+"""
 
-class Node:
-    """The cluster as ``kubectl`` and the runtime see it; ``where`` holds its state and the logs of its parts."""
 
-    def __init__(self, where: Path) -> None:
+class Worker:
+    """A kubelet with its runtime; ``where`` holds their state and logs, ``cluster`` what all nodes share."""
+
+    def __init__(self, cluster: Path, where: Path, name: str, address: str) -> None:
+        self.cluster = cluster
         self.where = where
-        self.times: dict[str, float] = {}
-        """Seconds from the start until each step was done."""
+        self.name = name
+        self.address = address
+        self.inside: Sequence[str] = ()
+        """Command with which a program gets into the namespaces of the node."""
+        self.root = Path("/")
+        """Its file system as this process sees it."""
+        self.mounts = Path("/proc/self/mountinfo")
         self._parts: list[subprocess.Popen[bytes]] = []
-
-    def start(self) -> None:
-        """Until a pod can be made; a failed test with the log of the part that is in the way."""
-        began = time.monotonic()
-        for step in (self._connect, self._start_control_plane, self._start_runtime, self._start_kubelet):
-            step()
-            self.times[step.__name__.removeprefix("_")] = time.monotonic() - began
 
     @cached_property
     def minor(self) -> int:
@@ -74,30 +97,150 @@ class Node:
         assert found is not None, said
         return int(found[1])
 
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run it to the end, whatever it is."""
+        command = ["kubectl", f"--kubeconfig={self.cluster}/kubeconfig", *arguments]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True)
+
+    def ctr(self, *arguments: str) -> str:
+        """Return the output of containerd's own client, which must succeed."""
+        command = [*self.inside, "ctr", "--namespace=k8s.io", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"ctr {arguments}: {done.stderr}"
+        return done.stdout
+
+    def digest(self) -> str:
+        """Return the digest of this project's image in the runtime."""
+        for line in self.ctr("images", "list").splitlines():
+            name, _, digest, *_ = line.split()
+            if name == f"{pods.IMAGE}:latest":
+                return digest
+        raise AssertionError("the runtime has no image of ours")
+
+    def _network(self, addresses: str) -> None:
+        """Write how pods get their addresses: from a bridge, by which they reach the node."""
+        (self.where / "resolv.conf").write_text("nameserver 192.0.2.53\n")
+        ipam = {"type": "host-local", "ranges": [[{"subnet": addresses}]], "routes": [{"dst": "0.0.0.0/0"}]}
+        bridge = {"type": "bridge", "bridge": "pods", "isGateway": True, "hairpinMode": True, "ipam": ipam}
+        self._write("cni/pods.conflist", {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge]})
+
+    def _start_runtime(self) -> None:
+        config = self.where / "containerd.toml"
+        config.write_text(CONTAINERD_CONFIG.format(where=self.where, pause=PAUSE))
+        self._spawn(["containerd", "--config", str(config)])
+        asked = [*self.inside, "ctr", "version"]
+        self._until("containerd", "containerd", lambda: subprocess.run(asked, capture_output=True).returncode == 0)
+        self.ctr("images", "import", str(self.cluster / IMAGES))
+        self.ctr("images", "tag", f"{pods.IMAGE}:latest", "localhost/agent-shim:latest")
+        self.ctr("images", "tag", f"{pods.IMAGE}:latest", f"localhost/agent-shim@{self.digest()}")
+
+    def _start_kubelet(self) -> None:
+        config: dict[str, Any] = {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+            "authorization": {"mode": "AlwaysAllow"},
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": f"/{self.where.relative_to(self.cluster.parent)}",
+            "failSwapOn": False,
+            "makeIPTablesUtilChains": False,
+            "enableControllerAttachDetach": False,
+            # Not every machine lets it raise these.
+            "oomScoreAdj": 0,
+            "maxOpenFiles": 16384,
+            "clusterDNS": ["192.0.2.53"],
+            "clusterDomain": "cluster.local",
+            "resolvConf": str(self.where / "resolv.conf"),
+            # The pods must not see the disk of the machine.
+            "imageGCHighThresholdPercent": 100,
+            "evictionHard": {"memory.available": "50Mi"},
+            "syncFrequency": "2s",
+            "nodeStatusUpdateFrequency": "2s",
+        }
+        options: dict[str, Any] = {
+            "kubeconfig": self.cluster / "kubeconfig",
+            "container-runtime-endpoint": f"unix://{CONTAINERD}",
+            "root-dir": self.where / "kubelet",
+            "cert-dir": self.where / "kubelet/pki",
+            "volume-plugin-dir": self.where / "plugins",
+            "hostname-override": self.name,
+            "node-ip": self.address,
+        }
+        if self.minor < 24:
+            options["container-runtime"] = "remote"
+        if self.minor >= 31:
+            # The machine that runs the tests may have cgroup v1.
+            config["failCgroupV1"] = False
+        options["config"] = self._write("kubelet.json", config)
+        self._spawn([self._program("kubelet"), *_options(options)])
+        ready = ("get", "node", self.name, "-o", 'jsonpath={.status.conditions[?(@.type=="Ready")].status}')
+        self._until("the node", "kubelet", lambda: self.kubectl(*ready).stdout == "True")
+
+    def _write(self, name: str, content: Any) -> Path:
+        path = self.where / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    def _program(self, name: str) -> str:
+        return str(self.cluster / PROGRAMS / name)
+
+    def _spawn(self, command: Sequence[str]) -> None:
+        with self._log(Path(command[0]).name).open("wb") as log:
+            self._parts.append(subprocess.Popen([*self.inside, *command], stdout=log, stderr=subprocess.STDOUT))
+
+    def _log(self, part: str) -> Path:
+        return self.where / f"{part}.log"
+
+    def _until(self, what: str, part: str, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_so():
+            ended = [process.args for process in self._parts if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                end = "\n".join(self._log(part).read_text(errors="replace").splitlines()[-30:])
+                pytest.fail(f"{what} does not get ready; ended: {ended}; the end of its log:\n{end}", pytrace=False)
+            time.sleep(0.2)
+
+
+class Node(Worker):
+    """The cluster as ``kubectl`` and the runtime see it, with its first node."""
+
+    def __init__(self, where: Path) -> None:
+        super().__init__(where, where, NAME, ADDRESS)
+        self.times: dict[str, float] = {}
+        """Seconds from the start until each step was done."""
+        self.workers: list[Worker] = [self]
+
+    def start(self) -> None:
+        """Until a pod can be made; a failed test with the log of the part that is in the way."""
+        began = time.monotonic()
+        for step in (self._connect, self._start_control_plane, self._start_runtime, self._start_kubelet):
+            step()
+            self.times[step.__name__.removeprefix("_")] = time.monotonic() - began
+
+    @contextmanager
+    def second(self) -> Iterator[Worker]:
+        """Another node for the length of the block, ready for pods; its pods must be gone at the end."""
+        made = Second(self)
+        self.workers.append(made)
+        try:
+            made.start()
+            yield made
+        finally:
+            self.workers.remove(made)
+            made.stop()
+
     @property
     def authority(self) -> Path:
         """The certificate of the API server, which signs itself."""
         return self.where / "api/apiserver.crt"
 
-    def kubectl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Run it to the end, whatever it is."""
-        command = ["kubectl", f"--kubeconfig={self.where}/kubeconfig", *arguments]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True)
-
-    def ctr(self, *arguments: str) -> str:
-        """Return the output of containerd's own client, which must succeed."""
-        done = subprocess.run(["ctr", "--namespace=k8s.io", *arguments], capture_output=True, text=True)
-        assert done.returncode == 0, f"ctr {arguments}: {done.stderr}"
-        return done.stdout
-
     def _connect(self) -> None:
         """An address of the node, which pods have their way to by the bridge that they hang on."""
         for command in (f"link add {NAME} type bridge", f"address add {ADDRESS}/25 dev {NAME}", f"link set {NAME} up"):
-            subprocess.run(["ip", *command.split()], check=True)
-        (self.where / "resolv.conf").write_text("nameserver 192.0.2.53\n")
-        addresses = {"type": "host-local", "ranges": [[{"subnet": PODS}]], "routes": [{"dst": "0.0.0.0/0"}]}
-        bridge = {"type": "bridge", "bridge": "pods", "isGateway": True, "hairpinMode": True, "ipam": addresses}
-        self._write("cni/pods.conflist", {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge]})
+            _ip(command)
+        self._network(PODS)
 
     def _start_control_plane(self) -> None:
         etcd = {"listen-client-urls": ETCD, "advertise-client-urls": ETCD, "listen-peer-urls": "http://127.0.0.1:2380"}
@@ -107,7 +250,7 @@ class Node:
         key = self.where / "service-accounts.pem"
         api = {
             "etcd-servers": ETCD,
-            "bind-address": "127.0.0.1",
+            "bind-address": ADDRESS,
             "secure-port": "6443",
             "advertise-address": ADDRESS,
             "cert-dir": self.where / "api",
@@ -136,66 +279,6 @@ class Node:
         self._spawn([self._program("kube-controller-manager"), *_options(manager)])
         self._spawn([self._program("kube-scheduler"), *_options({**client, "cert-dir": self.where / "scheduler"})])
 
-    def _start_runtime(self) -> None:
-        config = self.where / "containerd.toml"
-        config.write_text(CONTAINERD_CONFIG.format(where=self.where, pause=PAUSE))
-        self._spawn(["containerd", "--config", str(config)])
-        asked = ["ctr", "version"]
-        self._until("containerd", "containerd", lambda: subprocess.run(asked, capture_output=True).returncode == 0)
-        self.ctr("images", "import", str(self.where / IMAGES))
-        self.ctr("images", "tag", f"{pods.IMAGE}:latest", "localhost/agent-shim:latest")
-        self.ctr("images", "tag", f"{pods.IMAGE}:latest", f"localhost/agent-shim@{self.digest()}")
-
-    def digest(self) -> str:
-        """Return the digest of this project's image in the runtime."""
-        for line in self.ctr("images", "list").splitlines():
-            name, _, digest, *_ = line.split()
-            if name == f"{pods.IMAGE}:latest":
-                return digest
-        raise AssertionError("the runtime has no image of ours")
-
-    def _start_kubelet(self) -> None:
-        config: dict[str, Any] = {
-            "apiVersion": "kubelet.config.k8s.io/v1beta1",
-            "kind": "KubeletConfiguration",
-            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
-            "authorization": {"mode": "AlwaysAllow"},
-            "cgroupDriver": "cgroupfs",
-            "cgroupRoot": f"/{self.where.name}",
-            "failSwapOn": False,
-            "makeIPTablesUtilChains": False,
-            "enableControllerAttachDetach": False,
-            # Not every machine lets it raise these.
-            "oomScoreAdj": 0,
-            "maxOpenFiles": 16384,
-            "clusterDNS": ["192.0.2.53"],
-            "clusterDomain": "cluster.local",
-            "resolvConf": str(self.where / "resolv.conf"),
-            # The pods must not see the disk of the machine.
-            "imageGCHighThresholdPercent": 100,
-            "evictionHard": {"memory.available": "50Mi"},
-            "syncFrequency": "2s",
-            "nodeStatusUpdateFrequency": "2s",
-        }
-        options: dict[str, Any] = {
-            "kubeconfig": self.where / "kubeconfig",
-            "container-runtime-endpoint": f"unix://{CONTAINERD}",
-            "root-dir": self.where / "kubelet",
-            "cert-dir": self.where / "kubelet/pki",
-            "volume-plugin-dir": self.where / "plugins",
-            "hostname-override": NAME,
-            "node-ip": ADDRESS,
-        }
-        if self.minor < 24:
-            options["container-runtime"] = "remote"
-        if self.minor >= 31:
-            # The machine that runs the tests may have cgroup v1.
-            config["failCgroupV1"] = False
-        options["config"] = self._write("kubelet.json", config)
-        self._spawn([self._program("kubelet"), *_options(options)])
-        ready = ("get", "node", NAME, "-o", 'jsonpath={.status.conditions[?(@.type=="Ready")].status}')
-        self._until("the node", "kubelet", lambda: self.kubectl(*ready).stdout == "True")
-
     def _write_credentials(self) -> None:
         token = secrets.token_hex()
         self._write("tokens.csv", f'{token},admin,admin,"system:masters"\n')
@@ -213,31 +296,51 @@ class Node:
         key = self.where / "service-accounts.pem"
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
 
-    def _write(self, name: str, content: Any) -> Path:
-        path = self.where / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return path
 
-    def _program(self, name: str) -> str:
-        return str(self.where / PROGRAMS / name)
+class Second(Worker):
+    """A node with a network and mounts of its own, connected to the bridge of the first."""
 
-    def _spawn(self, command: Sequence[str]) -> None:
-        with self._log(Path(command[0]).name).open("wb") as log:
-            self._parts.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+    def __init__(self, first: Node) -> None:
+        super().__init__(first.where, first.where / SECOND, SECOND, SECOND_ADDRESS)
 
-    def _log(self, part: str) -> Path:
-        return self.where / f"{part}.log"
+    def start(self) -> None:
+        """Until a pod can be made."""
+        self.where.mkdir()
+        holder = subprocess.Popen(
+            ["unshare", "--mount", "--net", "sh", "-c", ENTER_SECOND, str(self.where)], stdout=subprocess.PIPE
+        )
+        self._parts.append(holder)
+        assert holder.stdout is not None
+        with holder.stdout as said:
+            assert said.readline() == b"ready\n"
+        self.inside = ("nsenter", f"--target={holder.pid}", "--mount", "--net", "--")
+        self.root = Path(f"/proc/{holder.pid}/root")
+        self.mounts = Path(f"/proc/{holder.pid}/mountinfo")
+        _ip(f"link add {SECOND} type veth peer name eth0 netns {holder.pid}")
+        _ip(f"link set {SECOND} master {NAME} up")
+        _ip(f"address add {SECOND_ADDRESS}/25 dev eth0", self.inside)
+        _ip("link set eth0 up", self.inside)
+        _ip(f"route add {PODS} via {ADDRESS}", self.inside)
+        _ip(f"route replace {SECOND_PODS} via {SECOND_ADDRESS}")
+        for group in (*CGROUPS.glob(self.cluster.name), *CGROUPS.glob(f"*/{self.cluster.name}")):
+            (group / SECOND).mkdir(exist_ok=True)
+        self._network(SECOND_PODS)
+        self._start_runtime()
+        self._start_kubelet()
 
-    def _until(self, what: str, part: str, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not is_so():
-            ended = [process.args for process in self._parts if process.poll() is not None]
-            if ended or time.monotonic() > deadline:
-                end = "\n".join(self._log(part).read_text(errors="replace").splitlines()[-30:])
-                pytest.fail(f"{what} does not get ready; ended: {ended}; the end of its log:\n{end}", pytrace=False)
-            time.sleep(0.2)
+    def stop(self) -> None:
+        """End its parts, and remove it and its state from the cluster."""
+        for part in reversed(self._parts):
+            part.terminate()
+            part.wait()
+        # Containers of deleted pods may hold its network a while longer.
+        _ip(f"link delete {SECOND}")
+        self.kubectl("delete", "node", SECOND)
+        shutil.rmtree(self.where, ignore_errors=True)
+
+
+def _ip(command: str, inside: Sequence[str] = ()) -> None:
+    subprocess.run([*inside, "ip", *command.split()], check=True)
 
 
 def _options(values: dict[str, Any]) -> list[str]:

@@ -77,6 +77,72 @@ async def test_drain_evicts_one_vm_of_a_group_at_a_time(node: Node, tmp_path: Pa
         await site.check(one, two, three)
 
 
+# --- names and ways in ----------------------------------------------------------------------------------------------
+
+FRONT: Document = {
+    "name": "front",
+    "ports": [{"port": 80, "target_port": 8080}],
+    "ingress": {"hosts": ["front.example.org"]},
+}
+ONLY_FROM_INSIDE: Document = {"ingress": [{"from": [{"podSelector": {}}]}]}
+
+
+async def leads_to(site: Site, service: str) -> list[str]:
+    """Addresses that the cluster puts behind a Service, sorted."""
+    said = await site.namespace.kubectl("get", "endpoints", service, "-o", "jsonpath={.subsets[*].addresses[*].ip}")
+    return sorted(said.split())
+
+
+async def until_leads_to(site: Site, service: str, *instances: Instance) -> None:
+    """Wait for the controller of endpoints."""
+    pods = [await site.namespace.pod(one.vm).look() for one in instances]
+    wanted = sorted(pod["status"]["podIP"] for pod in pods)
+    async with asyncio.timeout(LIMIT):
+        while await leads_to(site, service) != wanted:
+            await asyncio.sleep(0.2)
+
+
+async def ways_in(site: Site) -> list[str]:
+    """Services, Ingresses and NetworkPolicies that the CPI has made."""
+    kinds, ours = "services,ingresses,networkpolicies", "app.kubernetes.io/managed-by=kubernetes-cpi"
+    return sorted((await site.namespace.kubectl("get", kinds, "-l", ours, "-o", "name")).split())
+
+
+async def test_names_and_ways_in_follow_the_vms_and_end_with_the_last(node: Node, tmp_path: Path) -> None:
+    async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
+        director = site.deployments
+        with site.vm_type(services=[FRONT], network_policy=ONLY_FROM_INSIDE):
+            one = await director.first_deploy("web", with_disk=False)
+            two = Instance("web", 1)
+            await director.new_vm(two)
+
+            made = await ways_in(site)
+            assert [way for way in made if not way.startswith("networkpolicy")] == [
+                "ingress.networking.k8s.io/front",
+                "service/dep-web-0",
+                "service/dep-web-1",
+                "service/front",
+            ]
+            policy = await site.namespace.kubectl("get", made[1], "-o", "jsonpath={.spec.podSelector.matchLabels}")
+            protected = ",".join(f"{key}={value}" for key, value in json.loads(policy).items())
+            pods = await site.namespace.kubectl("get", "pods", "-l", protected, "-o", "name")
+            assert sorted(pods.split()) == sorted(f"pod/{vm.vm}" for vm in (one, two))
+            await until_leads_to(site, "front", one, two)
+
+            former = await leads_to(site, "dep-web-1")
+            await director.recreate(two)
+            await until_leads_to(site, "dep-web-1", two)
+            assert await leads_to(site, "dep-web-1") != former
+            await until_leads_to(site, "front", one, two)
+
+            await director.delete(one)
+            assert [way for way in await ways_in(site) if "dep-web-0" in way] == []
+            await until_leads_to(site, "front", two)
+            await director.delete(two)
+        assert await ways_in(site) == []
+        await site.check()
+
+
 # --- the doctor -----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,165 @@
+"""VMs of the CPI on two nodes: a real ``kubectl drain``, as docs/cluster-upgrades.md tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+import yaml
+
+from tests.kubernetes import cpi_site
+from tests.kubernetes.calls import CpiError
+from tests.kubernetes.cpi_site import Site, Way
+from tests.kubernetes.deployments import Instance
+from tests.kubernetes.node import API, SECOND, Node, Worker
+
+pytestmark = pytest.mark.kubernetes
+
+LIVE: Final = Way("live", "live", "base", "privileged")
+LOCAL: Final = "of-one-node"
+"""A StorageClass of volumes that only the second node has."""
+DRAIN: Final = (
+    "drain",
+    SECOND,
+    "--ignore-daemonsets",
+    "--delete-emptydir-data",
+    "--force",
+    "--pod-selector=cpi.bosh.io/kind!=attachment",
+)
+GROUP_SIZE: Final = 3
+ASK_API: Final = f"""
+import ssl, urllib.request
+context = ssl._create_unverified_context()
+print(urllib.request.urlopen("{API}/readyz", context=context, timeout=9).read().decode())
+"""
+
+
+@pytest.fixture(scope="module")
+def second(node: Node) -> Iterator[Worker]:
+    if node.minor < 22:
+        pytest.skip("no policy/v1 in this Kubernetes")
+    with node.second() as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def only_on(site: Site, other: str) -> AsyncIterator[None]:
+    """VMs of this block are not scheduled to the other node."""
+    await site.namespace.kubectl("cordon", other)
+    try:
+        yield
+    finally:
+        await site.namespace.kubectl("uncordon", other)
+
+
+async def node_of(site: Site, instance: Instance) -> str:
+    node: str = (await site.namespace.pod(instance.vm).look())["spec"]["nodeName"]
+    return node
+
+
+async def ready_of(site: Site, group: str) -> int:
+    """Number of VMs of a group that serve."""
+    ready = '{.items[*].status.conditions[?(@.type=="Ready")].status}'
+    said = await site.namespace.kubectl(
+        "get", "pods", "-l", f"bosh.io/instance_group={group}", "-o", f"jsonpath={ready}"
+    )
+    return said.split().count("True")
+
+
+async def drained(site: Site) -> str:
+    done = await asyncio.to_thread(site.namespace.node.kubectl, *DRAIN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+async def resurrect_until(site: Site, instances: list[Instance], drain: asyncio.Task[str]) -> list[int]:
+    """Bring each missing VM back, as the Health Monitor does; return how many VMs of the group served each time."""
+    served = []
+    while not drain.done():
+        served.append(await ready_of(site, "web"))
+        for instance in instances:
+            if not await site.cpi.call("has_vm", instance.vm):
+                await site.deployments.resurrect(instance)
+    return served
+
+
+async def test_drain_moves_vms_of_a_group_one_by_one_and_a_disk_follows(
+    node: Node, second: Worker, tmp_path: Path
+) -> None:
+    async with cpi_site.site(node, LIVE, tmp_path) as site:
+        async with only_on(site, node.name):
+            db = await site.deployments.first_deploy()
+            webs = [await site.deployments.first_deploy("web", with_disk=False) for _ in range(GROUP_SIZE)]
+        await site.write(db)
+        instances = [db, *webs]
+        assert {await node_of(site, one) for one in instances} == {second.name}
+        assert await site.exec(db, "/opt/agent_shim/bin/python3", "-c", ASK_API) == "ok\n"
+
+        drain = asyncio.create_task(drained(site))
+        try:
+            served = await resurrect_until(site, instances, drain)
+            await drain
+            for instance in instances:
+                if not await site.cpi.call("has_vm", instance.vm):
+                    await site.deployments.resurrect(instance)
+            assert {await node_of(site, one) for one in instances} == {node.name}
+        finally:
+            await site.namespace.kubectl("uncordon", second.name)
+        assert min(served) >= GROUP_SIZE - 1
+        # The jobs had their turn before the pod went, and the file of the disk is on the other node.
+        assert (await site.exec(db, "cat", "/var/vcap/store/drained")).splitlines() == ["drained"]
+        await site.check(*instances)
+
+
+def local_volume(path: Path) -> str:
+    """Return a volume in a directory of the second node, with its class."""
+    path.mkdir()
+    there = {"key": "kubernetes.io/hostname", "operator": "In", "values": [SECOND]}
+    storage = {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {"name": LOCAL},
+        "provisioner": "kubernetes.io/no-provisioner",
+        "volumeBindingMode": "WaitForFirstConsumer",
+    }
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": LOCAL},
+        "spec": {
+            "accessModes": ["ReadWriteOnce"],
+            "capacity": {"storage": "64Mi"},
+            "local": {"path": str(path)},
+            "storageClassName": LOCAL,
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [there]}]}},
+        },
+    }
+    return yaml.safe_dump_all([storage, volume])
+
+
+async def test_vm_whose_disk_is_on_the_drained_node_waits_for_it(node: Node, second: Worker, tmp_path: Path) -> None:
+    volume = local_volume(tmp_path / "volume")
+    async with cpi_site.site(node, LIVE, tmp_path) as site, contextlib.AsyncExitStack() as stack:
+        await site.namespace.kubectl("apply", "--filename=-", stdin=volume)
+        stack.push_async_callback(site.namespace.kubectl, "delete", "--wait=false", "--filename=-", stdin=volume)
+        site.deployments.disk_type = {"storage_class": LOCAL}
+        async with only_on(site, node.name):
+            db = await site.deployments.first_deploy()
+        await site.write(db)
+
+        await drained(site)
+        try:
+            assert await site.cpi.call("has_vm", db.vm) is False
+            with pytest.raises(CpiError, match="no node takes it.*affinity"):
+                await site.deployments.resurrect(db)
+            assert await site.cpi.call("has_disk", db.disk)
+        finally:
+            await site.namespace.kubectl("uncordon", second.name)
+        await site.deployments.new_vm(db)
+
+        assert await node_of(site, db) == second.name
+        await site.check(db)
