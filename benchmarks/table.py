@@ -59,6 +59,9 @@ BUDGETS: Final = {
 }
 
 
+QUERIES: Final = "deploy_queries_of_"
+"""Figures with this prefix share a line below the table."""
+
 IN_SHORT: Final = {
     "start until 5 running": "five jobs started, until all run",
     "killed until successor lives": "a process killed, until its successor runs",
@@ -107,7 +110,8 @@ def in_short(page: str) -> str:
     rows = {row[0]: row for row in cells if row[0] in IN_SHORT}
     lines = ["| measured side by side | agent_shim | Go agent and monit |", "|---|---|---|"]
     lines += [
-        f"| {words} | {rows[name][1]} | {rows[name][-1].partition(' (')[0]} |" for name, words in IN_SHORT.items()
+        f"| {words} | {rows[name][1].partition(' (')[0]} | {rows[name][-1].partition(' (')[0]} |"
+        for name, words in IN_SHORT.items()
     ]
     return "\n".join([*lines, ""])
 
@@ -115,13 +119,14 @@ def in_short(page: str) -> str:
 def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
     """Return the conditions, a line for each figure, the floors, and the missing figures with reasons."""
     floors = _Floors()
-    columns = ["figure", "median", "least to greatest", "floor", "ratio", "must / aim"]
+    columns = ["figure", "median (range)", "floor", "must / aim"]
     columns += [f"{other['agent']} (times ours)" for other in others]
     rows = [columns, ["---"] * len(columns)]
     for name, figure in document["figures"].items():
-        if "median" in figure:
+        if "median" in figure and not name.startswith(QUERIES):
             rows.append([*_row(name, figure, floors), *(_beside(name, figure, other) for other in others)])
     lines = [_measured(document, others), "", *(f"| {' | '.join(row)} |" for row in rows), "", floors.said(), ""]
+    lines += _queries(document, others)
     for name, figure in document["figures"].items():
         if steps := figure.get("steps_ms"):
             shown = ", ".join(f"{step} {worded(took / 1000, 's')}" for step, took in steps.items())
@@ -130,6 +135,16 @@ def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
         for part, why in one["missing"].items():
             lines += [f"Not measured of {one['agent']}, in all or in part: `{part}`: {why.replace('|', '/')}", ""]
     return "\n".join(lines)
+
+
+def _queries(document: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
+    """Return a line with the queries of each step of a deploy."""
+    said = []
+    for one in (document, *others):
+        counts = {name: figure["median"] for name, figure in one["figures"].items() if name.startswith(QUERIES)}
+        steps = ", ".join(f"{name.removeprefix(QUERIES).replace('_', ' ')} {digits(n)}" for name, n in counts.items())
+        said += [f"{one['agent']}: {steps}"] if steps else []
+    return [f"Queries of the result, for each step of a deploy: {'; '.join(said)}.", ""] if said else []
 
 
 class _Floors:
@@ -173,11 +188,13 @@ def _row(name: str, figure: dict[str, Any], floors: _Floors) -> list[str]:
     words = [
         name.replace("_", " "),
         worded(figure["median"], unit),
-        "one sample" if figure["samples"] == 1 else _pair(figure["min"], figure["max"], unit, " to "),
         f"{worded(figure['floor'], unit)} ({floors.number(figure['floor_is'])})" if has_floor else "",
-        digits(figure["ratio"]) if "ratio" in figure else "",
         "",
     ]
+    if figure["samples"] > 1:
+        words[1] += f" ({_pair(figure['min'], figure['max'], unit, ' to ')})"
+    if "ratio" in figure:
+        words[2] += f" ×{digits(figure['ratio'])}"
     if budget:
         words[-1] = budget.worded(unit)
         if verdict := budget.verdict(figure):

@@ -41,7 +41,7 @@ def test_a_figure_has_three_digits_and_a_unit_that_suits_it(value: float, unit: 
 
 def test_a_line_has_the_spread_the_floor_its_ratio_and_the_budget() -> None:
     text = table.render(OURS, [])
-    assert "| ping | 310 µs | 300 µs to 2 ms | 200 µs (1) | 1.55 | 1.2 / 1.1 of the floor, **limit missed** |" in text
+    assert "| ping | 310 µs (300 µs to 2 ms) | 200 µs (1) ×1.55 | 1.2 / 1.1 of the floor, **limit missed** |" in text
     assert "Floors: (1) an echo." in text
 
 
@@ -85,6 +85,14 @@ def test_parts_of_several_runs_are_one_column() -> None:
     assert "each part in a run of its own: ours from 04:00 to 05:01 (load at most 2.5)." in text
 
 
+def test_queries_of_a_deploy_share_a_line() -> None:
+    counts = {f"deploy_queries_of_{step}": figure([n], "queries") for step, n in (("stop", 1.0), ("pre-start", 2.0))}
+    text = table.render(document("ours", counts), [document("theirs", counts)])
+
+    assert "Queries of the result, for each step of a deploy: ours: stop 1, pre-start 2; theirs: stop 1" in text
+    assert "| deploy queries" not in text
+
+
 def test_another_machine_is_said_to_be_another() -> None:
     theirs = document("theirs", {}, machine={**MACHINE, "kernel": "5.10"}, scale=0.5)
     text = table.render(OURS, [theirs])
@@ -104,7 +112,7 @@ def test_the_boot_as_root_is_a_line_and_its_steps_are_named() -> None:
     }
     text = table.render(document("ours", {"exec_to_first_pong_as_root": boot}), [])
 
-    assert "| 291 ms | 267 to 347 ms | 100 ms (1) | 2.91 | 3 / 2.5 of the floor, **aim missed** |" in text
+    assert "| 291 ms (267 to 347 ms) | 100 ms (1) ×2.91 | 3 / 2.5 of the floor, **aim missed** |" in text
     assert "*exec to first pong as root*: own names 2.5 ms, ssh server 7.3 ms." in text
 
 
