@@ -76,8 +76,8 @@ async def play_all(
             if row.verdict != "held":
                 break
         if row.verdict != "not run":
-            how_often = FULL if is_full else f"{number} of {times}"
-            row = replace(row, played=f"{how_often} on {time.strftime('%Y-%m-%d')}")
+            how_often = f"{FULL} on " if is_full else f"{number} of {times} on " if times > 1 else ""
+            row = replace(row, played=how_often + time.strftime("%Y-%m-%d"))
         rows.append(row)
         enter(row)
     return rows

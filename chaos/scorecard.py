@@ -31,7 +31,7 @@ class Row:
     verdict: str
     figures: str
     played: str = ""
-    """Number of runs in a row, and the date."""
+    """The date, after the number of runs if there was more than one in a row."""
     saboteur: str = ""
     """Date on which the case failed under its saboteur, or a remark that it did not."""
 
@@ -100,9 +100,10 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def enter_saboteur(path: Path, case: str, caught: str) -> None:
-    """Set the last cell in the row of a case or an invariant: the date on which its saboteur was caught, or that it was
-    not.
+    """Set the last cell in the row of a case or an invariant: the date on which its saboteur was caught, or
+    ``NOT CAUGHT`` with the date.
     """
+    caught = caught.removeprefix("caught ")
     with _locked(path):
         text = path.read_text()
         known = earlier(text)
