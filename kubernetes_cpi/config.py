@@ -26,11 +26,11 @@ class Cluster(Strict, frozen=True):
     """Address and credentials of the API server; if empty, those of the pod in which the CPI runs."""
 
     server: Annotated[str, doc("URL of the API server. Empty: `https://kubernetes.default.svc`.")] = ""
-    ca: Annotated[str, doc("Certificate of the CA of the API server, PEM. Empty: the one mounted into the pod.")] = ""
+    ca: Annotated[str, doc("CA of the API server, PEM. Empty: the one mounted into the pod.")] = ""
     token: Annotated[str, doc("Bearer token of a service account.")] = ""
     token_file: Annotated[
         str,
-        doc("File with the token, read at each call. Empty, without other credentials: the one mounted into the pod."),
+        doc("File with the token, read at each call. Empty: the one mounted into the pod."),
     ] = ""
     client_certificate: Annotated[str, doc("Client certificate, PEM, instead of a token.")] = ""
     client_key: Annotated[str, doc("Key of the client certificate, PEM.")] = ""
@@ -58,26 +58,17 @@ class Disks(Strict, frozen=True):
     attach: Annotated[
         AttachWay,
         doc(
-            "How a disk reaches a running VM: `live` binds it into the running pod (the namespace must admit "
-            "privileged pods); `recreate` makes its pod again (data on a claim keeps credentials, packages and logs; "
-            "the address may change); `never` refuses (disks come at creation or are reserved). `auto`: `live` where "
-            "the namespace admits it, else `recreate` where the network is `manual` and keeps the address, else "
-            "`never`."
+            "How a disk reaches a running VM: bound into the running pod, by a new pod, or not at "
+            "all. `auto`: `live` where the namespace admits it, else `recreate` on a `manual` network, else `never`."
         ),
     ] = "auto"
     storage_class: Annotated[str, doc("StorageClass of claims. Empty: the cluster's default.")] = ""
     access_mode: Annotated[
         Literal["ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"], doc("Access mode of persistent disks.")
     ] = "ReadWriteOnce"
-    host_path: Annotated[
-        str, doc("Directory of nodes below which live disks are passed on to pods. Must be on a shared mount.")
-    ] = "/var/lib/kubelet/bosh"
-    helper_image: Annotated[
-        str, doc("Image of attachment pods. Empty: the image of the VM, which is on the node already.")
-    ] = ""
-    helper_python: Annotated[
-        str, doc("Python (3.9 or newer) in that image, which runs the program of the attachment.")
-    ] = "/opt/agent_shim/bin/python3"
+    host_path: Annotated[str, doc("Directory of nodes for live disks, on a shared mount.")] = "/var/lib/kubelet/bosh"
+    helper_image: Annotated[str, doc("Image of attachment pods. Empty: the image of the VM.")] = ""
+    helper_python: Annotated[str, doc("Python (3.9 or newer) in that image.")] = "/opt/agent_shim/bin/python3"
 
 
 class Networks(Strict, frozen=True):
@@ -91,9 +82,7 @@ class Networks(Strict, frozen=True):
         dict[str, str],
         doc("Annotations of pods on a `manual` network; `((ip))`, `((prefix))`, `((gateway))` are filled in."),
     ] = {}
-    instance_names: Annotated[
-        bool, doc("A headless Service `DEPLOYMENT-GROUP-INDEX` for each instance, whose name outlives addresses.")
-    ] = True
+    instance_names: Annotated[bool, doc("A headless Service `DEPLOYMENT-GROUP-INDEX` for each instance.")] = True
 
 
 class Stemcells(Strict, frozen=True):
@@ -140,13 +129,13 @@ class Config(Strict, frozen=True):
     cluster: Annotated[Cluster, doc("The API server. Without this: the in-cluster service account.")] = Cluster()
     namespace: Annotated[
         str,
-        doc("Namespace of the VMs and disks, at most 40 characters. Empty: that of the kubeconfig or service account."),
+        doc("Namespace of VMs and disks, at most 40 characters. Empty: from the kubeconfig or service account."),
     ] = ""
     agent: Annotated[Agent, doc("Settings of the agents.")] = Agent()
     disks: Annotated[Disks, doc("Persistent disks.")] = Disks()
     networks: Annotated[Networks, doc("Defaults of networks.")] = Networks()
     stemcells: Annotated[Stemcells, doc("Images.")] = Stemcells()
-    vms: Annotated[dict[str, Any], doc("Cloud properties that lie below those of each VM: see the next table.")] = {}
+    vms: Annotated[dict[str, Any], doc("Defaults for the cloud properties of VMs, the next table.")] = {}
     timeouts: Annotated[Timeouts, doc("Bounds in seconds.")] = Timeouts()
 
     def __post_init__(self) -> None:

@@ -24,10 +24,10 @@ class Port(Strict, frozen=True):
 
     port: Annotated[PortNumber, doc("Port.")]
     name: Annotated[str, doc("Its name. Empty: `tcp-PORT` and the like.")] = ""
-    target_port: Annotated[int | str, doc("Port of the pod behind a Service. 0: the same.")] = 0
+    target_port: Annotated[int | str, doc("Port of the pod. 0: the same.")] = 0
     protocol: Annotated[Protocol, doc("Protocol.")] = "TCP"
-    node_port: Annotated[int, doc("Port of nodes, for Services of type NodePort and LoadBalancer. 0: any.")] = 0
-    host_port: Annotated[int, doc("Port of the node that leads to the pod; only in `ports` of VMs. 0: none.")] = 0
+    node_port: Annotated[int, doc("Port of nodes (NodePort, LoadBalancer). 0: any.")] = 0
+    host_port: Annotated[int, doc("Port of the node that leads to the pod; not in Services. 0: none.")] = 0
 
 
 class Ingress(Strict, frozen=True):
@@ -45,12 +45,12 @@ class Service(Strict, frozen=True):
     """A Service in front of all VMs of an instance group."""
 
     name: Annotated[str, doc("Name of the Service; VMs with the same name share it.")]
-    ports: Annotated[list[Port], doc("Its ports.")]
+    ports: Annotated[list[Port], doc("Its ports, with the keys of `ports` of VMs.")]
     type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], doc("Its type.")] = "ClusterIP"
     cluster_ip: Annotated[str, doc("Its address. Empty: any; `None`: a headless Service.")] = ""
     load_balancer_ip: Annotated[str, doc("Address asked of the load balancer.")] = ""
     annotations: Annotated[dict[str, str], doc("Annotations.")] = {}
-    keep: Annotated[bool, doc("Leave the Service, with its address, when the last VM of the group is deleted.")] = False
+    keep: Annotated[bool, doc("Keep the Service, with its address, after the last VM of the group.")] = False
     ingress: Annotated[Ingress | None, doc("An Ingress of the same name.")] = None
 
     def __post_init__(self) -> None:
@@ -78,19 +78,18 @@ class EphemeralDisk(Strict, frozen=True):
     type: Annotated[
         Literal["", "claim", "empty_dir"],
         doc(
-            "`claim` outlives the pod: without one no disk is attached by recreation, and a disk that the VM was made "
-            "with cannot move to another VM (create-swap-delete) before this one is deleted; `empty_dir` ends with the "
-            "pod. Empty: `claim`, or `empty_dir` where `attach` is `never`."
+            "`claim` outlives the pod: attachment by recreation and create-swap-delete of a VM made with a disk need "
+            "it. `empty_dir` ends with the pod. Empty: `claim`, or `empty_dir` where `attach` is `never`."
         ),
     ] = ""
-    storage_class: Annotated[str, doc("StorageClass of the claim. Empty: that of `disks.storage_class`.")] = ""
+    storage_class: Annotated[str, doc("StorageClass of the claim. Empty: `disks.storage_class`.")] = ""
 
 
 class ReservedDisk(Strict, frozen=True):
     """A persistent disk that is made with the VM; create_disk hands it out."""
 
     size: Annotated[Size, doc("MiB, or a quantity; the same as `persistent_disk` of the instance group.")]
-    storage_class: Annotated[str, doc("StorageClass. Empty: that of `disks.storage_class`.")] = ""
+    storage_class: Annotated[str, doc("StorageClass. Empty: `disks.storage_class`.")] = ""
 
 
 class AgentImage(Strict, frozen=True):
@@ -145,21 +144,17 @@ class VmProperties(Strict, frozen=True):
     ] = {}
     agent: Annotated[
         AgentImage | None,
-        doc("The agent where the stemcell's image has none, as an official one; not with the tier `restricted`."),
+        doc("The agent for an official image, which has none; not with the tier `restricted`."),
     ] = None
     ephemeral_disk: Annotated[EphemeralDisk, doc("`/var/vcap/data`.")] = EphemeralDisk()
     persistent_disk: Annotated[ReservedDisk | None, doc("A reserved persistent disk.")] = None
-    attach: Annotated[AttachWay | Literal[""], doc("`disks.attach` for this VM. Empty: that of the configuration.")] = (
-        ""
-    )
+    attach: Annotated[AttachWay | Literal[""], doc("`disks.attach` for this VM.")] = ""
     zone: Annotated[str, doc("Zone of nodes (`topology.kubernetes.io/zone`); in `cloud_properties` of an AZ.")] = ""
     node_selector: Annotated[dict[str, str], doc("Labels of nodes.")] = {}
-    affinity: Annotated[dict[str, Any], doc("Affinity as in a pod, beside what `zone` and `anti_affinity` make.")] = {}
+    affinity: Annotated[dict[str, Any], doc("Affinity as in a pod, beside `zone` and `anti_affinity`.")] = {}
     anti_affinity: Annotated[
         Literal["preferred", "required", "none"],
-        doc(
-            "Whether VMs of one instance group keep to different nodes, and without `zone` also prefer different zones."
-        ),
+        doc("VMs of one instance group keep to different nodes, and without `zone` prefer different zones."),
     ] = "preferred"
     tolerations: Annotated[list[dict[str, Any]], doc("Tolerations as in a pod.")] = []
     priority_class: Annotated[str, doc("PriorityClass.")] = ""
@@ -169,13 +164,13 @@ class VmProperties(Strict, frozen=True):
     annotations: Annotated[dict[str, str], doc("Annotations of the pod.")] = {}
     sysctls: Annotated[dict[str, str], doc("Sysctls of the pod.")] = {}
     volumes: Annotated[list[Volume], doc("Volumes beside those of the CPI.")] = []
-    ports: Annotated[list[Port], doc("Ports of the pod, where `host_port` is wanted or for the reader.")] = []
+    ports: Annotated[list[Port], doc("Ports of the pod, for `host_port`.")] = []
     services: Annotated[list[Service], doc("Services in front of the instance group.")] = []
     network_policy: Annotated[
-        NetworkPolicy | None, doc("A NetworkPolicy of the instance group, which remains until its last VM is deleted.")
+        NetworkPolicy | None, doc("A NetworkPolicy of the instance group, until its last VM is deleted.")
     ] = None
     disruption_budget: Annotated[
-        bool, doc("A PodDisruptionBudget for the instance group: a drain of nodes evicts one of its VMs at a time.")
+        bool, doc("A PodDisruptionBudget of the instance group: a drain evicts one VM at a time.")
     ] = True
     host_aliases: Annotated[dict[str, list[str]], doc("Names by address, in `/etc/hosts`.")] = {}
     service_account: Annotated[str, doc("Service account of the pod. Empty: `default`.")] = ""
@@ -195,10 +190,10 @@ class VmProperties(Strict, frozen=True):
 class DiskProperties(Strict, frozen=True):
     """Cloud properties of disk_types."""
 
-    storage_class: Annotated[str, doc("StorageClass. Empty: that of `disks.storage_class`.")] = ""
+    storage_class: Annotated[str, doc("StorageClass. Empty: `disks.storage_class`.")] = ""
     access_mode: Annotated[
         Literal["", "ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"],
-        doc("Access mode. Empty: that of `disks.access_mode`."),
+        doc("Access mode. Empty: `disks.access_mode`."),
     ] = ""
     volume_attributes_class: Annotated[str, doc("VolumeAttributesClass (Kubernetes 1.34); update_disk changes it.")] = (
         ""
@@ -221,7 +216,7 @@ class NetworkProperties(Strict, frozen=True):
         str, doc("NetworkAttachmentDefinition (multus, `NAMESPACE/NAME` or `NAME`) or IPPool (antrea).")
     ] = ""
     interface: Annotated[str, doc("Name of a multus interface. Empty: its own choice.")] = ""
-    ports: Annotated[list[Port], doc("Ports of the Service of a `vip` network.")] = []
+    ports: Annotated[list[Port], doc("Ports of the Service of a `vip` network, with the keys of `ports` of VMs.")] = []
     service_type: Annotated[Literal["ClusterIP", "LoadBalancer"], doc("Type of the Service of a `vip` network.")] = (
         "ClusterIP"
     )

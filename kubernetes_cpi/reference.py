@@ -20,15 +20,20 @@ TABLES: Final[Mapping[str, type[msgspec.Struct]]] = {
 }
 
 
+_PORT: Final = "ports[]."
+
+
 def tables() -> str:
     """Return all tables as Markdown."""
     return "\n".join(f"### {title}\n\n{table(struct)}" for title, struct in TABLES.items())
 
 
 def table(struct: type[msgspec.Struct]) -> str:
-    """Return one table as Markdown: key, type, default, meaning."""
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{key}` | {kind} | {default} | {text} |" for key, kind, default, text in schema.rows(struct)]
+    """Return one table as Markdown: key, type with default, meaning. Keys of a port are in the table of VMs only."""
+    lines = ["| key | type (default) | meaning |", "|---|---|---|"]
+    for key, kind, default, text in schema.rows(struct):
+        if _PORT not in key or (struct is VmProperties and key.startswith(_PORT)):
+            lines.append(f"| `{key}` | {f'{kind} ({default})' if default else kind} | {text} |")
     return "\n".join(lines) + "\n"
 
 

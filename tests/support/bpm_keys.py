@@ -12,14 +12,14 @@ HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
     "env": ("yes", "yes", "yes"),
     "workdir": ("yes", "yes", "yes"),
     "hooks.pre_start": ("yes", "yes", "yes"),
-    "capabilities": ("those the container has", "those the container has", "those the container has, root only"),
+    "capabilities": ("if the container has them", "if the container has them", "the same, for root only"),
     "limits.memory": ("a cgroup, else a watchdog", "a cgroup, else a watchdog", "a cgroup, else a watchdog"),
     "limits.open_files": ("up to the container's", "up to the container's", "up to the container's"),
     "limits.processes": ("with a cgroup", "with a cgroup", "with a cgroup"),
     "limits.core_file_size": ("up to the container's", "up to the container's", "up to the container's"),
-    "ephemeral_disk": ("yes", "yes", "made; no rules"),
-    "persistent_disk": ("yes", "yes", "made; no rules"),
-    "additional_volumes[].path": ("yes", "yes", "made; no rules"),
+    "ephemeral_disk": ("yes", "yes", "made, without rules"),
+    "persistent_disk": ("yes", "yes", "made, without rules"),
+    "additional_volumes[].path": ("yes", "yes", "made, without rules"),
     "additional_volumes[].writable": ("yes", "yes", "no rules"),
     "additional_volumes[].allow_executions": ("yes", "yes", "no rules"),
     "additional_volumes[].mount_only": ("yes", "yes", "yes"),
@@ -33,6 +33,9 @@ HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
 
 
 def table() -> str:
-    """Render ``HONOURED`` as a Markdown table."""
-    rows = [f"| `{key}` | {' | '.join(levels)} |" for key, levels in HONOURED.items()]
-    return "\n".join(["| Key | Level 1 | Level 2 | Level 3 |", "|---|---|---|---|", *rows])
+    """Render ``HONOURED`` as a Markdown table; keys with the same support share a row."""
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for key, levels in HONOURED.items():
+        grouped.setdefault(levels, []).append(f"`{key}`")
+    rows = [f"| {', '.join(keys)} | {' | '.join(levels)} |" for levels, keys in grouped.items()]
+    return "\n".join(["| key | level 1 | level 2 | level 3 |", "|---|---|---|---|", *rows])

@@ -73,7 +73,7 @@ def boot_steps() -> str:
     functions = {node.name: node for node in modules()["daemon.boot"].tree.body if isinstance(node, ast.FunctionDef)}
 
     def rows(node: ast.AST) -> Iterator[str]:
-        """Yield a row for each ``Step`` in this part of the code, and in the functions that it calls."""
+        """Yield the name of each ``Step`` in this part of the code, and in the functions that it calls."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in functions:
                 yield from rows(functions[node.func.id])
@@ -81,27 +81,23 @@ def boot_steps() -> str:
                 flags = {word.arg for word in node.keywords}
                 given = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
                 for name in boot.LEFT_TO_THE_CONTAINER if given is None else (given,):
-                    yield f"| `{name!s}` | {_mark('vital' in flags)} | {_mark('late' in flags)} |"
+                    yield f"`{name!s}`{'¹' if 'vital' in flags else ''}{'²' if 'late' in flags else ''}"
         for child in ast.iter_child_nodes(node):
             yield from rows(child)
 
-    head = ["| step | a failure ends the boot | runs beside the connection |", "|---|---|---|"]
-    return "\n".join([*head, *rows(functions["tree_step"]), *rows(functions["steps"]), ""])
-
-
-def _mark(holds: bool) -> str:
-    return "yes" if holds else ""
+    steps = [f"1. {name}" for name in (*rows(functions["tree_step"]), *rows(functions["steps"]))]
+    return "\n".join([*steps, "", "¹ A failure ends the boot. ² Runs beside the connection to the bus.", ""])
 
 
 def statements() -> str:
     """The words that begin a statement or the test of a rule, and the checks that have them."""
     words = {word: option.kinds for word, option in parser._OPTIONS.items() if word != "if"}
     tests = {f"if {'N restarts' if word == 'NUMBER' else word}": reading.kinds for word, reading in rules.TESTS.items()}
-    rows = [
-        f"| `{word}` | {'all' if kinds == rules.ALL else ', '.join(sorted(kinds))} |"
-        for word, kinds in sorted((words | tests).items())
-    ]
-    return "\n".join(["| statement | in a `check` of |", "|---|---|", *rows, ""])
+    grouped: dict[str, list[str]] = {}
+    for word, kinds in sorted((words | tests).items()):
+        grouped.setdefault("all" if kinds == rules.ALL else ", ".join(sorted(kinds)), []).append(f"`{word}`")
+    rows = [f"| {kinds} | {', '.join(same)} |" for kinds, same in sorted(grouped.items())]
+    return "\n".join(["| in a `check` of | statements |", "|---|---|", *rows, ""])
 
 
 def evidence() -> str:

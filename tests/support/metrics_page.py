@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from prometheus_client import Metric
 from prometheus_client.process_collector import ProcessCollector
 
 from agent_shim.edges.metrics import INSTANCE, Metrics, Readings
@@ -20,10 +21,14 @@ OF_INFO: Final = {
 
 def table() -> str:
     """Render all families as a Markdown table."""
-    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for family in [*Metrics(Readings).take().collect(), *ProcessCollector(registry=None).collect()]:
-        ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
+    rows = ["| metric | type, labels | meaning |", "|---|---|---|"]
+    for family in Metrics(Readings).take().collect():
         names: Sequence[str] = OF_INFO.get(family.name) or getattr(family, "_labelnames", None) or ()
-        labels = ", ".join(f"`{label}`" for label in names)
-        rows.append(f"| `{family.name}{ending}` | {family.type} | {labels} | {family.documentation} |")
-    return "\n".join([*rows, ""])
+        kind = ", ".join([family.type, *(f"`{label}`" for label in names)])
+        rows.append(f"| `{_series(family)}` | {kind} | {family.documentation} |")
+    standard = ", ".join(f"`{_series(family)}`" for family in ProcessCollector(registry=None).collect())
+    return "\n".join([*rows, "", f"The metrics of the agent's process, as in every client library: {standard}.", ""])
+
+
+def _series(family: Metric) -> str:
+    return family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")

@@ -24,9 +24,9 @@ _LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 def families() -> dict[str, set[str]]:
     """Names of series, and the labels of each."""
     found = {}
-    for row in metrics_page.table().splitlines()[2:]:
-        name, kind, labels = (cell.strip(" `") for cell in row.split("|")[1:4])
-        known = set(re.findall(r"\w+", labels))
+    for row in metrics_page.table().partition("\n\n")[0].splitlines()[2:]:
+        name, (kind, *labels) = row.split("|")[1].strip(" `"), re.findall(r"\w+", row.split("|")[2])
+        known = set(labels)
         for ending in ("_bucket", "_sum", "_count") if kind == "histogram" else ("",):
             found[name + ending] = known
     return found
