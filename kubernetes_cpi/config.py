@@ -101,26 +101,25 @@ class Timeouts(Strict, frozen=True):
     retry: Annotated[float, doc("All attempts of one request: throttling, server errors, lost connections.")] = 60
     create_vm: Annotated[float, doc("From the pod's creation until its agent answers; image pulls included.")] = 600
     unschedulable: Annotated[
-        float, doc("For a node that takes the pod, before create_vm fails; longer where nodes are added on demand.")
+        float, doc("Wait of create_vm for a node that takes the pod. Longer where nodes are added on demand.")
     ] = 10
     room: Annotated[
-        float, doc("For room on a node, where all that take the pod are full; the Director tries five times.")
+        float,
+        doc("Wait of create_vm for room, where all nodes that take the pod are full. The Director tries five times."),
     ] = 30
-    volume: Annotated[float, doc("For the volumes of new claims, before create_vm fails with their events.")] = 120
+    volume: Annotated[float, doc("Wait of create_vm for the volumes of new claims.")] = 120
     crashing: Annotated[
         float,
-        doc("For a container that ends again and again, before create_vm fails; ten where its agent exits with 78."),
+        doc("Wait of create_vm for a container that ends again and again. Ten where its agent exits with 78."),
     ] = 40
-    unready: Annotated[float, doc("For the agent of a running container to boot, before create_vm fails.")] = 120
-    bus: Annotated[
-        float, doc("For the agent to reach the address of the bus, before create_vm fails. 0: unchecked.")
-    ] = 10
-    unmount: Annotated[float, doc("For a VM to unmount a disk in detach_disk.")] = 20
-    helper: Annotated[float, doc("For a node to start a helper pod, in addition to its work.")] = 60
+    unready: Annotated[float, doc("Wait of create_vm for the agent of a running container to boot.")] = 120
+    bus: Annotated[float, doc("Wait of create_vm for the agent to reach the address of the bus. 0: unchecked.")] = 10
+    unmount: Annotated[float, doc("Wait of detach_disk for the VM to unmount the disk.")] = 20
+    helper: Annotated[float, doc("Wait for a node to start a helper pod, in addition to its work.")] = 60
     delete_vm: Annotated[
-        float, doc("Beyond the grace of the VM, for its node to confirm the end; then the pod is deleted by force.")
+        float, doc("Wait for the node to confirm the end, beyond the VM's grace. Then the pod is deleted by force.")
     ] = 120
-    resize: Annotated[float, doc("For the storage to grow in resize_disk; it continues to grow afterwards.")] = 30
+    resize: Annotated[float, doc("Wait of resize_disk for the storage to grow, which continues afterwards.")] = 30
 
 
 class Config(Strict, frozen=True):

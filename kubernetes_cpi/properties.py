@@ -209,9 +209,9 @@ class NetworkProperties(Strict, frozen=True):
 
     cni: Annotated[
         Literal["", "none", "calico", "kube-ovn", "antrea", "multus", "template"],
-        doc("As `networks.cni`, which it replaces; `multus` makes a further interface."),
+        doc("Replaces `networks.cni`. `multus` makes a further interface."),
     ] = ""
-    annotations: Annotated[dict[str, str], doc("As `networks.annotations`.")] = {}
+    annotations: Annotated[dict[str, str], doc("Annotations of pods, as `networks.annotations`.")] = {}
     name: Annotated[
         str, doc("NetworkAttachmentDefinition (multus, `NAMESPACE/NAME` or `NAME`) or IPPool (antrea).")
     ] = ""
