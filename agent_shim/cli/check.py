@@ -1,7 +1,8 @@
 """``agent-shim check``: validate configuration files without regard to this machine.
 
 Users, paths and modes do not matter; a ``depends on`` target that no given file defines is a warning: another job's.
-A program that is no absolute path is a mistake, although the daemon tries it: ``start progam "/x"`` starts ``progam``.
+Two mistakes do not keep the daemon from starting: a program that is no absolute path, as in ``start progam "/x"``, and
+an unknown key of agent.json, which an older version than its author's ignores with a warning.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from agent_shim.core import settings
 from agent_shim.core.errors import ConfigError
+from agent_shim.core.paths import Paths
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm import config
 from agent_shim.supervisor.monit import parser
@@ -43,7 +45,7 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
     """Check each file, as ``kind`` or as its name says; return the exit code of the worst.
 
     With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``. With ``is_strict`` statements and
-    keys without effect are mistakes.
+    keys without effect are mistakes; unknown keys of agent.json always are.
     """
     reports = [_Report(path, kind or kind_of(path.name)) for path in files]
     unknown = [report.file for report in reports if not report.kind]
@@ -100,10 +102,16 @@ def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None
     elif report.kind == "bpm":
         config.parse(_decoded(text, report.file), origin=origin, unknown=unknown)
     elif report.kind == "agent":
-        settings.parse_config(text, origin=origin, unknown=unknown)
+        unknown_keys: list[str] = []
+        try:
+            found = settings.parse_config(text, origin=origin, unknown=unknown_keys)
+        finally:
+            report.mistakes += [f"{origin}: {each}" for each in unknown_keys]
+        files = ", ".join(str(path) for path in found.settings_files(Paths()))
+        report.next_step = f"deploys {found.shim.spec}" if found.shim.spec else f"waits for settings in {files}"
     else:
-        found = settings.parse(text, origin=origin, ignored=unknown)
-        settings.require_bus(settings.Effective(found, settings.UpdateSettings()), origin)
+        content = settings.parse(text, origin=origin, ignored=unknown)
+        settings.require_bus(settings.Effective(content, settings.UpdateSettings()), origin)
 
 
 def _wrong_programs(check: Check) -> Iterator[str]:
@@ -129,6 +137,8 @@ class _Report:
     """The file cannot be read."""
     mistakes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    next_step: str = ""
+    """The next act of the daemon after it has read the file."""
 
     def show(self) -> None:
         for warning in self.warnings:
@@ -136,7 +146,7 @@ class _Report:
         for mistake in self.mistakes:
             print(mistake, file=sys.stderr)
         if not self.mistakes:
-            print(f"{self.file}: good ({self.kind})")
+            print(f"{self.file}: good ({self.kind}){f', the agent {self.next_step}' if self.next_step else ''}")
 
     def as_json(self) -> dict[str, object]:
         about = {"file": str(self.file), "kind": self.kind, "is_good": not self.mistakes}

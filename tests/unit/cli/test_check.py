@@ -129,9 +129,6 @@ def test_all_mistakes_of_a_file_are_named_at_once(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("agent.json", '{"AgentShim": {"logLevle": "info"}}', "$.AgentShim.logLevle`: did you mean logLevel?"),
-        ("agent.json", '{"AgentShim": {"monit.http": "off"}}', 'did you mean {"monit": {"http": …}}?'),
-        ("agent.json", '{"AgentShim": {"logs": {"siez": "1M"}}}', "$.AgentShim.logs.siez`: did you mean size?"),
         (
             "bpm.yml",
             "processes:\n- {name: a, executable: b, agrs: [c]}",
@@ -141,10 +138,10 @@ def test_all_mistakes_of_a_file_are_named_at_once(tmp_path: Path, capsys: pytest
         ("bpm.yml", "processes:\n- name: a\n  executable: b\n  unsafe: {priviliged: true}", "did you mean privileged?"),
     ],
 )
-def test_an_unknown_key_is_a_warning_with_the_nearest_known_one(
+def test_an_unknown_key_of_bpm_is_a_warning_with_the_nearest_known_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
 ) -> None:
-    """The Go agent and bpm ignore it."""
+    """bpm ignores it."""
     (tmp_path / name).write_text(text)
 
     assert main(["check", str(tmp_path / name)]) == 0
@@ -156,12 +153,11 @@ def test_an_unknown_key_is_a_warning_with_the_nearest_known_one(
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("agent.json", '{"AgentShim": {"logLevle": "info", "http": "nine"}}', "did you mean logLevel?"),
         ("bpm.yml", "processes:\n- {name: a, agrs: [c]}", "line 2: unknown key processes[0].agrs"),
         ("monit", "set daemon 5\ncheck nonsense", "line 1: not acted on: set daemon"),
     ],
 )
-def test_an_unknown_key_is_named_beside_a_mistake(
+def test_a_warning_is_printed_beside_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -171,6 +167,48 @@ def test_an_unknown_key_is_named_beside_a_mistake(
     assert warning.startswith("warning: ")
     assert said in warning
     assert "expected" in mistake
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"AgentShim": {"logLevle": "info"}}', ["$.AgentShim.logLevle`: did you mean logLevel?"]),
+        ('{"AgentShim": {"monit.http": "off"}}', ['did you mean {"monit": {"http": …}}?']),
+        ('{"AgentShim": {"logs": {"siez": "1M"}}}', ["$.AgentShim.logs.siez`: did you mean size?"]),
+        ('{"AgentShm": {"spec": "/x"}}', ["$.AgentShm`: did you mean AgentShim?"]),
+        ('{"AgentShim": {"logLevle": "info", "http": "nine"}}', ["did you mean logLevel?", "expected ADDR:PORT"]),
+    ],
+)
+def test_an_unknown_key_of_agent_json_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: list[str]
+) -> None:
+    """Nothing else reads these keys: an agent without them does less than its operator asked for."""
+    (tmp_path / "agent.json").write_text(text)
+
+    assert main(["check", str(tmp_path / "agent.json")]) == 78
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [words in line for words, line in zip(said, printed.err.splitlines(), strict=True)] == [True] * len(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"AgentShim": {"spec": "/rendered"}}', "good (agent), the agent deploys /rendered"),
+        ("{}", "the agent waits for settings in /var/vcap/bosh/warden-cpi-agent-env.json, /var/vcap/bosh/"),
+        (
+            '{"Infrastructure": {"Settings": {"Sources": [{"Type": "File", "SettingsPath": "/x.json"}]}}}',
+            "the agent waits for settings in /x.json",
+        ),
+    ],
+)
+def test_a_good_agent_json_is_told_with_the_next_step_of_the_agent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (tmp_path / "agent.json").write_text(text)
+
+    assert main(["check", str(tmp_path / "agent.json")]) == 0
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -237,7 +275,7 @@ def test_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest.Captu
 
     assert main(["check", "--json", str(tmp_path / "agent.json"), str(tmp_path / "bpm.yml")]) == 78
     agent, bpm = json.loads(capsys.readouterr().out)
-    assert (agent["kind"], agent["is_good"], len(agent["mistakes"])) == ("agent", False, 1)
+    assert (agent["kind"], agent["is_good"], len(agent["mistakes"])) == ("agent", False, 2)
     assert (bpm["kind"], bpm["is_good"], bpm["mistakes"], len(bpm["warnings"])) == ("bpm", True, [], 1)
 
 
