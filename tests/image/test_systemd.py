@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from agent_shim.core.paths import Paths
 from tests.image import pods
 from tests.image.pods import Container, Podman
 from tests.image.site import SETTINGS, Site
 from tests.structure.source import ROOT
+from tests.support import jobs
 
 pytestmark = pytest.mark.image
 
@@ -78,3 +80,21 @@ async def test_watchdog(container: Container) -> None:
     await container.until(0, "sh", "-c", f"systemctl show --value --property NRestarts {UNIT} | grep -qx 1")
 
     assert await shown(container, "MainPID") != first
+
+
+DRAIN = """#!/bin/sh
+kill -0 "$(cat /var/vcap/sys/run/sleeper/sleeper.pid)" && echo "the process ran" >/var/vcap/data/drained
+echo 0
+"""
+
+
+async def test_poweroff_drains_the_jobs_and_the_next_start_runs_them(site: Site, container: Container) -> None:
+    await container.until(0, "systemctl", "is-active", "--quiet", "agent-shim-drain")
+    await container.put(SETTINGS, site.settings())
+    await site.deploy({"sleeper": {**jobs.sleeper(Paths(), "sleeper"), "bin/drain": DRAIN}})
+    await container.status_of("systemctl", "poweroff")
+    await container.ended()
+    await container.start()
+    await site.until_state("running")
+
+    assert await container.exec("cat", "/var/vcap/data/drained") == "the process ran\n"

@@ -1,4 +1,4 @@
-"""The unit file, read by systemd itself."""
+"""The unit files, read by systemd itself."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from tests.structure.source import ROOT
 pytestmark = pytest.mark.root
 
 UNIT = ROOT / "systemd" / "agent-shim.service"
+PROGRAMS = ("/opt/agent_shim/launch", "/opt/agent_shim/bin/agent-shim")
+"""They are in the image, not here; everything else is judged as it stands."""
 
 
-def verify(directory: Path, text: str) -> str:
+def verify(directory: Path, text: str, name: str = UNIT.name) -> str:
     """Return the complaints of systemd-analyze about a unit: it can print some and still exit with 0."""
     if shutil.which("systemd-analyze") is None:
         pytest.fail("systemd-analyze is missing: apt-get install --no-install-recommends systemd")
-    unit = directory / UNIT.name
-    # The program is in the image, not here; everything else is judged as it stands.
-    unit.write_text(text.replace("/opt/agent_shim/launch", "/bin/true"))
+    unit = directory / name
+    for program in PROGRAMS:
+        text = text.replace(program, "/bin/true")
+    unit.write_text(text)
     result = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True)
     return result.stdout + result.stderr
 
 
-def test_unit_is_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(path.name for path in UNIT.parent.glob("*.service")))
+def test_unit_is_right(tmp_path: Path, name: str) -> None:
     """systemd knows every key and value."""
-    assert verify(tmp_path, UNIT.read_text()) == ""
+    assert verify(tmp_path, (UNIT.parent / name).read_text(), name) == ""
 
 
 def test_wrong_unit_is_noticed(tmp_path: Path) -> None:
