@@ -26,8 +26,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -37,6 +38,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
 from hatch_build import revision, semantic_version  # noqa: E402 - a module beside this directory
+from stemcell_overlay import sbom  # noqa: E402
 
 TAG: Final = "localhost/agent-shim/stemcell"
 API_VERSION: Final = 3
@@ -58,11 +60,17 @@ for found in sorted(metadata.distributions(), key=lambda found: found.name):
     print(found.name, found.version)
 '
 echo --
+cd /usr/share/doc
+grep -HoE '^License:.*|/usr/share/common-licenses/[A-Za-z0-9.+-]+' */copyright
+echo --
 cat /var/vcap/bosh/etc/dev_tools_file_list
 echo --
 dpkg --list
 """
-"""Script for an image that prints its system, its packages, those of the agent, files of compilers, and ``dpkg -l``."""
+"""Script for an image that prints its system, its packages, those of the agent, names of licences in Debian's copyright
+files, files of compilers, and ``dpkg -l``."""
+_SYNOPSIS: Final = re.compile(r"[^ ,]+(,? (or|and|with|/) [^ ,]+( exception)?)*")
+"""Short names of licences in the field ``License`` of a copyright file, where some files have the text of a licence."""
 
 
 def main() -> int:
@@ -126,7 +134,7 @@ def heavy(arguments: argparse.Namespace) -> Path:
         wanted["VERSION"] = semantic_version()
         given = [f"--build-arg={name}={value}" for name, value in wanted.items() if value]
         subprocess.run([tool, "build", *given, *arguments.build, "--tag", image, ROOT], check=True, stdout=sys.stderr)
-    facts, packages, modules, *said = _facts(tool, image)
+    facts, parts, *said = _facts(tool, image)
     system = arguments.os or facts["os"]
     if system != facts["os"] and not system.startswith(f"{facts['os']}-"):
         raise SystemExit(f"stemcell: cannot make a stemcell for {system}: the image is {facts['os']}")
@@ -142,8 +150,8 @@ def heavy(arguments: argparse.Namespace) -> Path:
             _add(tarball, "packages.txt", said[1].encode())
             _add(tarball, "dev_tools_file_list.txt", said[0].encode())
             tarball.add(root, "image", filter=_owned_by_root)
-            _add(tarball, "sbom.spdx.json", _json(spdx(system, version, packages, modules)))
-            _add(tarball, "sbom.cdx.json", _json(cyclonedx(system, version, packages, modules)))
+            _add(tarball, "sbom.spdx.json", _json(spdx(system, version, parts)))
+            _add(tarball, "sbom.cdx.json", _json(cyclonedx(system, version, parts)))
     return path
 
 
@@ -154,17 +162,50 @@ def components(arguments: argparse.Namespace) -> bytes:
         raise SystemExit(
             "stemcell: cannot list components: --image is missing, or neither podman nor docker is installed"
         )
-    facts, packages, modules, *_ = _facts(tool, arguments.image)
+    facts, parts, *_ = _facts(tool, arguments.image)
     version = arguments.version or own_version(facts["version"])
-    return _json(cyclonedx(facts["os"], version, packages, modules))
+    return _json(cyclonedx(facts["os"], version, parts))
 
 
-def _facts(tool: str, image: str) -> tuple[dict[str, str], list[list[str]], list[list[str]], str, str]:
-    """Return system, packages, modules of the agent, files of compilers and the output of ``dpkg -l``."""
+@dataclass(frozen=True)
+class Part:
+    """A package of the distribution or a module of the agent; ``licences`` are short names, none if unknown."""
+
+    name: str
+    version: str
+    url: str
+    licences: tuple[str, ...]
+
+
+def _facts(tool: str, image: str) -> tuple[dict[str, str], list[Part], str, str]:
+    """Return the system, its parts, the files of compilers and the output of ``dpkg -l``."""
     run = [tool, "run", "--rm", "--network=none", image, "sh", "-c", FACTS]
-    said = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split("--\n", 4)
-    packages, modules = ([line.split() for line in part.splitlines()] for part in said[1:3])
-    return dict(line.split("=", 1) for line in said[0].split()), packages, modules, said[3], said[4]
+    said = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split("--\n", 5)
+    facts = dict(line.split("=", 1) for line in said[0].split())
+    distribution, known = facts["os"].partition("-")[0], licences(said[3].splitlines())
+    parts = []
+    for name, version, architecture in (line.split() for line in said[1].splitlines()):
+        url = f"pkg:deb/{distribution}/{name}@{version}?arch={architecture}"
+        parts.append(Part(name, version, url, known.get(name, ())))
+    for name, version in (line.split() for line in said[2].splitlines()):
+        parts.append(Part(name, version, f"pkg:pypi/{name.lower()}@{version}", (sbom.licence(name),)))
+    return facts, parts, said[4], said[5]
+
+
+def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the licences of each package from ``PACKAGE/copyright:MATCH``.
+
+    A match is a field ``License`` or, in files without the machine-readable form, the path of a common licence.
+    """
+    fields: dict[str, set[str]] = {}
+    texts: dict[str, set[str]] = {}
+    for line in lines:
+        package, _, match = line.partition("/copyright:")
+        if not match.startswith("License:"):
+            texts.setdefault(package, set()).add(match.rpartition("/")[2].rstrip("."))
+        elif _SYNOPSIS.fullmatch(synopsis := match.removeprefix("License:").strip()):
+            fields.setdefault(package, set()).add(synopsis)
+    return {package: tuple(sorted(found)) for package, found in (texts | fields).items()}
 
 
 def own_version(base: str = "0.0.0") -> str:
@@ -218,7 +259,7 @@ def digests(chunks: Iterator[bytes]) -> str:
     return f"{sha1.hexdigest()};sha256:{sha256.hexdigest()}"
 
 
-def cyclonedx(system: str, version: str, packages: list[list[str]], modules: list[list[str]]) -> dict[str, Any]:
+def cyclonedx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
     """Return the components of the stemcell in CycloneDX 1.5."""
     return {
         "bomFormat": "CycloneDX",
@@ -226,14 +267,23 @@ def cyclonedx(system: str, version: str, packages: list[list[str]], modules: lis
         "version": 1,
         "metadata": {"component": {"type": "operating-system", "name": name_of(system), "version": version}},
         "components": [
-            {"type": "library", "name": name, "version": number, "purl": url}
-            for name, number, url in _components(system, packages, modules)
+            {
+                "type": "library",
+                "name": part.name,
+                "version": part.version,
+                "purl": part.url,
+                "licenses": [{"license": {"name": licence}} for licence in part.licences],
+            }
+            for part in parts
         ],
     }
 
 
-def spdx(system: str, version: str, packages: list[list[str]], modules: list[list[str]]) -> dict[str, Any]:
-    """Return the components of the stemcell in SPDX 2.3."""
+def spdx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
+    """Return the components of the stemcell in SPDX 2.3.
+
+    Debian's short names of licences are no identifiers of SPDX, so they are in the comments.
+    """
     name = f"{name_of(system)}-{version}"
     return {
         "spdxVersion": "SPDX-2.3",
@@ -245,24 +295,18 @@ def spdx(system: str, version: str, packages: list[list[str]], modules: list[lis
         "packages": [
             {
                 "SPDXID": f"SPDXRef-{number}",
-                "name": package,
-                "versionInfo": installed,
+                "name": part.name,
+                "versionInfo": part.version,
                 "downloadLocation": "NOASSERTION",
+                "licenseDeclared": "NOASSERTION",
+                "licenseComments": ", ".join(part.licences) or "unknown",
                 "externalRefs": [
-                    {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": url}
+                    {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": part.url}
                 ],
             }
-            for number, (package, installed, url) in enumerate(_components(system, packages, modules))
+            for number, part in enumerate(parts)
         ],
     }
-
-
-def _components(system: str, packages: list[list[str]], modules: list[list[str]]) -> Iterator[tuple[str, str, str]]:
-    distribution = system.partition("-")[0]
-    for name, version, architecture in packages:
-        yield name, version, f"pkg:deb/{distribution}/{name}@{version}?arch={architecture}"
-    for name, version in modules:
-        yield name, version, f"pkg:pypi/{name.lower()}@{version}"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

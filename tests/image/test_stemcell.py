@@ -59,6 +59,10 @@ def test_members(taken_apart: Path) -> None:
     assert " openssh-server " in (taken_apart / "packages.txt").read_text()
     assert {"nats-py", "msgspec", "agent-shim"} <= {one["name"] for one in cyclonedx["components"]}
     assert len(spdx["packages"]) == len(cyclonedx["components"]) > 200
+    licences = {one["name"]: [each["license"]["name"] for each in one["licenses"]] for one in cyclonedx["components"]}
+    assert (licences["nats-py"], licences["agent-shim"]) == (["Apache-2.0"], ["Apache-2.0"])
+    assert "BSD-3-clause" in licences["openssh-server"]
+    assert sum(bool(found) for found in licences.values()) > 0.9 * len(licences)
 
 
 def test_the_tarball_is_no_larger_than_what_it_packs(taken_apart: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from stemcell_overlay.stemcell import licences
 from tests.structure.source import ROOT
 
 DIGEST = f"sha256:{'ab' * 32}"
@@ -52,3 +53,21 @@ def test_light_stemcell_needs_a_digest(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "without --image NAME:TAG@sha256:DIGEST" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_licences_are_those_of_the_copyright_files() -> None:
+    """By the fields of machine-readable files, else by the common licences that a file refers to."""
+    found = licences(
+        [
+            "tini/copyright:License: Expat",
+            "bash/copyright:License: GPL-3+",
+            "bash/copyright:License:   GPL-3+ with Bison exception",
+            "bash/copyright:License: GPL-3+",
+            "bash/copyright:/usr/share/common-licenses/GPL-3",
+            "bash/copyright:License:",
+            "isc/copyright:License: Permission to use, copy, modify, and distribute this software and its",
+            "zip/copyright:/usr/share/common-licenses/BSD.",
+        ]
+    )
+
+    assert found == {"tini": ("Expat",), "bash": ("GPL-3+", "GPL-3+ with Bison exception"), "zip": ("BSD",)}
