@@ -86,3 +86,28 @@ def test_dockerfiles_are_good() -> None:
     done = subprocess.run([tool("hadolint"), "--ignore=DL3008", *files], capture_output=True, text=True)
 
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def dashboard_losses(path: Path) -> list[str]:
+    program = [tool("python"), "-I", str(ROOT / "tests/support/programs/grafana_losses.py"), str(path)]
+    said: str = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    return said.split()
+
+
+def test_grafana_knows_each_member_of_the_dashboard(tmp_path: Path) -> None:
+    """Its own library reads the dashboard without a loss. A misspelt member is lost."""
+    path = ROOT / "deploy/grafana/agent-shim.json"
+    misspelt = tmp_path / "misspelt.json"
+    misspelt.write_text(path.read_text().replace('"gridPos"', '"gridPosition"', 1))
+
+    assert dashboard_losses(path) == []
+    assert dashboard_losses(misspelt) == ["$.panels[0].gridPosition"]
+
+
+def test_workflows_are_valid_and_safe() -> None:
+    """By the schema of the service, and by an auditor that knows its attacks."""
+    files = sorted(map(str, (ROOT / ".github/workflows").iterdir()))
+    schema = [tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", *files]
+    for command in (schema, [tool("zizmor"), "--offline", "--no-progress", *files]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
