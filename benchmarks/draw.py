@@ -177,7 +177,8 @@ def charts(panels: Sequence[tuple[str, str, Sequence[Line]]], begin: float, end:
     for number, (title, unit, lines) in enumerate(panels):
         x, y = 4.0, number * (height + 8) + 4
         most = max((value for _, points in lines for _, value in points), default=0.0)
-        area = Area((x + 62, y + 32, x + width - 14, y + height - 46), begin, end, Scale(most * 1.15 or 1.0, unit))
+        scale = Scale(100.0 if unit == "percent" else most * 1.15 or 1.0, unit)
+        area = Area((x + 62, y + 32, x + width - 14, y + height - 46), begin, end, scale)
         colours = [LINES[place % len(LINES)] for place in range(len(lines))]
         drawn.append(_frame(title, (x, y, width, height)))
         drawn += [area.band(*band) for band in bands]
@@ -341,6 +342,8 @@ def _shown(value: float, unit: str) -> str:
     match unit:
         case "percentunit":
             return f"{value * 100:.0f} %"
+        case "percent":
+            return f"{value:.0f} %"
         case "bytes":
             return f"{value / (1 << 20):.0f} MiB"
         case "s":

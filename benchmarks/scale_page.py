@@ -105,17 +105,13 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def picture(points: Sequence[dict[str, Any]]) -> str:
-    """Draw the reconnections and the attempts over the time since the server's return."""
-    back: list[Line] = []
-    spread: list[Line] = []
-    for point in points:
-        curve = point["curve"]
-        name = f"{point['agents']} agents"
-        back.append((name, [(at, 100 * connected / point["agents"]) for at, connected, _ in curve]))
-        rates = []
-        for (at, _, attempts), (later, _, more) in zip(curve, curve[4:], strict=False):
-            if later > at:
-                rates.append((later, (more - attempts) / (later - at) / point["agents"]))
-        spread.append((name, rates))
+    """Draw the reconnections over the time since the server's return."""
+    lines: list[Line] = [
+        (
+            f"{point['agents']} agent{'s' if point['agents'] > 1 else ''}",
+            [(at, 100 * connected / point["agents"]) for at, connected, _ in point["curve"]],
+        )
+        for point in points
+    ]
     end = max(at for point in points for at, _, _ in point["curve"])
-    return charts([("back, % of all", "", back), ("attempts a second, of each agent", "", spread)], 0.0, end, ())
+    return charts([("agents that are back", "percent", lines)], 0.0, end, ())
