@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.fleet import Fleet
+from tests.support.fleet import fleet as fleets
 from tests.support.machine import Machine, machine
+from tests.support.pod import Pod
+from tests.support.pod import pod as pods
 
 Inside = Callable[..., Any]
 UNPRIVILEGED = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
@@ -37,6 +41,20 @@ except (ShimError, HostError) as exc:
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """A machine for the tests of one module; what they do to users, mounts and logs ends with it."""
     with machine(tmp_path_factory.mktemp("machine")) as made:
+        yield made
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+    """An instance whose containers are replaced, without one yet."""
+    async with pods(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    """Agents on one bus, none yet."""
+    async with fleets(tmp_path) as made:
         yield made
 
 

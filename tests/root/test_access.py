@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from agent_shim.host import network
-from agent_shim_demo.director import RpcRemoteError
 from agent_shim_demo.pki import Authority
 from tests.support.fleet import Fleet
-from tests.support.fleet import fleet as made
 from tests.support.machine import Machine
 from tests.support.pod import pod as pods
 from tests.support.waiting import until
@@ -25,12 +22,6 @@ pytestmark = [
 
 AGENT = "5b6f0e0c-53a4-4e0e-8d4c-6a3f0b1c2d3e"
 NETWORKS = {"default": {"type": "manual", "ip": "127.0.0.1", "netmask": "255.0.0.0", "default": ["dns", "gateway"]}}
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with made(tmp_path) as one:
-        yield one
 
 
 @pytest.fixture
@@ -141,14 +132,3 @@ async def test_a_recreated_container_has_passwords_and_authorities_again(tmp_pat
             pod.kill()
 
     assert seen == ["no\n", "yes\n", "no\n", "yes\n"]
-
-
-async def test_a_container_without_sshd_is_told(fleet: Fleet, key: Path) -> None:
-    machine = await fleet.add(AGENT, NETWORKS)
-    machine.run("mount --bind /dev/null /usr/sbin/sshd")
-    params = {"user": "bosh_jane", "public_key": key.with_suffix(".pub").read_text()}
-
-    with pytest.raises(RpcRemoteError, match=f"nothing listens on port {fleet.ssh_port}"):
-        await fleet.director.value(AGENT, "ssh", "setup", params)
-
-    assert "bosh_jane" not in shadow(machine)

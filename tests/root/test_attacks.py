@@ -11,7 +11,6 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +28,6 @@ from agent_shim_demo.director import RpcRemoteError
 from tests.support import jobs
 from tests.support.guest import ROOT
 from tests.support.pod import AGENT, Pod, end
-from tests.support.pod import pod as made
 
 pytestmark = pytest.mark.root
 
@@ -130,12 +128,6 @@ check process stopped{number}
 """
 
 
-@pytest.fixture
-async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
-    async with made(tmp_path) as one:
-        yield one
-
-
 def number_of(pod: Pod, pattern: str) -> int:
     """The number, inside, of a process."""
     return int(pod.machine.run(f"pgrep -o -f '{pattern}'"))
@@ -147,13 +139,11 @@ async def test_who_is_named_in_a_foreign_pidfile_lives(pod: Pod, victim: str) ->
     await pod.start()
     files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": {"monit": LIAR, "bin/ctl": NAMES_ANOTHER}}
     only_web = {"web": files_of["web"]}
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", only_web))
-    await pod.run("start")
-    await pod.until("running")
+    await pod.deploy(only_web)
     agent, web = number_of(pod, "agent_shim.cli run"), int((pod.vcap / "data/sys/run/web/web.pid").read_text())
     number = {"the agent": agent, "process 1": 1, "another job": web}[victim]
     (pod.vcap / "data/victim").write_text(f"{number}\n")
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", files_of, version="2"))
+    await pod.apply(files_of, version="2")
     await pod.run("start")
 
     await pod.until("running" if number == 1 else "failing")
@@ -173,7 +163,7 @@ async def test_a_pidfile_of_vcap_that_names_an_operators_program_makes_no_dead_j
     victim = int((pod.vcap / "data/victim").read_text())
     writes = f"{AS_VCAP} sh -c 'cat >/var/vcap/sys/run/liar/liar.pid'"
     names = f"#!/bin/sh\ncat /var/vcap/data/victim | {writes}\n"
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"liar": {"monit": LIAR, "bin/ctl": names}}))
+    await pod.apply({"liar": {"monit": LIAR, "bin/ctl": names}})
     await pod.run("start")
 
     await pod.until("failing")
@@ -189,7 +179,7 @@ async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(po
     """A pipe without a reader would block a process that opens it."""
     await pod.start()
     script = {"bin/post-start": "#!/bin/sh\necho written by root\n"}
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": {**jobs.sleeper(Paths(), "web"), **script}}))
+    await pod.apply({"web": {**jobs.sleeper(Paths(), "web"), **script}})
     victim, log = "/var/vcap/data/victim", "/var/vcap/sys/log/web/post-start.stdout.log"
     pod.machine.run(f"touch {victim}")
     how = {"pipe": "mkfifo {log}", "link": "ln -s {victim} {log}", "second name": "ln {victim} {log}"}[planted]
@@ -219,7 +209,7 @@ async def test_what_stands_in_the_place_of_an_error_log_is_neither_waited_for_no
     script = f"cd /var/vcap/sys/log/caged && {how} && exit 1"
     config = f"processes:\n- name: caged\n  executable: /bin/sh\n  args: [-c, {json.dumps(script)}]\n"
     await pod.start()
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"caged": {**BPM, "config/bpm.yml": config}}))
+    await pod.apply({"caged": {**BPM, "config/bpm.yml": config}})
     await pod.run("start")
 
     await pod.until("failing")
@@ -248,7 +238,7 @@ async def test_what_is_put_where_bpm_keeps_its_pidfiles_leads_nowhere_and_stops_
     }[planted]
     pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
     pod.machine.run(f"{AS_VCAP} {how}")
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"caged": BPM}))
+    await pod.apply({"caged": BPM})
     await pod.run("start")
 
     await pod.until("running")
@@ -262,7 +252,7 @@ async def test_what_is_put_where_bpm_keeps_its_pidfiles_leads_nowhere_and_stops_
 async def test_a_pidfile_that_a_job_has_put_where_bpm_keeps_them_names_nobody(pod: Pod) -> None:
     """Before the first process of bpm.yml runs, any user can make that directory; its name and times fit."""
     await pod.start()
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"caged": BPM}))
+    await pod.apply({"caged": BPM})
     pod.machine.run("sleep 1000 >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
     victim = int((pod.vcap / "data/victim").read_text())
     place = "/var/vcap/sys/run/bpm/caged"
@@ -285,7 +275,7 @@ async def test_what_is_put_where_the_run_directory_of_a_later_job_will_be_is_mov
     pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
     pod.machine.run(f"{AS_VCAP} {planted} /var/vcap/sys/run/web")
 
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
+    await pod.apply()
     await pod.run("start")
 
     await pod.until("running")
@@ -395,9 +385,7 @@ async def test_a_job_finds_no_secret_of_the_agent(pod: Pod) -> None:
     """In no file, command line or environment that it may read."""
     pod.env = {"note": CANARY, "blobstores": [{"provider": "local", "options": {"blobstore_path": "/var/vcap/blobs"}}]}
     await pod.start()
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
-    await pod.run("start")
-    await pod.until("running")
+    await pod.deploy()
     places = "/var/vcap /etc /tmp /var/tmp /home /run /var/log /proc/[0-9]*/environ /proc/[0-9]*/cmdline"
     search = (
         f"grep -rlsF -D skip -e canary-4b1 -e 'BEGIN RSA PRIVATE' -e 'BEGIN PRIVATE' -e 'BEGIN EC PRIVATE' {places}"
@@ -417,9 +405,7 @@ async def test_thousands_of_processes_of_a_job_hold_no_loop(pod: Pod) -> None:
     Callbacks may sleep: where thousands of processes end, the kernel keeps its lock of the process table.
     """
     await pod.start()
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"many": MANY}))
-    await pod.run("start")
-    await pod.until("running")
+    await pod.deploy({"many": MANY})
     living = "pgrep -c -u vcap -r R,S,D,T,t perl"
     pod.machine.run(f"until test $({living}) -gt 6000; do sleep 0.1; done")
 
@@ -440,7 +426,7 @@ async def test_a_volume_that_all_users_may_write_gives_no_job_the_rights_of_root
     pod.start_container()
     pod.machine.run(f"chmod 777 {place}")
     await pod.start_agent()
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
+    await pod.apply()
     (pod.machine.root / "mnt/exchange").write_text(EXCHANGE)
     pod.machine.run(f"cd {place}; {AS_VCAP} sh /mnt/exchange || true")
 
@@ -517,7 +503,7 @@ async def test_who_stops_each_process_of_its_user_stops_no_agent(pod: Pod) -> No
     pod.env = {"authorized_keys": ["ssh-ed25519 AAAA vcap"]}
     await pod.start()
     monit = "".join(STOPPED.format(number=number) for number in range(20))
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": {"monit": monit}}))
+    await pod.apply({"web": {"monit": monit}})
     saboteur = pod.machine.popen([*AS_VCAP.split(), sys.executable, "-c", STOPPER])
     try:
         for _ in range(2):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import jobs
 from tests.support.fleet import Fleet
-from tests.support.fleet import fleet as made
 
 pytestmark = pytest.mark.root
 
@@ -61,12 +58,6 @@ def release() -> dict[str, str | bytes]:
         "bin/post-start": f"#!/bin/sh\n{TOOL} list | awk '$3 == \"running\" {{print $1, $2}}' >{SAID}.post-start\n",
         "bin/drain": f"#!/bin/sh\npid=$({TOOL} pid web) || exit 1\necho $pid >{SAID}.drain\nkill $pid\necho 0\n",
     }
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with made(tmp_path) as one:
-        yield one
 
 
 @pytest.mark.parametrize("has_release", [False, True])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,11 @@ import pytest
 from agent_shim.core.paths import Paths
 from tests.support import jobs
 from tests.support.pod import Pod
-from tests.support.pod import pod as made
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
 MONIT = f"{sys.executable} -m agent_shim.cli.monit"
-
-
-@pytest.fixture
-async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
-    async with made(tmp_path) as one:
-        yield one
 
 
 async def with_disks(pod: Pod, *cids: str) -> None:
@@ -144,9 +136,7 @@ async def test_negative_uptime(pod: Pod) -> None:
     (pod.machine.root / "mnt/uptime").write_text("0.50 0.50\n")
     pod.machine.run("mount --bind /mnt/uptime /proc/uptime")
     await pod.start_agent()
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
-    await pod.run("start")
-    await pod.until("running")
+    await pod.deploy()
 
     state = await pod.run("get_state", "full")
 
@@ -182,9 +172,7 @@ async def test_pending_ordering(pod: Pod) -> None:
     """
     files = {**jobs.sleeper(Paths(), "web"), "bin/ctl": SLOW_TO_STOP}
     await pod.start()
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": files}))
-    await pod.run("start")
-    await pod.until("running")
+    await pod.deploy({"web": files})
     await summary(pod, "running")
     pidfile = pod.vcap / "data/sys/run/web/web.pid"
     before = pidfile.read_text()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from agent_shim_demo.director import HealthMonitor
 from agent_shim_demo.pki import HEALTH_MONITOR
 from tests.support import jobs
 from tests.support.fleet import Fleet
-from tests.support.fleet import fleet as made
 from tests.support.machine import Machine
 from tests.support.waiting import until
 
@@ -27,12 +24,6 @@ AGENT = "0d6e3a52-21d5-4d0a-9d4a-6a1b6f0f8a11"
 DYNAMIC: dict[str, Any] = {"type": "dynamic", "cloud_properties": {}, "prefix": "32", "default": ["dns", "gateway"]}
 KEEP = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
 HANG = "#!/bin/sh\ntouch /var/vcap/data/web/hangs\nwhile [ ! -e /var/vcap/data/web/go ]; do sleep 0.02; done\n"
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with made(tmp_path) as one:
-        yield one
 
 
 @pytest.fixture

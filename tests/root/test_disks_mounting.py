@@ -27,6 +27,7 @@ from tests.support.volumes import (
     Asked,
     Instance,
     alone,
+    by,
     drop_capabilities,
     fill,
     fingerprint,
@@ -175,10 +176,9 @@ def test_a_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None
     assert stat.S_IMODE(volume.stat().st_mode) == 0o700
 
 
-@alone
-async def test_a_bare_directory_is_no_volume(tmp_path: Path) -> None:
+@by("mounts")
+async def test_a_bare_directory_is_no_volume(instance: Instance) -> None:
     """Files written there are lost with the container."""
-    instance = by_mounts(tmp_path)
     place = Path("/usr/share")
     instance.persistent["a"] = str(place)
 
@@ -252,11 +252,10 @@ async def test_no_link_leads_to_a_directory_without_a_mount(tmp_path: Path) -> N
     assert (instance.paths.instance_disks / "data").readlink() == on_node
 
 
-@alone
-async def test_options_of_the_settings_are_set(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
+@by("mounts")
+async def test_options_of_the_settings_are_set(instance: Instance) -> None:
     instance.env = {"persistent_disk_mount_options": ["noexec", "noatime", "data=writeback"]}
-    instance.attach("a", mount_tmpfs)
+    instance.attach("a")
 
     await instance.disks.mount("a")
 
@@ -265,12 +264,9 @@ async def test_options_of_the_settings_are_set(tmp_path: Path) -> None:
     assert {"noexec", "noatime"} <= mount.options
 
 
-@alone
-async def test_the_disk_that_is_copied_can_only_be_read(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
-    for cid in "ab":
-        instance.attach(cid, mount_tmpfs)
-        await instance.disks.mount(cid)
+@by("mounts")
+async def test_the_disk_that_is_copied_can_only_be_read(instance: Instance) -> None:
+    await instance.mount("a", "b")
     said: list[str] = []
 
     async def copy(source: Path, target: Path, report: object) -> None:
@@ -288,11 +284,9 @@ async def test_the_disk_that_is_copied_can_only_be_read(tmp_path: Path) -> None:
     instance.write("after", "x")
 
 
-@alone
-async def test_a_user_of_a_bound_disk_is_named(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
-    instance.attach("a", mount_tmpfs)
-    await instance.disks.mount("a")
+@by("mounts")
+async def test_a_user_of_a_bound_disk_is_named(instance: Instance) -> None:
+    await instance.mount("a")
     mount_tmpfs(instance.paths.store / "nested")
 
     with holding(instance.paths.store, "cwd") as program, pytest.raises(ActionError) as caught:
@@ -317,10 +311,9 @@ def manifest(instance: Instance) -> None:
     instance.persistent["a"] = str(instance.paths.store)
 
 
-@alone
-async def test_a_disk_without_a_hint_is_the_volume_on_the_store(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
-    instance.attach("a", mount_tmpfs)
+@by("mounts")
+async def test_a_disk_without_a_hint_is_the_volume_on_the_store(instance: Instance) -> None:
+    instance.attach("a")
     manifest(instance)
     instance.persistent["a"] = None
 
@@ -330,11 +323,10 @@ async def test_a_disk_without_a_hint_is_the_volume_on_the_store(tmp_path: Path) 
     assert instance.marker("a") == Marker("a", "store")
 
 
-@alone
-async def test_a_disk_that_a_manifest_mounted_is_migrated_by_covering_it(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
-    instance.attach("a", mount_tmpfs)
-    instance.attach("b", mount_tmpfs)
+@by("mounts")
+async def test_a_disk_that_a_manifest_mounted_is_migrated_by_covering_it(instance: Instance) -> None:
+    instance.attach("a")
+    instance.attach("b")
     manifest(instance)
     await instance.disks.mount("a")
     fill(instance.paths.store / "files", as_root=True)
@@ -352,11 +344,10 @@ async def test_a_disk_that_a_manifest_mounted_is_migrated_by_covering_it(tmp_pat
         manifest(instance)
 
 
-@alone
-async def test_a_swap_over_a_mount_of_the_manifest_goes_on_after_a_kill(tmp_path: Path) -> None:
-    instance = by_mounts(tmp_path)
+@by("mounts")
+async def test_a_swap_over_a_mount_of_the_manifest_goes_on_after_a_kill(instance: Instance) -> None:
     for cid in "ab":
-        instance.attach(cid, mount_tmpfs)
+        instance.attach(cid)
     manifest(instance)
     markers.write(instance.volume("a"), Marker("a", "store"))
     markers.write(instance.volume("b"), Marker("b", "store", source="a", generation=1))
@@ -369,12 +360,16 @@ async def test_a_swap_over_a_mount_of_the_manifest_goes_on_after_a_kill(tmp_path
     assert mounted_on(instance.paths.store) == 2, "the mount of the manifest is not ours to take away"
 
 
+@pytest.mark.parametrize("read_only", [False, True])
 @alone
-async def test_a_volume_mounted_twice_counts_as_unmounted_where_it_must_stay(tmp_path: Path) -> None:
+async def test_a_volume_mounted_twice_counts_as_unmounted_where_it_must_stay(tmp_path: Path, read_only: bool) -> None:
     """The manifest mounts it on the store and at its hint; this container may not unmount."""
     instance = Instance(tmp_path, bind=False)
     instance.attach("a", mount_tmpfs)
     mounts.bind(instance.volume("a"), instance.paths.store)
+    if read_only:
+        for place in (instance.volume("a"), instance.paths.store):
+            mounts.bind(place, place, read_only=True)
     drop_capabilities()
     await instance.disks.mount("a")
     assert await instance.disks.list() == ["a"]
@@ -386,23 +381,6 @@ async def test_a_volume_mounted_twice_counts_as_unmounted_where_it_must_stay(tmp
     assert await instance.disks.list() == []
     await instance.disks.mount("a")
     assert await instance.disks.list() == ["a"]
-
-
-@alone
-async def test_a_read_only_volume_mounted_twice_counts_as_unmounted_too(tmp_path: Path) -> None:
-    instance = Instance(tmp_path, bind=False)
-    instance.attach("a", mount_tmpfs)
-    mounts.bind(instance.volume("a"), instance.paths.store)
-    for place in (instance.volume("a"), instance.paths.store):
-        mounts.bind(place, place, read_only=True)
-    drop_capabilities()
-    await instance.disks.mount("a")
-    assert instance.marker("a") is None
-    assert await instance.disks.list() == ["a"]
-
-    assert "Unmounted" in await instance.disks.unmount("a")
-
-    assert await instance.disks.list() == []
 
 
 # --- SIGKILL --------------------------------------------------------------------------------------------------------

@@ -11,30 +11,18 @@ import signal
 import socket
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from agent_shim.core.paths import Paths
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
 from agent_shim_demo.director import RpcRemoteError
-from tests.support import jobs
 from tests.support.pod import Pod
-from tests.support.pod import pod as made
-from tests.support.volumes import holding
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
-
-
-@pytest.fixture
-async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
-    async with made(tmp_path) as one:
-        yield one
 
 
 def status(pod: Pod) -> dict[str, Any]:
@@ -127,9 +115,7 @@ async def test_start_is_refused_without_the_disk(pod: Pod) -> None:
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
-    await pod.run("start")
-    await pod.until("running")
+    await pod.deploy()
     pod.kill()
     pod.start_container()
     pod.machine.run("umount /var/vcap/bosh/disks/disk-1")
@@ -149,9 +135,7 @@ async def with_a_job_on_its_disk(pod: Pod) -> None:
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
-    await pod.run("start")
-    await pod.until("running")
+    await pod.deploy()
     pod.machine.run("chown vcap:vcap /var/vcap/store; echo kept >/var/vcap/store/kept")
 
 
@@ -207,22 +191,3 @@ async def test_a_directory_of_the_container_is_no_disk(pod: Pod, place: str) -> 
 
     assert await pod.run("list_disk") == []
     assert pod.machine.run("ls -A /var/vcap/store 2>/dev/null || true") == ""
-
-
-async def test_a_process_that_keeps_a_disk_busy_is_named_and_left_alone(pod: Pod) -> None:
-    """A process that is no job's; one of a job's is ended."""
-    pod.attach("disk-1")
-    (pod.volume("disk-1") / "file").write_text("x")
-    await pod.start()
-    await pod.run("mount_disk", "disk-1")
-    inside = ["nsenter", "-t", str(pod.machine.pid), "-m", "-p", "--"]
-
-    with holding(Path("/var/vcap/store"), within=inside) as program:
-        with pytest.raises(RpcRemoteError) as caught:
-            await pod.run("unmount_disk", "disk-1")
-        assert program.poll() is None
-
-    said = str(caught.value)
-    assert re.search(r"/var/vcap/store is in use: pid \d+ \(\S*python\S* -c .*\) has /var/vcap/store/file open", said)
-    assert await pod.run("list_disk") == ["disk-1"]
-    assert (await pod.run("unmount_disk", "disk-1"))["message"].startswith("Unmounted")

@@ -68,37 +68,6 @@ def test_a_volume_is_shown_and_taken_away(tmp_path: Path, make: Maker, bind: boo
     assert mounts.is_mount_point(volume)
 
 
-@EVERY_VOLUME
-@alone
-def test_a_second_show_leaves_mounts_unchanged(tmp_path: Path, make: Maker) -> None:
-    volume, place = make(tmp_path), tmp_path / "store"
-    volumes.show(volume, place, bind=True)
-    before = mounts.MOUNTINFO.read_bytes()
-
-    volumes.show(volume, place, bind=True)
-    volumes.show(volume, place, bind=False)
-
-    assert mounts.MOUNTINFO.read_bytes() == before
-
-
-@alone
-def test_a_mount_of_the_manifest_is_left_unchanged(tmp_path: Path) -> None:
-    store = mount_tmpfs(tmp_path / "store")
-    before = mounts.MOUNTINFO.read_bytes()
-
-    volumes.show(store, store, bind=True)
-    volumes.set_options(store, like=store, more=["ro"])
-
-    assert mounts.MOUNTINFO.read_bytes() == before
-
-
-@alone
-def test_a_plain_directory_is_not_taken_away(tmp_path: Path) -> None:
-    volumes.take_away(tmp_path)
-
-    assert tmp_path.is_dir()
-
-
 @alone
 def test_binding_is_probed_in_a_private_namespace(tmp_path: Path) -> None:
     namespaces = [Path("/proc/self/ns/mnt").readlink()]

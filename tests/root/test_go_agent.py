@@ -11,9 +11,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
 from tests.support import jobs
 from tests.support.go_agent import CONTROL, CTL, NAMES, alive, starts
 from tests.support.pod import AGENT, Pod, end
-from tests.support.pod import pod as made
 
 pytestmark = pytest.mark.go_agent
 
@@ -39,23 +37,22 @@ COMPARED = ("deployment", "job", "packages", "configuration_hash", "networks", "
 
 
 @pytest.fixture
-async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
-    async with made(tmp_path) as one:
-        one.keeps_root = True
-        one.start_container()
-        shutil.copy(os.environ["BOSH_AGENT"], one.machine.root / "mnt/bosh-agent")
-        place = one.machine.vcap / "monit/monitrc"
-        place.parent.mkdir()
-        (place.parent / "job").mkdir()
-        place.write_text(CONTROL.partition("set httpd")[0] + HTTP + "include /var/vcap/monit/job/*.monitrc\n")
-        place.chmod(0o600)
-        wrapper = one.machine.vcap / "bosh/bin/monit"
-        wrapper.parent.mkdir()
-        wrapper.write_text('#!/bin/sh\nexec /usr/bin/monit -c /var/vcap/monit/monitrc "$@"\n')
-        wrapper.chmod(0o755)
-        for name in NAMES:
-            (one.machine.vcap / "data" / name).mkdir()
-        yield one
+def pod(pod: Pod) -> Pod:
+    pod.keeps_root = True
+    pod.start_container()
+    shutil.copy(os.environ["BOSH_AGENT"], pod.machine.root / "mnt/bosh-agent")
+    place = pod.machine.vcap / "monit/monitrc"
+    place.parent.mkdir()
+    (place.parent / "job").mkdir()
+    place.write_text(CONTROL.partition("set httpd")[0] + HTTP + "include /var/vcap/monit/job/*.monitrc\n")
+    place.chmod(0o600)
+    wrapper = pod.machine.vcap / "bosh/bin/monit"
+    wrapper.parent.mkdir()
+    wrapper.write_text('#!/bin/sh\nexec /usr/bin/monit -c /var/vcap/monit/monitrc "$@"\n')
+    wrapper.chmod(0o755)
+    for name in NAMES:
+        (pod.machine.vcap / "data" / name).mkdir()
+    return pod
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,11 @@ from agent_shim.host import files
 from agent_shim_demo.pki import Authority
 from tests.support import jobs
 from tests.support.pod import AGENT, Pod
-from tests.support.pod import pod as made
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
 WITHOUT_MOUNTS = ("setpriv", "--bounding-set=-sys_admin", "--")
-
-
-@pytest.fixture
-async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
-    async with made(tmp_path) as one:
-        yield one
 
 
 def writer(name: str) -> dict[str, str | bytes]:
@@ -38,11 +30,7 @@ def writer(name: str) -> dict[str, str | bytes]:
 
 async def deploy(pod: Pod, *names: str) -> dict[str, Any]:
     """Deploy as the Director does, without pre-start; return the spec."""
-    spec = jobs.spec(pod.scratch / "blobs", {name: writer(name) for name in names}, {"tool": {"bin/tool": "#!/bin/sh"}})
-    await pod.run("apply", spec)
-    await pod.run("start")
-    await pod.until("running")
-    return spec
+    return await pod.deploy({name: writer(name) for name in names}, {"tool": {"bin/tool": "#!/bin/sh"}})
 
 
 def events(pod: Pod, cid: str = "disk-1") -> list[str]:
@@ -141,21 +129,6 @@ async def test_recreation_with_the_disk_alone(pod: Pod) -> None:
     assert events(pod) == ["web"]
 
 
-async def test_recreation_with_all_volumes(pod: Pod) -> None:
-    """With more disks than before; the one that was on the store is there."""
-    await with_a_disk(pod)
-    await deploy(pod, "web")
-    events(pod)
-    pod.kill()
-    pod.attach("disk-2")
-    await pod.start()
-
-    await pod.until("running")
-
-    assert events(pod) == ["pre-start web", "web"]
-    assert await pod.run("list_disk") == ["disk-1"]
-
-
 async def test_disk_that_comes_late(pod: Pod) -> None:
     """No job is started before it, the instance is failing, and then everything goes its way."""
     await with_a_disk(pod)
@@ -202,24 +175,6 @@ async def test_second_container_with_a_volume_of_its_own_and_our_disk(pod: Pod, 
         assert await pod.run("list_disk") == ["disk-1"]
     finally:
         twin.kill()
-
-
-async def test_disk_of_a_vm_that_died_with_its_machine(pod: Pod) -> None:
-    """Resurrected elsewhere: no agent has released the disk, and the Director's mount_disk succeeds nevertheless."""
-    await with_a_disk(pod)
-    (pod.volume("disk-1") / "data").write_text("precious")
-    pod.kill()
-    lease = pod.volume("disk-1") / ".agent_shim/lease.json"
-    elsewhere = {"holder": "0", "agent_id": "former", "host": "node-7", "boot": "another", "is_over": False}
-    lease.write_text(json.dumps(json.loads(lease.read_text()) | elsewhere))
-    pod.lose_data()
-    await pod.start()
-    assert await pod.run("list_disk") == []
-
-    await pod.run("mount_disk", "disk-1")
-
-    assert await pod.run("list_disk") == ["disk-1"]
-    assert (pod.vcap / "store/data").read_text() == "precious"
 
 
 async def test_missing_job_files_of_a_tmpfs_are_reported(pod: Pod) -> None:

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import jobs
 from tests.support.fleet import Fleet
-from tests.support.fleet import fleet as made
 from tests.support.machine import Machine
 
 pytestmark = pytest.mark.root
 
 AGENT = "agent-1"
 NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}}
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with made(tmp_path) as one:
-        yield one
 
 
 def records(fleet: Fleet, version: int, *pairs: tuple[str, str]) -> list[Any]:

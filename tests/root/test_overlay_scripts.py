@@ -11,19 +11,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from agent_shim.core.paths import Paths
 from agent_shim_demo.director import RpcTimeoutError
 from tests.structure.source import ROOT
-from tests.support import jobs
 from tests.support.machine import machine
 from tests.support.pod import AGENT, Pod
-from tests.support.pod import pod as made
 
 pytestmark = [
     pytest.mark.root,
@@ -46,11 +43,10 @@ for name in sv service systemctl; do ln -s /opt/agent_shim/stand-ins/control /op
 
 
 @pytest.fixture
-async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
-    async with made(tmp_path) as one:
-        one.start_container()
-        one.machine.run(INSTALL)
-        yield one
+def pod(pod: Pod) -> Pod:
+    pod.start_container()
+    pod.machine.run(INSTALL)
+    return pod
 
 
 @contextmanager
@@ -91,9 +87,7 @@ def tool(pod: Pod, command: str) -> str:
 async def with_a_job(pod: Pod) -> str:
     """Deploy a job; its process."""
     await answers(pod)
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": jobs.sleeper(Paths(), "web")}))
-    await pod.run("start")
-    await pod.until("running")
+    await pod.deploy()
     return number(pod)
 
 

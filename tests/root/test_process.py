@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,6 @@ import pytest
 from agent_shim_demo.release import archive
 from tests.support import jobs
 from tests.support.pod import Pod
-from tests.support.pod import pod as made
 
 pytestmark = pytest.mark.root
 
@@ -80,17 +79,16 @@ PYTHONS_OWN: Final = 3 << 31
 
 
 @pytest.fixture
-async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
-    async with made(tmp_path) as one:
-        one.prefix = [sys.executable, "-c", PARENT]
-        yield one
+def pod(pod: Pod) -> Pod:
+    pod.prefix = [sys.executable, "-c", PARENT]
+    return pod
 
 
 async def test_a_program_of_a_release_inherits_nothing_of_the_agents_parent(pod: Pod) -> None:
     web = {path: LOOK.replace("NAME", Path(path).name) + end for path, end in PROGRAMS.items()}
     packaging = (LOOK.replace(SEEN, "/var/vcap/data/seen")).replace("NAME", "packaging")
     await pod.start()
-    await pod.run("apply", jobs.spec(pod.scratch / "blobs", {"web": {"monit": MONIT, "config/bpm.yml": BPM, **web}}))
+    await pod.apply({"web": {"monit": MONIT, "config/bpm.yml": BPM, **web}})
     await pod.run("run_script", "pre-start", {})
     await pod.run("start")
     await pod.until("running")

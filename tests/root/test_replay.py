@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from agent_shim_demo.director import RpcRemoteError
 from tests.support.corpus import CORPUS
 from tests.support.effects import Effects
 from tests.support.fleet import Fleet
-from tests.support.fleet import fleet as made
 from tests.support.replay import VOLUMES, Replay, Step, steps
 
 pytestmark = pytest.mark.root
@@ -25,12 +23,6 @@ ALIKE = ("configuration_hash", "id", "index", "networks", "persistent_disk")
 """Keys that distinguish two states of an instance."""
 
 LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "list_disk"})
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with made(tmp_path) as one:
-        yield one
 
 
 @dataclass

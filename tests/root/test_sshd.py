@@ -358,7 +358,7 @@ def test_a_failed_server_is_reported_and_leaves_no_user(alone: Alone, stranger: 
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
-def test_a_container_without_sshd_is_told(alone: Alone) -> None:
+def test_a_container_without_sshd_is_reported(alone: Alone) -> None:
     """And keeps no user."""
     alone.box.run("mkdir -p /tmp/empty && cp -a /usr/sbin/user* /tmp/empty/ && mount --bind /tmp/empty /usr/sbin")
     try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -21,17 +19,15 @@ from tests.support.go_agent import (
 )
 from tests.support.machine import Machine
 from tests.support.pod import Pod
-from tests.support.pod import pod as made
 
 pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
-    async with made(tmp_path) as one:
-        one.keeps_root = True
-        one.start_container()
-        yield one
+def pod(pod: Pod) -> Pod:
+    pod.keeps_root = True
+    pod.start_container()
+    return pod
 
 
 async def test_from_monit_and_back(pod: Pod) -> None:

@@ -127,18 +127,6 @@ def test_clean_up_removes_those_that_match(box: Machine, inside: Inside) -> None
     assert (box.vcap / "bosh_ssh/bosh_y1").exists()
 
 
-def test_a_user_with_a_running_process_is_removed(box: Machine, inside: Inside) -> None:
-    """Even while a process of theirs runs."""
-    inside(setup("bosh_busy"))
-    sleeping = box.popen(["setpriv", "--reuid", "bosh_busy", "--clear-groups", "sleep", "60"])
-    try:
-        box.run("until pgrep -u bosh_busy sleep >/dev/null; do sleep 0.02; done")
-        assert inside(cleanup("^bosh_busy")) == ["bosh_busy"]
-    finally:
-        sleeping.kill()
-        sleeping.wait()
-
-
 def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside) -> None:
     """Neither a process in another session nor one that forks without end; the next user may get the number."""
     inside(setup("bosh_stays"))

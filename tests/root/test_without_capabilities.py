@@ -37,7 +37,7 @@ files.chown(Paths().base / "secret", "vcap:vcap")
     assert box.run("stat -c '%a %U:%G' /var/vcap/secret") == "600 root:root\n"
 
 
-def test_it_is_said_once(inside: Inside) -> None:
+def test_it_is_reported_once(inside: Inside) -> None:
     """Twenty directories are one line."""
     script = """
 import logging

@@ -13,13 +13,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
+from agent_shim.core.paths import Paths
 from agent_shim_demo.director import Director, RpcTimeoutError
+from tests.support import jobs
 from tests.support.broker import NatsServer
 from tests.support.cpi import Cpi
 from tests.support.machine import Machine, machine
@@ -27,6 +29,9 @@ from tests.support.machine import Machine, machine
 AGENT: Final = "pod-agent"
 NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
 BLOBS: Final = Path("/var/vcap/blobs")
+Files = Mapping[str, Mapping[str, str | bytes]]
+SLEEPER: Final[Files] = {"web": jobs.sleeper(Paths(), "web")}
+"""A job that sleeps."""
 PORT: Final = "cable0"
 """No name of this machine's, whose /sys is seen inside."""
 
@@ -232,6 +237,19 @@ class Pod:
     async def run(self, method: str, *arguments: Any) -> Any:
         """The value of an action."""
         return await self.director.run(self.agent_id, method, *arguments)
+
+    async def apply(self, files: Files = SLEEPER, packages: Files | None = None, version: str = "1") -> dict[str, Any]:
+        """Apply jobs with these files; return the spec."""
+        spec = jobs.spec(self.scratch / "blobs", files, packages, version=version)
+        await self.run("apply", spec)
+        return spec
+
+    async def deploy(self, files: Files = SLEEPER, packages: Files | None = None) -> dict[str, Any]:
+        """Apply and start as the Director does, without pre-start, until the jobs run; return the spec."""
+        spec = await self.apply(files, packages)
+        await self.run("start")
+        await self.until("running")
+        return spec
 
 
 @asynccontextmanager
