@@ -146,8 +146,8 @@ class World:
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
     def log_text(self) -> str:
-        """Return the agent's log."""
-        return self._log.read_text(errors="replace")
+        """Return the agent's log, "" before its start."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def forget_log(self) -> None:
         """Begin a new log with the next agent."""
@@ -190,12 +190,31 @@ class World:
             for path in (self.base / "data").glob("*/starts")
         }
 
-    async def stop_agent(self) -> None:
-        """End the agent in order, if it runs."""
-        if self.agent is not None:
-            self.agent.send(signal.SIGKILL if self.is_apart else signal.SIGTERM)
-            await self.agent.wait()
-            self.agent = None
+    async def stop_agent(self) -> int | None:
+        """End the agent in order, if it runs; return its exit code."""
+        if self.agent is None:
+            return None
+        self.agent.send(signal.SIGKILL if self.is_apart else signal.SIGTERM)
+        code = await self.agent.wait()
+        self.agent = None
+        return code
+
+    async def deploy(self, jobs: int = 1, packages: int = 0, size: int = 0, **options: Any) -> dict[str, int]:
+        """Deploy ``spec`` to an agent, started if there is none; return the pids of the running jobs."""
+        if self.agent is None:
+            await self.start_agent()
+        await self.run("apply", self.spec(jobs, packages, size, **options))
+        await self.run("start")
+        await self.until_running()
+        return self.pids()
+
+    async def execute(self, *words: str, module: str = "cli") -> tuple[int | None, str]:
+        """Run ``agent-shim`` for this agent; return its exit code and output."""
+        out = self.scratch / f"{words[0]}.out"
+        out.unlink(missing_ok=True)
+        argv = [INTERPRETER, "-m", f"agent_shim.{module}", *words, "-b", str(self.base)]
+        status = await process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out).wait()
+        return status, out.read_text()
 
     def end_what_is_beside(self) -> None:
         """The agent first: it would start the jobs again."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 
 from agent_shim_demo.release import archive
-from benchmarks.world import AGENT, COMMAND, World
-from benchmarks.world import world as made
+from benchmarks.world import AGENT, World
 
 WATCH = (5.0, 15.0)
 """``canary_watch_time: 5000-15000``."""
@@ -22,14 +20,14 @@ class NotRunningError(Exception):
     """Processes of an instance that do not run at the end of its watch time."""
 
 
-async def wait_until_running(world: World) -> int:
+async def wait_until_running(instance: World) -> int:
     """Poll the instance in its watch time until it runs, as the Director does; return the number of polls."""
     least, most = WATCH
     step = min(15.0, max(1.0, (most - least) / INTERVALS))
     begun_at = time.monotonic()
     await asyncio.sleep(least)
     looks = 1
-    while (state := await world.director.value(AGENT, "get_state"))["job_state"] != "running":
+    while (state := await instance.director.value(AGENT, "get_state"))["job_state"] != "running":
         if time.monotonic() - begun_at + step > most:
             failed = [each["name"] for each in state.get("processes", []) if each["state"] != "running"]
             review = f" Review logs for failed jobs: {', '.join(failed)}" if failed else ""
@@ -39,42 +37,37 @@ async def wait_until_running(world: World) -> int:
     return looks
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with made(COMMAND) as one:
-        await one.start_agent()
-        yield one
-
-
-def canary(world: World, lasts: str) -> dict[str, object]:
+def canary(instance: World, lasts: str) -> dict[str, object]:
     """A spec of one job whose process ends after some time."""
-    run = world.base / "data/sys/run/job0"
+    run = instance.base / "data/sys/run/job0"
     files: dict[str, str | bytes] = {
         "job0/monit": f"""
             check process job0 with pidfile {run}/job0.pid
-              start program "{world.base}/jobs/job0/bin/ctl"
+              start program "{instance.base}/jobs/job0/bin/ctl"
               stop program "/bin/sh -c 'kill $(cat {run}/job0.pid)'"
               group vcap
         """,
         "job0/bin/ctl": f"#!/bin/sh\nmkdir -p {run}\necho $$ >{run}/job0.pid\nexec sleep {lasts}\n",
     }
-    return {**world.spec(1, 0), "rendered_templates_archive": world.blob("canary", archive(files))}
+    return {**instance.spec(1, 0), "rendered_templates_archive": instance.blob("canary", archive(files))}
 
 
 @pytest.mark.slow
-async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(world: World) -> None:
+async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: World) -> None:
     """Whenever the Director looks, it is not running, though a process lives nearly always."""
-    await world.director.run(AGENT, "apply", canary(world, "2"))
-    await world.director.run(AGENT, "start")
+    await instance.start_agent()
+    await instance.director.run(AGENT, "apply", canary(instance, "2"))
+    await instance.director.run(AGENT, "start")
 
     with pytest.raises(NotRunningError, match="is not running after update. Review logs for failed jobs: job0"):
-        await wait_until_running(world)
+        await wait_until_running(instance)
 
 
 @pytest.mark.slow
-async def test_healthy_canary_is_believed_at_the_first_look(world: World) -> None:
+async def test_healthy_canary_is_believed_at_the_first_look(instance: World) -> None:
     """The least watch time is all that the Director waits."""
-    await world.director.run(AGENT, "apply", canary(world, "1000"))
-    await world.director.run(AGENT, "start")
+    await instance.start_agent()
+    await instance.director.run(AGENT, "apply", canary(instance, "1000"))
+    await instance.director.run(AGENT, "start")
 
-    assert await wait_until_running(world) == 1
+    assert await wait_until_running(instance) == 1

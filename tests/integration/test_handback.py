@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,100 +12,75 @@ from agent_shim.host import files, process
 from agent_shim.services import state_backup
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
-from benchmarks.world import AGENT, COMMAND, World
-from benchmarks.world import world as made
+from benchmarks.world import AGENT, World
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with made(COMMAND) as one:
-        yield one
-
-
-async def deploy(world: World, jobs: int = 2) -> dict[str, int]:
-    """An agent and running jobs; their processes."""
-    await world.start_agent()
-    await world.director.run(AGENT, "apply", world.spec(jobs, 1))
-    await world.run("start")
-    await world.until_running()
-    return world.pids()
-
-
-async def handback(world: World) -> tuple[int | None, str]:
-    """Run the command: exit code and output."""
-    out = world.scratch / "handback.out"
-    out.unlink(missing_ok=True)
-    argv = [*shlex.split(COMMAND)[:3], "handback", "-b", str(world.base)]
-    status = await process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out).wait()
-    return status, out.read_text()
-
-
-async def test_jobs_run_on_and_are_described_to_monit(world: World) -> None:
+async def test_jobs_run_on_and_are_described_to_monit(instance: World) -> None:
     """State that the Go agent keeps itself stays as it is; ours alone is gone."""
-    before = await deploy(world)
-    kept = {path.name: path.read_bytes() for path in (world.base / "bosh").glob("*s*.json")}
-    await world.stop_agent()
+    before = await instance.deploy(2, 1)
+    kept = {path.name: path.read_bytes() for path in (instance.base / "bosh").glob("*s*.json")}
+    await instance.stop_agent()
 
-    status, output = await handback(world)
+    status, output = await instance.execute("handback")
 
     assert status == 0
     assert [f"job0 runs on as {before['job0']}" in output, f"job1 runs on as {before['job1']}" in output] == [True] * 2
     assert all(Path(f"/proc/{pid}").exists() for pid in before.values())
-    monit = world.base / "monit"
+    monit = instance.base / "monit"
     assert sorted(path.name for path in (monit / "job").iterdir()) == ["0000_job1.monitrc", "0001_job0.monitrc"]
-    assert (monit / "job/0001_job0.monitrc").read_text() == (world.base / "jobs/job0/monit").read_text()
+    assert (monit / "job/0001_job0.monitrc").read_text() == (instance.base / "jobs/job0/monit").read_text()
     assert not (monit / "stopped").exists()
-    left = {path.name: path.read_bytes() for path in (world.base / "bosh").glob("*s*.json")}
+    left = {path.name: path.read_bytes() for path in (instance.base / "bosh").glob("*s*.json")}
     assert left == {name: raw for name, raw in kept.items() if name != "agent_shim.json"}
-    assert {path.name for path in (world.base / "data/bosh").iterdir()} <= {"lease.json"}
-    assert not (world.base / "data/sys/run/agent_shim").exists()
+    assert {path.name for path in (instance.base / "data/bosh").iterdir()} <= {"lease.json"}
+    assert not (instance.base / "data/sys/run/agent_shim").exists()
 
 
-async def test_there_and_back_again(world: World) -> None:
+async def test_there_and_back_again(instance: World) -> None:
     """After a handback the next agent of ours takes over as from the Go agent: none is started a second time."""
-    before = await deploy(world)
+    before = await instance.deploy(2, 1)
     for _ in range(2):
-        await world.stop_agent()
-        assert (await handback(world))[0] == 0
-        await world.start_agent()
-        await world.until_running()
+        await instance.stop_agent()
+        assert (await instance.execute("handback"))[0] == 0
+        await instance.start_agent()
+        await instance.until_running()
 
-        assert world.pids() == before
-        assert {job: len(pids) for job, pids in world.starts().items()} == {"job0": 1, "job1": 1}
-        names = [process["name"] for process in (await world.director.value(AGENT, "get_state"))["processes"]]
+        assert instance.pids() == before
+        assert {job: len(pids) for job, pids in instance.starts().items()} == {"job0": 1, "job1": 1}
+        names = [process["name"] for process in (await instance.director.value(AGENT, "get_state"))["processes"]]
         assert names == ["job0", "job1"]
 
 
-async def test_stopped_jobs_are_not_described(world: World) -> None:
+async def test_stopped_jobs_are_not_described(instance: World) -> None:
     """monit would start them; the Director still sees that they are stopped."""
-    await deploy(world)
-    await world.director.run(AGENT, "stop")
-    await world.stop_agent()
+    await instance.deploy(2, 1)
+    await instance.director.run(AGENT, "stop")
+    await instance.stop_agent()
 
-    _, output = await handback(world)
+    _, output = await instance.execute("handback")
 
     assert "the jobs are stopped" in output
-    assert list((world.base / "monit/job").iterdir()) == []
-    assert (world.base / "monit/stopped").exists()
-    await world.start_agent()
-    assert (await world.director.value(AGENT, "get_state"))["job_state"] == "stopped"
-    assert world.pids() == {}
+    assert list((instance.base / "monit/job").iterdir()) == []
+    assert (instance.base / "monit/stopped").exists()
+    await instance.start_agent()
+    assert (await instance.director.value(AGENT, "get_state"))["job_state"] == "stopped"
+    assert instance.pids() == {}
 
 
-async def test_processes_that_monit_would_start_are_reported(world: World) -> None:
+async def test_processes_that_monit_would_start_are_reported(instance: World) -> None:
     """Processes that died meanwhile, and those that it would take for dead."""
-    before = await deploy(world, 3)
-    await world.stop_agent()
+    before = await instance.deploy(3)
+    await instance.stop_agent()
     victim = process.adopt(before["job0"])
     assert victim is not None
     await victim.terminate(1)
-    pidfile = world.base / "data/sys/run/job1/job1.pid"
+    pidfile = instance.base / "data/sys/run/job1/job1.pid"
     text = pidfile.read_text()
     pidfile.unlink()
 
-    _, output = await handback(world)
+    _, output = await instance.execute("handback")
 
     pidfile.write_text(text)
     assert "job0 does not run: monit will start it" in output
@@ -116,27 +88,27 @@ async def test_processes_that_monit_would_start_are_reported(world: World) -> No
     assert f"job2 runs on as {before['job2']}" in output
 
 
-async def test_handback_is_refused_while_the_agent_runs(world: World) -> None:
+async def test_handback_is_refused_while_the_agent_runs(instance: World) -> None:
     """It would go on as if nothing had happened."""
-    await deploy(world, 1)
+    await instance.deploy(1)
 
-    status, output = await handback(world)
+    status, output = await instance.execute("handback")
 
     assert (status, "cannot hand back: another agent, process" in output) == (3, True)
-    assert (world.base / "bosh/agent_shim.json").exists()
+    assert (instance.base / "bosh/agent_shim.json").exists()
 
 
-async def test_fresh_machine_and_second_time(world: World) -> None:
+async def test_fresh_machine_and_second_time(instance: World) -> None:
     """Nothing to do is no failure, and a machine without an agent stays as it is."""
-    world.base.mkdir(exist_ok=True)
-    before = sorted(world.base.iterdir())
+    instance.base.mkdir(exist_ok=True)
+    before = sorted(instance.base.iterdir())
 
-    status, output = await handback(world)
+    status, output = await instance.execute("handback")
     assert (status, "no agent has run below" in output) == (0, True)
-    assert sorted(world.base.iterdir()) == before
-    (world.base / "bosh").mkdir()
+    assert sorted(instance.base.iterdir()) == before
+    (instance.base / "bosh").mkdir()
     for _ in range(2):
-        status, output = await handback(world)
+        status, output = await instance.execute("handback")
         assert (status, "no jobs were supervised" in output) == (0, True)
 
 

@@ -9,13 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.world import AGENT, COMMAND, World
-from benchmarks.world import world as made
 from tests.support import loop_guard
 
 
@@ -108,23 +106,6 @@ async def test_the_start_of_a_program_before_a_wait_for_the_interpreter_is_no_vi
     assert loop_guard.violations == []
 
 
-class LateThread(threading.Thread):
-    """Gets the processor late, as on a busy machine; its ``start`` waits for it."""
-
-    def _bootstrap_inner(self) -> None:
-        time.sleep(0.3)
-        super()._bootstrap_inner()  # type: ignore[misc]
-
-
-async def test_the_start_of_a_thread_is_no_violation(guard: Path) -> None:
-    thread = LateThread(target=int)
-    asyncio.get_running_loop().call_soon(thread.start)
-    await asyncio.sleep(0)
-
-    assert loop_guard.violations == []
-    await asyncio.to_thread(thread.join)
-
-
 async def test_waiting_for_events_is_not_holding(guard: Path) -> None:
     left, right = socket.socketpair()
     with left, right:
@@ -133,27 +114,3 @@ async def test_waiting_for_events_is_not_holding(guard: Path) -> None:
 
         assert await asyncio.get_running_loop().sock_recv(left, 1) == b"x"
     assert loop_guard.violations == []
-
-
-@pytest.fixture
-async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    (tmp_path / "reports").mkdir()
-    monkeypatch.setenv("AGENT_SHIM_LOOP_REPORTS", str(tmp_path / "reports"))
-    async with made(COMMAND) as one:
-        yield one
-
-
-async def test_no_callback_holds_the_loop_of_an_agent_through_a_deploy(world: World, tmp_path: Path) -> None:
-    """Boot, apply, start, a death, status by all roads, logs, stop: none takes 50 ms of the loop at a time."""
-    await world.start_agent()
-    await world.director.run(AGENT, "apply", world.spec(3, 2, 200_000))
-    await world.run("start")
-    await world.until_running()
-    os.kill(world.pids()["job0"], 9)
-    await world.director.value(AGENT, "get_state", "full")
-    await world.director.run(AGENT, "fetch_logs", "job", [])
-    await world.until_running()
-    await world.run("stop")
-    await world.stop_agent()
-
-    assert [report.read_text() for report in (tmp_path / "reports").iterdir()] == []

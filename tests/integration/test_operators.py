@@ -11,80 +11,63 @@ import shlex
 import signal
 import struct
 import termios
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from agent_shim.host import process
-from benchmarks.world import AGENT, COMMAND, World
-from benchmarks.world import world as made
+from benchmarks.world import COMMAND, World
 from tests.support.waiting import until
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with made(f"{COMMAND} --job-logs --log-format json") as one:
-        await one.start_agent()
-        await one.director.run(AGENT, "apply", one.spec(2, 0))
-        await one.run("start")
-        await one.until_running()
-        yield one
+@pytest.fixture(autouse=True)
+async def _running(instance: World) -> None:
+    instance.command = f"{COMMAND} --job-logs --log-format json"
+    await instance.deploy(2)
 
 
-def started(world: World, *words: str) -> tuple[process.Process, Path]:
+def started(instance: World, *words: str) -> tuple[process.Process, Path]:
     """An ``agent-shim`` command against this agent, and where its output goes."""
-    out = world.scratch / f"{words[0]}.out"
+    out = instance.scratch / f"{words[0]}.out"
     out.unlink(missing_ok=True)
-    argv = [*shlex.split(COMMAND)[:3], *words, "-b", str(world.base)]
+    argv = [*shlex.split(COMMAND)[:3], *words, "-b", str(instance.base)]
     return process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out), out
 
 
-async def told(world: World, *words: str) -> tuple[int | None, str]:
-    """Exit code and output of a command that ends."""
-    command, out = started(world, *words)
-    async with asyncio.timeout(30):
-        return await command.wait(), out.read_text()
-
-
-def agent_log(world: World) -> str:
-    return (world.scratch / "agent.log").read_text()
-
-
-async def test_status_is_a_plain_table_in_a_pipe_and_json_on_request(world: World) -> None:
-    code, page = await told(world, "status")
+async def test_status_is_a_plain_table_in_a_pipe_and_json_on_request(instance: World) -> None:
+    code, page = await instance.execute("status")
     assert code == 0
     assert "\x1b" not in page
     assert page.count("  running  ") == 2
     assert "\nmachine    memory " in page
 
-    code, text = await told(world, "status", "--json")
+    code, text = await instance.execute("status", "--json")
     assert code == 0
     assert [one["state"] for one in json.loads(text)["processes"]] == ["running", "running"]
 
 
-async def test_status_of_a_process_tells_all_about_it(world: World) -> None:
+async def test_status_of_a_process_tells_all_about_it(instance: World) -> None:
     """The exit code says whether it runs. A stopped one is called so, though its state for the Director is unknown."""
-    name = json.loads((await told(world, "status", "--json"))[1])["processes"][0]["name"]
-    code, page = await told(world, "status", name)
+    name = json.loads((await instance.execute("status", "--json"))[1])["processes"][0]["name"]
+    code, page = await instance.execute("status", name)
     assert code == 0
     assert page.startswith(f"● {name} of job {name}\n")
     assert "\n      state  running since " in page
 
-    await told(world, "stop", name, "--wait")
-    code, page = await told(world, "status", name)
+    await instance.execute("stop", name, "--wait")
+    code, page = await instance.execute("status", name)
     assert code == 1
     assert "\n      state  stopped\n" in page
-    assert f"{name}     stopped " in (await told(world, "status"))[1]
-    code, text = await told(world, "status", "nonesuch")
+    assert f"{name}     stopped " in (await instance.execute("status"))[1]
+    code, text = await instance.execute("status", "nonesuch")
     assert code == 66
     assert "cannot show nonesuch: there is no such process (there are " in text
     assert name in text
 
 
-async def test_a_single_process_can_be_watched(world: World) -> None:
-    name = json.loads((await told(world, "status", "--json"))[1])["processes"][0]["name"]
-    watching, out = started(world, "status", name, "--watch", "--every", "0.05")
+async def test_a_single_process_can_be_watched(instance: World) -> None:
+    name = json.loads((await instance.execute("status", "--json"))[1])["processes"][0]["name"]
+    watching, out = started(instance, "status", name, "--watch", "--every", "0.05")
     await until(lambda: out.exists() and out.read_text().count(f"● {name}") > 1)
 
     watching.send(signal.SIGINT)
@@ -92,10 +75,10 @@ async def test_a_single_process_can_be_watched(world: World) -> None:
         assert await watching.wait() == 0
 
 
-async def test_watch_goes_on_until_somebody_interrupts_it_and_outlives_the_agent(world: World) -> None:
-    watching, out = started(world, "status", "--watch", "--every", "0.05")
+async def test_watch_goes_on_until_somebody_interrupts_it_and_outlives_the_agent(instance: World) -> None:
+    watching, out = started(instance, "status", "--watch", "--every", "0.05")
     await until(lambda: out.exists() and out.read_text().count("PROCESS") > 1)
-    await world.stop_agent()
+    await instance.stop_agent()
     await until(lambda: "cannot ask the agent" in out.read_text())
 
     watching.send(signal.SIGINT)
@@ -103,14 +86,14 @@ async def test_watch_goes_on_until_somebody_interrupts_it_and_outlives_the_agent
         assert await watching.wait() == 0
 
 
-async def test_watch_on_a_terminal_leaves_the_scrollback_alone(world: World) -> None:
+async def test_watch_on_a_terminal_leaves_the_scrollback_alone(instance: World) -> None:
     """It draws on the alternate screen, within the terminal's size."""
     master, slave = os.openpty()
     try:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 8, 40, 0, 0))
         # A readline in this process may have set both for its children, past os.environ.
         argv = ["env", "-u", "LINES", "-u", "COLUMNS", *shlex.split(COMMAND)[:3]]
-        argv += ["status", "--watch", "--every", "0.05", "-b", str(world.base)]
+        argv += ["status", "--watch", "--every", "0.05", "-b", str(instance.base)]
         environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
         watching = process.spawn(argv, env=environment, stdout=slave, stderr=slave)
         os.set_blocking(master, False)
@@ -135,22 +118,22 @@ async def test_watch_on_a_terminal_leaves_the_scrollback_alone(world: World) -> 
     assert max(page.count(b"\n") for page in drawn.split(b"\x1b[H")) == 7
 
 
-async def test_probes_answer_with_a_reason(world: World) -> None:
-    assert await told(world, "probe", "live") == (0, "alive\n")
-    assert await told(world, "probe", "ready") == (0, "jobs are running\n")
-    name = json.loads((await told(world, "status", "--json"))[1])["processes"][0]["name"]
-    await told(world, "stop", name, "--wait")
-    code, reason = await told(world, "probe", "ready")
+async def test_probes_answer_with_a_reason(instance: World) -> None:
+    assert await instance.execute("probe", "live") == (0, "alive\n")
+    assert await instance.execute("probe", "ready") == (0, "jobs are running\n")
+    name = json.loads((await instance.execute("status", "--json"))[1])["processes"][0]["name"]
+    await instance.execute("stop", name, "--wait")
+    code, reason = await instance.execute("probe", "ready")
     assert code == 1
     assert reason.startswith(f"jobs are failing: {name} (stopped")
     assert reason.count("(") == 1
 
 
-async def test_logs_of_a_job_reach_the_terminal_and_the_output_of_the_agent(world: World) -> None:
-    log = world.base / "data/sys/log/job-0/web.stdout.log"
+async def test_logs_of_a_job_reach_the_terminal_and_the_output_of_the_agent(instance: World) -> None:
+    log = instance.base / "data/sys/log/job-0/web.stdout.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("begun\n")
-    following, out = started(world, "logs", "job-0", "--follow")
+    following, out = started(instance, "logs", "job-0", "--follow")
     await until(lambda: out.exists() and "begun" in out.read_text())
     with log.open("a") as file:
         file.write("served\n")
@@ -159,42 +142,42 @@ async def test_logs_of_a_job_reach_the_terminal_and_the_output_of_the_agent(worl
     following.send(signal.SIGINT)
     async with asyncio.timeout(20):
         assert await following.wait() == 0
-    await until(lambda: '"message": "served"' in agent_log(world))
-    line = next(line for line in agent_log(world).splitlines() if '"served"' in line)
+    await until(lambda: '"message": "served"' in instance.log_text())
+    line = next(line for line in instance.log_text().splitlines() if '"served"' in line)
     assert json.loads(line) == {"logger": "job", "job": "job-0", "file": "web.stdout.log", "message": "served"}
 
-    code, text = await told(world, "logs", "nothing")
+    code, text = await instance.execute("logs", "nothing")
     assert code == 66
     assert "there are no logs of nothing (there are job-0, " in text
 
 
-async def test_the_agents_own_log_is_where_bosh_logs_looks(world: World) -> None:
-    code, text = await told(world, "logs", "--agent", "-n", "1000")
+async def test_the_agents_own_log_is_where_bosh_logs_looks(instance: World) -> None:
+    code, text = await instance.execute("logs", "--agent", "-n", "1000")
 
     assert code == 0
     assert '"boot step directories: done' in text
-    assert (world.base / "bosh/log/current").read_text().startswith(text[:200])
+    assert (instance.base / "bosh/log/current").read_text().startswith(text[:200])
 
 
-async def test_signals_turn_the_log_up_and_down(world: World) -> None:
-    assert world.agent is not None
-    world.agent.send(signal.SIGUSR1)
-    await until(lambda: "the level of the log is debug now" in agent_log(world))
-    world.agent.send(signal.SIGUSR2)
-    await until(lambda: "the level of the log is info now" in agent_log(world))
-    world.agent.send(signal.SIGUSR2)
-    await until(lambda: "the level of the log is warning now" in agent_log(world))
-    assert await told(world, "probe", "live") == (0, "alive\n")
+async def test_signals_turn_the_log_up_and_down(instance: World) -> None:
+    assert instance.agent is not None
+    instance.agent.send(signal.SIGUSR1)
+    await until(lambda: "the level of the log is debug now" in instance.log_text())
+    instance.agent.send(signal.SIGUSR2)
+    await until(lambda: "the level of the log is info now" in instance.log_text())
+    instance.agent.send(signal.SIGUSR2)
+    await until(lambda: "the level of the log is warning now" in instance.log_text())
+    assert await instance.execute("probe", "live") == (0, "alive\n")
 
 
-async def test_orders_of_operators_are_audited_with_their_process(world: World) -> None:
+async def test_orders_of_operators_are_audited_with_their_process(instance: World) -> None:
     """As requests of the bus are; questions are not."""
     orders = [("restart", "all"), ("call", "info"), ("stop", "nonexistent"), ("status",)]
-    commands = [started(world, *words)[0] for words in orders]
+    commands = [started(instance, *words)[0] for words in orders]
     async with asyncio.timeout(30):
         await asyncio.gather(*(command.wait() for command in commands))
 
-    lines = [json.loads(line) for line in agent_log(world).splitlines() if '"agent_shim.audit"' in line]
+    lines = [json.loads(line) for line in instance.log_text().splitlines() if '"agent_shim.audit"' in line]
     found = {line["reply_to"]: (line["method"], line["result"]) for line in lines if "operator" in line["reply_to"]}
     expected = [("restart all", "done"), ("info", "done"), ("stop nonexistent", "failed")]
     assert found == {

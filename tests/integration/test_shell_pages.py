@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import pty
 import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.world import AGENT, COMMAND, World
-from benchmarks.world import world as made
+from benchmarks.world import COMMAND, World
 from tests.structure.source import ROOT
 from tests.support.commands_page import parsers
 
@@ -41,17 +39,14 @@ END = "\x01printf '<%s>' \x05 ; echo end\r"
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with made(COMMAND) as one:
-        await one.start_agent()
-        await one.director.run(AGENT, "apply", one.spec(2, 0))
-        await one.run("start")
-        await one.until_running()
-        program = one.scratch / "bin/agent-shim"
-        program.parent.mkdir()
-        program.write_text(f'#!/bin/sh\nexec {shlex.join(shlex.split(COMMAND)[:3])} "$@"\n')
-        program.chmod(0o755)
-        yield one
+async def running(instance: World) -> World:
+    """An agent with two jobs, and a program of the name to type."""
+    await instance.deploy(2)
+    program = instance.scratch / "bin/agent-shim"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(shlex.split(COMMAND)[:3])} "$@"\n')
+    program.chmod(0o755)
+    return instance
 
 
 def typed(shell: str, scratch: Path, keys: str) -> list[str]:
@@ -106,14 +101,12 @@ def test_words_are_completed(shell: str, keys: str, words: Sequence[str], tmp_pa
 
 
 @pytest.mark.parametrize(("shell", "key"), [("bash", "\x1b*"), pytest.param("zsh", "\t", marks=pytest.mark.slow)])
-async def test_names_are_those_of_the_agent(shell: str, key: str, world: World) -> None:
+async def test_names_are_those_of_the_agent(shell: str, key: str, running: World) -> None:
     """Services for ``stop``, jobs for ``logs``, of the agent that ``-b`` names."""
-    asked = [*shlex.split(COMMAND)[:3], "status", "--json", "-b", str(world.base)]
-    answer = await asyncio.to_thread(subprocess.check_output, asked)
-    names = sorted(one["name"] for one in json.loads(answer)["processes"])
+    names = sorted(running.pids())
     for command in ("stop", "logs"):
-        line = f"agent-shim {command} -b {world.base} {names[0][:2]}{key}"
-        found = await asyncio.to_thread(typed, shell, world.scratch, line)
+        line = f"agent-shim {command} -b {running.base} {names[0][:2]}{key}"
+        found = await asyncio.to_thread(typed, shell, running.scratch, line)
 
         # The key inserts all words in bash, the first in zsh.
         assert found[4:] == (names if shell == "bash" else names[:1])
@@ -136,9 +129,9 @@ def test_words_are_completed_in_fish(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_names_are_those_of_the_agent_in_fish(world: World) -> None:
+async def test_names_are_those_of_the_agent_in_fish(running: World) -> None:
     for command in ("stop", "logs"):
-        offered = await asyncio.to_thread(fish, f"agent-shim {command} -b {world.base} job", world.scratch)
+        offered = await asyncio.to_thread(fish, f"agent-shim {command} -b {running.base} job", running.scratch)
 
         assert [name for name in offered if name != "all"] == sorted(f"job{number}" for number in range(2))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,7 @@ from agent_shim.core.errors import BootError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.host.files import remove_tree
 from agent_shim.services.state_backup import StateBackup, backup_files
-from benchmarks.world import AGENT, COMMAND, World
-from benchmarks.world import world as made
+from benchmarks.world import AGENT, World
 
 MAX_MB = 130
 """Memory of an agent at its highest: an idle one takes a third of it."""
@@ -68,12 +67,6 @@ KINDS: Mapping[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with made(COMMAND) as one:
-        yield one
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -84,28 +77,28 @@ async def world() -> AsyncIterator[World]:
     ],
 )
 async def test_hostile_state_files_neither_block_the_start_nor_fill_the_memory(
-    world: World, names: tuple[str, ...]
+    instance: World, names: tuple[str, ...]
 ) -> None:
     for kind, plant in KINDS.items():
-        remove_tree(world.base)
-        world.forget_log()
-        paths = [world.base / name for name in names]
+        remove_tree(instance.base)
+        instance.forget_log()
+        paths = [instance.base / name for name in names]
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             plant(path)
         if names == COPIES:
             stamp = {"schema": 1, "agent_id": AGENT, "lineage": "former"}
-            (world.base / "data/bosh/agent_shim.json").write_text(json.dumps(stamp))
+            (instance.base / "data/bosh/agent_shim.json").write_text(json.dumps(stamp))
 
         try:
-            await world.start_agent()
+            await instance.start_agent()
         except HostError as exc:
             assert "it has ended: agent-shim: cannot " in str(exc), kind
         else:
-            peak = int(re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{world.pid}/status").read_text())[0]) / 1024
+            peak = int(re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{instance.pid}/status").read_text())[0]) / 1024
             assert peak < MAX_MB, kind
-            await world.stop_agent()
-        assert "Traceback" not in world.log_text(), kind
+            await instance.stop_agent()
+        assert "Traceback" not in instance.log_text(), kind
 
 
 @pytest.mark.parametrize("name", COPIES)

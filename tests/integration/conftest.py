@@ -1,0 +1,50 @@
+"""For tests of a whole agent: its process, a private bus and a Director. For tests of blobs: a tree and a server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.paths import Paths
+from agent_shim.host import process
+from benchmarks.world import COMMAND, World, world
+from tests.support.http import Server, http_server
+
+
+@pytest.fixture
+async def instance() -> AsyncIterator[World]:
+    """An instance whose agent is not started yet."""
+    async with world(COMMAND) as made:
+        yield made
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    """A tree with the directories of blobs and bundles."""
+    paths = Paths(tmp_path / "vcap")
+    for directory in (paths.tmp, paths.blobs, paths.sensitive_blobs, paths.data_jobs, paths.data_packages):
+        directory.mkdir(parents=True)
+    return paths
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    """A server of blobs by HTTP."""
+    async with http_server() as server:
+        yield server
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[process.Process]:
+    """Every process that is started."""
+    found: list[process.Process] = []
+    honest = process.spawn
+
+    def spawn(*arguments: object, **options: object) -> process.Process:
+        found.append(honest(*arguments, **options))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(process, "spawn", spawn)
+    return found
