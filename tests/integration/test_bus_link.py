@@ -13,7 +13,7 @@ from nats.aio.client import Srv
 
 from agent_shim.edges.bus import link, tls
 from agent_shim_demo.pki import Authority
-from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, on_bus
+from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, facing, on_bus
 from tests.support.old_tls import lenient, outdated
 from tests.support.waiting import until
 
@@ -78,8 +78,7 @@ def saying(words: bytes) -> Script:
 )
 async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:
     """An error or nonsense on a link costs this link; the next one hears and answers."""
-    fake = FakeServer(saying(words + b"PING\r\n" * 3), asking, authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus) as bus:
+    async with facing(saying(words + b"PING\r\n" * 3), asking) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
         assert bus.stats.attempts == 2
@@ -126,7 +125,7 @@ async def test_strange_word_does_no_harm(words: bytes) -> None:
         wire.send(b"PONG\r\n")
         await wire.answer_pings()
 
-    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus) as bus:
+    async with facing(script) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
         assert bus.stats.connects == 1
@@ -139,8 +138,7 @@ async def test_strange_word_does_no_harm(words: bytes) -> None:
 )
 async def test_word_that_stops_the_reader_ends_the_link_before_its_next_ping(words: bytes) -> None:
     """nats-py stops reading at what it cannot decode, and calls itself connected: pings would tell after 10 to 15 s."""
-    fake = FakeServer(saying(words), asking, authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus, timing=replace(FAST, ping=600.0)) as bus:
+    async with facing(saying(words), asking, timing=replace(FAST, ping=600.0)) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
         assert bus.stats.attempts == 2
@@ -157,7 +155,7 @@ async def test_servers_of_a_cluster_are_forgotten() -> None:
         wire.send(message(REQUEST))
         await wire.answer_pings()
 
-    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus) as bus:
+    async with facing(script) as bus:
         await until(lambda: bus.stats.sent >= 1)
         gc.collect()
 
@@ -178,8 +176,7 @@ async def test_pings_of_a_server_that_reads_nothing_end_the_link(monkeypatch: py
                 await wire.push(b"PING\r\n" * 10_000 + b"PONG\r\n" * 5)
                 sent += 60_000
 
-    fake = FakeServer(script, asking, authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus) as bus:
+    async with facing(script, asking) as bus:
         await until(lambda: bus.stats.connects >= 2)
     assert sent < 50_000_000
 
@@ -199,8 +196,7 @@ async def test_line_or_message_without_an_end_is_not_kept(words: bytes, monkeypa
                 await wire.push(b"x" * 100_000)
                 sent += 100_000
 
-    fake = FakeServer(script, asking, authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus) as bus:
+    async with facing(script, asking) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
         assert bus.stats.attempts == 2
@@ -211,48 +207,8 @@ async def test_line_or_message_without_an_end_is_not_kept(words: bytes, monkeypa
 async def test_limit_that_was_told_in_the_clear_does_not_make_the_agent_mute(limit: str) -> None:
     """One word before TLS, and each later reply and heartbeat was dropped."""
     info = INFO.replace(b"1048576", limit.encode())
-    fake = FakeServer(asking, info=info, authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus) as bus:
+    async with facing(asking, info=info) as bus:
         await until(lambda: bus.stats.sent >= 1)
-
-
-async def test_message_in_pieces() -> None:
-    """A request that arrives byte by byte is one request."""
-    heard = []
-
-    async def handle(data: bytes) -> None:
-        heard.append(data)
-
-    async def script(wire: Wire) -> None:
-        await wire.greet()
-        for byte in message(REQUEST) * 2:
-            wire.send(bytes([byte]))
-            await asyncio.sleep(0)
-        await wire.answer_pings()
-
-    fake = FakeServer(script, authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus, handle=handle):
-        await until(lambda: len(heard) == 2)
-
-    assert heard == [REQUEST, REQUEST]
-
-
-async def test_news_amid_the_handshake() -> None:
-    """An INFO between CONNECT and its PONG is not taken for the answer."""
-
-    async def script(wire: Wire) -> None:
-        await wire.expect("CONNECT ")
-        await wire.expect("PING")
-        wire.send(b'INFO {"connect_info":true}\r\nPONG\r\n')
-        await wire.expect("SUB agent.agent ")
-        await wire.expect("PING")
-        wire.send(b"PONG\r\n")
-        await wire.answer_pings()
-
-    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus) as bus:
-        await connected(bus)
-
-        assert bus.stats.attempts == 1
 
 
 async def test_connected_means_subscribed() -> None:
@@ -269,7 +225,7 @@ async def test_connected_means_subscribed() -> None:
         wire.send(b"PONG\r\n")
         await wire.answer_pings()
 
-    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus) as bus:
+    async with facing(script) as bus:
         await asyncio.sleep(0.2)
 
         assert not bus.is_connected
@@ -291,8 +247,7 @@ async def test_subscription_that_is_denied() -> None:
         wire.send(b"PONG\r\n")
         await asyncio.sleep(20)
 
-    fake = FakeServer(denying, denying, living, authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus) as bus:
+    async with facing(denying, denying, living) as bus:
         await connected(bus)
 
         assert bus.stats.attempts == 3
@@ -309,8 +264,7 @@ async def test_server_that_falls_silent_in_the_handshake(lines: int) -> None:
                 wire.send(b"PONG\r\n")
         await asyncio.sleep(20)
 
-    fake = FakeServer(silent, living, authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus, timing=replace(FAST, connect=0.3)) as bus:
+    async with facing(silent, living, timing=replace(FAST, connect=0.3)) as bus:
         await connected(bus)
 
         assert bus.stats.attempts == 2
@@ -336,8 +290,8 @@ async def test_server_that_is_none(info: bytes, caplog: pytest.LogCaptureFixture
     async def script(wire: Wire) -> None:
         seen.append(await wire.expect(""))
 
-    fake = FakeServer(script, info=info, authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus, timing=replace(FAST, connect=0.2)) as bus:
+    patience = 10.0 if info else 0.2
+    async with facing(script, info=info, timing=replace(FAST, connect=patience)) as bus:
         await until(lambda: bus.stats.attempts >= 3)
 
         assert not bus.is_connected
@@ -372,8 +326,7 @@ async def test_plain_server_is_not_talked_to() -> None:
     async def script(wire: Wire) -> None:
         seen.append(await wire.expect(""))
 
-    fake = FakeServer(script, info=b"INFO " + json.dumps(plain).encode() + b"\r\n", authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus) as bus:
+    async with facing(script, info=b"INFO " + json.dumps(plain).encode() + b"\r\n") as bus:
         await until(lambda: bus.stats.attempts >= 3)
 
         assert "secure connection" in bus.stats.last_error
@@ -413,8 +366,7 @@ async def test_words_in_the_clear_are_not_believed() -> None:
         heard.append(data)
 
     injected = b"PONG\r\n" + message(b"injected")
-    fake = FakeServer(living, info=INFO + injected, authority=Authority())
-    async with fake.serving() as server, on_bus(server.mbus, handle=handle) as bus:
+    async with facing(living, info=INFO + injected, handle=handle) as bus:
         await connected(bus)
 
     assert heard == []

@@ -69,18 +69,6 @@ async def test_fifty_rotations_by_the_director_cost_no_reply_and_no_pause() -> N
     assert found["longest_gap_ms"] < 1000 + found["longest_gap_of_the_bystander_ms"]
 
 
-async def test_old_user_may_go(tmp_path: Path) -> None:
-    """The removal of the bootstrap user by nats-sync has no effect."""
-    async with talking(tmp_path) as talk:
-        await talk.bus.rotate(talk.server.mbus("agent", bootstrap=True))
-        await talk.bus.rotate(talk.server.mbus("agent"))
-        await talk.server.add_agent("agent", bootstrap=False)
-        await asyncio.sleep(0.3)
-
-        assert await talk.director.value("agent", "ping") == "ping"
-        assert talk.bus.stats.connects == 3
-
-
 async def test_held_reply_goes_out(tmp_path: Path) -> None:
     """A request that came by the old link is answered by the new one."""
     async with talking(tmp_path) as talk:

@@ -10,7 +10,7 @@ import pytest
 from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus.nats import NatsBus, Timing
 from agent_shim_demo.pki import Authority
-from tests.support.bus import FakeServer, Wire, connected, echo, on_bus
+from tests.support.bus import Wire, connected, echo, facing
 from tests.support.waiting import until
 
 HASTY = Timing(connect=0.3, step=0.01, longest=0.02, early_step=0.01)
@@ -73,7 +73,7 @@ async def test_a_connection_ends_the_patience() -> None:
         await wire.greet()
         await wire.answer_pings()
 
-    async with FakeServer(script, authority=Authority()).serving() as server, on_bus(server.mbus, timing=HASTY) as bus:
+    async with facing(script, timing=HASTY) as bus:
         await until(lambda: bus._slow > 0)
         await connected(bus)
 

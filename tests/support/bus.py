@@ -179,3 +179,11 @@ class FakeServer:
             self.failures.append(exc)
         finally:
             writer.transport.abort()
+
+
+@asynccontextmanager
+async def facing(*scripts: Script, info: bytes = INFO, **options: Any) -> AsyncIterator[NatsBus]:
+    """A bus whose server plays these scripts."""
+    fake = FakeServer(*scripts, info=info, authority=Authority())
+    async with fake.serving() as server, on_bus(server.mbus, **options) as bus:
+        yield bus
