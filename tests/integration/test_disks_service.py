@@ -19,6 +19,7 @@ from agent_shim.core.settings import DiskAssociation, UpdateSettings
 from agent_shim.host import files, mounts, volumes
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
+from agent_shim.services.disks.service import in_worker
 from tests.support.volumes import MORE_THAN_ALL, Instance, by, fingerprint, holding, migrate_until, mount_tmpfs
 
 each_way = by("links", "mounts")
@@ -27,8 +28,7 @@ each_way = by("links", "mounts")
 @each_way
 async def test_a_restored_mount_clears_its_former_error(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the mounts were restored, it is not why a disk is missing."""
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
 
     def refused() -> None:
         raise ActionError("no loop device")
@@ -70,9 +70,7 @@ async def test_a_target_stays_after_a_restart_unless_it_is_of_another_instance(
 ) -> None:
     """An older agent wrote no marker: that is no evidence against the disk."""
     instance.id = "this"
-    for cid in "ab":
-        instance.attach(cid)
-        await instance.disks.mount(cid)
+    await instance.mount("a", "b")
     markers.remove(instance.volume("b"))
     if marker is not None:
         markers.write(instance.volume("b"), marker)
@@ -102,8 +100,7 @@ async def test_a_disk_comes_to_the_store(instance: Instance) -> None:
 
 @each_way
 async def test_a_second_mount_of_a_disk_leaves_mounts_and_files_unchanged(instance: Instance) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     touched = [instance.paths.store, instance.paths.managed_disk, instance.volume("a") / ".agent_shim/disk.json"]
     before = [path.lstat().st_mtime_ns for path in touched], mounts.MOUNTINFO.read_bytes()
 
@@ -116,9 +113,7 @@ async def test_a_second_mount_of_a_disk_leaves_mounts_and_files_unchanged(instan
 
 @each_way
 async def test_a_second_disk_comes_to_the_migration_target(instance: Instance) -> None:
-    for cid in "ab":
-        instance.attach(cid)
-        await instance.disks.mount(cid)
+    await instance.mount("a", "b")
 
     await instance.disks.mount("b")
 
@@ -131,9 +126,7 @@ async def test_a_second_disk_comes_to_the_migration_target(instance: Instance) -
 @each_way
 async def test_a_third_disk_takes_the_migration_target_over(instance: Instance) -> None:
     """A resize failed and was tried again with another new disk, without an unmount in between."""
-    for cid in "abc":
-        instance.attach(cid)
-        await instance.disks.mount(cid)
+    await instance.mount("a", "b", "c")
 
     assert await instance.disks.list() == ["a", "c"]
     assert instance.marker("b") == Marker("b", "")
@@ -201,8 +194,7 @@ async def test_a_disk_that_another_agent_keeps_is_refused(instance: Instance) ->
 
 @each_way
 async def test_a_disk_that_another_agent_has_taken_meanwhile_is_not_mounted_after_a_restart(instance: Instance) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     instance.remake_container()
     instance.holder = lambda _: "agent b on node-7"
 
@@ -228,8 +220,7 @@ async def test_a_former_disk_that_another_agent_keeps_is_refused(instance: Insta
 
 @each_way
 async def test_a_disk_of_another_cid_is_refused(instance: Instance) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     await instance.disks.unmount("a")
     instance.persistent = {"b": str(instance.volume("a"))}
 
@@ -303,8 +294,7 @@ async def test_a_full_disk_is_mounted_without_a_marker(instance: Instance, monke
 async def test_a_full_disk_is_taken_down_by_removing_its_marker(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
 
     def full(*_: object) -> None:
         raise HostError("cannot mark: No space left on device")
@@ -321,8 +311,7 @@ async def test_a_disk_that_can_only_be_read_is_taken_down_all_the_same(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its marker still claims the store: this agent has newer facts, and the Director informs the next one."""
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
 
     def read_only(path: Path, *_: object) -> None:
         assert path.is_relative_to(instance.volume("a"))
@@ -378,8 +367,7 @@ async def test_a_volume_that_stays_at_the_store_cannot_be_migrated_by_links(inst
     """Said before anything is copied."""
     instance.persistent["a"] = str(instance.paths.store)
     await instance.disks.mount("a")
-    instance.attach("b")
-    await instance.disks.mount("b")
+    await instance.mount("b")
 
     with pytest.raises(ActionError, match="this container may not mount"):
         await instance.disks.migrate("a", "b")
@@ -423,30 +411,6 @@ async def test_a_link_to_a_volume_that_is_gone_gives_way(instance: Instance) -> 
 
 
 @each_way
-async def test_a_disk_that_was_taken_down_may_be_taken_by_another_agent(instance: Instance) -> None:
-    volume = instance.attach("a")
-    await instance.disks.mount("a")
-    assert instance.released == []
-
-    await instance.disks.unmount("a")
-
-    assert instance.released == [volume / markers.DIRECTORY]
-
-
-@each_way
-async def test_a_disk_that_was_replaced_may_be_taken_by_another_agent(instance: Instance) -> None:
-    """A swap that was interrupted is finished by the next agent; its lease of the former disk ends then."""
-    for cid in "ab":
-        instance.attach(cid)
-        markers.write(instance.volume(cid), Marker(cid, "store", "a" if cid == "b" else "", 1 + (cid == "b")))
-
-    await instance.disks.recover()
-
-    assert await instance.disks.list() == ["b"]
-    assert instance.released == [instance.volume("a") / markers.DIRECTORY]
-
-
-@each_way
 async def test_a_disk_that_was_replaced_makes_way_on_the_store(instance: Instance) -> None:
     """A swap was interrupted between its marker and the mount."""
     for cid in "ab":
@@ -458,6 +422,7 @@ async def test_a_disk_that_was_replaced_makes_way_on_the_store(instance: Instanc
 
     assert await instance.disks.problem() == ""
     assert instance.cid_at(instance.paths.store) == "b"
+    assert instance.released == [instance.volume("a") / markers.DIRECTORY], "another agent may take it"
 
 
 @each_way
@@ -479,9 +444,7 @@ async def test_a_disk_is_on_its_medium_before_it_is_taken_away(
 @each_way
 async def test_a_disk_on_the_migration_target_is_unmounted_from_there(instance: Instance) -> None:
     """Once it is unused; the disk on the store stays."""
-    for cid in "ab":
-        instance.attach(cid)
-        await instance.disks.mount(cid)
+    await instance.mount("a", "b")
     waited: list[Path] = []
 
     async def wait_until_unused(place: Path, _: object) -> None:
@@ -499,10 +462,12 @@ async def test_a_disk_on_the_migration_target_is_unmounted_from_there(instance: 
 async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None:
     volume = instance.attach("a")
     await instance.disks.mount("a")
+    assert instance.released == []
 
     text = await instance.disks.unmount("a")
 
     assert text == f"Unmounted partition of {{ID:a DeviceID: VolumeID:{volume} Path:{volume}}}"
+    assert instance.released == [volume / markers.DIRECTORY], "another agent may take it"
     assert instance.cid_at(instance.paths.store) == ""
     assert mounts.is_mount_point(volume) is instance.bind, "the mount of the runtime is not ours"
     assert not instance.paths.managed_disk.exists()
@@ -521,20 +486,14 @@ async def test_unmount_of_an_unmounted_disk_succeeds(instance: Instance) -> None
     instance.attach("a")
 
     assert (await instance.disks.unmount("a")).startswith("Partition of {ID:a ")
-    assert (await instance.disks.unmount("a")).endswith(" is not mounted")
-
-
-@each_way
-async def test_a_volume_that_is_gone_counts_as_not_mounted(instance: Instance) -> None:
-    instance.persistent["a"] = "/does/not/exist"
-
-    assert (await instance.disks.unmount("a")).endswith(" is not mounted")
+    instance.persistent["gone"] = "/does/not/exist"
+    for cid in ("a", "gone"):
+        assert (await instance.disks.unmount(cid)).endswith(" is not mounted")
 
 
 @each_way
 async def test_a_user_of_the_disk_is_named_and_left_alone(instance: Instance) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     instance.write("file", "x")
 
     with holding(instance.paths.store) as program:
@@ -548,8 +507,7 @@ async def test_a_user_of_the_disk_is_named_and_left_alone(instance: Instance) ->
 
 @each_way
 async def test_a_user_that_leaves_is_waited_for(instance: Instance) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     instance.write("file", "x")
     with holding(instance.paths.store) as program:
         unmounting = asyncio.ensure_future(instance.disks.unmount("a"))
@@ -563,8 +521,7 @@ async def test_a_user_that_leaves_is_waited_for(instance: Instance) -> None:
 @each_way
 async def test_a_process_of_a_job_is_ended(instance: Instance) -> None:
     """And the disk is looked at again, however long that took."""
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     instance.write("file", "x")
     instance.timeouts = msgspec.structs.replace(instance.timeouts, use=0.0)
     instance.start_agent()
@@ -579,9 +536,7 @@ async def test_a_process_of_a_job_is_ended(instance: Instance) -> None:
 
 @each_way
 async def test_disks_return_in_a_recreated_container(instance: Instance) -> None:
-    for cid in "ab":
-        instance.attach(cid)
-        await instance.disks.mount(cid)
+    await instance.mount("a", "b")
     instance.write("data", "precious")
     instance.remake_container()
 
@@ -594,8 +549,7 @@ async def test_disks_return_in_a_recreated_container(instance: Instance) -> None
 
 @each_way
 async def test_list_disk_mounts_missing_disks(instance: Instance) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     instance.remake_container()
     assert "disk a is not on" in await instance.disks.problem()
 
@@ -606,8 +560,7 @@ async def test_list_disk_mounts_missing_disks(instance: Instance) -> None:
 
 @by("links")
 async def test_jobs_must_not_start_without_their_disk(instance: Instance) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     instance.remake_container()
     instance.write("in the way", "x")
 
@@ -619,8 +572,7 @@ async def test_jobs_must_not_start_without_their_disk(instance: Instance) -> Non
 
 @each_way
 async def test_list_disk_answers_after_an_unexpected_error(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
 
     def broken(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error")
@@ -632,8 +584,7 @@ async def test_list_disk_answers_after_an_unexpected_error(instance: Instance, m
 
 @by("links")
 async def test_a_disk_that_is_gone_is_a_problem(instance: Instance) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     instance.volume("a").rename(instance.scratch / "elsewhere")
 
     assert await instance.disks.list() == []
@@ -649,8 +600,7 @@ async def test_an_instance_has_no_problem_without_disks(instance: Instance) -> N
 @each_way
 async def test_the_instance_is_marked_when_it_is_known(instance: Instance) -> None:
     """At mount_disk of a new machine the Director has not yet told its id."""
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     instance.id = "i-1"
 
     await instance.disks.list()
@@ -807,8 +757,7 @@ async def test_a_disk_that_was_migrated_can_be_migrated_again(instance: Instance
     """By a CLI that names no disk."""
     wanted = await resizing(instance)
     await instance.disks.migrate()
-    instance.attach("c")
-    await instance.disks.mount("c")
+    await instance.mount("c")
 
     await instance.disks.migrate()
 
@@ -832,8 +781,7 @@ async def test_a_migration_needs_the_mounted_disks(instance: Instance) -> None:
 
 @each_way
 async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
-    instance.attach("a")
-    await instance.disks.mount("a")
+    await instance.mount("a")
     (instance.attach("b") / "data").write_text("precious")
     await instance.disks.mount("b")
 
@@ -848,9 +796,7 @@ async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
 
 @each_way
 async def test_two_empty_disks_are_swapped(instance: Instance) -> None:
-    for cid in "ab":
-        instance.attach(cid)
-        await instance.disks.mount(cid)
+    await instance.mount("a", "b")
 
     await instance.disks.migrate("a", "b")
 
@@ -904,13 +850,22 @@ async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
 
 
 @each_way
-async def test_a_worker_copies_by_default(instance: Instance) -> None:
-    instance.copy = None
+async def test_a_worker_copies_by_default_and_reports_its_progress(instance: Instance) -> None:
+    seen: list[protocol.Progress] = []
+
+    async def copy(source: Path, target: Path, _: object) -> None:
+        await in_worker(source, target, seen.append)
+
+    instance.copy = copy
+    for number in range(3000):
+        (instance.attach("a") / str(number)).write_bytes(b"x" * 3000)
     wanted = await resizing(instance)
 
     await instance.disks.migrate("a", "b")
 
     assert fingerprint(instance.paths.store) == wanted
+    assert {progress.files_total for progress in seen} <= {0, 3002}
+    assert seen
 
 
 @each_way

@@ -274,6 +274,12 @@ class Instance:
         self.persistent[cid] = str(self.volume(cid))
         return self.volume(cid)
 
+    async def mount(self, *cids: str) -> None:
+        """Attach and mount disks: the first on the store, the second on the migration target."""
+        for cid in cids:
+            self.attach(cid)
+            await self.disks.mount(cid)
+
     def cid_at(self, place: Path) -> str:
         """The attached disk whose volume is seen at ``place``; "" for none."""
         return next((cid for cid in self.persistent if volumes.shows(place, self.volume(cid))), "")

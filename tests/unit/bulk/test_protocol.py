@@ -1,4 +1,4 @@
-"""Names of blobs."""
+"""Names of blobs, and progress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from agent_shim.bulk.protocol import checked_blob_id
+from agent_shim.bulk.protocol import Progress, checked_blob_id
 from agent_shim.core.errors import BlobError
 
 
@@ -23,3 +23,10 @@ def test_anything_that_could_be_more_is_refused(blob_id: str) -> None:
     """A path, an option, a hidden file."""
     with pytest.raises(BlobError, match=re.escape("it is not a plain name")):
         checked_blob_id(blob_id)
+
+
+def test_progress_has_words_and_a_share() -> None:
+    """During the count the total is unknown."""
+    counting, copying = Progress("counting", 5, 0, 700), Progress("copying", 5, 10, 250, 1000)
+    assert (str(counting), counting.share) == ("counting: 5 files, 700 bytes", 0.0)
+    assert (str(copying), copying.share) == ("copying: 5/10 files, 250/1000 bytes", 0.25)
