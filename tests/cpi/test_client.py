@@ -96,7 +96,7 @@ def test_answer_that_is_no_json(cpi: Cpi, server: Server) -> None:
         cpi("has_vm", VM)
 
 
-def test_page_of_a_proxy_is_told(cpi: Cpi, server: Server) -> None:
+def test_page_of_a_proxy_is_reported(cpi: Cpi, server: Server) -> None:
     server.fail("GET pods", status=407, raw="<html>Proxy Authentication Required")
 
     with pytest.raises(CpiFailedError, match="407: <html>Proxy Authentication Required"):

@@ -46,7 +46,7 @@ def test_bus_of_the_request_is_enough(cpi: Cpi, server: Server) -> None:
     assert cpi("create_vm", "agent-1", STEMCELL, {}, DYNAMIC, [], env)
 
 
-def test_bus_out_of_reach_is_told_in_the_words_of_the_agent(cpi: Cpi, cluster: Cluster) -> None:
+def test_bus_out_of_reach_is_reported_in_the_words_of_the_agent(cpi: Cpi, cluster: Cluster) -> None:
     """The Director waited ten minutes for a ping."""
     line = '{"level": "warning", "message": "cannot connect to the bus at 10.0.0.7:4222: Connection refused"}'
     cluster.logs = lambda _: f"{line}\nother\n"
@@ -123,7 +123,7 @@ def test_unknown_storage_class_is_refused_before_anything_is_made(
         ({"phase": "Pending"}, "no persistent volumes available for this claim and no storage class is set"),
     ],
 )
-def test_claim_that_never_gets_a_volume_is_told_within_seconds(
+def test_claim_that_never_gets_a_volume_is_reported_within_seconds(
     cpi: Cpi, cluster: Cluster, server: Server, status: Object, message: str
 ) -> None:
     """An account that may not read StorageClasses learns it from the events of the claim."""
@@ -192,7 +192,7 @@ def test_container_that_ends_may_be_tried_again_unless_its_configuration_is_wron
     assert failed.value.ok_to_retry is is_passing
 
 
-def test_slow_start_is_told_with_its_events(
+def test_slow_start_is_reported_with_its_events(
     cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
