@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.http import Server, http_server
 from tests.support.world import World
 from tests.support.world import world as made
 
@@ -15,3 +16,10 @@ from tests.support.world import world as made
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     async with made(tmp_path) as one:
         yield one
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    """A server of blobs by HTTP."""
+    async with http_server() as server:
+        yield server

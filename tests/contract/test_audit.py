@@ -94,7 +94,7 @@ async def test_duration_is_that_of_the_work(
     assert [value >= 0.3 for value in seconds] == [False, False, True, False]
 
 
-async def test_no_argument_no_value_and_no_bug_is_told(
+async def test_no_argument_no_value_and_no_bug_is_reported(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Any value may be a secret, also in the hint of a disk: neither the audit line nor the rest of the log has one.

@@ -9,7 +9,6 @@ import stat
 import tarfile
 import time
 import uuid
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from agent_shim.bulk.protocol import BlobRef
 from agent_shim.services.compiler import Package
 from agent_shim_demo.release import archive
 from tests.support import jobs
-from tests.support.http import Server, http_server
+from tests.support.http import Server
 from tests.support.programs import end_marked, is_alive, number_in
 from tests.support.waiting import until
 from tests.support.world import World, is_running
@@ -29,12 +28,6 @@ pytestmark = pytest.mark.slow
 INSTALL = "mkdir -p $BOSH_INSTALL_TARGET/bin; "
 LINKS = "$(dirname $BOSH_INSTALL_TARGET)"
 """Where the packages in use are: ``/var/vcap/packages`` on a machine."""
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with http_server() as server:
-        yield server
 
 
 def store_of(world: World) -> Path:
@@ -217,7 +210,7 @@ async def failed(world: World, *arguments: Any) -> str:
     return found[1]
 
 
-async def test_a16_failing_script_is_told_with_what_it_printed(world: World) -> None:
+async def test_a16_failing_script_is_reported_with_what_it_printed(world: World) -> None:
     """And what it has installed is gone, dependencies too."""
     packaging = INSTALL + "set +x; echo out; echo err >&2; exit 7"
     tool = dependency(world, "tool")
@@ -366,7 +359,7 @@ async def begun(world: World, packaging: str) -> tuple[str, int]:
     return reply["value"]["agent_task_id"], await until(lambda: number_in(started))
 
 
-async def test_progress_is_told(world: World) -> None:
+async def test_progress_is_reported(world: World) -> None:
     """The report has the step, the package and the start time."""
     task_id, _ = await begun(world, "sleep 600 & echo $! >{}; wait")
     task = world.agent.tasks.running

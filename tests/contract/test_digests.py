@@ -100,7 +100,7 @@ async def test_d6_other_characters_are_refused(world: World, text: str) -> None:
     )
 
 
-async def test_d7_a_digest_is_told_in_the_order_it_came_in(world: World) -> None:
+async def test_d7_a_digest_is_reported_in_the_order_it_came_in(world: World) -> None:
     text = await refused(world, f"sha512:00;sha1:{WRONG};;md5:ab;sha256:{SHA256}")
 
     assert text.startswith(

@@ -5,23 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from agent_shim.daemon import boot
 from agent_shim.daemon.job_recovery import JobRecovery
-from tests.support.http import Server, http_server
+from tests.support.http import Server
 from tests.support.world import World
 
 HEADERS = {"x-ms-blob-type": "blockblob"}
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with http_server() as server:
-        yield server
 
 
 def records(version: int, *names: str) -> bytes:
@@ -76,7 +69,7 @@ async def test_a27_a_wrong_version_or_digest_leaves_records_unchanged(world: Wor
 
 
 @pytest.mark.slow
-async def test_a27_a_url_that_cannot_be_had_is_told_after_three_tries_without_its_signature(
+async def test_a27_a_url_that_cannot_be_had_is_reported_after_three_tries_without_its_signature(
     world: World, server: Server
 ) -> None:
     """The pauses between them are five seconds, in which other work continues."""

@@ -340,7 +340,7 @@ async def test_a_request_that_comes_by_two_links_at_once_is_one_task(
     assert len(world.agent.tasks._tasks) == 1
 
 
-async def test_what_an_action_changed_is_in_the_backup_before_its_outcome_is_told(world: World) -> None:
+async def test_what_an_action_changed_is_in_the_backup_before_its_outcome_is_reported(world: World) -> None:
     """A container that ends after the reply is succeeded by one that knows of it."""
     await world.value("add_persistent_disk", "cid", "/dev/sdx")
 
@@ -365,7 +365,7 @@ async def test_a_stored_task_is_run_again_from_its_request(world: World) -> None
     assert await stored["update_settings"](json.dumps(request).encode())() == "ok"
 
 
-async def test_a_persistent_task_is_in_the_backup_before_its_number_is_told(world: World) -> None:
+async def test_a_persistent_task_is_in_the_backup_before_its_number_is_reported(world: World) -> None:
     blocked = asyncio.Event()
     world.agent.tasks.submit("blocker", blocked.wait)
     reply = await world.call("update_settings", {"trusted_certs": ""})

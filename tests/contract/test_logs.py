@@ -122,7 +122,7 @@ async def test_a5_an_unknown_kind_is_refused(world: World, kinds: str) -> None:
     assert scratch(world) == []
 
 
-async def test_a5_a_filter_that_cannot_be_read_is_told(world: World) -> None:
+async def test_a5_a_filter_that_cannot_be_read_is_reported(world: World) -> None:
     error = await world.error("fetch_logs", "job", ["[z-a]"])
 
     assert ": Making logs tarball: cannot read the pattern '[z-a]': " in error
@@ -154,7 +154,7 @@ async def test_a5_a_job_cannot_have_other_files_read(world: World) -> None:
     ]
 
 
-async def test_a5_a_blobstore_that_does_not_take_it_is_told_and_leaves_nothing(world: World) -> None:
+async def test_a5_a_blobstore_that_does_not_take_it_is_reported_and_leaves_nothing(world: World) -> None:
     store = store_of(world)
     store.rmdir()
     store.write_text("no directory")
@@ -185,7 +185,7 @@ async def test_a6_logs_are_put_to_a_signed_url_with_its_headers(world: World) ->
     assert scratch(world) == []
 
 
-async def test_a6_a_refused_upload_is_told_without_its_signature(world: World) -> None:
+async def test_a6_a_refused_upload_is_reported_without_its_signature(world: World) -> None:
     async with http_server() as server:
         server.plan.append("403")
         request = {"signed_url": f"{server.url}/id?st=secret", "log_type": "job"}

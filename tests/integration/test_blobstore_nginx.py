@@ -135,7 +135,7 @@ async def test_signed_links(tmp_path: Path, server: Nginx) -> None:
     [({"seconds": -60}, 410), ({"method": "GET"}, 403)],
     ids=["too late", "for another method"],
 )
-async def test_a_link_that_is_not_good_is_told_by_host_and_status(
+async def test_a_link_that_is_not_good_is_reported_by_host_and_status(
     world: World, server: Nginx, change: dict[str, Any], status: int
 ) -> None:
     """And not by itself, for it may be good elsewhere."""
@@ -148,7 +148,7 @@ async def test_a_link_that_is_not_good_is_told_by_host_and_status(
     assert left(world) == []
 
 
-async def test_a_wrong_password_or_authority_is_told_without_it_and_mended_without_a_restart(
+async def test_a_wrong_password_or_authority_is_reported_without_it_and_mended_without_a_restart(
     world: World, server: Nginx
 ) -> None:
     """The Director rotates both by ``update_settings``."""

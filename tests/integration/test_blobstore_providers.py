@@ -206,7 +206,7 @@ async def test_dav_without_user_sends_none(paths: Paths, transfer: Transfer) -> 
         assert "authorization" not in server.requests[0].headers
 
 
-async def test_a_wrong_password_is_told_without_it(paths: Paths, transfer: Transfer) -> None:
+async def test_a_wrong_password_is_reported_without_it(paths: Paths, transfer: Transfer) -> None:
     """Only the status and the host."""
     async with http_server() as server:
         server.user = "agent:other"
@@ -287,7 +287,7 @@ async def test_a_failing_program_is_quoted_without_secrets(paths: Paths) -> None
     assert list(paths.tmp.iterdir()) == []
 
 
-async def test_a_missing_program_is_told(paths: Paths) -> None:
+async def test_a_missing_program_is_reported(paths: Paths) -> None:
     """In the words of the Go agent, which died of it."""
     with pytest.raises(BlobError, match="^executable bosh-blobstore-x not found in PATH$"):
         await content(made(paths, "x"))
@@ -361,7 +361,7 @@ def test_the_ca_is_where_the_director_puts_it(options: dict[str, Any], ca: str) 
     assert trusted_ca(Blobstore("x", options)) == ca
 
 
-def test_only_the_end_of_what_was_said_is_told() -> None:
+def test_only_the_end_of_what_was_said_is_reported() -> None:
     """On one line."""
     assert harmless("x" * 5000 + "\n\nthe\tend\n", {}) == "x" * 992 + " the end"
 

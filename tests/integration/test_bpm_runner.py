@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.host import capabilities, clock, files, job_cgroups, proc, process, sandbox, sandbox_exec
 from agent_shim.supervisor.bpm import runner
-from agent_shim.supervisor.plan import BpmCall, bpm_call
+from agent_shim.supervisor.plan import BpmCall
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import is_alive, marked
 from tests.support.programs.jobs import World, in_state, info
@@ -142,18 +141,6 @@ async def test_deaf_process_gets_quit_then_kill(world: World, monkeypatch: pytes
         assert time.monotonic() - begun_at >= 2
 
 
-async def test_process_that_dies_is_restarted(world: World) -> None:
-    """As any other."""
-    async with world.supervising(job(world, "exec sleep 600")) as supervisor:
-        pid = (await in_state(supervisor, "web", "running")).pid
-        stat = proc.stat(pid)
-        assert stat is not None
-        process.send(stat.identity, signal.SIGKILL)
-        await until(lambda: info(supervisor, "web").pid not in (0, pid))
-
-        assert int(pidfile(world.paths).read_text()) == info(supervisor, "web").pid
-
-
 @pytest.mark.parametrize("level", [1, 2, 3])
 async def test_what_a_script_has_started_is_taken_up(world: World, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """``bpm start`` in a pre-start script, then the start of the jobs: one process, also without cgroups."""
@@ -215,6 +202,14 @@ async def test_process_that_heeds_no_signal_is_known_as_killed(world: World, mon
         assert supervisor.bpm._programs.remains.killed == {"bpm/web/web"}
 
 
+def cgroups_of(world: World) -> list[str]:
+    """Cgroups of the processes of this tree."""
+    tree = job_cgroups.tracker()
+    top = job_cgroups.place(tree.hierarchy) / "agent_shim" if tree else Path("/nonexistent")
+    ending = f"@{world.base}".replace("/", "%2f")
+    return [each.name for each in top.iterdir() if each.name.endswith(ending)] if top.is_dir() else []
+
+
 async def test_an_errand_leaves_nothing_and_tells_its_exit(world: World) -> None:
     """Nor is it begun while the process runs."""
     job(world, "setsid sleep 602 & echo $!; exit 3")
@@ -224,6 +219,7 @@ async def test_an_errand_leaves_nothing_and_tells_its_exit(world: World) -> None
         assert await bpm.run(START, [], {}) == 3
         assert not is_alive(int(output(world)))
         assert not pidfile(world.paths).exists()
+        assert cgroups_of(world) == []
 
         # Its init, which would end the rest, is killed.
         job(world, "setsid sleep 602 & echo $! >>$HOME/tmp/left; kill -9 $PPID; exec sleep 603")
@@ -321,7 +317,7 @@ def test_an_unknown_key_is_logged_once_for_each_content(world: World, caplog: py
     assert [each.partition(" ")[0] for each in logged] == ["processes[0].odd", "processes[0].other"]
 
 
-async def test_hook_runs_first_and_its_failure_is_told(world: World) -> None:
+async def test_hook_runs_first_and_its_failure_is_reported(world: World) -> None:
     """With the same environment, outside the rules; without it there is no process."""
     hook = world.base / "hook"
     hook.write_text("#!/bin/sh\necho hook $NAME >>$LOG\nexit $WITH\n")
@@ -359,33 +355,28 @@ async def test_hook_ends_with_the_start_that_is_given_up(world: World) -> None:
         assert not bpm.was_killed_for_memory(START)
 
 
-async def test_program_that_is_missing_is_named(world: World) -> None:
-    """In the state and in the error log of the process."""
-    file = job(world, "")
-    (world.paths.jobs / "web/bin/web").unlink()
-    async with world.supervising(file) as supervisor:
-        found = await in_state(supervisor, "web", "down")
-
-        assert f"cannot run {world.paths.jobs}/web/bin/web" in found.reason
-
-
-async def test_unknown_process_is_an_error(world: World) -> None:
-    """The bpm.yml has no such process."""
-    file = job(world, "exec sleep 600")
-    config = world.paths.jobs / "web/config/bpm.yml"
-    config.write_text("processes: []\n")
-    async with world.supervising(file) as supervisor:
-        found = await in_state(supervisor, "web", "down")
-
-        assert f'process "web" not present in job configuration ({config})' in found.reason
-
-
-async def test_missing_persistent_disk_is_an_error(world: World) -> None:
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (None, "cannot run {jobs}/web/bin/web"),
+        ("processes: []\n", 'process "web" not present in job configuration ({jobs}/web/config/bpm.yml)'),
+        (
+            "processes: [{name: web, executable: /bin/sh, persistent_disk: true}]",
+            "requested persistent disk does not exist",
+        ),
+    ],
+)
+async def test_a_process_that_cannot_start_says_why(world: World, config: str | None, why: str) -> None:
     """In bpm's words."""
-    async with world.supervising(job(world, "exec sleep 600", "  persistent_disk: true\n")) as supervisor:
+    file = job(world, "exec sleep 600")
+    if config is None:
+        (world.paths.jobs / "web/bin/web").unlink()
+    else:
+        (world.paths.jobs / "web/config/bpm.yml").write_text(config)
+    async with world.supervising(file) as supervisor:
         found = await in_state(supervisor, "web", "down")
 
-        assert "requested persistent disk does not exist" in found.reason
+        assert why.format(jobs=world.paths.jobs) in found.reason
 
 
 async def test_volume_that_bpm_gives_anyway_is_passed_over(world: World) -> None:
@@ -655,25 +646,6 @@ async def test_process_sees_what_bpm_shows_and_nothing_else(world: World, monkey
         assert allowed == {"own config", "own data", "own log", "extra"}
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ("/var/vcap/jobs/bpm/bin/bpm start web", BpmCall("start", "web", "web")),
-        ("/var/vcap/packages/bpm/bin/bpm stop web -p worker", BpmCall("stop", "web", "worker")),
-        ("/var/vcap/jobs/bpm/bin/bpm start -p worker web", BpmCall("start", "web", "worker")),
-        ("/var/vcap/jobs/bpm/bin/bpm start web --process=worker", BpmCall("start", "web", "worker")),
-        ("/var/vcap/jobs/bpm/bin/bpm start web -pworker", BpmCall("start", "web", "worker")),
-        ("/var/vcap/jobs/bpm/bin/bpm run web", None),
-        ("/var/vcap/jobs/bpm/bin/bpm start", None),
-        ("/var/vcap/jobs/bpm/bin/bpm start --help web", None),
-        ("/var/vcap/jobs/web/bin/ctl start web", None),
-    ],
-)
-def test_call_of_bpm_is_known(argv: str, expected: BpmCall | None) -> None:
-    """In all spellings of the flag; anything else is a program like others."""
-    assert bpm_call(argv.split()) == expected
-
-
 async def test_log_of_bpm_says_what_was_done_and_why_not(world: World) -> None:
     """``sys/log/JOB/bpm.log``, a line of JSON for each step; nothing is made for a job that is not there."""
     file = job(world, "exec sleep 600")
@@ -726,29 +698,6 @@ async def test_modes_of_directories(world: World) -> None:
     modes = [path.stat().st_mode & 0o7777 for path in (paths.sys / "log/web", kept, *own)]
     assert modes == [0o750, 0o770, *[0o700] * len(own)]
     assert (paths.sys / "run/bpm").stat().st_mode & 0o7777 == 0o755
-
-
-def cgroups_of(world: World) -> list[str]:
-    """Cgroups of the processes of this tree."""
-    tree = job_cgroups.tracker()
-    top = job_cgroups.place(tree.hierarchy) / "agent_shim" if tree else Path("/nonexistent")
-    ending = f"@{world.base}".replace("/", "%2f")
-    return [each.name for each in top.iterdir() if each.name.endswith(ending)] if top.is_dir() else []
-
-
-@pytest.mark.parametrize("level", [1, 3])
-async def test_an_errand_leaves_nothing_behind(world: World, level: int) -> None:
-    """Neither children nor a pid file or cgroups, and the exit code is the caller's."""
-    job(world, "setsid sleep 602 & echo pidfiles $(ls -A $PIDFILES); exit 7")
-    if (await sandbox.isolation()).level > level:
-        pytest.skip("this container does not allow it")
-    async with world.supervising() as supervisor:
-        supervisor.bpm._level = level
-        code = await supervisor.bpm.run(START, [], {"PIDFILES": str(pidfile(world.paths).parent)})
-
-    assert (code, output(world).split()) == (7, ["pidfiles"])
-    assert marked("AGENT_SHIM_SERVICE", f"@{world.base}") == []
-    assert cgroups_of(world) == []
 
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])

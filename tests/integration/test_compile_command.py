@@ -149,7 +149,7 @@ def test_the_same_sources_give_the_same_bytes(paths: Paths, tmp_path: Path) -> N
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [name, name.replace("-1-", "-2-")]
 
 
-def test_a_package_that_fails_is_told(paths: Paths, tmp_path: Path) -> None:
+def test_a_package_that_fails_is_reported(paths: Paths, tmp_path: Path) -> None:
     """With what its script said; no release is written, nothing is left."""
     source = release(tmp_path / "in.tgz", good=(LIBRARY, []), worse=("echo so it is >&2; exit 3", ["good"]))
     done = compile_with(paths, "-output-directory", tmp_path / "out", source)
@@ -215,7 +215,7 @@ def test_an_end_takes_the_compilation_along(paths: Paths, tmp_path: Path, number
     assert list(tmp_path.glob("small-*")) == []
 
 
-def test_a_tarball_that_is_not_there_is_told(paths: Paths, tmp_path: Path) -> None:
+def test_a_tarball_that_is_not_there_is_reported(paths: Paths, tmp_path: Path) -> None:
     done = compile_with(paths, "-output-directory", tmp_path, tmp_path / "nowhere.tgz")
 
     assert done.returncode == 1
@@ -246,7 +246,7 @@ def test_flags_are_explained_and_checked(paths: Paths) -> None:
         ("etc/os-release", 'ID="ubuntu\n', "No closing quotation"),
     ],
 )
-def test_an_image_that_is_no_stemcell_is_told(paths: Paths, name: str, text: str | None, why: str) -> None:
+def test_an_image_that_is_no_stemcell_is_reported(paths: Paths, name: str, text: str | None, why: str) -> None:
     file = paths.base / name
     file.unlink() if text is None else file.write_text(text)
 

@@ -41,7 +41,7 @@ async def test_a_request_and_its_reply_are_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reply", [b"", b"nonsense", b'{"value": "no end'])
-def test_a_reply_that_is_not_json_is_told(tmp_path: Path, reply: bytes) -> None:
+def test_a_reply_that_is_not_json_is_reported(tmp_path: Path, reply: bytes) -> None:
     """An agent killed during its reply leaves a part of it."""
     path = tmp_path / "control.sock"
 
@@ -71,7 +71,7 @@ async def test_a_socket_left_by_a_dead_agent_is_replaced(tmp_path: Path) -> None
         assert await asyncio.to_thread(control_client.ask, path, {})
 
 
-async def test_a_path_too_long_for_a_socket_is_told(tmp_path: Path) -> None:
+async def test_a_path_too_long_for_a_socket_is_reported(tmp_path: Path) -> None:
     """The kernel takes 107 bytes."""
     with pytest.raises(ConfigError, match=r"cannot listen on .*: AF_UNIX path too long; with -b choose"):
         async with control_server.listening(tmp_path / ("x" * 120), echo):

@@ -138,7 +138,7 @@ async def test_a_trace_of_commands_tells_no_cause(tmp_path: Path, printed: str, 
 
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
-async def test_a_limit_that_a_script_could_not_set_is_told(tmp_path: Path, shell: str) -> None:
+async def test_a_limit_that_a_script_could_not_set_is_reported(tmp_path: Path, shell: str) -> None:
     """The script continues, with less."""
     programs = Programs(tmp_path, tmp_path / "output")
     script = "ulimit -n 64; ulimit -n 100000; echo on"
@@ -150,7 +150,7 @@ async def test_a_limit_that_a_script_could_not_set_is_told(tmp_path: Path, shell
     assert await programs.refused_limit("other") == ""
 
 
-async def test_the_step_that_failed_is_told(tmp_path: Path) -> None:
+async def test_the_step_that_failed_is_reported(tmp_path: Path) -> None:
     """Not just the name of the program."""
     programs = Programs(tmp_path, tmp_path / "output")
     script = tmp_path / "script"
@@ -162,7 +162,7 @@ async def test_the_step_that_failed_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_user_that_cannot_be_taken_is_told(tmp_path: Path) -> None:
+def test_a_user_that_cannot_be_taken_is_reported(tmp_path: Path) -> None:
     """As in a container without CAP_SETUID and CAP_SETGID."""
     program = f"""import asyncio
 from pathlib import Path

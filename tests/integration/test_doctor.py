@@ -58,7 +58,7 @@ def test_everything_is_looked_at_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Attribute's length")
-def test_a_bus_that_refuses_an_expired_certificate_and_a_lost_address_are_told(tmp_path: Path) -> None:
+def test_a_bus_that_refuses_an_expired_certificate_and_a_lost_address_are_reported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as once:
         port = once.getsockname()[1]
     settled(tmp_path, f"nats://127.0.0.1:{port}", pki.Authority().agent("a1", valid=pki.EXPIRED).certificate)

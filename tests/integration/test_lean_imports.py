@@ -30,40 +30,6 @@ def test_no_authorities_are_read_before_somebody_wants_them(module: str) -> None
     assert said.split() == ["0", "CERT_REQUIRED", "1"]
 
 
-def test_metrics_bring_no_server() -> None:
-    """The registry comes without the HTTP server, the client and the mail parser behind them."""
-    script = (
-        "import sys; before = set(sys.modules); import agent_shim.edges.metrics; print(*(set(sys.modules) - before))"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded = set(result.stdout.split())
-
-    assert "prometheus_client.exposition" in loaded
-    assert not loaded & {
-        "http",
-        "http.client",
-        "http.server",
-        "email",
-        "socketserver",
-        "urllib.request",
-        "wsgiref",
-    }
-
-
-def test_psutil_does_not_delay_the_first_answer() -> None:
-    """It takes 10 ms and more: the first heartbeat needs it, the parts that come before the bus do not."""
-    script = (
-        "import sys, agent_shim.daemon.main as main; from agent_shim.supervisor.supervisor import Supervisor;"
-        "from pathlib import Path; from agent_shim.core.paths import Paths;"
-        "supervisor = Supervisor(Paths(Path('/nonexistent')), on_event=print);"
-        "from agent_shim.edges import monit_http; monit_http.Api(print, Path('/nonexistent'));"
-        "print('agent_shim.host.host_stats' in sys.modules, 'psutil' in sys.modules, supervisor.count())"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-
-    assert result.stdout.split() == ["True", "False", "0"]
-
-
 def test_monit_needs_the_standard_library_alone() -> None:
     """It is quick because it takes no lock, starts no event loop and imports no daemon."""
     known = "json.dumps(sorted({name.partition('.')[0] for name in sys.modules}))"
@@ -119,13 +85,3 @@ def test_module_with_a_stand_in_is_imported_when_it_is_used(tmp_path: Path, text
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 
     assert said == "False (0.6666666666666666, 1.0, 1) True\n"
-
-
-def test_bus_brings_no_websockets_and_no_jetstream() -> None:
-    script = "import sys, agent_shim.edges.bus.link; print(*sys.modules)"
-    loaded = set(
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    )
-
-    assert "nats.aio.client" in loaded
-    assert not loaded & {"aiohttp", "multidict", "nats.js", "nats.js.client", "importlib.metadata"}

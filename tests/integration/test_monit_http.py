@@ -85,7 +85,7 @@ def number(element: ET.Element, path: str) -> int:
 # --- what the Go agent reads ------------------------------------------------------------------------------------------
 
 
-async def test_running_service_is_told_as_the_go_agent_reads_it(world: World) -> None:
+async def test_running_service_is_reported_as_the_go_agent_reads_it(world: World) -> None:
     """Members, attributes and types (jobsupervisor/monit/status.go)."""
     async with listening(world, world.job("web"), world.job("db")) as (supervisor, where):
         pid = (await in_state(supervisor, "web", "running")).pid
@@ -112,7 +112,7 @@ async def test_running_service_is_told_as_the_go_agent_reads_it(world: World) ->
         assert [(group.get("name"), [each.text for each in group]) for group in groups] == [("vcap", ["db", "web"])]
 
 
-async def test_other_checks_are_told_with_their_answers(world: World) -> None:
+async def test_other_checks_are_reported_with_their_answers(world: World) -> None:
     """A change is a hint as well, and a system of a job takes the place of monit's own."""
     path = world.base / "file"
     path.touch()
@@ -221,7 +221,7 @@ async def test_every_action_is_done_or_refused(world: World) -> None:
 
 
 @pytest.mark.parametrize("user", ["", "vcap:random-password", "vcap:", "vcap", ":", "root:of-this-machine"])
-async def test_without_the_password_nothing_is_told_or_done(world: World, user: str) -> None:
+async def test_without_the_password_nothing_is_reported_or_done(world: World, user: str) -> None:
     """401, and the service runs on."""
     async with listening(world, world.job("web")) as (supervisor, where):
         await in_state(supervisor, "web", "running")
@@ -285,7 +285,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-async def test_agent_has_both_ports_where_it_is_told() -> None:
+async def test_agent_has_both_ports_where_it_is_reported() -> None:
     """With a password of its own making, which only its user may read and which outlives a restart of the agent."""
     async with made(COMMAND) as agent:
         agent.write_settings()

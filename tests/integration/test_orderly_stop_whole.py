@@ -72,48 +72,6 @@ async def test_all_jobs_stop_within_thirty_seconds_and_no_process_is_killed_earl
     assert seconds >= 8
 
 
-async def test_drains_are_cut_short_within_five_seconds_and_reported(place: Place) -> None:
-    pids = [place.pid(name) for name in NAMES]
-
-    code, said, _ = await drained(place, 5)
-
-    assert code == 1
-    # A machine that is too busy for the seconds that are left adds other reasons.
-    assert "drain scripts were cut short" in said
-    await until_ended(pids)
-    assert not [line for line in place.trace if line.endswith(" ends")]
-
-
-async def test_a_process_that_ignores_term_is_killed_in_time_and_named(tmp_path: Path) -> None:
-    place = Place(tmp_path)
-    place.job("deaf")
-    pidfile = place.paths.run / "deaf/deaf.pid"
-    ctl = place.paths.jobs / "deaf/bin/ctl"
-    place.lay(
-        "jobs/deaf",
-        {
-            "bin/ctl": "#!/bin/sh\n[ $1 = stop ] && exit\n"
-            f"trap '' TERM\necho $$ >{pidfile}\nwhile :; do sleep 1; done\n",
-            "monit": f'check process deaf with pidfile {pidfile}\n  start program "{ctl} start"\n'
-            f'  stop program "{ctl} stop"\n  group vcap\n',
-        },
-    )
-    place.start()
-    try:
-        await place.until_ready()
-        pid = place.pid("deaf")
-
-        code, said, _ = await drained(place, 5)
-
-        assert code == 1
-        # The second where the machine is too busy for the KILL to show in the seconds that are left.
-        killed, late = "killed, as the time was up: deaf", "stop: Timed out waiting for services 'deaf' to stop"
-        assert any(why.startswith((killed, late)) for why in said.removeprefix("not clean: ").split("; "))
-        await until_ended([pid])
-    finally:
-        await place.end()
-
-
 async def test_the_jobs_come_back_with_the_agent(place: Place) -> None:
     """Nothing of an orderly stop may persist as a wanted state."""
     await drained(place, 30)

@@ -228,7 +228,7 @@ async def test_a_session_that_a_daemon_begins_after_its_pidfile_is_its_service_s
         await supervisor.stop(wait=True)
 
 
-async def test_a_process_of_root_that_a_stop_cannot_attribute_is_told(
+async def test_a_process_of_root_that_a_stop_cannot_attribute_is_reported(
     world: World, cgroups_or_not: cgroups.Tree | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It forked twice in a new session without its environment: with cgroups it ends, without an alert names it."""

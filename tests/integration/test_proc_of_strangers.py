@@ -86,7 +86,7 @@ def test_readers_that_hang_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.01)
 
 
-def test_files_in_use_are_told(tmp_path: Path) -> None:
+def test_files_in_use_are_reported(tmp_path: Path) -> None:
     """Only requested paths on their devices are returned."""
     opened = tmp_path / "opened"
     with opened.open("w"):

@@ -84,7 +84,7 @@ async def test_limits_are_set_as_far_as_they_may_be(tmp_path: Path) -> None:
     assert found["Max core file size"].split()[:2] == ["4096", "4096"]
 
 
-async def test_limit_beyond_reach_is_said(tmp_path: Path) -> None:
+async def test_limit_beyond_reach_is_reported(tmp_path: Path) -> None:
     """The hard maximum is used instead."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     beyond = 1 << 40

