@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -59,8 +60,18 @@ BUDGETS: Final = {
 }
 
 
-QUERIES: Final = "deploy_queries_of_"
-"""Figures with this prefix share a line below the table."""
+TABLES: Final = {
+    "step of a deploy": {"time": r"deploy_step_(.+)", "queries of the result": r"deploy_queries_of_(.+)"},
+    "number of processes": {
+        "started": r"(\d+)_processes_started",
+        "processor time at rest": r"(\d+)_processes_idle_cpu",
+        "memory added": r"(\d+)_processes_memory_added",
+        "slowest ping meanwhile": r"(\d+)_processes_slowest_ping",
+    },
+}
+"""Figures in tables of their own, by the first column, then by row; the pattern gives the column. Those with a budget
+have a row of the large table too.
+"""
 
 IN_SHORT: Final = {
     "start until 5 running": "five jobs started, until all run",
@@ -123,10 +134,10 @@ def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
     columns += [f"{other['agent']} (times ours)" for other in others]
     rows = [columns, ["---"] * len(columns)]
     for name, figure in document["figures"].items():
-        if "median" in figure and not name.startswith(QUERIES):
+        if "median" in figure and (name in BUDGETS or not _is_in_small_table(name)):
             rows.append([*_row(name, figure, floors), *(_beside(name, figure, other) for other in others)])
     lines = [_measured(document, others), "", *(f"| {' | '.join(row)} |" for row in rows), "", floors.said(), ""]
-    lines += _queries(document, others)
+    lines += _small_tables(document, others)
     for name, figure in document["figures"].items():
         if steps := figure.get("steps_ms"):
             shown = ", ".join(f"{step} {worded(took / 1000, 's')}" for step, took in steps.items())
@@ -137,14 +148,34 @@ def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _queries(document: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
-    """Return a line with the queries of each step of a deploy."""
-    said = []
-    for one in (document, *others):
-        counts = {name: figure["median"] for name, figure in one["figures"].items() if name.startswith(QUERIES)}
-        steps = ", ".join(f"{name.removeprefix(QUERIES).replace('_', ' ')} {digits(n)}" for name, n in counts.items())
-        said += [f"{one['agent']}: {steps}"] if steps else []
-    return [f"Queries of the result, for each step of a deploy: {'; '.join(said)}.", ""] if said else []
+def _is_in_small_table(name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for rows in TABLES.values() for pattern in rows.values())
+
+
+def _small_tables(document: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
+    """Return ``TABLES``: a row for each kind of figure and agent."""
+    lines = []
+    for first, kinds in TABLES.items():
+        rows: dict[str, dict[str, str]] = {}
+        for kind, pattern in kinds.items():
+            for one in (document, *others):
+                found = ((re.fullmatch(pattern, name), figure) for name, figure in one["figures"].items())
+                cells = {
+                    match[1].replace("_", " "): worded(figure["median"], figure["unit"]).removesuffix(" queries")
+                    for match, figure in found
+                    if match
+                }
+                if cells:
+                    rows[f"{kind}, {one['agent']}"] = cells
+        columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+        if rows:
+            lines += [f"| {' | '.join([first, *columns])} |", f"|{'---|' * (1 + len(columns))}"]
+            lines += [
+                f"| {' | '.join([row, *(cells.get(column, '') for column in columns)])} |"
+                for row, cells in rows.items()
+            ]
+            lines.append("")
+    return lines
 
 
 class _Floors:

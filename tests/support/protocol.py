@@ -119,4 +119,4 @@ def message(kind: str) -> dict[str, Any]:
 def facts() -> list[str]:
     """The numbers of the facts that hold: ``a13``."""
     facts = PAGE.read_text().partition("\n## Facts with tests\n")[2].partition("\n## ")[0]
-    return [number.lower() for number in re.findall(r"^- \*\*([A-Z]\d+)\*\* \S.*$", facts, re.MULTILINE)]
+    return [number.lower() for number in re.findall(r"\*\*([A-Z]\d+)\*\*\s\S", facts)]

@@ -85,12 +85,22 @@ def test_parts_of_several_runs_are_one_column() -> None:
     assert "each part in a run of its own: ours from 04:00 to 05:01 (load at most 2.5)." in text
 
 
-def test_queries_of_a_deploy_share_a_line() -> None:
+def test_steps_of_a_deploy_have_a_table_with_a_row_for_each_agent() -> None:
     counts = {f"deploy_queries_of_{step}": figure([n], "queries") for step, n in (("stop", 1.0), ("pre-start", 2.0))}
     text = table.render(document("ours", counts), [document("theirs", counts)])
 
-    assert "Queries of the result, for each step of a deploy: ours: stop 1, pre-start 2; theirs: stop 1" in text
+    assert "| step of a deploy | stop | pre-start |\n|---|---|---|\n| queries of the result, ours | 1 | 2 |\n" in text
+    assert "| queries of the result, theirs | 1 | 2 |" in text
     assert "| deploy queries" not in text
+
+
+def test_a_figure_with_a_budget_keeps_its_row() -> None:
+    crowds = {f"{count}_processes_idle_cpu": figure([0.05], "%") for count in (10, 200)}
+    text = table.render(document("ours", crowds), [])
+
+    assert "| processor time at rest, ours | 0.05 % | 0.05 % |" in text
+    assert "| 200 processes idle cpu | 0.05 % |" in text
+    assert "| 10 processes idle cpu" not in text
 
 
 def test_another_machine_is_said_to_be_another() -> None:
