@@ -163,11 +163,13 @@ def live(kind: str, made: plan.Plan, cycle: int, place: Path) -> dict[str, Any]:
     """Return the result of one world."""
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         scratch = Path(name)
-        (scratch / "plan.json").write_text(plan.written(made))
+        programs = _bpm(made)
+        names = [str(one.get("name")) for one in plan.processes(made.job)] if programs else []
+        (scratch / "plan.json").write_text(plan.written(made, bpm="".join(names[:1])))
         if kind == "go":
             shutil.copy(os.environ["BOSH_AGENT"], scratch / "bosh-agent")
             shutil.copy(os.environ["MONIT"], scratch / "monit")
-            if programs := _bpm(made):
+            if programs:
                 (scratch / "bpm").mkdir()
                 for program, found in programs.items():
                     shutil.copy(found, scratch / "bpm" / program)

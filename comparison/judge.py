@@ -82,6 +82,8 @@ class Verdict:
 OF_THE_PROGRAM: Final = "Copyright|as agent-shim|message$|not acted on$"
 MAX_NAMES: Final = 8
 OF_BPM: Final = frozenset(("bpm", "runc", "tini"))
+OF_BPMS_WORDS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job configuration): .*", re.DOTALL)
+"""Usage texts and reasons of an unreadable file, which docs/bpm.md leaves to either program."""
 FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid", "size", "timestamp")
 """Lines of monit's texts that docs/monit-deviations.md lists for every job."""
 UNSTEADY_STATES: Final = 4
@@ -243,8 +245,7 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for alert in sorted(set(phase["alerts"])):
         yield f"alert {alert}", alert
     for command, said in phase["texts"].items():
-        if command.startswith("monit "):
-            yield from _said(command, said)
+        yield from _said(command, said)
     if "processes" in phase["texts"]:
         left = set(phase["texts"]["processes"].split()) - OF_BPM
         yield "processes left", " ".join(sorted(left))
@@ -258,6 +259,10 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
     """Yield the code of a command, the state of each service and the titles of the other lines, without figures."""
+    if command.startswith("bpm "):
+        yield command, re.sub(OF_BPMS_WORDS, r"\1", re.sub(r"\d+", "N", re.sub(r"[ \t]+", " ", said)))
+    if not command.startswith("monit "):
+        return
     code, _, text = said.partition("\n")
     yield f"code of {command}", code
     about = ""

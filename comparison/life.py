@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,6 +74,11 @@ TREE: Final = (
 """Directories that a stemcell or its agent makes below ``/etc`` and ``/var/vcap``."""
 COMMANDS: Final = ("monit summary", "monit status", "monit stop none", "monit unmonitor", "monit nonsense", "monit -V")
 """Commands of an operator, of which the code and the text are compared."""
+BPM_COMMANDS: Final = (
+    *("bpm list", "bpm pid {job} -p {process}", "bpm pid {job} -p none", "bpm pid none", "bpm start none"),
+    *("bpm stop none", "bpm run none -p {process}", "bpm logs none", "bpm pid", "bpm nonsense"),
+)
+"""The same of a job under the real bpm; two of them also after its stop."""
 RELOADS: Final = "Waiting for monit to reload"
 
 
@@ -293,6 +298,15 @@ class Life:
             phase.value = json.dumps(value)
         phase.texts["log"] = tail(VCAP / f"sys/log/{self.plan['job']}/{name}.stderr.log")
 
+    async def _ask(self, phase: Phase, commands: Sequence[str]) -> None:
+        """Note codes and texts of commands; of bpm's for the first process of a job that runs under the real one."""
+        named = {"job": self.plan["job"], "process": self.plan["bpm"]}
+        for command in commands:
+            place = "jobs/bpm/bin" if command.startswith("bpm ") else "bosh/bin"
+            if place == "bosh/bin" or self.plan["bpm"]:
+                words = command.format(**named)
+                phase.texts[words] = await asyncio.to_thread(shell, f"/var/vcap/{place}/{words}")
+
     async def run(self, spec: dict[str, Any]) -> None:
         """The whole life."""
         async with self.phase("apply") as phase:
@@ -310,11 +324,11 @@ class Life:
             await asyncio.sleep(1)  # the Director asks no earlier
             await self.until(self.is_running, START_LIMIT_S + START_LIMIT_CYCLES * self.cycle)
         has_run = phase.running_after >= 0
-        await self.script("post-start")
+        if has_run or not self.plan["services"]:
+            await self.script("post-start")
         async with self.phase("rest") as phase:
             await self.settled(max(5, self.plan["cycles"] + 2) if has_run and self.plan["services"] else 1)
-            for words in COMMANDS:
-                phase.texts[words] = await asyncio.to_thread(shell, f"/var/vcap/bosh/bin/{words}")
+            await self._ask(phase, (*COMMANDS, *BPM_COMMANDS))
             phase.texts["logs"] = "" if has_run else shell(f"tail -qn 3 /var/vcap/sys/log/{self.plan['job']}/*.log")
         for name, command in self.plan["acts"]:
             async with self.phase(name) as phase:
@@ -375,7 +389,7 @@ class Life:
                 phase.value = str(await asyncio.wait_for(drained, SCRIPT_LIMIT_S))
         async with self.phase("stop") as phase:
             phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "stop"), 60 + 6 * self.cycle))
-        phase.texts["monit summary"] = await asyncio.to_thread(shell, "/var/vcap/bosh/bin/monit summary")
+        await self._ask(phase, ("monit summary", *BPM_COMMANDS[:2]))
         phase.files = sorted(left())
         phase.texts["processes"] = "\n".join(sorted(stand_ins()))
 

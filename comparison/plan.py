@@ -316,8 +316,8 @@ def processes(job: Job) -> list[dict[str, Any]]:
     return [one for one in found or [] if isinstance(one, dict)]
 
 
-def written(made: Plan) -> str:
-    """Return the plan as JSON for the program that plays it."""
+def written(made: Plan, bpm: str = "") -> str:
+    """Return the plan as JSON for the program that plays it; ``bpm`` is a process that the real bpm runs."""
     return json.dumps(
         {
             "release": made.job.release,
@@ -330,5 +330,6 @@ def written(made: Plan) -> str:
             "acts": made.acts,
             "trials": made.trials,
             "cycles": made.cycles,
+            "bpm": bpm,
         }
     )
