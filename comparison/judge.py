@@ -100,7 +100,11 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     (
         "an absent process whose pidfile lost its number",
         lambda one: (
-            (one.phase == "empty pidfile" and one.what.endswith("SIGTERM") and not one.go)
+            (
+                (one.phase == "empty pidfile" or "Does not exist" in one.go_alerts)
+                and one.what.endswith("SIGTERM")
+                and not one.go
+            )
             or (one.phase == "stop" and one.what == "processes left" and not one.shim)
         ),
     ),
