@@ -80,7 +80,7 @@ class Verdict:
 
 
 OF_THE_PROGRAM: Final = "Copyright|as agent-shim|message$|not acted on$"
-MAX_NAMES: Final = 8
+MAX_NAMES: Final = 4
 OF_BPM: Final = frozenset(("bpm", "runc", "tini"))
 OF_BPMS_WORDS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job configuration): .*", re.DOTALL)
 """Usage texts and reasons of an unreadable file, which docs/bpm.md leaves to either program."""
@@ -96,9 +96,12 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         "the first check follows the start",
         lambda one: one.phase in ("start", "post-start", "rest") and "Does not exist" in one.go and not one.shim,
     ),
-    ("a changed parent is reported", lambda one: "PPID changed" in one.go),
     (
-        "an absent process whose pidfile lost its number",
+        "a changed parent is reported",
+        lambda one: "PPID changed" in one.go or ("PPID changed" in one.go_alerts and "failing" in one.what),
+    ),
+    (
+        "a process whose pidfile is emptied",
         lambda one: (
             (
                 (one.phase == "empty pidfile" or "Does not exist" in one.go_alerts)
@@ -108,20 +111,9 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
             or (one.phase == "stop" and one.what == "processes left" and not one.shim)
         ),
     ),
-    ("a changed parent is reported", lambda one: "PPID changed" in one.go_alerts and "failing" in one.what),
     (
-        "the pidfile of a bpm process that lives",
+        "a bpm process whose pidfile is emptied",
         lambda one: one.is_bpm and one.phase in ("empty pidfile", "pidfile filled again"),
-    ),
-    (
-        "a process whose pidfile is emptied",
-        lambda one: (
-            not one.is_bpm
-            and (
-                (one.phase == "empty pidfile" and one.what.endswith("SIGTERM") and not one.go)
-                or (one.phase == "stop" and one.what == "processes left" and not one.shim)
-            )
-        ),
     ),
     ("alerts go by mail to `localhost`", lambda one: one.has_no_localhost),
     (
@@ -129,7 +121,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         lambda one: one.is_process_1 and one.what.startswith(("monit status Process", "state processes")),
     ),
     (
-        "a process that outlives the main process",
+        "other processes of a dead service",
         lambda one: one.phase in ("death", "port closed") and one.what.endswith("SIGTERM") and not one.go,
     ),
     (
@@ -326,13 +318,6 @@ def reasons(verdicts: list[Verdict]) -> str:
 
 
 def counts(verdicts: list[Verdict]) -> str:
-    """Return how many jobs of each release got which verdict, as Markdown."""
-    kinds = ("equal", "listed", "difference", "needs more than a stand-in", "not rendered")
-    rows = ["", f"| release | {' | '.join(kinds)} |", f"|---|{'---|' * len(kinds)}"]
-    releases: dict[str, Counter[str]] = {}
-    for verdict in verdicts:
-        releases.setdefault(verdict.job.release, Counter())[verdict.kind] += 1
-    releases[f"**all {len(releases)}**"] = Counter(verdict.kind for verdict in verdicts)
-    for release, found in sorted(releases.items(), key=lambda one: (one[0][0] == "*", one[0])):
-        rows.append(f"| {release} | {' | '.join(str(found[kind] or '') for kind in kinds)} |")
-    return "\n".join(rows)
+    """Return the releases with the numbers of their jobs that were played, as a paragraph."""
+    played = Counter(verdict.job.release.rpartition("/")[2] for verdict in verdicts if not verdict.not_rendered)
+    return "\n" + ", ".join(f"{name} {count}" for name, count in sorted(played.items())) + "."

@@ -177,8 +177,8 @@ def test_texts_of_monit_are_compared_without_their_figures(tmp_path: Path) -> No
     }
 
 
-def test_a_table_counts_the_verdicts_of_each_release(tmp_path: Path) -> None:
-    assert "| web-release | 1 |" in judge.counts([judged(tmp_path, phase("rest"), phase("rest"))])
+def test_the_jobs_of_each_release_are_counted(tmp_path: Path) -> None:
+    assert "web-release 1." in judge.counts([judged(tmp_path, phase("rest"), phase("rest"))])
 
 
 def test_a_job_that_runs_in_one_world_only_is_a_difference(tmp_path: Path) -> None:
