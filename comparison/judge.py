@@ -125,7 +125,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         lambda one: one.phase in ("death", "port closed") and one.what.endswith("SIGTERM") and not one.go,
     ),
     (
-        "one thread: checks, starts and stops",
+        "checks, starts and stops wait for each other",
         lambda one: (
             (one.phase == "death" and one.what.startswith("alert") and one.is_dependent and not one.go)
             or (one.phase in ("agent restarted", "stop") and one.is_pending)
