@@ -36,9 +36,9 @@ def kind_of(name: str) -> str:
         return "monit"
     if name == "bpm.yml" or name.endswith(".bpm.yml"):
         return "bpm"
-    if name == "agent.json":
-        return "agent"
-    return "settings" if name.endswith(".json") else ""
+    if name.endswith(".json"):
+        return "agent" if name.startswith("agent") else "settings"
+    return ""
 
 
 def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_strict: bool = False) -> int:

@@ -22,6 +22,7 @@ BY_HAND = {
     "README.md": r"(?:shim:|/v|stemcell-|cpi-|is )(\d+\.\d+\.\d+)",
     "docs/cpi.md": r"(?:kubernetes-cpi|bosh-stemcell)-(\d+\.\d+\.\d+)",
     "docs/kubernetes.md": r"agent-shim[ :](\d+\.\d+\.\d+)",
+    "deploy/monitoring/kustomization.yaml": r"ref=v(\d+\.\d+\.\d+)",
 }
 """Files that repeat the version, and where."""
 

@@ -22,6 +22,7 @@ GOOD = 'check process web with pidfile /x/web.pid\n  start program "/x start"\n 
         ("bpm.yml", "bpm"),
         ("x.bpm.yml", "bpm"),
         ("agent.json", "agent"),
+        ("agent-of-the-test-site.json", "agent"),
         ("warden-cpi-agent-env.json", "settings"),
         ("README", ""),
     ],
