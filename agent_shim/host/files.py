@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import capabilities, guarded
+from agent_shim.host import capabilities, guarded, trusted_path
 from agent_shim.host.descriptors import closing
 from agent_shim.host.mounts import is_mount_point
 
@@ -34,8 +34,6 @@ CHUNK_BYTES: Final = 64 * 1024
 """Copy buffer. From 128 KiB on the allocator maps and unmaps each buffer: three times slower."""
 MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 """Limit of one document; the largest settings known have half a megabyte."""
-_MAX_LINKS: Final = 40
-"""Links in one path, as in the kernel."""
 _ATTEMPTS: Final = 10
 """Attempts to make a directory in a place where another user keeps putting something."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
@@ -309,7 +307,7 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
         move_away(path)
         try:
             with closing(_make_way(path, mode & 0o700)) as fd:
-                if os.fstat(fd).st_uid in guarded.trusted_users():
+                if os.fstat(fd).st_uid in trusted_path.trusted_users():
                     _settle(fd, mode, owner)
                     return
         except NotADirectoryError:  # put there meanwhile
@@ -336,49 +334,15 @@ def move_away(path: Path) -> None:
     """Rename what neither root nor this user has put at ``path``, whatever it is."""
     with attempting(f"move {path} away"), suppress(FileNotFoundError):
         owner = path.lstat().st_uid
-        if owner not in guarded.trusted_users():
+        if owner not in trusted_path.trusted_users():
             aside = path.rename(sibling(path))
             logger.warning("%s was put there by user %d: it is %s now", path, owner, aside.name)
 
 
 def _make_way(path: Path, mode: int) -> int:
-    """Open a directory step by step, creating missing ones."""
-    top, rest = guarded.start(path)
-    links = 0
-    here = os.open(top, (os.O_PATH if rest else os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        while rest:
-            name = rest.popleft()
-            kind = os.O_PATH if rest else os.O_RDONLY  # the last one is opened for changes
-            try:
-                with suppress(FileExistsError):
-                    try:
-                        os.stat(name, dir_fd=here, follow_symlinks=False)
-                    except FileNotFoundError:
-                        os.mkdir(name, 0o777 if rest else mode, dir_fd=here)
-                below = os.open(name, kind | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-            except NotADirectoryError:
-                links += 1
-                target = _link_to_follow(here, name) if rest and links <= _MAX_LINKS else None
-                if target is None:
-                    raise
-                rest.extendleft(reversed(target.relative_to(target.anchor).parts))
-                below = os.open(target.anchor or ".", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
-            os.close(here)
-            here = below
-    except BaseException:
-        os.close(here)
-        raise
-    return here
-
-
-def _link_to_follow(here: int, name: str) -> Path | None:
-    """Return the target of a link that may be followed; None if ``name`` is not a link."""
-    status = os.stat(name, dir_fd=here, follow_symlinks=False)
-    if not stat.S_ISLNK(status.st_mode):
-        return None
-    guarded.refuse_link(name, status, os.fstat(here))
-    return Path(os.readlink(name, dir_fd=here))
+    """Open a directory, creating it and missing ones on the way."""
+    with closing(trusted_path.hold(path, make=mode)) as held:
+        return guarded.open_directory(held, "")
 
 
 def swap_link(target: Path, link: Path) -> None:

@@ -16,7 +16,6 @@ loop: a thread for each call, a deadline, and no second call while one hangs. Al
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import stat
 import threading
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import user_namespace
+from agent_shim.host import trusted_path
 from agent_shim.host.descriptors import closing
 
 T = TypeVar("T")
@@ -44,17 +43,6 @@ MAX_SEGMENTS: Final = 10_000
 """Runs of content between the holes of a file."""
 CHUNK_BYTES: Final = 64 * 1024
 
-_MAX_LINKS: Final = 40
-"""Links in one path, as in the kernel."""
-
-# include/uapi/linux/openat2.h; the call has the same number everywhere but on Alpha
-_OPENAT2: Final = 437
-_NO_MAGICLINKS: Final = 0x02
-_NO_SYMLINKS: Final = 0x04
-_BENEATH: Final = 0x08
-_UNSURE: Final = frozenset({errno.EAGAIN, errno.EINTR, errno.EPERM, errno.ENOSYS})
-"""Errors of ``openat2`` after which the walk decides: a rename interfered, or a sandbox forbids the call."""
-
 
 # --- opening --------------------------------------------------------------------------------------------------------
 
@@ -62,84 +50,39 @@ _UNSURE: Final = frozenset({errno.EAGAIN, errno.EINTR, errno.EPERM, errno.ENOSYS
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
     """Open ``path`` below the directory with descriptor ``directory``, without following links or going up.
 
-    Uses ``openat2`` if the kernel has it, else a walk with the same result. Raises ``HostError``.
+    The walk goes step by step, by open directories: no rename on the way leads it out. Raises ``HostError``.
     """
+    here = directory
     try:
-        names = [name for name in path.split("/") if name not in ("", ".")]
-        if path.startswith("/") or not names or ".." in names or "\0" in path:
+        parts = [name for name in path.split("/") if name not in ("", ".")] or [".."]
+        if path.startswith("/") or ".." in parts or "\0" in path:
             raise OSError(errno.EXDEV, "the path leaves its directory")
-        if has_openat2():
-            try:
-                return _openat2(directory, path, flags, mode)
-            except OSError as exc:
-                if exc.errno not in _UNSURE:
-                    raise
-        return _walk_beneath(directory, names, flags, mode)
+        *above, last = [*parts, "."] if flags & os.O_DIRECTORY else parts
+        for name in above:
+            below = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+            if here != directory:
+                os.close(here)
+            here = below
+            if stat.S_ISLNK(os.fstat(here).st_mode):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        found = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
+        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode) and not flags & os.O_NOFOLLOW:
+            os.close(found)
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        return found
     except OSError as exc:
         why = "the path contains a symbolic link" if exc.errno == errno.ELOOP else exc.strerror or exc
         error = HostError(f"cannot open {shown(path)}: {why}")
         error.errno = exc.errno
         raise error from exc
-
-
-def shown(path: str) -> str:
-    """Escape a name for display: invalid UTF-8, line breaks and terminal control characters."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in path)
-
-
-def _walk_beneath(directory: int, names: list[str], flags: int, mode: int) -> int:
-    here = directory
-    try:
-        for name in names[:-1]:
-            below = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-            if here != directory:
-                os.close(here)
-            here = below
-        found = os.open(names[-1], flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
-        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode) and not flags & os.O_NOFOLLOW:
-            os.close(found)
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        return found
     finally:
         if here != directory:
             os.close(here)
 
 
-def _openat2(directory: int, path: str, flags: int, mode: int) -> int:
-    import ctypes
-    import struct
-
-    how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode if flags & os.O_CREAT else 0, _RESOLVE)
-    found: int = _syscall()(
-        ctypes.c_long(_OPENAT2), directory, os.fsencode(path), ctypes.c_char_p(how), ctypes.c_size_t(len(how))
-    )
-    if found < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return found
-
-
-_RESOLVE: Final = _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS
-
-
-@functools.cache
-def has_openat2() -> bool:
-    """Return True if both kernel and sandbox allow the call."""
-    with closing(os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
-        try:
-            os.close(_openat2(top, ".", os.O_PATH, 0))
-        except OSError:
-            return False
-    return True
-
-
-@functools.cache
-def _syscall() -> Callable[..., int]:
-    import ctypes  # already loaded in the daemon, which is a subreaper
-
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-    return call
+def shown(path: str) -> str:
+    """Escape a name for display: invalid UTF-8, line breaks and terminal control characters."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in path)
 
 
 @contextmanager
@@ -150,7 +93,7 @@ def held(path: StrPath, root: StrPath | None = None) -> Iterator[int]:
     """
     below = "" if root is None else _below(path, root)
     if root is None or not below:
-        descriptor = _walk(path)
+        descriptor = trusted_path.hold(path)
     else:
         with held(root) as top:
             descriptor = open_beneath(top, below, os.O_PATH)
@@ -160,77 +103,10 @@ def held(path: StrPath, root: StrPath | None = None) -> Iterator[int]:
 
 def _below(path: StrPath, root: StrPath) -> str:
     """Return the path below ``root``; "" for ``root`` itself."""
-    (begin, names), (top, above) = start(path), start(root)
+    (begin, names), (top, above) = trusted_path.start(path), trusted_path.start(root)
     if begin != top or list(names)[: len(above)] != list(above):
         raise ValueError(f"{os.fspath(path)!r} is not below {os.fspath(root)!r}")
     return "/".join(list(names)[len(above) :])
-
-
-def start(path: StrPath) -> tuple[str, deque[str]]:
-    """Return the start of ``path`` and the names below it.
-
-    ``/proc/self/fd/N`` is a start of its own: the directory that descriptor N holds. The text of that link may name
-    another directory by now, for example a directory mounted over it.
-    """
-    text = os.fspath(path)
-    top = "/" if text.startswith("/") else "."
-    if text.startswith(_HELD):
-        number, _, rest = text.removeprefix(_HELD).partition("/")
-        if number.isdecimal():
-            top, text = _HELD + number, rest
-    # A ``..`` stays, and goes up from where the walk is.
-    return top, deque(name for name in text.split("/") if name not in ("", "."))
-
-
-_HELD: Final = "/proc/self/fd/"
-
-
-def _walk(path: StrPath) -> int:
-    """Open a path with ``O_PATH``, step by step."""
-    top, rest = start(path)
-    links = 0
-    here = os.open(top, os.O_PATH | os.O_CLOEXEC)
-    try:
-        while rest:
-            name = rest.popleft()
-            below = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-            try:
-                if stat.S_ISLNK((status := os.fstat(below)).st_mode):
-                    links += 1
-                    if links > _MAX_LINKS:
-                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-                    refuse_link(name, status, os.fstat(here))
-                    target = os.readlink("", dir_fd=below)
-                    rest.extendleft(name for name in reversed(target.split("/")) if name not in ("", "."))
-                    os.close(below)
-                    below = os.open("/" if target.startswith("/") else ".", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
-            except BaseException:
-                os.close(below)
-                raise
-            os.close(here)
-            here = below
-    except OSError as exc:
-        os.close(here)
-        raise OSError(exc.errno, exc.strerror, os.fspath(path)) from exc
-    except BaseException:
-        os.close(here)
-        raise
-    return here
-
-
-def refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> None:
-    """Raise ``OSError`` for a link that a job may have made, or may have moved here from root's."""
-    trusted = trusted_users()
-    if link.st_uid not in trusted:
-        raise OSError(errno.ELOOP, f"the path contains a link, {shown(name)}, of user {link.st_uid}")
-    is_open = directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not directory.st_mode & stat.S_ISVTX
-    if os.geteuid() == 0 and (directory.st_uid not in trusted or is_open):
-        raise OSError(errno.ELOOP, f"the path contains a link, {shown(name)}, in a directory that others may write")
-
-
-def trusted_users() -> set[int]:
-    """Return the users whose links are followed: root, this user, and the overflow user of a user namespace."""
-    return {0, os.geteuid()} | ({user_namespace.overflow_user()} if user_namespace.is_inside() else set())
 
 
 # --- regular files --------------------------------------------------------------------------------------------------

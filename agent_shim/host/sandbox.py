@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import importlib.util
 import json
 import os
 import re
@@ -28,6 +26,11 @@ INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm
 """Paths of bpm's init in a container. The init of ``host.sandbox_exec`` needs some MB for each process."""
 OVERFLOW_UID: Final = 65534
 PROBE_PROGRAM: Final = "/bin/true"
+_PROGRAM: Final = f"""\
+import sys
+sys.path.append({str(Path(__file__).parents[2])!r})
+from agent_shim.host.sandbox_exec import main
+sys.exit(main(sys.argv))"""
 
 
 class Isolation(NamedTuple):
@@ -75,17 +78,7 @@ def exec_spec(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
 
 def launcher() -> list[str]:
     """Return the command that reads a spec from the descriptor given as its last argument and executes its program."""
-    return [sys.executable, "-I", "-S", _program()]
-
-
-@functools.cache
-def _program() -> str:
-    """Return the compiled module: a source file would be compiled again at every start of a job."""
-    compiled = importlib.util.cache_from_source(sandbox_exec.__file__)
-    with contextlib.suppress(OSError):
-        if Path(compiled).stat().st_mtime >= Path(sandbox_exec.__file__).stat().st_mtime:
-            return compiled
-    return sandbox_exec.__file__
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM]
 
 
 @contextlib.asynccontextmanager

@@ -1,8 +1,9 @@
 """Last steps of a process before it executes a job's program: namespaces, limits, user, capabilities, mounts.
 
-A separate program, run as ``python -I -S sandbox_exec.py FD``: none of its code runs in the daemon between fork and
-exec, and none remains once the job's program runs, which keeps the pid; only a pid namespace keeps an init above it.
-``FD`` holds the ``ExecSpec`` as a line of JSON. After a failed step, reported on stderr, the program is not run: 127.
+A separate program, whose command is ``sandbox.launcher``: none of its code runs in the daemon between fork and exec,
+and none remains once the job's program runs, which keeps the pid; only a pid namespace keeps an init above it. ``FD``,
+its argument, holds the ``ExecSpec`` as a line of JSON. After a failed step, reported on stderr, the program is not run:
+127.
 
 With a ``gate`` FD 0 is a socket. The peer gets the pid (as text) if it differs from that of this program, or the reason
 for a failure, and sends one byte to let the program run; if it closes the socket, this process exits.
@@ -10,7 +11,7 @@ for a failure, and sends one byte to let the program run; if it closes the socke
 Every mount source is opened once, before any privilege is dropped: links are followed only if root made them, and
 mounts and rules are made from descriptors. A job can replace a directory at any moment, but not an open one.
 
-Uses only the standard library: the file is run by its path.
+It needs the standard library only: packages are not searched at its start.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import sys
 import termios
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypedDict
+
+from agent_shim.host import trusted_path
 
 FAILED: Final = 127
 
@@ -90,8 +93,6 @@ _MASKED: Final = (
 _READ_ONLY: Final = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 _NEW_ROOT: Final = "/dev"
 """Mount point for the new root during its construction: a directory that always exists, hidden in this namespace."""
-_MAX_LINKS: Final = 40
-"""Links in one path, as in the kernel."""
 
 
 class BindMount(TypedDict):
@@ -247,7 +248,7 @@ def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
             _restrict(rules, may_signal=spec["may_signal"])
         elif spec["namespaces"] and not may_mount and landlock_version():
             # Landlock always forbids mounts, also in a new user namespace; this rule allows all else.
-            _restrict([(_open("/"), _EVERYTHING)], may_signal=True)
+            _restrict([(trusted_path.hold("/"), _EVERYTHING)], may_signal=True)
 
 
 def _run(spec: ExecSpec) -> NoReturn:
@@ -324,7 +325,7 @@ def _make_shared(path: str) -> None:
 
     ``path`` is opened once: the mount is made on the open directory, whatever the path names later.
     """
-    held = _open(path)
+    held = trusted_path.hold(path)
     try:
         place = f"/proc/self/fd/{held}"
         with open(f"/proc/self/fdinfo/{held}", "rb") as file:
@@ -336,7 +337,7 @@ def _make_shared(path: str) -> None:
         if not is_mounted:
             _mount(place, place, None, _MS_BIND | _MS_REC)
             os.close(held)
-            held = _open(path)  # the first descriptor is below the new mount
+            held = trusted_path.hold(path)  # the first descriptor is below the new mount
             place = f"/proc/self/fd/{held}"
         if not is_mounted or not any(field.startswith(b"shared:") for field in fields[6:]):
             _mount(None, place, None, _MS_SHARED | _MS_REC)
@@ -348,70 +349,6 @@ def _unescaped(field: bytes) -> str:
     """Decode a path of mountinfo, where blanks and some other characters are octal escapes."""
     head, *rest = field.split(b"\\")
     return os.fsdecode(head + b"".join(bytes([int(part[:3], 8)]) + part[3:] for part in rest))
-
-
-# --- paths ----------------------------------------------------------------------------------------------------------
-
-
-def _open(path: str) -> int:
-    """Hold the file at the absolute ``path`` without opening it; links that a job may have made are refused.
-
-    The walk goes step by step: a link that replaces a directory is either met and named in the error, or no longer on
-    the path. The rules are those of ``host.guarded``, which this program cannot import.
-    """
-    rest, links = _parts(path), 0
-    here = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        while rest:
-            name = rest.pop()
-            below = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-            status = os.fstat(below)
-            if not stat.S_ISLNK(status.st_mode):
-                os.close(here)
-                here = below
-                continue
-            try:
-                links += 1
-                if links > _MAX_LINKS:
-                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-                _refuse_link(name, status, os.fstat(here))
-                target = os.readlink("", dir_fd=below)
-            finally:
-                os.close(below)
-            rest += _parts(target)
-            if target.startswith("/"):
-                os.close(here)
-                here = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as exc:
-        os.close(here)
-        exc.filename = path
-        raise
-    return here
-
-
-def _refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> None:
-    """Raise ``OSError`` for a link that a job may have made, or may have moved to this directory."""
-    if link.st_uid not in _trusted():
-        raise OSError(errno.ELOOP, f"the path contains a link, {name!a}, of user {link.st_uid}")
-    is_open = directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not directory.st_mode & stat.S_ISVTX
-    if os.geteuid() == 0 and (directory.st_uid not in _trusted() or is_open):
-        raise OSError(errno.ELOOP, f"the path contains a link, {name!a}, in a directory that others may write")
-
-
-def _parts(path: str) -> list[str]:
-    """Return the names of a path in reverse order."""
-    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
-
-
-@functools.cache
-def _trusted() -> frozenset[int]:
-    """Return root, this user and, in a user namespace, the overflow user, which no job runs as."""
-    with open("/proc/self/uid_map") as file:
-        is_whole = file.read().split() == ["0", "0", "4294967295"]
-    if is_whole:
-        return frozenset((0, os.geteuid()))
-    with open("/proc/sys/kernel/overflowuid") as file:
-        return frozenset((0, os.geteuid(), int(file.read())))
 
 
 # --- the view -------------------------------------------------------------------------------------------------------
@@ -475,7 +412,7 @@ def _tree(place: BindMount, *, is_masked: bool) -> int | None:
 
 
 def _open_tree(path: str) -> int:
-    held = _open(path)
+    held = trusted_path.hold(path)
     try:
         flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE | _AT_EMPTY_PATH
         return _checked(_libc().syscall(_OPEN_TREE, held, b"", flags), "mount", path)
@@ -493,7 +430,7 @@ def _set_attributes(tree: int, path: str, attributes: int, propagation: int = 0)
 
 def _attach(tree: int, path: str) -> None:
     """Mount a tree at ``path``, onto an open descriptor: a job may replace a path that it can write."""
-    held = _open(path)
+    held = trusted_path.hold(path)
     flags = _MOVE_FROM_FD | _MOVE_ONTO_FD
     _checked(_libc().syscall(_MOVE_MOUNT, tree, b"", held, b"", flags), "mount", path)
     os.close(held)
@@ -605,11 +542,11 @@ def _rules(places: Sequence[BindMount]) -> list[tuple[int, int]]:
 
     Directories may be listed everywhere: Landlock cannot allow only the parents of a place.
     """
-    rules = [(_open("/"), _READ_DIR)]
+    rules = [(trusted_path.hold("/"), _READ_DIR)]
     for place in places:
         allowed = _EVERYTHING & ~_EXECUTE if place["write"] else _READ_FILE | _READ_DIR
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            rules.append((_open(place["source"]), allowed | (_EXECUTE if place["run"] else 0)))
+            rules.append((trusted_path.hold(place["source"]), allowed | (_EXECUTE if place["run"] else 0)))
     return rules
 
 
@@ -653,7 +590,3 @@ def _checked(result: int, what: str, path: str | None = None) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), path or what)
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -263,56 +262,6 @@ def directory(path: Path, mode: int, owner: int = 0) -> Path:
     path.chmod(mode)
     os.chown(path, owner, owner)
     return path
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of others")
-@pytest.mark.parametrize("kind", ["relative", "absolute"])
-@pytest.mark.parametrize(
-    ("mode", "owner", "owner_of_link", "error"),
-    [
-        (0o755, 0, 0, ""),
-        (0o1777, 0, 0, ""),
-        (0o777, 0, 0, "in a directory that others may write"),
-        (0o775, 0, 0, "in a directory that others may write"),
-        (0o757, 0, 0, "in a directory that others may write"),
-        (0o755, UNPRIVILEGED_UID, 0, "in a directory that others may write"),
-        (0o755, 0, 1000, "of user 1000"),
-        (0o1777, 0, 1000, "of user 1000"),
-    ],
-)
-def test_links_of_root_alone_are_followed(
-    tmp_path: Path, kind: str, mode: int, owner: int, owner_of_link: int, error: str
-) -> None:
-    """No job can have put or exchanged them."""
-    target = directory(tmp_path / "target", 0o700)
-    place = directory(tmp_path / "place", mode, owner) / "link"
-    place.symlink_to(target if kind == "absolute" else "./../target")
-    os.lchown(place, owner_of_link, owner_of_link)
-    (target / "file").write_text("content")
-
-    if error:
-        with pytest.raises(OSError, match=f"a link, 'link', {error}") as caught:
-            sandbox_exec._open(f"{place}/file")
-        assert caught.value.filename == f"{place}/file"
-    else:
-        held = sandbox_exec._open(f"{place}/file")
-        assert os.path.samestat(os.fstat(held), (target / "file").stat())
-        os.close(held)
-
-
-def test_links_have_an_end(tmp_path: Path) -> None:
-    """As many as the kernel follows, and no descriptor is left over."""
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    (tmp_path / "0").mkdir()
-    for number in range(41):
-        (tmp_path / str(number + 1)).symlink_to(str(number))
-    held = sandbox_exec._open(str(tmp_path / "40"))
-    assert stat.S_ISDIR(os.fstat(held).st_mode)
-    os.close(held)
-
-    with pytest.raises(OSError, match="Too many levels of symbolic links"):
-        sandbox_exec._open(str(tmp_path / "41"))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])

@@ -305,7 +305,7 @@ def test_no_directory_is_made_or_given_away_through_the_link_of_another(tmp_path
     os.lchown(tmp_path / "way/theirs", VCAP, VCAP)
 
     for name in ("new", "there", "deep/er"):
-        with pytest.raises(HostError, match=r"the path contains a link, theirs, of user 1000"):
+        with pytest.raises(HostError, match=r"the path contains a link, 'theirs', of user 1000"):
             files.make_dir(tmp_path / "way/theirs" / name, 0o700, f"{VCAP}")
     files.make_dir(tmp_path / "way/ours/new", 0o711)
 

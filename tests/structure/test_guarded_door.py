@@ -133,6 +133,7 @@ RAW: Mapping[str, Raw] = {
         ),
     ),
     "host.capabilities": Raw(KERNEL, frozenset({"privileges"})),
+    "host.trusted_path": Raw("the walk of the door: holds each step, and opens none", frozenset({"hold"})),
     "host.user_namespace": Raw(KERNEL, frozenset({"is_inside", "overflow_user"})),
     "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
     "bulk.copytree": Raw(
@@ -140,12 +141,10 @@ RAW: Mapping[str, Raw] = {
         frozenset({"_copy_entry", "_copy_file", "_names", "mirror", "_same_entry", "_status", "_Mirror._surplus"}),
     ),
     "host.files": Raw(
-        "writes and makes what is ours; directories step by step, links as guarded.refuse_link says",
+        "writes and makes what is ours",
         frozenset(
             {
                 "_let_owner_write",
-                "_link_to_follow",
-                "_make_way",
                 "_write_in_place",
                 "append_line",
                 "behind",
@@ -173,14 +172,11 @@ RAW: Mapping[str, Raw] = {
                 "_make_point",
                 "_make_shared",
                 "_mask",
-                "_open",
                 "_close_input",
                 "_run_below_init",
-                "_trusted",
             }
         ),
     ),
-    "host.sandbox": Raw(KERNEL, frozenset({"_program"})),
     "host.host_stats": Raw(KERNEL, frozenset({"load"})),
     "host.tree_namespace": Raw(KERNEL, frozenset({"_make_place", "show_as_vcap"})),
     "host.mounts": Raw(KERNEL, frozenset({"mounts", "is_mount_point"})),

@@ -30,7 +30,7 @@ import msgspec
 
 from agent_shim.core import wire
 from agent_shim.core.errors import HostError
-from agent_shim.host import files, guarded, user_namespace
+from agent_shim.host import files, guarded, trusted_path, user_namespace
 from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def read(volume: Path) -> Marker | None:
 
 def _is_of_agents(found: os.stat_result) -> bool:
     """Return True for a file of root, of this user, or of root on a file server that takes it for another."""
-    return found.st_uid in {*guarded.trusted_users(), user_namespace.overflow_user()}
+    return found.st_uid in {*trusted_path.trusted_users(), user_namespace.overflow_user()}
 
 
 def set_aside(volume: Path) -> None:

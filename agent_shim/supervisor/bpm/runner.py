@@ -29,7 +29,7 @@ import msgspec
 
 from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import capabilities, clock, files, guarded, job_cgroups, proc, process
+from agent_shim.host import capabilities, clock, files, guarded, job_cgroups, proc, process, trusted_path
 from agent_shim.host.descriptors import closing
 from agent_shim.supervisor.ctl_programs import Programs, last_line
 from agent_shim.supervisor.ownership import process_record
@@ -493,7 +493,7 @@ class Bpm:
     async def used(self) -> None:
         """Return once a process of bpm.yml was started here, also by an earlier agent: then its directory is root's."""
         with contextlib.suppress(OSError):
-            if guarded.status(self._paths.sys / "run/bpm").st_uid in guarded.trusted_users():
+            if guarded.status(self._paths.sys / "run/bpm").st_uid in trusted_path.trusted_users():
                 return
         await self._has_started.wait()
 

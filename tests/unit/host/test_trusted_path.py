@@ -1,0 +1,76 @@
+"""Links on the way to a file; ``test_files.py`` makes directories, ``root/test_attacks.py`` has links of real users."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import trusted_path, user_namespace
+
+
+def status(mode: int, owner: int) -> os.stat_result:
+    return os.stat_result((mode, 1, 1, 1, owner, 0, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("us", "owner", "of_directory", "mode", "is_followed"),
+    [
+        (0, 0, 0, 0o755, True),
+        (0, 1000, 0, 0o755, False),
+        (0, 1000, 1000, 0o755, False),
+        (0, 0, 1000, 0o755, False),
+        (0, 0, 0, 0o777, False),
+        (0, 0, 0, 0o775, False),
+        (0, 0, 0, 0o757, False),
+        (0, 0, 0, 0o1777, True),
+        (0, 1000, 0, 0o1777, False),
+        (1000, 1000, 1000, 0o777, True),
+        (1000, 0, 1001, 0o755, True),
+        (1000, 1001, 1000, 0o755, False),
+    ],
+)
+def test_links_of_root_and_our_own_are_followed(
+    monkeypatch: pytest.MonkeyPatch, us: int, owner: int, of_directory: int, mode: int, is_followed: bool
+) -> None:
+    """By root only where no other user can have moved them to."""
+    monkeypatch.setattr(os, "geteuid", lambda: us)
+    monkeypatch.setattr(user_namespace, "is_inside", lambda: False)
+    link, directory = status(stat.S_IFLNK | 0o777, owner), status(stat.S_IFDIR | mode, of_directory)
+    with contextlib.nullcontext() if is_followed else pytest.raises(OSError, match="contains a link, 'x'"):
+        trusted_path.refuse_link("x", link, directory)
+
+
+def test_in_a_user_namespace_links_of_users_from_outside_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root of the machine is one of them."""
+    monkeypatch.setattr(user_namespace, "overflow_user", lambda: 65534)
+    for is_inside, more in ((False, set()), (True, {65534})):
+        monkeypatch.setattr(user_namespace, "is_inside", lambda is_inside=is_inside: is_inside)
+        assert trusted_path.trusted_users() == {0, os.geteuid()} | more
+
+
+def test_as_many_links_are_followed_as_by_the_kernel(tmp_path: Path) -> None:
+    """Relative and absolute ones; no descriptor stays open, and the error names the path."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    (tmp_path / "0").mkdir()
+    for number in range(41):
+        (tmp_path / str(number + 1)).symlink_to(str(number) if number % 2 else tmp_path / str(number))
+    for make in (None, 0o700):
+        os.close(trusted_path.hold(tmp_path / "40" / "..", make=make))
+        with pytest.raises(OSError, match=os.strerror(errno.ELOOP)) as caught:
+            trusted_path.hold(tmp_path / "41" / "..", make=make)
+        assert caught.value.filename == str(tmp_path / "41" / "..")
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_held_directory_is_a_start_of_its_own() -> None:
+    assert trusted_path.start("/proc/self/fd/7/a/b") == ("/proc/self/fd/7", deque(["a", "b"]))
+    assert trusted_path.start("/proc/self/fd/x/a") == ("/", deque(["proc", "self", "fd", "x", "a"]))
+    assert trusted_path.start("/a/./b/") == ("/", deque(["a", "b"]))
+    assert trusted_path.start("a") == (".", deque(["a"]))
