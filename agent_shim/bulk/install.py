@@ -29,9 +29,6 @@ INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package d
 """Error texts of the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
 
 
-MOST_SYNCS = 4
-"""Maximum number of directories synced one by one; beyond it one sync of the file system is cheaper."""
-
 UNREACHED = Outcome("it was not reached")
 
 PATIENCE_S = 120.0
@@ -117,11 +114,8 @@ def finish(pieces: Sequence[Piece]) -> None:
             if piece.target.kind == "source":
                 files.remove_tree(path)
             piece.temp.rename(path)
-            if len(pieces) <= MOST_SYNCS:
-                files.sync_directory(path.parent)
         except OSError as exc:
             if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another worker was faster
                 piece.outcome = Outcome(f"{INSTALLING[piece.target.kind]}{files.failed(f'make {path}', exc)}")
-    if len(pieces) > MOST_SYNCS:
-        for place in places.values():
-            files.sync_filesystem(place)
+    for place in places.values():
+        files.sync_filesystem(place)

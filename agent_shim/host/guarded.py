@@ -176,9 +176,9 @@ def tail(path: Path, limit: int, root: Path | None = None) -> bytes:
         return os.pread(descriptor, limit, max(0, os.fstat(descriptor).st_size - limit))
 
 
-def read(path: Path, limit: int, root: Path | None = None) -> bytes:
+def read(path: Path, limit: int) -> bytes:
     """Read a whole regular file; ``OSError`` (EFBIG) if it has more than ``limit`` bytes."""
-    content = head(path, limit + 1, root)
+    content = head(path, limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
     return content
@@ -212,12 +212,12 @@ def chunks(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]
             at += len(chunk)
 
 
-def open_log(path: Path, mode: int, root: Path | None = None, *, owner: tuple[int, int] = (-1, -1)) -> int:
-    """Open a log for appending, created with ``mode`` and for ``owner`` if missing; ``root`` as for :func:`held`.
+def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int:
+    """Open a log for appending, created with ``mode`` and for ``owner`` if missing.
 
     A file with a second hard link is refused. An existing file keeps its owner: a job may have moved one of root here.
     """
-    with _named(path), held(path.parent, root) as directory:
+    with _named(path), held(path.parent) as directory:
         for _ in range(3):  # removed between two steps: once by a rotation, any number of times by an attacker
             with suppress(FileExistsError):
                 return create(path.name, directory, mode, owner)

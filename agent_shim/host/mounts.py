@@ -33,9 +33,6 @@ MNT_DETACH: Final = 2
 CLONE_NEWNS: Final = 0x20000
 
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
-_ESCAPED = re.compile(rb"[ \t\n\\#]")
-"""Bytes that the kernel replaces in the table; ``#`` not all kernels."""
-
 
 _LOCAL: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs"})
 """Kinds of file systems that one kernel writes: it keeps their contents in memory, and sees no change by another."""
@@ -81,9 +78,9 @@ def _text(field: bytes) -> str:
     return os.fsdecode(_ESCAPE.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), field))
 
 
-def mounts(table: Path = MOUNTINFO) -> list[Mount]:
+def mounts() -> list[Mount]:
     """Return all mounts visible to this process, oldest first."""
-    return parse(table.read_bytes())
+    return parse(MOUNTINFO.read_bytes())
 
 
 def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
@@ -112,13 +109,6 @@ def is_local(path: Path) -> bool:
 def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:
     """Return True if something is mounted exactly on ``path``, bind mounts and files included."""
     real = path.resolve()
-    if table is None:
-        raw = MOUNTINFO.read_bytes()
-        place = os.fsencode(real)
-        # Asked before each write of a file: most tables have no such name, which takes a hundredth of parsing them.
-        if not _ESCAPED.search(place) and b" " + place + b" " not in raw:
-            return False
-        table = parse(raw)
     mount = mount_of(real, table)
     return mount is not None and mount.point == real
 
@@ -151,9 +141,9 @@ def unmount(target: Path, *, lazy: bool = False) -> None:
         raise _refused(f"unmount {target}")
 
 
-def make_private(target: Path = Path("/")) -> None:
-    """Stop the propagation of mounts at and below ``target``, in both directions."""
-    _mount(Path("none"), target, MS_REC | MS_PRIVATE, f"make mounts below {target} private")
+def make_private() -> None:
+    """Stop the propagation of all mounts, in both directions."""
+    _mount(Path("none"), Path("/"), MS_REC | MS_PRIVATE, "make mounts private")
 
 
 def mount_tmpfs(target: Path, options: str = "mode=755") -> None:

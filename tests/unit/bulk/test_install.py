@@ -22,7 +22,6 @@ def test_a_bundle_has_its_name_only_when_all_of_it_is_on_disk(tmp_path: Path, mo
         seen.append(bundle.exists())
 
     monkeypatch.setattr(files, "sync_filesystem", synced)
-    monkeypatch.setattr(files, "sync_directory", synced)
     install.finish([install.Piece(Target("package", "p", str(bundle), BlobRef()), temp)])
 
     assert seen == [False, True]

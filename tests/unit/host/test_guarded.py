@@ -174,8 +174,8 @@ def test_links_of_our_own_are_followed(tree: Path) -> None:
     assert guarded.read(tree / "dir-link" / "b" / "file", 100) == b"inside"
     assert guarded.read(tree / "up" / "secret", 100) == b"secret"
     with pytest.raises(OSError, match="cannot open file-link"):
-        guarded.read(tree / "file-link", 100, tree)
-    assert guarded.read(tree / "dir-link" / "b" / "file", 100, tree / "dir-link") == b"inside"
+        guarded.head(tree / "file-link", 100, tree)
+    assert guarded.head(tree / "dir-link" / "b" / "file", 100, tree / "dir-link") == b"inside"
 
 
 def test_nothing_stays_open(tree: Path) -> None:
@@ -321,7 +321,7 @@ def test_content_is_looked_for_up_to_the_end_that_was_asked_for(
 def test_a_log_is_made_and_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     for text in (b"a", b"b"):
-        descriptor = guarded.open_log(path, 0o640, tmp_path)
+        descriptor = guarded.open_log(path, 0o640)
         assert os.get_blocking(descriptor)
         os.write(descriptor, text)
         os.close(descriptor)
