@@ -480,6 +480,8 @@ class Service:
         record = self.record
         is_exit = how != VOID
         reason = await self._with_last_words(f"the process ended by itself: {how}") if is_exit else how
+        if Trigger.DIED not in NEXT[record.state]:  # a stop has been asked for in this turn
+            return
         if time.monotonic() - self._finder.up_at > self._timing.backoff_limit:
             record.failures = 0
         record.failures += 1

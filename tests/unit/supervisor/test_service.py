@@ -600,6 +600,19 @@ async def test_a_stop_program_that_hangs_is_told_and_ended_by_a_stop() -> None:
     assert machine.known == [[process.identity]]
 
 
+@played
+async def test_an_exit_in_the_same_turn_as_a_stop_is_not_reported() -> None:
+    events: list[Event] = []
+    service = service_on(machine := Machine(), notify=events.append)
+    async with running(service):
+        await up(service)
+        machine.end()
+        service.stop()
+        await asyncio.sleep(1)
+
+    assert (service.state, service.record.exits, events) == (State.STOPPED, {}, [])
+
+
 @pytest.mark.parametrize("by", [5.0, float("inf")])
 @played
 async def test_bpm_stops_its_process_by_the_deadline_of_the_request_or_the_file(by: float) -> None:
