@@ -124,11 +124,11 @@ def test_for_an_agent_of_an_ordinary_user_its_own_links_and_those_of_root_are_fo
         "for owner in 0 1000 65534; do ln -s /etc $owner; chown -h $owner $owner; done"
     )
     body = """
-from agent_shim.host import sandbox_exec
+from agent_shim.host import trusted_path
 found = []
 for owner in (0, 1000, 65534):
     try:
-        os.close(sandbox_exec._open(f"/var/vcap/links/{owner}/passwd"))
+        os.close(trusted_path.hold(f"/var/vcap/links/{owner}/passwd"))
         found.append("")
     except OSError as exc:
         found.append(exc.strerror)
