@@ -106,17 +106,17 @@ def stat(pid: int) -> Stat | None:
 
 def table() -> dict[int, Stat]:
     """Read all processes of this pid namespace by pid, zombies included, in one pass."""
-    return _stats(_numbers("/proc"))
+    return _stats(map(int, _numbers("/proc")))
 
 
 def small_table(limit: int) -> dict[int, Stat] | None:
     """Read them as ``table`` does, if there are at most ``limit``; else return None, soon."""
     pids = _numbers("/proc", limit + 1)
-    return _stats(pids) if len(pids) <= limit else None
+    return _stats(map(int, pids)) if len(pids) <= limit else None
 
 
-def _stats(pids: Iterable[str]) -> dict[int, Stat]:
-    return {one.pid: one for pid in pids if (one := stat(int(pid))) is not None}
+def _stats(pids: Iterable[int]) -> dict[int, Stat]:
+    return {one.pid: one for pid in pids if (one := stat(pid)) is not None}
 
 
 def _numbers(directory: str, limit: int | None = None) -> list[str]:
@@ -160,16 +160,30 @@ class Census(msgspec.Struct, frozen=True):
     processes: Mapping[int, Stat]
     children: Mapping[int, list[int]]
     marked: Mapping[str, set[int]]
+    unread: frozenset[int] | None
+    """Listed processes that had exited or were exiting when they were read, zombies included; None if not known.
+
+    A process that forks and exits without end is in ``processes`` or here: the list ascends, as the pids of children
+    do until they begin again, and then it is None.
+    """
 
 
 def census(mark: str, known: Collection[int] = ()) -> Census:
     """Read all processes, and the environment variable ``mark`` of all but ``known``; about 20 µs each. Blocks."""
-    processes = table()
+    last = last_number()
+    # The newest first: they exit soonest.
+    pids = sorted(map(int, _numbers("/proc")), reverse=True)
+    processes = _stats(pids)
     marked: dict[str, set[int]] = {}
     living = [pid for pid, process in processes.items() if process.is_alive and pid not in known]
-    for pid, value in variables(living, mark).items():
+    values, blank = variables(living, mark)
+    for pid, value in values.items():
         marked.setdefault(value, set()).add(pid)
-    return Census(processes, children(processes), marked)
+    # Threads of the kernel have no environment either, and no session.
+    unread = {pid for pid in blank if processes[pid].session and is_leaving(pid)}
+    unread.update(pid for pid in pids if pid not in processes or not processes[pid].is_alive)
+    is_known = last is None or (last_number() or 0) >= last
+    return Census(processes, children(processes), marked, frozenset(unread) if is_known else None)
 
 
 def command_line(pid: int) -> str:
@@ -189,23 +203,26 @@ def variable(pid: int, name: str) -> str | None:
     None if it is not set or not readable: reading processes of other users needs CAP_SYS_PTRACE, and a program that
     writes its title over its arguments overwrites its environment.
     """
-    return variables([pid], name).get(pid)
+    return variables([pid], name)[0].get(pid)
 
 
-def variables(pids: Collection[int], name: str) -> dict[int, str]:
-    """Return the ``variable`` of many processes, without those that lack it. Blocks."""
+def variables(pids: Collection[int], name: str) -> tuple[dict[int, str], list[int]]:
+    """Return the ``variable`` of many processes that have it, and the processes whose environment is empty. Blocks."""
     begin = b"\0" + name.encode() + b"="
     left = MAX_PASS_BYTES
+    blank: list[int] = []
 
     def value(pid: int) -> str | None:
         nonlocal left
-        found = b"\0" + _read_memory(pid, "environ", MAX_ENVIRON_BYTES if left > 0 else MIN_ENVIRON_BYTES)
-        left -= len(found)
+        environ = _read_memory(pid, "environ", MAX_ENVIRON_BYTES if left > 0 else MIN_ENVIRON_BYTES)
+        left -= len(environ)
+        if not environ:
+            blank.append(pid)
         # An environment may be all NULs: its entries are searched and not made.
-        _, is_there, rest = found.partition(begin)
+        _, is_there, rest = (b"\0" + environ).partition(begin)
         return rest.partition(b"\0")[0].decode(errors="replace") if is_there else None
 
-    return {pid: found for pid, found in of_each(pids, value).items() if found is not None}
+    return {pid: found for pid, found in of_each(pids, value).items() if found is not None}, blank
 
 
 def open_files(pid: int) -> int:
@@ -446,8 +463,6 @@ class _Pass(Generic[T]):
 _spare: int | None = os.eventfd(0, os.EFD_CLOEXEC)
 """A descriptor whose place a file takes that is read without a free one."""
 _spare_lock = threading.Lock()
-readers = 0
-"""Threads that this module has started: each takes a number as a process does."""
 _hung: dict[int, threading.Event] = {}
 """Processes that block a thread, each with the event that ends the read."""
 _hung_lock = threading.Lock()
@@ -455,7 +470,6 @@ _hung_lock = threading.Lock()
 
 def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
     """Apply ``work`` to each process in a thread, which is abandoned if one process blocks it for too long."""
-    global readers  # noqa: PLW0603 - as the kernel's count
     found: dict[int, T] = {}
     ahead = list(pids)
     while ahead:
@@ -470,7 +484,6 @@ def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
             threading.Thread(target=way.run, name="reads of processes", daemon=True).start()
         except RuntimeError:
             break  # no thread could be started: nothing is known
-        readers += 1
         done = -1
         while not way.is_over.wait(READ_TIMEOUT_S):
             if way.count == done and way.at is not None:

@@ -7,13 +7,15 @@ import os
 import resource
 import select
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from agent_shim.core.errors import ActionError
-from agent_shim.host import cgroups, proc, process
+from agent_shim.host import cgroups, proc, process, reaper
 from agent_shim.supervisor.ownership.process_record import MARK
 from tests.support.programs import argv, foreign, is_alive, number_in
 from tests.support.programs.jobs import LASTING, World, in_state, info, program
@@ -154,6 +156,39 @@ async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop(
 
             assert (count(counter), resting) == (at, set()) or "errored" in said
             assert not said or cgroups_or_not is None, said
+    finally:
+        counter.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("how", ["", "setsid"])
+@pytest.mark.parametrize("cgroups_or_not", ["none"], indirect=True)
+async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop_of_the_next_agent(
+    world: World, how: str
+) -> None:
+    """Its orphans do not come to that agent."""
+    counter = world.base / "counter"
+    storm = f"setsid perl {Path(argv('storm.pl')[1])} {counter} {how}"
+    jobs = [world.job("web", f"{storm} & echo $$ >$pidfile; {LASTING}")]
+    (world.base / "files.json").write_bytes(msgspec.json.encode(jobs))
+    command = [sys.executable, "-m", "tests.support.programs.agent", str(world.base), "descent"]
+    try:
+        agent = process.spawn(command, env={"TEST_OF": str(world.base)}, cwd=Path.cwd())
+        await until(lambda: count(counter) > 20 and number_in(world.pidfile("web")))
+        agent.send(signal.SIGKILL)
+        await agent.wait()
+        said = ""
+        with reaper.reaping():
+            async with world.supervisor() as supervisor:
+                assert await supervisor.recover()
+                await in_state(supervisor, "web", "running")
+                try:
+                    await supervisor.stop(wait=True)
+                except ActionError as exc:
+                    said = str(exc)
+                at = count(counter)
+                await asyncio.sleep(0.3)  # hundreds of forks
+
+                assert count(counter) == at or "errored" in said
     finally:
         counter.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -95,3 +96,22 @@ def test_files_in_use_are_reported(tmp_path: Path) -> None:
 
     assert found == {os.getpid(): [proc.Use("fd", str(opened))]}
     assert elsewhere == {os.getpid(): []}
+
+
+def test_census_tells_what_it_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that exited after it was listed may have left a child that is not in the list."""
+
+    def unread() -> frozenset[int]:
+        return proc.census("MARK").unread or frozenset()
+
+    with subprocess.Popen(["sleep", "60"], env={}) as nameless:
+        assert not unread() & {os.getpid(), os.getppid(), nameless.pid}
+        with monkeypatch.context() as patched:
+            patched.setattr(proc, "is_leaving", lambda _: True)
+            assert unread() & {os.getpid(), os.getppid(), nameless.pid} == {nameless.pid}
+        nameless.kill()
+        os.waitid(os.P_PID, nameless.pid, os.WEXITED | os.WNOWAIT)
+        assert nameless.pid in unread()
+    real = proc.stat
+    monkeypatch.setattr(proc, "stat", lambda pid: None if pid == os.getppid() else real(pid))
+    assert os.getppid() in unread()

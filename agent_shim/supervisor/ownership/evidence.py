@@ -161,6 +161,8 @@ class Members(NamedTuple):
     """The oldest of them in each session that they began, for ``ProcessRecord.widen``."""
     leaving: Collection[Identity] = ()
     """Other orphans that exit: one has lost its mark by then, and may have left a child that the pass missed."""
+    unread: frozenset[int] | None = frozenset()
+    """As in ``proc.Census``."""
 
 
 class Match(NamedTuple):
@@ -296,7 +298,7 @@ class Ownership:
         end = mark("", self._base)
         in_cgroup = {pid: name.removesuffix(end) for pid, name in job_cgroups.members(end).items()}
         census = proc.census(MARK, in_cgroup)
-        return Look(census.processes, census.children, census.marked, in_cgroup)
+        return Look(census.processes, census.children, census.marked, census.unread, in_cgroup)
 
     def _all(self, look: Look, *more: tuple[str, ProcessRecord]) -> tuple[dict[int, Verdict], dict[str, set[int]]]:
         """Attribute all processes, and map each label to those that carry its mark."""
@@ -327,7 +329,7 @@ class Ownership:
         carriers = set().union(*look.marked.values())
         unknown = [pid for pid, verdict in verdicts.items() if verdict is Unproven.ORPHAN and pid not in carriers]
         leaving = [processes[pid].identity for pid in unknown if processes[pid].is_alive and proc.is_leaving(pid)]
-        return Members([each.identity for each in living], list(leads.values()), leaving)
+        return Members([each.identity for each in living], list(leads.values()), leaving, look.unread)
 
     def strays(self, look: Look, since: int, *, of_jobs: bool = True) -> Members:
         """Find orphans of an unknown job, started since the tick ``since``. Blocks as ``members`` does.
@@ -338,16 +340,15 @@ class Ownership:
         verdicts, marked = self._all(look)
         claimed = set().union(*(pids for label, pids in marked.items() if not is_script_label(label)))
         orphans = [
-            each.identity
+            (each.identity, proc.user(pid))
             for pid, each in look.processes.items()
-            if verdicts[pid] is Unproven.ORPHAN
-            and pid not in claimed
-            and each.is_alive
-            and each.start_ticks >= since
-            and is_job_user(proc.user(pid)) is of_jobs
+            if verdicts[pid] is Unproven.ORPHAN and pid not in claimed and each.is_alive and each.start_ticks >= since
         ]
-        leaving = {identity for identity in orphans if proc.is_leaving(identity[0])}
-        return Members([identity for identity in orphans if identity not in leaving], [], leaving)
+        found = [identity for identity, user in orphans if is_job_user(user) is of_jobs]
+        leaving = {identity for identity in found if proc.is_leaving(identity[0])}
+        gone = {pid for (pid, _), user in orphans if user is None}
+        unread = None if look.unread is None else look.unread | gone
+        return Members([identity for identity in found if identity not in leaving], [], leaving, unread)
 
     # --- one process ------------------------------------------------------------------------------------------------
 

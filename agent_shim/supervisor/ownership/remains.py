@@ -203,27 +203,28 @@ class Remains:
     ) -> list[Left]:
         """Return what ``find`` finds of the processes of ``owners`` since the tick ``since``; an empty list is proof.
 
-        A process that escapes every pass must start and exit. So a pass that finds none counts if meanwhile no orphan
-        of ``owners`` has exited or begun to, or no process at all has started. Orphans of an earlier agent do not come
-        to this one: while processes start, many passes must suffice for them.
+        A process that escapes a pass must start and exit during it. So a pass that finds none counts if it could read
+        every process that it listed, or if meanwhile no orphan of ``owners`` has exited or begun to. The second holds
+        only for orphans that come to this agent: those of services that an earlier agent started may go elsewhere.
         """
         is_counted = process.takes_orphans and since >= self._counts_since
         leaving: Collection[Identity] = ()
+        seen: frozenset[int] = frozenset()
         for number in range(MAX_PROOF_PASSES):
             if number >= QUICK_PROOF_PASSES:  # on a busy machine orphans exit in bursts: let them pass
                 await asyncio.sleep(PROOF_PAUSE_S)
-            last, readers = proc.last_number(), proc.readers
             with self._attending():
                 before = [self._ended[owner] for owner in owners]
-                found, _, leaving = await find()
+                found, _, leaving, unread = await find()
                 if found:
                     return await asyncio.to_thread(left, found)
-                is_quiet = await _reap_all() and not leaving and before == [self._ended[owner] for owner in owners]
-            # The threads that read the processes are no sign of others.
-            has_none_begun = last is not None and proc.last_number() == last + proc.readers - readers
-            if has_none_begun or (is_counted and is_quiet):
+                is_quiet = await _reap_all() and before == [self._ended[owner] for owner in owners]
+            # A process whose exit takes long has lost its memory, so it forks no more.
+            is_complete = unread is not None and unread <= seen
+            if not leaving and (is_complete or (is_counted and is_quiet)):
                 return []
-        return (await asyncio.to_thread(left, leaving) or [NAMELESS]) if is_counted else []
+            seen = unread or frozenset()
+        return await asyncio.to_thread(left, leaving) or [NAMELESS]
 
     @contextlib.contextmanager
     def _attending(self, *ending: Verdict) -> Iterator[None]:

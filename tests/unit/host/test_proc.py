@@ -110,7 +110,7 @@ def test_environments_of_one_pass_have_a_budget(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(proc, "_read_memory", read)
     full = proc.MAX_PASS_BYTES // proc.MAX_ENVIRON_BYTES
 
-    assert proc.variables([*range(1, full + 3), 0], "MARK") == {0: "web"}
+    assert proc.variables([*range(1, full + 3), 0], "MARK")[0] == {0: "web"}
     assert asked == [proc.MAX_ENVIRON_BYTES] * full + [proc.MIN_ENVIRON_BYTES] * 3
 
 
@@ -235,6 +235,13 @@ def test_the_number_given_last_is_the_last_field(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "read_text", lambda _: "0.10 0.20 0.30 1/234 5678\n")
 
     assert proc.last_number() == 5678
+
+
+def test_census_proves_nothing_while_pids_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter([4_000_000, 301])
+    monkeypatch.setattr(proc, "last_number", lambda: next(numbers))
+
+    assert proc.census("MARK").unread is None
 
 
 def test_a_pass_that_advances_is_not_left_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

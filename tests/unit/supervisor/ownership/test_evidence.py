@@ -53,12 +53,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[proc.Stat, Mappin
     monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
     monkeypatch.setattr(proc, "user", lambda _: USER)
     monkeypatch.setattr(proc, "command_lines", lambda pids: {pid: processes[pid][2] for pid in pids})
-    monkeypatch.setattr(
-        proc,
-        "variables",
-        lambda pids, name: {pid: processes[pid][1][name] for pid in pids if name in processes[pid][1]},
-    )
-    monkeypatch.setattr(proc, "table", lambda: {pid: entry[0] for pid, entry in processes.items()})
+
+    def census(name: str, known: Collection[int]) -> proc.Census:
+        table, marked = {pid: entry[0] for pid, entry in processes.items()}, dict[str, set[int]]()
+        for pid, (_, environ, _) in processes.items():
+            if name in environ and pid not in known:
+                marked.setdefault(environ[name], set()).add(pid)
+        return proc.Census(table, proc.children(table), marked, frozenset())
+
+    monkeypatch.setattr(proc, "census", census)
     monkeypatch.setattr(clock, "wall_time_of", lambda ticks: ticks / 100)
     return processes
 
@@ -88,7 +91,7 @@ def members(
     """The numbers of the processes of web, which has the sessions that they began from then on."""
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", traces), *others.items()]
-    seen = Look(processes, proc.children(processes), marked, {})
+    seen = Look(processes, proc.children(processes), marked, frozenset(), {})
     found = ownership.members(seen, "web", traces, known)
     for each in found.leads:
         traces.widen(each)
@@ -735,7 +738,7 @@ def test_an_orphan_that_exits_may_be_of_any_service(leaving: set[int]) -> None:
     ownership.records = lambda: [("web", traces)]
     leaving.update({10, 11, 13, 14, 15})
 
-    found = ownership.members(Look(table, proc.children(table), {"other@/b": {13}}, {}), "web", traces)
+    found = ownership.members(Look(table, proc.children(table), {"other@/b": {13}}, frozenset(), {}), "web", traces)
 
     assert found.identities == [(10, 1000)]
     assert found.leaving == [(11, 1000)]
@@ -759,7 +762,7 @@ def test_strays_are_orphans_of_jobs_since_a_start(
     table = {each.pid: each for each in processes}
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", ProcessRecord())]
-    seen = Look(table, proc.children(table), {mark("web", BASE): {12}}, {})
+    seen = Look(table, proc.children(table), {mark("web", BASE): {12}}, frozenset(), {})
     leaving.add(16)
 
     found = ownership.strays(seen, 1000)

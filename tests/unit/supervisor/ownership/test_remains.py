@@ -21,7 +21,8 @@ from agent_shim.supervisor.ownership.process_record import ProcessRecord
 from agent_shim.supervisor.ownership.remains import Remains
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec
 
-NONE = Members([], [])
+NONE = Members([], [], (), None)
+"""A pass that finds nothing, and does not know whether it has read all."""
 WEB = Members([(9, 90)], [])
 NAMELESS = "processes that exit before they can be listed"
 BEGUN = 60
@@ -42,7 +43,7 @@ class Scripted(Ownership):
 
     def look(self) -> Look:
         self.count += 1
-        return Look({}, {}, {}, {})
+        return Look({}, {}, {}, frozenset(), {})
 
     def members(self, *_: object) -> Members:
         self.each_pass()
@@ -76,7 +77,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, signal.Signals]]:
 def remains(ownership: Scripted, monkeypatch: pytest.MonkeyPatch, sent: object) -> Remains:
     monkeypatch.setattr(module, "PROOF_PAUSE_S", 0.0)
     monkeypatch.setattr(proc, "name", str)
-    monkeypatch.setattr(proc, "last_number", lambda: None)
     monkeypatch.setattr(process, "takes_orphans", True)
     monkeypatch.setattr(reaper, "reap_some", lambda: False)
     monkeypatch.setattr(clock, "boot_ticks", lambda: 50)
@@ -139,38 +139,38 @@ async def test_orphan_that_exits_is_waited_for_or_named(remains: Remains, owners
     assert await swept(remains) == ["8 (8)"]
 
 
+@pytest.mark.parametrize(("begun", "are_taken"), [(60, True), (40, True), (60, False)])
 @pytest.mark.parametrize(
-    ("begun", "are_taken", "last", "births", "passes"),
+    ("unread", "left", "passes"),
     [
-        (60, True, None, 1, 1),
-        (40, True, None, 0, 40),
-        (60, False, None, 0, 40),
-        (40, True, 5, 0, 1),
-        (60, False, 5, 0, 1),
-        (40, True, 5, 1, 40),
+        ([()], [], 1),
+        ([(7,), ()], [], 2),
+        ([(7,), (8,), (8,)], [], 3),
+        ([None, (7,), (8,), ()], [], 4),
+        ([(number,) for number in range(1000)], [NAMELESS], 0),
+        ([None], [NAMELESS], 0),
     ],
 )
-async def test_passes_suffice_for_a_service_whose_orphans_go_elsewhere(
+async def test_pass_that_leaves_a_process_unread_proves_nothing_unless_orphans_are_counted(
     remains: Remains,
     ownership: Scripted,
     monkeypatch: pytest.MonkeyPatch,
     begun: int,
     are_taken: bool,
-    last: int | None,
-    births: int,
+    unread: list[tuple[int, ...] | None],
+    left: list[str],
     passes: int,
 ) -> None:
-    """Orphans of an earlier agent do. One pass suffices if no process starts meanwhile; a reading thread is none."""
-
-    def read() -> None:
-        proc.readers += 1
-
-    ownership.each_pass = read
-    monkeypatch.setattr(proc, "last_number", lambda: last and last + births * ownership.count + proc.readers)
+    """A process that was exiting in the pass before is read: it forks no more."""
+    ahead = [Members([], [], (), None if each is None else frozenset(each)) for each in unread]
     monkeypatch.setattr(process, "takes_orphans", are_taken)
+    if begun == 60 and are_taken:
+        left, passes = [], 1
+    ownership.passes = [NONE, *ahead]
 
-    assert await swept(remains, begun) == []
-    assert ownership.count == 1 + passes
+    assert await swept(remains, begun) == left
+    if not left:
+        assert ownership.count == 1 + passes
 
 
 async def test_kernel_decides_for_a_cgroup(
@@ -230,7 +230,7 @@ async def test_orphans_of_jobs_are_killed_with_their_groups_and_orphans_of_root_
     monkeypatch.setattr(process, "kill_group_of", found.append)
     monkeypatch.setattr(proc, "user", lambda _: user)
     monkeypatch.setattr(module, "is_job_user", lambda number: number != 0)
-    ownership.owner, ownership.passes = Unproven.ORPHAN, [WEB, WEB, NONE]
+    ownership.owner, ownership.passes = Unproven.ORPHAN, [WEB, WEB, Members([], [])]
     ownership.each_pass = lambda: end_orphan() if (9, signal.SIGKILL) in sent and not found else None
 
     assert await remains.sweep_strays(0, 0.0) == []
@@ -297,7 +297,7 @@ async def test_descendants_are_recorded_while_any_are_known(
     looks: list[Look] = []
 
     def look() -> Look:
-        looks.append(Look(table, {}, {}, {}))
+        looks.append(Look(table, {}, {}, frozenset(), {}))
         return looks[-1]
 
     monkeypatch.setattr(ownership, "look", look)
