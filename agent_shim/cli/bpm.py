@@ -314,10 +314,12 @@ def _trace(call: Call) -> int:
 
 
 def _shell(call: Call) -> int:
+    import json
+
+    from agent_shim.host import pseudo_terminal
+
     pid = _running(call)
     reply = _ask(call)
-    from agent_shim.edges import control_client
-    from agent_shim.host import pseudo_terminal
 
     order = reply["order"]
     order["argv"] = ["/bin/bash"]
@@ -326,7 +328,7 @@ def _shell(call: Call) -> int:
     def argv(terminal: int | None) -> tuple[list[str], int]:
         order["terminal"] = terminal
         descriptor = os.memfd_create("order")  # in memory: the environment may hold secrets
-        os.write(descriptor, control_client.encoded(order).encode() + b"\n")
+        os.write(descriptor, json.dumps(order).encode() + b"\n")
         os.lseek(descriptor, 0, os.SEEK_SET)
         return [*reply["launcher"], str(descriptor)], descriptor
 

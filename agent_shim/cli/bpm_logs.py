@@ -9,14 +9,11 @@ import codecs
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
+from typing import BinaryIO, Final
 
 from agent_shim.core import safetext
 from agent_shim.services.logs.log_file import LogFile
-
-TYPE_CHECKING = False  # without loading ``typing``
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import BinaryIO, Final
 
 POLL_S: Final = 0.1
 """Pause between two reads."""

@@ -7,9 +7,7 @@ UTF-8) breaks its encoder. Each such character is replaced by its number.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # without loading ``typing``: each call of bpm loads this
-if TYPE_CHECKING:
-    from typing import Any, Final
+from typing import Any, Final
 
 MAX_LABEL_CHARS: Final = 200
 

@@ -6,18 +6,14 @@ is waited for (``host.guarded``).
 
 from __future__ import annotations
 
-# Each call of ``bpm logs`` loads this: without typing.
 import errno
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
+from typing import Final
 
 from agent_shim.host import guarded
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Final
 
 MAX_LINE_BYTES: Final = 16 * 1024
 """Limit of a line; the rest follows as the next one."""
