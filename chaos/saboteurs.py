@@ -220,9 +220,9 @@ NETWORK: Final = (
     Saboteur(
         "N-13",
         "runs each copy of a request",
-        "agent_shim/actions/dispatch.py",
-        "        if known is not None and _is_of_a_director(request.reply_to):\n            return known[1]\n",
-        "",
+        NATS,
+        "        if self._is_copy(data):\n",
+        "        if not data:\n",
         "the script ran",
     ),
     Saboteur(

@@ -8,12 +8,10 @@ request ends the process.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 import types
 import typing
-import uuid
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from functools import partial
@@ -41,10 +39,6 @@ Done = Callable[[str, str, float], None]
 
 
 FROM_PAYLOAD: Final = "Extracting method arguments from payload"
-DUPLICATE_WINDOW_S: Final = 60.0
-"""Seconds during which an identical message is the same request."""
-MAX_RECENT: Final = 10_000
-"""Messages remembered for that."""
 
 
 class Mode(Enum):
@@ -137,7 +131,6 @@ class Dispatcher:
         self._agent = agent
         self._tasks = tasks
         self._on_done = on_done
-        self._recent: dict[bytes, tuple[float, Task | asyncio.Future[Task]]] = {}
         self.rejected = 0
         self.refusing = ""
         """Reason to refuse actions that change the instance; empty while they are accepted."""
@@ -164,8 +157,7 @@ class Dispatcher:
             if found.mode is Mode.NOW or request.protocol < found.task_from_protocol:
                 value = await self._run(found, request, None)
             else:
-                begun = self._begin(found, request, data)
-                task_id = (begun if isinstance(begun, Task) else await asyncio.shield(begun)).id
+                task_id = (await self._begin(found, request, data)).id
                 value = {"agent_task_id": task_id, "state": "running"}
             reply = wire.encode_value(value, limit=limit)
         except Exception as exc:  # noqa: BLE001 - no request can end the process
@@ -174,32 +166,13 @@ class Dispatcher:
         write_audit(request.method, "accepted" if task_id else "done", begun_at, caller=request.reply_to, task=task_id)
         return reply
 
-    def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task | asyncio.Future[Task]:
-        """Begin a task, or return that of an earlier message with the same bytes: each request on the bus has its own
-        ``reply_to``. Without an await: another connection may deliver the same request meanwhile.
-        """
-        message, now = hashlib.blake2b(data, digest_size=16).digest(), time.monotonic()
-        while self._recent:
-            oldest = next(iter(self._recent))
-            if self._recent[oldest][0] > now - DUPLICATE_WINDOW_S and len(self._recent) < MAX_RECENT:
-                break
-            del self._recent[oldest]
-        known = self._recent.get(message)
-        if known is not None and _is_of_a_director(request.reply_to):
-            return known[1]
-        begun: Task | asyncio.Future[Task]
-        if found.persistent:
-            begun = asyncio.ensure_future(self._begin_persistent(found, request, data))
-        else:
-            cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
-            work = partial(self._run_task, found, request, cancelled)
-            begun = self._tasks.submit(found.method, work, cancelled=cancelled, size=wire.weight(data))
-        self._recent.pop(message, None)  # insertion order is age
-        self._recent[message] = now, begun
-        return begun
-
-    async def _begin_persistent(self, found: Action, request: wire.Request, data: bytes) -> Task:
-        task = await self._tasks.submit_persistent(found.method, partial(self._run_task, found, request, None), data)
+    async def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task:
+        """Queue the task of a request; a persistent one is stored before its id is told."""
+        cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
+        work = partial(self._run_task, found, request, cancelled)
+        if not found.persistent:
+            return self._tasks.submit(found.method, work, cancelled=cancelled, size=wire.weight(data))
+        task = await self._tasks.submit_persistent(found.method, work, data)
         await self._agent.state_backup.update()
         return task
 
@@ -246,11 +219,6 @@ class Dispatcher:
     def _failed(self, method: str, exc: BaseException) -> str:
         text = self.failure(method, exc)
         return text if isinstance(exc, UnknownActionError) else f"Action Failed {method}: {text}"
-
-
-def _is_of_a_director(reply_to: str) -> bool:
-    """True for ``director.<uuid>.<agent id>.<request id>`` (nats_rpc.rb of the Director)."""
-    return reply_to.startswith("director.") and len(reply_to.rpartition(".")[2]) == len(str(uuid.UUID(int=0)))
 
 
 def write_audit(

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import types
 import typing
-from contextlib import suppress
 from functools import cache
 from itertools import chain
 from typing import Annotated, Any, Final, NoReturn, TypeVar
@@ -38,6 +36,7 @@ MAX_REPLY_BYTES: Final = 1024 * 1024
 
 TRUNCATED: Final = "\n...[truncated]...\n"
 TOO_LONG: Final = "Response exceeded maximum allowed length"
+TOO_DEEP: Final = "it is nested too deep"
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,16 +52,8 @@ class RequestError(ValueError):
     """Bytes that are not a request: dropped over NATS, answered with status 500 over HTTPS."""
 
 
-_SHORT_BYTES: Final = 4096
-"""Size up to which one pass reads a usual request; the bounds of ``decode_json`` concern longer ones."""
-_SHORT: Final = msgspec.json.Decoder(Request, float_hook=float)
-
-
 def decode_request(data: bytes) -> Request:
     """Read a request; ``null`` and missing members are their zero values, member names match in any case."""
-    if len(data) <= _SHORT_BYTES and (_PYTHON_LIMITS_DEPTH or sum(map(data.count, _OPENING)) <= KEPT_DEPTH):
-        with suppress(ValueError, RecursionError):  # a document that only a lenient reader accepts
-            return _SHORT.decode(data)
     try:
         document = decode_json(data)
         return convert({} if document is None else document, Request)
@@ -72,34 +63,18 @@ def decode_request(data: bytes) -> Request:
 
 # --- JSON as Go reads it ----------------------------------------------------------------------------------------------
 
-MAX_DEPTH: Final = 10_000
-"""Nesting depth that encoding/json accepts."""
-MAX_VALUES: Final = 100_000
-"""Bound of the commas and opening brackets of a document, in its texts too. Decoding holds the interpreter: for 0.1
-seconds if a message of NATS (1 MiB) is all small values, for seconds at 16 MiB."""
-MAX_STORED_VALUES: Final = 500_000
-"""The same bound for documents of ``decode``: state files, and DNS records; ten thousand instances need half."""
+MAX_VALUES: Final = 500_000
+"""Bound of the commas and opening brackets of a document, in its texts too. Decoding holds the interpreter; the DNS
+records of ten thousand instances need half."""
+MAX_DEPTH: Final = 400
+"""Levels of a document; a Director's have 100 at most (``max_nesting`` of Ruby's JSON)."""
 TOLERATED_BYTES: Final = 64 * 1024
-"""Size up to which defects are tolerated as in Go: the repair of a megabyte takes seconds."""
-MAX_DIGITS: Final = 1000
-"""Bound of the digits of a number, in texts too, beyond ``TOLERATED_BYTES``: reading them takes quadratic time."""
-_OPENING: Final = b"[{"
-"""A document has at least as many of these, in its texts too, as levels."""
+"""Size up to which defects are tolerated as in Go: the repair of a megabyte takes a second."""
 _BEFORE_VALUES: Final = b"[{,"
 """A document has at least as many of these, in its texts too, as values, but for one."""
-_DIGITS: Final = bytes.maketrans(b"123456789", b"0" * 9)
-KEPT_DEPTH: Final = 400
-"""Levels of a deeper document that are kept: all members in use are at higher levels."""
-_PYTHON_LIMITS_DEPTH: Final = sys.version_info[:2] < (3, 12)
-"""Decoders raise ``RecursionError`` at about 1 000 levels; later versions read as deep as the stack of C allows."""
 
-# ``re`` compiles these three with their first use: usual documents need none of them.
 _ESCAPE: Final = r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|(?s:.))"
 """One escape of a string; a lone surrogate has the length of ``\\ud800``."""
-_INVALID: Final = "[\udc80-\udcff]"
-"""An invalid byte, as ``surrogateescape`` decodes it."""
-_PART: Final = r'"(?:[^"\\]++|\\(?s:.))*+"?|[\[\]{}]'
-"""A bracket or a string, also an unterminated one: searching for its end from each of its quotes took minutes."""
 _DECODER: Final = msgspec.json.Decoder(float_hook=float)
 """Python reads an exponent twenty times faster than msgspec, with which a megabyte of ``1e308`` takes 1.7 s."""
 _MAX_INTEGER_DIGITS: Final = 100
@@ -108,42 +83,42 @@ _MAX_INTEGER_DIGITS: Final = 100
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
     """Read a document of one type; raises ``msgspec.DecodeError``, also if it is nested too deep, is no UTF-8, or has
-    more than ``MAX_STORED_VALUES``.
+    more than ``MAX_VALUES``.
     """
-    if sum(map(bytes(data).count, _BEFORE_VALUES)) > MAX_STORED_VALUES:
-        raise msgspec.DecodeError(f"it has more than {MAX_STORED_VALUES} values")
     try:
+        _require_few_values(bytes(data))
         return msgspec.json.decode(data, type=kind)
-    except RecursionError as exc:
-        raise msgspec.DecodeError("it is nested too deep") from exc
-    except UnicodeDecodeError as exc:
-        raise msgspec.DecodeError(str(exc)) from exc
+    except (RecursionError, ValueError) as exc:
+        raise msgspec.DecodeError(TOO_DEEP if isinstance(exc, RecursionError) else str(exc)) from exc
 
 
 def decode_json(data: bytes) -> Any:
     """Read a document that encoding/json of Go reads; raises ``ValueError``.
 
-    As in Go, each invalid UTF-8 byte and each lone surrogate becomes U+FFFD, and numbers may have any size. Values
-    deeper than ``KEPT_DEPTH`` become null. Documents beyond ``TOLERATED_BYTES`` must be valid.
+    As in Go, each invalid UTF-8 byte and each lone surrogate becomes U+FFFD, and numbers may have any size. Documents
+    beyond ``TOLERATED_BYTES`` must be valid.
     """
-    if sum(map(data.count, _BEFORE_VALUES)) > MAX_VALUES:
-        raise ValueError(f"it has more than {MAX_VALUES} values")
-    if len(data) > TOLERATED_BYTES and b"0" * MAX_DIGITS in data.translate(_DIGITS):
-        raise ValueError(f"it has a number of {MAX_DIGITS} digits")
+    _require_few_values(data)
     try:
         document = _DECODER.decode(data)
-        if _PYTHON_LIMITS_DEPTH or sum(map(data.count, _OPENING)) <= KEPT_DEPTH or not _is_deep(document):
-            return document
-        raise RecursionError("it is nested too deep")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except (RecursionError, ValueError) as exc:
+        problem = ValueError(TOO_DEEP if isinstance(exc, RecursionError) else str(exc))
         if len(data) > TOLERATED_BYTES:
-            raise ValueError(str(exc)) from exc
-        text = re.sub(_INVALID, "\ufffd", data.decode(errors="surrogateescape"))
-        text = re.sub(_ESCAPE, _without_lone_surrogate, text)
+            raise problem from exc
         try:
-            return json.loads(_pruned(text), parse_constant=_refuse, parse_int=_number)
-        except json.JSONDecodeError:
-            raise ValueError(str(exc)) from exc
+            text = re.sub("[\udc80-\udcff]", "\ufffd", data.decode(errors="surrogateescape"))
+            text = re.sub(_ESCAPE, _without_lone_surrogate, text)
+            document = json.loads(text, parse_constant=_refuse, parse_int=_number)
+        except (RecursionError, ValueError):
+            raise problem from exc
+    if sum(map(data.count, b"[{")) > MAX_DEPTH and _is_deep(document):
+        raise ValueError(TOO_DEEP)
+    return document
+
+
+def _require_few_values(data: bytes) -> None:
+    if sum(map(data.count, _BEFORE_VALUES)) > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES} values")
 
 
 VALUE_BYTES: Final = 100
@@ -156,9 +131,9 @@ def weight(data: bytes) -> int:
 
 
 def _is_deep(document: Any) -> bool:
-    """Return True if values are nested deeper than ``KEPT_DEPTH``."""
+    """Return True if values are nested deeper than ``MAX_DEPTH``."""
     values = [document]
-    for _ in range(KEPT_DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         if not values:
             return False
         inner = [each.values() if isinstance(each, dict) else each for each in values if isinstance(each, dict | list)]
@@ -176,26 +151,6 @@ def _refuse(constant: str) -> NoReturn:
 
 def _number(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MAX_INTEGER_DIGITS else float(digits)
-
-
-def _pruned(text: str) -> str:
-    """Replace values that are nested too deep by null; raises ``ValueError`` beyond ``MAX_DEPTH``."""
-    depth, cut_from, kept, done = 0, 0, [], 0
-    for token in re.finditer(_PART, text):
-        if token[0] in ("[", "{"):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-            if depth == KEPT_DEPTH:
-                cut_from = token.start()
-        elif token[0] in ("]", "}"):
-            if depth == KEPT_DEPTH:
-                kept += [text[done:cut_from], "null"]
-                done = token.end()
-            depth -= 1
-    if depth >= KEPT_DEPTH:
-        raise ValueError(f"it ends within {depth} open arrays and objects")
-    return "".join([*kept, text[done:]])
 
 
 def encode_value(value: Any, *, limit: int | None = None) -> bytes:

@@ -49,20 +49,6 @@ def test_bytes_that_are_hardly_json_are_read_as_in_go(text: str, verdict: str) -
     assert _answer(text.encode("latin-1")) == verdict
 
 
-@pytest.mark.parametrize(
-    ("raw", "verdict"),
-    [
-        (b'{"method":"ping","x":' + b"[" * 9_999 + b"]" * 9_999 + b"}", "ok"),
-        (b'{"method":"ping","x":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "dropped"),
-        (b'{"method":"add_persistent_disk","arguments":["c",' + b'{"a":' * 2000 + b"1" + b"}" * 2000 + b"]}", "ok"),
-        (b'{"method":"ping","x":' + b'{"]":' * 700 + b'"}"' + b"}" * 700 + b"}", "ok"),
-        (b'{"method":"ping","x":' + b"[" * 700 + b"]" * 699 + b"}", "dropped"),
-    ],
-)
-def test_deep_nesting_is_read_as_far_as_in_go(raw: bytes, verdict: str) -> None:
-    assert _answer(raw) == verdict
-
-
 def test_what_is_no_utf_8_becomes_what_go_makes_of_it() -> None:
     request = wire.decode_request(b'{"method":"get_task","arguments":["a\xe2\x82b","\\ud800\\\\ud800\\ud83d\\ude00"]}')
 

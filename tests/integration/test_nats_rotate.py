@@ -7,6 +7,7 @@ import faulthandler
 import json
 import socket
 import time
+import uuid
 from collections import Counter
 from pathlib import Path
 
@@ -89,22 +90,25 @@ async def test_second_rotation_waits_until_the_first_has_closed_its_old_connecti
         assert time.monotonic() - began_at >= 0.5
 
 
-async def test_same_bytes_twice_are_two_requests(tmp_path: Path) -> None:
-    """A request sent twice is handled twice, also while two connections receive it."""
-    handled = []
+async def test_a_request_that_is_delivered_twice_is_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Director's reply subject names one request. Other callers may repeat themselves, and memory has a bound."""
+    monkeypatch.setattr(nats, "MAX_SEEN", 3)
+    handled: list[str] = []
 
     async def handle(data: bytes) -> None:
-        handled.append(data)
+        handled.append(json.loads(data)["reply_to"])
 
-    async with talking(tmp_path, handle=handle, timing=replace(FAST, overlap=0.5)) as talk:
-        await talk.bus.rotate(talk.server.mbus("agent"))
+    async with talking(tmp_path, handle=handle) as talk:
         peer = talk.director._peer
         assert peer is not None
-        for _ in range(2):
-            await peer.publish("agent.agent", b"the same")
-        await until(lambda: talk.bus.stats.received == 4)
+        one, *others = (f"director.d.agent.{uuid.uuid4()}" for _ in range(4))
+        sent = [one, one, "x", "x", *others, one]
+        for reply_to in sent:
+            await peer.publish("agent.agent", json.dumps({"method": "ping", "reply_to": reply_to}).encode())
+        await until(lambda: talk.bus.stats.received == len(sent))
+        assert talk.bus.stats.duplicates == 1
 
-    assert len(handled) == 2
+    assert handled == [one, "x", "x", *others, one]
 
 
 async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -> None:
@@ -130,57 +134,6 @@ async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -
             await until(lambda: b"last" in handled)
 
     assert handled == [b"once", b"last"]
-
-
-async def test_a_flood_during_a_rotation_is_not_remembered_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Copies of the first messages are recognised; a later copy is another request, since memory is bounded."""
-    monkeypatch.setattr(nats, "MAX_SEEN", 20)
-    handled: Counter[bytes] = Counter()
-
-    async def handle(data: bytes) -> None:
-        handled[data] += 1
-
-    async with talking(tmp_path, handle=handle, timing=replace(FAST, overlap=0.5)) as talk:
-        await talk.bus.rotate(talk.server.mbus("agent"))
-        peer = talk.director._peer
-        assert peer is not None
-        for number in range(50):
-            await peer.publish("agent.agent", b"%d" % number)
-        await until(lambda: talk.bus.stats.received == 100)
-
-    assert handled[b"0"] == 1
-    assert handled[b"49"] == 2
-
-
-@pytest.mark.parametrize("is_refused", [False, True], ids=["done", "refused"])
-async def test_same_bytes_by_a_later_connection_are_another_request(tmp_path: Path, is_refused: bool) -> None:
-    """Only the two connections of a rotation deliver one message twice."""
-    handled = []
-
-    async def handle(data: bytes) -> None:
-        handled.append(data)
-
-    async with talking(tmp_path, handle=handle) as talk:
-        if is_refused:
-            with pytest.raises(ActionError):
-                await talk.bus.rotate(bad_credentials(talk, "unreadable"))
-        else:
-            await talk.bus.rotate(talk.server.mbus("agent"))
-            assert talk.bus._retiring is not None
-            await asyncio.wait({talk.bus._retiring})
-        peer = talk.director._peer
-        assert peer is not None
-        for count in (1, 2):
-            connects = talk.bus.stats.connects
-            await peer.publish("agent.agent", b"the same")
-            await until(lambda count=count: talk.bus.stats.received == count)  # type: ignore[misc]
-            await talk.server.kill()
-            await talk.server.start()
-            await until(lambda connects=connects: talk.bus.stats.connects > connects)  # type: ignore[misc]
-
-    assert len(handled) == 2
 
 
 def bad_credentials(talk: Talk, kind: str) -> Mbus:

@@ -194,7 +194,7 @@ class _Wire(Transport):
 class Link:
     """One connection with its subscription, from handshake to close; never reused."""
 
-    def __init__(self, url: str, on_message: Callable[[Link, bytes], None], on_denied: Callable[[str], None]) -> None:
+    def __init__(self, url: str, on_message: Callable[[bytes], None], on_denied: Callable[[str], None]) -> None:
         self.url = bus_address(url)
         self.address = host_port(url)
         self._given_url = url
@@ -329,7 +329,7 @@ class Link:
     async def _received(self, message: Msg) -> None:
         self.wire.unread = 0
         self._messages += 1
-        self._on_message(self, message.data)
+        self._on_message(message.data)
 
     async def _failed(self, exc: Exception) -> None:
         """Take an error that nats-py reports. The others end the connection too, or harm nothing."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import ssl
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -37,8 +37,12 @@ MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
 PINGS: Final = 1000
 MAX_PING_BYTES: Final = 512
 """Pings beyond that number: other requests may wait for long, and an agent without a pong counts as lost."""
-MAX_SEEN: Final = 100_000
-"""Entries for the messages of a rotation, two or three for each; a copy of one beyond is another request."""
+OF_A_DIRECTOR: Final = re.compile(rb'"reply_to" ?: ?"director\.[^"]*\.[0-9a-f-]{36}"')
+"""A reply subject that names one request (``nats_rpc.rb``): the same bytes again are a copy."""
+COPY_WINDOW_S: Final = 60.0
+"""Seconds during which a copy is recognised; the second connection of a rotation delivers it at once."""
+MAX_SEEN: Final = 10_000
+"""Requests remembered for that; a copy of an older one is another request."""
 
 REREAD_AFTER_FAILURES: Final = 3
 """Consecutive failures before the settings are read again: the bus may have moved."""
@@ -139,9 +143,9 @@ class NatsBus:
         self._answering: set[asyncio.Task[None]] = set()
         self._answering_bytes = 0
         self._rotating = asyncio.Lock()
-        """Limits rotation to two connections, which the detection of duplicates requires."""
         self._retiring: asyncio.Task[None] | None = None
-        self._seen: Counter[int | tuple[Link, int]] | None = None
+        self._seen: dict[int, float] = {}
+        """Times of recent requests of a Director, the oldest first."""
 
     @property
     def is_connected(self) -> bool:
@@ -230,15 +234,10 @@ class NatsBus:
         async with self._rotating:
             if self._retiring is not None:
                 await asyncio.wait({self._retiring})
-            self._seen = Counter()
-            try:
-                new = await self._connect_persistently(mbus)
-            except BaseException:
-                self._seen = None
-                raise
+            new = await self._connect_persistently(mbus)
             old, self.mbus = self._link, mbus
             self._activate(new)
-            self._retiring = asyncio.create_task(self._retire(old, new), name="bus rotation")
+            self._retiring = asyncio.create_task(self._retire(old), name="bus rotation")
 
     # --- links ---
 
@@ -357,15 +356,13 @@ class NatsBus:
                 except ActionError as exc:
                     self._log_once(f"cannot follow {link.address}: {exc}")
 
-    async def _retire(self, old: Link | None, new: Link) -> None:
+    async def _retire(self, old: Link | None) -> None:
         """Keep the old connection until requests sent before the new subscription have arrived, then close it."""
         if old is not None:
             await old.flushed(self._timing.overlap)
             await asyncio.sleep(self._timing.overlap)
             old.end("replaced")
             await self._abandon(old)  # here too: ``run`` may be in a pause
-            await new.flushed(self._timing.overlap)
-        self._seen = None
 
     async def _abandon(self, link: Link) -> None:
         await link.close()
@@ -389,13 +386,13 @@ class NatsBus:
 
     # --- messages ---
 
-    def _received(self, link: Link, data: bytes) -> None:
+    def _received(self, data: bytes) -> None:
         self.stats.received += 1
         self.stats.received_bytes += len(data)
         size = wire.weight(data)
         is_full = len(self._answering) >= MAX_REQUESTS or self._answering_bytes + size > MAX_REQUEST_BYTES
         is_ping = len(data) <= MAX_PING_BYTES and b'"ping"' in data
-        if self._is_duplicate(link, data):
+        if self._is_copy(data):
             self.stats.duplicates += 1
         elif is_full and not (is_ping and len(self._answering) < MAX_REQUESTS + PINGS):
             self.stats.flooded += 1
@@ -405,16 +402,16 @@ class NatsBus:
             self._answering.add(task)
             self._answering_bytes += size
 
-    def _is_duplicate(self, link: Link, data: bytes) -> bool:
-        """True if the other connection of a rotation delivered the same message; its ``reply_to`` makes it unique."""
-        if self._seen is None:
-            return False
-        message = hash(data)
-        if len(self._seen) >= MAX_SEEN and message not in self._seen:
-            return False
-        self._seen[link, message] += 1
-        self._seen[message] += 1
-        return self._seen[message] - self._seen[link, message] >= self._seen[link, message]
+    def _is_copy(self, data: bytes) -> bool:
+        """True if a Director's request has come already: both connections of a rotation deliver it."""
+        now, message = time.monotonic(), hash(data)
+        while self._seen and (len(self._seen) >= MAX_SEEN or next(iter(self._seen.values())) < now - COPY_WINDOW_S):
+            del self._seen[next(iter(self._seen))]
+        if message in self._seen:
+            return True
+        if OF_A_DIRECTOR.search(data):
+            self._seen[message] = now
+        return False
 
     async def _answer(self, data: bytes) -> None:
         answer = await self._handle(data)

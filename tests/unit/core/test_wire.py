@@ -45,6 +45,8 @@ def test_requests_that_go_reads_are_read(raw: bytes, expected: wire.Request) -> 
         b'{"method":{}}',
         b"\xff\xfe",
         b"[" * 100_000,
+        b'{"ignored":' + b"[" * 500 + b"]" * 500 + b"}",
+        b'{"ignored":' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )
 def test_requests_that_go_cannot_read_are_refused(raw: bytes) -> None:
@@ -151,22 +153,6 @@ def test_text_of_a_megabyte_that_does_not_end_is_refused_at_once(begin: bytes) -
         wire.decode_request(begin + b'\\"' * 500_000)
 
 
-@pytest.mark.parametrize("levels", [1000, 5000, wire.MAX_DEPTH])
-def test_a_deep_document_is_cut_at_one_level_on_each_python(levels: int) -> None:
-    """Python reads as deep as its version and the stack allow; code that walks the values may not recurse that far."""
-    value, depth = wire.decode_json(b"[" * levels + b"]" * levels), 0
-    while value:
-        (value,), depth = value, depth + 1
-
-    assert depth == wire.KEPT_DEPTH - 1
-
-
-def test_brackets_in_texts_of_deep_documents_are_no_levels() -> None:
-    deep = b'{"method":"ping","reply_to":"a]\\"}","ignored":' + b'["[\\"{",' * 600 + b"0" + b"]" * 600 + b"}"
-
-    assert wire.decode_request(deep) == wire.Request("ping", None, 'a]"}')
-
-
 HOLDS: Mapping[str, bytes] = {
     "deep, and no UTF-8": b"[" * 9000 + b'"' + b"\xff" * 1_000_000 + b'"' + b"]" * 9000,
     "deep": b"[" * 9000 + b'"' + b"a" * 1_000_000 + b'"' + b"]" * 9000,
@@ -176,9 +162,8 @@ HOLDS: Mapping[str, bytes] = {
     "quotes": b'"' * 1_000_000,
     "backslashes": b"\\" * 1_000_000,
     "closing brackets": b"]" * 1_000_000,
-    "objects": b"[" + b'{"a":1},' * 120_000 + b"0]",
-    "numbers": b"[" + b"1.5," * 250_000 + b"0]",
-    "long numbers": b"[" + (b"1" * 4000 + b",") * 250 + b"0]",
+    "objects": b"[" + b'{"a":1},' * 260_000 + b"0]",
+    "numbers": b"[" + b"1," * 500_000 + b"0]",
     "one number": b"1" * 1_000_000,
 }
 
@@ -188,8 +173,7 @@ def test_a_megabyte_that_holds_the_interpreter_is_refused_before_any_repair(
     document: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The repair of defects took seconds; a thread would not help, because the decoders hold the interpreter."""
-    for name in ("_INVALID", "_ESCAPE", "_pruned"):
-        monkeypatch.delattr(wire, name)
+    monkeypatch.delattr(wire, "_ESCAPE")
 
     with pytest.raises(wire.RequestError):
         wire.decode_request(b'{"arguments":' + document + b"}")
