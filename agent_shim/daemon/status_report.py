@@ -165,7 +165,7 @@ def readings(live: Runtime) -> metrics.Readings:
         open_files={each.process.name: proc.open_files(each.pid) for each in services if each.pid},
         tasks_running=int(agent.tasks.running is not None),
         tasks_waiting=agent.tasks.waiting,
-        failures=keep_running.failures,
+        failures=dict(keep_running.failures),
         firewall_enforced=not live.firewall.obstacle,
         addresses_missing=len(live.address_watch.missing),
         certificates=live.certificate_watch.ends,

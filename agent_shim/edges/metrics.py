@@ -11,12 +11,9 @@ import sys
 import time
 import urllib.parse
 import zlib
-from bisect import bisect_left
-from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from itertools import accumulate
 from typing import Final
 
 import msgspec
@@ -36,16 +33,13 @@ lean_imports.preload(
     "prometheus_client", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server"
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.metrics import Counter, Histogram, disable_created_metrics
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector, CollectorRegistry
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # --- readings -------------------------------------------------------------------------------------------------------
 
@@ -102,27 +96,6 @@ class Readings(msgspec.Struct, frozen=True):
     """Alerts by outcome, one of ``ALERT_OUTCOMES``."""
 
 
-class Histogram:
-    """Histogram of durations; ``bounds`` are the ascending upper bounds of the buckets."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Record one duration."""
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.total += seconds
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return upper bounds with cumulative counts, as the exposition formats require."""
-        bounds = [*map(str, self.bounds), "+Inf"]
-        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
-
-
 ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)
 LAG_BOUNDS: Final = (0.005, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 LAG_PERIOD_S: Final = 10.0
@@ -135,14 +108,13 @@ OTHER: Final = "other"
 
 
 class Taken(Collector):
-    """Values of one scrape; any thread may collect its families, while the loop changes the figures."""
+    """Samples of one scrape; made in a thread: those of 500 processes take 60 ms, and any neighbour may ask."""
 
-    def __init__(self, families: Sequence[Metric], readings: Readings) -> None:
-        self._families = families
+    def __init__(self, readings: Readings) -> None:
         self._readings = readings
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._families
+        yield from _of_agent(self._readings)
         yield from _of_processes(self._readings)
 
 
@@ -162,19 +134,25 @@ class Metrics:
         self._read = read
         self._methods = frozenset(methods)
         self._clock = clock
-        self._actions: Counter[tuple[str, str]] = Counter()
-        self._durations: defaultdict[str, Histogram] = defaultdict(partial(Histogram, ACTION_BOUNDS))
-        self._lag = Histogram(LAG_BOUNDS)
-        self._pages: dict[bool, tuple[float, bytes]] = {}
-        self._recent: tuple[float, Readings] | None = None
+        text = "Time from a request to the end of its action."
+        self._actions = Counter("agent_shim_actions", "Completed actions.", ("method", "outcome"), registry=None)
+        self._durations = Histogram(
+            "agent_shim_action_duration_seconds", text, ("method",), buckets=ACTION_BOUNDS, registry=None
+        )
+        text = "How late the event loop woke a sleeper."
+        self._lag = Histogram("agent_shim_loop_lag_seconds", text, buckets=LAG_BOUNDS, registry=None)
+        self._of_process = ProcessCollector(registry=None)
+        self._read_at = float("-inf")
+        self._readings = Readings()
+        self._pages: dict[bool, bytes] = {}
+        """Pages of these readings by format."""
         self._rendering = asyncio.Lock()
-        self._of_agent = ProcessCollector(registry=None)
 
     def action_done(self, method: str, outcome: str, seconds: float) -> None:
         """Count an action (``outcome``: done or failed) that took ``seconds`` from its request to its end."""
         method = method if method in self._methods else OTHER
-        self._actions[method, outcome if outcome in OUTCOMES else OTHER] += 1
-        self._durations[method].add(seconds)
+        self._actions.labels(method, outcome if outcome in OUTCOMES else OTHER).inc()
+        self._durations.labels(method).observe(seconds)
 
     async def watch_lag(self) -> None:
         """Measure how late the event loop wakes a sleeper; endless, runs as a root task."""
@@ -182,79 +160,66 @@ class Metrics:
             pause = clock.until_beat(LAG_PERIOD_S)
             due = self._clock() + pause
             await asyncio.sleep(pause)
-            self._lag.add(max(0.0, self._clock() - due))
+            self._lag.observe(max(0.0, self._clock() - due))
 
     async def render(self, is_openmetrics: bool = False) -> bytes:
-        """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0; at most ``PAGE_TTL_S`` old.
-
-        Samples of processes are made in a thread: 500 processes take 60 ms, and any neighbour may ask.
-        """
+        """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0; at most ``PAGE_TTL_S`` old."""
         async with self._rendering:
-            made_at, page = self._pages.get(is_openmetrics, (float("-inf"), b""))
-            now = self._clock()
-            if now - made_at >= PAGE_TTL_S:
-                registry = CollectorRegistry()
-                registry.register(self.take())
-                registry.register(self._of_agent)
+            registry, pages = self.registry(), self._pages
+            if is_openmetrics not in pages:
                 generate = openmetrics.generate_latest if is_openmetrics else generate_latest
-                page = await asyncio.to_thread(generate, registry)
-                self._pages[is_openmetrics] = now, page
-        return page
+                pages[is_openmetrics] = await asyncio.to_thread(generate, registry)
+            return pages[is_openmetrics]
+
+    def registry(self) -> CollectorRegistry:
+        """Return all metrics with the recent readings."""
+        registry = CollectorRegistry()
+        for each in (Taken(self.recent()), self._actions, self._durations, self._lag, self._of_process):
+            registry.register(each)
+        return registry
 
     def recent(self) -> Readings:
-        """Return readings that are at most as old as a rendered page may be."""
+        """Return readings that are at most ``PAGE_TTL_S`` old."""
         now = self._clock()
-        if self._recent is None or now - self._recent[0] >= PAGE_TTL_S:
-            self._recent = now, self._read()
-        return self._recent[1]
+        if now - self._read_at >= PAGE_TTL_S:
+            self._read_at, self._readings, self._pages = now, self._read(), {}
+        return self._readings
 
-    def take(self) -> Taken:
-        """Read all values of a scrape."""
-        readings = self._read()
-        return Taken(list(self._families(readings)), readings)
 
-    def _families(self, readings: Readings) -> Iterator[Metric]:
-        """Yield the metric families with their samples, but for those of processes."""
-        build = {"version": __version__, "revision": __revision__, "python": ".".join(map(str, sys.version_info[:3]))}
-        yield InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.", build)
-        stemcell = dict(zip(("os", "version"), readings.stemcell, strict=True)) if readings.stemcell else None
-        yield InfoMetricFamily("agent_shim_stemcell", "The stemcell of this container.", stemcell)
-        about = {name: safetext.label(readings.instance.get(name, "")) for name in INSTANCE}
-        instance = about if readings.instance else None
-        yield InfoMetricFamily("agent_shim_instance", "The instance as the Director knows it.", instance)
-        yield _gauge("ready", "1 while `/readyz` answers 200.", _one(readings.is_ready))
-        states: Rows = [((state,), readings.job_state == state) for state in JOB_STATES]
-        yield _gauge("job_state", "1 for the state of the instance, 0 for the others.", states, "state")
-        text = "1 while the jobs cannot be started or deployed; `agent-shim status` names the reason."
-        yield _gauge("jobs_blocked", text, _one(readings.jobs_blocked))
-        yield from _of_bus(readings.bus)
-        text = "Expiry of a bus certificate, in seconds since 1970."
-        yield _gauge("bus_certificate_expiry_timestamp_seconds", text, _by_label(readings.certificates), "certificate")
-        yield from _of_machine(readings.figures)
-        yield from _of_disk(readings.disk)
-        yield _gauge("tasks_running", "Running long actions.", _one(readings.tasks_running))
-        yield _gauge("tasks_waiting", "Queued long actions.", _one(readings.tasks_waiting))
-        text = "Crashes and restarts of parts of the agent."
-        yield _counter("part_failures", text, _by_label(readings.failures), "part")
-        missing = _one(readings.addresses_missing)
-        yield _gauge("addresses_missing", "Addresses in settings and spec that no interface has.", missing)
-        enforced = _one(readings.firewall_enforced)
-        yield _gauge("firewall_enforced", "1 while packet filter rules keep jobs off the bus.", enforced)
-        transfers = [((*pair,), readings.blobs.get(pair, 0)) for pair in _TRANSFERS]
-        text = "Blobs read from and written to the blobstore, or uploaded and downloaded by a client."
-        yield _counter("blob_transfers", text, transfers, "direction", "outcome")
-        sizes = [((direction,), readings.blob_bytes.get(direction, 0)) for direction in _DIRECTIONS]
-        yield _counter("blob_bytes", "Bytes of completely transferred blobs.", sizes, "direction")
-        outcomes = [((outcome,), readings.alerts.get(outcome, 0)) for outcome in ALERT_OUTCOMES]
-        yield _counter("alerts", "Alerts for the Health Monitor.", outcomes, "outcome")
-        yield _counter("actions", "Completed actions.", self._actions.items(), "method", "outcome")
-        text = "Time from a request to the end of its action."
-        durations = HistogramMetricFamily("agent_shim_action_duration_seconds", text, labels=["method"])
-        for method, histogram in self._durations.items():
-            durations.add_metric([method], histogram.buckets(), histogram.total)
-        yield durations
-        buckets, text = self._lag.buckets(), "How late the event loop woke a sleeper."
-        yield HistogramMetricFamily("agent_shim_loop_lag_seconds", text, buckets, self._lag.total)
+def _of_agent(readings: Readings) -> Iterator[Metric]:
+    """Yield the metric families with their samples, but for those of processes and of events."""
+    build = {"version": __version__, "revision": __revision__, "python": ".".join(map(str, sys.version_info[:3]))}
+    yield InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.", build)
+    stemcell = dict(zip(("os", "version"), readings.stemcell, strict=True)) if readings.stemcell else None
+    yield InfoMetricFamily("agent_shim_stemcell", "The stemcell of this container.", stemcell)
+    about = {name: safetext.label(readings.instance.get(name, "")) for name in INSTANCE}
+    instance = about if readings.instance else None
+    yield InfoMetricFamily("agent_shim_instance", "The instance as the Director knows it.", instance)
+    yield _gauge("ready", "1 while `/readyz` answers 200.", _one(readings.is_ready))
+    states: Rows = [((state,), readings.job_state == state) for state in JOB_STATES]
+    yield _gauge("job_state", "1 for the state of the instance, 0 for the others.", states, "state")
+    text = "1 while the jobs cannot be started or deployed; `agent-shim status` names the reason."
+    yield _gauge("jobs_blocked", text, _one(readings.jobs_blocked))
+    yield from _of_bus(readings.bus)
+    text = "Expiry of a bus certificate, in seconds since 1970."
+    yield _gauge("bus_certificate_expiry_timestamp_seconds", text, _by_label(readings.certificates), "certificate")
+    yield from _of_machine(readings.figures)
+    yield from _of_disk(readings.disk)
+    yield _gauge("tasks_running", "Running long actions.", _one(readings.tasks_running))
+    yield _gauge("tasks_waiting", "Queued long actions.", _one(readings.tasks_waiting))
+    text = "Crashes and restarts of parts of the agent."
+    yield _counter("part_failures", text, _by_label(readings.failures), "part")
+    missing = _one(readings.addresses_missing)
+    yield _gauge("addresses_missing", "Addresses in settings and spec that no interface has.", missing)
+    enforced = _one(readings.firewall_enforced)
+    yield _gauge("firewall_enforced", "1 while packet filter rules keep jobs off the bus.", enforced)
+    transfers = [((*pair,), readings.blobs.get(pair, 0)) for pair in _TRANSFERS]
+    text = "Blobs read from and written to the blobstore, or uploaded and downloaded by a client."
+    yield _counter("blob_transfers", text, transfers, "direction", "outcome")
+    sizes = [((direction,), readings.blob_bytes.get(direction, 0)) for direction in _DIRECTIONS]
+    yield _counter("blob_bytes", "Bytes of completely transferred blobs.", sizes, "direction")
+    outcomes = [((outcome,), readings.alerts.get(outcome, 0)) for outcome in ALERT_OUTCOMES]
+    yield _counter("alerts", "Alerts for the Health Monitor.", outcomes, "outcome")
 
 
 def _of_bus(bus: BusReading) -> Iterator[Metric]:

@@ -317,7 +317,7 @@ async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         await watch
     counts = {
         sample.labels["le"]: sample.value
-        for family in made.take().collect()
+        for family in made.registry().collect()
         for sample in family.samples
         if sample.name == "agent_shim_loop_lag_seconds_bucket"
     }

@@ -10,24 +10,29 @@ from prometheus_client.process_collector import ProcessCollector
 
 from agent_shim.edges.metrics import INSTANCE, Metrics, Readings
 
-OF_INFO: Final = {
+LABELS: Final = {
     "agent_shim_build": ("version", "python"),
     "agent_shim_stemcell": ("os", "version"),
     "agent_shim_instance": INSTANCE,
     "agent_shim_process": ("process", "job"),
+    "agent_shim_actions": ("method", "outcome"),
+    "agent_shim_action_duration_seconds": ("method",),
 }
-"""Labels of info metrics, whose value is in their labels."""
+"""Labels that a family does not name."""
 
 
 def table() -> str:
     """Render all families as a Markdown table."""
     rows = ["| metric | type, labels | meaning |", "|---|---|---|"]
-    for family in Metrics(Readings).take().collect():
-        names: Sequence[str] = OF_INFO.get(family.name) or getattr(family, "_labelnames", None) or ()
+    standard = [_series(family) for family in ProcessCollector(registry=None).collect()]
+    for family in Metrics(Readings).registry().collect():
+        if _series(family) in standard:
+            continue
+        names: Sequence[str] = LABELS.get(family.name) or getattr(family, "_labelnames", None) or ()
         kind = ", ".join([family.type, *(f"`{label}`" for label in names)])
         rows.append(f"| `{_series(family)}` | {kind} | {family.documentation} |")
-    standard = ", ".join(f"`{_series(family)}`" for family in ProcessCollector(registry=None).collect())
-    return "\n".join([*rows, "", f"The metrics of the agent's process, as in every client library: {standard}.", ""])
+    names_of_all = ", ".join(f"`{name}`" for name in standard)
+    return "\n".join([*rows, "", f"The metrics of the agent's process, as in every client library: {names_of_all}.", ""])
 
 
 def _series(family: Metric) -> str:
