@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, NoReturn, TypeAlias
+from typing import Final, NamedTuple, NoReturn
 
 import msgspec
 
@@ -91,10 +91,6 @@ class Archived(NamedTuple):
     oldest: Sequence[Found]
 
 
-Look: TypeAlias = tuple[Sequence[Found], Archived]
-"""Logs of one job to rotate, smallest first, and its archives."""
-
-
 class Findings(NamedTuple):
     """Logs to rotate, smallest first, and archives, by job. Memory use does not grow with their number."""
 
@@ -151,28 +147,16 @@ class Rotation:
             await guarded.aside(_whose(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
-        """Search the files of all jobs in one thread; if it hangs, those of each job in its own.
-
-        A hanging volume of one job does not affect the others.
-        """
-        jobs = await guarded.aside("sys/log", partial(_jobs, self._root))
-        look = partial(look_at, self._root, limit=limit)
-        try:
-            looks = await guarded.aside("sys/log of all jobs", partial(_each, look, jobs), timeout=LOOK_TIMEOUT_S)
-        except OSError:
-            looks = {}
-            for job in jobs:
-                each = partial(_each, look, [job])
-                try:
-                    looks |= await guarded.aside(_whose(job), each, timeout=LOOK_TIMEOUT_S)
-                except OSError as exc:
-                    looks[job] = exc
+        """Search the files of each job in a thread of its own: a hanging volume of one job affects no other."""
         findings = Findings({}, {})
-        for job, found in looks.items():
-            if isinstance(found, OSError):
-                logger.warning("cannot rotate the logs of %s: %s", guarded.shown(job) or self._root, found)
-            else:
-                findings.due[job], findings.archives[job] = found
+        for job in await guarded.aside("sys/log", partial(_jobs, self._root)):
+            look = partial(look_at, self._root, job, limit)
+            try:
+                findings.due[job], findings.archives[job] = await guarded.aside(
+                    _whose(job), look, timeout=LOOK_TIMEOUT_S
+                )
+            except OSError as exc:
+                logger.warning("cannot rotate the logs of %s: %s", guarded.shown(job) or self._root, exc)
         return findings
 
     def _size(self) -> int:
@@ -223,19 +207,8 @@ def _jobs(root: Path) -> list[str]:
         return ["", *sorted(guarded.names(directory))]
 
 
-def _each(look: Callable[[str], Look], jobs: Sequence[str]) -> dict[str, Look | OSError]:
-    """Look at jobs; an error concerns its own job alone. Blocks."""
-    looks: dict[str, Look | OSError] = {}
-    for job in jobs:
-        try:
-            looks[job] = look(job)
-        except OSError as exc:
-            looks[job] = exc
-    return looks
-
-
-def look_at(root: Path, job: str, limit: int) -> Look:
-    """Find the logs of a job (or of none, "") above ``limit`` bytes, and its archives. Blocks.
+def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived]:
+    """Find the logs of a job (or of none, "") above ``limit`` bytes, smallest first, and its archives. Blocks.
 
     Links are neither followed nor listed, nor are files with a second hard link, which are not rotated: one file could
     have hundreds of names. The search of one job ends at ``MAX_JOB_ENTRIES``.
