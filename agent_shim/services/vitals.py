@@ -30,6 +30,9 @@ CPU_PERIOD_S: Final = 10.0
 DISK_TIMEOUT_S: Final = 1.0
 """Timeout of a disk; one on a dead file server never answers."""
 
+UNREADABLE: Final = (OSError, ValueError, LookupError, ArithmeticError)
+"""Errors of a file of ``/proc`` that is missing, hidden or of another form."""
+
 Usage = os.statvfs_result | OSError
 
 CONTAINER: Final = "container"
@@ -68,14 +71,16 @@ class Vitals:
 
     async def sample(self) -> dict[str, Any]:
         """Return the vitals; takes a millisecond, and at most :data:`DISK_TIMEOUT_S`."""
-        disks = await self._disks()
+        disks, figures = await self._disks(), self.figures()
         vitals: dict[str, Any] = {"disk": disks} if disks else {}
-        for read in (self._processor, self._memory, self._load, self._uptime):
-            try:
-                vitals |= read()
-            except (OSError, ValueError, LookupError, ArithmeticError) as exc:
-                logger.debug("vitals without %s: %s", read.__name__, exc)
-        return vitals
+        with contextlib.suppress(*UNREADABLE):
+            vitals["cpu"] = self._processor()
+        if CONTAINER in figures.memory:
+            vitals |= memory_vitals(figures.memory[CONTAINER])
+        if figures.load:
+            vitals["load"] = [f"{average:.2f}" for average in figures.load.values()]
+        seconds = int(self._age())
+        return vitals | {"uptime": {"secs": seconds} if seconds else {}}  # left out when 0, as Go does
 
     def figures(self) -> Figures:
         """Return the current figures in about 20 to 50 µs, without asking a disk."""
@@ -85,44 +90,32 @@ class Vitals:
         processors = {HOST: float(os.cpu_count() or 1)}
         processors[CONTAINER] = min(cgroups.processors(self._cgroup) or processors[HOST], processors[HOST])
         oom_kills = None
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(*UNREADABLE):
             memory[HOST] = host_stats.memory(self._proc)
             memory[CONTAINER] = cgroups.memory(self._cgroup, memory[HOST]) or memory[HOST]
             oom_kills = cgroups.oom_kills(self._cgroup, memory[HOST].total)
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(*UNREADABLE):
             cpu[HOST] = host_stats.cpu_times(self._proc)
         if (used := cgroups.cpu_used(self._cgroup)) is not None:
             cpu[CONTAINER] = CpuTimes(used[0], used[1], 0.0, 0.0)
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(*UNREADABLE):
             load = dict(zip(("1", "5", "15"), host_stats.load(self._proc), strict=True))
         return Figures(memory, cpu, processors, load, dict(self._usages), oom_kills)
 
-    def _processor(self) -> dict[str, Any]:
+    def _processor(self) -> dict[str, str]:
         now = clock.boot_time()
         if not self._cpu or now - self._times_at >= CPU_PERIOD_S:
             times = cgroups.cpu_times(self._cgroup, self._age()) or host_stats.cpu_times(self._proc)
             self._cpu = shares(self._times, times)
             self._times, self._times_at = times, now
-        return {"cpu": self._cpu}
-
-    def _memory(self) -> dict[str, Any]:
-        host = host_stats.memory(self._proc)
-        return memory_vitals(cgroups.memory(self._cgroup, host) or host)
-
-    def _load(self) -> dict[str, Any]:
-        return {"load": [f"{average:.2f}" for average in host_stats.load(self._proc)]}
-
-    def _uptime(self) -> dict[str, Any]:
-        """Return the uptime; left out when 0, as Go does, but the member stays."""
-        seconds = int(self._age())
-        return {"uptime": {"secs": seconds} if seconds else {}}
+        return self._cpu
 
     def _age(self) -> float:
         """Return the seconds since process 1 started, the container's age; if hidden, since the kernel's boot."""
         now = clock.boot_time()
         try:
             return max(0.0, now - proc.parse((self._proc / "1/stat").read_bytes()).start_ticks / clock.TICKS)
-        except (OSError, ValueError, LookupError, ArithmeticError):
+        except UNREADABLE:
             return now
 
     async def _disks(self) -> dict[str, dict[str, str]]:
