@@ -38,8 +38,9 @@ NEVER_S: Final = 10 * 365 * 24 * 3600
 
 MAX_SUBJECT_BYTES: Final = 1024
 """nats-server closes a connection that sends a line of more than 4096 characters (max_control_line)."""
-MAX_UNREAD_BYTES: Final = 64 * 1024 * 1024
-"""Bytes of a server without the end of a message or an answer to a ping; beyond that, the connection ends."""
+MAX_UNREAD_BYTES: Final = 8 * 1024 * 1024
+"""Bytes of a server without the end of a message (1 MiB at most) or an answer to a ping; beyond that, the connection
+ends. nats-py scans an unfinished line again with each piece, which holds the loop."""
 MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
 """Bytes queued for a slow server; beyond that, publishing fails, as in nats.go."""
 
