@@ -13,6 +13,7 @@ from agent_shim.actions.compilation import Compilation
 from agent_shim.actions.dispatch import Mode, action
 from agent_shim.actions.jobs import bundles_of
 from agent_shim.bulk.protocol import BlobRef, Done
+from agent_shim.core import events
 from agent_shim.core.errors import ActionError, ShimError, errors_as
 from agent_shim.core.spec import ApplySpec
 from agent_shim.core.wire import DigestText
@@ -105,11 +106,10 @@ def _bundle(needed: Dependency) -> Bundle:
 
 async def _unless(cancelled: asyncio.Event, work: Awaitable[T]) -> T:
     """Return the result of ``work``, or cancel it on ``cancelled``, wait for its end and raise ``ActionError``."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(cancelled.wait())
+    working = asyncio.ensure_future(work)
     try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await events.ended_before(cancelled, working)
     finally:
-        stopping.cancel()
         if working.cancel():
             await asyncio.wait({working})
     try:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agent_shim.core import wire
+from agent_shim.core import events, wire
 from agent_shim.core.errors import ActionError, HostError, TaskNotFoundError
 from agent_shim.core.keep_running import is_asked_to_end
 from agent_shim.host import files
@@ -174,13 +174,11 @@ class Tasks:
         if task.state == "running" and not self._released.is_set() and self._held < MAX_HELD:
             self._held += 1
             ended = asyncio.ensure_future(task.ended.wait())
-            released = asyncio.ensure_future(self._released.wait())
             try:
-                await asyncio.wait({ended, released}, timeout=self._hold, return_when=asyncio.FIRST_COMPLETED)
+                await events.ended_before(self._released, ended, self._hold)
             finally:
                 self._held -= 1
                 ended.cancel()
-                released.cancel()
         return task
 
     def release_polls(self) -> None:

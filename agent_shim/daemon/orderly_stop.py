@@ -19,6 +19,7 @@ import msgspec
 
 from agent_shim.actions.agent import Agent
 from agent_shim.core.errors import ActionError
+from agent_shim.core.events import ended_before
 from agent_shim.services.scripts import SHUTDOWN_ARGUMENTS
 
 logger = logging.getLogger(__name__)
@@ -72,16 +73,10 @@ class OrderlyStop(msgspec.Struct):
     async def _script(self, name: str, work: Awaitable[None], until: float) -> None:
         """Run one kind of script until ``until`` (monotonic) or until ``hurry`` is set."""
         working = asyncio.ensure_future(work)
-        hurried = asyncio.ensure_future(self.hurry.wait())
-        try:
-            left = until - time.monotonic()
-            await asyncio.wait({working, hurried}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                self.reasons.append(f"{name} scripts were cut short")
-                working.cancel()
-                # Their end may take half of the remaining time; the other half is for the processes.
-                await asyncio.wait({working}, timeout=max(0.0, self.ends_at - time.monotonic()) / 2)
-            elif (error := working.exception()) is not None:
-                self.reasons.append(f"{name}: {error}")
-        finally:
-            hurried.cancel()
+        if not await ended_before(self.hurry, working, until - time.monotonic()):
+            self.reasons.append(f"{name} scripts were cut short")
+            working.cancel()
+            # Their end may take half of the remaining time; the other half is for the processes.
+            await asyncio.wait({working}, timeout=max(0.0, self.ends_at - time.monotonic()) / 2)
+        elif (error := working.exception()) is not None:
+            self.reasons.append(f"{name}: {error}")

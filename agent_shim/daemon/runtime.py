@@ -27,6 +27,7 @@ from agent_shim.bulk import workers
 from agent_shim.bulk.protocol import Work
 from agent_shim.core import settings
 from agent_shim.core.errors import ActionError, BusError
+from agent_shim.core.events import ended_before
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery
@@ -372,12 +373,9 @@ def _firewall_obstacle(paths: Paths, *, is_wanted: bool) -> str:
 async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
     """Wait for ``work`` or ``stop``; return False for the latter."""
     working = asyncio.ensure_future(work)
-    stopping = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
+        if is_done := await ended_before(stop, working):
             working.result()
-        return working.done()
+        return is_done
     finally:
         working.cancel()
-        stopping.cancel()

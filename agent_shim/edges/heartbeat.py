@@ -15,6 +15,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import msgspec
 
 from agent_shim.core.errors import BusError
+from agent_shim.core.events import is_set_within
 from agent_shim.host import clock
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Heartbeat(Generic[V]):
         due = time.monotonic() + clock.until_beat(self._period)
         try:
             while True:
-                if not await self._is_requested(due):
+                if not await is_set_within(due - time.monotonic(), self._now):
                     due += self._period * ((time.monotonic() - due) // self._period + 1)
                 self._now.clear()
                 await asyncio.wait({self._measure()}, timeout=self._collect_s)
@@ -86,14 +87,6 @@ class Heartbeat(Generic[V]):
         finally:
             if self._measuring is not None:
                 self._measuring.cancel()
-
-    async def _is_requested(self, until: float) -> bool:
-        """Wait for a request to beat; False if none came in time."""
-        try:
-            async with asyncio.timeout(until - time.monotonic()):
-                return await self._now.wait()
-        except TimeoutError:
-            return False
 
     def _measure(self) -> asyncio.Task[V]:
         """Start a measurement unless one is in progress."""

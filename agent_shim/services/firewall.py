@@ -22,6 +22,7 @@ from functools import partial
 from typing import Final, NoReturn
 
 from agent_shim.core.errors import HostError
+from agent_shim.core.events import is_set_within
 from agent_shim.core.settings import Mbus, bus_address
 from agent_shim.host import clock, nftables
 from agent_shim.host.daemon_thread import run_in_daemon_thread
@@ -81,9 +82,7 @@ class Firewall:
                     self.obstacle = str(exc)
                 self._log_change(before)
             self.due.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(clock.until_beat(RULES_PERIOD_S)):
-                    await self.due.wait()
+            await is_set_within(clock.until_beat(RULES_PERIOD_S), self.due)
 
     def _log_change(self, before: str) -> None:
         if self.obstacle in (before, NO_BUS):

@@ -19,6 +19,7 @@ import msgspec
 
 from agent_shim.core import safetext
 from agent_shim.core.errors import ActionError
+from agent_shim.core.events import ended_before, is_set_within
 from agent_shim.core.paths import Paths
 from agent_shim.core.spec import ApplySpec
 from agent_shim.core.wire import MAX_REPLY_BYTES
@@ -161,7 +162,7 @@ class Scripts:
                 logger.warning("drain of job %s failed: it printed %r, not a number of seconds", job, answer[:80])
                 return False
             seconds = int(answer)
-            if await _is_set_within(cancelled, abs(seconds)) or seconds >= 0:
+            if await is_set_within(abs(seconds), cancelled) or seconds >= 0:
                 return True
             arguments = STATUS_ARGUMENTS
             environment = {name: value for name, value in environment.items() if name != _NEXT_STATE}
@@ -220,16 +221,14 @@ class Scripts:
 
     async def _end(self, script: Process, cancelled: asyncio.Event) -> int | None:
         """Wait for the script; if ``cancelled`` is set, or this task is, terminate its process group first."""
-        ended, stop = asyncio.ensure_future(script.wait()), asyncio.ensure_future(cancelled.wait())
+        ended = asyncio.ensure_future(script.wait())
         try:
-            await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
-            return ended.result() if ended.done() else await script.terminate(self._grace)
+            return ended.result() if await ended_before(cancelled, ended) else await script.terminate(self._grace)
         except asyncio.CancelledError:
             await script.terminate(self._grace)
             raise
         finally:
             ended.cancel()
-            stop.cancel()
 
 
 async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awaitable[bool]]) -> None:
@@ -270,15 +269,6 @@ def _last_line(log: Path, begin: int) -> str:
     except OSError:
         return ""
     return next((safetext.line(line.strip()[:_MAX_LINE_CHARS]) for line in reversed(written) if line.strip()), "")
-
-
-async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for the event up to ``seconds``; True if it is set."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return event.is_set()
 
 
 def _shown_together(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:

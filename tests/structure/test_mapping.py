@@ -36,6 +36,7 @@ ELSEWHERE: Mapping[str, str] = {
     "host.descriptors": "integration/test_copytree.py",
     "host.volumes": "root/test_disks_volumes.py",
     "edges.accepting": "integration/test_http_server.py",
+    "core.events": "integration/test_scripts.py",
     "edges.monit_text": "unit/cli/test_monit.py",
     "daemon.endings": "integration/test_orderly_stop.py",
     "daemon.runtime": "integration/test_daemon.py",
