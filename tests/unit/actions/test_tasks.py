@@ -23,7 +23,7 @@ from agent_shim.actions.tasks import (
     Tasks,
 )
 from agent_shim.core import wire
-from agent_shim.core.errors import ActionError, TaskNotFoundError
+from agent_shim.core.errors import ActionError
 from agent_shim.host import files
 from tests.support.waiting import until
 
@@ -60,24 +60,6 @@ async def test_tasks_run_one_at_a_time_in_the_order_they_came(tasks: Tasks) -> N
     assert (await ended(tasks, made[-1].id)).outcome == "c"
 
     assert seen == ["+a", "-a", "+b", "-b", "+c", "-c"]
-
-
-async def test_failed_task_keeps_its_text_and_the_lane_goes_on(tasks: Tasks) -> None:
-    async def broken() -> None:
-        raise ActionError("no")
-
-    async def fine() -> int:
-        return 0
-
-    first, second = tasks.submit("bad", broken), tasks.submit("good", fine)
-
-    assert ((await ended(tasks, second.id)).state, (await ended(tasks, first.id)).state) == ("done", "failed")
-    assert tasks.find(first.id).outcome == "bad: no"
-
-
-async def test_unknown_task_has_the_text_of_the_go_agent(tasks: Tasks) -> None:
-    with pytest.raises(TaskNotFoundError, match="^Task with id nope could not be found$"):
-        tasks.find("nope")
 
 
 async def test_poll_returns_as_soon_as_the_task_ends(tmp_path: Path) -> None:
@@ -125,44 +107,6 @@ async def test_few_polls_are_held_and_the_others_are_answered_at_once(tmp_path: 
     async with asyncio.timeout(5):
         await asyncio.gather(*polls)
     assert lane._held == 0
-
-
-async def test_only_tasks_that_can_be_are_cancelled(tasks: Tasks) -> None:
-    cancelled = asyncio.Event()
-    able = tasks.submit("drain", cancelled.wait, cancelled=cancelled)
-
-    async def forever() -> None:
-        await asyncio.Event().wait()
-
-    unable = tasks.submit("apply", forever)
-
-    with pytest.raises(ActionError, match="^not supported$"):
-        tasks.cancel(unable.id)
-    await asyncio.sleep(0)
-    assert tasks.running is able
-    tasks.cancel(able.id)
-    assert (await ended(tasks, able.id)).state == "done"
-    tasks.cancel(able.id)
-
-
-async def test_cancelled_task_that_waits_ends_at_once_and_never_begins(tasks: Tasks) -> None:
-    """It does not wait for those before it, and those behind it run."""
-    gate = asyncio.Event()
-    begun: list[str] = []
-
-    async def work() -> None:
-        begun.append("it")
-
-    ahead, cancelled = tasks.submit("apply", gate.wait), asyncio.Event()
-    waiting, behind = tasks.submit("run_errand", work, cancelled=cancelled), tasks.submit("stop", gate.wait)
-    await asyncio.sleep(0)
-    tasks.cancel(waiting.id)
-
-    assert (waiting.state, await tasks.outcome(waiting)) == ("failed", "cancelled before it began")
-    assert ahead.state == "running"
-    gate.set()
-    assert (await ended(tasks, behind.id)).state == "done"
-    assert begun == []
 
 
 async def test_arguments_of_a_task_are_not_remembered(tasks: Tasks) -> None:
@@ -284,23 +228,6 @@ async def test_results_are_bounded_by_number_and_age(tmp_path: Path) -> None:
     assert len(await made(Bounds(number=2))) == 2
     assert len(await made(Bounds(age=-1))) == 0
     assert len(await made(Bounds())) == 5
-
-
-async def test_persistent_task_is_in_the_file_until_it_ends(tmp_path: Path) -> None:
-    journal = tmp_path / "tasks.json"
-    lane = Tasks(journal, tmp_path / "outcomes")
-    release = asyncio.Event()
-    request = b'{"method":"update_settings"}'
-    task = await lane.submit_persistent("update_settings", release.wait, request)
-
-    entry = json.loads(journal.read_bytes())[task.id]
-    assert entry == {"TaskID": task.id, "Method": "update_settings", "Payload": base64.b64encode(request).decode()}
-
-    running = asyncio.ensure_future(lane.run(failure))
-    release.set()
-    await ended(lane, task.id)
-    assert not journal.exists()
-    running.cancel()
 
 
 async def test_persistent_task_goes_on_under_its_id_after_a_restart(tmp_path: Path) -> None:

@@ -161,26 +161,6 @@ def test_a_file_gets_what_standard_error_gets(file: Path) -> None:
     assert file.stat().st_mode & 0o7777 == 0o640
 
 
-def test_a_file_goes_on_where_it_was(file: Path) -> None:
-    """After a restart of the agent."""
-    file.parent.mkdir()
-    file.write_text("old\n")
-    said("new")
-
-    assert file.read_text().startswith("old\n")
-    assert file.read_text().endswith("new\n")
-
-
-def test_a_file_that_was_large_already_makes_room(file: Path) -> None:
-    """An agent that is started again and again does not fill the disk."""
-    file.parent.mkdir()
-    file.write_text("x" * 1000)
-    said("new")
-    said("newer")
-
-    assert (file.with_name("current.1").read_text()[:2], len(file.read_text().splitlines())) == ("xx", 2)
-
-
 def test_a_large_file_makes_room(file: Path) -> None:
     """Two of them there are, whatever is said."""
     file.parent.mkdir()

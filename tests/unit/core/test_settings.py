@@ -105,12 +105,6 @@ def test_wrong_settings_are_refused_with_the_place(raw: bytes, problem: str) -> 
         settings.parse(raw, origin="the file")
 
 
-def test_nulls_and_unknown_members_are_ignored() -> None:
-    found = parsed(mbus=None, networks=None, env={"bosh": {"mbus": None, "blobstores": None, "group": "x"}}, server={})
-
-    assert found == settings.Settings("a-1")
-
-
 def test_t4_bus_addresses_come_from_the_last_word() -> None:
     plain = parsed(mbus="nats://old:1")
     env = parsed(mbus="nats://old:1", env={"bosh": {"mbus": {"urls": ["nats://env:2"], "cert": CERT}}})

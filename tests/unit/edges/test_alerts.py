@@ -77,13 +77,6 @@ def test_s8_message() -> None:
     assert message == told
 
 
-def test_s8_title_without_addresses() -> None:
-    """No parenthesis where there is nothing to put into it."""
-    message = json.loads(alert_of("nats", "Does not exist", "restart", "", [], 0) or b"")
-
-    assert message["title"] == "nats - Does not exist - restart"
-
-
 def test_s8_ids_are_unique() -> None:
     """The Health Monitor drops an alert whose id it knows."""
     messages = [alert_of("a", "Timeout", "alert", "", [], 0) for _ in range(100)]
@@ -128,28 +121,6 @@ async def sending(bus: Bus, *, quiet: float = 20.0) -> AsyncIterator[Alerts]:
 
 def fail(queue: Alerts, service: str, event: str = "Does not exist") -> None:
     queue.raise_alert(service, event, "restart", "process is not running", ["10.0.0.1"])
-
-
-async def test_sent_at_once_in_order() -> None:
-    """One after the other, as they happened."""
-    bus = Bus()
-    async with sending(bus) as queue:
-        for number in range(5):
-            fail(queue, f"p{number}")
-        await until(lambda: queue.sent == 5)
-
-    assert bus.services == ["p0", "p1", "p2", "p3", "p4"]
-
-
-async def test_good_news_is_not_sent() -> None:
-    """A recovery is passed over."""
-    bus = Bus()
-    async with sending(bus) as queue:
-        fail(queue, "p1", "Exists")
-        fail(queue, "p2")
-        await until(lambda: queue.sent == 1)
-
-    assert bus.services == ["p2"]
 
 
 async def test_waits_for_the_bus() -> None:

@@ -160,29 +160,6 @@ def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> N
     assert [at - began for at, _, _ in world.beats] == pytest.approx([30, 140, 150, 180], abs=0.001)
 
 
-async def test_counts() -> None:
-    """When the last one went out, and how many."""
-    world = World()
-    async with beating(world, period=0.02) as heart:
-        await until(lambda: heart.sent >= 3)
-
-    assert world.vitals[:3] == [1, 2, 3]
-    assert heart.sent_at is not None
-    assert heart.sent_at >= world.beats[-1][0]
-
-
-async def test_beats_when_told() -> None:
-    """At the beginning of a link the beat does not wait for the grid."""
-    world = World()
-    async with beating(world, period=60) as heart:
-        heart.beat_now()
-        await until(lambda: heart.sent == 1)
-        heart.beat_now()
-        await until(lambda: heart.sent == 2)
-
-    assert world.vitals == [1, 2]
-
-
 async def test_slow_vitals_hold_nothing_up() -> None:
     """A measurement that hangs leaves the last vitals in the message; the state in it is current."""
     world = World()
@@ -202,17 +179,6 @@ async def test_slow_vitals_hold_nothing_up() -> None:
     assert len(set(world.vitals[held:left])) == 1
     assert world.vitals[held] is not None
     assert [state for *_, state in world.beats][told] == "failing"
-
-
-async def test_first_beat_waits_for_nothing() -> None:
-    """Without any vitals yet there is a heartbeat all the same."""
-    world = World()
-    world.can_measure.clear()
-    async with beating(world, period=60) as heart:
-        heart.beat_now()
-        await until(lambda: heart.sent == 1)
-
-    assert world.vitals == [None]
 
 
 async def test_failing_vitals_are_counted() -> None:
@@ -259,20 +225,3 @@ def test_s7_message() -> None:
     given = protocol.message("heartbeat")
 
     assert msgspec.to_builtins(Message(**given)) == given
-
-
-def test_s7_message_before_the_first_apply() -> None:
-    """Unknown values are null or empty, as in Go."""
-    message = Message(
-        deployment="", job=None, index=None, job_state="running", vitals={}, node_id="", number_of_processes=None
-    )
-
-    assert msgspec.to_builtins(message) == {
-        "deployment": "",
-        "job": None,
-        "index": None,
-        "job_state": "running",
-        "vitals": {},
-        "node_id": "",
-        "number_of_processes": None,
-    }

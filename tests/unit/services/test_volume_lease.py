@@ -208,16 +208,6 @@ def test_empty_file_is_nobodys(tmp_path: Path) -> None:
     assert leases().hold(tmp_path) == ""
 
 
-def test_lease_that_became_shorter_is_whole(tmp_path: Path) -> None:
-    """Nothing of the longer one is left behind it."""
-    first = leases("a-long-name-of-a-pod" * 10)
-    first.hold(tmp_path)
-    first.release_all()
-
-    assert leases().hold(tmp_path) == ""
-    assert lease(tmp_path).host == "pod-0"
-
-
 def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
     """Jobs write to their disk."""
     victim = tmp_path / "victim"
