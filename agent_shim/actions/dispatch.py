@@ -155,7 +155,7 @@ class Dispatcher:
             if self.refusing and found.method not in HARMLESS:
                 raise ActionError(f"cannot run {found.method}: {self.refusing}")
             if found.mode is Mode.NOW or request.protocol < found.task_from_protocol:
-                value = await self._run(found, request, None)
+                value = await self._run(found, request, is_task=False)
             else:
                 task_id = (await self._begin(found, request, data)).id
                 value = {"agent_task_id": task_id, "state": "running"}
@@ -169,43 +169,40 @@ class Dispatcher:
     async def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task:
         """Queue the task of a request; a persistent one is stored before its id is told."""
         cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
-        work = partial(self._run_task, found, request, cancelled)
+        work = partial(self._run, found, request, cancelled)
         if not found.persistent:
             return self._tasks.submit(found.method, work, cancelled=cancelled, size=wire.weight(data))
         task = await self._tasks.submit_persistent(found.method, work, data)
         await self._agent.state_backup.update()
         return task
 
-    async def _run_task(self, found: Action, request: wire.Request, cancelled: asyncio.Event | None) -> Any:
-        begun_at = time.monotonic()
-        task_id = self._tasks.running.id if self._tasks.running else ""
-        try:
-            value = await self._run(found, request, cancelled)
-        except Exception as exc:
-            write_audit(found.method, "failed", begun_at, caller=request.reply_to, task=task_id, error=exc)
-            raise
-        write_audit(found.method, "done", begun_at, caller=request.reply_to, task=task_id)
-        return value
-
     def resumed(self) -> dict[str, Callable[[bytes], Work]]:
         """Return the factories that resume persistent tasks after a restart by running their stored request again."""
         return {
-            method: lambda data, found=found: partial(self._run_task, found, wire.decode_request(data), None)  # type: ignore[misc]
+            method: lambda data, found=found: partial(self._run, found, wire.decode_request(data))  # type: ignore[misc]
             for method, found in ACTIONS.items()
             if found.persistent
         }
 
-    async def _run(self, found: Action, request: wire.Request, cancelled: asyncio.Event | None) -> Any:
-        begun_at = time.monotonic()
-        outcome = "failed"
+    async def _run(
+        self, found: Action, request: wire.Request, cancelled: asyncio.Event | None = None, *, is_task: bool = True
+    ) -> Any:
+        """Run an action; a task has an audit line of its own at its end."""
+        begun_at, task, outcome, error = time.monotonic(), self._tasks.running, "failed", None
         try:
             arguments = found.bind(request.arguments)
             given = {ProtocolVersion: request.protocol, asyncio.Event: cancelled, Agent: self._agent}
             value = await found.run(**arguments, **{name: given[kind] for name, kind in found.injected.items()})
             outcome = "done"
             return value
+        except Exception as exc:
+            error = exc
+            raise
         finally:
             self._on_done(found.method, outcome, time.monotonic() - begun_at)
+            if is_task:
+                task_id = task.id if task else ""
+                write_audit(found.method, outcome, begun_at, caller=request.reply_to, task=task_id, error=error)
             if found.method not in HARMLESS:
                 await self._agent.state_backup.update()
 

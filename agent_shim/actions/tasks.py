@@ -53,7 +53,6 @@ class Task(msgspec.Struct):
     id: str
     method: str
     cancelled: asyncio.Event | None
-    persistent: bool = False
     is_resumed: bool = False
     """An earlier agent has accepted it, and perhaps begun."""
     state: str = "running"
@@ -111,7 +110,6 @@ class Tasks:
         *,
         cancelled: asyncio.Event | None = None,
         task_id: str = "",
-        stored: bool = False,
         size: int = 0,
     ) -> Task:
         """Queue ``work`` and return its task; with ``cancelled`` the task can be cancelled.
@@ -120,7 +118,7 @@ class Tasks:
         """
         if size:
             self._require_room(method, size)
-        task = Task(task_id or str(uuid.uuid4()), method, cancelled, stored, size=size)
+        task = Task(task_id or str(uuid.uuid4()), method, cancelled, size=size)
         self._waiting_bytes += size
         self._tasks[task.id] = task
         self._queue.put_nowait((task, work))
@@ -141,7 +139,7 @@ class Tasks:
         task_id = str(uuid.uuid4())
         self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
         await self._save()
-        return self.submit(method, work, task_id=task_id, stored=True, size=size)
+        return self.submit(method, work, task_id=task_id, size=size)
 
     async def resume(self, resumed: Mapping[str, Callable[[bytes], Work]]) -> None:
         """Queue the persistent tasks of an earlier agent under their old ids; drops unknown ones.
@@ -165,7 +163,7 @@ class Tasks:
             if is_begun:
                 work = _give_up
             self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
-            self.submit(method, work, task_id=task_id, stored=True).is_resumed = True
+            self.submit(method, work, task_id=task_id).is_resumed = True
             logger.info("resuming task %s (%s) after a restart", task_id, method)
 
     async def poll(self, task_id: str) -> Task:
