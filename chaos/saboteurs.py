@@ -179,9 +179,9 @@ NETWORK: Final = (
         "N-08",
         "takes over credentials without trying them",
         NATS,
-        "                new = await self._connect_persistently(mbus)\n            except BaseException:\n",
-        "                new = await self._connect_persistently(mbus)\n            except ActionError:\n                self._seen = None\n"
-        "                return\n            except BaseException:\n",
+        "            new = await self._connect_persistently(mbus)\n",
+        "            try:\n                new = await self._connect_persistently(mbus)\n"
+        "            except ActionError:\n                return\n",
         "update_settings was not refused",
     ),
     Saboteur(
