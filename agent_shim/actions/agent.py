@@ -31,7 +31,7 @@ class EdgeCallbacks(msgspec.Struct, frozen=True):
     announce_shutdown: Callable[[], Awaitable[None]]
     """Announce an intended shutdown to the Health Monitor."""
     reconnect: Callable[[Mbus], Awaitable[None]]
-    """Switch to other bus addresses or credentials; raises ``ActionError`` if they are unusable."""
+    """Switch to other bus addresses or credentials. Raises ``ActionError`` if they are unusable."""
     shut_down: Callable[[], None]
     """Stay idle from now on: the Director has given up this instance."""
 

@@ -167,7 +167,7 @@ class Dispatcher:
         return reply
 
     async def _begin(self, found: Action, request: wire.Request, data: bytes) -> Task:
-        """Queue the task of a request; a persistent one is stored before its id is told."""
+        """Queue the task of a request. A persistent one is stored before the reply names it."""
         cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
         work = partial(self._run, found, request, cancelled)
         if not found.persistent:

@@ -114,7 +114,7 @@ class Tasks:
     ) -> Task:
         """Queue ``work`` and return its task; with ``cancelled`` the task can be cancelled.
 
-        ``size`` is that of a request (``wire.weight``); raises ``ActionError`` if the queue is full.
+        ``size`` is that of a request (``wire.weight``). Raises ``ActionError`` if the queue is full.
         """
         if size:
             self._require_room(method, size)

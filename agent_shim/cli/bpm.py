@@ -130,7 +130,7 @@ def _may_ask(base: str) -> bool:
 
 
 def _read(base: str, arguments: list[str]) -> tuple[Call, Verb | None]:
-    """Parse flags and words in any order; raises ``UsageError`` in the words of pflag, cobra's parser."""
+    """Parse flags and words in any order. Raises ``UsageError`` in the words of pflag, cobra's parser."""
     name = next((word for word in arguments if not word.startswith("-")), "")
     verb = VERBS.get(name)
     rest = list(arguments)

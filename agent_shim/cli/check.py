@@ -78,7 +78,7 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
 
 
 def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None:
-    """Read a file as the daemon does; raises ``ConfigError`` with all its mistakes.
+    """Read a file as the daemon does. Raises ``ConfigError`` with all its mistakes.
 
     ``unknown`` gets the keys and statements without effect, also of a file with mistakes.
     """

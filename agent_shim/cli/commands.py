@@ -505,7 +505,7 @@ def _last_lines(args: argparse.Namespace, job: str) -> list[str]:
 
 
 def _named(names: Sequence[str], processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the processes with these names; raises ``NotThereError`` for one without a process."""
+    """Return the processes with these names. Raises ``NotThereError`` for one without a process."""
     known = {process["name"]: process for process in processes}
     if unknown := [name for name in names if name not in known]:
         raise NotThereError(f"cannot show {', '.join(unknown)}: there is no such process{_hint(unknown[0], known)}")

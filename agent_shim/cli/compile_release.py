@@ -123,7 +123,7 @@ class _Release:
     _results: dict[str, Path] = field(default_factory=dict)
 
     def compile(self) -> Path:
-        """Compile the release and return its path; raises ``ActionError``."""
+        """Compile the release and return its path. Raises ``ActionError``."""
         manifest = self._read()
         self._extract(manifest)
         _log("Starting packages compilation")
@@ -186,7 +186,7 @@ class _Release:
 
 
 def stemcell_slug(paths: Paths) -> str:
-    """``OS-CODENAME/VERSION`` of this container's stemcell; raises ``ConfigError``."""
+    """``OS-CODENAME/VERSION`` of this container's stemcell. Raises ``ConfigError``."""
     version_file, release_file = paths.bosh_etc / "stemcell_version", paths.etc / "os-release"
     try:
         version, release = version_file.read_text().strip(), release_file.read_text()

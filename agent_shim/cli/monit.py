@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split a command line; raises ``MonitError`` in monit's words."""
+    """Split a command line. Raises ``MonitError`` in monit's words."""
     try:
         options, words = getopt.gnu_getopt(argv, "b:c:d:g:l:p:s:iItvVh")
     except getopt.GetoptError as exc:
@@ -135,7 +135,7 @@ def _control_file(command: Command) -> Path:
 
 
 def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Send a request and return the answer; raises ``MonitError`` on a refusal, ``NoAgentError`` without an agent."""
+    """Send a request and return the answer. Raises ``MonitError`` on a refusal, ``NoAgentError`` without an agent."""
     request = {"command": "services", "action": action, "names": list(names), "group": command.group}
     try:
         reply: dict[str, Any] = control_client.ask(command.paths.control_socket, request)

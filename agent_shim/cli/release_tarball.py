@@ -107,7 +107,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def read_manifest(tarball: Path) -> Manifest:
-    """The manifest of a release with sources; raises ``ArchiveError`` or ``ConfigError``."""
+    """The manifest of a release with sources. Raises ``ArchiveError`` or ``ConfigError``."""
     with _opened(tarball) as source:
         for member, path, data in archive.entries(source):
             if path == MANIFEST:
@@ -118,7 +118,7 @@ def read_manifest(tarball: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes) -> Manifest:
-    """Read release.MF; raises ``ConfigError``."""
+    """Read release.MF. Raises ``ConfigError``."""
     try:
         document = yaml.load(raw, Loader=_Loader)  # noqa: S506 - makes texts, lists and mappings alone
         return msgspec.convert(_without_nulls({} if document is None else document), Manifest, strict=False)
@@ -145,7 +145,7 @@ def _checked(manifest: Manifest) -> Manifest:
 
 
 def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
-    """Order packages after their dependencies, else by name; raises ``ConfigError`` for a cycle or an unknown name."""
+    """Order packages after their dependencies, else by name. Raises ``ConfigError`` for a cycle or an unknown name."""
     by_name = {package.name: package for package in packages}
     done: dict[str, SourcePackage] = {}
 

@@ -50,7 +50,7 @@ class MultipleDigest(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> MultipleDigest:
-        """Parse a digest string; raises ``DigestError`` with the text of the Go agent."""
+        """Parse a digest string. Raises ``DigestError`` with the text of the Go agent."""
         digests = []
         for piece in filter(None, text.split(";")):
             before, colon, after = piece.partition(":")
@@ -80,7 +80,7 @@ class MultipleDigest(msgspec.Struct, frozen=True):
         raise DigestError(f"Computing digest from stream: Unable to create digest of unknown algorithm '{given[0]}'")
 
     def check(self, hasher: Hasher) -> None:
-        """Compare the digest of ``hasher`` with the one of its algorithm, exactly; raises ``DigestError``."""
+        """Compare the digest of ``hasher`` with the one of its algorithm, exactly. Raises ``DigestError``."""
         actual = Digest(hasher.name, hasher.hexdigest())
         if actual not in self.digests:
             (expected,) = (digest for digest in self.digests if digest.algorithm == hasher.name)

@@ -352,7 +352,7 @@ def _placed(exc: ValueError, raw: bytes) -> str:
 
 
 def _converted(document: Any, wanted: type[T], ignored: list[str] | None = None) -> T:
-    """Convert a document; raises ``ValueError`` with the first ``MAX_MISTAKES``."""
+    """Convert a document. Raises ``ValueError`` with the first ``MAX_MISTAKES``."""
     try:
         return wire.convert(document, wanted, ignored)
     except msgspec.ValidationError as exc:

@@ -102,7 +102,7 @@ class ApplySpec(msgspec.Struct, frozen=True):
 
 
 def parse(value: Any) -> ApplySpec:
-    """Parse a spec from the wire or from disk; raises ``ActionError`` with the JSON path of the error."""
+    """Parse a spec from the wire or from disk. Raises ``ActionError`` with the JSON path of the error."""
     with errors_as("cannot read the apply spec", msgspec.ValidationError):
         return wire.convert(value, ApplySpec)
 

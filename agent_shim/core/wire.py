@@ -82,7 +82,7 @@ _MAX_INTEGER_DIGITS: Final = 100
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Read a document of one type; raises ``msgspec.DecodeError``, also if it is nested too deep, is no UTF-8, or has
+    """Read a document of one type. Raises ``msgspec.DecodeError``, also if it is nested too deep, is no UTF-8, or has
     more than ``MAX_VALUES``.
     """
     try:
@@ -93,7 +93,7 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
 
 
 def decode_json(data: bytes) -> Any:
-    """Read a document that encoding/json of Go reads; raises ``ValueError``.
+    """Read a document that encoding/json of Go reads. Raises ``ValueError``.
 
     As in Go, each invalid UTF-8 byte and each lone surrogate becomes U+FFFD, and numbers may have any size. Documents
     beyond ``TOLERATED_BYTES`` must be valid.

@@ -47,7 +47,7 @@ def readable(pem: str) -> tuple[list[str], list[int]]:
 
 
 def validity(pem: str) -> Validity:
-    """Return the validity of the first certificate in ``pem``; raises ``ValueError`` without a readable one."""
+    """Return the validity of the first certificate in ``pem``. Raises ``ValueError`` without a readable one."""
     for block in blocks(pem):
         return _of_block(block)
     raise ValueError("there is no PEM certificate")

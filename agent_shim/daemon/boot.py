@@ -68,7 +68,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 async def boot(steps: list[Step]) -> None:
-    """Run the steps in order and log each outcome; raises ``BootError`` if a vital one fails."""
+    """Run the steps in order and log each outcome. Raises ``BootError`` if a vital one fails."""
     for step in steps:
         begun_at = time.monotonic()
         try:

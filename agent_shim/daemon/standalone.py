@@ -227,7 +227,7 @@ class Standalone:
         return True
 
     async def _task(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run in the lane of tasks, one at a time; raises ``ActionError`` with the text of a failure."""
+        """Run in the lane of tasks, one at a time. Raises ``ActionError`` with the text of a failure."""
         task = self._agent.tasks.submit(TASK, work)
         await task.ended.wait()
         if task.state != "done":

@@ -20,7 +20,7 @@ WAITING: Final = 128
 
 
 async def listen(protocol: Callable[[], asyncio.BaseProtocol], host: str | None, port: int) -> asyncio.Server:
-    """Serve an address (None: all) with a protocol; raises ``OSError``."""
+    """Serve an address (None: all) with a protocol. Raises ``OSError``."""
     server = await asyncio.get_running_loop().create_server(protocol, host, port, backlog=PER_TURN)
     for listener in server.sockets:
         with socket.socket(fileno=os.dup(listener.fileno())) as same:

@@ -11,7 +11,7 @@ from agent_shim.core.errors import NoAgentError
 
 
 def ask(path: str | os.PathLike[str], request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
-    """Send a request to the agent at ``path`` and wait for its reply; raises ``NoAgentError`` without one. Blocks."""
+    """Send a request to the agent at ``path`` and wait for its reply. Raises ``NoAgentError`` without one. Blocks."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout)

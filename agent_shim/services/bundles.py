@@ -163,7 +163,7 @@ class Bundles:
                 return
 
     async def fetch_small(self, source: BlobRef, store: Blobstore) -> bytes:
-        """Return the verified content of a blob; raises ``ActionError`` beyond ``MAX_SMALL_BYTES``."""
+        """Return the verified content of a blob. Raises ``ActionError`` beyond ``MAX_SMALL_BYTES``."""
         temp = files.sibling(self._paths.tmp / "blob")
         try:
             await self._work(protocol.Get(str(self._paths.base), store, source, str(temp)))

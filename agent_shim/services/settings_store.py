@@ -62,7 +62,7 @@ class SettingsStore:
             await asyncio.sleep(self._look)
 
     async def refreshed(self) -> settings.Effective:
-        """Reload everything; raises ``SettingsError`` and keeps the present settings on failure."""
+        """Reload everything. Raises ``SettingsError`` and keeps the present settings on failure."""
         async with self._turn:
             source, raw, origin = await asyncio.to_thread(self._read_source)
             update = await asyncio.to_thread(self._read_update)

@@ -80,7 +80,7 @@ class Sshd:
                     await self._start()
 
     async def _is_served(self) -> bool:
-        """Return True if a server listens; raises ``HostError`` if it is a job's, which takes a port where it may."""
+        """Return True if a server listens. Raises ``HostError`` if it is a job's, which takes a port where it may."""
         users = await asyncio.to_thread(network.listeners, self._port)
         if strangers := users - {0, os.geteuid()}:
             whose = f"a process of user {min(strangers)}"

@@ -45,7 +45,7 @@ class TrustedCas:
     async def install(self, bundle: str, *, tries: int = TRIES) -> str | None:
         """Trust exactly the authorities in ``bundle`` (PEM, concatenated) beside those of the image.
 
-        Return why that is skipped here, or None; raises ``ActionError``.
+        Return why that is skipped here, or None. Raises ``ActionError``.
         """
         if not self._paths.is_system or os.geteuid() != 0:
             return "not root of a container with the real /var/vcap"

@@ -110,7 +110,7 @@ class VolumeLeases:
     def hold(self, directory: Path) -> str:
         """Take the volume that contains our private ``directory``; return "" if it is ours, else its holder.
 
-        Blocks on the disk; raises ``HostError``. A full or read-only volume is used without a lease.
+        Blocks on the disk. Raises ``HostError``. A full or read-only volume is used without a lease.
         """
         if directory in self._held:
             return ""

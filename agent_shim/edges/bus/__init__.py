@@ -62,7 +62,7 @@ class Bus(Protocol):
         """Wait until pending requests are answered, at most ``timeout_s`` seconds."""
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Publish a message to the Health Monitor; raises ``BusError``."""
+        """Publish a message to the Health Monitor. Raises ``BusError``."""
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Switch to other addresses or credentials; raises ``ActionError`` and changes nothing if they are unusable."""
+        """Switch to other addresses or credentials. Raises ``ActionError`` and changes nothing if they are unusable."""

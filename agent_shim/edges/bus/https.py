@@ -170,7 +170,7 @@ class HttpsBus:
             self.stats.last_error = str(exc)
 
     async def _listen(self) -> None:
-        """Listen at the address of the settings only; raises ``BusError``."""
+        """Listen at the address of the settings only. Raises ``BusError``."""
         self.stats.attempts += 1
         context = tls.server_context(self.mbus)
         host, port = _host_port(self.mbus)
@@ -357,7 +357,7 @@ class HttpsBus:
         return response
 
     async def _body(self, request: web.BaseRequest, most: int) -> AsyncIterator[bytes]:
-        """Yield the body; raises ``TimeoutError`` on a stall, ``_TooLargeError`` beyond ``most`` bytes."""
+        """Yield the body. Raises ``TimeoutError`` on a stall, ``_TooLargeError`` beyond ``most`` bytes."""
         if (request.content_length or 0) > most:
             raise _TooLargeError
         if request.headers.get("Expect", "").lower() == "100-continue":
@@ -404,7 +404,7 @@ class _TooLargeError(Exception):
 
 
 def _host_port(mbus: Mbus) -> tuple[str | None, int]:
-    """Return host (None: all) and port of the address; raises ``BusError``."""
+    """Return host (None: all) and port of the address. Raises ``BusError``."""
     try:
         address = urlsplit(mbus.urls[0])
         return address.hostname, 443 if address.port is None else address.port
@@ -422,7 +422,7 @@ def _credentials(mbus: Mbus) -> bytes:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a blob; raises ``OSError`` for links and other non-regular files."""
+    """Open a blob. Raises ``OSError`` for links and other non-regular files."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

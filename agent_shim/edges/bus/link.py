@@ -49,7 +49,7 @@ GREETING: Final = b'INFO {"tls_required":true,"max_payload":%d}\r\n' % MAX_REPLY
 
 
 async def look_up(url: ParseResult | SplitResult) -> list[str]:
-    """Look up the addresses of a URL's host, in random order; raises ``OSError``."""
+    """Look up the addresses of a URL's host, in random order. Raises ``OSError``."""
     host = url.hostname or ""
     if network.family_of(host):
         return [host]
@@ -98,7 +98,7 @@ class _Wire(Transport):
         """Bytes received since the link last got a message or an answer to a ping."""
 
     async def dial(self, url: SplitResult, timeout_s: float) -> None:
-        """Connect to the first address of a name that answers within ``timeout_s`` seconds; raises ``OSError``."""
+        """Connect to the first address of a name that answers within ``timeout_s`` seconds. Raises ``OSError``."""
         addresses, loop = await look_up(url), asyncio.get_running_loop()
         for number, address in enumerate(addresses, 1):
             try:
@@ -254,7 +254,7 @@ class Link:
             self._ended.set_result(why if told in (None, self._denial) else str(told))
 
     async def send(self, subject: str, data: bytes) -> None:
-        """Queue a message; raises ``BusError`` if the server would close the connection because of it."""
+        """Queue a message. Raises ``BusError`` if the server would close the connection because of it."""
         if self.is_over:
             raise BusError(self._ended.result())
         name = subject.encode()

@@ -249,7 +249,7 @@ class NatsBus:
             await self._abandon(link)
 
     async def _connect_persistently(self, mbus: Mbus) -> Link:
-        """Connect with new credentials, waiting out an absent bus; raises ``ActionError`` if they are unusable."""
+        """Connect with new credentials, waiting out an absent bus. Raises ``ActionError`` if they are unusable."""
         began, failures = time.monotonic(), 0
         while True:
             is_refused = False
@@ -276,7 +276,7 @@ class NatsBus:
             self._log_once(f"cannot read the bus credentials again: {exc}")
 
     async def _connect(self, mbus: Mbus) -> Link:
-        """Try every address once, in random order; raises ``BusError`` for any failure."""
+        """Try every address once, in random order. Raises ``BusError`` for any failure."""
         failure = BusError("cannot connect to the bus: no address in the settings")
         for url in random.sample(mbus.urls, len(mbus.urls)):
             try:

@@ -33,7 +33,7 @@ SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
 
 
 def client_context(mbus: Mbus) -> ssl.SSLContext:
-    """Build the client context; raises ``CredentialsError`` that names the faulty PEM text."""
+    """Build the client context. Raises ``CredentialsError`` that names the faulty PEM text."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.hostname_checks_common_name = False
@@ -59,7 +59,7 @@ def authorities(ca: str) -> tuple[str, ...]:
 
 
 def server_context(mbus: Mbus) -> ssl.SSLContext:
-    """Build the server context for the bosh CLI; raises ``CredentialsError``.
+    """Build the server context for the bosh CLI. Raises ``CredentialsError``.
 
     The two TLS 1.2 suites are those of the Go agent (``mbus/https_dispatcher.go``); no client certificate is requested.
     """
@@ -73,7 +73,7 @@ def server_context(mbus: Mbus) -> ssl.SSLContext:
 
 
 def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> None:
-    """Load the certificate (chain) and key of a context; raises ``CredentialsError``.
+    """Load the certificate (chain) and key of a context. Raises ``CredentialsError``.
 
     OpenSSL reads files only, so the pair passes through an anonymous file in memory.
     """
@@ -98,7 +98,7 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
 
 
 def check_server_name(server: ssl.SSLObject) -> None:
-    """Refuse a server with a valid certificate that is not of a bus; raises ``ssl.SSLCertVerificationError``."""
+    """Refuse a server with a valid certificate that is not of a bus. Raises ``ssl.SSLCertVerificationError``."""
     subject: Any = (server.getpeercert() or {}).get("subject", ())
     names = [value for part in subject for name, value in part if name == "commonName"]
     if not names or not SERVER_NAME.fullmatch(names[-1]):

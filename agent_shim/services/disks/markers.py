@@ -92,7 +92,7 @@ def _is_of_agents(found: os.stat_result) -> bool:
 
 
 def set_aside(volume: Path) -> None:
-    """Rename what a job has put in the place of the marker's directory; raises ``HostError``."""
+    """Rename what a job has put in the place of the marker's directory. Raises ``HostError``."""
     with suppress(OSError):
         if _is_of_agents(guarded.status(volume / DIRECTORY, volume)):
             return
@@ -100,7 +100,7 @@ def set_aside(volume: Path) -> None:
 
 
 def write(volume: Path, marker: Marker) -> None:
-    """Write the marker atomically; raises ``HostError``.
+    """Write the marker atomically. Raises ``HostError``.
 
     Where root writes it, a new volume gets the mode of a new file system, 0755, whatever mode its provisioner gave:
     jobs of every user must reach their directories. The right of others to write at the top is taken from every
@@ -121,7 +121,7 @@ def write(volume: Path, marker: Marker) -> None:
 
 
 def remove(volume: Path) -> None:
-    """Remove the marker where no other can be written; raises ``OSError``."""
+    """Remove the marker where no other can be written. Raises ``OSError``."""
     with guarded.held(volume / DIRECTORY, volume) as directory:
         os.unlink(NAME, dir_fd=directory)
 

@@ -383,7 +383,7 @@ class DiskMounts:
 
 
 def plain(name: str) -> str:
-    """Return ``name``; raises ``ActionError`` unless it is a plain file name."""
+    """Return ``name``. Raises ``ActionError`` unless it is a plain file name."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ActionError(f"cannot use {name!r} as the name of a link")
     return name

@@ -37,7 +37,7 @@ Copy = Callable[[Path, Path, Report], Awaitable[None]]
 
 
 async def in_worker(source: Path, target: Path, report: Report) -> None:
-    """Copy in a worker, which may take hours and be killed; raises ``ActionError`` with its text."""
+    """Copy in a worker, which may take hours and be killed. Raises ``ActionError`` with its text."""
     await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)
 
 
@@ -129,7 +129,7 @@ class Disks:
     # --- hints ------------------------------------------------------------------------------------------------------
 
     async def add(self, cid: str, hint: Any) -> None:
-        """Keep a disk hint of the CPI; raises ``ActionError`` for a disk without a cid.
+        """Keep a disk hint of the CPI. Raises ``ActionError`` for a disk without a cid.
 
         The Go agent keeps such a hint. In a :class:`View` the empty cid means a mount without a known disk.
         """
@@ -150,7 +150,7 @@ class Disks:
             hints.save(self._paths.disk_hints, after)
 
     async def find(self, cid: str) -> DiskSettings:
-        """Return the settings of a disk; raises ``ActionError`` in the Go agent's words (settings/service.go)."""
+        """Return the settings of a disk. Raises ``ActionError`` in the Go agent's words (settings/service.go)."""
         known = await asyncio.to_thread(self._places.known)
         if cid in known:
             return known[cid]
@@ -294,7 +294,7 @@ class Disks:
     # --- links ------------------------------------------------------------------------------------------------------
 
     async def associate(self, wanted: Collection[DiskAssociation]) -> None:
-        """Link ``instance/disks/NAME`` to each disk; raises ``ActionError`` as update_settings of the Go agent does."""
+        """Link ``instance/disks/NAME`` to each disk. Raises ``ActionError`` as update_settings of the Go agent does."""
         known = await asyncio.to_thread(self._places.known)
         for each in wanted:
             if each.cid not in known:

@@ -52,7 +52,7 @@ UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def size(text: str) -> int:
-    """Parse a size as logrotate spells it, ``50M``; raises ``ValueError``."""
+    """Parse a size as logrotate spells it, ``50M``. Raises ``ValueError``."""
     found = re.fullmatch(r"([0-9]{1,15})([kKmMgG]?)", text.strip())
     if found is None:
         raise ValueError(f"{text!r} is not a size: a number, and k, M or G")
@@ -183,7 +183,7 @@ def _put_out_of_force(rule: Path) -> bool:
 
 
 def put_into_force(rule: Path) -> None:
-    """Let logrotate rotate the logs of jobs again, if it did before; raises ``HostError``."""
+    """Let logrotate rotate the logs of jobs again, if it did before. Raises ``HostError``."""
     with files.attempting(f"enable {rule}"), suppress(FileNotFoundError):
         rule.with_name(f"{rule.name}{OUT_OF_FORCE}").rename(rule)
 

@@ -26,7 +26,7 @@ _SECONDS: Final = re.compile(rb'"(?:timestamp|@timestamp|time|ts)":\s*"?(\d{10}(
 
 
 def moment(text: str, now: float) -> float:
-    """Parse a duration before ``now`` (``2h30m``), a time of that day (``14:00``) or a date; raises ``ValueError``."""
+    """Parse a duration before ``now`` (``2h30m``), a time of that day (``14:00``) or a date. Raises ``ValueError``."""
     found = _DURATION.fullmatch(text)
     if found and text:
         days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
