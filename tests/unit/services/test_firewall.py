@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.host import network, nftables
 from agent_shim.services import firewall as firewalls
 from agent_shim.services.firewall import Firewall, chains
+from tests.support.waiting import until
 
 
 def mbus(*urls: str) -> Mbus:
@@ -22,6 +24,31 @@ def mbus(*urls: str) -> Mbus:
 
 async def heard(_: float) -> bool:
     return True
+
+
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The rules in force, one text at most."""
+    found: list[str] = []
+
+    async def replace(text: str) -> None:
+        found[:] = [text]
+
+    async def remove() -> None:
+        found.clear()
+
+    monkeypatch.setattr(nftables, "replace", replace)
+    monkeypatch.setattr(nftables, "remove", remove)
+    return found
+
+
+async def obstacle(firewall: Firewall) -> str:
+    """The obstacle after the first look of the watch."""
+    firewall.due.set()
+    watching = asyncio.create_task(firewall.watch())
+    await until(lambda: not firewall.due.is_set())
+    watching.cancel()
+    return firewall.obstacle
 
 
 def test_each_address_is_closed_to_all_but_the_users() -> None:
@@ -34,39 +61,20 @@ def test_each_address_is_closed_to_all_but_the_users() -> None:
     ]
 
 
-async def test_no_rules_are_set_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one is what shows that it would have been."""
-    settled = []
+async def test_no_rules_are_set_after_a_refusal(rules: list[str]) -> None:
+    bus = mbus("nats://10.0.0.6:4222")
 
-    async def settle(firewall: Firewall) -> str:
-        settled.append(firewall)
-        return ""
-
-    monkeypatch.setattr(Firewall, "_apply", settle)
-    refused, free = (Firewall(mbus, lambda: True, heard, refusal) for refusal in ("it is switched off", ""))
-    watching = [asyncio.create_task(each.watch()) for each in (refused, free)]
-    async with asyncio.timeout(10):
-        while not settled:
-            await asyncio.sleep(0)
-
-    assert settled == [free]
-    assert (refused.obstacle, free.obstacle) == ("it is switched off", "")
-    for each in watching:
-        each.cancel()
+    assert await obstacle(Firewall(lambda: bus, lambda: True, heard, "it is switched off")) == "it is switched off"
+    assert rules == []
 
 
 @pytest.mark.parametrize("scheme", ["https", ""])
-async def test_a_missing_bus_is_the_obstacle(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_bus_is_the_obstacle(scheme: str, rules: list[str]) -> None:
     """A bosh CLI connects to the agent; without a Director the agent connects to no bus."""
     urls = (f"{scheme}://127.0.0.1:6868",) if scheme else ()
-    firewall = Firewall(lambda: mbus(*urls), lambda: False, heard)
-    watching = asyncio.create_task(firewall.watch())
-    async with asyncio.timeout(10):
-        while firewall.obstacle.startswith("the addresses") and not watching.done():
-            await asyncio.sleep(0)
 
-    assert firewall.obstacle == "there is no bus that jobs could reach"
-    watching.cancel()
+    assert await obstacle(Firewall(lambda: mbus(*urls), lambda: False, heard)) == firewalls.NO_BUS
+    assert rules == []
 
 
 def test_the_network_is_the_machines_where_its_devices_are_seen_from_a_container(
@@ -81,44 +89,36 @@ def test_the_network_is_the_machines_where_its_devices_are_seen_from_a_container
 @pytest.mark.parametrize(
     "url", ["nats://[", "nats://127.0.0.1:99999", "nats://u:a#b@127.0.0.1:4222", "nats://\0:1", "nats://:4222", "nats"]
 )
-async def test_an_address_that_cannot_be_read_has_no_rule(url: str) -> None:
+async def test_an_address_that_cannot_be_read_has_no_rule(url: str, rules: list[str]) -> None:
     """It raises nothing either; the next address counts."""
-    found = await firewalls._addresses([url, "nats://127.0.0.1:4222"])
+    assert await obstacle(Firewall(lambda: mbus(url, "nats://127.0.0.1:4222"), lambda: True, heard)) == ""
 
-    assert found == {("127.0.0.1", 4222)}
+    assert rules == [chains(frozenset({("127.0.0.1", 4222)}), {0, os.geteuid()})]
 
 
-async def test_a_name_server_that_never_answers_takes_no_thread_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_server_that_never_answers_takes_no_thread_from_others(
+    monkeypatch: pytest.MonkeyPatch, rules: list[str]
+) -> None:
     """Six addresses of the bus kept all threads for files, as long as the resolver waited."""
     answered = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(30) and [])
     monkeypatch.setattr(firewalls, "LOOKUP_TIMEOUT_S", 0.01)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    bus = mbus(*(f"nats://bus{number}:4222" for number in range(6)))
     try:
-        assert await firewalls._addresses([f"nats://bus{number}:4222" for number in range(6)]) == frozenset()
+        assert await obstacle(Firewall(lambda: bus, lambda: True, heard)) == firewalls.AWAITED
 
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
     finally:
         answered.set()
 
 
-@pytest.mark.parametrize(("is_reached", "obstacle"), [(True, ""), (False, firewalls.PROXIED)])
-async def test_rules_stay_only_if_the_bus_is_heard_with_them(
-    is_reached: bool, obstacle: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("is_reached", "expected"), [(True, ""), (False, firewalls.PROXIED)])
+async def test_rules_stay_only_if_the_bus_is_heard_with_them(is_reached: bool, expected: str, rules: list[str]) -> None:
     """A link through another user's proxy would be cut off by them."""
-    table = ""
-
-    async def run(given: str) -> None:
-        nonlocal table
-        table = given.rpartition("delete table inet agent_shim\n")[2]
 
     async def hear(_: float) -> bool:
-        return is_reached or not table
+        return is_reached or not rules
 
-    monkeypatch.setattr(nftables, "_run", run)
-    firewall = Firewall(lambda: mbus("nats://10.0.0.6:4222"), lambda: True, hear)
-
-    assert await firewall._apply() == obstacle
-    assert ("ip daddr 10.0.0.6 tcp dport 4222 meta skuid != { 0" in table) == is_reached
-    assert (table == "") == (not is_reached)
+    assert await obstacle(Firewall(lambda: mbus("nats://10.0.0.6:4222"), lambda: True, hear)) == expected
+    assert [("ip daddr 10.0.0.6 tcp dport 4222 meta skuid != { 0" in text) for text in rules] == [True] * is_reached

@@ -14,6 +14,7 @@ import pytest
 from agent_shim.core import settings
 from agent_shim.core.errors import SettingsError
 from agent_shim.core.paths import Paths
+from agent_shim.host import files as host_files
 from agent_shim.host.files import MAX_FILE_BYTES
 from agent_shim.services.settings_store import SettingsStore
 from tests.support.waiting import until
@@ -42,13 +43,11 @@ def files(tmp_path: Path) -> Files:
     [None, "", "{", '{"agent_id": 7}', '{"agent_id": "a-1"}', '{"agent_id":"a-1","mbus":"nats://h'],
     ids=["absent", "empty", "half", "wrong type", "no bus", "cut"],
 )
-async def test_settings_are_waited_for(files: Files, before: str | None) -> None:
+async def test_settings_are_waited_for(files: Files, caplog: pytest.LogCaptureFixture, before: str | None) -> None:
     if before is not None:
         files.source.write_text(before)
     waiting = asyncio.ensure_future(files.store.wait())
-    while not files.store._said:
-        await asyncio.sleep(0)
-        await asyncio.sleep(0.001)
+    await until(lambda: "waiting for it to change" in caplog.text)
     assert not waiting.done()
 
     files.write()
@@ -72,16 +71,18 @@ async def test_a_fifo_a_device_and_a_flood_are_no_settings(files: Files, kind: s
         await files.store.refreshed()
 
 
-async def test_each_problem_is_logged_once(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_problem_is_logged_once(
+    files: Files, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks = 0
-    read = files.store._read_source
+    read = host_files.read
 
-    def counted() -> Any:
+    def counted(path: Path, **options: bool) -> bytes:
         nonlocal looks
-        looks += 1
-        return read()
+        looks += path == files.source
+        return read(path, **options)
 
-    files.store._read_source = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(host_files, "read", counted)
     waiting = asyncio.ensure_future(files.store.wait())
     async with asyncio.timeout(5):
         await until(lambda: looks >= 5)
@@ -209,15 +210,17 @@ async def test_a_reader_does_not_undo_an_update_that_came_meanwhile(
     """The watch reads the files while a task stores an update."""
     files.write()
     await files.store.wait()
-    read, is_stored, has_read = files.store._read_update, threading.Event(), threading.Event()
+    read, is_stored, has_read = host_files.read, threading.Event(), threading.Event()
+    files.paths.update_settings.write_text("{}")
 
-    def slowly() -> settings.UpdateSettings:
-        found = read()
-        has_read.set()
-        is_stored.wait(0.3)
+    def slowly(path: Path, **options: bool) -> bytes:
+        found = read(path, **options)
+        if path == files.paths.update_settings:
+            has_read.set()
+            is_stored.wait(0.3)
         return found
 
-    monkeypatch.setattr(files.store, "_read_update", slowly)
+    monkeypatch.setattr(host_files, "read", slowly)
     reading = asyncio.ensure_future(files.store.refreshed())
     await asyncio.to_thread(has_read.wait)
     await files.store.save_update(settings.UpdateSettings(trusted_certs="new"))

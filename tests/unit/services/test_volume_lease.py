@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock as clock_of_agent
-from agent_shim.host import mounts
+from agent_shim.host import guarded, mounts
 from agent_shim.services import volume_lease
 from agent_shim.services.volume_lease import Lease, Pace, VolumeLeases
 from tests.support.waiting import until
@@ -36,7 +37,7 @@ def end(one: VolumeLeases) -> None:
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system, or two machines, between which there are none."""
-    monkeypatch.setattr(volume_lease, "_lock", lambda _: True)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
 
 
 class Clock:
@@ -232,10 +233,10 @@ def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
 def test_read_only_volume_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be harmed there."""
 
-    def refuse(directory: Path) -> int:
+    def refuse(*_: object) -> int:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(volume_lease, "_open", refuse)
+    monkeypatch.setattr(guarded, "open_beneath", refuse)
 
     assert leases().hold(tmp_path) == ""
 
