@@ -31,8 +31,8 @@ def table() -> str:
         names: Sequence[str] = LABELS.get(family.name) or getattr(family, "_labelnames", None) or ()
         kind = ", ".join([family.type, *(f"`{label}`" for label in names)])
         rows.append(f"| `{_series(family)}` | {kind} | {family.documentation} |")
-    names_of_all = ", ".join(f"`{name}`" for name in standard)
-    return "\n".join([*rows, "", f"The metrics of the agent's process, as in every client library: {names_of_all}.", ""])
+    listed = ", ".join(f"`{name}`" for name in standard)
+    return "\n".join([*rows, "", f"The metrics of the agent's process, as in every client library: {listed}.", ""])
 
 
 def _series(family: Metric) -> str:
