@@ -204,7 +204,7 @@ async def test_a10_package_without_version_is_an_exception(world: World) -> None
     wanted = jobs.spec(store_of(world), {}, {"tool": {"x": "y"}})
     wanted["packages"]["tool"]["version"] = ""
 
-    assert "tool" in await world.error("apply", wanted)
+    assert "cannot install the package tool: it has no version" in await world.error("apply", wanted)
 
 
 async def test_a11_start_is_answered_before_processes_run(world: World) -> None:
@@ -461,7 +461,10 @@ async def test_a15_errand_of_a_spec_that_names_no_first_job(world: World) -> Non
 async def test_a15_errand_that_cannot_start(world: World) -> None:
     await deployed(world, "web")
 
-    assert "Running errand script: " in await world.error("run_errand", "web")
+    path = world.paths.jobs / "web/bin/run"
+    error = await world.error("run_errand", "web")
+    assert error.endswith(f"Running errand script: cannot run {path}: No such file or directory")
+    assert list(world.paths.tmp.iterdir()) == []
 
 
 async def test_a15_large_errand_output_still_fits_a_reply(world: World) -> None:
