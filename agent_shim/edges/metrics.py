@@ -32,8 +32,8 @@ from agent_shim.supervisor.process_stats import ServiceInfo
 lean_imports.preload(
     "prometheus_client", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server"
 )
+from prometheus_client import Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics import Counter, Histogram, disable_created_metrics
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.process_collector import ProcessCollector
