@@ -144,7 +144,7 @@ def _saved(data: bytes) -> None:
 def _journal(data: bytes) -> None:
     """Only tasks of known methods are queued."""
     with _file(data, "tasks.json") as path:
-        queue = tasks.Tasks(path, path.with_name("outcomes"))
+        queue = tasks.Tasks(path)
         _LOOP.run_until_complete(queue.resume({"fetch_logs": lambda _: lambda: asyncio.sleep(0)}))
         if queue.waiting_methods() - {"fetch_logs"}:
             raise AssertionError("an unknown method is queued")

@@ -567,7 +567,7 @@ class Witness:
         places = [base / name for name in ("bosh", "jobs", "packages", "instance", "monit")]
         places += [base / "data" / name for name in ("bosh", "jobs", "packages", "blobs", "sensitive_blobs", "compile")]
         left = {path for place in places for path in _walk(place) if HALF_MADE.search(path.name)}
-        kept = ("errand-", "outcomes")  # outputs too long for a reply stay until the next errand
+        kept = ("errand-",)  # outputs too long for a reply stay until the next errand
         left |= self._strays()
         return left | {
             path for path in _walk(tmp) if not path.is_dir() and not path.relative_to(tmp).parts[0].startswith(kept)

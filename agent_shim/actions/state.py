@@ -33,10 +33,9 @@ async def get_task(agent: Agent, task_id: str) -> Any:
     task = await agent.tasks.poll(task_id)
     if task.state == "running":
         return {"agent_task_id": task.id, "state": "running"}
-    outcome = await agent.tasks.outcome(task)
     if task.state == "failed":
-        raise ActionError(f"Task {task.id} result: {outcome}")
-    return outcome
+        raise ActionError(f"Task {task.id} result: {task.outcome}")
+    return task.outcome
 
 
 @action("cancel_task", Mode.NOW)

@@ -1,8 +1,8 @@
 """Long actions with an id: a sequential queue and a record of their outcomes.
 
 Ids, states and texts are those of the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). Differences: the
-queue never blocks the bus; results are bounded by number and age, and large ones are kept on disk; ``get_task`` may be
-held until the task ends; cancelling a queued task ends it immediately.
+queue never blocks the bus; results are bounded by number, size and age; ``get_task`` may be held until the task ends;
+cancelling a queued task ends it immediately.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import base64
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from agent_shim.core import events, wire
-from agent_shim.core.errors import ActionError, HostError, TaskNotFoundError
+from agent_shim.core.errors import ActionError, TaskNotFoundError
 from agent_shim.core.keep_running import is_asked_to_end
 from agent_shim.host import files
 
@@ -32,9 +32,8 @@ POLL_HOLD_S: Final = 3.0
 MAX_HELD: Final = 100
 """Polls held at a time; further ones are answered at once. Each takes 6 KB, and the bus keeps thousands of requests."""
 
-MAX_MEMORY_OUTCOME_BYTES: Final = 4096
-"""Larger outcomes, in bytes of JSON, are kept on disk: up to a thousand are remembered."""
-
+MAX_OUTCOME_BYTES: Final = 16 * 1024 * 1024
+"""JSON bytes of remembered outcomes; the newest is kept in any case, and an errand's has up to 1 MiB."""
 MAX_WAITING: Final = 10_000
 MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
 """Tasks in the queue, in number and in size of their arguments in memory; further requests are refused."""
@@ -61,7 +60,9 @@ class Task(msgspec.Struct):
     progress: str = ""
     """Current step, for operators."""
     outcome: Any = None
-    """Value, failure text, or path of a file with either as JSON: see ``Tasks.outcome``."""
+    """Value of a finished task, or the text of a failed one."""
+    outcome_bytes: int = 0
+    """Size of the outcome as JSON."""
     begun_at: float = 0.0
     ended_at: float = 0.0
     ended: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
@@ -71,18 +72,18 @@ class Bounds(msgspec.Struct, frozen=True):
     """Limits for finished tasks, which are kept because Director and CLI repeat a poll after a lost reply."""
 
     number: int = 1000
+    size: int = MAX_OUTCOME_BYTES
     age: float = 24 * 3600.0
 
 
 class Tasks:
     """All tasks of this agent; ``run`` executes them and must run as a root task.
 
-    Persistent tasks are stored in the file ``journal``, large outcomes in the directory ``outcomes``.
+    Persistent tasks are stored in the file ``journal``.
     """
 
-    def __init__(self, journal: Path, outcomes: Path, *, bounds: Bounds = Bounds(), hold: float = POLL_HOLD_S) -> None:
+    def __init__(self, journal: Path, *, bounds: Bounds = Bounds(), hold: float = POLL_HOLD_S) -> None:
         self._journal = journal
-        self._outcomes = outcomes
         self._bounds = bounds
         self._hold = hold
         self._tasks: dict[str, Task] = {}
@@ -144,13 +145,8 @@ class Tasks:
     async def resume(self, resumed: Mapping[str, Callable[[bytes], Work]]) -> None:
         """Queue the persistent tasks of an earlier agent under their old ids; drops unknown ones.
 
-        A task that a resuming agent has begun and not ended fails: its request may end each agent. Removes that agent's
-        stored outcomes: their tasks are no longer known.
+        A task that a resuming agent has begun and not ended fails: its request may end each agent.
         """
-        try:
-            await asyncio.to_thread(files.remove_tree, self._outcomes)
-        except HostError as exc:
-            logger.warning("%s", exc)
         for task_id, method, request, is_begun in await asyncio.to_thread(_read_journal, self._journal):
             if method not in resumed:
                 logger.warning("cannot resume a stored task: unknown method %s", method)
@@ -188,15 +184,6 @@ class Tasks:
             return self._tasks[task_id]
         except KeyError:
             raise TaskNotFoundError(f"Task with id {task_id} could not be found") from None
-
-    async def outcome(self, task: Task) -> Any:
-        """Return the value of a finished task, or the text of a failed one."""
-        if not isinstance(task.outcome, Path):
-            return task.outcome
-        try:
-            return msgspec.json.decode(await asyncio.to_thread(task.outcome.read_bytes))
-        except OSError as exc:
-            raise ActionError(str(files.failed(f"read the outcome of task {task.id}", exc))) from exc
 
     def cancel(self, task_id: str) -> None:
         """Cancel a task; a queued one ends immediately, a finished one stays as it is."""
@@ -246,37 +233,24 @@ class Tasks:
             # A lone surrogate (undecodable output of a script) has no UTF-8 form.
             state, outcome = "failed", failure(task.method, exc).encode("utf-8", "replace").decode()
             content = msgspec.json.encode(outcome)
-        if len(content) > MAX_MEMORY_OUTCOME_BYTES:
-            outcome = await self._stored_outcome(task, outcome, content)
         if self._stored.pop(task.id, None) is not None:
             await self._save()
+        task.outcome_bytes = len(content)
         self._finish(task, state, outcome)
         self.running = None
         ended = [task for task in self._tasks.values() if task.state != "running"]
-        ended.sort(key=lambda task: task.ended_at)
-        surplus, horizon = len(ended) - self._bounds.number, time.monotonic() - self._bounds.age
-        old = [task for position, task in enumerate(ended) if position < surplus or task.ended_at < horizon]
-        for task in old:
-            del self._tasks[task.id]
-        if left := [task.outcome for task in old if isinstance(task.outcome, Path)]:
-            await asyncio.to_thread(_remove, left)
+        ended.sort(key=lambda task: task.ended_at, reverse=True)
+        sizes, horizon = accumulate(task.outcome_bytes for task in ended), time.monotonic() - self._bounds.age
+        for newer, (task, size) in enumerate(zip(ended, sizes, strict=True)):
+            is_much = newer >= self._bounds.number or (newer > 0 and size > self._bounds.size)
+            if is_much or task.ended_at < horizon:
+                del self._tasks[task.id]
 
     def _finish(self, task: Task, state: str, outcome: Any) -> None:
         task.state, task.outcome = state, outcome
         task.ended_at = time.monotonic()
         task.ended.set()
         task.cancelled = None
-
-    async def _stored_outcome(self, task: Task, outcome: Any, content: bytes) -> Any:
-        """Return the path of the file with a large outcome, or the outcome if it cannot be written."""
-        path = self._outcomes / task.id
-        try:
-            await asyncio.to_thread(files.make_dir, self._outcomes, 0o700)
-            await asyncio.to_thread(files.write_atomic, path, content, mode=0o600)
-        except HostError as exc:
-            logger.warning("cannot store the outcome of task %s, keeping it in memory: %s", task.id, exc)
-            return outcome
-        return path
 
     async def _save(self) -> None:
         async with self._saving:  # of two writers the later one has the newer content
@@ -292,12 +266,6 @@ class Tasks:
 
 async def _give_up() -> None:
     raise ActionError("it has ended two agents, or both ended in its midst: it is not tried again")
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with suppress(OSError):
-            path.unlink()
 
 
 def _read_journal(journal: Path) -> list[tuple[str, str, bytes, bool]]:

@@ -65,8 +65,6 @@ class Paths:
         self.sensitive_blobs = self.data / "sensitive_blobs"
         """Blobs that came over the bus by ``upload_blob``."""
         self.tmp = self.data / "tmp"
-        self.outcomes = self.tmp / "outcomes"
-        """Results of tasks that are too large to be kept in memory."""
         self.bundled_logs = self.tmp / "logs"
         """Archives of logs, to be fetched by ssh."""
         self.compile = self.data / "compile"

@@ -332,7 +332,7 @@ def assemble(
         paths=paths,
         settings=store,
         spec=spec,
-        tasks=Tasks(paths.tasks, paths.outcomes),
+        tasks=Tasks(paths.tasks),
         supervisor=supervisor,
         bundles=Bundles(paths, work),
         compiler=Compiler(paths, environ, work),

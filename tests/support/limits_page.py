@@ -15,6 +15,7 @@ LIMITS: Final = (
     ("polls of a task that are held", "actions.tasks.MAX_HELD", "further ones are answered at once"),
     ("tasks that wait for the running one", "actions.tasks.MAX_WAITING", "further requests are refused"),
     ("memory of the requests of these tasks", "actions.tasks.MAX_WAITING_BYTES", "further requests are refused"),
+    ("results of tasks that are remembered", "actions.tasks.MAX_OUTCOME_BYTES", "the oldest are forgotten"),
     ("alerts that wait for the bus", "edges.alerts.MAX_QUEUED", "the oldest is dropped and counted"),
     ("connections to port 9190", "edges.http_server.MAX_CONNECTIONS", "the oldest of the busiest address is closed"),
     ("a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is refused"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import stat
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -17,7 +16,6 @@ import pytest
 from agent_shim.actions.tasks import (
     MAX_HELD,
     MAX_JOURNAL_BYTES,
-    MAX_MEMORY_OUTCOME_BYTES,
     MAX_WAITING_BYTES,
     Bounds,
     Tasks,
@@ -25,7 +23,6 @@ from agent_shim.actions.tasks import (
 from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, TaskNotFoundError
 from agent_shim.host import files
-from tests.support.waiting import until
 
 
 def failure(method: str, exc: BaseException) -> str:
@@ -34,7 +31,7 @@ def failure(method: str, exc: BaseException) -> str:
 
 @pytest.fixture
 async def tasks(tmp_path: Path) -> AsyncIterator[Tasks]:
-    lane = Tasks(tmp_path / "tasks.json", tmp_path / "outcomes", hold=0.05)
+    lane = Tasks(tmp_path / "tasks.json", hold=0.05)
     running = asyncio.ensure_future(lane.run(failure))
     yield lane
     running.cancel()
@@ -63,7 +60,7 @@ async def test_tasks_run_one_at_a_time_in_the_order_they_came(tasks: Tasks) -> N
 
 
 async def test_poll_returns_as_soon_as_the_task_ends(tmp_path: Path) -> None:
-    lane = Tasks(tmp_path / "tasks.json", tmp_path / "outcomes", hold=3600)
+    lane = Tasks(tmp_path / "tasks.json", hold=3600)
     running = asyncio.ensure_future(lane.run(failure))
     release = asyncio.Event()
     task = lane.submit("m", release.wait)
@@ -81,10 +78,10 @@ async def test_poll_is_not_held_beyond_its_time_or_its_release(tmp_path: Path) -
     async def never() -> None:
         await asyncio.Event().wait()
 
-    short = Tasks(tmp_path / "a", tmp_path / "outcomes", hold=0.01)
+    short = Tasks(tmp_path / "a", hold=0.01)
     assert (await short.poll(short.submit("m", never).id)).state == "running"
 
-    long = Tasks(tmp_path / "b", tmp_path / "outcomes", hold=3600)
+    long = Tasks(tmp_path / "b", hold=3600)
     task = long.submit("m", never)
     poll = asyncio.ensure_future(long.poll(task.id))
     await asyncio.sleep(0)
@@ -96,7 +93,7 @@ async def test_poll_is_not_held_beyond_its_time_or_its_release(tmp_path: Path) -
 
 async def test_few_polls_are_held_and_the_others_are_answered_at_once(tmp_path: Path) -> None:
     """Thousands of them took 70 MB and the room of other requests."""
-    lane = Tasks(tmp_path / "tasks.json", tmp_path / "outcomes", hold=3600)
+    lane = Tasks(tmp_path / "tasks.json", hold=3600)
     task = lane.submit("m", asyncio.Event().wait)
     polls = [asyncio.ensure_future(lane.poll(task.id)) for _ in range(MAX_HELD + 20)]
     async with asyncio.timeout(5):
@@ -131,65 +128,6 @@ async def test_arguments_of_a_task_are_not_remembered(tasks: Tasks) -> None:
     assert gone() is None
 
 
-async def test_large_outcome_lies_on_disk_where_only_root_reads_it(tasks: Tasks, tmp_path: Path) -> None:
-    """It can be asked for as often as any other, a failure too."""
-    value = {"stdout": "x" * MAX_MEMORY_OUTCOME_BYTES, "exit_code": 0}
-
-    async def work() -> Any:
-        return value
-
-    async def broken() -> None:
-        raise ActionError("y" * MAX_MEMORY_OUTCOME_BYTES)
-
-    large, failed = tasks.submit("run_errand", work), tasks.submit("compile_package", broken)
-    await ended(tasks, failed.id)
-
-    assert [await tasks.outcome(large) for _ in range(2)] == [value, value]
-    assert await tasks.outcome(failed) == f"compile_package: {'y' * MAX_MEMORY_OUTCOME_BYTES}"
-    kept = sorted((tmp_path / "outcomes").iterdir())
-    assert kept == sorted(tmp_path / "outcomes" / task.id for task in (large, failed))
-    assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
-    assert stat.S_IMODE((tmp_path / "outcomes").stat().st_mode) == 0o700
-
-
-async def test_large_outcome_goes_with_its_task_and_with_the_agent(tmp_path: Path) -> None:
-    outcomes = tmp_path / "outcomes"
-
-    async def work() -> str:
-        return "x" * MAX_MEMORY_OUTCOME_BYTES
-
-    lane = Tasks(tmp_path / "t", outcomes, bounds=Bounds(number=1))
-    running = asyncio.ensure_future(lane.run(failure))
-    for _ in range(2):
-        last = await ended(lane, lane.submit("m", work).id)
-    await until(lambda: [path.name for path in outcomes.iterdir()] == [last.id])
-    running.cancel()
-
-    await Tasks(tmp_path / "t", outcomes).resume({})
-
-    assert not outcomes.exists()
-
-
-async def test_outcome_stays_in_memory_when_the_disk_does_not_take_it(tmp_path: Path) -> None:
-    """A task with a removed file is an error, not the end of the lane."""
-    (tmp_path / "outcomes").write_text("in the way")
-
-    async def work() -> str:
-        return "x" * MAX_MEMORY_OUTCOME_BYTES
-
-    lane = Tasks(tmp_path / "t", tmp_path / "outcomes")
-    running = asyncio.ensure_future(lane.run(failure))
-    first = await ended(lane, lane.submit("m", work).id)
-    assert await lane.outcome(first) == "x" * MAX_MEMORY_OUTCOME_BYTES
-
-    (tmp_path / "outcomes").unlink()
-    second = await ended(lane, lane.submit("m", work).id)
-    (tmp_path / "outcomes" / second.id).unlink()
-    with pytest.raises(ActionError, match="^cannot read the outcome of task .*: No such file or directory$"):
-        await lane.outcome(second)
-    running.cancel()
-
-
 async def test_outcome_that_is_no_json_is_a_failure(tasks: Tasks) -> None:
     async def odd() -> object:
         return object()
@@ -201,7 +139,7 @@ async def test_outcome_that_is_no_json_is_a_failure(tasks: Tasks) -> None:
     await ended(tasks, second.id)
 
     assert first.state == "failed"
-    assert await tasks.outcome(second) == "odd: ?"
+    assert second.outcome == "odd: ?"
 
 
 async def test_progress_is_that_of_the_task_that_runs(tasks: Tasks) -> None:
@@ -223,12 +161,12 @@ def is_known(lane: Tasks, task_id: str) -> bool:
         return False
 
 
-async def test_results_are_bounded_by_number_and_age(tmp_path: Path) -> None:
-    async def work() -> int:
-        return 1
+async def test_results_are_bounded_by_number_size_and_age(tmp_path: Path) -> None:
+    async def work() -> str:
+        return "x" * 98
 
     async def made(bounds: Bounds) -> list[str]:
-        lane = Tasks(tmp_path / "t", tmp_path / "outcomes", bounds=bounds)
+        lane = Tasks(tmp_path / "t", bounds=bounds)
         running = asyncio.ensure_future(lane.run(failure))
         tasks = [lane.submit("m", work) for _ in range(5)]
         async with asyncio.timeout(5):
@@ -239,6 +177,8 @@ async def test_results_are_bounded_by_number_and_age(tmp_path: Path) -> None:
 
     assert len(await made(Bounds(number=2))) == 2
     assert len(await made(Bounds(age=-1))) == 0
+    assert len(await made(Bounds(size=350))) == 3
+    assert len(await made(Bounds(size=10))) == 1
     assert len(await made(Bounds())) == 5
 
 
@@ -248,7 +188,7 @@ async def test_persistent_task_goes_on_under_its_id_after_a_restart(tmp_path: Pa
     async def never() -> None:
         await asyncio.Event().wait()
 
-    old = await Tasks(journal, tmp_path / "outcomes").submit_persistent("update_settings", never, b"the request")
+    old = await Tasks(journal).submit_persistent("update_settings", never, b"the request")
     seen: list[bytes] = []
 
     def resumed(request: bytes) -> Any:
@@ -258,7 +198,7 @@ async def test_persistent_task_goes_on_under_its_id_after_a_restart(tmp_path: Pa
 
         return work
 
-    lane = Tasks(journal, tmp_path / "outcomes")
+    lane = Tasks(journal)
     await lane.resume({"update_settings": resumed})
     running = asyncio.ensure_future(lane.run(failure))
 
@@ -281,11 +221,11 @@ async def test_a_task_that_ends_its_agent_again_and_again_fails(tmp_path: Path) 
 
     first, second = [
         await lane.submit_persistent("update_settings", fatal(request), request)
-        for lane in [Tasks(journal, tmp_path / "outcomes")]
+        for lane in [Tasks(journal)]
         for request in (b"first", b"second")
     ]
     for number in (1, 2):
-        lane = Tasks(journal, tmp_path / "outcomes")
+        lane = Tasks(journal)
         await lane.resume({"update_settings": fatal})
         running = asyncio.ensure_future(lane.run(failure))
         async with asyncio.timeout(5):
@@ -314,7 +254,7 @@ async def test_writers_of_the_journal_do_not_overtake_each_other(
         write(*arguments, **options)
 
     monkeypatch.setattr(files, "write_atomic", delayed)
-    lane = Tasks(journal, tmp_path / "outcomes")
+    lane = Tasks(journal)
     made = await asyncio.gather(
         *(lane.submit_persistent("update_settings", asyncio.Event().wait, b"x") for _ in range(3))
     )
@@ -328,7 +268,7 @@ async def test_writers_of_the_journal_do_not_overtake_each_other(
 async def test_unreadable_file_means_no_tasks(tmp_path: Path, content: str) -> None:
     journal = tmp_path / "tasks.json"
     journal.write_text(content)
-    lane = Tasks(journal, tmp_path / "outcomes")
+    lane = Tasks(journal)
 
     await lane.resume({})
 
@@ -356,7 +296,7 @@ async def test_stored_task_whose_request_cannot_be_read_is_dropped(tmp_path: Pat
     def resumed(request: bytes) -> Any:
         raise wire.RequestError("no request")
 
-    lane = Tasks(journal, tmp_path / "outcomes")
+    lane = Tasks(journal)
     await lane.resume({"update_settings": resumed})
 
     assert lane.waiting == 0
