@@ -89,6 +89,9 @@ FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid
 UNSTEADY_STATES: Final = 4
 """Changes of the state of a process at rest."""
 
+DEATHS: Final = ("death", "port closed")
+"""Phases in which processes end."""
+
 Phases = dict[str, dict[str, Any]]
 
 ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
@@ -104,7 +107,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         "a process whose pidfile is emptied",
         lambda one: (
             (
-                (one.phase == "empty pidfile" or "Does not exist" in one.go_alerts)
+                (one.phase == "empty pidfile" or (one.phase not in DEATHS and "Does not exist" in one.go_alerts))
                 and one.what.endswith("SIGTERM")
                 and not one.go
             )
@@ -122,7 +125,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     ),
     (
         "other processes of a dead service",
-        lambda one: one.phase in ("death", "port closed") and one.what.endswith("SIGTERM") and not one.go,
+        lambda one: one.phase in DEATHS and one.what.endswith("SIGTERM") and not one.go,
     ),
     (
         "checks, starts and stops wait for each other",
