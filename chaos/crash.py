@@ -293,7 +293,7 @@ def _stands(pid: int) -> bool:
     return False
 
 
-@case("C-04", "SIGKILL of the supervisor, which is the agent; a job dies while there is none", is_long=True)
+@case("C-04", "SIGKILL of the agent; a job dies before the next agent starts", is_long=True)
 async def supervisor_killed(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(20)
@@ -314,10 +314,10 @@ async def supervisor_killed(stand: Stand) -> str:
     again = await until(lambda: stand.live().get(victim, pid) != pid, 10, "the job that died runs again")
     told = {one["name"]: one for one in (await asked(stand, "status"))["processes"]}
     expect(told[victim]["last_exit"] == "unknown", f"an invented exit: {told[victim]}")
-    return f"back after {back:.2f} s, the job {again:.2f} s later; how it ended is not made up; 19 of 20 untouched"
+    return f"back after {back:.2f} s, the job {again:.2f} s later; its exit is reported as unknown; 19 of 20 untouched"
 
 
-@case("C-05", "SIGTERM to process 1 with 20 jobs, one deaf and one that needs 8 s", is_long=True)
+@case("C-05", "SIGTERM to process 1 with 20 jobs; a job ignores TERM, another needs 8 s", is_long=True)
 async def container_ended(stand: Stand) -> str:
     stand.contain()
     await stand.boot()
@@ -343,7 +343,7 @@ async def container_ended(stand: Stand) -> str:
         await reaches(stand, name, "running", 10)
     wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
     expect(not wrong, f"not started exactly once more: {wrong}")
-    return f"over after {took:.1f} s with 1, as one had to be killed; 19 ended by themselves; all back in the next one"
+    return f"exit code 1 after {took:.1f} s: 1 job killed, 19 ended by themselves; the next agent starts all"
 
 
 def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:

@@ -329,7 +329,7 @@ while time.time() < ends_at:
 
 @case(
     "D-08",
-    "rotation of 5 000 logs, a huge one, and one that is written to meanwhile",
+    "rotation of 5 000 logs, a huge log, and a log in use",
     scale="1 of 50 GB",
     has_full=True,
     is_long=True,
@@ -370,8 +370,8 @@ async def rotation(stand: Stand) -> str:
     at_most(lost, 1000, "lines lost of a writer without a pause")
     archives = len(list(logs.glob("moving.log.*.gz")))
     expect(archives > 5, f"only {archives} archives of a log of 40 MB")
-    told = f"{archives} archives of one that is written to without a pause, {lost} lines lost, {window * 1000:.0f} ms"
-    return f"{took:.0f} s; of the huge one {total >> 21} MiB are kept; {told} at most"
+    told = f"{archives} archives of the log in use, {lost} lines lost, {window * 1000:.0f} ms"
+    return f"{took:.0f} s; {total >> 21} MiB of the huge log are kept; {told} at most"
 
 
 def _write_logs(logs: Path, big: int) -> None:

@@ -116,7 +116,7 @@ def _remove(group: Path) -> None:
 
 @case(
     "R-03",
-    "a job beyond its memory, a container beyond its own, one process killed or all",
+    "a job or a container beyond its memory, one process killed or all",
     scale="60 s of 30 to come back",
     guest=True,
 )
@@ -158,8 +158,8 @@ async def out_of_memory(stand: Stand) -> str:
     await stand.world.until_running()
     back = at_most(time.monotonic() - begun_at, 70, "seconds until everything runs")
     return (
-        f"told after {said:.1f} s of a limit of its own, {alone:.1f} s of the container's; "
-        f"after the end of all of it everything runs in {back:.1f} s"
+        f"reported after {said:.1f} s (limit of the job) and {alone:.1f} s (container); "
+        f"all runs {back:.1f} s after the end of the container"
     )
 
 
@@ -202,9 +202,7 @@ async def expired(stand: Stand) -> str:
 
         settings(authority.agent(AGENT))
         back = await stand.answers(CONNECTED + 8)
-    return (
-        f"a heartbeat {beat:.0f} s later, {attempts} attempts in 30 s; back {back:.1f} s after settings had a good one"
-    )
+    return f"a heartbeat {beat:.0f} s later, {attempts} attempts in 30 s; back {back:.1f} s after a valid certificate"
 
 
 def _log(stand: Stand) -> str:
@@ -293,9 +291,7 @@ def _suspended(name: str) -> Iterator[None]:
         _do("dmsetup", "resume", name)
 
 
-@case(
-    "N-15", "0.5 s late, more or less 0.3 s, packets lost, doubled, out of order", scale="2 % lost of 20 %", guest=True
-)
+@case("N-15", "0.5 s of delay, ± 0.3 s, packets lost, doubled, reordered", scale="2 % lost of 20 %", guest=True)
 async def bad_link(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(3)

@@ -85,7 +85,7 @@ async def flaps(stand: Stand) -> str:
     return f"{made} attempts in {seconds} s, back after {await stand.answers(CONNECTED):.1f} s"
 
 
-@case("N-05", "heavy work: 600 MB are applied and packed while pings go on", is_long=True)
+@case("N-05", "600 MB are applied and packed beside pings", is_long=True)
 async def heavy(stand: Stand) -> str:
     await stand.boot()
     # In threads: a blocked event loop would stop the proxy here, and agent and bus drop a silent link.
@@ -112,7 +112,7 @@ async def heavy(stand: Stand) -> str:
     return f"the longest ping took {longest * 1000:.0f} ms"
 
 
-@case("N-08", "bus credentials change by update_settings, and then to some that are no good", is_long=True)
+@case("N-08", "bus credentials change by update_settings, then to invalid ones", is_long=True)
 async def rotated(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(3)
@@ -133,7 +133,7 @@ async def rotated(stand: Stand) -> str:
     return f"5 changes, {longest:.2f} s at most until the answer over the new link; a bad one is refused"
 
 
-@case("N-09", "its user is removed from the server and given back", scale="20 s of 120", has_full=True, is_long=True)
+@case("N-09", "its user is removed from the server and restored", scale="20 s of 120", has_full=True, is_long=True)
 async def unknown(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(3)
@@ -144,7 +144,7 @@ async def unknown(stand: Stand) -> str:
     return f"back {await stand.answers(CONNECTED):.1f} s after it was known again"
 
 
-@case("N-13", "requests come twice, answers are asked for late and in another order")
+@case("N-13", "requests arrive twice, results are queried late and in another order")
 async def duplicates(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(1)
@@ -179,7 +179,7 @@ async def replies(stand: Stand) -> str:
     return f"{len(subjects)} kinds, the link stays"
 
 
-@case("N-11", "the server takes nothing any more while much is asked, twice", is_long=True)
+@case("N-11", "the server stops reading during a flood of requests, twice", is_long=True)
 async def full_window(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(50)
@@ -194,7 +194,7 @@ async def full_window(stand: Stand) -> str:
         stand.proxy.flow()
         await asyncio.gather(*asked, return_exceptions=True)
         took.append(await stand.answers(CONNECTED))
-    return f"back {max(took):.1f} s after it took again"
+    return f"back {max(took):.1f} s after it read again"
 
 
 class NameServer(asyncio.DatagramProtocol):
@@ -440,4 +440,4 @@ async def crowd(stand: Stand) -> str:
     most = max(bisect(tries, at + 1) - bisect_left(tries, at) for at in tries if at < OUTAGE - 1)
     expect(most <= 200, f"{most} of them tried within a second")
     expect(last <= 30, f"the last was back after {last:.1f} s")
-    return f"{most} of them try in a second at most; all back {last:.1f} s after the server"
+    return f"{most} of them at most try in a second; all back {last:.1f} s after the server"

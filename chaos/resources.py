@@ -37,7 +37,7 @@ async def descriptors(stand: Stand) -> str:
         resource.prlimit(stand.pid, resource.RLIMIT_NOFILE, (soft, hard))
     back = await stand.answers(5)
     await stand.world.director.run(AGENT, "fetch_logs", "job", [])
-    return f"{errors} errors of 20; {back:.2f} s after they were there again it answered"
+    return f"{errors} errors of 20; {back:.2f} s after they returned it answered"
 
 
 @case("R-05", "all processors are busy: 20 spinners a core", is_long=True)
@@ -83,7 +83,7 @@ def cgroup(controller: str) -> Iterator[Path]:
         place.rmdir()
 
 
-@case("R-02", "no further process may be made", is_long=True)
+@case("R-02", "no further process can start", is_long=True)
 async def no_forks(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(3)

@@ -206,7 +206,7 @@ async def lying_pidfiles(stand: Stand) -> str:
 
 @case(
     "S-05",
-    "numbers of processes used again between look and signal",
+    "pids reused between check and signal",
     scale="300 rounds of 10 000",
     has_full=True,
     is_long=True,
@@ -230,7 +230,7 @@ async def numbers_again(stand: Stand) -> str:
     told = json.loads(done.stdout)
     expect(told["signalled"] == [], f"strangers were signalled: {told['signalled'][:3]}")
     expect(told["taken"] > 0.8 * told["rounds"], f"only {told['taken']} numbers could be taken")
-    return f"{told['taken']} numbers taken by strangers, none of them signalled"
+    return f"{told['taken']} pids reused by strangers, none signalled"
 
 
 _STORM = """
@@ -285,7 +285,7 @@ while :; do sleep 0.2; done"""
     took = at_most(await stand.stop(), 45, "seconds until the answer to stop")
     left = commands("sleep 100003") + commands("sleep 100004")
     expect(left == 0, f"{left} processes of the job are left")
-    return f"nothing left {took:.1f} s after stop was asked for"
+    return f"nothing left {took:.1f} s after the stop"
 
 
 @case("S-08", "the stop program hangs, fails, or is missing", is_long=True)
@@ -309,7 +309,7 @@ async def bad_stops(stand: Stand) -> str:
     took = at_most(time.monotonic() - begun_at, 60, "seconds until all have ended")
     stand.told = {rf"^{name} .* Execution failed - alert, severity 1$": 1 for name in ("hangs", "fails", "missing")}
     expect(not stand.live(), f"still there: {stand.live()}")
-    return f"all gone {took:.1f} s after stop was asked for"
+    return f"all gone {took:.1f} s after the stop"
 
 
 @case("S-09", "the start program hangs, prints without end, leaves its output open", is_long=True)
@@ -424,7 +424,7 @@ async def racing(stand: Stand) -> str:
     return f"{races} races, each over after {longest:.2f} s at most, never two instances"
 
 
-@case("S-12", "a cycle of dependencies, one that is missing, a name twice, 500 checks")
+@case("S-12", "a cycle of dependencies, a missing one, a name twice, 500 checks")
 async def bad_files(stand: Stand) -> str:
     await stand.boot()
     jobs = {

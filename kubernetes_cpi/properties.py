@@ -131,10 +131,7 @@ class VmProperties(Strict, frozen=True):
     ] = "base"
     capabilities: Annotated[
         list[str],
-        doc(
-            "Linux capabilities beside those of the tiers `base` and `userns`: bosh-dns needs `NET_ADMIN` and "
-            "`SETFCAP`; refused with `restricted`."
-        ),
+        doc("Linux capabilities beside the tier's, `base` or `userns`: bosh-dns needs `NET_ADMIN` and `SETFCAP`."),
     ] = []
     cpu: Annotated[Cpus, doc("CPUs requested. 0: none.")] = 0
     cpu_limit: Annotated[Cpus, doc("CPUs at most. 0: no limit.")] = 0
@@ -163,7 +160,7 @@ class VmProperties(Strict, frozen=True):
     labels: Annotated[dict[str, str], doc("Labels of the pod.")] = {}
     annotations: Annotated[dict[str, str], doc("Annotations of the pod.")] = {}
     sysctls: Annotated[dict[str, str], doc("Sysctls of the pod.")] = {}
-    volumes: Annotated[list[Volume], doc("Volumes beside those of the CPI.")] = []
+    volumes: Annotated[list[Volume], doc("Volumes beside the CPI's.")] = []
     ports: Annotated[list[Port], doc("Ports of the pod, for `host_port`.")] = []
     services: Annotated[list[Service], doc("Services in front of the instance group.")] = []
     network_policy: Annotated[
