@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from agent_shim.cli import commands
 
 
 def tables() -> str:
-    """A section for each command, in the order of ``--help``."""
+    """A section for each command, in the order of ``--help``. The page says ``-b``, which most of them have."""
     return "\n".join(_section(name, parser) for name, parser in parsers().items())
 
 
 def _section(name: str, parser: argparse.ArgumentParser) -> str:
     found = arguments(parser)
     lines = [f"## {name}", "", f"`{usage(name, parser)}`", "", parser.description or "", ""]
-    if found:
-        lines += ["| argument | meaning | default |", "|---|---|---|", *map(_row, found), ""]
+    if rows := [_row(action) for action in found if "-b" not in action.option_strings]:
+        lines += ["| argument | meaning |", "|---|---|", *rows, ""]
     return "\n".join(lines)
 
 
@@ -60,7 +59,7 @@ def _value(action: argparse.Action) -> str:
 
 def _row(action: argparse.Action) -> str:
     names = ", ".join(_spellings(action))
-    return f"| {names} | {_cell(action.help or '')} | {_default(action)} |"
+    return f"| {names} | {_cell(action.help or '')}{_default(action)} |"
 
 
 def _spellings(action: argparse.Action) -> Iterator[str]:
@@ -69,10 +68,11 @@ def _spellings(action: argparse.Action) -> Iterator[str]:
 
 
 def _default(action: argparse.Action) -> str:
-    if action.default in (None, False, "", []) or action.required:
+    """Return the default of an argument, unless its help says it."""
+    if action.default in (None, False, "", []) or action.required or "default" in (action.help or ""):
         return ""
     shown = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
-    return f"`{shown}`" if not isinstance(action.default, Path) else f"`{action.default}`"
+    return f" (default: `{shown}`)"
 
 
 def _cell(text: str) -> str:
