@@ -1,4 +1,4 @@
-"""The tables of attacks in ``docs/security.md``: their form, and that modules, tests and cases in them exist."""
+"""The lists of attacks in ``docs/security.md``: their form, and that modules, tests and cases in them exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.structure.source import ROOT
 PLAYED = (crash, disks, messages, network, resources, supervision)
 """Importing them enters their cases."""
 
-HEADER = "| attacker | attack | defence | tests |"
 OPEN = "open: "
 
 ATTACKERS = frozenset(
@@ -59,7 +58,7 @@ ONCE_SUCCESSFUL = (
     "braces that stand for a billion patterns",
     "tens of thousands of addresses",
 )
-"""Attacks that this agent once did not withstand: none of them leaves the tables."""
+"""Attacks that this agent once did not withstand: none of them leaves the page."""
 
 NAMED_AIMS = (
     "hostile certificates",
@@ -84,19 +83,21 @@ class Row(NamedTuple):
         return self.tests.startswith(OPEN)
 
 
-def rows_of(page: str) -> list[list[str]]:
-    """The cells of each table that has HEADER."""
-    found = []
-    for table in page.split(HEADER + "\n")[1:]:
-        lines = table.partition("\n\n")[0].splitlines()
-        found += [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
-    return found
+def attacks_of(page: str) -> str:
+    """The part of the page with the attacks."""
+    return page.partition("\n## Attacks\n")[2].partition("\n## ")[0]
+
+
+def rows_of(attacks: str) -> list[list[str]]:
+    """Attackers, attack, defence and tests of each item: ``- **`NAME`** attack``, with defence and tests below it."""
+    items = re.findall(r"^- \*\*(.*)\*\* (.*)\n((?:  - .*\n)*)", attacks, re.MULTILINE)
+    return [[names, attack, *re.findall(r"^  - (.*)$", rest, re.MULTILINE)] for names, attack, rest in items]
 
 
 def complaints_of(cells: list[str]) -> list[str]:
     """Return the violations of the form of a row."""
     if len(cells) != len(Row._fields) or not all(cells):
-        return ["not four cells with something in each"]
+        return ["not attackers, attack, defence and tests"]
     row, found = Row(*cells), []
     if not quoted(row.attackers) or not set(quoted(row.attackers)) <= ATTACKERS:
         found.append("an unknown attacker")
@@ -121,30 +122,29 @@ def cases_in(text: str) -> set[str]:
 
 
 PAGE = (ROOT / "docs/security.md").read_text()
-CELLS = rows_of(PAGE)
+CELLS = rows_of(attacks_of(PAGE))
 ROWS = [Row(*cells) for cells in CELLS if not complaints_of(cells)]
 
 
 def test_rows_have_their_form() -> None:
     assert len(CELLS) > 100
-    attacks = PAGE.partition("\n## Attacks\n")[2].partition("\n## ")[0]
-    assert sum(line.startswith("| `") for line in attacks.splitlines()) == len(CELLS)
+    assert len(re.findall(r"^ *- ", attacks_of(PAGE), re.MULTILINE)) == 3 * len(CELLS)
     assert [(cells, found) for cells in CELLS if (found := complaints_of(cells))] == []
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("item", "complaint"),
     [
-        ("| `vcap` | a | b |", "not four cells with something in each"),
-        ("| `vcap` | a | | `test_x` |", "not four cells with something in each"),
-        ("| `stranger` | a | b | `test_x` |", "an unknown attacker"),
-        ("| `vcap` | a | b | nothing |", "neither a test nor a case, and not open"),
-        ("| `vcap` | a | b | open: |", "neither a test nor a case, and not open"),
-        ("| `vcap` | a | b | open: x |", "open without a reason"),
+        ("**`vcap`** a\n  - b", "not attackers, attack, defence and tests"),
+        ("**`vcap`** \n  - b\n  - `test_x`", "not attackers, attack, defence and tests"),
+        ("**`stranger`** a\n  - b\n  - `test_x`", "an unknown attacker"),
+        ("**`vcap`** a\n  - b\n  - nothing", "neither a test nor a case, and not open"),
+        ("**`vcap`** a\n  - b\n  - open:", "neither a test nor a case, and not open"),
+        ("**`vcap`** a\n  - b\n  - open: x", "open without a reason"),
     ],
 )
-def test_a_row_of_another_form_is_found(line: str, complaint: str) -> None:
-    (cells,) = rows_of(f"{HEADER}\n|---|---|---|---|\n{line}\n\n")
+def test_an_item_of_another_form_is_found(item: str, complaint: str) -> None:
+    (cells,) = rows_of(f"- {item}\n")
     assert complaint in complaints_of(cells)
 
 
@@ -176,5 +176,5 @@ def test_cases_of_attacks_exist() -> None:
 
 
 def test_every_fuzz_target_is_listed() -> None:
-    table = PAGE.partition("| target | reads |")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)` ", table, re.MULTILINE) == sorted(fuzz.TARGETS)
+    targets = PAGE.partition("**Targets**: ")[2].partition("\n\n")[0]
+    assert re.findall(r"`(\w+)`\s\(", targets) == sorted(fuzz.TARGETS)
