@@ -18,6 +18,7 @@ BEGIN: Final = "<!-- scorecard -->"
 END: Final = "<!-- /scorecard -->"
 OUTCOMES: Final = ("caught", "held", "did not run")
 """Columns of a general saboteur."""
+HELD: Final = "held"
 FULL: Final = "in full"
 """Start of the entry for a case that was played at full size."""
 
@@ -37,7 +38,9 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """The cell with the outcome."""
+        """The cell with the outcome: when the case held, or the verdict."""
+        if self.verdict == HELD and self.played:
+            return self.played
         return f"{self.verdict}, {self.played}" if self.played else self.verdict
 
     def beside(self, known: Row | None) -> Row:
@@ -67,7 +70,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         f"{len(rows)} cases: {count['held']} held, {count['not held']} not held, {count['not run']} not run.",
         "",
-        "| case | fault | outcome | figures | saboteur caught |",
+        "| case | fault | held | figures | saboteur caught |",
         "|---|---|---|---|---|",
     ]
     lines += [
@@ -84,7 +87,8 @@ def earlier(text: str) -> dict[str, Row]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 5 and cells[0] not in ("case", "---"):
             number, fault, outcome, figures, saboteur = cells
-            verdict, _, played = outcome.partition(", ")
+            is_date = not outcome.startswith((HELD, "not "))
+            verdict, _, played = (HELD, "", outcome) if is_date else outcome.partition(", ")
             rows[number] = Row(number, fault, verdict, figures, played, saboteur)
     return rows
 
