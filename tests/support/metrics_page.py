@@ -11,10 +11,10 @@ from prometheus_client.process_collector import ProcessCollector
 from agent_shim.edges.metrics import INSTANCE, Metrics, Readings
 
 LABELS: Final = {
-    "agent_shim_build": ("version", "python"),
+    "agent_shim_build": ("version", "revision", "python"),
     "agent_shim_stemcell": ("os", "version"),
     "agent_shim_instance": INSTANCE,
-    "agent_shim_process": ("process", "job"),
+    "agent_shim_process": ("process", "bosh_job"),
     "agent_shim_actions": ("method", "outcome"),
     "agent_shim_action_duration_seconds": ("method",),
 }

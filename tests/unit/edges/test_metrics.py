@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 from typing import Any
 
@@ -18,6 +19,7 @@ from agent_shim.edges.metrics import BusReading, DiskReading, Metrics, Readings
 from agent_shim.host.host_stats import CpuTimes, Memory
 from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.process_stats import ProcessInfo, ServiceInfo
+from tests.support import metrics_page
 
 
 def service(name: str, state: str = "running", pid: int = 12, mem_kb: int = 0, **members: Any) -> ServiceInfo:
@@ -92,6 +94,16 @@ def samples(page: bytes) -> dict[str, float]:
             assert key not in found
             found[key] = sample.value
     return found
+
+
+def test_the_page_of_metrics_has_the_labels_of_each_sample() -> None:
+    rows = re.findall(r"^\| `(agent_shim_\w+)` \| \w+([^|]*)\|", metrics_page.table(), re.MULTILINE)
+    labels = {name: set(re.findall(r"`(\w+)`", cell)) for name, cell in rows}
+    page = asyncio.run(Metrics(lambda: FULL).render()).decode()
+    shown = [sample for family in parse_text(page) for sample in family.samples if sample.name in labels]
+
+    assert len(shown) > 50
+    assert [sample for sample in shown if set(sample.labels) != labels[sample.name]] == []
 
 
 def test_what_is_read_is_shown() -> None:
