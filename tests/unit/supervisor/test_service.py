@@ -50,6 +50,15 @@ async def up(*services: Service) -> None:
         await service.has_left(frozenset(State) - {State.RUNNING})
 
 
+@contextlib.asynccontextmanager
+async def lived(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> AsyncIterator[Service]:
+    """Run a service that is up."""
+    service = service_on(machine, spec, **members)
+    async with running(service):
+        await up(service)
+        yield service
+
+
 def gaps(times: list[float], took: float = 0.0) -> list[float]:
     return [round(later - earlier - took, 3) for earlier, later in itertools.pairwise(times)]
 
@@ -74,10 +83,7 @@ async def test_restarts_wait_at_most_a_second_in_the_minute_after_a_request() ->
 
 @played
 async def test_the_first_restart_comes_at_once_and_each_next_after_twice_the_delay() -> None:
-    machine = Machine()
-    service = service_on(machine)
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine()):
         await asyncio.sleep(TIMING.eager)
         machine.how_starts = "not"
         died_at = asyncio.get_running_loop().time()
@@ -90,9 +96,7 @@ async def test_the_first_restart_comes_at_once_and_each_next_after_twice_the_del
 
 @played
 async def test_each_death_in_a_row_lengthens_the_delay() -> None:
-    service = service_on(machine := Machine())
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine()):
         for _ in range(4):
             machine.end()
             await asyncio.sleep(1.001)
@@ -103,9 +107,7 @@ async def test_each_death_in_a_row_lengthens_the_delay() -> None:
 @played
 async def test_a_passive_service_is_reported_and_left_alone() -> None:
     events: list[Event] = []
-    service = service_on(machine := Machine(), replace(SPEC, mode="passive"), notify=events.append)
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine(), replace(SPEC, mode="passive"), notify=events.append) as service:
         machine.end()
         await asyncio.sleep(30)
 
@@ -115,10 +117,7 @@ async def test_a_passive_service_is_reported_and_left_alone() -> None:
 
 @played
 async def test_a_long_life_resets_the_delay() -> None:
-    machine = Machine()
-    service = service_on(machine)
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine()):
         for _ in range(3):
             await asyncio.sleep(TIMING.backoff_limit + 1)
             machine.end()
@@ -128,10 +127,7 @@ async def test_a_long_life_resets_the_delay() -> None:
 
 @played
 async def test_a_restart_waits_for_the_cycles_of_the_file() -> None:
-    machine = Machine()
-    service = service_on(machine, replace(SPEC, absence_cycles=3))
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine(), replace(SPEC, absence_cycles=3)):
         machine.end()
         await asyncio.sleep(30)
 
@@ -168,10 +164,7 @@ async def test_the_time_of_the_next_start_is_known_while_one_is_due(is_restarted
 
 @played
 async def test_restarts_of_all_services_share_a_budget() -> None:
-    machine = Machine()
-    service = service_on(machine, restarts=TokenBucket(1, 1 / 100))
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine(), restarts=TokenBucket(1, 1 / 100)):
         for _ in range(2):
             await asyncio.sleep(TIMING.backoff_limit + 1)
             machine.end()
@@ -188,9 +181,7 @@ async def test_only_restarts_count_towards_a_limit(count: int, state: State) -> 
     """A start on request does not."""
     events: list[Event] = []
     spec = replace(SPEC, limits=(RestartLimit(count, 10, Action("unmonitor")),))
-    service = service_on(machine := Machine(), spec, notify=events.append)
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine(), spec, notify=events.append) as service:
         for _ in range(2):
             await asyncio.sleep(TIMING.cycle + 1)
             machine.end()
@@ -290,9 +281,7 @@ async def test_only_dependants_that_are_up_restart_with_a_service(
 
 @played
 async def test_an_exit_that_is_not_handled_yet_makes_the_service_failing() -> None:
-    service = service_on(machine := Machine())
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine()) as service:
         assert service.reported == "running"
         machine.end()
         assert service.reported == "failing"
@@ -304,9 +293,7 @@ async def test_an_exit_that_is_not_handled_yet_makes_the_service_failing() -> No
 @played
 async def test_complaints_end_with_the_process_unless_it_is_restarted(trigger: Trigger, are_kept: bool) -> None:
     """They stand over a restart until their checks pass."""
-    service = service_on(Machine())
-    async with running(service):
-        await up(service)
+    async with lived(Machine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.on(trigger)
         assert bool(service.complaints) is are_kept
@@ -314,9 +301,7 @@ async def test_complaints_end_with_the_process_unless_it_is_restarted(trigger: T
 
 @played
 async def test_complaints_end_with_the_rules_of_the_file() -> None:
-    service = service_on(Machine())
-    async with running(service):
-        await up(service)
+    async with lived(Machine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.take_spec(replace(SPEC, every=2))
         assert (list(service.complaints), service.spec.every) == ([0], 2)
@@ -325,16 +310,6 @@ async def test_complaints_end_with_the_rules_of_the_file() -> None:
 
 
 # --- requests and reactions -----------------------------------------------------------------------------------------
-
-
-@played
-async def test_each_change_is_saved() -> None:
-    changes: list[State] = []
-    service: Service = service_on(Machine(), changed=lambda: changes.append(service.state))
-    service.on(Trigger.START_ASKED)
-    service.on(Trigger.SETTLED)  # means nothing to it
-
-    assert changes == [State.STARTING]
 
 
 @pytest.mark.parametrize(
@@ -362,9 +337,7 @@ async def test_a_rule_restarts_a_service_that_has_the_programs(changes: dict[str
 async def test_a_program_that_cannot_run_is_reported(event: str) -> None:
     """The process is ended without its stop program."""
     events: list[Event] = []
-    service = service_on(machine := Machine(refuses=event), notify=events.append)
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine(refuses=event), notify=events.append) as service:
         await service.react(Action("exec", CTL), "Timeout", "too often")
         service.stop()
         await service.has_left(frozenset({State.STOPPING}))
@@ -378,9 +351,7 @@ async def test_a_program_that_cannot_run_is_reported(event: str) -> None:
 @pytest.mark.parametrize(("kind", "starts"), [("file", 2), ("process", 1)])
 @played
 async def test_the_action_start_runs_the_program_of_a_path_alone(kind: Literal["file", "process"], starts: int) -> None:
-    service = service_on(machine := Machine(), replace(SPEC, kind=kind))
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine(), replace(SPEC, kind=kind)) as service:
         process, machine.process = machine.process, None
         await service.react(Action("start"), "Timeout", "too often")
         machine.process = process
@@ -426,10 +397,10 @@ async def test_a_path_with_rules_is_starting_until_it_was_checked(is_checked: bo
 @played
 async def test_only_a_service_that_was_started_is_stopped_by_its_program(is_resumed: bool) -> None:
     """An earlier agent may have started it."""
-    for record, programs in ((Record(), 0), (Record(state=State.RUNNING), 1)):
+    for state, programs in ((State.STOPPED, 0), (State.RUNNING, 1), (State.UNMONITORED, 1)):
         service = service_on(machine := Machine(how_starts="not"))
         if is_resumed:
-            service.resume(record, same_world=True)
+            service.resume(Record(state=state), same_world=True)
         elif programs:
             service.start()
         async with running(service):
@@ -439,17 +410,6 @@ async def test_only_a_service_that_was_started_is_stopped_by_its_program(is_resu
                 await asyncio.sleep(3)
         assert service.state is State.STOPPED
         assert [event for _, event in machine.ran if event == "Stopped"] == ["Stopped"] * programs
-
-
-@played
-async def test_a_service_that_an_earlier_agent_left_unmonitored_is_stopped_by_its_program() -> None:
-    service = service_on(machine := Machine())
-    service.resume(Record(state=State.UNMONITORED), same_world=True)
-    async with running(service):
-        service.stop()
-        await asyncio.sleep(3)
-
-    assert (service.state, [event for _, event in machine.ran]) == (State.STOPPED, ["Stopped"])
 
 
 @played
@@ -536,9 +496,7 @@ async def test_orphans_of_any_job_may_be_of_a_service_without_a_cgroup(
     ask: str, is_in_cgroup: bool, request_: StopRequest, after: State
 ) -> None:
     """A stop of all jobs ends them later, and a restart leaves them."""
-    service = service_on(Machine(is_in_cgroup=is_in_cgroup, strays=[Left(8, 80, "orphan")]))
-    async with running(service):
-        await up(service)
+    async with lived(Machine(is_in_cgroup=is_in_cgroup, strays=[Left(8, 80, "orphan")])) as service:
         if ask == "stop":
             service.stop(request_)
         else:
@@ -552,9 +510,7 @@ async def test_orphans_of_any_job_may_be_of_a_service_without_a_cgroup(
 @played
 async def test_the_deadline_of_a_stop_holds_for_no_later_restart() -> None:
     """Its processes would be killed at once."""
-    service = service_on(machine := Machine())
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine()) as service:
         service.stop(StopRequest(by=asyncio.get_running_loop().time()))
         await asyncio.sleep(1)
         await up(service)
@@ -567,9 +523,7 @@ async def test_the_deadline_of_a_stop_holds_for_no_later_restart() -> None:
 @played
 async def test_a_stop_program_that_hangs_is_ended_before_a_start() -> None:
     """It would stop the new process."""
-    service = service_on(machine := Machine(how_stops="hangs"))
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine(how_stops="hangs")) as service:
         service.stop()
         await asyncio.sleep(1)
         service.take_spec(ProcessSpec(name="web", job="web", error="line 1"))
@@ -585,9 +539,7 @@ async def test_a_stop_program_that_hangs_is_ended_before_a_start() -> None:
 @played
 async def test_a_stop_program_that_hangs_is_told_and_ended_by_a_stop() -> None:
     events: list[Event] = []
-    service = service_on(machine := Machine(how_stops="hangs"), notify=events.append)
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine(how_stops="hangs"), notify=events.append) as service:
         process = machine.process
         assert process is not None
         service.stop()
@@ -603,9 +555,7 @@ async def test_a_stop_program_that_hangs_is_told_and_ended_by_a_stop() -> None:
 @played
 async def test_an_exit_in_the_same_turn_as_a_stop_is_not_reported() -> None:
     events: list[Event] = []
-    service = service_on(machine := Machine(), notify=events.append)
-    async with running(service):
-        await up(service)
+    async with lived(machine := Machine(), notify=events.append) as service:
         machine.end()
         service.stop()
         await asyncio.sleep(1)

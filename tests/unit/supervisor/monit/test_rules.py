@@ -49,58 +49,6 @@ def refusal(text: str, kind: str = "process") -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("does not exist", Missing()),
-        ("changed pid", PidChanged()),
-        ("cpu usage > 80%", Limit("cpu", ">", 80, percent=True)),
-        ("totalcpu is greater than 80 percent", Limit("totalcpu", ">", 80, percent=True)),
-        ("mem 500 mb", Limit("memory", "=", 500 * 2**20)),
-        ("memory lt 500", Limit("memory", "<", 500)),
-        ("totalmem >  11 %", Limit("totalmemory", ">", 11, percent=True)),
-        ("totalmem changed 1.5 kb", Limit("totalmemory", "!=", 1536)),
-        ("children != 4", Limit("children", "!=", 4)),
-        ("children ge 2", None),
-        ("cpu > 5 % mem > 6 % children > 7", Limit("children", ">", 7)),
-        ("failed port 80", Connection("localhost", 80)),
-        (
-            "failed host 10.0.0.1 port 80 type tcp with timeout 9 seconds",
-            Connection("10.0.0.1", 80, timeout=9),
-        ),
-        ("failed unixsocket /s", Connection(unixsocket="/s")),
-        ("failed unix '/s' protocol mysql", Connection(unixsocket="/s", protocol=Protocol("mysql"))),
-        ("failed port 1 proto http", Connection("localhost", 1, protocol=Protocol("http"))),
-        (
-            "failed port 1 protocol HTTP and request '/a?b=c d'",
-            Connection("localhost", 1, protocol=Protocol("http", "/a?b=c d")),
-        ),
-        (
-            'failed port 1 protocol http request "/" hostheader "h"',
-            Connection("localhost", 1, protocol=Protocol("http", "/", "h")),
-        ),
-        (
-            'failed port 1 send "a\\n" expect "^b" send "/c\\0x00"',
-            None,
-        ),
-        (
-            'failed port 1 send "a\\n" expect "^b" send "c\\0x00"',
-            Connection(
-                "localhost",
-                1,
-                protocol=Protocol("generic", dialogue=(("send", "a\n"), ("expect", "^b"), ("send", "c\\0x00"))),
-            ),
-        ),
-    ],
-)
-def test_of_a_process(text: str, expected: Test | None) -> None:
-    """Each test has one value; None is refused."""
-    if expected is None:
-        refusal(f"if {text} then alert")
-    else:
-        assert rule(f"if {text} then alert").test == expected
-
-
-@pytest.mark.parametrize(
     ("unit", "bytes_"),
     [
         ("", 1),
@@ -132,25 +80,6 @@ def test_protocols_without_options(protocol: str) -> None:
     test = rule(f"if failed port 1 protocol {protocol} then alert").test
 
     assert test == Connection("localhost", 1, protocol=Protocol(protocol), is_udp=protocol == "ntp3")
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "expected"),
-    [
-        ("filesystem", "SPACE usage > 80%", Limit("space", ">", 80, percent=True)),
-        ("filesystem", "space > 1.5 gb", Limit("space", ">", 1.5 * 2**30)),
-        ("filesystem", "inodes > 500", Limit("inode", ">", 500)),
-        ("filesystem", "inode > 90%", Limit("inode", ">", 90, percent=True)),
-        ("process", "space > 5 %", None),
-        ("filesystem", "cpu > 5 %", None),
-    ],
-)
-def test_of_other_checks(kind: str, text: str, expected: Test | None) -> None:
-    """Each kind of check has its own tests; None is refused."""
-    if expected is None:
-        refusal(f"if {text} then alert", kind)
-    else:
-        assert rule(f"if {text} then alert", kind).test == expected
 
 
 @pytest.mark.parametrize(
@@ -276,6 +205,56 @@ def test_tests_that_are_not_acted_on_are_listed(kind: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "expected"),
     [
+        ("process", "does not exist", Missing()),
+        ("process", "changed pid", PidChanged()),
+        ("process", "cpu usage > 80%", Limit("cpu", ">", 80, percent=True)),
+        ("process", "totalcpu is greater than 80 percent", Limit("totalcpu", ">", 80, percent=True)),
+        ("process", "mem 500 mb", Limit("memory", "=", 500 * 2**20)),
+        ("process", "memory lt 500", Limit("memory", "<", 500)),
+        ("process", "totalmem >  11 %", Limit("totalmemory", ">", 11, percent=True)),
+        ("process", "totalmem changed 1.5 kb", Limit("totalmemory", "!=", 1536)),
+        ("process", "children != 4", Limit("children", "!=", 4)),
+        ("process", "children ge 2", None),
+        ("process", "cpu > 5 % mem > 6 % children > 7", Limit("children", ">", 7)),
+        ("process", "failed port 80", Connection("localhost", 80)),
+        (
+            "process",
+            "failed host 10.0.0.1 port 80 type tcp with timeout 9 seconds",
+            Connection("10.0.0.1", 80, timeout=9),
+        ),
+        ("process", "failed unixsocket /s", Connection(unixsocket="/s")),
+        ("process", "failed unix '/s' protocol mysql", Connection(unixsocket="/s", protocol=Protocol("mysql"))),
+        ("process", "failed port 1 proto http", Connection("localhost", 1, protocol=Protocol("http"))),
+        (
+            "process",
+            "failed port 1 protocol HTTP and request '/a?b=c d'",
+            Connection("localhost", 1, protocol=Protocol("http", "/a?b=c d")),
+        ),
+        (
+            "process",
+            'failed port 1 protocol http request "/" hostheader "h"',
+            Connection("localhost", 1, protocol=Protocol("http", "/", "h")),
+        ),
+        (
+            "process",
+            'failed port 1 send "a\\n" expect "^b" send "/c\\0x00"',
+            None,
+        ),
+        (
+            "process",
+            'failed port 1 send "a\\n" expect "^b" send "c\\0x00"',
+            Connection(
+                "localhost",
+                1,
+                protocol=Protocol("generic", dialogue=(("send", "a\n"), ("expect", "^b"), ("send", "c\\0x00"))),
+            ),
+        ),
+        ("filesystem", "SPACE usage > 80%", Limit("space", ">", 80, percent=True)),
+        ("filesystem", "space > 1.5 gb", Limit("space", ">", 1.5 * 2**30)),
+        ("filesystem", "inodes > 500", Limit("inode", ">", 500)),
+        ("filesystem", "inode > 90%", Limit("inode", ">", 90, percent=True)),
+        ("process", "space > 5 %", None),
+        ("filesystem", "cpu > 5 %", None),
         ("file", "size > 2 GB", Limit("size", ">", 2 << 30)),
         ("file", "size = 5", Limit("size", "=", 5)),
         ("file", "timestamp > 5 minutes", Limit("timestamp", ">", 300)),

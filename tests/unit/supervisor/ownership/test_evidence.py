@@ -98,27 +98,6 @@ def members(
     return {pid for pid, _ in found.identities}
 
 
-@pytest.mark.parametrize(
-    ("text", "pid"),
-    [
-        ("50", 50),
-        ("50\n", 50),
-        (" \n 50 and more", 50),
-        ("", None),
-        ("0", None),
-        ("-5", None),
-        ("x50", None),
-        ("99999999999999", None),
-    ],
-)
-def test_pidfile_begins_with_a_number(tmp_path: Path, text: str, pid: int | None) -> None:
-    """Blanks before it and anything after it do no harm, as with monit."""
-    (tmp_path / "pid").write_text(text)
-    found = read(tmp_path / "pid")
-
-    assert (found.pid if found else None) == pid
-
-
 def test_pidfile_must_be_a_file(tmp_path: Path) -> None:
     """Nothing there, a directory, a fifo that would block or that has a number in it: no pidfile."""
     os.mkfifo(tmp_path / "fifo")
@@ -133,23 +112,6 @@ def test_pidfile_must_be_a_file(tmp_path: Path) -> None:
     assert read(tmp_path / "full") is None
     assert read(tmp_path / "link") is None
     os.close(pipe)
-
-
-def test_pidfile_written_again_is_fresh(tmp_path: Path) -> None:
-    """With another number, or the same at another time."""
-    path = tmp_path / "pid"
-    path.write_text("50\n")
-    os.utime(path, ns=(1, 1))
-    traces = ProcessRecord()
-    traces.begin((40, 900), read(path))
-    before = read(path)
-    path.write_text("50\n")
-    after = read(path)
-    assert before is not None
-    assert after is not None
-
-    assert not traces.is_fresh(before)
-    assert traces.is_fresh(after)
 
 
 @pytest.mark.parametrize(
@@ -180,33 +142,25 @@ def test_mark_decides(
         (stat(50, parent=US, start=999), 0, False),
         (stat(50, parent=1, start=1000), 0, False),
         (stat(50, parent=US, start=1000), USER, True),
+        (stat(50, parent=US, start=1000), 1000, True),
         (stat(50, parent=US, start=1000), USER + 1, False),
     ],
 )
 def test_orphan_in_a_new_pidfile_must_have_started_since(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], process: proc.Stat, owner: int, is_ours: bool
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+    monkeypatch: pytest.MonkeyPatch,
+    process: proc.Stat,
+    owner: int,
+    is_ours: bool,
 ) -> None:
     """Without any mark it must descend from us, and be one that the owner of the pidfile could signal."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     traces = ProcessRecord()
     traces.begin((40, 1000), OLD)
     kernel[50] = process, {}, ""
 
     assert own(process, traces, NEW._replace(owner=owner)) is is_ours
     assert not own(process, traces, OLD)
-
-
-@pytest.mark.parametrize(("owner", "is_ours"), [(0, True), (1000, True), (USER, True), (USER + 1, False)])
-def test_an_orphan_is_named_by_root_the_agent_or_its_own_user(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
-    monkeypatch: pytest.MonkeyPatch,
-    owner: int,
-    is_ours: bool,
-) -> None:
-    """Each of them could signal it."""
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    kernel[50] = stat(50, parent=US), {}, ""
-
-    assert own(kernel[50][0], ProcessRecord(begun=900, before=OLD), NEW._replace(owner=owner)) is is_ours
 
 
 def test_an_ancestor_may_have_one_of_the_first_numbers(
@@ -362,14 +316,6 @@ def test_members_are_all_that_belong() -> None:
     assert members(table, traces, marked, [(19, 999)], others) == {10, 11, 12, 13, 14, 15, 18}
 
 
-def test_number_of_a_session_used_again_is_another_session() -> None:
-    """Its leader started at another time."""
-    table = {10: stat(10, session=10, start=5000), 11: stat(11, session=10, start=5001)}
-    traces = ProcessRecord(sessions=[Session(10, 100)])
-
-    assert members(table, traces) == set()
-
-
 @pytest.mark.parametrize(
     ("session", "is_ours"),
     [
@@ -385,6 +331,8 @@ def test_session_whose_leader_is_gone(session: Session, is_ours: bool) -> None:
     traces = ProcessRecord(sessions=[session])
 
     assert members(table, traces) == ({11, 12} if is_ours else set())
+    table[10] = stat(10, session=10, start=5000)
+    assert members(table, ProcessRecord(sessions=[Session(10, 100)])) == set()
 
 
 def test_session_lasts_while_one_of_ours_is_in_it() -> None:
@@ -586,16 +534,6 @@ def test_a_session_is_seen_by_its_own_processes_alone(monkeypatch: pytest.Monkey
     traces.lives(30)
 
     assert [session.seen for session in traces.sessions] == [500, 200, 900]
-
-
-def test_the_last_session_of_a_daemon_is_recorded() -> None:
-    """It began after its pidfile was written; its workers are found by it. A guest's is not ours."""
-    traces, guest = ProcessRecord(known=(50, 1001)), ProcessRecord(known=(50, 1001), is_only_named=True)
-    traces.ended((50, 1001), 50, 1100)
-    guest.ended((50, 1001), 50, 1100)
-
-    assert traces.sessions == [Session(50, 1001, seen=1100, is_led=False)]
-    assert guest.sessions == []
 
 
 @pytest.mark.parametrize(
