@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import os
 import sys
 import time
@@ -446,9 +447,8 @@ def landing_page(readings: Readings, ready: tuple[bool, str]) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape a text for HTML: the standard library's module takes 0.2 MB for its table of names."""
-    shown = safetext.line(text)
-    return shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    """Escape a text for HTML."""
+    return html.escape(safetext.line(text))
 
 
 def listening(address: str, routes: Routes) -> AbstractAsyncContextManager[tuple[str, int] | None]:

@@ -78,10 +78,11 @@ def test_s8_message() -> None:
 
 
 def test_s8_ids_are_unique() -> None:
-    """The Health Monitor drops an alert whose id it knows."""
-    messages = [alert_of("a", "Timeout", "alert", "", [], 0) for _ in range(100)]
+    """The Health Monitor drops an alert whose id it knows. A title without addresses has no parenthesis."""
+    messages = [json.loads(alert_of("a", "Timeout", "alert", "", [], 0) or b"") for _ in range(100)]
 
-    assert len({json.loads(message or b"")["id"] for message in messages}) == 100
+    assert len({message["id"] for message in messages}) == 100
+    assert messages[0]["title"] == "a - Timeout - alert"
 
 
 class Bus:

@@ -208,6 +208,8 @@ async def test_no_link_is_counted() -> None:
 
         world.no_link = None
         await until(lambda: heart.sent >= 1)
+        assert heart.sent_at is not None
+        assert heart.sent_at >= world.beats[0][0]
 
 
 async def test_bug_in_the_message_is_no_end() -> None:
