@@ -208,8 +208,6 @@ async def test_no_link_is_counted() -> None:
 
         world.no_link = None
         await until(lambda: heart.sent >= 1)
-        assert heart.sent_at is not None
-        assert heart.sent_at >= world.beats[0][0]
 
 
 async def test_bug_in_the_message_is_no_end() -> None:
@@ -220,6 +218,7 @@ async def test_bug_in_the_message_is_no_end() -> None:
         await until(lambda: heart.failed >= 2)
         world.is_broken = False
         await until(lambda: heart.sent >= 1)
+        assert heart.sent_at is not None
 
 
 def test_s7_message() -> None:
