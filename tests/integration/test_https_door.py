@@ -82,15 +82,6 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
 # --- clients that go --------------------------------------------------------------------------------------------------
 
 
-async def test_held_poll_is_released_when_the_client_goes(bus: HttpsBus, agent: Agent) -> None:
-    async with Cli(bus.port).connected() as (_, writer):
-        writer.write(request("get_task"))
-        await agent.begun.wait()
-
-    async with asyncio.timeout(10):
-        assert await agent.ended.get() == "cancelled"
-
-
 async def test_what_was_begun_is_finished_when_the_client_goes(bus: HttpsBus, agent: Agent) -> None:
     async with Cli(bus.port).connected() as (_, writer):
         writer.write(request("start"))

@@ -28,7 +28,7 @@ import msgspec
 
 from agent_shim.bulk.protocol import checked_blob_id
 from agent_shim.bulk.workers import transfers
-from agent_shim.core import lean_imports, wire
+from agent_shim.core import lean_imports
 from agent_shim.core.errors import ActionError, BlobError, BusError
 from agent_shim.core.settings import Mbus
 from agent_shim.edges import accepting
@@ -277,7 +277,10 @@ class HttpsBus:
             chunks.clear()
             self.stats.received += 1
             self.stats.received_bytes += len(body)
-            answer = await self._handled(body)
+            answering = asyncio.ensure_future(self._handle(body))
+            self._answering.add(answering)
+            answering.add_done_callback(self._answering.discard)
+            answer = await asyncio.shield(answering)  # what has begun continues after a disconnect
             if answer is None:
                 self.stats.rejected += 1
                 return web.Response(status=500)
@@ -290,18 +293,6 @@ class HttpsBus:
             return web.Response(status=400)
         finally:
             self._kept_bytes -= size
-
-    async def _handled(self, body: bytes) -> tuple[str, bytes] | None:
-        """Answer a request. A started action continues after a disconnect; a mere poll is cancelled."""
-        answering = asyncio.ensure_future(self._handle(body))
-        self._answering.add(answering)
-        answering.add_done_callback(self._answering.discard)
-        try:
-            return await asyncio.shield(answering)
-        except asyncio.CancelledError:
-            if _only_waits(body):
-                answering.cancel()
-            raise
 
     async def _receive_blob(self, request: web.BaseRequest, blob_id: str) -> web.Response:
         """Store a blob, completely or not at all."""
@@ -389,14 +380,6 @@ class _Arrival(asyncio.Protocol):
         caller = transport.get_extra_info("socket").dup()
         transport.abort()
         self._hand_over(caller)
-
-
-def _only_waits(body: bytes) -> bool:
-    """True if a request can be cancelled without loss."""
-    try:
-        return wire.decode_request(body).method == "get_task"
-    except wire.RequestError:
-        return True
 
 
 class _TooLargeError(Exception):
