@@ -6,13 +6,11 @@ import asyncio
 import gzip
 import logging
 import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
 import pytest
-from prometheus_client.metrics_core import Metric
 
 from agent_shim.edges import http_server, metrics
 from agent_shim.edges.metrics import Metrics, Readings, Routes, listening
@@ -287,21 +285,6 @@ async def test_end_leaves_nothing() -> None:
     writer.close()
     async with listening(f"127.0.0.1:{where[1]}", answers) as again:
         assert again == where
-
-
-async def test_figures_of_processes_are_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 500 processes hold it for longer than a callback may."""
-    makers = set()
-
-    def made(_: Readings) -> Iterator[Metric]:
-        makers.add(threading.current_thread())
-        return iter(())
-
-    monkeypatch.setattr(metrics, "_of_processes", made)
-    await Metrics(Readings).render()
-
-    assert makers
-    assert threading.main_thread() not in makers
 
 
 async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
