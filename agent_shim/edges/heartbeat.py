@@ -56,11 +56,6 @@ class Heartbeat(Generic[V]):
     ) -> None:
         self.sent_at: float | None = None
         """Monotonic time of the last heartbeat sent."""
-        self.sent = 0
-        self.missed = 0
-        """Heartbeats skipped while disconnected."""
-        self.failed = 0
-        """Failures to measure the vitals or to build the message."""
         self._collect = collect
         self._compose = compose
         self._publish = publish
@@ -83,7 +78,11 @@ class Heartbeat(Generic[V]):
                     due += self._period * ((time.monotonic() - due) // self._period + 1)
                 self._now.clear()
                 await asyncio.wait({self._measure()}, timeout=self._collect_s)
-                await self._beat()
+                try:
+                    await self._publish(self._compose(self._vitals))
+                    self.sent_at = time.monotonic()
+                except BusError as exc:
+                    logger.debug("no heartbeat: %s", exc)
         finally:
             if self._measuring is not None:
                 self._measuring.cancel()
@@ -101,22 +100,4 @@ class Heartbeat(Generic[V]):
         if (exc := measuring.exception()) is None:
             self._vitals = measuring.result()
         else:
-            self.failed += 1
             logger.warning("cannot measure the vitals, sending the previous ones", exc_info=exc)
-
-    async def _beat(self) -> None:
-        """Send one in a task of its own, which contains any failure."""
-        sending = asyncio.create_task(self._send(), name="beat")
-        await asyncio.wait({sending})
-        exc = sending.exception()
-        if exc is None:
-            self.sent += 1
-            self.sent_at = time.monotonic()
-        elif isinstance(exc, BusError):
-            self.missed += 1
-        else:
-            self.failed += 1
-            logger.error("cannot build a heartbeat", exc_info=exc)
-
-    async def _send(self) -> None:
-        await self._publish(self._compose(self._vitals))
