@@ -248,8 +248,8 @@ MESSAGES: Final = (
         "M-01",
         "ends when a request cannot be read",
         "agent_shim/actions/dispatch.py",
-        "            self.rejected += 1\n",
-        "            self.rejected += 1\n            raise SystemExit(70)\n",
+        '            write_audit("", "dropped", time.monotonic(), error=exc)\n',
+        "            raise SystemExit(70) from exc\n",
         "I1|no pong|RpcTimeout|not within",
     ),
     Saboteur(

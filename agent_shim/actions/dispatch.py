@@ -131,7 +131,6 @@ class Dispatcher:
         self._agent = agent
         self._tasks = tasks
         self._on_done = on_done
-        self.rejected = 0
         self.refusing = ""
         """Reason to refuse actions that change the instance; empty while they are accepted."""
 
@@ -140,7 +139,6 @@ class Dispatcher:
         try:
             request = wire.decode_request(data)
         except wire.RequestError as exc:
-            self.rejected += 1
             write_audit("", "dropped", time.monotonic(), error=exc)
             return None
         return request.reply_to, await self.reply(request, data, limit=limit)
