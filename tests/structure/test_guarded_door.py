@@ -261,7 +261,6 @@ RAW: Mapping[str, Raw] = {
     "supervisor.ownership.process_finder": Raw(PROBE, frozenset({"ProcessFinder.look_at_path"})),
     "supervisor.ctl_programs": Raw(SCRATCH, frozenset({"Programs.trim", "_cut", "Programs.printed"})),
     "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state"})),
-    "actions.tasks": Raw(SCRATCH, frozenset({"Tasks.outcome"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
     "bulk.install": Raw(SCRATCH, frozenset({"_newest", "finish"})),
