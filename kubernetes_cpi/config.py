@@ -134,7 +134,7 @@ class Config(Strict, frozen=True):
     disks: Annotated[Disks, doc("Persistent disks.")] = Disks()
     networks: Annotated[Networks, doc("Defaults of networks.")] = Networks()
     stemcells: Annotated[Stemcells, doc("Images.")] = Stemcells()
-    vms: Annotated[dict[str, Any], doc("Defaults for the cloud properties of VMs, the next table.")] = {}
+    vms: Annotated[dict[str, Any], doc("Defaults for the cloud properties of VMs, the next list.")] = {}
     timeouts: Annotated[Timeouts, doc("Bounds in seconds.")] = Timeouts()
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""``python -m kubernetes_cpi.reference`` prints the property tables of docs/cpi.md, generated from the types."""
+"""``python -m kubernetes_cpi.reference`` prints the lists of properties of docs/cpi.md, generated from the types."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _PORT: Final = "ports[]."
 
 
 def tables() -> str:
-    """Return all tables as Markdown."""
+    """Return all lists as Markdown."""
     return "\n".join(f"### {title}\n\n{table(struct)}" for title, struct in TABLES.items())
 
 
 def table(struct: type[msgspec.Struct]) -> str:
-    """Return one table as Markdown: key, type with default, meaning. Keys of a port are in the table of VMs only."""
-    lines = ["| key | type (default) | meaning |", "|---|---|---|"]
+    """Return one list as Markdown: key, type and default, meaning. Keys of a port are in the list of VMs only."""
+    lines = []
     for key, kind, default, text in schema.rows(struct):
         if _PORT not in key or (struct is VmProperties and key.startswith(_PORT)):
-            lines.append(f"| `{key}` | {f'{kind} ({default})' if default else kind} | {text} |")
+            lines.append(f"- `{key}` [{kind}{f' ({default})' if default else ''}] {text}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The commands of ``agent-shim`` with their options, as tables for docs/commands.md."""
+"""The commands of ``agent-shim`` with their options, as lists for docs/commands.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _section(name: str, parser: argparse.ArgumentParser) -> str:
     found = arguments(parser)
     lines = [f"## {name}", "", f"`{usage(name, parser)}`", "", parser.description or "", ""]
     if rows := [_row(action) for action in found if "-b" not in action.option_strings]:
-        lines += ["| argument | meaning |", "|---|---|", *rows, ""]
+        lines += [*rows, ""]
     return "\n".join(lines)
 
 
@@ -59,12 +59,12 @@ def _value(action: argparse.Action) -> str:
 
 def _row(action: argparse.Action) -> str:
     names = ", ".join(_spellings(action))
-    return f"| {names} | {_cell(action.help or '')}{_default(action)} |"
+    return f"- {names} {' '.join((action.help or '').split())}{_default(action)}"
 
 
 def _spellings(action: argparse.Action) -> Iterator[str]:
     for option in action.option_strings or [""]:
-        yield f"`{_cell(' '.join(filter(None, [option, _value(action)])))}`"
+        yield f"`{' '.join(filter(None, [option, _value(action)]))}`"
 
 
 def _default(action: argparse.Action) -> str:
@@ -73,7 +73,3 @@ def _default(action: argparse.Action) -> str:
         return ""
     shown = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
     return f" (default: `{shown}`)"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
