@@ -1,7 +1,7 @@
 """``./dev run python -m benchmarks.side_by_side``: the same 20 jobs under this supervisor and under Debian's monit.
 
 Each supervisor runs in its own pid namespace (needs root), at the same time, for three minutes: all jobs are started,
-some are killed, one grows, one falls silent, all are stopped. Prints the table of docs/supervision.md.
+some are killed, one grows, one falls silent, all are stopped. Prints a table; docs/supervision.md tells the outcome.
 """
 
 from __future__ import annotations
