@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Self
+from typing import Any, BinaryIO, Final
 
 import msgspec
 from isal import igzip, isal_zlib
@@ -132,24 +132,40 @@ def _place(tree: _Tree, member: tarfile.TarInfo, path: str, data: Iterator[bytes
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-class _Header(tarfile.TarInfo):
-    """A header whose defects are errors; ``tarfile`` takes a broken one after the first for the end of the archive."""
+class _Blocks:
+    """The stream from which ``tarfile`` reads headers; a defective one is an error.
 
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+    ``tarfile`` takes most defects after the first header for the end of the archive. Its methods are not overridden:
+    which of them it calls for a header differs between security updates of one Python.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._is_header = True
+        self.is_at_end = False
+        self.tell, self.seek = stream.tell, stream.seek
+
+    def read(self, size: int) -> bytes:
+        data: bytes = self._stream.read(size)
+        if not self._is_header:
+            self._is_header = True  # it was the data of an extended header, which follow at once
+        elif size == tarfile.BLOCKSIZE:
+            self._check(data)
+        return data
+
+    def _check(self, block: bytes) -> None:
+        self.is_at_end = not block.strip(b"\0")
+        if self.is_at_end:
+            return
         try:
-            found = super().frombuf(buf, encoding, errors)
+            found = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as exc:
-            if not buf.strip(b"\0"):
-                raise  # the end
             raise ArchiveError(f"{exc}") from exc
         if not 0 <= found.size <= MAX_BYTES:
             raise ArchiveError(f"{_quoted(found.name)}: its size is {found.size}")
-        if found.type in EXTENDED and found.size > MAX_HEADER_BYTES:
+        self._is_header = found.type not in EXTENDED
+        if not self._is_header and found.size > MAX_HEADER_BYTES:
             raise ArchiveError(f"{_quoted(found.name)}: its header has {found.size} bytes")
-        if found.type == tarfile.REGTYPE and found.name.endswith("/"):
-            found.type = tarfile.DIRTYPE  # ``tarfile`` does this for the oldest type of header only
-        return found
 
 
 def entries(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
@@ -166,7 +182,8 @@ def entries(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[b
 def _members(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
     give_up_at = time.monotonic() + TIMEOUT_S
     stream: Any = igzip.IGzipFile(fileobj=source) if is_gzip(source) else source  # type: ignore[no-untyped-call]
-    tar = tarfile.TarFile(fileobj=stream, tarinfo=_Header, encoding="utf-8", errors="surrogateescape")
+    blocks: Any = _Blocks(stream)
+    tar = tarfile.TarFile(fileobj=blocks, encoding="utf-8", errors="surrogateescape")
     count = end = 0
     while (member := tar.next()) is not None:
         tar.members = []  # type: ignore[attr-defined]  # it would keep all headers
@@ -182,8 +199,12 @@ def _members(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[
         end = tar.offset
         if member.issparse():
             raise ArchiveError(f"{_quoted(member.name)}: it is stored as a file with holes")
+        if member.type == tarfile.REGTYPE and member.name.endswith("/"):
+            member.type = tarfile.DIRTYPE  # ``tarfile`` does this for the oldest type of header only
         if member.type != LABEL:
             yield member, _normalized(member.name), _data(stream, member)
+    if not blocks.is_at_end:
+        raise ArchiveError("a header in its middle is defective")
     while stream.read(CHUNK_BYTES):
         pass  # the check of gzip follows the last byte
 

@@ -309,7 +309,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "too large": (member("a", os.urandom(70_000)), "it is too large when unpacked"),
     "large only in its header": (member("a", size=2**40), "'a': its size is 1099511627776"),
     "negative size": (with_size(-512), "its size is -512"),
-    "negative size by pax": (pax(record("size", "-1024")) + member("a"), "'a': its size is negative"),
+    "negative size by pax": (member("b") + pax(record("size", "-1024")) + member("a"), "cannot unpack the archive"),
     "endless extended header": (pax(b"0 path=a\n") + member("a"), "invalid header"),
     "negative long name": (with_size(-512, tarfile.GNUTYPE_LONGNAME) + member("a"), "'a': its size is -512"),
     "negative extended header": (with_size(-512, tarfile.XHDTYPE) + member("a"), "'a': its size is -512"),
