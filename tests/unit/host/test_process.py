@@ -132,10 +132,11 @@ async def test_members_are_found_without_a_further_thread(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(process, "KILL_TIMEOUT_S", 0.0)
     monkeypatch.setattr(proc, "stat", lambda _: None)
     monkeypatch.setattr(proc, "table", lambda: {7: member(7, 1000)})
 
-    await leader.terminate(1.0)
+    await leader.terminate(0.0)
 
     assert "process 7" in sent
 
