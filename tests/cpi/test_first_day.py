@@ -73,14 +73,11 @@ def test_agent_that_the_director_has_not_admitted_yet_is_a_good_one(cpi: Cpi, cl
     assert cpi.create_vm() == VM
 
 
-def test_log_that_cannot_be_read_is_no_failure(cpi: Cpi, server: Server) -> None:
-    server.fail(f"GET pods/{VM}", times=9, status=403, message="pods/log is forbidden")
-
-    assert cpi.create_vm() == VM
-
-
-def test_log_without_a_bus_is_no_failure(cpi: Cpi, cluster: Cluster) -> None:
+@pytest.mark.parametrize("is_read", [False, True])
+def test_log_without_a_bus_is_no_failure(cpi: Cpi, cluster: Cluster, server: Server, is_read: bool) -> None:
     cluster.logs = lambda _: "started\n"
+    if not is_read:
+        server.fail(f"GET pods/{VM}", times=9, status=403, message="pods/log is forbidden")
 
     assert cpi.create_vm() == VM
 
@@ -160,6 +157,8 @@ def test_volume_that_no_provisioner_makes_has_a_bound_of_its_own(cpi: Cpi, clust
         ({"phase": "Failed", "reason": "SysctlForbidden", "message": "not allowed"}, "SysctlForbidden", False),
         ({"phase": "Failed", "reason": "OutOfcpu", "message": "no"}, "OutOfcpu", True),
         (waiting("ImageInspectError", "no"), "ImageInspectError", False),
+        (waiting("ErrImagePull", 'pull of "x": not found'), "cannot start: ErrImagePull.*not found", False),
+        (waiting("ErrImagePull", "dial tcp 192.0.2.1:443: i/o timeout"), "i/o timeout", True),
         (waiting("CreateContainerError", "context deadline exceeded"), "CreateContainerError: context", True),
     ],
 )
@@ -182,14 +181,15 @@ def test_container_that_ends_may_be_tried_again_unless_its_configuration_is_wron
     cpi: Cpi, cluster: Cluster, code: int, is_passing: bool
 ) -> None:
     """Two starts within the first back-off of the kubelet were one failure for good."""
-    ended = {"terminated": {"exitCode": code, "message": "agent-shim: no"}}
+    ended = {"terminated": {"exitCode": code, "message": "agent-shim: cannot read settings"}}
     status = {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
     cluster.pod_status = lambda _: {"phase": "Running", "containerStatuses": [status]}
 
-    with pytest.raises(CpiFailedError, match=f"exit code {code}") as failed:
+    with pytest.raises(CpiFailedError, match=f"exit code {code}: agent-shim: cannot read settings") as failed:
         cpi.create_vm()
 
     assert failed.value.ok_to_retry is is_passing
+    assert cluster.snapshot() == {}
 
 
 def test_slow_start_is_reported_with_its_events(

@@ -45,19 +45,27 @@ DISK_CALLS: list[tuple[str, list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "more"), VM_CALLS, ids=lambda value: value if isinstance(value, str) else "")
-@pytest.mark.parametrize("plural", ["pods", "secrets"])
-def test_object_that_is_no_vm_is_not_found(
-    cpi: Cpi, cluster: Cluster, plural: str, method: str, more: list[Any]
+@pytest.mark.parametrize(
+    ("plural", "kind", "calls"),
+    [
+        ("pods", "VM", VM_CALLS),
+        ("secrets", "VM", VM_CALLS),
+        ("persistentvolumeclaims", "Disk", DISK_CALLS),
+    ],
+)
+def test_object_of_another_program_is_not_found(
+    cpi: Cpi, cluster: Cluster, plural: str, kind: str, calls: list[tuple[str, list[Any]]]
 ) -> None:
     """The token of the CPI itself is a Secret of the namespace."""
-    make(cluster, plural, "bosh-cpi-token", POD if plural == "pods" else None)
-    make(cluster, "persistentvolumeclaims", "data-bosh-cpi-token", CLAIM)
+    specs: dict[str, Object] = {"pods": POD, "persistentvolumeclaims": CLAIM}
+    make(cluster, plural, "others", specs.get(plural))
+    make(cluster, "persistentvolumeclaims", "data-others", CLAIM)
     before = cluster.snapshot()
 
-    cpi.refused("VMNotFound", method, "bosh-cpi-token", *more)
+    for method, more in calls:
+        cpi.refused(f"{kind}NotFound", method, "others", *more)
     assert cluster.snapshot() == before
-    assert cpi("has_vm", "bosh-cpi-token") is False
+    assert cpi(f"has_{kind.lower()}", "others") is False
 
 
 def test_claim_of_another_program_with_the_name_of_data_stays(cpi: Cpi, cluster: Cluster) -> None:
@@ -68,16 +76,6 @@ def test_claim_of_another_program_with_the_name_of_data_stays(cpi: Cpi, cluster:
     cpi("delete_vm", "postgres-0")
 
     assert cluster.snapshot() == before
-
-
-@pytest.mark.parametrize(("method", "more"), DISK_CALLS, ids=lambda value: value if isinstance(value, str) else "")
-def test_claim_that_is_no_disk_is_not_found(cpi: Cpi, cluster: Cluster, method: str, more: list[Any]) -> None:
-    make(cluster, "persistentvolumeclaims", "postgres", CLAIM)
-    before = cluster.snapshot()
-
-    cpi.refused("DiskNotFound", method, "postgres", *more)
-    assert cluster.snapshot() == before
-    assert cpi("has_disk", "postgres") is False
 
 
 def test_claim_becomes_a_disk_by_its_labels(cpi: Cpi, cluster: Cluster) -> None:

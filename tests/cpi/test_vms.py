@@ -55,36 +55,6 @@ def test_pod_is_ready_without_a_bus(cpi: Cpi, cluster: Cluster) -> None:
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz?level=boot"
 
 
-ENDED = {"terminated": {"exitCode": 78, "message": "agent-shim: cannot read settings"}}
-CRASHING = {"restartCount": 3, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ENDED}
-
-
-@pytest.mark.parametrize(
-    ("status", "why", "again"),
-    [
-        (waiting("ErrImagePull", 'pull of "x": not found'), "cannot start: ErrImagePull.*not found", False),
-        (waiting("ErrImagePull", "dial tcp 192.0.2.1:443: i/o timeout"), "i/o timeout", True),
-        (unscheduled("0/3 nodes are available: 3 Insufficient memory."), "Insufficient memory", None),
-        (
-            {"phase": "Running", "containerStatuses": [CRASHING]},
-            "exit code 78: agent-shim: cannot read settings",
-            None,
-        ),
-    ],
-)
-def test_pod_that_does_not_start_leaves_nothing(
-    cpi: Cpi, cluster: Cluster, status: Object, why: str, again: bool | None
-) -> None:
-    cluster.pod_status = lambda _: status
-
-    with pytest.raises(CpiFailedError, match=why) as failed:
-        cpi.create_vm()
-
-    assert failed.value.type == "VMCreationFailed"
-    assert failed.value.ok_to_retry is again or again is None
-    assert cluster.snapshot() == {}
-
-
 @pytest.mark.parametrize(
     "message", ['1 persistentvolumeclaim "data-x" not found.', "1 pod has unbound immediate PersistentVolumeClaims."]
 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
-from agent_shim_demo.release import archive
+from agent_shim.core.paths import Paths
 from benchmarks.world import AGENT, World
+from tests.support import jobs
 
 WATCH = (5.0, 15.0)
 """``canary_watch_time: 5000-15000``."""
@@ -37,19 +39,10 @@ async def wait_until_running(instance: World) -> int:
     return looks
 
 
-def canary(instance: World, lasts: str) -> dict[str, object]:
+def canary(instance: World, lasts: str) -> dict[str, Any]:
     """A spec of one job whose process ends after some time."""
-    run = instance.base / "data/sys/run/job0"
-    files: dict[str, str | bytes] = {
-        "job0/monit": f"""
-            check process job0 with pidfile {run}/job0.pid
-              start program "{instance.base}/jobs/job0/bin/ctl"
-              stop program "/bin/sh -c 'kill $(cat {run}/job0.pid)'"
-              group vcap
-        """,
-        "job0/bin/ctl": f"#!/bin/sh\nmkdir -p {run}\necho $$ >{run}/job0.pid\nexec sleep {lasts}\n",
-    }
-    return {**instance.spec(1, 0), "rendered_templates_archive": instance.blob("canary", archive(files))}
+    process = jobs.process(Paths(instance.base), "job0", f"echo $$ >$pidfile; exec sleep {lasts}")
+    return jobs.spec(instance.store, {"job0": process})
 
 
 @pytest.mark.slow

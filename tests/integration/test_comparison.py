@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -66,41 +65,3 @@ def test_templates_are_rendered_as_a_director_does(tmp_path: Path, template: str
 
 def test_values_come_before_defaults(tmp_path: Path) -> None:
     assert rendered(tmp_path, "<%= p('web.port') %>", {"web": {"web": {"port": 1}}}).files["config/web"] == "1"
-
-
-def test_what_has_no_default_is_guessed_and_named(tmp_path: Path) -> None:
-    template = (
-        "<%= p('web.name') %> <%= p('web.certs') %> <%= p('web.databases').find { |d| d['tag'] == 'cc' }['name'] %>"
-    )
-    job = rendered(tmp_path, template)
-
-    assert job.files["config/web"] == "shown PEM cc"
-    assert set(job.guessed) == {"web.name", "web.certs", "web.databases"}
-
-
-def test_a_template_that_raises_is_an_error_with_its_line(tmp_path: Path) -> None:
-    job = rendered(tmp_path, "\n<% raise 'this release needs more' %>")
-
-    assert job.files == {}
-    assert job.error == "templates/web.erb:2: this release needs more"
-
-
-def test_links_of_a_git_directory_are_followed(tmp_path: Path) -> None:
-    rendered(tmp_path, "shared")
-    (tmp_path / "common").mkdir()
-    (tmp_path / "common/shared.erb").write_text("from common")
-    (tmp_path / "jobs/web/templates/shared").symlink_to("../../../common")
-    spec = SPEC.replace("web.erb: config/web", "shared/shared.erb: config/web")
-    (tmp_path / "jobs/web/spec").write_text(spec)
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
-        subprocess.run([*git, *command], check=True)
-    for place in (tmp_path, tmp_path / ".git"):
-        job = next(job for job in Checkout(place).jobs({}, "PEM") if job.name == "web")
-        assert job.files["config/web"] == "from common"
-
-
-def test_an_optional_link_is_there_for_a_template_that_needs_it(tmp_path: Path) -> None:
-    template = "<% if_link('cache') { |one| @found = one.address } %><% raise 'needs it' unless @found %><%= @found %>"
-
-    assert rendered(tmp_path, template).files["config/web"] == ADDRESS

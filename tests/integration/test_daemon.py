@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from agent_shim.core.paths import Paths
 from agent_shim.host import files, process
 from agent_shim_demo.director import Director, HealthMonitor
 from agent_shim_demo.pki import HEALTH_MONITOR
@@ -199,22 +200,13 @@ def told_of(node_id: str, job_state: str) -> Callable[[Any], bool]:
     return lambda body: (body["node_id"], body["job_state"]) == (node_id, job_state)
 
 
+DEAF = "trap '' TERM; echo $$ >$pidfile; while :; do sleep 0.1; done"
+
+
 async def test_an_agent_whose_orderly_stop_was_not_clean_ends_with_1(instance: World) -> None:
     await instance.start_agent()
-    pidfile = instance.base / "data/sys/run/deaf/deaf.pid"
-    ctl = f"""#!/bin/sh
-[ $1 = stop ] && exit
-trap '' TERM
-echo $$ >{pidfile}
-while :; do sleep 0.1; done
-"""
-    program = f"{instance.base}/jobs/deaf/bin/ctl"
-    monit = f"""check process deaf with pidfile {pidfile}
-  start program "{program} start"
-  stop program "{program} stop"
-  group vcap
-"""
-    await instance.deploy(1, more={"deaf": {"monit": monit, "bin/ctl": ctl}})
+    deaf = jobs.process(Paths(instance.base), "deaf", DEAF, "exit")
+    await instance.deploy(more={"deaf": deaf})
 
     code, said = await instance.execute("drain", "--timeout", "2")
     assert (code, said.startswith("not clean: ")) == (1, True)

@@ -448,7 +448,7 @@ async def test_handler_that_breaks_is_500(bus: HttpsBus, caplog: pytest.LogCaptu
     assert await cli.value("ping") == "ping"
 
 
-async def test_client_that_waits_for_100_continue_is_reported_to_go_on(bus: HttpsBus) -> None:
+async def test_a_client_that_waits_for_100_continue_gets_it(bus: HttpsBus) -> None:
     async with Cli(bus.port).connected() as (reader, writer), asyncio.timeout(10):
         writer.write(head("PUT", dav_path("one"), 3, basic(), Expect="100-continue"))
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"

@@ -13,60 +13,26 @@ from typing import Any
 
 import pytest
 
+from agent_shim.core.paths import Paths
 from agent_shim.host import files, process
 from agent_shim_demo.director import RpcTimeoutError
-from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, COMMAND, NETWORKS, World
+from tests.support import jobs
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 30.0
+LASTS = "echo $$ >$pidfile; exec sleep 100000"
 
 
 def job(instance: World, name: str, pre_start: str = "") -> dict[str, str | bytes]:
     """A job of one process; it and its pre-start write their names to one log on the volume that stays."""
-    paths = {"base": instance.base, "job": name, "log": instance.base / "data/events"}
-    script = """#!/bin/sh
-case $1 in
-start) echo {job} >>{log}; echo $$ >{base}/data/sys/run/{job}/{job}.pid; exec sleep 100000 ;;
-stop) kill $(cat {base}/data/sys/run/{job}/{job}.pid) ;;
-esac
-"""
-    monit = """check process {job}
-  with pidfile {base}/data/sys/run/{job}/{job}.pid
-  start program "{base}/jobs/{job}/bin/ctl start"
-  stop program "{base}/jobs/{job}/bin/ctl stop"
-  group vcap
-"""
-    made: dict[str, str | bytes] = {"monit": monit.format(**paths), "bin/ctl": script.format(**paths)}
+    log = instance.base / "data/events"
+    made: dict[str, str | bytes] = {**jobs.process(Paths(instance.base), name, f"echo {name} >>{log}; {LASTS}")}
     if pre_start:
-        made["bin/pre-start"] = f"#!/bin/sh\necho 'pre-start {name}' >>{paths['log']}\n{pre_start}\n"
+        made["bin/pre-start"] = f"#!/bin/sh\necho 'pre-start {name}' >>{log}\n{pre_start}\n"
     return made
-
-
-def spec(instance: World, jobs: Mapping[str, Mapping[str, str | bytes]], version: str = "1") -> dict[str, Any]:
-    """An apply spec of these jobs, whose templates lie in the blobstore, and one package."""
-    contents = {f"{name}/{path}": text for name, job in jobs.items() for path, text in job.items()}
-    package = instance.blob(f"package-{version}", archive({"content": version}))
-    return {
-        "deployment": "dep",
-        "job": {
-            "name": "group",
-            "template": next(iter(jobs)),
-            "version": version,
-            "templates": [{"name": name, "version": version} for name in jobs],
-        },
-        "index": 0,
-        "id": "instance-id",
-        "name": "group",
-        "az": "z1",
-        "networks": NETWORKS,
-        "packages": {"tool": {"name": "tool", "version": version, **package}},
-        "configuration_hash": version,
-        "persistent_disk": 0,
-        "rendered_templates_archive": instance.blob(f"templates-{version}", archive(contents)),
-    }
 
 
 def events(instance: World) -> list[str]:
@@ -74,9 +40,10 @@ def events(instance: World) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-async def deploy(instance: World, jobs: Mapping[str, Mapping[str, str | bytes]], *, start: bool = True) -> None:
+async def deploy(instance: World, files_of: Mapping[str, Mapping[str, str | bytes]], *, start: bool = True) -> None:
     """Deploy as the Director does, without pre-start."""
-    await instance.director.run(AGENT, "apply", spec(instance, jobs))
+    spec = jobs.spec(instance.store, files_of, {"tool": {"content": "1"}}, networks=NETWORKS)
+    await instance.director.run(AGENT, "apply", spec)
     if start:
         await instance.director.run(AGENT, "start")
         await instance.until_running()
@@ -142,8 +109,8 @@ async def status(instance: World) -> dict[str, Any]:
 async def test_started_jobs_run_again_after_their_pre_start(instance: World) -> None:
     """Links, files and run directories are back as well, and nothing that the Director compares has changed."""
     await instance.start_agent()
-    jobs = {"job-web": job(instance, "job-web", "sleep 0.2"), "job-worker": job(instance, "job-worker", "true")}
-    await deploy(instance, jobs)
+    files_of = {"job-web": job(instance, "job-web", "sleep 0.2"), "job-worker": job(instance, "job-worker", "true")}
+    await deploy(instance, files_of)
     mbus = json.loads((instance.scratch / "settings.json").read_text())["env"]["bosh"]["mbus"]
     await instance.director.run(AGENT, "update_settings", {"mbus": mbus, "trusted_certs": "", "blobstores": None})
     before = await state(instance)

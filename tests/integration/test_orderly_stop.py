@@ -93,20 +93,14 @@ async def test_a_process_that_its_drain_has_ended_is_not_started_again(world: Wo
     assert [event.event for event in world.events if event.event == "Does not exist"] == []
 
 
-DEAF = """#!/bin/sh
-[ $1 = stop ] && exit
-trap '' TERM
-echo $$ >{pidfile}
-while :; do sleep 0.1; done
-"""
+DEAF = "trap '' TERM; echo $$ >$pidfile; while :; do sleep 0.1; done"
 
 
 async def test_a_killed_process_is_named_and_the_stop_is_not_clean(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_shim.supervisor.supervisor.KILL_SHARE", 0.05)
-    ctl = DEAF.format(pidfile=world.paths.run / "web/web.pid")
-    await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/ctl": ctl})
+    await started(world, web=jobs.process(world.paths, "web", DEAF, "exit"))
 
     stop = OrderlyStop(30)
     await stop.run(world.agent)

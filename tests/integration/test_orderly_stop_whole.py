@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_standalone import Place
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -43,10 +42,6 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 
 def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-async def until_ended(pids: list[int]) -> None:
-    await until(lambda: not alive(pids))
 
 
 async def drained(place: Place, grace: int) -> tuple[int | None, str, float]:

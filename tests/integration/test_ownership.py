@@ -8,7 +8,6 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,13 +22,9 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A scratch tree that any user may write to, emptied of processes afterwards."""
-    tmp_path.chmod(0o777)
-    world = World(tmp_path / "w")
-    world.base.chmod(0o777)
-    yield world
-    world.end()
+def world(world: World) -> World:
+    world.open()
+    return world
 
 
 pytestmark = pytest.mark.usefixtures("cgroups_or_not")

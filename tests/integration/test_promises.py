@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from agent_shim.core.paths import Paths
 from agent_shim.host import mounts, process
 from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, COMMAND, World
+from tests.support import jobs
 from tests.support.waiting import until
 
 FIRST_PROCESS = Path("tests/support/programs/first_process.py").resolve()
@@ -67,13 +69,8 @@ async def test_logs_of_jobs_are_fetched_whole(instance: World) -> None:
 async def test_a_process_of_bpm_yml_runs_with_its_environment_and_ends_with_stop(instance: World) -> None:
     program = ["-c", "echo $GREETING; exec sleep 100000"]
     config = {"name": "web", "executable": "/bin/sh", "args": program, "env": {"GREETING": "hello"}}
-    monit = f"""check process web
-  with pidfile {instance.base}/data/sys/run/bpm/web/web.pid
-  start program "{instance.base}/jobs/bpm/bin/bpm start web"
-  stop program "{instance.base}/jobs/bpm/bin/bpm stop web"
-  group vcap
-"""
-    await instance.deploy(more={"web": {"monit": monit, "config/bpm.yml": json.dumps({"processes": [config]})}})
+    web = jobs.of_bpm(Paths(instance.base), "web", json.dumps({"processes": [config]}))
+    await instance.deploy(more={"web": web})
 
     pid = int((instance.base / "data/sys/run/bpm/web/web.pid").read_text())
     running = process.adopt(pid)

@@ -7,32 +7,14 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from agent_shim.host import clock, proc, process
-from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
+from agent_shim.supervisor.supervisor import JobFile, ServiceInfo
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
-
-
-@contextlib.asynccontextmanager
-async def checking(world: World, *files: JobFile) -> AsyncIterator[Supervisor]:
-    """A supervisor that looks at rules."""
-    async with world.supervising(*files) as supervisor:
-        running = asyncio.create_task(supervisor.run())
-        try:
-            yield supervisor
-            assert not running.done(), running
-        finally:
-            running.cancel()
-
-
-def told(world: World, event: str) -> list[tuple[str, str]]:
-    return [(each.service, each.action) for each in world.events if each.event == event]
-
 
 # --- resources ------------------------------------------------------------------------------------------------------
 
@@ -40,7 +22,7 @@ def told(world: World, event: str) -> list[tuple[str, str]]:
 async def test_process_that_uses_too_much_is_failing_and_stays(world: World) -> None:
     """An alert once, the state for as long as it lasts, the words of monit for it."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
-    async with checking(world, job) as supervisor:
+    async with world.checking(job) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         await until(lambda: info(supervisor, "web").process.state == "failing")
         found = info(supervisor, "web")
@@ -50,15 +32,15 @@ async def test_process_that_uses_too_much_is_failing_and_stays(world: World) -> 
         assert "memory of" in found.reason
         assert supervisor.job_state() == "failing"
         assert info(supervisor, "web").pid == before
-        assert told(world, "Resource limit matched") == [("web", "alert")]
+        assert world.told("Resource limit matched") == [("web", "alert")]
 
 
 async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
     """monit sleeps after a start too: a young process has time to settle."""
     world.timing = replace(world.timing, cycle=0.5)
-    async with checking(world, world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
+    async with world.checking(world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
         await in_state(supervisor, "web", "running")
-        await until(lambda: told(world, "Resource limit matched"))
+        await until(lambda: world.told("Resource limit matched"))
 
         # Each of the two times is known to a tick of the kernel's clock.
         assert time.monotonic() - supervisor._services["web"].up_at >= world.timing.cycle - 2 / clock.TICKS
@@ -66,21 +48,21 @@ async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
 
 async def test_rules_that_come_with_another_file_are_looked_at(world: World) -> None:
     """Without rules no task wakes up."""
-    async with checking(world, world.job("web", None, "exit 0")) as supervisor:
+    async with world.checking(world.job("web", None, "exit 0")) as supervisor:
         await in_state(supervisor, "web", "running")
         await asyncio.sleep(2 * world.timing.cycle)
         await supervisor.configure([world.job("web", None, "exit 0", "if memory > 1 kb then alert")])
 
-        await until(lambda: told(world, "Resource limit matched"))
+        await until(lambda: world.told("Resource limit matched"))
 
 
 async def test_tree_is_counted(world: World) -> None:
     """Children are processes of the service; its own figures are of the process alone."""
     start = "echo $$ >$pidfile; sleep 600 & sleep 600 & sleep 600 & wait"
     job = world.job("web", start, "kill $(cat $pidfile)", "if children = 3 then alert", "if totalmem < 1 Gb then alert")
-    async with checking(world, job) as supervisor:
+    async with world.checking(job) as supervisor:
         await in_state(supervisor, "web", "running")
-        await until(lambda: len(told(world, "Resource limit matched")) == 2)
+        await until(lambda: len(world.told("Resource limit matched")) == 2)
 
         reason = info(supervisor, "web").reason
         assert "children of 3 matches" in reason
@@ -94,10 +76,10 @@ async def test_busy_process_is_seen_by_its_processor_time(world: World) -> None:
         world.job("busy", "echo $$ >$pidfile; while :; do :; done", None, rule),
         world.job("idle", None, None, rule),
     ]
-    async with checking(world, *jobs) as supervisor:
-        await until(lambda: told(world, "Resource limit matched"))
+    async with world.checking(*jobs) as supervisor:
+        await until(lambda: world.told("Resource limit matched"))
 
-        assert set(told(world, "Resource limit matched")) == {("busy", "alert")}
+        assert set(world.told("Resource limit matched")) == {("busy", "alert")}
         assert info(supervisor, "idle").process.state == "running"
 
 
@@ -105,7 +87,7 @@ async def test_rule_restarts_and_counts_as_restart(world: World) -> None:
     """Another process, and while no check has seen it whole the service is not called running."""
     statements = ("if memory > 1 kb then restart", "if 2 restarts within 64 cycles then unmonitor")
     job = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $pidfile)", *statements)
-    async with checking(world, job) as supervisor:
+    async with world.checking(job) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
         said: list[ServiceInfo] = []
 
@@ -117,22 +99,22 @@ async def test_rule_restarts_and_counts_as_restart(world: World) -> None:
 
         assert info(supervisor, "web").restarts == 2
         assert len(world.lines()) == 3
-        assert told(world, "Timeout") == [("web", "unmonitor")]
+        assert world.told("Timeout") == [("web", "unmonitor")]
         assert all(each.process.state != "running" for each in said if each.pid not in (0, first))
 
 
 async def test_new_process_begins_anew(world: World) -> None:
     """Misses of its predecessor do not count against it."""
     job = world.job("web", None, "kill $(cat $pidfile)", "if memory > 1 kb for 4 cycles then restart")
-    async with checking(world, job) as supervisor:
+    async with world.checking(job) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
         await until(lambda: info(supervisor, "web").pid not in (0, first))
         second = info(supervisor, "web").pid
-        looks = len(told(world, "Resource limit matched"))
+        looks = len(world.told("Resource limit matched"))
         await asyncio.sleep(2 * world.timing.cycle)
 
         assert info(supervisor, "web").pid == second
-        assert len(told(world, "Resource limit matched")) == looks == 1
+        assert len(world.told("Resource limit matched")) == looks == 1
 
 
 async def test_recovery_is_reported_and_acted_on(world: World) -> None:
@@ -140,15 +122,15 @@ async def test_recovery_is_reported_and_acted_on(world: World) -> None:
     start = "echo $$ >$pidfile; sleep 600 & child=$!; echo $child >$log.child; wait $child; exec sleep 600"
     good = world.script("web", "good", "echo good >>$log")
     rule = f'if children > 0 then alert else if recovered for 2 cycles then exec "{good}"'
-    async with checking(world, world.job("web", start, "exit 0", rule)) as supervisor:
-        await until(lambda: told(world, "Resource limit matched"))
+    async with world.checking(world.job("web", start, "exit 0", rule)) as supervisor:
+        await until(lambda: world.told("Resource limit matched"))
         assert info(supervisor, "web").process.state == "failing"
         child = proc.stat(int(Path(f"{world.log}.child").read_text()))
         assert child is not None
         process.send(child.identity, signal.SIGTERM)
         await until(lambda: world.lines() == ["good"])
 
-        assert told(world, "Resource limit succeeded") == [("web", "exec")]
+        assert world.told("Resource limit succeeded") == [("web", "exec")]
         await until(lambda: info(supervisor, "web").process.state == "running")
 
 
@@ -156,23 +138,23 @@ async def test_exec_runs_at_each_bad_cycle(world: World) -> None:
     """monit does it too; the program may call us and outlives the service."""
     bad = world.script("web", "bad", 'echo "$MONIT_SERVICE $MONIT_EVENT" >>$log')
     job = world.job("web", None, "exit 0", f'if memory > 1 kb then exec "{bad}"')
-    async with checking(world, job):
+    async with world.checking(job):
         await until(lambda: len(world.lines()) >= 3)
 
-        assert told(world, "Resource limit matched") == [("web", "exec")]
+        assert world.told("Resource limit matched") == [("web", "exec")]
 
 
 async def test_passive_service_is_only_told_of(world: World) -> None:
     """Nothing is stopped or restarted."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb then stop", "mode passive")
-    async with checking(world, job) as supervisor:
+    async with world.checking(job) as supervisor:
         supervisor.services()
         await supervisor.start_one("web")
-        await until(lambda: told(world, "Resource limit matched"))
+        await until(lambda: world.told("Resource limit matched"))
         await asyncio.sleep(2 * world.timing.cycle)
 
         assert info(supervisor, "web").state == "running"
-        assert told(world, "Resource limit matched") == [("web", "alert")]
+        assert world.told("Resource limit matched") == [("web", "alert")]
 
 
 async def test_stop_and_unmonitor_end_the_looking(world: World) -> None:
@@ -181,7 +163,7 @@ async def test_stop_and_unmonitor_end_the_looking(world: World) -> None:
         world.job("one", None, "kill $(cat $pidfile)", "if memory > 1 kb then stop"),
         world.job("two", None, "exit 0", "if memory > 1 kb then unmonitor"),
     ]
-    async with checking(world, *jobs) as supervisor:
+    async with world.checking(*jobs) as supervisor:
         await in_state(supervisor, "one", "stopped")
         await in_state(supervisor, "two", "unmonitored")
 
@@ -213,10 +195,10 @@ async def test_silent_port_is_found_and_a_hung_check_delays_nobody(world: World)
             ),
             world.job("shut", None, None, f"if failed port {port} then alert"),
         ]
-        async with checking(world, *jobs) as supervisor:
-            await until(lambda: told(world, "Connection failed") and told(world, "Resource limit matched"))
+        async with world.checking(*jobs) as supervisor:
+            await until(lambda: world.told("Connection failed") and world.told("Resource limit matched"))
 
-            assert told(world, "Connection failed") == [("shut", "alert")]
+            assert world.told("Connection failed") == [("shut", "alert")]
             assert info(supervisor, "hung").faults == ("Resource limit matched",)
             assert "Connection refused" in info(supervisor, "shut").reason
         for each in waiting:
@@ -241,7 +223,7 @@ async def test_result_of_a_check_counts_for_the_process_it_began_with(world: Wor
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     rule = f"if failed port {port} protocol http timeout 2 seconds then restart"
-    async with server, checking(world, world.job("web", None, "kill $(cat $pidfile)", rule)) as supervisor:
+    async with server, world.checking(world.job("web", None, "kill $(cat $pidfile)", rule)) as supervisor:
         await until(lambda: asked)
         await asyncio.sleep(5 * world.timing.cycle)
         assert len(asked) == 1
@@ -255,7 +237,7 @@ async def test_result_of_a_check_counts_for_the_process_it_began_with(world: Wor
         await until(lambda: len(asked) > 3)
 
         assert info(supervisor, "web").pid == after
-        assert told(world, "Connection failed") == []
+        assert world.told("Connection failed") == []
 
 
 async def test_port_that_opens_ends_the_complaint(world: World) -> None:
@@ -263,7 +245,7 @@ async def test_port_that_opens_ends_the_complaint(world: World) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} for 2 cycles then alert"
-        async with checking(world, world.job("web", None, None, rule)) as supervisor:
+        async with world.checking(world.job("web", None, None, rule)) as supervisor:
             await until(lambda: info(supervisor, "web").process.state == "failing")
             server.listen()
             await until(lambda: info(supervisor, "web").process.state == "running")
@@ -284,7 +266,7 @@ check device root with path {world.base}
 check device lost with path {world.base}/absent
   if space usage > 0 % then alert
 """
-    async with checking(world, JobFile("data", "", text)) as supervisor:
+    async with world.checking(JobFile("data", "", text)) as supervisor:
         await until(lambda: info(supervisor, "root").faults)
 
         assert info(supervisor, "root").faults == ("Resource limit matched",)
@@ -298,18 +280,18 @@ check device lost with path {world.base}/absent
 async def test_death_for_want_of_memory_is_reported_as_one(world: World) -> None:
     """When the counter of the container has risen; the next death is an ordinary one again."""
     kills = [7]
-    async with checking(world, world.job("web")) as supervisor:
+    async with world.checking(world.job("web")) as supervisor:
         supervisor._kills._read = lambda: kills[0]
         supervisor._kills.count()
         supervisor._kills._open.clear()
         for rise in (1, 0):
             kills[0] += rise
             pid = (await in_state(supervisor, "web", "running")).pid
-            before = len(told(world, "Does not exist"))
+            before = len(world.told("Does not exist"))
             found = proc.stat(pid)
             assert found is not None
             process.send(found.identity, signal.SIGKILL)
-            await until(lambda count=before: len(told(world, "Does not exist")) > count)  # type: ignore[misc]
+            await until(lambda count=before: len(world.told("Does not exist")) > count)  # type: ignore[misc]
 
         assert [each.description for each in world.events if each.event == "Does not exist"] == [
             "process is not running: the kernel killed it, out of memory",
@@ -320,7 +302,7 @@ async def test_death_for_want_of_memory_is_reported_as_one(world: World) -> None
 async def test_file_that_cannot_be_used_is_reported_once(world: World) -> None:
     """The alert has the place and the reason, and comes again for another mistake only."""
     bad = JobFile("bad", "", "check nonsense")
-    async with checking(world, bad, world.job("web")) as supervisor:
+    async with world.checking(bad, world.job("web")) as supervisor:
         found = [(each.service, each.event, each.action) for each in world.events]
         assert found == [("bad", "Execution failed", "alert")]
         assert world.events[0].description.startswith("cannot read bad/monit: line 1 column 15: ")

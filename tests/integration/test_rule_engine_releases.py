@@ -17,7 +17,6 @@ from agent_shim.edges.alerts import alert_of
 from agent_shim.edges.monit_text import words
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.integration.test_rule_engine import checking, told
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
 
@@ -77,18 +76,18 @@ async def test_a_dead_haproxy_behind_check_host_fails_the_instance(world: World,
       group vcap
     """
     proxy = world.job("haproxy")
-    async with checking(world, JobFile("haproxy", "", proxy.text + health)) as supervisor:
+    async with world.checking(JobFile("haproxy", "", proxy.text + health)) as supervisor:
         await until(lambda: supervisor.job_state() == "failing")
 
         assert states(supervisor) == {"haproxy": "running", "haproxy-health": "failing"}
-        assert told(world, "Connection failed") == [("haproxy-health", "alert")]
+        assert world.told("Connection failed") == [("haproxy-health", "alert")]
         event = world.events[-1]
         assert alert_of(event.service, event.event, event.action, event.description, [], 0.0)
         await web.open()
         await until(lambda: supervisor.job_state() == "running")
 
         assert web.heard[-1].startswith(f"GET /health HTTP/1.1\r\nHost: localhost:{web.port}\r\n".encode())
-        assert told(world, "Connection succeeded") == [("haproxy-health", "alert")]
+        assert world.told("Connection succeeded") == [("haproxy-health", "alert")]
         web.status = "503 Service Unavailable"
         await until(lambda: supervisor.job_state() == "failing")
 
@@ -118,12 +117,12 @@ async def test_a_host_check_restarts_its_programs_in_each_failing_cycle(world: W
       if failed url http://localhost:{web.port}/health with timeout 5 seconds for 2 cycles then restart
       group vcap
     """
-    async with checking(world, JobFile("scheduler", "", text)) as supervisor:
+    async with world.checking(JobFile("scheduler", "", text)) as supervisor:
         await until(lambda: world.lines().count("start") >= 3)
 
         assert world.lines()[:5] == ["start", "stop", "start", "stop", "start"]
         await until(lambda: states(supervisor)["other-health"] == "failing")
-        assert set(told(world, "Connection failed")) == {("scheduler-health", "restart"), ("other-health", "restart")}
+        assert set(world.told("Connection failed")) == {("scheduler-health", "restart"), ("other-health", "restart")}
         await web.open()
         await until(lambda: supervisor.job_state() == "running")
 
@@ -133,10 +132,10 @@ async def test_a_host_check_restarts_what_depends_on_it(world: World, web: Web) 
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then restart\n group vcap\n"
     start = "echo start >>$log; echo $$ >$pidfile; exec sleep 600"
     job = world.job("web", start, "kill $(cat $pidfile)", "depends on far")
-    async with checking(world, JobFile("far", "", text), job):
+    async with world.checking(JobFile("far", "", text), job):
         await until(lambda: world.lines().count("start") >= 2)
 
-        assert told(world, "Connection failed") == [("far", "restart")]
+        assert world.told("Connection failed") == [("far", "restart")]
 
 
 async def test_a_silent_host_is_not_asked_for_its_ports(
@@ -155,7 +154,7 @@ async def test_a_silent_host_is_not_asked_for_its_ports(
       if failed port {web.port} protocol http then alert
       group vcap
     """
-    async with checking(world, JobFile("far", "", text)) as supervisor:
+    async with world.checking(JobFile("far", "", text)) as supervisor:
         await until(lambda: states(supervisor)["far"] == "failing")
 
         assert info(supervisor, "far").faults == ("ICMP failed",)
@@ -172,14 +171,14 @@ async def test_a_failed_url_restarts_a_process(world: World, web: Web) -> None:
     """docker-boshrelease, swarm_manager: ``if (failed url … ) then restart``."""
     await web.open()
     rule = f"if (failed url http://127.0.0.1:{web.port}/info and content != 'x' for 2 cycles) then restart"
-    async with checking(world, world.job("manager", None, "kill $(cat $pidfile)", rule)) as supervisor:
+    async with world.checking(world.job("manager", None, "kill $(cat $pidfile)", rule)) as supervisor:
         first = (await in_state(supervisor, "manager", "running")).pid
         await until(lambda: len(web.heard) > 3)
         assert info(supervisor, "manager").pid == first
         web.status = "500 Oh"
         await until(lambda: info(supervisor, "manager").pid not in (0, first))
 
-        assert told(world, "Connection failed") == [("manager", "restart")]
+        assert world.told("Connection failed") == [("manager", "restart")]
 
 
 async def test_a_closed_port_of_udp_restarts_a_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,14 +187,14 @@ async def test_a_closed_port_of_udp_restarts_a_process(world: World, monkeypatch
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind(("127.0.0.1", 0))
     rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} type udp then restart"
-    async with checking(world, world.job("syslog", None, "kill $(cat $pidfile)", rule)) as supervisor:
+    async with world.checking(world.job("syslog", None, "kill $(cat $pidfile)", rule)) as supervisor:
         with server:
             first = (await in_state(supervisor, "syslog", "running")).pid
             server.settimeout(30)
             assert [await asyncio.to_thread(server.recv, 10) for _ in range(2)] == [b"\0", b"\0"]
         await until(lambda: info(supervisor, "syslog").pid not in (0, first))
 
-        assert ("syslog", "restart") in told(world, "Connection failed")
+        assert ("syslog", "restart") in world.told("Connection failed")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -211,7 +210,7 @@ async def test_a_changed_file_runs_a_program_with_the_words_of_monit(world: Worl
       if changed timestamp then exec "{world.script("hosts", "reload", body)}"
       group vcap
     """
-    async with checking(world, JobFile("nginx", "", text)) as supervisor:
+    async with world.checking(JobFile("nginx", "", text)) as supervisor:
         await until(lambda: supervisor.job_state() == "running")
         await asyncio.sleep(3 * world.timing.cycle)
         assert world.lines() == []
@@ -220,10 +219,10 @@ async def test_a_changed_file_runs_a_program_with_the_words_of_monit(world: Worl
             await until(lambda number=number: len(world.lines()) == number)  # type: ignore[misc]
 
         assert world.lines() == [f"hosts: Timestamp changed: timestamp was changed for {hosts}"] * 2
-        assert told(world, "Timestamp changed") == [("hosts", "exec")] * 2
+        assert world.told("Timestamp changed") == [("hosts", "exec")] * 2
         # The service fails until the next check finds no change.
         await until(lambda: supervisor.job_state() == "running")
-        assert told(world, "Timestamp succeeded") == []
+        assert world.told("Timestamp succeeded") == []
 
 
 async def test_a_file_that_grows_too_large_is_failing(world: World) -> None:
@@ -231,17 +230,17 @@ async def test_a_file_that_grows_too_large_is_failing(world: World) -> None:
     dump = world.base / "dump.rdb"
     dump.write_bytes(bytes(100))
     text = f"check file dump with path {dump}\n if size > 1 kb for 2 cycles then alert\n group vcap\n"
-    async with checking(world, JobFile("queue", "", text)) as supervisor:
+    async with world.checking(JobFile("queue", "", text)) as supervisor:
         await until(lambda: supervisor.job_state() == "running")
         dump.write_bytes(bytes(2000))
         await until(lambda: supervisor.job_state() == "failing")
 
         assert info(supervisor, "dump").reason == "size of 2000 B matches the resource limit > 1024 B"
         assert info(supervisor, "dump").faults == ("Size failed",)
-        assert told(world, "Size failed") == [("dump", "alert")]
+        assert world.told("Size failed") == [("dump", "alert")]
         dump.write_bytes(b"")
         await until(lambda: supervisor.job_state() == "running")
-        assert told(world, "Size succeeded") == [("dump", "alert")]
+        assert world.told("Size succeeded") == [("dump", "alert")]
 
 
 async def test_a_file_of_another_type_is_restarted(world: World) -> None:
@@ -251,13 +250,13 @@ async def test_a_file_of_another_type_is_restarted(world: World) -> None:
         world.script("run", verb, body) for verb, body in (("stop", f"rmdir {pid}"), ("start", f"touch {pid}"))
     )
     text = f'check file run with path {pid}\n start program "{start}"\n stop program "{stop}"\n group vcap\n'
-    async with checking(world, JobFile("run", "", text)) as supervisor:
+    async with world.checking(JobFile("run", "", text)) as supervisor:
         await until(lambda: supervisor.job_state() == "running")
         pid.unlink()
         pid.mkdir()
-        await until(lambda: told(world, "Type succeeded"))
+        await until(lambda: world.told("Type succeeded"))
 
-        assert told(world, "Invalid type") == [("run", "restart")]
+        assert world.told("Invalid type") == [("run", "restart")]
         await until(lambda: supervisor.job_state() == "running")
 
 
@@ -266,12 +265,12 @@ async def test_a_missing_file_is_made_by_its_start_program_alone(world: World) -
     crontab = world.base / "crontab"
     start = world.script("mounter", "start", f"echo start >>$log; touch {crontab}")
     text = f'check file mounter path {crontab}\n start program "{start}"\n group vcap\n'
-    async with checking(world, JobFile("mounter", "", text)) as supervisor:
+    async with world.checking(JobFile("mounter", "", text)) as supervisor:
         await until(lambda: supervisor.job_state() == "running")
         crontab.unlink()
         await until(crontab.exists)
 
-        assert told(world, "Does not exist") == [("mounter", "restart")]
+        assert world.told("Does not exist") == [("mounter", "restart")]
         assert [each.description for each in world.events if each.event == "Does not exist"] == ["file doesn't exist"]
 
 
@@ -279,7 +278,7 @@ async def test_a_directory_without_programs_is_watched(world: World) -> None:
     """The check fails while the directory is missing, and runs again when it is there."""
     path = world.base / "store"
     text = f"check directory store path {path}\n group vcap\n"
-    async with checking(world, JobFile("store", "", text)) as supervisor:
+    async with world.checking(JobFile("store", "", text)) as supervisor:
         for _ in range(2):
             await until(lambda: supervisor.job_state() == "failing")
             assert words(monit_api.describe(info(supervisor, "store"))) == "Does not exist"
@@ -301,7 +300,7 @@ async def test_lines_of_a_log_run_a_program_each(world: World) -> None:
       ignore match "harmless"
       group vcap
     """
-    async with checking(world, JobFile("app", "", text)) as supervisor:
+    async with world.checking(JobFile("app", "", text)) as supervisor:
         await until(lambda: supervisor.job_state() == "running")
         with log.open("a") as writer:
             writer.write("error: one\nfine\nerror: harmless\nerror: two\nerror: half")

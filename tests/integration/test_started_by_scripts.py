@@ -5,9 +5,9 @@ That script runs the ctl scripts of three services, as root and as vcap; a later
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -38,12 +38,23 @@ pytestmark = pytest.mark.usefixtures("cgroups_or_not")
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    tmp_path.chmod(0o777)
-    world = World(tmp_path / "w")
-    world.base.chmod(0o777)
-    yield world
-    world.end()
+def world(world: World) -> World:
+    world.open()
+    return world
+
+
+@contextlib.asynccontextmanager
+async def adopted(world: World) -> AsyncIterator[tuple[Supervisor, list[int]]]:
+    """A supervisor of the three services, which pre-start started, and their processes with their children."""
+    job = dns(world)
+    async with world.supervising() as supervisor:
+        await run_script(world, supervisor, "pre-start")
+        found = await started(world)
+        await supervisor.configure([job])
+        await supervisor.start()
+        for name in NAMES:
+            await in_state(supervisor, name, "running")
+        yield supervisor, found
 
 
 def dns(world: World, pre_start: str = "") -> JobFile:
@@ -82,14 +93,9 @@ async def started(world: World) -> list[int]:
 
 async def test_processes_that_pre_start_started_are_the_services(world: World) -> None:
     """They run since then, of whatever user their pidfiles are, and a stop ends them with their children."""
-    job = dns(world)
-    async with world.supervising() as supervisor:
-        await run_script(world, supervisor, "pre-start")
-        found = await started(world)
-        await supervisor.configure([job])
-        await supervisor.start()
+    async with adopted(world) as (supervisor, found):
         for name in NAMES:
-            shown = await in_state(supervisor, name, "running")
+            shown = info(supervisor, name)
             stat = proc.stat(shown.pid)
             assert stat is not None
             assert shown.pid == number_in(world.pidfile(name))
@@ -101,22 +107,15 @@ async def test_processes_that_pre_start_started_are_the_services(world: World) -
         assert [is_alive(pid) for pid in found] == [False, False, True, True, True, True]
         await supervisor.start_one("dns")
         await in_state(supervisor, "dns", "running")
-        found += pids(world)
+        later = pids(world)
         await supervisor.stop(wait=True)
 
-        assert not any(map(is_alive, found))
+        assert not any(map(is_alive, [*found, *later]))
 
 
 async def test_a_killed_process_of_pre_start_is_started_again_without_its_remains(world: World) -> None:
     """Its siblings in the session of pre-start live on."""
-    job = dns(world)
-    async with world.supervising() as supervisor:
-        await run_script(world, supervisor, "pre-start")
-        found = await started(world)
-        await supervisor.configure([job])
-        await supervisor.start()
-        for name in NAMES:
-            await in_state(supervisor, name, "running")
+    async with adopted(world) as (supervisor, found):
         os.kill(found[0], 9)
         await until(lambda: info(supervisor, "dns").pid not in (0, found[0]))
 

@@ -81,7 +81,7 @@ def test_everything_of_the_manifest_is_there(debian: Path) -> None:
         assert str((debian / row["path"][1:]).readlink()) == row["target"]
 
 
-def test_jobs_that_ask_for_the_way_to_monit_are_reported_that_it_is_open(debian: Path) -> None:
+def test_the_program_that_opens_the_way_to_monit_succeeds(debian: Path) -> None:
     """Those of pxc and others go on to older ways, which are not there, when the program is missing or fails."""
     applied(debian)
 

@@ -116,7 +116,7 @@ async def test_a_start_that_fails_again_is_reported_once_more_after_a_change(wor
         await supervisor.stop(wait=True)
 
 
-async def test_limit_that_was_refused_is_reported_of_a_running_process(world: World) -> None:
+async def test_a_refused_limit_is_reported_with_the_running_process(world: World) -> None:
     """In the container's bounds a script's own ``ulimit`` may fail; the process runs all the same, with less."""
     drop = "setpriv --bounding-set=-sys_resource" if os.geteuid() == 0 else ""
     start = f"{drop} sh -c 'ulimit -n 64; ulimit -n 100000'; sleep 600 & echo $! >$pidfile"

@@ -61,36 +61,14 @@ for entry in Path("/proc").glob("[0-9]*"):
         touched.add("not traced" if ctypes.CDLL(None).ptrace(16, int(entry.name), None, None) else "traced")  # ATTACH
 print(sorted(touched))
 """
-LIAR = """
-check process liar
-  with pidfile /var/vcap/sys/run/liar/liar.pid
-  start program "/var/vcap/jobs/liar/bin/ctl start" with timeout 1 seconds
-  stop program "/var/vcap/jobs/liar/bin/ctl stop"
-  group vcap
-"""
 ALL_FOR_VCAP: Final = struct.pack("<I" + 5 * "HHI", 2, 1, 7, 0, 2, 7, VCAP, 4, 7, 0, 16, 7, 0, 32, 7, 0)
 """A default access list: all rights for the user vcap, within those of a file's group."""
-NAMES_ANOTHER = """#!/bin/sh
-cat /var/vcap/data/victim >/var/vcap/sys/run/liar/liar.pid
-"""
-MANY: Final = {
-    "monit": """
-check process many
-  with pidfile /var/vcap/sys/run/many/many.pid
-  start program "/var/vcap/jobs/many/bin/ctl start"
-  stop program "/var/vcap/jobs/many/bin/ctl stop" with timeout 5 seconds
-  group vcap
-""",
-    "bin/ctl": f"""#!/bin/sh
-pidfile=/var/vcap/sys/run/many/many.pid
-case $1 in
-start)
-  setsid {AS_VCAP} perl -e 'for (1 .. 6000) {{ fork or last }} sleep 1000' >/dev/null 2>&1 &
-  echo $! >$pidfile ;;
-stop) kill $(cat $pidfile) ;;
-esac
-""",
-}
+NAMES_ANOTHER = "cat /var/vcap/data/victim >$pidfile"
+MANY: Final = jobs.process(
+    Paths(),
+    "many",
+    f"setsid {AS_VCAP} perl -e 'for (1 .. 6000) {{ fork or last }} sleep 1000' >/dev/null 2>&1 & echo $! >$pidfile",
+)
 """Six thousand processes; those that a stop program overlooks are left."""
 EXCHANGE: Final = """
 mv jobs others && cp -rL others jobs
@@ -99,16 +77,8 @@ for ctl in jobs/web/bin/ctl jobs/web/*/bin/ctl; do
   printf '#!/bin/sh\\nid >/tmp/run-by\\n' >new && tail -n +2 $ctl >>new && chmod 755 new && mv -f new $ctl
 done
 """
-BPM: Final = {
-    "monit": """
-check process caged
-  with pidfile /var/vcap/sys/run/bpm/caged/caged.pid
-  start program "/var/vcap/jobs/bpm/bin/bpm start caged"
-  stop program "/var/vcap/jobs/bpm/bin/bpm stop caged"
-  group vcap
-""",
-    "config/bpm.yml": "processes:\n- name: caged\n  executable: /bin/sleep\n  args: [1000]\n",
-}
+SLEEPING: Final = "processes: [{name: caged, executable: /bin/sleep, args: [1000]}]"
+BPM: Final = jobs.of_bpm(Paths(), "caged", SLEEPING)
 
 
 STOPPER: Final = """
@@ -128,6 +98,11 @@ check process stopped{number}
 """
 
 
+def liar(start: str) -> dict[str, str]:
+    """A job whose pidfile names a process of others."""
+    return jobs.process(Paths(), "liar", start, within="with timeout 1 seconds")
+
+
 def number_of(pod: Pod, pattern: str) -> int:
     """The number, inside, of a process."""
     return int(pod.machine.run(f"pgrep -o -f '{pattern}'"))
@@ -137,7 +112,7 @@ def number_of(pod: Pod, pattern: str) -> int:
 async def test_who_is_named_in_a_foreign_pidfile_lives(pod: Pod, victim: str) -> None:
     """It does not count as running either, unless it is process 1: that names a job without a process, as in monit."""
     await pod.start()
-    files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": {"monit": LIAR, "bin/ctl": NAMES_ANOTHER}}
+    files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": liar(NAMES_ANOTHER)}
     only_web = {"web": files_of["web"]}
     await pod.deploy(only_web)
     agent, web = number_of(pod, "agent_shim.cli run"), int((pod.vcap / "data/sys/run/web/web.pid").read_text())
@@ -162,8 +137,7 @@ async def test_a_pidfile_of_vcap_that_names_an_operators_program_makes_no_dead_j
     pod.machine.run("tail -f /var/vcap/data/log --retry >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
     victim = int((pod.vcap / "data/victim").read_text())
     writes = f"{AS_VCAP} sh -c 'cat >/var/vcap/sys/run/liar/liar.pid'"
-    names = f"#!/bin/sh\ncat /var/vcap/data/victim | {writes}\n"
-    await pod.apply({"liar": {"monit": LIAR, "bin/ctl": names}})
+    await pod.apply({"liar": liar(f"cat /var/vcap/data/victim | {writes}")})
     await pod.run("start")
 
     await pod.until("failing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ SAID = "/var/vcap/data/said"
 OTHER_BPM = "#!/bin/sh\necho the bpm of the release >&2\nexit 99\n"
 
 MONIT = "".join(
-    f"""check process {name}
-  with pidfile /var/vcap/sys/run/bpm/web/{name}.pid
-  start program "{TOOL} start web -p {name}"
-  stop program "{TOOL} stop web -p {name}"
-  group vcap
-"""
+    jobs.monit(
+        name,
+        Path(f"/var/vcap/sys/run/bpm/web/{name}.pid"),
+        f"{TOOL} start web -p {name}",
+        f"{TOOL} stop web -p {name}",
+    )
     for name in ("web", "worker")
 )
 BPM_YML = """

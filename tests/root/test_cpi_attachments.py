@@ -41,7 +41,7 @@ echo ready && exec sh -i 2>/dev/null
 """
 
 
-class World:
+class Site:
     """A node in its own mount namespace, and a VM in another that receives mounts below `bosh/vm`."""
 
     def __init__(self, directory: Path, *, userns: bool = False) -> None:
@@ -138,89 +138,89 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.close()
+def site(tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    site.close()
 
 
-def test_disk_arrives_and_goes(world: World) -> None:
-    helper = world.attach()
-    seen = f"{world.seen}/disk-1"
+def test_disk_arrives_and_goes(site: Site) -> None:
+    helper = site.attach()
+    seen = f"{site.seen}/disk-1"
 
-    assert world.in_vm(f"cat {seen}/file") == "kept"
-    world.in_vm(f"echo new >{seen}/new")
+    assert site.in_vm(f"cat {seen}/file") == "kept"
+    site.in_vm(f"echo new >{seen}/new")
     helper.send_signal(signal.SIGTERM)
     out, _ = helper.communicate(timeout=LIMIT_S)
     assert (out, helper.returncode) == ("unmounted\n", 0)
-    assert world.mounts() == 0
-    assert world.in_vm(f"ls {world.seen}") == "", "a bare directory would take the data of the next disk"
-    world.attach()
-    assert world.in_vm(f"cat {seen}/new") == "new"
+    assert site.mounts() == 0
+    assert site.in_vm(f"ls {site.seen}") == "", "a bare directory would take the data of the next disk"
+    site.attach()
+    assert site.in_vm(f"cat {seen}/new") == "new"
 
 
-def test_helper_that_was_killed_does_not_stack_mounts(world: World) -> None:
-    first = world.attach()
+def test_helper_that_was_killed_does_not_stack_mounts(site: Site) -> None:
+    first = site.attach()
     first.kill()
     first.wait()
-    assert world.mounts() == 1
+    assert site.mounts() == 1
 
-    world.attach()
+    site.attach()
 
-    assert world.mounts() == 1
+    assert site.mounts() == 1
 
 
 @pytest.mark.parametrize("planted", ["ln -s ../other/disk-2 {}", "touch {}"])
-def test_what_the_vm_has_put_in_the_place_of_its_disk_leads_to_no_other(world: World, planted: str) -> None:
-    others = world.place / "bosh/other/disk-2"
-    world.in_vm(f"mount -o remount,bind,rw {world.seen}")
-    world.in_vm(planted.format(world.seen / "disk-1"))
-    subprocess.run(world.on_node("mkdir", "-p", str(others)), check=True)
+def test_what_the_vm_has_put_in_the_place_of_its_disk_leads_to_no_other(site: Site, planted: str) -> None:
+    others = site.place / "bosh/other/disk-2"
+    site.in_vm(f"mount -o remount,bind,rw {site.seen}")
+    site.in_vm(planted.format(site.seen / "disk-1"))
+    subprocess.run(site.on_node("mkdir", "-p", str(others)), check=True)
 
-    helper = world.start()
+    helper = site.start()
     out, _ = helper.communicate(timeout=LIMIT_S)
 
     assert "cannot mount the disk: something in the VM has put a link or a file at" in out
     assert helper.returncode == 1
-    assert str(others) not in Path(f"/proc/{world.node.pid}/mountinfo").read_text()
+    assert str(others) not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
 
 
-def test_disk_in_use_is_not_unmounted(world: World) -> None:
-    helper = world.attach()
-    world.in_vm(f"exec 9>>{world.seen}/disk-1/file")
+def test_disk_in_use_is_not_unmounted(site: Site) -> None:
+    helper = site.attach()
+    site.in_vm(f"exec 9>>{site.seen}/disk-1/file")
 
     helper.send_signal(signal.SIGTERM)
     assert helper.stdout is not None
     assert helper.stdout.readline() == "cannot unmount the disk yet: the VM uses it\n"
     helper.send_signal(signal.SIGTERM)
-    assert world.mounts() == 1
-    world.in_vm("echo last >&9; exec 9>&-")
+    assert site.mounts() == 1
+    site.in_vm("echo last >&9; exec 9>&-")
     out, _ = helper.communicate(timeout=LIMIT_S)
 
     assert (out, helper.returncode) == ("unmounted\n", 0)
-    assert (world.mounts(), world.in_vm("true")) == (0, "")
+    assert (site.mounts(), site.in_vm("true")) == (0, "")
 
 
-def test_vm_writes_to_its_disks_and_not_beside_them(world: World) -> None:
+def test_vm_writes_to_its_disks_and_not_beside_them(site: Site) -> None:
     """The directory lies on the node's file system, which the VM could fill."""
-    world.attach()
+    site.attach()
 
-    assert "Read-only" in world.in_vm(f"touch {world.seen}/beside 2>&1")
-    assert world.in_vm(f"touch {world.seen}/disk-1/new && echo written") == "written"
+    assert "Read-only" in site.in_vm(f"touch {site.seen}/beside 2>&1")
+    assert site.in_vm(f"touch {site.seen}/disk-1/new && echo written") == "written"
 
 
-def test_detach_that_fails_leaves_the_attachment_as_it_was(world: World) -> None:
-    attachment = world.attach()
-    world.in_vm(f"exec 9>>{world.seen}/disk-1/file")
+def test_detach_that_fails_leaves_the_attachment_as_it_was(site: Site) -> None:
+    attachment = site.attach()
+    site.in_vm(f"exec 9>>{site.seen}/disk-1/file")
 
-    assert world.detach(attachment) == (
+    assert site.detach(attachment) == (
         "cannot unmount the disk yet: the VM uses it\ncannot unmount the disk within 0.5 s: the VM uses it\n1"
     )
-    assert (world.mounts(), attachment.poll()) == (1, None)
-    world.in_vm("echo last >&9; exec 9>&-")
-    assert world.detach(attachment) == "unmounted\ndone"
-    assert (world.mounts(), world.in_vm(f"ls {world.seen}")) == (0, "")
-    assert world.end(attachment) == "unmounted\n0"
+    assert (site.mounts(), attachment.poll()) == (1, None)
+    site.in_vm("echo last >&9; exec 9>&-")
+    assert site.detach(attachment) == "unmounted\ndone"
+    assert (site.mounts(), site.in_vm(f"ls {site.seen}")) == (0, "")
+    assert site.end(attachment) == "unmounted\n0"
 
 
 HIDINGS = {
@@ -242,102 +242,102 @@ HIDINGS = {
 
 
 @pytest.mark.parametrize("commands", HIDINGS.values(), ids=HIDINGS.keys())
-def test_disk_that_root_of_the_vm_keeps_is_not_unmounted(world: World, commands: list[str]) -> None:
+def test_disk_that_root_of_the_vm_keeps_is_not_unmounted(site: Site, commands: list[str]) -> None:
     """The helper looked for a mount at its path, and reported a disk that the VM wrote to as unmounted."""
-    attachment = world.attach()
+    attachment = site.attach()
     for command in commands:
-        assert "fail" not in world.in_vm(f"{command.format(world)} || echo fail")
+        assert "fail" not in site.in_vm(f"{command.format(site)} || echo fail")
 
-    assert world.detach(attachment).endswith("the VM uses it\n1")
-    assert world.detach(attachment).endswith("the VM uses it\n1")
+    assert site.detach(attachment).endswith("the VM uses it\n1")
+    assert site.detach(attachment).endswith("the VM uses it\n1")
     attachment.send_signal(signal.SIGTERM)
     assert attachment.stdout is not None
     assert attachment.stdout.readline() == "cannot unmount the disk yet: the VM uses it\n"
-    world.vm.kill()
-    world.vm.wait()
+    site.vm.kill()
+    site.vm.wait()
     out, _ = attachment.communicate(timeout=LIMIT_S)
 
     assert (out, attachment.returncode) == ("unmounted\n", 0)
-    table = Path(f"/proc/{world.node.pid}/mountinfo").read_text()
+    table = Path(f"/proc/{site.node.pid}/mountinfo").read_text()
     assert [line for line in table.splitlines() if " - tmpfs disk " in line and "/bosh/" in line] == []
 
 
-def test_disk_that_is_bound_elsewhere_is_not_taken_away_for_a_moment(world: World) -> None:
+def test_disk_that_is_bound_elsewhere_is_not_taken_away_for_a_moment(site: Site) -> None:
     """Its other processes would see an empty directory between two attempts."""
 
     def numbers() -> list[str]:
-        table = Path(f"/proc/{world.vm.pid}/mountinfo").read_text().splitlines()
-        return [line.split()[0] for line in table if line.split()[4] == str(world.seen / "disk-1")]
+        table = Path(f"/proc/{site.vm.pid}/mountinfo").read_text().splitlines()
+        return [line.split()[0] for line in table if line.split()[4] == str(site.seen / "disk-1")]
 
-    attachment = world.attach()
-    world.in_vm(f"mount --bind {world.seen}/disk-1 {world.spare}")
+    attachment = site.attach()
+    site.in_vm(f"mount --bind {site.seen}/disk-1 {site.spare}")
     before = numbers()
 
-    assert world.detach(attachment).endswith("the VM uses it\n1")
+    assert site.detach(attachment).endswith("the VM uses it\n1")
 
     assert numbers() == before
 
 
-def test_renamed_directory_of_a_disk_does_not_keep_it(world: World) -> None:
-    attachment = world.attach()
+def test_renamed_directory_of_a_disk_does_not_keep_it(site: Site) -> None:
+    attachment = site.attach()
     moved = "mount -o remount,bind,rw {0.seen} && umount {0.seen}/disk-1 && mv {0.seen}/disk-1 {0.seen}/other"
-    assert world.in_vm(f"{moved.format(world)} && echo moved") == "moved"
+    assert site.in_vm(f"{moved.format(site)} && echo moved") == "moved"
 
-    assert world.detach(attachment) == "unmounted\ndone"
+    assert site.detach(attachment) == "unmounted\ndone"
 
-    assert str(world.place / "bosh/vm/other") not in Path(f"/proc/{world.node.pid}/mountinfo").read_text()
+    assert str(site.place / "bosh/vm/other") not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
 
 
-def test_empty_directories_of_vms_that_are_gone_go_with_time(world: World, tmp_path: Path) -> None:
+def test_empty_directories_of_vms_that_are_gone_go_with_time(site: Site, tmp_path: Path) -> None:
     """The kubelet makes one for each VM that can have live disks."""
     for name in ("gone", "full"):
-        subprocess.run(world.on_node("mkdir", "-p", f"{world.place}/bosh/{name}"), check=True)
-    subprocess.run(world.on_node("touch", f"{world.place}/bosh/full/file"), check=True)
+        subprocess.run(site.on_node("mkdir", "-p", f"{site.place}/bosh/{name}"), check=True)
+    subprocess.run(site.on_node("touch", f"{site.place}/bosh/full/file"), check=True)
     sweep = PROGRAM.replace("program.main(sys.argv[4:])", "program.STALE_S = -1; program.sweep(sys.argv[4])")
-    command = [sys.executable, "-c", sweep, str(ROOT), "0", str(world.place), f"{world.place}/bosh"]
+    command = [sys.executable, "-c", sweep, str(ROOT), "0", str(site.place), f"{site.place}/bosh"]
 
-    subprocess.run(world.on_node(*command), check=True)
+    subprocess.run(site.on_node(*command), check=True)
 
-    left = subprocess.run(world.on_node("ls", f"{world.place}/bosh"), capture_output=True, text=True, check=True)
+    left = subprocess.run(site.on_node("ls", f"{site.place}/bosh"), capture_output=True, text=True, check=True)
     assert left.stdout.split() == ["full", "vm"], "the VM has its empty directory mounted"
 
 
-def test_directory_of_a_vm_that_is_gone_goes(world: World) -> None:
-    helper = world.attach()
-    world.vm.kill()
-    world.vm.wait()
+def test_directory_of_a_vm_that_is_gone_goes(site: Site) -> None:
+    helper = site.attach()
+    site.vm.kill()
+    site.vm.wait()
 
     helper.send_signal(signal.SIGTERM)
     helper.communicate(timeout=LIMIT_S)
 
-    left = subprocess.run(world.on_node("ls", f"{world.place}/bosh"), capture_output=True, text=True)
+    left = subprocess.run(site.on_node("ls", f"{site.place}/bosh"), capture_output=True, text=True)
     assert left.stdout == ""
 
 
 def test_user_namespace_of_the_vm(tmp_path: Path) -> None:
     """Without an idmapped mount every file would be 65534's there, and writing refused."""
-    world = World(tmp_path, userns=True)
+    site = Site(tmp_path, userns=True)
     try:
-        helper = world.attach()
+        helper = site.attach()
 
-        assert world.in_vm(f"stat -c %u {world.seen}/disk-1/file") == "100000"
+        assert site.in_vm(f"stat -c %u {site.seen}/disk-1/file") == "100000"
         helper.send_signal(signal.SIGTERM)
         out, _ = helper.communicate(timeout=LIMIT_S)
         assert (out, helper.returncode) == ("unmounted\n", 0)
     finally:
-        world.close()
+        site.close()
 
 
-def test_user_namespace_of_a_job_is_not_that_of_the_vm(world: World) -> None:
+def test_user_namespace_of_a_job_is_not_that_of_the_vm(site: Site) -> None:
     """The disk had the ids of the namespace of the job: no file was of root, and the VM could not write."""
-    job = world.in_user_namespace()
-    while attachment_program.start_of(job) == attachment_program.start_of(world.vm.pid):  # the same clock tick
-        job = world.in_user_namespace()
-    world.pids.insert(0, job)
+    job = site.in_user_namespace()
+    while attachment_program.start_of(job) == attachment_program.start_of(site.vm.pid):  # the same clock tick
+        job = site.in_user_namespace()
+    site.pids.insert(0, job)
 
-    world.attach()
+    site.attach()
 
-    assert world.in_vm(f"stat -c %u {world.seen}/disk-1/file") == "0"
+    assert site.in_vm(f"stat -c %u {site.seen}/disk-1/file") == "0"
 
 
 def test_first_process_of_a_jail_is_not_that_of_the_container() -> None:

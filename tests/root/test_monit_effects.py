@@ -21,7 +21,6 @@ from agent_shim.edges import monit_http, monit_text
 from agent_shim.host import process
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile
-from tests.integration.test_rule_engine import checking
 from tests.support.programs.jobs import FAST, World
 
 pytestmark = pytest.mark.root
@@ -98,7 +97,7 @@ async def both(tmp_path: Path, text: str) -> AsyncIterator[tuple[Side, Side]]:
 
     reading = asyncio.create_task(read())
     try:
-        async with checking(world, JobFile("job", "", named(text, ours))) as supervisor:
+        async with world.checking(JobFile("job", "", named(text, ours))) as supervisor:
 
             def words() -> dict[str, str]:
                 described = map(monit_api.describe, supervisor.services())

@@ -259,14 +259,6 @@ def test_a_stopped_program_hears_of_the_hang_up(operator: Operator) -> None:
     assert operator.ended()[0] == 5
 
 
-def test_a_program_that_outlives_its_terminal_is_killed(operator: Operator) -> None:
-    operator.call("trap '' HUP; echo up >&3; while :; do sleep 0.02; done")
-    operator.told("up")
-    operator.hang_up()
-
-    assert operator.ended()[0] == 137
-
-
 def test_a_program_that_ignores_the_hang_up_is_killed(operator: Operator) -> None:
     """After some seconds for its last words."""
     operator.call("trap 'echo last words' HUP; echo up >&3; while :; do sleep 0.02; done")

@@ -25,7 +25,7 @@ def test_every_action_is_on_the_page_once() -> None:
 
 
 @pytest.mark.parametrize("section", protocol.sections(), ids=lambda section: section.method)
-def test_an_action_is_reported_as_it_is(section: Section) -> None:
+def test_the_page_describes_each_action_truly(section: Section) -> None:
     """How it is answered, whether it can be cancelled, what can go wrong, what differs, and an example of it."""
     action, first = ACTIONS[section.method], section.text.strip().splitlines()[0]
 

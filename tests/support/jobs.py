@@ -52,22 +52,31 @@ def spec(
     } | members
 
 
-def sleeper(paths: Paths, job: str) -> dict[str, str]:
-    """The files of a job whose one process sleeps."""
+def monit(name: str, pidfile: Path, start: str, stop: str, within: str = "") -> str:
+    """A monit file of one process; ``within`` follows the start program."""
+    return f"""check process {name}
+  with pidfile {pidfile}
+  start program "{start}" {within}
+  stop program "{stop}"
+  group vcap
+"""
+
+
+def process(paths: Paths, job: str, start: str, stop: str = "kill $(cat $pidfile)", within: str = "") -> dict[str, str]:
+    """The files of a job of one process; ``start`` and ``stop`` are shell scripts that know ``$pidfile``."""
     pidfile = paths.run / job / f"{job}.pid"
     ctl = paths.jobs / job / "bin/ctl"
-    return {
-        "monit": f"""
-check process {job}
-  with pidfile {pidfile}
-  start program "{ctl} start"
-  stop program "{ctl} stop"
-  group vcap
-""",
-        "bin/ctl": f"""#!/bin/sh
-case $1 in
-start) echo $$ > {pidfile}; exec sleep 1000 ;;
-stop) kill $(cat {pidfile}); rm -f {pidfile} ;;
-esac
-""",
-    }
+    script = f"#!/bin/sh\npidfile={pidfile}\ncase $1 in\nstart)\n{start}\n;;\nstop)\n{stop}\n;;\nesac\n"
+    return {"monit": monit(job, pidfile, f"{ctl} start", f"{ctl} stop", within), "bin/ctl": script}
+
+
+def of_bpm(paths: Paths, job: str, config: str) -> dict[str, str]:
+    """The files of a job whose process of its name bpm runs."""
+    bpm = paths.jobs / "bpm/bin/bpm"
+    pidfile = paths.run / "bpm" / job / f"{job}.pid"
+    return {"monit": monit(job, pidfile, f"{bpm} start {job}", f"{bpm} stop {job}"), "config/bpm.yml": config}
+
+
+def sleeper(paths: Paths, job: str) -> dict[str, str]:
+    """The files of a job whose one process sleeps."""
+    return process(paths, job, "echo $$ > $pidfile; exec sleep 1000", "kill $(cat $pidfile); rm -f $pidfile")

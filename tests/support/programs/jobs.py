@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -77,6 +78,26 @@ class World:
                 await supervisor.configure(files)
                 await supervisor.start()
                 yield supervisor
+
+    @contextlib.asynccontextmanager
+    async def checking(self, *files: JobFile) -> AsyncIterator[Supervisor]:
+        """A supervisor that looks at rules too."""
+        async with self.supervising(*files) as supervisor:
+            running = asyncio.create_task(supervisor.run())
+            try:
+                yield supervisor
+                assert not running.done(), running
+            finally:
+                running.cancel()
+
+    def told(self, event: str) -> list[tuple[str, str]]:
+        """Service and action of each report of an event."""
+        return [(each.service, each.action) for each in self.events if each.event == event]
+
+    def open(self) -> None:
+        """Let any user write here."""
+        for path in (self.base.parent, self.base):
+            path.chmod(0o777)
 
     def end(self) -> None:
         """Kill the remaining processes."""
