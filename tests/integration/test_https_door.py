@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from agent_shim.bulk import workers
 from agent_shim.core.errors import ActionError
@@ -185,6 +187,18 @@ async def test_client_that_takes_nothing_is_dropped(hasty: HttpsBus, tmp_path: P
         writer.transport.resume_reading()  # type: ignore[attr-defined]
         assert len(await until_closed(reader)) < 32 * 1024 * 1024
     assert await Cli(hasty.port).value("ping") == "ping"
+
+
+async def test_connections_and_requests_that_have_ended_are_forgotten(bus: HttpsBus) -> None:
+    """The CLI polls every second, each time on another one."""
+    for _ in range(30):
+        assert await Cli(bus.port).value("ping") == "ping"
+
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(each, web.RequestHandler | asyncio.Task) for each in gc.get_objects())
+
+    await until(lambda: kept() < 20)
 
 
 async def test_bodies_that_reach_their_bounds_are_taken(hasty: HttpsBus, tmp_path: Path) -> None:
