@@ -280,7 +280,7 @@ class HttpsBus:
             answering = asyncio.ensure_future(self._handle(body))
             self._answering.add(answering)
             answering.add_done_callback(self._answering.discard)
-            answer = await asyncio.shield(answering)  # what has begun continues after a disconnect
+            answer = await asyncio.shield(answering)  # the request continues after a disconnect
             if answer is None:
                 self.stats.rejected += 1
                 return web.Response(status=500)
