@@ -106,7 +106,7 @@ AGENT = {
         "logFormat": "xml",
         "monit": {"http": "127.0.0.1:65536", "mail": "off"},
         "ssh": {"port": 70000},
-        "logs": {"keep": "all"},
+        "logs": {"keep": "all", "size": "50 MB"},
     }
 }
 
@@ -118,7 +118,7 @@ def test_all_mistakes_of_a_file_are_named_at_once(tmp_path: Path, capsys: pytest
 
     assert main(["check", *(str(path) for path in sorted(tmp_path.iterdir()))]) == 78
     agent, bpm, settings = capsys.readouterr().err.splitlines()
-    for key in ("http", "logLevel", "logFormat", "monit.http", "ssh.port", "logs.keep"):
+    for key in ("http", "logLevel", "logFormat", "monit.http", "ssh.port", "logs.keep", "logs.size"):
         assert f"`$.AgentShim.{key}`" in agent
     assert "mail" not in agent
     for key in ("processes[0].executable", "processes[1].name", "processes[1].limits.memory"):

@@ -48,12 +48,6 @@ def test_the_port_of_the_ssh_server_can_be_chosen(raw: bytes, port: int) -> None
     assert settings.parse_config(raw, origin="agent.json").shim.ssh.port == port
 
 
-@pytest.mark.parametrize("port", [b"0", b"65536", b"-1", b'"22"'])
-def test_a_port_that_is_none_is_refused(port: bytes) -> None:
-    with pytest.raises(ConfigError, match=r"agent\.json: .*\$\.AgentShim\.ssh\.port"):
-        settings.parse_config(b'{"AgentShim":{"ssh":{"port":%s}}}' % port, origin="agent.json")
-
-
 def test_without_a_file_source_the_paths_of_container_cpis_are_read() -> None:
     assert settings.parse_config(b"{}", origin="agent.json").settings_files(Paths()) == list(settings.CPI_SETTINGS)
 
@@ -252,13 +246,6 @@ def test_which_networks_take_their_address_from_the_machine(members: dict[str, A
 def test_size_of_a_directory_in_memory(given: str, size: str) -> None:
     """A text that is no size would be another option of the mount."""
     assert settings.TmpfsDir(tmpfs=True, tmpfs_size=given).size("16m") == size
-
-
-@pytest.mark.parametrize("size", ["", "50 MB", "1T", "-1"])
-def test_size_of_logs_that_is_no_size_is_refused(size: str) -> None:
-    """At the start, with the place in the file."""
-    with pytest.raises(ConfigError, match=r"AgentShim\.logs\.size"):
-        settings.parse_config(json.dumps({"AgentShim": {"logs": {"size": size}}}).encode(), origin="agent.json")
 
 
 @pytest.mark.parametrize(
