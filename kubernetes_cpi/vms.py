@@ -50,6 +50,8 @@ BUS: Final = "to the bus|bus credentials"
 REACHED: Final = "connected to the bus|does not know us|refuses our certificate|bus credentials"
 """Words of an agent that has reached a server."""
 BUS_PAUSE_S: Final = 0.2
+BOOT_S: Final = 2.0
+"""Seconds in which an agent reaches the bus after the start of its container; most need less than one."""
 
 
 class Mbus(msgspec.Struct, frozen=True):
@@ -97,8 +99,7 @@ def create(session: Session, wanted: Wanted) -> list[Any]:
         services.make(session, vm)
         if vm.group and vm.properties.disruption_budget:
             budgets.keep(session, vm.namespace, vm.group)
-        ready = pods.until_ready(session, vm.namespace, pod, timeout_s=session.config.timeouts.create_vm)
-        _check_address(ready, vm.networks.address)
+        _check_address(_until_up(session, vm, pod, bus), vm.networks.address)
         _check_bus(session, vm, bus)
     except CpiError as exc:
         _clean_up(session, vm.cid, held, exc)
@@ -317,6 +318,21 @@ def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
             "to the Director's, nats://IP:4222, or for `bosh create-env` to the https:// one of the VM"
         )
     return [one.scheme for one in parts]
+
+
+def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> Object:
+    """Wait until the agent has reached the bus by its log, or the pod is ready: a kubelet probes once a second."""
+    until = time.monotonic() + session.config.timeouts.create_vm
+    state = pods.until_ready(session, vm.namespace, pod, timeout_s=until - time.monotonic(), is_enough=pods.has_started)
+    boots_until = time.monotonic() + BOOT_S
+    while not pods.is_ready(state) and "nats" in schemes and time.monotonic() < boots_until:
+        words = pods.last_words(session, vm.namespace, vm.cid, BUS)
+        if words is None:
+            break
+        if re.search(REACHED, words):
+            return state
+        time.sleep(BUS_PAUSE_S)
+    return pods.until_ready(session, vm.namespace, state, timeout_s=until - time.monotonic())
 
 
 def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:

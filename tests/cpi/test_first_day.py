@@ -73,6 +73,12 @@ def test_agent_that_the_director_has_not_admitted_yet_is_a_good_one(cpi: Cpi, cl
     assert cpi.create_vm() == VM
 
 
+def test_agent_that_has_reached_the_bus_is_not_waited_for_until_the_next_probe(cpi: Cpi, cluster: Cluster) -> None:
+    cluster.pod_status = lambda _: running(ready="False")
+
+    assert cpi.create_vm() == VM
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 def test_log_without_a_bus_is_no_failure(cpi: Cpi, cluster: Cluster, server: Server, is_read: bool) -> None:
     cluster.logs = lambda _: "started\n"
