@@ -41,6 +41,8 @@ PARALLEL_CALLS: Final = 32
 INSTANCES: Final = 3
 WAY: Final = Way("live", "live", "base", "privileged")
 POD_TIMEOUT_S: Final = 60.0
+STEPS: Final = ("to the pod", "to its volume and node", "to its container", "to its agent")
+"""Sections of a create_vm, between the times of ``Bare.steps_of_next``."""
 START: Final = "import json, msgspec"
 START_OF_A_CLIENT: Final = "import http.client, json, msgspec, ssl"
 
@@ -105,6 +107,38 @@ class Bare:
             raise RuntimeError(f"{pod} is not ready after {POD_TIMEOUT_S:g} s: {json.dumps(status)}") from None
         finally:
             link.close()
+
+    def steps_of_next(self, watch: http.client.HTTPSConnection) -> dict[str, float]:
+        """Return the times at which the server tells the steps of the next new VM, up to its running container."""
+        told: dict[str, float] = {}
+        for line in watch.getresponse():
+            event = json.loads(line)
+            if not told and event["type"] != "ADDED":
+                continue
+            status = event["object"]["status"]
+            conditions = {one["type"] for one in status.get("conditions") or [] if one["status"] == "True"}
+            containers = status.get("containerStatuses") or []
+            seen = {
+                "pod": True,
+                "node": "PodScheduled" in conditions,
+                "container": any("running" in one["state"] for one in containers),
+            }
+            for step, is_done in seen.items():
+                if is_done:
+                    told.setdefault(step, time.monotonic())
+            if len(told) == len(seen):
+                break
+        watch.close()
+        return told
+
+    def watch_vms(self) -> http.client.HTTPSConnection:
+        """Return a connection whose response tells each VM that is made from now on."""
+        link = self.connection()
+        version = self.ask(link, "GET", "pods?limit=1")["metadata"]["resourceVersion"]
+        query = f"watch=1&labelSelector=cpi.bosh.io/kind=vm&resourceVersion={version}"
+        headers = {"Authorization": f"Bearer {self.token}"}
+        link.request("GET", f"/api/v1/namespaces/{self.namespace}/pods?{query}", None, headers)
+        return link
 
     def make(self, secret: Any, pod: Any, claims: Sequence[Any] = ()) -> float:
         """Seconds from the first request until the pod is ready."""
@@ -245,7 +279,7 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     data = bare.ask(link, "GET", f"persistentvolumeclaims/{names.data_claim(instance.vm)}")
     name = names.attachment(instance.vm, instance.disk)
     attachment = bare.ask(link, "GET", f"pods/{name}")
-    by_hand, by_cpi = [], []
+    by_hand, by_cpi, steps = [], [], []
     for _ in range(count):
         other = f"vm-by-hand-{uuid.uuid4().hex[:16]}"
         arguments = _arguments(site, str(uuid.uuid4()))
@@ -254,11 +288,15 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         by_hand.append(await asyncio.to_thread(bare.make, *made, claims))
         await _remove(site, bare, other)
         fresh = Instance("one")
+        telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch_vms()))
         began = time.monotonic()
         await _create_vm(site, fresh)
         by_cpi.append(time.monotonic() - began)
+        steps.append([began, *(await telling).values(), began + by_cpi[-1]])
         await site.cpi.call("delete_vm", fresh.vm)
     figures["cpi create_vm"] = _seconds(by_cpi, by_hand, "the same objects made by hand, until ready")
+    for number, step in enumerate(STEPS):
+        figures[f"cpi create_vm, {step}"] = figure([(one[number + 1] - one[number]) * 1000 for one in steps], "ms")
     by_hand, by_cpi = [], []
     for _ in range(count):
         disk = await director.create_disk(instance)
@@ -276,6 +314,27 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         by_hand.append(await asyncio.to_thread(bare.make, None, made_by_hand))
         await _remove(site, bare, other)
     figures["cpi attach_disk, live"] = _seconds(by_cpi, by_hand, "the same attachment pod made by hand, until ready")
+    await _life(site, figures, instance, count)
+
+
+async def _life(site: Site, figures: Figures, instance: Instance, count: int) -> None:
+    """Calls of the CPI and requests to the agent together, as a Director makes them."""
+    director = site.deployments
+    pong: dict[str, list[float]] = {"claim": [], "empty_dir": []}
+    recreated = []
+    for _ in range(count):
+        for kind, seconds in pong.items():
+            with site.vm_type(ephemeral_disk={"size": 256, "type": kind}):
+                fresh, began = Instance("one"), time.monotonic()
+                await director.create_vm(fresh)
+                seconds.append((time.monotonic() - began) * 1000)
+                await director.delete_vm(fresh)
+        began = time.monotonic()
+        await director.recreate(instance)
+        recreated.append((time.monotonic() - began) * 1000)
+    figures["cpi create_vm to pong"] = figure(pong["claim"], "ms")
+    figures["cpi create_vm to pong, data in an emptyDir"] = figure(pong["empty_dir"], "ms")
+    figures["cpi stop --hard and start, with a disk"] = figure(recreated, "ms")
 
 
 async def _remove(site: Site, bare: Bare, pod: str) -> None:

@@ -122,7 +122,9 @@ class Worker:
         (self.where / "resolv.conf").write_text("nameserver 192.0.2.53\n")
         ipam = {"type": "host-local", "ranges": [[{"subnet": addresses}]], "routes": [{"dst": "0.0.0.0/0"}]}
         bridge = {"type": "bridge", "bridge": "pods", "isGateway": True, "hairpinMode": True, "ipam": ipam}
-        self._write("cni/pods.conflist", {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge]})
+        # Pods with ports of the node.
+        ports = {"type": "portmap", "capabilities": {"portMappings": True}, "snat": True}
+        self._write("cni/pods.conflist", {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge, ports]})
 
     def _start_runtime(self) -> None:
         config = self.where / "containerd.toml"

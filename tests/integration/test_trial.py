@@ -1,0 +1,208 @@
+"""``./dev try-kubernetes`` with programs that record how they are called; the node is kind's.
+
+``bosh int`` is the one command of the CLI whose output the trial reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kubernetes_cpi import schema
+from kubernetes_cpi.config import Config
+from kubernetes_cpi.properties import VmProperties
+from tests.structure.source import ROOT
+
+DIGEST = f"sha256:{'a' * 64}"
+IMAGE = "localhost/agent-shim/trial:latest"
+BOSH = {
+    "releases": [
+        {"name": "bosh", "url": "https://example.org/bosh-283.1.6-ubuntu-noble-1.484.tgz", "version": "283.1.6"},
+        {"name": "bpm", "url": "https://example.org/bpm-1.4.38-ubuntu-noble-1.484.tgz", "version": "1.4.38"},
+    ]
+}
+DNS = {"addons": [{"name": "bosh-dns"}], "variables": [{"name": "/dns_api_tls_ca"}]}
+PROGRAM = f"""#!{sys.executable} -I
+import json, os, sys
+from pathlib import Path
+name, state = Path(sys.argv[0]).name, Path(os.environ["STATE"])
+with state.with_name("calls").open("a") as calls:
+    calls.write(json.dumps([name, *sys.argv[1:]]) + "\\n")
+if os.environ.get("FAILS", "nothing fails") in " ".join(sys.argv):
+    sys.exit(7)
+said = {{
+    "kind get": "",
+    "docker inspect": "192.0.2.7",
+    "docker exec": "REF TYPE DIGEST\\n{IMAGE} application/x {DIGEST} 1 -",
+    "bosh int": {json.dumps(DNS)!r},
+}}
+print(said.get(f"{{name}} {{sys.argv[1]}}", ""))
+if sys.argv[1] == "create-env":
+    (state / "creds.yml").write_text("admin_password: secret-of-admin\\ndirector_ssl: {{ca: CA}}\\n")
+if sys.argv[1:3] == ["create", "cluster"]:
+    (state / "kubeconfig").write_text("{{}}")
+"""
+
+
+class Played:
+    """Runs of the command, and the calls that they made."""
+
+    def __init__(self, where: Path) -> None:
+        self.state = where / "state"
+        self.programs = where / "programs"
+        self.deployments = where / "bosh-deployment"
+        self._calls = where / "calls"
+        self.programs.mkdir()
+        for name in ("kind", "docker", "kubectl", "bosh", "git"):
+            self.program(name, PROGRAM)
+        self.deployments.mkdir()
+        (self.deployments / "bosh.yml").write_text(yaml.safe_dump(BOSH))
+
+    def program(self, name: str, text: str) -> None:
+        (self.programs / name).write_text(text)
+        (self.programs / name).chmod(0o755)
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "trial", f"--state={self.state}", f"--bosh-deployment={self.deployments}"]
+        environment = {"PATH": f"{self.programs}:{os.environ['PATH']}", "STATE": str(self.state), **environment}
+        return subprocess.run(
+            [*command, *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+        )
+
+    def calls(self) -> list[list[str]]:
+        return [json.loads(line) for line in self._calls.read_text().splitlines()]
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Played:
+    return Played(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, str]:
+    """Return a trial that was run to its end, and what it printed."""
+    made = Played(tmp_path_factory.mktemp("trial"))
+    done = made.run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return made, done.stdout + done.stderr
+
+
+def file_of(call: list[str], flag: str) -> list[str]:
+    return [call[at + 1] for at, word in enumerate(call) if word == flag]
+
+
+def test_node_director_and_deployment_come_in_order(whole: tuple[Played, str]) -> None:
+    played, said = whole
+
+    assert "./dev try-kubernetes --remove" in said
+    calls = played.calls()
+    assert [" ".join(call[: 4 if call[1] == "-d" else 3]) for call in calls if call[0] not in ("docker", "git")] == [
+        "kind get clusters",
+        "kind create cluster",
+        "kind load image-archive",
+        "kubectl apply -k",
+        "kubectl apply -k",
+        f"bosh create-env {played.deployments}/bosh.yml",
+        "bosh update-cloud-config deploy/cpi/bosh/cloud-config.yml",
+        f"bosh int {played.deployments}/runtime-configs/dns.yml",
+        "bosh update-runtime-config --name=dns",
+        next(" ".join(call[:3]) for call in calls if call[1] == "upload-stemcell"),
+        "bosh create-release --force",
+        f"bosh upload-release {played.state}/hello.tgz",
+        "bosh -d hello deploy",
+    ]
+    named = [name for call in calls for flag in ("-o", "-k") for name in file_of(call, flag)]
+    assert all((ROOT / name).exists() for name in named), named
+
+
+def test_director_gets_the_release_the_stemcell_of_its_version_and_the_address_of_the_node(
+    whole: tuple[Played, str],
+) -> None:
+    played, _ = whole
+
+    (create,) = [call for call in played.calls() if call[1] == "create-env"]
+    values = dict(one.split("=", 1) for one in file_of(create, "-v"))
+    assert values["internal_ip"] == "192.0.2.7"
+    stemcell = Path(values["stemcell"].removeprefix("file://"))
+    assert (stemcell.exists(), "1.484" in stemcell.name, "noble" in stemcell.name) == (True, True, True)
+    assert Path(values["cpi_release"].removeprefix("file://")).exists()
+    assert Path(file_of(create, "--var-file")[0].removeprefix("kubeconfig=")).read_text() == "{}"
+
+
+def test_manifest_has_the_bpm_of_bosh_deployment_and_the_runtime_config_no_variables(
+    whole: tuple[Played, str],
+) -> None:
+    played, _ = whole
+
+    manifest = yaml.safe_load((played.state / "hello.yml").read_text())
+    assert BOSH["releases"][1] in manifest["releases"]
+    assert manifest["stemcells"][0]["os"] == "ubuntu-noble"
+    assert yaml.safe_load((played.state / "dns.yml").read_text()) == {"addons": DNS["addons"]}
+    assert (played.state / "dns.yml").stat().st_mode & 0o77 == 0
+
+
+def test_password_of_the_director_is_not_printed(whole: tuple[Played, str]) -> None:
+    assert "secret-of-admin" not in whole[1]
+
+
+def test_second_run_keeps_the_node(played: Played) -> None:
+    played.program("kind", PROGRAM.replace('"kind get": ""', '"kind get": "agent-shim-trial"'))
+
+    assert played.run(FAILS="build").returncode == 1
+    assert [call[:2] for call in played.calls()] == [["kind", "get"], ["docker", "build"]]
+
+
+def test_failed_step_is_named_with_its_command(played: Played) -> None:
+    done = played.run(FAILS="create cluster")
+
+    assert done.returncode == 1
+    assert "kind create cluster" in done.stderr
+    assert "ended with 7" in done.stderr
+
+
+def test_remove_takes_the_node_and_the_state_away(played: Played) -> None:
+    played.state.mkdir()
+
+    assert played.run("--remove").returncode == 0
+    assert [call[:3] for call in played.calls()] == [["kind", "delete", "cluster"]]
+    assert not played.state.exists()
+
+
+def test_missing_programs_are_named(played: Played) -> None:
+    (played.programs / "bosh").unlink()
+    (played.programs / "git").unlink()
+
+    done = played.run(PATH=str(played.programs))
+
+    assert done.returncode == 1
+    assert "cannot start without bosh, git" in done.stderr
+
+
+def read(name: str) -> Any:
+    text = (ROOT / "trial/bosh" / name).read_text()
+    return yaml.safe_load(text.replace("((internal_ip))", "192.0.2.7").replace("((disk))", "128"))
+
+
+def test_cloud_properties_and_properties_of_the_cpi_are_known() -> None:
+    operations = {one["path"]: one["value"] for name in ("director.yml", "cloud.yml") for one in read(name)}
+    for path, value in operations.items():
+        if path.endswith("cloud_properties"):
+            schema.read(value, VmProperties, origin=path)
+    (agent,) = [value for path, value in operations.items() if path.endswith("kubernetes_cpi/agent?")]
+    assert schema.read({"agent": agent}, Config, origin="director.yml").agent.mbus == "nats://192.0.2.7:4222"
+
+
+def test_job_of_the_release_renders_to_a_bpm_yml() -> None:
+    job = ROOT / "trial/release/jobs/hello"
+    spec = yaml.safe_load((job / "spec").read_text())
+    assert [job / "templates" / name for name in spec["templates"]] == list((job / "templates").iterdir())
+    text = (job / "templates/bpm.yml.erb").read_text().replace('<%= p("greeting").to_json %>', '"hi"')
+    (process,) = yaml.safe_load(text)["processes"]
+    assert process["args"][1] == "hi"
