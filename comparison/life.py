@@ -64,7 +64,17 @@ include /var/vcap/monit/*.monitrc
 include /var/vcap/monit/job/*.monitrc
 """
 ETC: Final = (
-    *("rsyslog.d", "logrotate.d", "cron.d", "cron.daily", "cron.hourly", "profile.d", "security/limits.d", "sysctl.d"),
+    *(
+        "rsyslog.d",
+        "samba",
+        "logrotate.d",
+        "cron.d",
+        "cron.daily",
+        "cron.hourly",
+        "profile.d",
+        "security/limits.d",
+        "sysctl.d",
+    ),
     *("init.d", "init", "sv", "service", "audit/rules.d", "monit", "nginx", "default"),
 )
 TREE: Final = (
