@@ -107,7 +107,7 @@ DAEMON: Final = f"""#!/bin/bash
 case $1 in
 start)
     echo $$ >{RUN}/web.pid
-    (sleep 0.8; echo $BASHPID >{RUN}/web.pid; exec {PROGRAM}/serve >/dev/null 2>&1) &
+    (while kill -0 $$; do sleep 0.05; done; echo $BASHPID >{RUN}/web.pid; exec {PROGRAM}/serve) >/dev/null 2>&1 &
     sleep 0.6 ;;
 stop) kill $(cat {RUN}/web.pid); rm {RUN}/web.pid ;;
 esac
