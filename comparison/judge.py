@@ -142,6 +142,10 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
             or (one.phase in ("agent restarted", "stop") and one.is_pending)
         ),
     ),
+    (
+        "a restart starts the next process beside a stop program",
+        lambda one: one.phase == "monit restart" and "Does not exist" in one.go and not one.shim,
+    ),
     ("a stop while a start is pending", lambda one: one.phase == "stop" and "errored" in one.go_answer),
 ]
 """Rows of docs/monit-deviations.md by how they begin, and the differences that are theirs."""
