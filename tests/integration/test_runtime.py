@@ -78,7 +78,8 @@ async def test_a_reconnect_sends_a_heartbeat_beside_those_of_the_period(instance
         await instance.start_agent()
         first = (await monitor.wait_for("heartbeat", AGENT)).at
         phases: list[float] = []
-        while len(phases) < 3:
+        # The monitor may miss an extra one: its own connection returns later.
+        while len(phases) < 8 and max(phases, default=0) - min(phases, default=0) <= 0.1:
             seen = len(monitor.of("heartbeat", AGENT))
             await instance.server.kill()
             await instance.server.start()
