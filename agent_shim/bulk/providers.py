@@ -59,7 +59,7 @@ def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -
         case "local":
             return Local(local_directory(store, paths))
         case "dav":
-            return Dav(_options(store, DavOptions), transfer)
+            return Dav(_options(store), transfer)
         case name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             return External(name, store.options, environment(store), paths)
     raise BlobError(f"cannot use the blobstore {store.provider[:40]!r}: unknown provider")
@@ -90,16 +90,12 @@ class Local:
     def _copy(self, path: Path, target: Path) -> None:
         if not self._directory.is_dir():
             files.make_dir(self._directory, 0o770)
-        with path.open("rb") as source, files.attempting(f"write {target}"):
-            os.fchmod(source.fileno(), 0o640)
-            os.fsync(source.fileno())
-            try:
-                target.hardlink_to(path)
-            except OSError:  # another file system, or one without links
-                with files.replacing(target, mode=0o640) as out:
-                    files.copy_data(source.fileno(), out.fileno())
-            else:
-                files.sync_directory(self._directory)
+        with (
+            path.open("rb") as source,
+            files.attempting(f"write {target}"),
+            files.replacing(target, mode=0o640) as out,
+        ):
+            files.copy_data(source.fileno(), out.fileno())
 
 
 class DavOptions(msgspec.Struct, frozen=True):
@@ -232,9 +228,9 @@ def trusted_ca(store: Blobstore) -> str:
         return ""
 
 
-def _options(store: Blobstore, wanted: type[DavOptions]) -> DavOptions:
+def _options(store: Blobstore) -> DavOptions:
     try:
-        return wire.convert(store.options, wanted)
+        return wire.convert(store.options, DavOptions)
     except msgspec.ValidationError as exc:
         raise BlobError(f"cannot use the blobstore {store.provider}: {exc}") from exc
 

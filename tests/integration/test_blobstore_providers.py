@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import json
 import os
@@ -74,17 +73,8 @@ async def test_a_directory_keeps_blobs(paths: Paths, tmp_path: Path) -> None:
 
     assert await content(store) == b"data"
     assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o770
+    assert stat.S_IMODE((tmp_path / "store" / ID).stat().st_mode) == 0o640
     assert [entry.name for entry in (tmp_path / "store").iterdir()] == [ID]
-
-
-async def test_a_directory_of_the_same_file_system_takes_the_file_itself(paths: Paths, tmp_path: Path) -> None:
-    """It is not written twice, and not removed with the first name."""
-    (tmp_path / "file").write_bytes(b"data")
-    await made(paths, "local", blobstore_path=str(tmp_path / "store")).put(ID, tmp_path / "file")
-
-    blob = (tmp_path / "store" / ID).stat()
-    assert blob.st_ino == (tmp_path / "file").stat().st_ino
-    assert stat.S_IMODE(blob.st_mode) == 0o640
 
 
 async def test_a_blob_is_on_the_disk_before_its_name(
@@ -98,33 +88,10 @@ async def test_a_blob_is_on_the_disk_before_its_name(
 
     await made(paths, "local", blobstore_path=str(tmp_path / "store")).put(ID, tmp_path / "file")
 
-    inodes = [(tmp_path / "file").stat().st_ino, (tmp_path / "store").stat().st_ino]
+    inodes = [target.stat().st_ino, (tmp_path / "store").stat().st_ino]
     assert synced[-2:] == [(inodes[0], False), (inodes[1], True)]
 
 
-@pytest.fixture
-def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests have one file system only."""
-
-    def refuse(self: Path, target: Path) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(self), None, str(target))
-
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
-
-
-@pytest.mark.usefixtures("no_links")
-async def test_a_directory_of_another_file_system_gets_a_copy(paths: Paths, tmp_path: Path) -> None:
-    """As private as a link would be."""
-    (tmp_path / "file").write_bytes(b"data")
-    store = made(paths, "local", blobstore_path=str(tmp_path / "store"))
-    await store.put(ID, tmp_path / "file")
-
-    assert await content(store) == b"data"
-    assert stat.S_IMODE((tmp_path / "store" / ID).stat().st_mode) == 0o640
-    assert [entry.name for entry in (tmp_path / "store").iterdir()] == [ID]
-
-
-@pytest.mark.usefixtures("no_links")
 async def test_a_directory_that_takes_no_more_is_named(paths: Paths, tmp_path: Path) -> None:
     """With the file that could not be written, of which nothing stays. Here the limit is one of this process."""
     (tmp_path / "file").write_bytes(bytes(200_000))
