@@ -54,8 +54,6 @@ BEAT: Final = 35.0
 TASK: Final = 60.0
 PLAIN_TEXT: Final = "managed_disk_settings.json"
 """Contains only a cid, despite its name."""
-LINES: Final = "supervisor.json"
-"""Contains a document in each line; a kill, unlike the end of the machine, tears none."""
 LARGE: Final = 8 << 20
 """Bytes of a file beyond which only its size is compared."""
 LOG: Final = "".join(f"{number} a line of the witness\n" for number in range(3000)).encode()
@@ -589,8 +587,7 @@ class Witness:
             try:
                 content = path.read_bytes()
                 if path.name != PLAIN_TEXT:
-                    for document in content.split(b"\n") if path.name == LINES else [content]:
-                        json.loads(document)
+                    json.loads(content)
                 elif content.split() != [content.strip()]:
                     found.append(f"I7: {path} is no disk's cid")
             except ValueError:

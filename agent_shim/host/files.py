@@ -241,23 +241,6 @@ def write_atomic(
         raise failed(f"write {path}", exc) from exc
 
 
-def append_line(path: Path, line: bytes, *, mode: int, most: int) -> None:
-    """Add a last line to a file whose last readable line counts: one sync, where replacing it takes two.
-
-    A crash leaves the lines before it, and at most a part of this one. A file that is missing, cannot take it or would
-    exceed ``most`` bytes is replaced (:func:`write_atomic`).
-    """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    with suppress(OSError), closing(os.open(path, flags)) as fd:
-        found = os.fstat(fd)
-        if stat.S_ISREG(found.st_mode) and found.st_size + len(line) < most:
-            if os.writev(fd, (b"\n", line)) > len(line):
-                os.fdatasync(fd)
-                return
-            os.ftruncate(fd, found.st_size)  # the disk is full
-    write_atomic(path, line, mode=mode)
-
-
 def version(path: Path) -> tuple[int, int, int] | None:
     """Return a value that changes with every change of a file; None without a file.
 

@@ -50,10 +50,6 @@ KILL_RESERVE_S: Final = 1.5
 """Seconds, at most half of a short budget, reserved after the kill for exits and final checks."""
 RESTART_BURST: Final = 500
 RESTARTS_PER_SECOND: Final = 20.0
-MAX_STATE_BYTES: Final = 1 << 18
-"""Maximum size of the file of the saved state, which is then replaced by its last line."""
-MAX_TORN_LINES: Final = 3
-"""Maximum number of unreadable lines at the end of that file: a crash tears one."""
 TRIM_PERIOD_S: Final = 10.0
 MEMORY_PERIOD_S: Final = 1.0
 """Seconds between checks of processes with a memory limit in bpm.yml."""
@@ -485,8 +481,7 @@ class Supervisor:
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
             try:
-                path = self._paths.supervisor_state
-                await asyncio.to_thread(files.append_line, path, raw, mode=0o600, most=MAX_STATE_BYTES)
+                await asyncio.to_thread(files.write_atomic, self._paths.supervisor_state, raw, mode=0o600)
             except HostError as exc:
                 text = "cannot save the supervisor's state; a restarted agent would lose track of the jobs: %s"
                 logger.warning(text, exc)
@@ -499,21 +494,13 @@ async def _each_beat(period: float, work: Callable[[], Awaitable[None]]) -> NoRe
 
 
 def read_saved(path: Path) -> Saved | None:
-    """Read the state of the last supervisor, the last whole line of ``path``; None if it is unusable."""
-    saved, error = None, ""
+    """Read the state of the last supervisor; None if it is unusable."""
     try:
-        for line in reversed(files.read(path, is_own=True).rsplit(b"\n", MAX_TORN_LINES)):
-            try:
-                saved = wire.decode(line, Saved)
-                break
-            except ValueError as exc:
-                error = error or str(exc)
+        saved = wire.decode(files.read(path, is_own=True), Saved)
     except FileNotFoundError:
         return None
-    except OSError as exc:
-        error = str(exc)
-    if saved is None:
-        logger.warning("cannot read %s: %s; running jobs are recognised by their marks alone", path, error)
+    except (OSError, ValueError) as exc:
+        logger.warning("cannot read %s: %s; running jobs are recognised by their marks alone", path, exc)
         return None
     if saved.schema != SCHEMA:
         return None

@@ -146,7 +146,6 @@ RAW: Mapping[str, Raw] = {
             {
                 "_let_owner_write",
                 "_write_in_place",
-                "append_line",
                 "behind",
                 "is_empty",
                 "move_away",

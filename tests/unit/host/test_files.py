@@ -102,66 +102,6 @@ def test_a_file_with_the_same_content_is_not_written_if_only_a_change_is(tmp_pat
     assert not link.is_symlink()
 
 
-# --- append_line ----------------------------------------------------------------------------------------------------
-
-
-def test_a_line_is_on_disk_after_one_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one makes the file, with its name on disk."""
-    path = tmp_path / "a"
-    synced: list[bytes] = []
-    files.append_line(path, b"1", mode=0o600, most=100)
-    monkeypatch.setattr(os, "fsync", pytest.fail)
-    monkeypatch.setattr(os, "fdatasync", lambda _: synced.append(path.read_bytes()))
-
-    files.append_line(path, b"2", mode=0o600, most=100)
-
-    assert synced == [b"1\n2"]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_a_file_of_lines_is_replaced_before_it_is_too_large(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    for number in range(5):
-        files.append_line(path, b"%d" % number, mode=0o600, most=6)
-
-    assert path.read_bytes() == b"3\n4"
-
-
-@pytest.mark.parametrize("call", ["writev", "fdatasync"])
-def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """On a full disk, or one that fails to sync, the file is replaced, or it stays as it was."""
-    path = tmp_path / "a"
-    path.write_bytes(b"1")
-    real = os.writev
-    with monkeypatch.context() as patched:
-        if call == "writev":
-            patched.setattr(os, "writev", lambda fd, parts: real(fd, [b"".join(parts)[:2]]))
-        else:
-            patched.setattr(os, "fdatasync", _full)
-        files.append_line(path, b"222", mode=0o600, most=100)
-    assert path.read_bytes() == b"222"
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "writev", lambda fd, parts: real(fd, [b"".join(parts)[:2]]))
-        patched.setattr(os, "fsync", _full)
-        with pytest.raises(HostError, match="No space left"):
-            files.append_line(path, b"333", mode=0o600, most=100)
-    assert path.read_bytes() == b"222"
-
-
-def test_a_line_follows_no_link_and_waits_for_no_reader(tmp_path: Path) -> None:
-    victim, link, fifo = tmp_path / "victim", tmp_path / "link", tmp_path / "fifo"
-    victim.write_bytes(b"mine")
-    link.symlink_to(victim)
-    os.mkfifo(fifo)
-    for path in (link, fifo):
-        files.append_line(path, b"1", mode=0o600, most=100)
-        assert stat.S_ISREG(path.lstat().st_mode)
-        assert path.read_bytes() == b"1"
-
-    assert victim.read_bytes() == b"mine"
-
-
 def _full(_: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 

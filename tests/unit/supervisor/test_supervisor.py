@@ -156,25 +156,6 @@ async def test_without_a_saved_state_nothing_is_recovered(paths: Paths) -> None:
         await supervisor.close()
 
 
-async def test_a_state_torn_by_a_crash_leaves_the_one_before_it(paths: Paths) -> None:
-    """A crash tears the last line, and another one the first of the next agent."""
-    before = Supervisor(paths, on_event=lambda _: None)
-    await before.configure([WEB])
-    await before.start()
-    await before.close()
-    whole = paths.supervisor_state.read_bytes()
-    assert whole.count(b"\n") >= 1
-    kept = whole.splitlines()[-1]
-    for torn in (b"", b"\n" + kept[:50], b"\n" + kept[:-1] + b"\n" + bytes(4096)):
-        paths.supervisor_state.write_bytes(whole + torn)
-        saved = read_saved(paths.supervisor_state)
-        assert saved is not None
-        assert msgspec.json.encode(saved) == kept
-
-    paths.supervisor_state.write_bytes(kept + b"\nx" * 20)
-    assert read_saved(paths.supervisor_state) is None
-
-
 def test_a_restart_saved_by_the_first_release_continues(paths: Paths) -> None:
     """Version 0.2.0 saved it as a stop with a mark."""
     services = {
