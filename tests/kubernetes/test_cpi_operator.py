@@ -7,6 +7,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 from tests.kubernetes import cpi_site
 from tests.kubernetes.cpi_site import ACCOUNT, WAYS, Site, Way
 from tests.kubernetes.deployments import Instance
-from tests.kubernetes.node import Node
+from tests.kubernetes.node import ADDRESS, Node
 from tests.kubernetes.objects import LIMIT, Document
 from tests.structure.source import ROOT
 
@@ -158,6 +159,32 @@ async def test_doctor_agrees_with_the_cluster(node: Node, tmp_path: Path, way: W
             assert "limited  tier privileged" in done.stdout
             assert "violates PodSecurity" in done.stdout
         assert await site.objects() == []
+
+
+# --- the trial ------------------------------------------------------------------------------------------------------
+
+
+def status_of(url: str) -> int:
+    with urllib.request.urlopen(url, timeout=9) as answer:
+        status: int = answer.status
+    return status
+
+
+async def test_vms_of_the_trial_run(node: Node, tmp_path: Path) -> None:
+    """Director and instances of ``./dev try-kubernetes``; a port of the Director's pod is one of the node."""
+    director, minimal = (
+        yaml.safe_load((ROOT / f"trial/bosh/{name}.yml").read_text())[0]["value"] for name in ("director", "cloud")
+    )
+    director["ports"].append({"port": 9190, "host_port": 9190})
+    way = next(way for way in WAYS if way.attach == "auto")
+    async with cpi_site.site(node, way, tmp_path) as site:
+        for properties in (director, minimal):
+            with site.vm_type(**properties):
+                vm = await site.deployments.first_deploy("trial", with_disk=False)
+            if properties is director:
+                assert await asyncio.to_thread(status_of, f"http://{ADDRESS}:9190/healthz") == 200
+            await site.deployments.delete(vm)
+        await site.check()
 
 
 # --- without root ---------------------------------------------------------------------------------------------------
