@@ -134,6 +134,9 @@ class Trial:
         said = self.runner.bosh("int", f"{self.deployments}/runtime-configs/dns.yml", store, is_secret=True)
         runtime = yaml.safe_load(said)
         runtime.pop("variables", None)
+        for job in (job for addon in runtime["addons"] for job in addon["jobs"]):
+            # Pods have no systemd-resolved, and not every kernel has the device that the job makes for it.
+            job["properties"]["configure_systemd_resolved"] = False
         self.runner.bosh("update-runtime-config", "--name=dns", self._written("dns.yml", runtime))
 
     def deploy(self, stemcell: str) -> None:

@@ -28,7 +28,8 @@ BOSH = {
         {"name": "bpm", "url": "https://example.org/bpm-1.4.38-ubuntu-noble-1.484.tgz", "version": "1.4.38"},
     ]
 }
-DNS = {"addons": [{"name": "bosh-dns"}], "variables": [{"name": "/dns_api_tls_ca"}]}
+JOB = {"name": "bosh-dns", "properties": {"configure_systemd_resolved": True}}
+DNS = {"addons": [{"name": "bosh-dns", "jobs": [JOB]}], "variables": [{"name": "/dns_api_tls_ca"}]}
 PROGRAM = f"""#!{sys.executable} -I
 import json, os, sys
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_director_gets_the_release_the_stemcell_of_its_version_and_the_address_o
     assert Path(file_of(create, "--var-file")[0].removeprefix("kubeconfig=")).read_text() == "{}"
 
 
-def test_manifest_has_the_bpm_of_bosh_deployment_and_the_runtime_config_no_variables(
+def test_manifest_has_the_bpm_of_bosh_deployment_and_the_runtime_config_what_a_pod_takes(
     whole: tuple[Played, str],
 ) -> None:
     played, _ = whole
@@ -144,7 +145,9 @@ def test_manifest_has_the_bpm_of_bosh_deployment_and_the_runtime_config_no_varia
     manifest = yaml.safe_load((played.state / "hello.yml").read_text())
     assert BOSH["releases"][1] in manifest["releases"]
     assert manifest["stemcells"][0]["os"] == "ubuntu-noble"
-    assert yaml.safe_load((played.state / "dns.yml").read_text()) == {"addons": DNS["addons"]}
+    runtime = yaml.safe_load((played.state / "dns.yml").read_text())
+    job = JOB | {"properties": {"configure_systemd_resolved": False}}
+    assert runtime == {"addons": [{"name": "bosh-dns", "jobs": [job]}]}
     assert (played.state / "dns.yml").stat().st_mode & 0o77 == 0
 
 
