@@ -32,6 +32,8 @@ class Difference:
     """The job took ``localhost`` out of the names of the machine."""
     is_process_1: bool = False
     """A script of the job writes process 1 into a pidfile."""
+    is_survivor: bool = False
+    """A process outlived its stop in the Go agent's world."""
     is_pending: bool = False
     """The restart of the phase before had not ended in either world."""
 
@@ -143,6 +145,10 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         ),
     ),
     (
+        "a stop is over once the pidfile is gone",
+        lambda one: one.is_survivor and one.phase in ("monit restart", "agent restarted", "drain", "stop"),
+    ),
+    (
         "a restart starts the next process beside a stop program",
         lambda one: one.phase == "monit restart" and "Does not exist" in one.go and not one.shim,
     ),
@@ -172,11 +178,17 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.has_no_localhost = "did not resolve 'localhost'" in said
         one.is_process_1 = any(re.search(r"echo [\"']?1[\"']? *>", text) for text in made.job.files.values())
         restarts = [life["monit restart"]["job_states"][-1:] for life in lives if "monit restart" in life]
+        one.is_survivor = _is_left(lives[0]) and not _is_left(lives[1])
         one.is_pending = restarts == [["failing"]] * len(lives)
         one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
         one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
         (verdict.listed if one.allowed else verdict.differences).append(one)
     return verdict
+
+
+def _is_left(life: Phases) -> bool:
+    """True if a process that a pidfile names lives after the stop."""
+    return any(life.get("stop", {}).get("services", {}).values())
 
 
 def _obstacle(go: Phases, shim: Phases) -> str:
