@@ -242,20 +242,11 @@ def _copy_entry(source: int, target: int, name: str, status: os.stat_result, tim
 def _copy_file(source: int, target: int, name: str, status: os.stat_result) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with closing(_open_file(source, name)) as old, closing(os.open(name, flags, 0o600, dir_fd=target)) as new:
-        for begin, end in guarded.segments(old, 0, status.st_size, limit=status.st_size):
-            _copy_range(old, new, begin, end)
+        for at, end in guarded.segments(old, 0, status.st_size, limit=status.st_size):
+            while at < end and (data := os.pread(old, min(CHUNK_BYTES, end - at), at)):
+                at += os.pwrite(new, data, at)  # noqa: PLW2901 - the remaining part
         os.ftruncate(new, status.st_size)
         _copy_attributes(old, new, status)
-
-
-def _copy_range(old: int, new: int, begin: int, end: int) -> None:
-    """Copy a range of bytes; in the kernel (with shared blocks) if it can."""
-    at = begin
-    with suppress(OSError):  # another file system or an old kernel: continue with reads and writes
-        while at < end and (count := os.copy_file_range(old, new, end - at, at, at)):
-            at += count
-    while at < end and (data := os.pread(old, min(CHUNK_BYTES, end - at), at)):
-        at += os.pwrite(new, data, at)
 
 
 def _copy_attributes(old: int, new: int, status: os.stat_result) -> None:

@@ -375,10 +375,7 @@ def _let_owner_write(tree: Path) -> None:
 
 
 def copy_data(source: int, target: int) -> None:
-    """Copy from the position of ``source`` to its end; in the kernel (with shared blocks) if it can."""
-    with suppress(OSError):  # another file system or an old kernel: continue with reads and writes
-        while os.copy_file_range(source, target, 1 << 30):
-            pass
+    """Copy from the position of ``source`` to its end."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     while count := os.readv(source, [buffer]):
         write_all(target, buffer[:count])

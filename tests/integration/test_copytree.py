@@ -232,7 +232,6 @@ def test_an_entry_that_cannot_be_copied_is_named(pair: tuple[Path, Path], monkey
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "copy_file_range", full)
     monkeypatch.setattr(os, "pwrite", full)
 
     with pytest.raises(HostError, match="cannot copy a third name: No space left on device") as caught:

@@ -378,17 +378,7 @@ def test_a_file_of_the_kernel_which_has_no_size_is_read_whole_and_bounded() -> N
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel_copies", [True, False])
-def test_bytes_are_copied_from_here_to_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
-) -> None:
-    """By the kernel or, between filesystems that it cannot bridge, by hand."""
-    if not kernel_copies:
-
-        def refuse(*_: int) -> int:
-            raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-        monkeypatch.setattr(os, "copy_file_range", refuse)
+def test_bytes_are_copied_from_here_to_the_end(tmp_path: Path) -> None:
     data = os.urandom(300_000)
     (tmp_path / "a").write_bytes(data)
     with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:
