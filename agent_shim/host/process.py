@@ -36,9 +36,8 @@ from agent_shim.host.descriptors import closing
 logger = logging.getLogger(__name__)
 
 SETPRIV: Final = "/usr/bin/setpriv"
+"""Program of util-linux that changes users; by its path, because the PATH of a program is its caller's."""
 NICE: Final = "/usr/bin/nice"
-"""By its path: the PATH of a program is its caller's."""
-"""Program of util-linux that changes users."""
 POLL_S: Final = 0.02
 """Poll interval where no descriptor reports the change: a group that empties, a process without pidfd."""
 KILL_TIMEOUT_S: Final = 10.0
