@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import stat
 import tracemalloc
 from pathlib import Path
 
@@ -50,31 +49,6 @@ def dns(paths: Paths) -> Dns:
 
 def hosts(paths: Paths) -> str:
     return (paths.etc / "hosts").read_text()
-
-
-async def test_records_are_stored_as_they_came(dns: Dns, paths: Paths) -> None:
-    """Byte for byte, not readable for everybody; the hosts file names the agent and the records."""
-    await dns.sync(3, Source(blob()), agent_id=AGENT)
-
-    assert paths.dns_records.read_bytes() == blob()
-    assert stat.S_IMODE(paths.dns_records.stat().st_mode) == 0o640
-    lines = hosts(paths).splitlines()
-    assert lines[0] == "127.0.0.1 agent-1 localhost"
-    assert lines[-2:] == ["10.0.0.1 id.web.net.dep.bosh", "fd00::1 id2.web.net.dep.bosh"]
-    assert stat.S_IMODE((paths.etc / "hosts").stat().st_mode) == 0o644
-
-
-@pytest.mark.parametrize(("stored", "wanted", "fetched"), [(3, 3, 0), (4, 3, 0), (2, 3, 1), (0, 0, 0)])
-async def test_records_of_a_known_version_are_not_fetched(
-    dns: Dns, paths: Paths, stored: int, wanted: int, fetched: int
-) -> None:
-    """Only an older version is replaced."""
-    await dns.sync(stored, Source(blob(stored)), agent_id=AGENT)
-    source = Source(blob(wanted))
-    await dns.sync(wanted, source, agent_id=AGENT)
-
-    assert source.fetched == fetched
-    assert json.loads(paths.dns_records.read_bytes())["version"] == max(stored, wanted)
 
 
 @pytest.mark.parametrize("stored", [b"", b"{", b'{"version":"9"}', b"[]", b"\xff", b'{"version":-5}', None])
@@ -227,19 +201,6 @@ async def test_records_of_millions_of_empty_lists_are_refused_before_they_are_de
 
 
 # --- after a restart ------------------------------------------------------------------------------------------------
-
-
-async def test_names_come_back_in_a_new_container(dns: Dns, paths: Paths) -> None:
-    """The hosts file is a fresh one there; its own line stays."""
-    await dns.sync(3, Source(blob()), agent_id=AGENT)
-    before = hosts(paths)
-    (paths.etc / "hosts").write_text(f"127.0.0.1 localhost\n10.9.9.9 {socket.gethostname()}\n")
-
-    assert await Dns(paths).restore(AGENT)
-    own, by_runtime = f"127.0.0.1 {socket.gethostname()}", f"10.9.9.9 {socket.gethostname()}"
-    assert hosts(paths) == before.replace(own, by_runtime)
-    assert await Dns(paths).restore(AGENT)
-    assert hosts(paths).count("10.9.9.9") == 1
 
 
 async def test_the_hosts_file_is_unchanged_before_the_first_records(dns: Dns, paths: Paths) -> None:
