@@ -136,7 +136,7 @@ class Trial:
         runtime.pop("variables", None)
         for job in (job for addon in runtime["addons"] for job in addon["jobs"]):
             # Pods have no systemd-resolved, and not every kernel has the device that the job makes for it.
-            job["properties"]["configure_systemd_resolved"] = False
+            job["properties"] |= {"configure_systemd_resolved": False, "override_nameserver": True}
         self.runner.bosh("update-runtime-config", "--name=dns", self._written("dns.yml", runtime))
 
     def deploy(self, stemcell: str) -> None:

@@ -146,7 +146,7 @@ def test_manifest_has_the_bpm_of_bosh_deployment_and_the_runtime_config_what_a_p
     assert BOSH["releases"][1] in manifest["releases"]
     assert manifest["stemcells"][0]["os"] == "ubuntu-noble"
     runtime = yaml.safe_load((played.state / "dns.yml").read_text())
-    job = JOB | {"properties": {"configure_systemd_resolved": False}}
+    job = JOB | {"properties": {"configure_systemd_resolved": False, "override_nameserver": True}}
     assert runtime == {"addons": [{"name": "bosh-dns", "jobs": [job]}]}
     assert (played.state / "dns.yml").stat().st_mode & 0o77 == 0
 
