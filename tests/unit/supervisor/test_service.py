@@ -116,25 +116,6 @@ async def test_a_passive_service_is_reported_and_left_alone() -> None:
 
 
 @played
-async def test_a_long_life_resets_the_delay() -> None:
-    async with lived(machine := Machine()):
-        for _ in range(3):
-            await asyncio.sleep(TIMING.backoff_limit + 1)
-            machine.end()
-            await asyncio.sleep(0.001)
-            assert machine.is_there
-
-
-@played
-async def test_a_restart_waits_for_the_cycles_of_the_file() -> None:
-    async with lived(machine := Machine(), replace(SPEC, absence_cycles=3)):
-        machine.end()
-        await asyncio.sleep(30)
-
-    assert gaps(machine.starts) == [2 * TIMING.cycle]
-
-
-@played
 async def test_only_a_start_that_was_too_late_waits_a_cycle_for_its_process() -> None:
     """Another start would make two processes. The delay after the next failure is the usual one."""
     machine = Machine(how_starts="late")
