@@ -146,7 +146,10 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     ),
     (
         "a stop is over once the pidfile is gone",
-        lambda one: one.is_survivor and one.phase in ("monit restart", "agent restarted", "drain", "stop"),
+        lambda one: (
+            (one.is_survivor and one.phase in ("monit restart", "agent restarted", "drain", "stop"))
+            or ((one.phase, one.what) == ("stop", "bpm list") and "failed" in one.go)  # bpm still removes the container
+        ),
     ),
     (
         "a restart starts the next process beside a stop program",
