@@ -143,12 +143,13 @@ class Programs:
 
         A thread for the usual look would take longer than its calls of stat.
         """
-        for entry in os.scandir(self._output):
-            found = entry.stat(follow_symlinks=False)
-            # A job can allocate blocks beyond the end; file systems do so too, to twice the size.
-            taken = max(found.st_size, found.st_blocks * BLOCK_BYTES // 4)
-            if entry.name.endswith(".log") and taken > MAX_OUTPUT_BYTES:
-                await asyncio.to_thread(_cut, Path(entry.path), found.st_size)
+        with os.scandir(self._output) as entries:
+            for entry in entries:
+                found = entry.stat(follow_symlinks=False)
+                # A job can allocate blocks beyond the end; file systems do so too, to twice the size.
+                taken = max(found.st_size, found.st_blocks * BLOCK_BYTES // 4)
+                if entry.name.endswith(".log") and taken > MAX_OUTPUT_BYTES:
+                    await asyncio.to_thread(_cut, Path(entry.path), found.st_size)
 
     def _open(self, name: str, opened: contextlib.ExitStack) -> int | None:
         """Open the output file; None if that fails, because a full disk must not prevent a start."""
