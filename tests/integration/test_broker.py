@@ -12,36 +12,32 @@ from agent_shim.core.settings import Mbus
 from agent_shim_demo import broker
 from agent_shim_demo.director import HealthMonitor, joined
 from agent_shim_demo.pki import DIRECTOR, HEALTH_MONITOR
-from tests.support.broker import NatsServer
+from tests.support.broker import NatsServer, knowing
 from tests.support.waiting import until
 
 
 async def test_agent_speaks_only_for_itself(tmp_path: Path) -> None:
     """An agent may notify the Health Monitor about itself, and about no other."""
-    async with NatsServer(tmp_path) as server:
-        await server.add_agent("agent")
-        async with (
-            HealthMonitor().on(server.peer(HEALTH_MONITOR)) as monitor,
-            joined(server.mbus("agent"), ("agent.agent",), lambda *_: None) as agent,
-        ):
-            await agent.publish("hm.agent.alert.agent", b"1")
-            await monitor.wait_for("alert", "agent")
-            await agent.publish("hm.agent.alert.other", b"2")
-            await until(
-                lambda: (
-                    "Permissions Violation" in server.log.read_text() or "Publish Violation" in server.log.read_text()
-                )
-            )
-            await asyncio.sleep(0.05)
+    async with (
+        knowing(tmp_path) as server,
+        HealthMonitor().on(server.peer(HEALTH_MONITOR)) as monitor,
+        joined(server.mbus("agent"), ("agent.agent",), lambda *_: None) as agent,
+    ):
+        await agent.publish("hm.agent.alert.agent", b"1")
+        await monitor.wait_for("alert", "agent")
+        await agent.publish("hm.agent.alert.other", b"2")
+        await until(
+            lambda: "Permissions Violation" in server.log.read_text() or "Publish Violation" in server.log.read_text()
+        )
+        await asyncio.sleep(0.05)
 
-            assert monitor.of("alert", "other") == []
+        assert monitor.of("alert", "other") == []
 
 
 @pytest.mark.parametrize("subject", ["agent.other", "agent.>", "_INBOX.x", "director.>"])
 async def test_agent_hears_only_its_own(tmp_path: Path, subject: str) -> None:
     """Another subscription is refused."""
-    async with NatsServer(tmp_path) as server:
-        await server.add_agent("agent")
+    async with knowing(tmp_path) as server:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3), joined(server.mbus("agent"), (subject,), lambda *_: None):
                 pass

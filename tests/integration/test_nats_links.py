@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from agent_shim.edges.bus import link
 from agent_shim.edges.bus.nats import REREAD_AFTER_FAILURES, NatsBus, Timing
 from agent_shim_demo.director import Director
 from agent_shim_demo.pki import SERVER, Authority
-from tests.support.broker import NatsServer
+from tests.support.broker import NatsServer, knowing
 from tests.support.bus import FAST, Wire, connected, echo, facing, on_bus, talking
 from tests.support.proxy import Proxy
 from tests.support.waiting import until
@@ -65,23 +66,28 @@ async def test_t2_server_dies_and_returns(tmp_path: Path) -> None:
         assert talk.bus.stats.reconnects == 1
 
 
+@contextlib.asynccontextmanager
+async def behind(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Proxy]]:
+    """A bus that is connected through a proxy."""
+    async with knowing(where) as server, Proxy(server.port) as proxy, on_bus(through(proxy, server), **options) as bus:
+        await connected(bus)
+        yield bus, proxy
+
+
 async def test_black_hole_is_noticed(tmp_path: Path) -> None:
     """A dead link is let go at once, without the farewell of TLS that takes half a minute, and then replaced."""
-    async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
-        await server.add_agent("agent")
-        async with on_bus(through(proxy, server), timing=replace(FAST, connect=0.2)) as bus:
-            await connected(bus)
-            sockets = _sockets_to(proxy.port)
-            assert len(sockets) == 1
-            proxy.swallow()
-            await until(lambda: not bus.is_connected)
-            await until(lambda: not sockets & _sockets_to(proxy.port), timeout=10)
-            before = bus.stats.attempts
-            await until(lambda: bus.stats.attempts > before + 2)
-            proxy.flow()
-            await connected(bus)
+    async with behind(tmp_path, timing=replace(FAST, connect=0.2)) as (bus, proxy):
+        sockets = _sockets_to(proxy.port)
+        assert len(sockets) == 1
+        proxy.swallow()
+        await until(lambda: not bus.is_connected)
+        await until(lambda: not sockets & _sockets_to(proxy.port), timeout=10)
+        before = bus.stats.attempts
+        await until(lambda: bus.stats.attempts > before + 2)
+        proxy.flow()
+        await connected(bus)
 
-            assert bus.stats.connects == 2
+        assert bus.stats.connects == 2
 
 
 async def test_bus_is_heard_while_its_server_answers(tmp_path: Path) -> None:
@@ -99,8 +105,7 @@ async def test_bus_is_heard_while_its_server_answers(tmp_path: Path) -> None:
 
 async def test_settings_are_read_again_while_no_server_is_reached(tmp_path: Path) -> None:
     """The bus may have moved; one failure says nothing yet."""
-    async with NatsServer(tmp_path) as server:
-        await server.add_agent("agent")
+    async with knowing(tmp_path) as server:
         good = server.mbus("agent")
         gone = replace_urls(good, "nats://127.0.0.1:1")
         async with on_bus(gone, reread=lambda _: good) as bus:
@@ -117,14 +122,11 @@ async def test_server_that_refuses_the_agent_is_heard(tmp_path: Path) -> None:
 
 async def test_slow_network_is_no_dead_one(tmp_path: Path) -> None:
     """Answers that come late, but come, keep the link."""
-    async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
-        await server.add_agent("agent")
-        async with on_bus(through(proxy, server), timing=replace(FAST, ping=0.5, unanswered=3)) as bus:
-            await connected(bus)
-            proxy.delay = 0.4  # each way: an answer takes longer than the interval of the pings
-            await asyncio.sleep(3)
+    async with behind(tmp_path, timing=replace(FAST, ping=0.5, unanswered=3)) as (bus, proxy):
+        proxy.delay = 0.4  # each way: an answer takes longer than the interval of the pings
+        await asyncio.sleep(3)
 
-            assert (bus.is_connected, bus.stats.connects) == (True, 1)
+        assert (bus.is_connected, bus.stats.connects) == (True, 1)
 
 
 async def test_t7_busy_agent_is_no_dead_link(tmp_path: Path) -> None:
@@ -140,39 +142,33 @@ async def test_t7_busy_agent_is_no_dead_link(tmp_path: Path) -> None:
 
 async def test_cut_again_and_again(tmp_path: Path) -> None:
     """Every reset is followed by a new link, and nothing is left behind."""
-    async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
-        await server.add_agent("agent")
-        async with on_bus(through(proxy, server)) as bus:
+    async with behind(tmp_path) as (bus, proxy):
+        await asyncio.sleep(0.05)
+        before = _descriptors()
+        for _ in range(10):
+            proxy.cut()
+            await until(lambda: not bus.is_connected)
             await connected(bus)
-            await asyncio.sleep(0.05)
-            before = _descriptors()
-            for _ in range(10):
-                proxy.cut()
-                await until(lambda: not bus.is_connected)
-                await connected(bus)
-            await until(lambda: _descriptors() <= before)
+        await until(lambda: _descriptors() <= before)
 
-            assert bus.stats.connects == 11
+        assert bus.stats.connects == 11
 
 
 async def test_what_ended_links_hold_is_given_back(tmp_path: Path) -> None:
     """Each has TLS of its own, half a megabyte: it is freed without the garbage collector, which would come late."""
-    async with NatsServer(tmp_path) as server, Proxy(server.port) as proxy:
-        await server.add_agent("agent")
-        async with on_bus(through(proxy, server)) as bus:
-            await connected(bus)
-            gc.collect()
-            before = sum(type(each) is ssl.SSLObject for each in gc.get_objects())
-            gc.disable()
-            try:
-                for _ in range(5):
-                    proxy.cut()
-                    await until(lambda: not bus.is_connected)
-                    await connected(bus)
+    async with behind(tmp_path) as (bus, proxy):
+        gc.collect()
+        before = sum(type(each) is ssl.SSLObject for each in gc.get_objects())
+        gc.disable()
+        try:
+            for _ in range(5):
+                proxy.cut()
+                await until(lambda: not bus.is_connected)
+                await connected(bus)
 
-                await until(lambda: sum(type(each) is ssl.SSLObject for each in gc.get_objects()) <= before)
-            finally:
-                gc.enable()
+            await until(lambda: sum(type(each) is ssl.SSLObject for each in gc.get_objects()) <= before)
+        finally:
+            gc.enable()
 
 
 def _sockets_to(port: int) -> set[Any]:
@@ -296,15 +292,16 @@ async def test_a_name_server_that_is_silent_holds_nobody_up(tmp_path: Path, monk
     silence = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: silence.wait())
     try:
-        async with NatsServer(tmp_path) as server:
-            await server.add_agent("agent")
-            async with on_bus(by_name(server, server.port), timing=replace(FAST, connect=0.05)) as bus:
-                await until(lambda: bus.stats.attempts >= 10)
-                others = asyncio.create_task(asyncio.to_thread(int, 7))
-                await asyncio.wait({others}, timeout=20)
-                is_held_up = not others.done()
-                silence.set()
-                assert not is_held_up
+        async with (
+            knowing(tmp_path) as server,
+            on_bus(by_name(server, server.port), timing=replace(FAST, connect=0.05)) as bus,
+        ):
+            await until(lambda: bus.stats.attempts >= 10)
+            others = asyncio.create_task(asyncio.to_thread(int, 7))
+            await asyncio.wait({others}, timeout=20)
+            is_held_up = not others.done()
+            silence.set()
+            assert not is_held_up
     finally:
         silence.set()
 
@@ -357,22 +354,23 @@ async def test_password_of_the_address_is_not_told(address: str, told: str) -> N
 @pytest.mark.parametrize("part", ["_read_loop", "_flusher", "_wait_for_msgs"])
 async def test_link_whose_client_has_stopped_is_replaced_or_works(tmp_path: Path, part: str) -> None:
     """nats-py calls itself connected when one of its tasks has died: it reads, sends or hands over nothing."""
-    async with NatsServer(tmp_path) as server:
-        await server.add_agent("agent")
-        async with on_bus(server.mbus("agent")) as bus, Director(poll=0.01).on(server.peer()) as director:
-            await connected(bus)
-            for task in asyncio.all_tasks():
-                if getattr(task.get_coro(), "__name__", "") == part:
-                    task.cancel()
-            await director.wait_until_ready("agent")
+    async with (
+        knowing(tmp_path) as server,
+        on_bus(server.mbus("agent")) as bus,
+        Director(poll=0.01).on(server.peer()) as director,
+    ):
+        await connected(bus)
+        for task in asyncio.all_tasks():
+            if getattr(task.get_coro(), "__name__", "") == part:
+                task.cancel()
+        await director.wait_until_ready("agent")
 
-            assert await director.value("agent", "ping") == "ping"
+        assert await director.value("agent", "ping") == "ping"
 
 
 async def test_can_be_left_at_any_moment(tmp_path: Path) -> None:
     """Cancelled at whichever step of a connection, it ends and leaves nothing behind."""
-    async with NatsServer(tmp_path) as server:
-        await server.add_agent("agent")
+    async with knowing(tmp_path) as server:
         mbus = server.mbus("agent")
         before, tasks = _descriptors(), len(asyncio.all_tasks())
         for steps in [*range(40), *range(40, 400, 11)]:
@@ -430,8 +428,7 @@ async def test_a_silent_address_of_a_name_leaves_time_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packets to it vanish, as while a network changes. The attempt continues with the next address."""
-    async with NatsServer(tmp_path) as server:
-        await server.add_agent("agent")
+    async with knowing(tmp_path) as server:
         with socket.create_server(("127.0.0.2", server.port), backlog=0), contextlib.ExitStack() as filling:
             for _ in range(5):  # more than it takes: further packets are dropped
                 waiting = filling.enter_context(socket.socket())

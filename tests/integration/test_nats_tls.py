@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from agent_shim.core.errors import SettingsError
 from agent_shim.core.settings import Mbus
 from agent_shim_demo.pki import EXPIRED, NOT_YET_VALID, Authority, Pair
-from tests.support.broker import NatsServer
+from tests.support.broker import NatsServer, knowing
 from tests.support.bus import connected, on_bus
 from tests.support.waiting import until
 
@@ -65,8 +65,7 @@ async def test_certificate_that_the_server_refuses(
     tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ours is not believed: that is said, and tried again with what the settings hold by then."""
-    async with NatsServer(tmp_path, AUTHORITY) as server:
-        await server.add_agent("agent")
+    async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []
 
@@ -86,8 +85,7 @@ async def test_certificate_that_the_server_refuses(
 
 async def test_credentials_that_cannot_be_read(tmp_path: Path) -> None:
     """Settings with half a key are no end: they are read again, and that may fail as well."""
-    async with NatsServer(tmp_path, AUTHORITY) as server:
-        await server.add_agent("agent")
+    async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []
 
@@ -106,10 +104,8 @@ async def test_credentials_that_cannot_be_read(tmp_path: Path) -> None:
 
 async def test_t1_certificates_as_a_director_makes_them(tmp_path: Path) -> None:
     """RSA with 3072 bits for all, as on a real bus."""
-    async with NatsServer(tmp_path, Authority(bits=3072)) as server:
-        await server.add_agent("agent")
-        async with on_bus(server.mbus("agent", bootstrap=True)) as bus:
-            await connected(bus)
+    async with knowing(tmp_path, Authority(bits=3072)) as server, on_bus(server.mbus("agent", bootstrap=True)) as bus:
+        await connected(bus)
 
 
 async def test_an_authority_that_another_one_has_signed_is_trusted_alone(tmp_path: Path) -> None:
@@ -123,8 +119,7 @@ async def test_an_authority_that_another_one_has_signed_is_trusted_alone(tmp_pat
 @pytest.mark.parametrize("bits", [0, 2048])
 async def test_of_two_authorities_with_one_name_the_right_one_is_found(tmp_path: Path, bits: int) -> None:
     """A rotation of the CA: OpenSSL tries the first authority with the name of the issuer, Go tries each."""
-    async with NatsServer(tmp_path, AUTHORITY) as server:
-        await server.add_agent("agent")
+    async with knowing(tmp_path, AUTHORITY) as server:
         mbus = server.mbus("agent")
         both = replace(mbus, ca=Authority(bits=bits).ca + mbus.ca)
         async with on_bus(both) as bus:
@@ -135,8 +130,7 @@ async def test_of_two_authorities_with_one_name_the_right_one_is_found(tmp_path:
 
 
 async def test_a_forged_server_is_refused_by_each_authority_of_its_issuers_name(tmp_path: Path) -> None:
-    async with NatsServer(tmp_path, AUTHORITY, pair=Authority().server()) as server:
-        await server.add_agent("agent")
+    async with knowing(tmp_path, AUTHORITY, pair=Authority().server()) as server:
         mbus = server.mbus("agent")
         async with on_bus(replace(mbus, ca=Authority().ca + mbus.ca)) as bus:
             await until(lambda: bus.stats.attempts >= 9 and "certificate signature failure" in bus.stats.last_error)

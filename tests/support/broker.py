@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from agent_shim.core.errors import ShimError
 from agent_shim.host import process
@@ -13,7 +15,7 @@ from agent_shim_demo import broker
 from agent_shim_demo.broker import SERVER_TIMEOUT_S, nats_server
 from agent_shim_demo.pki import Authority, Pair
 
-__all__ = ["SERVER_TIMEOUT_S", "NatsServer", "nats_server"]
+__all__ = ["SERVER_TIMEOUT_S", "NatsServer", "knowing", "nats_server"]
 
 
 class NatsServer(broker.NatsServer):
@@ -80,3 +82,11 @@ class NatsServer(broker.NatsServer):
         if self._process is None:
             raise ShimError("cannot signal nats-server: it does not run")
         return self._process
+
+
+@asynccontextmanager
+async def knowing(where: Path, authority: Authority | None = None, **options: Any) -> AsyncIterator[NatsServer]:
+    """A server that knows the agent ``agent``."""
+    async with NatsServer(where, authority, **options) as server:
+        await server.add_agent("agent")
+        yield server
