@@ -165,6 +165,17 @@ async def test_a_log_that_may_be_large_is_kept_whole(logs: Path) -> None:
     assert archived(log) == b"x" * 150_000
 
 
+async def test_small_logs_go_before_a_huge_one(logs: Path) -> None:
+    """So it delays no other job."""
+    sizes = {"a.log": 30_000, "b.log": 10_000, "web/a.log": 20_000}
+    for name, size in sizes.items():
+        (logs / name).write_bytes(b"x" * size)
+
+    due = [log.path for log in (await rotator(logs)._look(1000)).chosen()]
+
+    assert due == ["b.log", "web/a.log", "a.log"]
+
+
 def test_who_writes_without_end_does_not_hold_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half as much again as is kept of a log may come while that is packed; then it is cut."""
     log, size = logs / "web/web.log", 4 * files.CHUNK_BYTES
