@@ -35,14 +35,6 @@ CRASHES: Final = (
         "is no JSON",
     ),
     Saboteur(
-        "C-03",
-        "writes a line of the saved state in parts",
-        "agent_shim/host/files.py",
-        '            if os.writev(fd, (b"\\n", line)) > len(line):\n',
-        '            if all(os.write(fd, bytes([each])) for each in b"\\n" + line):\n',
-        "is no JSON",
-    ),
-    Saboteur(
         "C-05",
         "reports a clean end though a job had to be killed",
         "agent_shim/daemon/orderly_stop.py",
