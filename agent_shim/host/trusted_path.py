@@ -46,8 +46,9 @@ def hold(path: str | os.PathLike[str], *, make: int | None = None) -> int:
                     refuse_link(name, status, os.fstat(here))
                     target = os.readlink("", dir_fd=below)
                     rest.extendleft(name for name in reversed(target.split("/")) if name not in ("", "."))
+                    after = os.open("/" if target.startswith("/") else ".", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
                     os.close(below)
-                    below = os.open("/" if target.startswith("/") else ".", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
+                    below = after
             except BaseException:
                 os.close(below)
                 raise

@@ -69,6 +69,24 @@ def test_as_many_links_are_followed_as_by_the_kernel(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+def test_a_start_that_cannot_be_opened_again_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor that is closed twice may be another thread's by then."""
+    (tmp_path / "link").symlink_to("/etc")
+    before, opened = len(list(Path("/proc/self/fd").iterdir())), os.open
+
+    def refuse(path: str, flags: int, *more: int, dir_fd: int | None = None) -> int:
+        if path == "/" and dir_fd is not None:
+            raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+        return opened(path, flags, *more, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        with pytest.raises(OSError, match=os.strerror(errno.ENFILE)):
+            trusted_path.hold(tmp_path / "link")
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_held_directory_is_a_start_of_its_own() -> None:
     assert trusted_path.start("/proc/self/fd/7/a/b") == ("/proc/self/fd/7", deque(["a", "b"]))
     assert trusted_path.start("/proc/self/fd/x/a") == ("/", deque(["proc", "self", "fd", "x", "a"]))
