@@ -15,7 +15,7 @@ from agent_shim.core import keep_running, safetext
 from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon.runtime import Runtime, is_https
 from agent_shim.edges import metrics
-from agent_shim.host import files, proc
+from agent_shim.host import files
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
@@ -162,7 +162,6 @@ def readings(live: Runtime) -> metrics.Readings:
         job_state=_job_state(live),
         jobs_blocked=bool(_blocked(live)),
         processes=services,
-        open_files={each.process.name: proc.open_files(each.pid) for each in services if each.pid},
         tasks_running=int(agent.tasks.running is not None),
         tasks_waiting=agent.tasks.waiting,
         failures=dict(keep_running.failures),

@@ -60,7 +60,7 @@ def test_each_value_of_a_scrape_comes_from_its_source(tmp_path: Path, monkeypatc
     assert (found.figures, found.stemcell) == ("figures", ("ubuntu", "1.2"))
     assert found.instance == {"deployment": "dep", "group": "group", "index": "3", "id": "an-id", "az": "z4"}
     assert [each.process.name for each in found.processes] == ["web"]
-    assert (found.open_files, found.failures) == ({}, {"rules": 23})
+    assert found.failures == {"rules": 23}
     assert (found.firewall_enforced, found.addresses_missing, found.certificates) == (True, 5, {"client": 7.0})
     assert (found.disk.is_mounted, found.disk.is_migrating, found.disk.migrated) == (False, True, 0.5)
     assert (found.blobs, found.blob_bytes) == ({("in", "done"): 21}, {"in": 22})
