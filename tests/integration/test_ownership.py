@@ -188,6 +188,26 @@ async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop_of_the_
         counter.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("cgroups_or_not", ["none"], indirect=True)
+async def test_zombies_of_one_job_keep_no_other_job_from_its_stop_by_the_next_agent(world: World) -> None:
+    """In each pass new processes of the other job have exited: a zombie has no environment."""
+    jobs = [world.job("web"), world.job("noise", f"{program('keep_zombies.py')} & echo $! >$pidfile")]
+    async with world.supervising(*jobs) as supervisor:
+        await in_state(supervisor, "web", "running")
+        await in_state(supervisor, "noise", "running")
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+        web = await in_state(supervisor, "web", "running")
+        noise = await in_state(supervisor, "noise", "running")
+        await supervisor.stop_one("web")
+        await in_state(supervisor, "web", "stopped")
+
+        assert not is_alive(web.pid)
+        assert info(supervisor, "noise").pid == noise.pid
+        await supervisor.stop(wait=True)
+        assert not is_alive(noise.pid)
+
+
 def count(path: Path) -> int:
     text = path.read_text() if path.exists() else ""
     return int(text) if text.endswith("\n") else 0

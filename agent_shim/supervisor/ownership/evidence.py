@@ -162,7 +162,10 @@ class Members(NamedTuple):
     leaving: Collection[Identity] = ()
     """Other orphans that exit: one has lost its mark by then, and may have left a child that the pass missed."""
     unread: frozenset[int] | None = frozenset()
-    """As in ``proc.Census``."""
+    """As in ``proc.Census``, without processes that are proven to be another service's or the agent's.
+
+    A child that such a process left would be theirs too: the forks of one job keep no other job's stop from its proof.
+    """
 
 
 class Match(NamedTuple):
@@ -261,6 +264,13 @@ def _proofs(
     return of
 
 
+def _doubtful(look: Look, verdicts: Mapping[int, Verdict], owners: Collection[Verdict]) -> frozenset[int] | None:
+    """Return the unread processes of a pass whose children may be of ``owners``; None if not known."""
+    if look.unread is None:
+        return None
+    return frozenset(pid for pid in look.unread if pid not in verdicts or verdicts[pid] in owners)
+
+
 class Ownership:
     """Attributes processes to the services of one supervisor; ``records`` returns their labels and records."""
 
@@ -329,7 +339,8 @@ class Ownership:
         carriers = set().union(*look.marked.values())
         unknown = [pid for pid, verdict in verdicts.items() if verdict is Unproven.ORPHAN and pid not in carriers]
         leaving = [processes[pid].identity for pid in unknown if processes[pid].is_alive and proc.is_leaving(pid)]
-        return Members([each.identity for each in living], list(leads.values()), leaving, look.unread)
+        unread = _doubtful(look, verdicts, (label, Unproven.FOREIGN, Unproven.ORPHAN))
+        return Members([each.identity for each in living], list(leads.values()), leaving, unread)
 
     def strays(self, look: Look, since: int, *, of_jobs: bool = True) -> Members:
         """Find orphans of an unknown job, started since the tick ``since``. Blocks as ``members`` does.
@@ -347,7 +358,9 @@ class Ownership:
         found = [identity for identity, user in orphans if is_job_user(user) is of_jobs]
         leaving = {identity for identity in found if proc.is_leaving(identity[0])}
         gone = {pid for (pid, _), user in orphans if user is None}
-        unread = None if look.unread is None else look.unread | gone
+        unread = _doubtful(look, verdicts, (Unproven.FOREIGN, Unproven.ORPHAN))
+        if unread is not None:
+            unread |= gone
         return Members([identity for identity in found if identity not in leaving], [], leaving, unread)
 
     # --- one process ------------------------------------------------------------------------------------------------

@@ -708,6 +708,25 @@ def test_strays_are_orphans_of_jobs_since_a_start(
     assert (found.identities, found.leaving) == ([(10, 1000)], {(16, 1001)})
 
 
+def test_unread_process_of_another_service_or_of_the_agent_leaves_no_doubt(
+    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a process without a known ancestor, or without a record in the pass, may have left a child of any service."""
+    monkeypatch.setattr(process, "is_spawned", lambda identity: identity == (14, 1000))
+    kin = {10: 1, 11: 10, 12: 1, 13: 12, 14: US, 15: 14, 16: 1, 17: 16, 18: US}
+    table = {pid: stat(pid, parent=parent) for pid, parent in kin.items()}
+    ownership = Ownership(BASE)
+    other = ProcessRecord(known=(12, 1000))
+    ownership.records = lambda: [("web", ProcessRecord(known=(10, 1000))), ("other", other)]
+    seen = Look(table, proc.children(table), {}, frozenset({11, 13, 15, 17, 18, 99}), {})
+
+    assert ownership.members(seen, "web", ProcessRecord(known=(10, 1000))).unread == frozenset({11, 17, 18, 99})
+    assert ownership.strays(seen, 0).unread == frozenset({17, 18, 99})
+    unknown = Look(table, proc.children(table), {}, None, {})
+    assert ownership.members(unknown, "web", other).unread is None
+    assert ownership.strays(unknown, 0).unread is None
+
+
 def test_an_orphan_that_has_ended_is_attributed_by_its_session_where_it_is_hunted(
     kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
 ) -> None:

@@ -1,0 +1,14 @@
+"""keep_zombies.py: fork a child that exits a hundred times a second, and reap each a fifth of a second later."""
+
+import os
+import time
+from collections import deque
+
+children: deque[int] = deque()
+while True:
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    children.append(child)
+    if len(children) > 20:
+        os.waitpid(children.popleft(), 0)
+    time.sleep(0.01)
