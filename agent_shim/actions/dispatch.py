@@ -186,14 +186,15 @@ class Dispatcher:
         self, found: Action, request: wire.Request, cancelled: asyncio.Event | None = None, *, is_task: bool = True
     ) -> Any:
         """Run an action; a task has an audit line of its own at its end."""
-        begun_at, task, outcome, error = time.monotonic(), self._tasks.running, "failed", None
+        begun_at, task, outcome = time.monotonic(), self._tasks.running, "failed"
+        error: BaseException | None = None
         try:
             arguments = found.bind(request.arguments)
             given = {ProtocolVersion: request.protocol, asyncio.Event: cancelled, Agent: self._agent}
             value = await found.run(**arguments, **{name: given[kind] for name, kind in found.injected.items()})
             outcome = "done"
             return value
-        except Exception as exc:
+        except BaseException as exc:
             error = exc
             raise
         finally:
@@ -217,7 +218,7 @@ class Dispatcher:
 
 
 def write_audit(
-    method: str, result: str, begun_at: float, *, caller: str = "", task: str = "", error: Exception | None = None
+    method: str, result: str, begun_at: float, *, caller: str = "", task: str = "", error: BaseException | None = None
 ) -> None:
     """Write an audit line; ``result`` is done, failed, accepted (as a task) or dropped (unreadable).
 

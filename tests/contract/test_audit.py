@@ -94,6 +94,20 @@ async def test_duration_is_that_of_the_work(
     assert [value >= 0.3 for value in seconds] == [False, False, True, False]
 
 
+async def test_a_task_that_is_cut_short_has_its_reason(
+    world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(agent: Any) -> None:
+        raise asyncio.CancelledError
+
+    action = dispatch.Action("work", Mode.TASK, work, (), 0, {"agent": Agent}, 0, False)
+    monkeypatch.setitem(ACTIONS, "work", action)
+    await world.run("work")
+
+    ends = [line for line in lines if line["method"] == "work" and line["result"] != "accepted"]
+    assert [(line["result"], line.get("error")) for line in ends] == [("failed", "CancelledError")]
+
+
 async def test_no_argument_no_value_and_no_bug_is_reported(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
