@@ -711,7 +711,7 @@ def test_strays_are_orphans_of_jobs_since_a_start(
 def test_unread_process_of_another_service_or_of_the_agent_leaves_no_doubt(
     kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a process without a known ancestor, or without a record in the pass, may have left a child of any service."""
+    """Only a process without a known ancestor, or without a record in the pass, may leave a child of any service."""
     monkeypatch.setattr(process, "is_spawned", lambda identity: identity == (14, 1000))
     kin = {10: 1, 11: 10, 12: 1, 13: 12, 14: US, 15: 14, 16: 1, 17: 16, 18: US}
     table = {pid: stat(pid, parent=parent) for pid, parent in kin.items()}
