@@ -34,7 +34,11 @@ async def broken_disk(stand: Stand) -> str:
     stand.omit("I2", "the case stops the jobs and starts them")
     stand.omit("I17", "the data is read-only at the end")
     errors = []
-    faults = (("fsync:error=EIO", "fdatasync:error=EIO"), ("write:error=EIO:when=2+",), ("read:error=EIO:when=50+",))
+    faults = (
+        ("fsync:error=EIO", "fdatasync:error=EIO", "syncfs:error=EIO"),
+        ("write:error=EIO:when=2+",),
+        ("read:error=EIO:when=5+",),
+    )
     for number, calls in enumerate(faults):
         spec = stand.world.spec(2, 2, 1 << 20, version=f"v{number}")
         async with injecting(stand, *calls):

@@ -300,14 +300,18 @@ async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
         raise CannotInjectError("needs root and the Debian package strace")
     calls = ",".join(fault.partition(":")[0] for fault in faults)
     injected = [word for fault in faults for word in ("-e", f"inject={fault}")]
-    # strace reports the attached processes: from then on the fault is active.
-    argv = ["strace", "-f", "-p", str(stand.pid), "-o", "/dev/null", "-e", f"trace={calls}", *injected]
+    # A worker may be there already. strace reports the attached processes: from then on the fault is active.
+    below = proc.children(proc.table()).get(stand.pid, [])
+    workers = [pid for pid in below if "agent_shim.bulk.worker" in proc.command_line(pid)]
+    traced = [word for pid in (stand.pid, *workers) for word in ("-p", str(pid))]
+    argv = ["strace", "-f", *traced, "-o", "/dev/null", "-e", f"trace={calls}", *injected]
     tracer = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE)
     try:
         assert tracer.stderr is not None
         async with asyncio.timeout(10):
-            if b"attached" not in (said := await tracer.stderr.readline()):
-                raise CannotInjectError(f"strace: {said.decode().strip()}")
+            for _ in (stand.pid, *workers):
+                if b"attached" not in (said := await tracer.stderr.readline()):
+                    raise CannotInjectError(f"strace: {said.decode().strip()}")
         yield
     finally:
         tracer.terminate()  # it detaches from all processes
