@@ -562,6 +562,19 @@ async def test_address_that_cannot_be_had_changes_nothing(agent: Agent, tmp_path
         assert await Cli(bus.port).value("ping") == "ping"
 
 
+@pytest.mark.parametrize(("address", "port"), [("198.51.100.7", 443), ("198.51.100.7:6868", 6868)])
+async def test_an_address_without_a_port_has_the_port_of_https(
+    agent: Agent, tmp_path: Path, address: str, port: int
+) -> None:
+    bus = HttpsBus(mbus(urls=(f"https://u:p@{address}",)), agent.handle, tmp_path)
+    running = asyncio.create_task(bus.run())
+    await until(lambda: bus.stats.last_error)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    assert f"cannot listen at 198.51.100.7:{port}: " in bus.stats.last_error
+
+
 async def test_broken_address_does_not_show_the_password(agent: Agent, tmp_path: Path) -> None:
     bus = HttpsBus(mbus(urls=("https://mbus:hush/hush@127.0.0.1",)), agent.handle, tmp_path)
     running = asyncio.create_task(bus.run())
