@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,10 @@ COARSE_NS: Final = 2_000_000_000
 """Rounding of timestamps by file systems, in nanoseconds."""
 _EXTREME_NS: Final = 2**62 * 10**9
 """Beyond the times of every file system."""
+HELD_LEVELS: Final = 64
+"""Levels between two directories that a walk holds open: a walk from the top takes a step for each level."""
+MAX_HELD: Final = 200
+"""Directories of each side that a walk holds open."""
 
 _READ_DIR: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT: Final = ("user.", "trusted.", "security.capability", "system.posix_acl_")
@@ -154,28 +158,43 @@ class _Mirror:
         """Yield each directory that is below all of ``tops``, parents first: its path with a trailing slash, its
         descriptors, and its names below the first. ``leave`` is called with the descriptors after all below it.
 
-        A job decides how many directories there are and how deep: only those on the way to the present one are kept.
+        A job decides how many directories there are and how deep: only the names on the way to the present one are
+        kept, and the descriptors of each ``HELD_LEVELS``-th directory, from which the ones below it are opened.
         """
         way: list[str] = []
         ahead = [[""]]
-        while ahead:
-            is_new = bool(ahead[-1])
-            if is_new:
-                way.append(ahead[-1].pop())
-            else:
-                ahead.pop()
-            if not way:
-                return
-            path = "/".join([*way[1:], ""])
-            with _errors_as(f"copy {path}."), ExitStack() as opened:
-                found = tuple(opened.enter_context(closing(_open_below(top, path))) for top in tops)
+        held = [tops]
+
+        def close(each: Iterable[int]) -> None:
+            for fd in each:
+                os.close(fd)
+
+        with ExitStack() as rest:
+            rest.callback(lambda: close(fd for those in held[1:] for fd in those))
+            while ahead:
+                is_new = bool(ahead[-1])
                 if is_new:
-                    names = _names(found[0], self._spare(path))
-                    yield path, found, names
-                    ahead.append([name for name in reversed(names) if all(_is_directory(fd, name) for fd in found)])
+                    way.append(ahead[-1].pop())
                 else:
-                    leave(*found)
-                    way.pop()
+                    ahead.pop()
+                if not way:
+                    return
+                path, level = "/".join([*way[1:], ""]), len(way) - 1
+                near = min(level // HELD_LEVELS, len(held) - 1)
+                below = "/".join(way[1 + near * HELD_LEVELS :])
+                with _errors_as(f"copy {path}."), ExitStack() as opened:
+                    found = tuple(opened.enter_context(closing(_open_below(top, below))) for top in held[near])
+                    if is_new:
+                        if level == len(held) * HELD_LEVELS and len(held) < MAX_HELD:
+                            held.append(tuple(map(os.dup, found)))
+                        names = _names(found[0], self._spare(path))
+                        yield path, found, names
+                        ahead.append([name for name in reversed(names) if all(_is_directory(fd, name) for fd in found)])
+                    else:
+                        leave(*found)
+                        way.pop()
+                        if 0 < near * HELD_LEVELS == level:
+                            close(held.pop())
 
     def _surplus(self, source: int, target: int, path: str) -> set[str]:
         """Return the names that only the target has; a set of each side would take the memory of a huge directory."""
