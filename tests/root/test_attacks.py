@@ -99,8 +99,8 @@ check process stopped{number}
 
 
 def liar(start: str) -> dict[str, str]:
-    """A job whose pidfile names a process of others."""
-    return jobs.process(Paths(), "liar", start, within="with timeout 1 seconds")
+    """A job whose pidfile names a process of others; its stop program ends nothing."""
+    return jobs.process(Paths(), "liar", start, stop=start, within="with timeout 1 seconds")
 
 
 def number_of(pod: Pod, pattern: str) -> int:
