@@ -49,6 +49,8 @@ MAX_JOB_ENTRIES: Final = 20_000
 """Entries packed below each directory at the top of a live tree: bounds the memory that a job can claim."""
 LONG_PATH_CHARS: Final = 256
 """A path of so many characters counts as two entries, of twice as many as three, and so on."""
+DEEP_PATH_LEVELS: Final = 8
+"""So does a path of so many levels: each is a step of the walk to it."""
 MAX_REMARKS: Final = 1_000
 LIVE_TIMEOUT_S: Final = 1200.0
 """Time for packing a live tree; after it the rest is left out."""
@@ -171,7 +173,8 @@ class _Archive:
         while waiting:
             here = waiting.pop()
             job = here.partition("/")[0]
-            weight = 1 + len(here) // LONG_PATH_CHARS if self._is_live else 1
+            length = len(here) // LONG_PATH_CHARS + here.count("/") // DEEP_PATH_LEVELS
+            weight = 1 + length if self._is_live else 1
             room = left.setdefault(job, MAX_JOB_ENTRIES) if self._is_live else sys.maxsize - 1
             limit = room // weight
             try:

@@ -592,6 +592,15 @@ def test_long_paths_count_as_more_files(tmp_path: Path, monkeypatch: pytest.Monk
     assert b"the rest of it is left out: it has more than 5 files\n" in content(data, "./remarks")
 
 
+def test_levels_of_a_path_count_as_more_files(tmp_path: Path) -> None:
+    """The walk to each directory takes a step for each level above it."""
+    make(tmp_path, [f"evil/{'d/' * levels}x.log" for levels in range(0, 650, 50)] + ["good/x.log"])
+
+    names = list(entries(logs(tmp_path)))
+    assert "./good/x.log" in names
+    assert 8 < len([name for name in names if name.startswith("./evil/d")]) < 12
+
+
 def test_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later tasks wait for it."""
     monkeypatch.setattr(packing, "LIVE_TIMEOUT_S", 0.0)
