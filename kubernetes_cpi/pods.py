@@ -79,15 +79,20 @@ def until_ready(
     pod: Object,
     *,
     timeout_s: float,
+    begun: float | None = None,
     is_enough: Callable[[Object], bool] = is_ready,
 ) -> Object:
-    """Wait for a new pod; raises ``VMCreationFailedError`` with the kubelet's reason as soon as it cannot start."""
+    """Wait for a new pod, ``timeout_s`` seconds from ``begun`` (monotonic, default: now).
+
+    Raises ``VMCreationFailedError`` with the kubelet's reason as soon as it cannot start.
+    """
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     timeouts = session.config.timeouts
     judge = _Judge(session, namespace, name)
     tick_s = min(WATCH_S, TELL_S, timeouts.unschedulable, timeouts.crashing)
     state: Object | None = pod
-    for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s, pod, tick_s=tick_s):
+    until = (time.monotonic() if begun is None else begun) + timeout_s
+    for state in session.client.follow(PODS, namespace, name, until, pod, tick_s=tick_s):
         if state is None or state["metadata"]["uid"] != uid or is_ending(state):
             raise VMCreationFailedError(f"the pod {name} was deleted while it started", ok_to_retry=True)
         if is_enough(state):

@@ -322,8 +322,8 @@ def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
 
 def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> Object:
     """Wait until the agent has reached the bus by its log, or the pod is ready: a kubelet probes once a second."""
-    until = time.monotonic() + session.config.timeouts.create_vm
-    state = pods.until_ready(session, vm.namespace, pod, timeout_s=until - time.monotonic(), is_enough=pods.has_started)
+    begun, timeout_s = time.monotonic(), session.config.timeouts.create_vm
+    state = pods.until_ready(session, vm.namespace, pod, timeout_s=timeout_s, is_enough=pods.has_started)
     boots_until = time.monotonic() + BOOT_S
     while not pods.is_ready(state) and "nats" in schemes and time.monotonic() < boots_until:
         words = pods.last_words(session, vm.namespace, vm.cid, BUS)
@@ -332,7 +332,7 @@ def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> 
         if re.search(REACHED, words):
             return state
         time.sleep(BUS_PAUSE_S)
-    return pods.until_ready(session, vm.namespace, state, timeout_s=until - time.monotonic())
+    return pods.until_ready(session, vm.namespace, state, timeout_s=timeout_s, begun=begun)
 
 
 def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:
