@@ -178,7 +178,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "host.host_stats": Raw(KERNEL, frozenset({"load"})),
     "host.tree_namespace": Raw(KERNEL, frozenset({"_make_place", "show_as_vcap"})),
-    "host.mounts": Raw(KERNEL, frozenset({"mounts"})),
+    "host.mounts": Raw(KERNEL, frozenset({"is_mount_point", "mounts"})),
     "host.hostname": Raw(KERNEL, frozenset({"owner"})),
     "host.network": Raw(KERNEL, frozenset({"listeners", "is_of_machine"})),
     "bulk.packing": Raw(
