@@ -39,7 +39,7 @@ async def test_d1_a_bare_digest_is_a_sha1(world: World) -> None:
 @pytest.mark.parametrize(
     "good", [f"{WRONG};sha256:{SHA256}", f"sha256:00;sha512:{SHA512};{WRONG}", f"sha512:{SHA512};sha256:00"]
 )
-async def test_d2_the_strongest_alone_decides(world: World, good: str) -> None:
+async def test_d2_only_the_strongest_digest_counts(world: World, good: str) -> None:
     assert await refused(world, good) == ""
     assert "but was 'sha512:" in await refused(world, f"{SHA1};sha512:{'0' * 128};sha256:{SHA256}")
 
@@ -59,7 +59,7 @@ async def test_d4_two_of_one_algorithm_are_refused(world: World) -> None:
 
 
 @pytest.mark.parametrize("empty", ["", ";", ";;;"])
-async def test_d5_no_digest_is_no_permission(world: World, empty: str | None) -> None:
+async def test_d5_a_blob_without_a_digest_is_refused(world: World, empty: str | None) -> None:
     assert await refused(world, empty) == "no digest algorithm found. Supported algorithms: sha1, sha256, sha512"
 
 

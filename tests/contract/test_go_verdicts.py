@@ -49,7 +49,7 @@ def test_bytes_that_are_hardly_json_are_read_as_in_go(text: str, verdict: str) -
     assert _answer(text.encode("latin-1")) == verdict
 
 
-def test_what_is_no_utf_8_becomes_what_go_makes_of_it() -> None:
+def test_invalid_utf_8_is_replaced_as_in_go() -> None:
     request = wire.decode_request(b'{"method":"get_task","arguments":["a\xe2\x82b","\\ud800\\\\ud800\\ud83d\\ude00"]}')
 
     assert request.arguments == ["a\ufffd\ufffdb", "\ufffd\\ud800\U0001f600"]

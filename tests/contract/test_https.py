@@ -61,7 +61,7 @@ async def test_t9_exception_is_200_too(cli: Cli, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"nonsense", b"{}x", b'{"protocol":"3"}', b'{"reply_to":1}', b"\xff"])
-async def test_t9_what_is_no_request_gets_500(cli: Cli, body: bytes) -> None:
+async def test_t9_invalid_request_gets_500(cli: Cli, body: bytes) -> None:
     answer = await cli.send("POST", "/agent", body)
 
     assert (answer.status, answer.body) == (500, b"")

@@ -124,7 +124,7 @@ def test_a_directory_must_be_named(paths: Paths, options: dict[str, Any], text: 
 
 
 @pytest.mark.parametrize("what", ["nothing", "directory", "link"])
-async def test_what_is_no_file_is_no_blob(paths: Paths, tmp_path: Path, what: str) -> None:
+async def test_irregular_files_are_not_read_as_blobs(paths: Paths, tmp_path: Path, what: str) -> None:
     """The text names the path."""
     if what == "directory":
         (tmp_path / ID).mkdir()
@@ -281,7 +281,7 @@ async def test_a_program_that_takes_too_long_is_ended(paths: Paths, monkeypatch:
         await content(made(paths, "x"))
 
 
-async def test_output_without_end_costs_no_memory(paths: Paths) -> None:
+async def test_endless_output_is_not_kept_in_memory(paths: Paths) -> None:
     program(paths, "head -c 64000000 /dev/zero | tr '\\0' x >&2; echo the end; exit 1")
     tracemalloc.start()
     try:

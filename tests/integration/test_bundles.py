@@ -234,7 +234,7 @@ async def test_a_real_directory_in_the_way_is_replaced(paths: Paths, bundles: Bu
     assert (paths.packages / "p" / "file").read_bytes() == b"p"
 
 
-async def test_what_is_not_installed_cannot_be_used(paths: Paths, bundles: Bundles) -> None:
+async def test_a_missing_bundle_cannot_be_activated(paths: Paths, bundles: Bundles) -> None:
     """Current bundles stay current."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)

@@ -120,9 +120,7 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("headers", AMBIGUOUS.values(), ids=AMBIGUOUS)
-async def test_what_two_readers_would_read_in_two_ways_is_refused(
-    where: Where, heard: list[Request], headers: bytes
-) -> None:
+async def test_ambiguous_requests_are_refused(where: Where, heard: list[Request], headers: bytes) -> None:
     answer = await ask(where, b"POST /web HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n0\r\n\r\n")
 
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -199,7 +197,7 @@ async def test_idle_connections_of_one_address_do_not_close_those_of_another(whe
     writer.close()
 
 
-async def test_a_trailer_is_no_header(where: Where, heard: list[Request]) -> None:
+async def test_a_trailer_is_not_read_as_a_header(where: Where, heard: list[Request]) -> None:
     """A proxy may have looked for a password in the head alone."""
     head = b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 

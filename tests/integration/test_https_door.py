@@ -413,7 +413,7 @@ async def test_blobs_are_counted(hasty: HttpsBus, tmp_path: Path, monkeypatch: p
         os.urandom(10_000),
     ],
 )
-async def test_what_is_no_http_ends_only_its_connection(hasty: HttpsBus, said: bytes) -> None:
+async def test_invalid_http_ends_only_its_connection(hasty: HttpsBus, said: bytes) -> None:
     cli = Cli(hasty.port)
     async with cli.connected() as (reader, writer):
         writer.write(said)
@@ -422,7 +422,7 @@ async def test_what_is_no_http_ends_only_its_connection(hasty: HttpsBus, said: b
     assert await cli.value("ping") == "ping"
 
 
-async def test_what_is_no_tls_ends_only_its_connection(bus: HttpsBus) -> None:
+async def test_invalid_tls_ends_only_its_connection(bus: HttpsBus) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
     writer.write(b"GET / HTTP/1.1\r\n\r\n")
     await until_closed(reader)

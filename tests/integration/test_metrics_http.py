@@ -256,7 +256,7 @@ async def test_off() -> None:
         assert found is None
 
 
-async def test_taken_port_is_no_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_agent_runs_while_its_port_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
     """A port in use is an error that names the address; the agent continues without it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -287,7 +287,7 @@ async def test_it_follows_a_name_to_another_address(tmp_path: Path, monkeypatch:
             assert here.connections == 1
 
 
-async def test_a_name_server_that_is_silent_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_name_server_does_not_delay_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the next attempt nor the end: its threads are its own."""
     silence = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: silence.wait())

@@ -193,7 +193,7 @@ def test_who_writes_without_end_does_not_hold_the_rotation(logs: Path, monkeypat
     assert log.stat().st_size == 0
 
 
-async def test_hole_of_a_writer_that_does_not_append_is_no_content(logs: Path) -> None:
+async def test_hole_of_a_writer_without_append_does_not_count(logs: Path) -> None:
     """It continues at its position: earlier bytes are not copied, and do not count."""
     log = logs / "web/web.log"
     with log.open("wb", buffering=0) as out:
@@ -331,7 +331,7 @@ def test_sizes_are_logrotates(text: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1T", "1.5G", "50 MB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_size_is_refused(text: str) -> None:
     """Rather than guessed."""
     with pytest.raises(ValueError, match="is not a size"):
         rotation.size(text)
@@ -340,7 +340,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 # --- what a job may do to it ----------------------------------------------------------------------------------------
 
 
-async def test_a_name_that_is_no_text_stops_nothing(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is rotated as any other; in the log of the agent it is one line."""
     caplog.set_level("INFO")
     evil = logs / "web" / os.fsdecode(b"\xff\n\x1b[2J.log")

@@ -16,7 +16,7 @@ ORDERS = b"\x1b]0;owned\x07\xff\n"
 HARMLESS = rb"\u001b]0;owned\u0007"
 
 
-def test_bpm_logs_are_safe_for_a_terminal_and_as_they_are_for_a_pipe(tmp_path: Path) -> None:
+def test_bpm_logs_are_escaped_for_a_terminal_and_unchanged_for_a_pipe(tmp_path: Path) -> None:
     log_file = tmp_path / "web.stdout.log"
     log_file.write_bytes(ORDERS)
     program = (
@@ -32,7 +32,7 @@ def test_bpm_logs_are_safe_for_a_terminal_and_as_they_are_for_a_pipe(tmp_path: P
 
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.parametrize("where", ["web", "--agent"])
-def test_logs_are_safe_for_a_terminal_and_as_they_are_for_a_pipe(tmp_path: Path, where: str, follow: bool) -> None:
+def test_logs_are_escaped_for_a_terminal_and_unchanged_for_a_pipe(tmp_path: Path, where: str, follow: bool) -> None:
     paths = Paths(tmp_path)
     log_file = paths.agent_log / "current" if where == "--agent" else paths.log / "web/web.stdout.log"
     log_file.parent.mkdir(parents=True)

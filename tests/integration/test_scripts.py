@@ -123,7 +123,7 @@ async def test_the_error_ends_with_the_last_line_of_each_failed_script(paths: Pa
     assert "not permitted" not in str(failed.value)
 
 
-async def test_processes_left_by_a_script_are_not_waited_for(paths: Paths, runner: Scripts) -> None:
+async def test_a_script_ends_before_the_processes_it_leaves(paths: Paths, runner: Scripts) -> None:
     """A child that keeps the output open does not hold the script, nor is it killed."""
     left = paths.tmp / "left"
     script(paths, "web", "pre-start", f"sleep 600 & echo $! >{left}")

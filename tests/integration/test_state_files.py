@@ -76,7 +76,7 @@ KINDS: Mapping[str, Callable[[Path], None]] = {
         pytest.param(COPIES, id="copies"),
     ],
 )
-async def test_hostile_state_files_neither_block_the_start_nor_fill_the_memory(
+async def test_hostile_state_files_do_not_block_the_start_or_fill_the_memory(
     instance: World, names: tuple[str, ...]
 ) -> None:
     for kind, plant in KINDS.items():
@@ -102,7 +102,7 @@ async def test_hostile_state_files_neither_block_the_start_nor_fill_the_memory(
 
 
 @pytest.mark.parametrize("name", COPIES)
-async def test_a_copy_that_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+async def test_a_copy_that_is_a_fifo_fails_the_boot(tmp_path: Path, name: str) -> None:
     paths = Paths(tmp_path)
     paths.mirror.mkdir(parents=True)
     stamp = {"schema": 1, "agent_id": AGENT, "lineage": "former"}

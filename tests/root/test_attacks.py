@@ -168,7 +168,7 @@ async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(po
 
 
 @pytest.mark.parametrize("planted", ["pipe", "link", "link to a pipe on the way"])
-async def test_what_stands_in_the_place_of_an_error_log_is_neither_waited_for_nor_told(pod: Pod, planted: str) -> None:
+async def test_a_planted_error_log_neither_blocks_nor_leaks(pod: Pod, planted: str) -> None:
     """A process in its jail may write anything into its directory of logs, and then fail.
 
     The last line of its error log is in ``status`` and in an alert to the Health Monitor: never that of a file of the

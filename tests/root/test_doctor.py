@@ -86,7 +86,7 @@ def test_vcap_is_restricted_and_may_not_write_where_nobody_made_it_room(box: Mac
     assert verdict(report, "bpm isolation")[0] == "good"
 
 
-def test_a_job_in_the_place_of_the_agent_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_on_the_agents_port_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent runs without its port, and the doctor found that the agent listens there."""
     thief = subprocess.Popen(
         ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", THIEF], stdin=PIPE, stdout=PIPE, text=True

@@ -81,7 +81,7 @@ return [*kinds, mounts.is_mount_point(target)]
     assert seen == ["tmpfs", False, True, False]
 
 
-def test_what_is_not_there_cannot_be_bound(inside: Inside) -> None:
+def test_missing_source_of_a_bind_mount_is_an_error(inside: Inside) -> None:
     """Both ends are named."""
     error = inside(f"{PLACES}\nmounts.bind(here / 'none', target)")
 

@@ -324,7 +324,7 @@ def test_a_server_that_is_there_is_enough(alone: Alone, stranger: Callable[[str]
     assert ":22 " in alone.run("ss", "-Htln").stdout
 
 
-def test_a_job_in_the_place_of_the_server_is_no_server(alone: Alone) -> None:
+def test_a_job_on_the_port_of_sshd_is_an_error(alone: Alone) -> None:
     """Where users may bind port 22, as in Docker: the operator learns it from the error, not from a wrong host key."""
     code = (
         "import os, socket, time; os.setresuid(1234, 1234, 1234);"

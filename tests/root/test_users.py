@@ -290,7 +290,7 @@ def test_what_a_user_has_put_in_the_way_of_keys_is_not_waited_for(box: Machine, 
     assert not (box.root / "etc/led-to").exists()
 
 
-def test_a_user_that_stops_what_writes_keys_holds_nobody_for_long(box: Machine, inside: Inside) -> None:
+def test_a_user_who_stops_the_writer_of_keys_delays_the_agent_briefly(box: Machine, inside: Inside) -> None:
     """A minute for each, during which no other user was made."""
     stopping = box.popen([*AS_VCAP, "setsid", sys.executable, "-S", "-c", KILLING.replace("9", "19")])
     try:

@@ -260,7 +260,7 @@ def test_a_directory_swapped_for_a_link_is_packed_as_it_was(tmp_path: Path, monk
     assert {name: content(data, name) for name in entries(data)} == {"./job/a": b"logs/job/a", "./job/b": b"logs/job/b"}
 
 
-def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
+def test_fifos_and_sockets_are_left_out(tmp_path: Path) -> None:
     """A FIFO would block a process that opens it."""
     make(tmp_path, ["a"])
     os.mkfifo(tmp_path / "fifo")
@@ -508,7 +508,7 @@ def test_what_is_said_is_as_old_as_the_logs(tmp_path: Path) -> None:
     assert entries(logs(tmp_path))["./remarks"].mtime == 1_600_000_000
 
 
-def test_files_that_no_agent_would_unpack_are_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_output_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
     """Output of a compilation may hold a hole of terabytes, which would be read and sent as zeros."""
     with (tmp_path / "a").open("wb") as file:
         file.truncate(1 << 42)
@@ -535,7 +535,7 @@ def test_a_bound_on_the_output_of_a_compilation_is_none_on_logs(
 # --- files that a job may plant among its logs -----------------------------------------------------------------------
 
 
-def test_a_log_that_is_a_hole_is_packed_without_it(tmp_path: Path) -> None:
+def test_a_sparse_log_is_packed_without_its_hole(tmp_path: Path) -> None:
     """It costs its writer nothing; read as zeros, terabytes would keep every later task waiting."""
     with (tmp_path / "a.log").open("wb") as file:
         file.write(b"first")
@@ -601,7 +601,7 @@ def test_levels_of_a_path_count_as_more_files(tmp_path: Path) -> None:
     assert 8 < len([name for name in names if name.startswith("./evil/d")]) < 12
 
 
-def test_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later tasks wait for it."""
     monkeypatch.setattr(packing, "LIVE_TIMEOUT_S", 0.0)
     make(tmp_path, ["a.log"])
@@ -618,7 +618,7 @@ def test_names_forge_no_line_of_the_remarks(tmp_path: Path) -> None:
     assert content(logs(tmp_path), "./remarks").count(b"\n") == 1
 
 
-def test_a_lease_on_a_log_holds_nobody(tmp_path: Path) -> None:
+def test_opening_a_log_under_a_lease_does_not_block(tmp_path: Path) -> None:
     """Its owner may make a process that opens it wait for 45 seconds."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     make(tmp_path, ["a.log", "b.log"])

@@ -232,7 +232,7 @@ def test_a_line_of_many_kilobytes_is_whole(setup: Callable[..., Path]) -> None:
     assert len(stderr.read_text()) > 100_000
 
 
-def test_a_reader_that_is_gone_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_continues_after_stderr_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stream:

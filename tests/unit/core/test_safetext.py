@@ -89,7 +89,7 @@ def test_an_alert_can_be_sent_and_shown(text: str) -> None:
 
 
 @nasty
-def test_a_line_of_a_job_is_safe(text: str) -> None:
+def test_control_characters_in_a_line_of_a_job_are_escaped(text: str) -> None:
     written = f"said{text}".encode(errors="surrogatepass")
     line = tail.Line(f"web{text}", f"a{text}.log", written)
 

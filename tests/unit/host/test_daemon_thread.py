@@ -19,7 +19,7 @@ async def test_result_and_error_come_back() -> None:
         await run_in_daemon_thread(lambda: 1 // 0, "nothing")
 
 
-async def test_work_that_hangs_holds_nobody() -> None:
+async def test_hanging_work_does_not_block_other_work() -> None:
     """Many at once may hang: the loop and other work continue."""
     gate = threading.Event()
     hung = [run_in_daemon_thread(gate.wait, f"hung {number}") for number in range(50)]

@@ -225,7 +225,7 @@ def test_a_file_of_root_has_one_name(mode: int, owner: int, links: int, is_read:
 
 
 @pytest.mark.parametrize("what", ["fifo", "socket", "device", "directory", "proc"])
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, what: str) -> None:
+def test_irregular_files_are_not_opened(tmp_path: Path, what: str) -> None:
     """It fails at once: a FIFO without a writer would block its reader for ever."""
     path = tmp_path / "thing"
     if what == "fifo":
@@ -249,7 +249,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, what: str) -> Non
     assert open_files() == before
 
 
-def test_a_lease_of_its_owner_holds_nobody(tmp_path: Path) -> None:
+def test_opening_a_file_under_its_owners_lease_does_not_block(tmp_path: Path) -> None:
     """The kernel lets an open wait up to 45 seconds for the release of a lease, unless told otherwise by a flag."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the owner of a lease gets
     path = tmp_path / "x.log"

@@ -57,7 +57,7 @@ def test_listeners(line: str, ports: dict[int, set[int]]) -> None:
     assert network.parse_listeners((TCP + line).splitlines()) == ports
 
 
-def test_connections_are_not_read() -> None:
+def test_reading_of_sockets_ends_after_the_listeners() -> None:
     """The kernel lists listeners first; a job can have a million connections."""
     connection = "   0: 00000000:0016 0500000A:9C40 01 00000000:00000000 00:00000000 00000000     0        0 1 1\n"
     lines = iter([TCP, *[connection] * 3])

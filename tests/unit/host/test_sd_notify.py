@@ -86,7 +86,9 @@ def test_variables_are_taken_out_of_the_environment(given: dict[str, str], wante
     assert environ == {"PATH": "/bin"}
 
 
-def test_a_systemd_that_reads_nothing_holds_nobody(systemd: socket.socket, caplog: pytest.LogCaptureFixture) -> None:
+def test_notifying_a_systemd_that_does_not_read_does_not_block(
+    systemd: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
     """The watchdog's thread beats, and must end a held process."""
     notifier = Notifier(systemd.getsockname())
     for _ in range(10_000):

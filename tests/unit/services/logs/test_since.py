@@ -30,7 +30,7 @@ def test_a_moment_is_a_duration_a_clock_or_a_date(text: str, ago: float) -> None
 
 
 @pytest.mark.parametrize("text", ["", "soon", "10", "-5m", "10m ago", "25:00", "2026-13-01", "9" * 30 + "d", "٣m"])
-def test_what_is_no_moment_is_refused(text: str) -> None:
+def test_invalid_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is neither a time nor a duration"):
         moment(text, NOON)
 

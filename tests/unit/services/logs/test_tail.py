@@ -120,7 +120,7 @@ def test_no_link_is_followed(tmp_path: Path, follower: Follower, clock: Clock) -
     assert news(follower, clock) == []
 
 
-def test_a_fifo_holds_nobody(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_opening_a_fifo_does_not_block(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     (tmp_path / "web").mkdir()
     os.mkfifo(tmp_path / "web/a.log")
 
@@ -173,7 +173,7 @@ def test_bytes_that_are_no_text_are_shown_somehow_and_json_stays_json() -> None:
 # --- what a job may do to the stream --------------------------------------------------------------------------------
 
 
-def test_a_name_that_is_no_text_ends_nothing(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_a_name_in_invalid_utf_8_is_escaped(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     """Its lines come under an escaped name, and those of other jobs as ever."""
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / os.fsdecode(b"\xff\n\x1b[2J.log")).write_text("mine\n")
@@ -207,7 +207,7 @@ def test_files_of_one_job_keep_no_other_out(tmp_path: Path, follower: Follower, 
     assert news(follower, clock) == ["late/x.log | late"]
 
 
-def test_a_hole_of_terabytes_is_passed_over(tmp_path: Path, clock: Clock) -> None:
+def test_a_hole_of_terabytes_is_skipped(tmp_path: Path, clock: Clock) -> None:
     """It costs its writer nothing."""
     follower = Follower(tmp_path, clock=clock)
     written(tmp_path / "evil/x.log", "first\n")
