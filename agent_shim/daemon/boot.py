@@ -132,6 +132,10 @@ def make_tree(paths: Paths) -> None:
         make(path, mode, owner)
     if not paths.sys.is_symlink() or paths.sys.readlink() != paths.data_sys:
         files.swap_link(paths.data_sys, paths.sys)
+    try:
+        files.remove_tree(paths.tmp / "outcomes")  # earlier versions kept results of tasks there
+    except HostError as exc:
+        logger.warning("%s", exc)
 
 
 def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> list[Step]:

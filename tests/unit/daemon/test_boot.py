@@ -11,6 +11,18 @@ from agent_shim.daemon.job_recovery import JobRecovery
 from tests.support.world import world
 
 
+def test_results_of_tasks_of_earlier_versions_are_removed(tmp_path: Path) -> None:
+    """They may hold secrets."""
+    paths = Paths(tmp_path)
+    left = paths.tmp / "outcomes/3"
+    left.parent.mkdir(parents=True)
+    left.write_text("a secret")
+
+    boot.make_tree(paths)
+
+    assert not left.parent.exists()
+
+
 def test_directories_of_the_agent_are_closed_to_others(tmp_path: Path) -> None:
     """Sockets and plans of processes, settings, and blobs with rendered templates: secrets all of them."""
     paths = Paths(tmp_path)
