@@ -492,7 +492,7 @@ def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
                 break
             done = way.count
         found |= dict(way.found)
-        ahead = ahead[way.count + 1 :] if way.is_left else []
+        ahead = [pid for pid in ahead if pid not in found] if way.is_left else []
     return found
 
 
