@@ -11,7 +11,7 @@ DISK is where the claim is mounted here. TARGET lies below a directory that is s
 the VM. The VM's processes are found by the UID of its pod in their cgroups, which takes the node's pid namespace.
 
 Root of a VM that may mount can move a mount, bind it elsewhere and rename its directory: a disk is known by device and
-root, in the mount tables of this program and of all processes of the VM.
+root, in the mount tables of this program and of all threads of the VM.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ def points(disk: Mount, target: str) -> list[str]:
 
 
 def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
-    """Return the mounts below which processes of the VM have the disk mounted, or a part of it."""
-    for pid in processes(uid):
-        table = {one.number: one for one in mounts(str(pid))}
+    """Return the mounts below which threads of the VM have the disk mounted, or a part of it."""
+    for thread in (thread for pid in processes(uid) for thread in threads(pid)):
+        table = {one.number: one for one in mounts(thread)}
         for one in table.values():
             if one.device == disk.device and (one.root + "/").startswith(disk.root.rstrip("/") + "/"):
                 above = table.get(one.parent, one)
@@ -274,11 +274,19 @@ def processes(uid: str) -> Iterator[int]:
     """Return the processes of the pod; the path of a cgroup has its UID, with dashes or with systemd's underscores."""
     forms = (uid, uid.replace("-", "_"))
     for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/cgroup") as file:
+        for thread in threads(name)[-1:] if name.isdigit() else ():
+            # The first thread may have ended, and is in no cgroup then.
+            with contextlib.suppress(OSError), open(f"/proc/{thread}/cgroup") as file:
                 text = file.read()
                 if any(form in text for form in forms):
                     yield int(name)
+
+
+def threads(pid: int | str) -> list[str]:
+    """Return the threads of a process below /proc, the first one first: each can have mounts of its own."""
+    with contextlib.suppress(OSError):
+        return [f"{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+    return []
 
 
 def is_first(pid: int) -> bool:
@@ -317,9 +325,9 @@ def is_same(one: Mount, other: Mount) -> bool:
     return (one.device, one.root) == (other.device, other.root)
 
 
-def mounts(pid: str = "self") -> Iterator[Mount]:
-    """Return the mount table of a process; nothing if it has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/mountinfo") as file:
+def mounts(thread: str = "self") -> Iterator[Mount]:
+    """Return the mount table of a process or thread; nothing if it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{thread}/mountinfo") as file:
         for line in file:
             number, parent, device, root, point = line.split()[:5]
             yield Mount(number, parent, device, unescaped(root), unescaped(point))

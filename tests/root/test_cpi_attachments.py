@@ -13,6 +13,7 @@ import pytest
 
 from kubernetes_cpi import attachment_program
 from tests.structure.source import ROOT
+from tests.support.own_cgroups import joining, own_cgroups
 
 pytestmark = pytest.mark.root
 
@@ -260,6 +261,74 @@ def test_disk_that_root_of_the_vm_keeps_is_not_unmounted(site: Site, commands: l
     assert (out, attachment.returncode) == ("unmounted\n", 0)
     table = Path(f"/proc/{site.node.pid}/mountinfo").read_text()
     assert [line for line in table.splitlines() if " - tmpfs disk " in line and "/bosh/" in line] == []
+
+
+THREAD = """
+import ctypes, threading
+libc = ctypes.CDLL(None, use_errno=True)
+def hide():
+    failed = libc.unshare(0x00020000 | 0x200) or libc.mount(None, b"/", None, 0x44000, None)
+    print("failed" if failed else "ready", flush=True)
+    threading.Event().wait()
+threading.Thread(target=hide).start()
+"""
+
+
+def test_disk_in_the_mount_namespace_of_a_thread_is_not_unmounted(site: Site) -> None:
+    """The table of its process does not have it."""
+    attachment = site.attach()
+    command = ["nsenter", f"--mount=/proc/{site.vm.pid}/ns/mnt", sys.executable, "-c", THREAD]
+    keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    site.users.append(keeper)
+    assert keeper.stdout is not None
+    assert keeper.stdout.readline() == "ready\n"
+    site.pids.append(keeper.pid)
+
+    assert site.detach(attachment).endswith("the VM uses it\n1")
+
+    assert site.mounts() == 1
+    keeper.kill()
+    keeper.wait()
+    assert site.detach(attachment) == "unmounted\ndone"
+
+
+ENDED = """
+import ctypes, threading
+ready = threading.Event()
+def wait():
+    ready.wait()
+    print("ready", flush=True)
+    threading.Event().wait()
+threading.Thread(target=wait).start()
+ready.set()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+def test_process_whose_first_thread_has_ended_is_one_of_the_vm() -> None:
+    """With cgroup v1, such a thread is in no cgroup."""
+    with own_cgroups("pod") as places:
+        uid = places[0][0].name
+        of_v1 = [place for place in places if not (place[1] / "cgroup.controllers").exists()]
+        command = joining(of_v1 or places, [sys.executable, "-c", ENDED])
+        keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert keeper.stdout is not None
+            assert keeper.stdout.readline() == "ready\n"
+            until_zombie(keeper.pid)
+
+            assert list(attachment_program.processes(uid)) == [keeper.pid]
+        finally:
+            keeper.kill()
+            keeper.communicate()
+
+
+def until_zombie(pid: int) -> None:
+    """Wait until the first thread of a process has ended."""
+    deadline = time.monotonic() + LIMIT_S
+    while attachment_program.start_of(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_disk_that_is_bound_elsewhere_is_not_taken_away_for_a_moment(site: Site) -> None:
