@@ -38,10 +38,11 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
     if live.standalone is not None and live.standalone.obstacle:
         return False, _WORDS.sub(r"\1", live.standalone.obstacle)
     state = live.agent.supervisor.job_state()
+    if state in ("running", "stopped"):
+        return True, f"jobs are {state}"
     culprits = [_culprit(each) for each in live.agent.supervisor.services() if each.process.state != "running"]
-    why = "" if state in ("running", "stopped") else f": {'; '.join(culprits[:MAX_CULPRITS])}"
-    more = f"; and {len(culprits) - MAX_CULPRITS} more" if why and len(culprits) > MAX_CULPRITS else ""
-    return not why, f"jobs are {state}{why}{more}"
+    more = f"; and {len(culprits) - MAX_CULPRITS} more" if len(culprits) > MAX_CULPRITS else ""
+    return False, f"jobs are {state}: {'; '.join(culprits[:MAX_CULPRITS])}{more}"
 
 
 def _culprit(service: ServiceInfo) -> str:

@@ -143,8 +143,8 @@ class Metrics:
         self._of_process = ProcessCollector(registry=None)
         self._read_at = float("-inf")
         self._readings = Readings()
-        self._pages: dict[bool, bytes] = {}
-        """Pages of these readings by format."""
+        self._pages: dict[tuple[bool, bool], bytes] = {}
+        """Pages of these readings by format and coding."""
         self._rendering = asyncio.Lock()
 
     def action_done(self, method: str, outcome: str, seconds: float) -> None:
@@ -161,14 +161,13 @@ class Metrics:
             await asyncio.sleep(pause)
             self._lag.observe(max(0.0, self._clock() - due))
 
-    async def render(self, is_openmetrics: bool = False) -> bytes:
-        """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0; at most ``PAGE_TTL_S`` old."""
+    async def render(self, is_openmetrics: bool = False, is_packed: bool = False) -> bytes:
+        """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0, or as gzip; at most ``PAGE_TTL_S`` old."""
         async with self._rendering:
-            registry, pages = self.registry(), self._pages
-            if is_openmetrics not in pages:
-                generate = openmetrics.generate_latest if is_openmetrics else generate_latest
-                pages[is_openmetrics] = await asyncio.to_thread(generate, registry)
-            return pages[is_openmetrics]
+            registry, pages, key = self.registry(), self._pages, (is_openmetrics, is_packed)
+            if key not in pages:
+                pages[key] = await asyncio.to_thread(_page, registry, *key)
+            return pages[key]
 
     def registry(self) -> CollectorRegistry:
         """Return all metrics with the recent readings."""
@@ -183,6 +182,12 @@ class Metrics:
         if now - self._read_at >= PAGE_TTL_S:
             self._read_at, self._readings, self._pages = now, self._read(), {}
         return self._readings
+
+
+def _page(registry: CollectorRegistry, is_openmetrics: bool, is_packed: bool) -> bytes:
+    generate: Callable[[CollectorRegistry], bytes] = openmetrics.generate_latest if is_openmetrics else generate_latest
+    text = generate(registry)
+    return zlib.compress(text, GZIP_LEVEL, 16 + zlib.MAX_WBITS) if is_packed else text
 
 
 def _of_agent(readings: Readings) -> Iterator[Metric]:
@@ -356,7 +361,7 @@ _counter = partial(_family, CounterMetricFamily)
 class Routes(msgspec.Struct, frozen=True):
     """Answers by path; ``ready(level)`` (``jobs`` or ``agent``) returns the readiness and its reason."""
 
-    render: Callable[[bool], Awaitable[bytes]]
+    render: Callable[[bool, bool], Awaitable[bytes]]
     ready: Callable[[str], tuple[bool, str]]
     read: Callable[[], Readings]
 
@@ -380,11 +385,8 @@ class Routes(msgspec.Struct, frozen=True):
 
     async def _page(self, is_openmetrics: bool, *, is_packed: bool) -> Response:
         kind = openmetrics.CONTENT_TYPE_LATEST if is_openmetrics else CONTENT_TYPE_PLAIN_0_0_4
-        page = await self.render(is_openmetrics)
-        if not is_packed:
-            return Response(200, page, kind, {"Vary": "Accept-Encoding"})
-        packed = await asyncio.to_thread(zlib.compress, page, GZIP_LEVEL, 16 + zlib.MAX_WBITS)
-        return Response(200, packed, kind, {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"})
+        coding = {"Content-Encoding": "gzip"} if is_packed else {}
+        return Response(200, await self.render(is_openmetrics, is_packed), kind, coding | {"Vary": "Accept-Encoding"})
 
 
 def _takes_gzip(accepted: str) -> bool:

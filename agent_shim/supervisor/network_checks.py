@@ -35,6 +35,9 @@ MAX_HEAD_BYTES: Final = 16 * 1024
 MAX_CONTENT_BYTES: Final = 1_024_000
 """Length of a page that is searched, as in monit."""
 CHUNK: Final = 16 * 1024
+PROMPT_READS: Final = 64
+"""Reads of one answer without a pause before; an answer of many pieces, or without an end, costs the server more."""
+READ_PAUSE_S: Final = 0.005
 REFUSAL_S: Final = 2.0
 """Seconds that a port of UDP has to be refused: a server may stay silent."""
 HTTP_PORT: Final = 80
@@ -86,12 +89,16 @@ class _Line:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.received = b""
+        self._reads = 0
 
     async def send(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
     async def more(self) -> bool:
         """Wait for more data; False at the end."""
+        self._reads += 1
+        if self._reads > PROMPT_READS:
+            await asyncio.sleep(READ_PAUSE_S)
         chunk = await asyncio.get_running_loop().sock_recv(self.sock, CHUNK)
         self.received += chunk
         return bool(chunk)
@@ -190,7 +197,7 @@ class _Response:
         self.has_head = False
         self.is_whole = not (wanted.content or wanted.checksum)
         self.has_length = False
-        self.page = b""
+        self.page = bytearray()
         self.digest = hashlib.new(DIGESTS[len(wanted.checksum)], usedforsecurity=False) if wanted.checksum else None
         # Lenient like monit: a probe forwards nothing that another parser could read differently.
         self.parser = httptools.HttpResponseParser(self)
@@ -254,7 +261,7 @@ async def _http(line: _Line, connection: Connection) -> None:
     while not response.is_whole and await line.more():
         response.read(line.taken())
     if protocol.content:
-        search = partial(posix_regex.compiled(protocol.content).search, response.page, limit=MAX_CONTENT_BYTES)
+        search = partial(posix_regex.compiled(protocol.content).search, bytes(response.page), limit=MAX_CONTENT_BYTES)
         if await guarded.aside(f"page of {where(connection)}", search) == protocol.is_negated:
             raise _WrongError(f"answers {shown} {'with' if protocol.is_negated else 'without'} {protocol.content!r}")
     # Like monit, which reads as many bytes as the head names.

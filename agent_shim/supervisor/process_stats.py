@@ -8,6 +8,7 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_INLINE_PROCESSES: Final = 1000
 """Maximum number of processes read on the event loop; tens of thousands, which a job can start, take a thread."""
-PASS_TTL_S: Final = 2.0
-"""Seconds for which the result of such a thread is reused."""
+PASS_SHARE: Final = 0.05
+"""Maximum share of a processor for passes over all processes: a neighbour may ask, and a job decides how many there are."""
 MIN_SAMPLE_S: Final = 1.0
 """Minimum seconds between samples of processor time; shorter intervals are too imprecise."""
 PROCESSORS: Final = os.cpu_count() or 1
@@ -120,39 +121,40 @@ _NO_LOOK: Final = _Look({}, {})
 
 
 class _Processes:
-    """The processes of the machine, read inline while they are few.
+    """The processes of the machine, read inline while they are few, else in a thread, and within ``PASS_SHARE``.
 
-    Beyond that, the last result of a thread with the current leaders of the jobs: no caller waits, and figures of
-    descendants are some seconds old.
+    Between passes, the last result with the current leaders of the jobs: no caller waits, and figures of descendants
+    are older.
     """
 
     def __init__(self) -> None:
         self._last: _Look = _NO_LOOK
-        self._read_at = float("-inf")
+        self._due_at = float("-inf")
         self._reader: threading.Thread | None = None
 
     def now(self, leaders: Collection[int]) -> _Look:
         """Return the processes, always including the living ``leaders``."""
-        few = proc.small_table(MAX_INLINE_PROCESSES)
-        if few is not None:
-            self._last, self._read_at = _NO_LOOK, float("-inf")
-            return _Look(few, proc.children(few))
-        self._read_apart()
+        if time.monotonic() >= self._due_at and (self._reader is None or not self._reader.is_alive()):
+            if self._read(partial(proc.small_table, MAX_INLINE_PROCESSES)):
+                return self._last
+            self._read_apart()
         present = {pid: stat for pid in leaders if (stat := proc.stat(pid)) is not None}
         return _Look(ChainMap(present, self._last.processes), self._last.children)
 
     def _read_apart(self) -> None:
-        if time.monotonic() - self._read_at < PASS_TTL_S or (self._reader is not None and self._reader.is_alive()):
-            return
         try:
-            self._reader = threading.Thread(target=self._read, name="many processes", daemon=True)
+            self._reader = threading.Thread(target=self._read, args=[proc.table], name="many processes", daemon=True)
             self._reader.start()
         except RuntimeError as exc:
             logger.warning("cannot read %d and more processes: %s", MAX_INLINE_PROCESSES, exc)
 
-    def _read(self) -> None:
-        found = proc.table()
-        self._last, self._read_at = _Look(found, proc.children(found)), time.monotonic()
+    def _read(self, read: Callable[[], dict[int, proc.Stat] | None]) -> bool:
+        begun = time.thread_time()
+        found = read()
+        if found is not None:
+            self._last = _Look(found, proc.children(found))
+            self._due_at = time.monotonic() + (time.thread_time() - begun) / PASS_SHARE
+        return found is not None
 
 
 class ProcessStats:

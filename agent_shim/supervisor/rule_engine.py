@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 STEPS: Final = 10
 """Parts of a cycle: services due in the same part are checked together."""
+PASS_SHARE: Final = 0.05
+"""Maximum share of a processor for passes over all processes, which a job can have by the thousand."""
 LOOK_TIMEOUT_S: Final = 60.0
 """Timeout of a look in a thread; a path that hangs keeps its thread, and no other is started for it."""
 REMEMBERED: Final = MONITORED | {State.BOUNCING}
@@ -42,9 +44,11 @@ class _Table:
     """All processes at the start of a cycle."""
 
     def __init__(self) -> None:
-        self.at = time.monotonic()
+        self.at, begun = time.monotonic(), time.thread_time()
         self.processes = proc.table()
         self._below = proc.children(self.processes)
+        self.cost = time.thread_time() - begun
+        """Seconds of processor time."""
 
     def tree(self, root: int) -> list[proc.Stat]:
         """Return a process followed by its descendants."""
@@ -130,17 +134,18 @@ class RuleEngine:
 
     async def run(self) -> NoReturn:
         """Check due services, ``STEPS`` times a cycle, as long as there are rules."""
-        due = time.monotonic()
+        due, cost = time.monotonic(), 0.0
         async with asyncio.TaskGroup() as checks:
             while True:
                 while not any(each.spec.rules for each in self._services()):
                     self.plan_changed.clear()
                     await self.plan_changed.wait()
-                due = max(due + self._period / STEPS, time.monotonic())
+                due = max(due + self._period / STEPS, time.monotonic() + cost / PASS_SHARE)
                 await asyncio.sleep(due - time.monotonic())
-                await self._step(checks)
+                cost = await self._step(checks)
 
-    async def _step(self, checks: asyncio.TaskGroup) -> None:
+    async def _step(self, checks: asyncio.TaskGroup) -> float:
+        """Begin the looks that are due; returns the processor time of its pass over all processes."""
         services = [each for each in self._services() if each.spec.rules]
         before = self._watches
         kept = [each.name for each in services if each.state in REMEMBERED and each.name in before]
@@ -159,6 +164,7 @@ class RuleEngine:
             for key, look in self._looks(service, watch, table):
                 if key not in watch.busy:  # the previous look may hang
                     checks.create_task(_check(service, watch, key, look), name="check")
+        return table.cost if table is not None else 0.0
 
     def _looks(self, service: Service, watch: _Watch, table: _Table | None) -> Iterator[tuple[object, Look]]:
         """List the looks at a service; each has a key, and looks with the same key never overlap."""

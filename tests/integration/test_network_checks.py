@@ -270,3 +270,21 @@ async def test_an_http_answer_may_come_byte_by_byte() -> None:
     slow = saying(*[bytes([byte]) for byte in b"HTTP/1.1 200 OK\r\n\r\n"], after=b"\r\n\r\n")
 
     assert await asked(slow, HTTP) == ""
+
+
+async def test_a_page_without_end_is_read_with_pauses() -> None:
+    """Its checksum costs the server more than the agent."""
+    sent = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n")
+        while True:
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+            sent += 1 << 16
+
+    assert "no answer" in await asked(talk, Protocol("http", "/", checksum="0" * 32), timeout=1)
+    at_once, later = network_checks.PROMPT_READS, 1 / network_checks.READ_PAUSE_S
+    assert sent < (at_once + later) * network_checks.CHUNK + (16 << 20), "with room for the buffers of the kernel"

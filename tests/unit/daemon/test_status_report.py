@@ -119,3 +119,11 @@ def test_readiness_has_three_levels(
     tmp_path: Path, level: str, others: dict[str, Any], answer: tuple[bool, str]
 ) -> None:
     assert status_report.readiness(live(tmp_path, **others), level) == answer
+
+
+def test_readiness_of_running_jobs_asks_for_no_figures(tmp_path: Path) -> None:
+    """They are a pass over all processes, for any neighbour."""
+    asked = live(tmp_path)
+    cast("Any", asked.agent).supervisor = SimpleNamespace(job_state=lambda: "running")
+
+    assert status_report.readiness(asked, "jobs") == (True, "jobs are running")

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import threading
+import zlib
 from typing import Any
 
 import pytest
@@ -320,6 +321,23 @@ async def test_open_files_are_counted_off_the_loop(monkeypatch: pytest.MonkeyPat
     assert found['agent_shim_process_open_files{process="worker"}'] == 0
     assert len(threads) == 1
     assert threads != [threading.current_thread()]
+
+
+async def test_a_packed_page_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any neighbour may ask for it a thousand times a second."""
+    packed = []
+
+    def compress(page: bytes, *_: int) -> bytes:
+        packed.append(page)
+        return b"packed"
+
+    monkeypatch.setattr(zlib, "compress", compress)
+    made = Metrics(Readings, clock=Clock())
+
+    pages = {await made.render(is_openmetrics, True) for is_openmetrics in (False, True, False, True)}
+
+    assert pages == {b"packed"}
+    assert len(packed) == 2
 
 
 async def test_text_is_made_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -77,3 +78,17 @@ async def test_a_head_without_end_is_no_answer() -> None:
         await network_checks._http(line, Connection("h", 1, protocol=Protocol("http", "/")))
 
     assert line.total < network_checks.MAX_HEAD_BYTES + 3000
+
+
+def test_a_piece_of_a_page_costs_no_copy_of_the_whole() -> None:
+    """A server can send a megabyte in chunks of one byte."""
+
+    def seconds(before: int) -> float:
+        """Processor time of the same chunks behind ``before`` bytes."""
+        response = network_checks._Response(Protocol("http", content="x"))
+        response.read(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % before + b"a" * before + b"\r\n")
+        begun = time.thread_time()
+        response.read(b"1\r\na\r\n" * 2000)
+        return time.thread_time() - begun
+
+    assert min(seconds(900_000) for _ in range(3)) < 10 * min(seconds(1) for _ in range(3))

@@ -97,6 +97,7 @@ def test_the_share_of_the_processors_is_since_the_last_question(
     def share(ticks: int, start: int = 1000) -> float:
         root = replace(TABLE[10], start_ticks=start, cpu_ticks=ticks)
         monkeypatch.setattr(proc, "small_table", lambda _: {10: root})
+        monkeypatch.setattr(proc, "stat", {10: root}.get)
         process = SimpleNamespace(pid=10, identity=(10, start), start_ticks=start, is_alive=True)
         (found,) = stats.describe([service(process=process)])
         assert found.own_cpu == found.process.cpu_total
@@ -137,10 +138,34 @@ def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.
         pass
     assert reads == [1]
 
-    now[0] += process_stats.PASS_TTL_S
+    now[0] += 60
     while len(reads) == 1:
         stats.describe([service()])
+    now[0] += 60
 
     monkeypatch.setattr(proc, "small_table", lambda *_: {10: TABLE[10]})
-    (found,) = stats.describe([service()])
-    assert found.children == 0
+    while stats.describe([service()])[0].children:
+        pass
+
+
+def test_passes_over_all_processes_have_a_share_of_a_processor(
+    stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any neighbour may ask for the readiness thousands of times; the process itself is read each time."""
+    now, used, passes = [1000.0], [0.0], []
+
+    def small_table(_: int) -> dict[int, proc.Stat]:
+        passes.append(now[0])
+        used[0] += 0.02
+        return dict(TABLE)
+
+    monkeypatch.setattr(proc, "small_table", small_table)
+    monkeypatch.setattr(proc, "stat", {10: replace(TABLE[10], resident_kb=1)}.get)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "thread_time", lambda: used[0])
+    for _ in range(100):
+        (found,) = stats.describe([service()])
+        now[0] += 0.01
+
+    assert passes == pytest.approx([1000.0, 1000.4, 1000.8], abs=0.03)
+    assert (found.own_mem_kb, found.children) == (1, 1)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from agent_shim.host import proc
+from agent_shim.supervisor import rule_engine
 from agent_shim.supervisor.monit.ast import ALERT, Changed, Limit, Rate, Rule
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.rule_engine import RuleEngine
@@ -97,3 +101,23 @@ async def test_a_bug_in_a_check_ends_the_engine(tmp_path: Path) -> None:
             await RuleEngine(lambda: [ours], lambda: 0, PERIOD_S).run()
 
     assert [str(bug) for bug in raised.value.exceptions] == ["a bug"]
+
+
+async def test_passes_over_all_processes_have_a_share_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job can have tens of thousands, and services whose cycles begin at ten times."""
+    pauses: list[float] = []
+    turn, used = asyncio.sleep, itertools.count()
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await turn(min(seconds, PERIOD_S))
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(proc, "table", dict)
+    monkeypatch.setattr(time, "thread_time", lambda: next(used))
+    rule = Rule(Limit("totalmemory", ">", 1), ALERT)
+    ours = service(Path(), spec=ProcessSpec("web", "web", rules=(rule,)), up_at=time.monotonic() - 60)
+    running = asyncio.create_task(RuleEngine(lambda: [ours], lambda: 0, PERIOD_S).run())
+    await until(lambda: max(pauses, default=0) > 0.9 / rule_engine.PASS_SHARE)
+    running.cancel()
+    await asyncio.wait([running])
