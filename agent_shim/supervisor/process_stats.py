@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_INLINE_PROCESSES: Final = 1000
 """Maximum number of processes read on the event loop; tens of thousands, which a job can start, take a thread."""
 PASS_SHARE: Final = 0.05
-"""Maximum share of a processor for passes over all processes: a neighbour may ask, and a job decides how many there are."""
+"""Maximum share of a processor for passes over all processes: neighbours may ask, and a job decides on the number."""
 MIN_SAMPLE_S: Final = 1.0
 """Minimum seconds between samples of processor time; shorter intervals are too imprecise."""
 PROCESSORS: Final = os.cpu_count() or 1
