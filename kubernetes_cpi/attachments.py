@@ -216,11 +216,10 @@ def _helper(session: Session, like: Object, cid: str, name: str, kind: str, argu
     """Return a privileged pod on the node of a VM, or of its attachment, that runs the program with the same image."""
     spec = like["spec"]
     disks = session.config.disks
-    pod: Object = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": names.labels(kind, session.director, **{names.VM: cid})},
-        "spec": {
+    pod = PODS.document(
+        name,
+        names.labels(kind, session.director, **{names.VM: cid}),
+        {
             "restartPolicy": "Always" if kind == names.KIND_ATTACHMENT else "Never",
             "hostPID": True,
             "automountServiceAccountToken": False,
@@ -239,7 +238,7 @@ def _helper(session: Session, like: Object, cid: str, name: str, kind: str, argu
             ],
             "volumes": [],
         },
-    }
+    )
     if not disks.helper_image:
         _add_program(pod["spec"], spec)
     for key in ("imagePullSecrets", "priorityClassName"):

@@ -45,16 +45,9 @@ def _is_kept(session: Session, namespace: str, group: str) -> bool:
         return True
     spec: Object = {"minAvailable": size - 1}
     if found is None:
-        body = {
-            "apiVersion": "policy/v1",
-            "kind": "PodDisruptionBudget",
-            "metadata": {
-                "name": name,
-                "labels": names.labels(names.KIND_BUDGET, session.director, **{names.GROUP: group}),
-            },
-            # A VM that is not ready does not hold up the drain of its node.
-            "spec": spec | {"selector": {"matchLabels": selector}, "unhealthyPodEvictionPolicy": "AlwaysAllow"},
-        }
+        # A VM that is not ready does not hold up the drain of its node.
+        spec |= {"selector": {"matchLabels": selector}, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
+        body = BUDGETS.document(name, names.labels(names.KIND_BUDGET, session.director, **{names.GROUP: group}), spec)
         return session.client.ensure(BUDGETS, namespace, body)[1]
     if found["spec"].get("minAvailable") == size - 1:
         return True

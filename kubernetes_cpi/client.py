@@ -38,10 +38,22 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 
 
 class Resource(msgspec.Struct, frozen=True):
-    """A kind of objects: group and version as in paths, and the plural."""
+    """A kind of objects: group and version as in paths, the plural, and the kind of a document."""
 
     prefix: str
     plural: str
+    kind: str = ""
+
+    def document(
+        self, name: str, labels: Mapping[str, str], spec: Object, annotations: Mapping[str, str] | None = None
+    ) -> Object:
+        """Return an object of this kind."""
+        return {
+            "apiVersion": self.prefix.partition("/")[2],
+            "kind": self.kind,
+            "metadata": {"name": name, "labels": {**labels}, "annotations": {**(annotations or {})}},
+            "spec": spec,
+        }
 
     def path(self, namespace: str, name: str = "", part: str = "") -> str:
         """Return the path of an object, of a part of it, or of all objects of a namespace (cluster-wide kinds: "")."""
@@ -49,18 +61,18 @@ class Resource(msgspec.Struct, frozen=True):
         return f"/{self.prefix}/" + "/".join(urllib.parse.quote(step, safe="") for step in steps if step)
 
 
-PODS: Final = Resource("api/v1", "pods")
+PODS: Final = Resource("api/v1", "pods", "Pod")
 SECRETS: Final = Resource("api/v1", "secrets")
-CLAIMS: Final = Resource("api/v1", "persistentvolumeclaims")
-SERVICES: Final = Resource("api/v1", "services")
+CLAIMS: Final = Resource("api/v1", "persistentvolumeclaims", "PersistentVolumeClaim")
+SERVICES: Final = Resource("api/v1", "services", "Service")
 EVENTS: Final = Resource("api/v1", "events")
 NODES: Final = Resource("api/v1", "nodes")
 STORAGE_CLASSES: Final = Resource("apis/storage.k8s.io/v1", "storageclasses")
 ACCESS_REVIEWS: Final = Resource("apis/authorization.k8s.io/v1", "selfsubjectaccessreviews")
-BUDGETS: Final = Resource("apis/policy/v1", "poddisruptionbudgets")
-INGRESSES: Final = Resource("apis/networking.k8s.io/v1", "ingresses")
-POLICIES: Final = Resource("apis/networking.k8s.io/v1", "networkpolicies")
-SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots")
+BUDGETS: Final = Resource("apis/policy/v1", "poddisruptionbudgets", "PodDisruptionBudget")
+INGRESSES: Final = Resource("apis/networking.k8s.io/v1", "ingresses", "Ingress")
+POLICIES: Final = Resource("apis/networking.k8s.io/v1", "networkpolicies", "NetworkPolicy")
+SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots", "VolumeSnapshot")
 
 
 class Client:

@@ -24,6 +24,7 @@ from kubernetes_cpi.errors import (
     NotSupportedError,
     VMNotFoundError,
 )
+from kubernetes_cpi.names import Cid
 from kubernetes_cpi.properties import DiskProperties
 from kubernetes_cpi.session import Session
 
@@ -34,10 +35,11 @@ _UNITS: Final = {
 }  # fmt: skip
 
 
-def create(session: Session, size_mib: int, cloud_properties: Mapping[str, Any], vm: str | None) -> str:
+def create(session: Session, size_mib: int, cloud_properties: Object | None = None, vm: Cid | None = None) -> str:
     """Create a claim, or return the one that was created with the VM; return its cid without waiting for a volume."""
     if size_mib <= 0:
         raise InputError(f"cannot create a disk of {size_mib} MiB")
+    cloud_properties = cloud_properties or {}
     properties = _properties(cloud_properties)
     request = names.digest(
         session.director, session.request_id, vm or "", str(size_mib), str(sorted(cloud_properties.items()))
@@ -60,7 +62,7 @@ def create(session: Session, size_mib: int, cloud_properties: Mapping[str, Any],
     return cid
 
 
-def delete(session: Session, disk: str) -> None:
+def delete(session: Session, disk: Cid) -> None:
     """Delete the claim; the cluster keeps it while a pod that has detached it still mounts it."""
     claim, namespace = claims.find(session, disk), session.namespace_of(disk)
     if claim is None:
@@ -73,12 +75,12 @@ def delete(session: Session, disk: str) -> None:
     session.client.delete(CLAIMS, namespace, disk)
 
 
-def has(session: Session, disk: str) -> bool:
+def has(session: Session, disk: Cid) -> bool:
     """True if the claim exists and is not being deleted."""
     return claims.find(session, disk) is not None
 
 
-def attach(session: Session, vm: str, disk: str) -> dict[str, str]:
+def attach(session: Session, vm: Cid, disk: Cid) -> dict[str, str]:
     """Attach a disk to a VM; return its location, as a hint for the agent."""
     claims.check_same_namespace(session, vm, disk)
     pod = _pod(session, vm)
@@ -95,7 +97,7 @@ def attach(session: Session, vm: str, disk: str) -> dict[str, str]:
     return _attach_by_recreation(session, pod, disk)
 
 
-def detach(session: Session, vm: str, disk: str) -> None:
+def detach(session: Session, vm: Cid, disk: Cid) -> None:
     """Detach a disk from a VM: an attachment unmounts it; a pod created with it mounts it until the pod ends."""
     pod = session.find(PODS, vm, names.KIND_VM)
     claim = claims.find(session, disk)
@@ -118,28 +120,28 @@ def detach(session: Session, vm: str, disk: str) -> None:
         log.say(f"the disk {disk} stays mounted in the pod {vm} until that ends or another VM wants it")
 
 
-def of_vm(session: Session, vm: str) -> list[str]:
+def of_vm(session: Session, vm: Cid) -> list[str]:
     """Return the disks that are attached to a VM."""
     pod = vms.get(session, vm)
     kept = [disk for disk in manifests.disks_of(pod) if claims.is_held(session, disk, vm)]
     return [*kept, *attachments.disks_of(attachments.of(session, vm))]
 
 
-def set_metadata(session: Session, disk: str, metadata: Mapping[str, Any]) -> None:
+def set_metadata(session: Session, disk: Cid, metadata: Object) -> None:
     """Set labels and annotations of the claim from the Director's metadata."""
     claims.get(session, disk)
     vms.patch_metadata(session, CLAIMS, disk, metadata, DiskNotFoundError)
 
 
-def resize(session: Session, disk: str, size_mib: int) -> None:
+def resize(session: Session, disk: Cid, size_mib: int) -> None:
     """Grow the claim; a file system grows at its next mount. ``NotSupportedError``: the Director copies instead."""
     claim = claims.get(session, disk)
     _grow(session, claim, size_mib)
 
 
-def update(session: Session, disk: str, size_mib: int, cloud_properties: Mapping[str, Any]) -> None:
+def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object | None = None) -> None:
     """Change size and VolumeAttributesClass; ``NotSupportedError`` for other changes: the Director copies instead."""
-    claim, properties = claims.get(session, disk), _properties(cloud_properties)
+    claim, properties = claims.get(session, disk), _properties(cloud_properties or {})
     spec = claim["spec"]
     wanted = properties.storage_class or session.config.disks.storage_class
     if wanted and wanted != spec.get("storageClassName"):

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from kubernetes_cpi import names, networks, schema
-from kubernetes_cpi.client import Object
+from kubernetes_cpi.client import CLAIMS, INGRESSES, PODS, POLICIES, SERVICES, Object
 from kubernetes_cpi.config import Agent, Config
 from kubernetes_cpi.networks import Plan
 from kubernetes_cpi.properties import (
@@ -133,16 +133,7 @@ def claim(
         spec["storageClassName"] = storage_class
     if attributes_class:
         spec["volumeAttributesClassName"] = attributes_class
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {
-            "name": name,
-            "labels": {**(labels or {}), **names.labels(kind, director)},
-            "annotations": dict(annotations or {}),
-        },
-        "spec": spec,
-    }
+    return CLAIMS.document(name, {**(labels or {}), **names.labels(kind, director)}, spec, annotations)
 
 
 def disk_claim(name: str, director: str, size: Size, properties: DiskProperties, config: Config) -> Object:
@@ -212,25 +203,9 @@ def group_service(service: Service, vm: Vm) -> Object:
         spec["clusterIP"] = service.cluster_ip
     if service.load_balancer_ip:
         spec["loadBalancerIP"] = service.load_balancer_ip
-    kept = {names.KEEP: "true"} if service.keep else {}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {
-            "name": service.name,
-            "labels": {
-                **names.labels(names.KIND_SERVICE, vm.director),
-                names.GROUP: vm.group or names.digest(vm.cid),
-                **kept,
-            },
-            "annotations": {
-                **service.annotations,
-                names.VM: vm.cid,
-                **({names.INGRESS: "true"} if service.ingress else {}),
-            },
-        },
-        "spec": spec,
-    }
+    labels = _labels_of_group(names.KIND_SERVICE, vm) | ({names.KEEP: "true"} if service.keep else {})
+    annotations = service.annotations | {names.VM: vm.cid} | ({names.INGRESS: "true"} if service.ingress else {})
+    return SERVICES.document(service.name, labels, spec, annotations)
 
 
 def group_ingress(service: Service, ingress: Ingress, vm: Vm) -> Object:
@@ -242,16 +217,7 @@ def group_ingress(service: Service, ingress: Ingress, vm: Vm) -> Object:
         spec["ingressClassName"] = ingress.class_name
     if ingress.tls_secret:
         spec["tls"] = [{"hosts": ingress.hosts, "secretName": ingress.tls_secret}]
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "Ingress",
-        "metadata": {
-            "name": service.name,
-            "labels": {**names.labels(names.KIND_INGRESS, vm.director), names.GROUP: vm.group or names.digest(vm.cid)},
-            "annotations": dict(ingress.annotations),
-        },
-        "spec": spec,
-    }
+    return INGRESSES.document(service.name, _labels_of_group(names.KIND_INGRESS, vm), spec, ingress.annotations)
 
 
 GROUP_PREFIX: Final = "group-"
@@ -261,19 +227,14 @@ def group_policy(policy: NetworkPolicy, vm: Vm) -> Object:
     """Return the NetworkPolicy of the VM's group."""
     given = {"Ingress": policy.ingress, "Egress": policy.egress}
     rules = {key: value for key, value in given.items() if value is not None}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {
-            "name": _policy_name(vm),
-            "labels": {**names.labels(names.KIND_POLICY, vm.director), names.GROUP: vm.group or names.digest(vm.cid)},
-        },
-        "spec": {
-            "podSelector": {"matchLabels": _members(vm)},
-            "policyTypes": list(rules),
-            **{key.lower(): value for key, value in rules.items()},
-        },
-    }
+    spec: Object = {"podSelector": {"matchLabels": _members(vm)}, "policyTypes": list(rules)}
+    spec |= {key.lower(): value for key, value in rules.items()}
+    return POLICIES.document(_policy_name(vm), _labels_of_group(names.KIND_POLICY, vm), spec)
+
+
+def _labels_of_group(kind: str, vm: Vm) -> dict[str, str]:
+    """Return the labels of an object that the VMs of a group share."""
+    return names.labels(kind, vm.director, **{names.GROUP: vm.group or names.digest(vm.cid)})
 
 
 def _policy_name(vm: Vm) -> str:
@@ -349,22 +310,10 @@ def pod(vm: Vm) -> Object:
     }.items():
         if value:
             spec[key] = value
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": vm.cid,
-            "labels": {**properties.labels, **_group_labels(vm), **names.labels(names.KIND_VM, vm.director)}
-            | {names.VM: vm.cid},
-            "annotations": {
-                **properties.annotations,
-                **vm.networks.annotations,
-                names.ATTACH: vm.attach,
-                names.DISKS_AT: DISKS_AT_CREATION,
-            },
-        },
-        "spec": spec,
-    }
+    labels = properties.labels | _group_labels(vm) | names.labels(names.KIND_VM, vm.director, **{names.VM: vm.cid})
+    annotations = properties.annotations | vm.networks.annotations
+    annotations |= {names.ATTACH: vm.attach, names.DISKS_AT: DISKS_AT_CREATION}
+    return PODS.document(vm.cid, labels, spec, annotations)
 
 
 def with_disks(pod: Object, disks: Sequence[str]) -> Object:

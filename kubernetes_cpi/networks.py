@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from kubernetes_cpi import names, schema
-from kubernetes_cpi.client import Object
+from kubernetes_cpi.client import SERVICES, Object
 from kubernetes_cpi.config import Networks
 from kubernetes_cpi.errors import InputError, NotSupportedError
 from kubernetes_cpi.properties import NetworkProperties, Port
@@ -95,7 +95,7 @@ def service(vip: Vip, vm: str, director: str) -> Object:
     spec: Object = {"type": vip.type, "selector": {names.VM: vm, names.KIND: names.KIND_VM}, "ports": ports(vip.ports)}
     spec |= {"loadBalancerIP": vip.ip} if vip.type == "LoadBalancer" else {"clusterIP": vip.ip}
     labels = names.labels(names.KIND_VIP, director, **{names.VM: vm})
-    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": vip.name, "labels": labels}, "spec": spec}
+    return SERVICES.document(vip.name, labels, spec)
 
 
 def ports(given: list[Port]) -> list[Object]:

@@ -63,20 +63,14 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
     parts = [metadata.get(key) for key in ("deployment", "job", "index")]
     if not session.config.networks.instance_names or "compiling" in metadata or None in parts:
         return
-    body: Object = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {
-            "name": instance_name(*map(str, parts)),
-            "labels": names.labels(names.KIND_INSTANCE, session.director, **{names.VM: vm}),
-        },
-        "spec": {
-            "clusterIP": "None",
-            "selector": {names.VM: vm, names.KIND: names.KIND_VM},
-            # Members of a cluster find each other before they are ready.
-            "publishNotReadyAddresses": True,
-        },
+    spec: Object = {
+        "clusterIP": "None",
+        "selector": {names.VM: vm, names.KIND: names.KIND_VM},
+        # Members of a cluster find each other before they are ready.
+        "publishNotReadyAddresses": True,
     }
+    labels = names.labels(names.KIND_INSTANCE, session.director, **{names.VM: vm})
+    body = SERVICES.document(instance_name(*map(str, parts)), labels, spec)
     try:
         _ensure(session, SERVICES, session.namespace_of(vm), body)
     except CpiError as exc:
@@ -99,7 +93,7 @@ def _ensure(session: Session, resource: Resource, namespace: str, body: Object) 
         return
     session.check_ours(made, body["metadata"]["labels"][names.KIND], VMCreationFailedError)
     spec = {key: value for key, value in body["spec"].items() if key != "clusterIP"}
-    metadata = {key: body["metadata"][key] for key in ("labels", "annotations") if key in body["metadata"]}
+    metadata = {key: body["metadata"][key] for key in ("labels", "annotations")}
     session.client.patch(resource, namespace, body["metadata"]["name"], {"metadata": metadata, "spec": spec})
 
 

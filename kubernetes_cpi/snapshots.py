@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import http.client
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from kubernetes_cpi import claims, log, manifests, names
 from kubernetes_cpi.client import SNAPSHOTS, Object
 from kubernetes_cpi.errors import ApiError, CpiError, DiskNotFoundError, NotImplementedByCpiError
+from kubernetes_cpi.names import Cid
 from kubernetes_cpi.session import Session
 
 CUT_TIMEOUT_S: Final = 60
 
 
-def create(session: Session, disk: str, metadata: Mapping[str, Any]) -> str:
+def create(session: Session, disk: Cid, metadata: Object) -> str:
     """Take a snapshot of a disk and wait until its content is fixed; return its cid."""
     claim = claims.get(session, disk)
     namespace = session.namespace_of(disk)
@@ -24,16 +24,8 @@ def create(session: Session, disk: str, metadata: Mapping[str, Any]) -> str:
     if chosen := claims.annotation(claim, manifests.SNAPSHOT_CLASS):
         spec["volumeSnapshotClassName"] = chosen
     name = names.cid("snapshot", namespace, session.director, session.request_id or str(time.time_ns()), disk)
-    body: Object = {
-        "apiVersion": "snapshot.storage.k8s.io/v1",
-        "kind": "VolumeSnapshot",
-        "metadata": {
-            "name": name,
-            "labels": {**labels, **names.labels(names.KIND_SNAPSHOT, session.director), names.DISK: names.value(disk)},
-            "annotations": annotations,
-        },
-        "spec": spec,
-    }
+    labels |= names.labels(names.KIND_SNAPSHOT, session.director, **{names.DISK: names.value(disk)})
+    body = SNAPSHOTS.document(name, labels, spec, annotations)
     try:
         made, _ = session.client.ensure(SNAPSHOTS, namespace, body)
     except ApiError as exc:
@@ -51,7 +43,7 @@ def create(session: Session, disk: str, metadata: Mapping[str, Any]) -> str:
     return name
 
 
-def delete(session: Session, snapshot: str) -> None:
+def delete(session: Session, snapshot: Cid) -> None:
     """Delete a snapshot; does nothing if it is gone."""
     namespace = session.namespace_of(snapshot)
     try:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, Final
 
-from kubernetes_cpi.config import Stemcells
+from kubernetes_cpi.config import Config
 from kubernetes_cpi.errors import CpiError
 
 DIGEST: Final = r"sha256:[0-9a-f]{64}"
@@ -18,7 +17,7 @@ REFERENCE: Final = (
 """A registry, a path in lower case and a tag, as container runtimes read them."""
 
 
-def create(properties: Mapping[str, Any], config: Stemcells) -> str:
+def create(config: Config, _image_path: str | None, properties: dict[str, Any]) -> str:
     """Return the image in the cloud properties of a light stemcell: `image_reference` and `digest`, or `image`.
 
     Nothing is pulled: the first VM reveals a wrong reference. Other keys are the stemcell builder's.
@@ -35,9 +34,13 @@ def create(properties: Mapping[str, Any], config: Stemcells) -> str:
         raise CpiError(f"cannot create the stemcell: {given!r} with digest {digest!r} is no reference to an image")
     if digest:
         return f"{reference}@{digest}"
-    if not config.allow_mutable_images:
+    if not config.stemcells.allow_mutable_images:
         raise CpiError(
             f"cannot create the stemcell: {reference} has no digest, so VMs could differ; add `digest: sha256:…` to "
             "its cloud properties, or set `stemcells.allow_mutable_images`"
         )
     return reference
+
+
+def delete(_config: Config, _stemcell: str) -> None:
+    """Do nothing: the image stays in its registry."""

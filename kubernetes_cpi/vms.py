@@ -27,6 +27,7 @@ from kubernetes_cpi import (
     services,
 )
 from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, Object, Resource
+from kubernetes_cpi.config import Config
 from kubernetes_cpi.errors import (
     ApiError,
     CpiError,
@@ -38,6 +39,7 @@ from kubernetes_cpi.errors import (
     VMNotFoundError,
 )
 from kubernetes_cpi.manifests import Vm
+from kubernetes_cpi.names import Cid
 from kubernetes_cpi.properties import VmProperties
 from kubernetes_cpi.session import Session
 
@@ -68,23 +70,21 @@ class Env(msgspec.Struct, frozen=True):
     bosh: OfBosh = OfBosh()
 
 
-class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """Arguments of create_vm, by position; surplus ones are ignored."""
-
-    agent_id: str
-    stemcell: str
-    cloud_properties: Object | None
-    networks: Object
-    disks: list[names.Cid] | None = None
-    env: Object | None = None
-
-
-def create(session: Session, wanted: Wanted) -> list[Any]:
+def create(
+    session: Session,
+    agent_id: str,
+    stemcell: str,
+    cloud_properties: Object | None,
+    wanted_networks: Object,
+    disks: list[Cid] | None = None,
+    env: Object | None = None,
+) -> list[Any]:
     """Create a VM and wait until its agent responds; return its cid and networks.
 
     A failed one leaves nothing behind.
     """
-    vm, disks, env = _described(session, wanted), wanted.disks or [], wanted.env or {}
+    disks, env = disks or [], env or {}
+    vm = _described(session, agent_id, stemcell, cloud_properties or {}, wanted_networks, env)
     bus = bus_schemes(session.config.agent.mbus, env)
     for disk in disks:
         claims.check_same_namespace(session, vm.cid, disk)
@@ -93,7 +93,7 @@ def create(session: Session, wanted: Wanted) -> list[Any]:
         if vm.attach == "auto":
             vm = msgspec.structs.replace(vm, attach=_chosen_way(session, vm))
         base = manifests.pod(vm)
-        _make_secret(session, vm, manifests.settings(vm, wanted.agent_id, env, session.config.agent), base)
+        _make_secret(session, vm, manifests.settings(vm, agent_id, env, session.config.agent), base)
         held = _held(session, vm, disks)
         pod = _made(session, vm, base, held, is_reserving=not disks)
         services.make(session, vm)
@@ -106,10 +106,10 @@ def create(session: Session, wanted: Wanted) -> list[Any]:
         if isinstance(exc, ApiError | UnreachableError):
             raise VMCreationFailedError(f"cannot create the VM: {exc}", ok_to_retry=exc.ok_to_retry) from exc
         raise
-    return [vm.cid, wanted.networks]
+    return [vm.cid, wanted_networks]
 
 
-def delete(session: Session, vm: str) -> None:
+def delete(session: Session, vm: Cid) -> None:
     """Delete a VM with its objects except persistent disks.
 
     The pod ends before the helpers that mount disks into it.
@@ -125,13 +125,13 @@ def delete(session: Session, vm: str) -> None:
     pods.end(session, namespace, vm)
 
 
-def has(session: Session, vm: str) -> bool:
+def has(session: Session, vm: Cid) -> bool:
     """True if there is a pod that runs or may run."""
     pod = session.find(PODS, vm, names.KIND_VM)
     return pod is not None and not pods.has_ended(pod) and not pods.has_stopped(pod)
 
 
-def reboot(session: Session, vm: str) -> None:
+def reboot(session: Session, vm: Cid) -> None:
     """Restart the container: in its pod if disks are attached live, else in a new pod with the same data."""
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is None and (intent := recreation.unfinished(session, vm)):
@@ -157,7 +157,7 @@ def current(session: Session) -> str:
     return name
 
 
-def set_metadata(session: Session, vm: str, metadata: Mapping[str, Any]) -> None:
+def set_metadata(session: Session, vm: Cid, metadata: Object) -> None:
     """Set labels and annotations of the pod from the Director's metadata."""
     get(session, vm)
     patch_metadata(session, PODS, vm, metadata, VMNotFoundError)
@@ -187,7 +187,7 @@ def patch_metadata(
         raise
 
 
-def calculate_properties(requirements: Mapping[str, Any]) -> dict[str, Any]:
+def calculate_properties(_config: Config, requirements: Object) -> dict[str, Any]:
     """Return cloud properties for `vm_resources` of a manifest: `cpu`, `ram` and `ephemeral_disk_size` in MiB."""
     try:
         return {
@@ -202,19 +202,21 @@ def calculate_properties(requirements: Mapping[str, Any]) -> dict[str, Any]:
 # --- create ---------------------------------------------------------------------------------------------------------
 
 
-def _described(session: Session, wanted: Wanted) -> Vm:
+def _described(
+    session: Session, agent_id: str, stemcell: str, given: Object, wanted_networks: Object, env: Object
+) -> Vm:
     config = session.config
-    document = schema.merged(config.vms, wanted.cloud_properties or {})
+    document = schema.merged(config.vms, given)
     properties = schema.read(document, VmProperties, origin="the cloud properties of the VM")
-    bosh = (wanted.env or {}).get("bosh")
+    bosh = env.get("bosh")
     groups = bosh.get("groups") if isinstance(bosh, Mapping) else None
     return Vm(
-        cid=names.cid("vm", session.namespace, session.director, wanted.agent_id),
+        cid=names.cid("vm", session.namespace, session.director, agent_id),
         namespace=session.namespace,
         director=session.director,
-        image=wanted.stemcell,
+        image=stemcell,
         properties=properties,
-        networks=networks.plan(wanted.networks, config.networks),
+        networks=networks.plan(wanted_networks, config.networks),
         groups=[str(group) for group in groups] if isinstance(groups, list) else [],
         attach=properties.attach or config.disks.attach,
         pull_policy=config.stemcells.pull_policy,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kubernetes_cpi import stemcells
-from kubernetes_cpi.config import Stemcells
+from kubernetes_cpi.config import Config, Stemcells
 from kubernetes_cpi.errors import CpiError
 
 DIGEST = "sha256:" + "a" * 64
@@ -23,7 +23,7 @@ DIGEST = "sha256:" + "a" * 64
     ],
 )
 def test_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -> None:
-    assert stemcells.create(properties, Stemcells()) == f"registry.example/a:1@{DIGEST}"
+    assert stemcells.create(Config(), None, properties) == f"registry.example/a:1@{DIGEST}"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -> None:
 )
 def test_refused(properties: dict[str, Any], words: str) -> None:
     with pytest.raises(CpiError, match=words):
-        stemcells.create(properties, Stemcells())
+        stemcells.create(Config(), None, properties)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,11 @@ def test_refused(properties: dict[str, Any], words: str) -> None:
     ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
 )
 def test_reference_of_any_registry(reference: str) -> None:
-    assert stemcells.create({"image": f"{reference}@{DIGEST}"}, Stemcells()) == f"{reference}@{DIGEST}"
+    assert stemcells.create(Config(), None, {"image": f"{reference}@{DIGEST}"}) == f"{reference}@{DIGEST}"
 
 
 def test_mutable_images_where_they_are_allowed() -> None:
-    assert stemcells.create({"image": "localhost/a"}, Stemcells(allow_mutable_images=True)) == "localhost/a"
+    assert (
+        stemcells.create(Config(stemcells=Stemcells(allow_mutable_images=True)), None, {"image": "localhost/a"})
+        == "localhost/a"
+    )
