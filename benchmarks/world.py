@@ -296,11 +296,12 @@ class World:
         }
 
     def pids(self) -> dict[str, int]:
-        """Return the pids in the pidfiles of the jobs."""
+        """Return the pids in the pidfiles of the jobs, of bpm's too."""
         found: dict[str, int] = {}
         if self.is_apart:
             return found
-        for path in (self.base / "data/sys/run").glob("*/*.pid"):
+        run = self.base / "data/sys/run"
+        for path in (*run.glob("*/*.pid"), *run.glob("bpm/*/*.pid")):
             # A case may have put a pipe there, which would block an open.
             with suppress(OSError):
                 text = guarded.head(path, MAX_PIDFILE_BYTES).strip()

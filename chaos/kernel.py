@@ -137,11 +137,11 @@ async def out_of_memory(stand: Stand) -> str:
 
     (data / "limited/eat").touch()
     said = await until(
-        lambda: stand.alerts("used 64.0 MiB, its limit is 64.0 MiB: it was killed"), 30, "alert of the limit"
+        lambda: stand.alerts("used 64.0 MiB, its limit is 64.0 MiB: it was killed"), 120, "alert of the limit"
     )
     await stand.world.until_running()
     (data / "eater/eat").touch()
-    alone = await until(lambda: _named("eater", stand.alerts("out of memory")), 30, "alert that names the job")
+    alone = await until(lambda: _named("eater", stand.alerts("out of memory")), 120, "alert that names the job")
     await stand.world.until_running()
     expect(len(stand.ends) == 0, "the agent died with a job")
     expect({len(pids) for name, pids in stand.world.starts().items() if name != "eater"} == {1}, "others died")
@@ -151,9 +151,9 @@ async def out_of_memory(stand: Stand) -> str:
     stand.expected_ends, stand.involved = 1, set(stand.live())
     stand.told |= {r"^job\d .* Does not exist - restart, severity 1$": None}
     (data / "eater/eat").touch()
-    await until(lambda: len(stand.ends) == 1, 30, "the end of all")
+    await until(lambda: len(stand.ends) == 1, 120, "the end of all")
     begun_at = time.monotonic()
-    await until(lambda: len(stand.live()) == 4 and not set(stand.live().values()) & set(before.values()), 60, "all")
+    await until(lambda: len(stand.live()) == 5 and not set(stand.live().values()) & set(before.values()), 60, "all")
     await stand.answers(10)
     await stand.world.until_running()
     back = at_most(time.monotonic() - begun_at, 70, "seconds until everything runs")

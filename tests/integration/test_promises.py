@@ -70,10 +70,7 @@ async def test_a_process_of_bpm_yml_runs_with_its_environment_and_ends_with_stop
     program = ["-c", "echo $GREETING; exec sleep 100000"]
     config = {"name": "web", "executable": "/bin/sh", "args": program, "env": {"GREETING": "hello"}}
     web = jobs.of_bpm(Paths(instance.base), "web", json.dumps({"processes": [config]}))
-    await instance.deploy(more={"web": web})
-
-    pid = int((instance.base / "data/sys/run/bpm/web/web.pid").read_text())
-    running = process.adopt(pid)
+    running = process.adopt((await instance.deploy(more={"web": web}))["web"])
     assert running is not None
     assert running.is_alive
     said = instance.base / "data/sys/log/web/web.stdout.log"
