@@ -363,9 +363,11 @@ def _counts(ones: Sequence[Mutant], results: Results, stage: Stage) -> tuple[int
     return len(ones), noticed, survived, unreached, len(ones) - noticed - survived - unreached
 
 
-def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage]) -> bool:
-    tried = results.get(mutant.key, {})
-    return any(tried.get(stage.name, {}).get("outcome") == "noticed" for stage in stages)
+def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage] | None = None) -> bool:
+    """Return True if one of the stages has noticed it; by default, any."""
+    names = None if stages is None else {stage.name for stage in stages}
+    tried = results.get(mutant.key, {}).items()
+    return any(row["outcome"] == "noticed" for name, row in tried if names is None or name in names)
 
 
 def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple[Mutant, list[str]]]:
@@ -373,7 +375,7 @@ def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple
     reached = reaching(stage)
     tasks = []
     for one in wanted:
-        if stage.name in results.get(one.key, {}) or _is_noticed(results, one, STAGES):
+        if stage.name in results.get(one.key, {}) or _is_noticed(results, one):
             continue
         tests = None if stage.is_forked and one.is_import_time else _tests_of(one, reached.get(one.path, {}))
         if tests:
@@ -457,7 +459,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--share", type=int, default=1, metavar="N", help="try one of N mutants, always the same ones")
     parser.add_argument("--stages", type=int, choices=(1, 2, 3), default=3, help="run only the first N stages")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", help="run one stage in forks, with these tests alone")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="only these, in forks, then in processes")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of the stages with forks")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after this time; the next run continues")
     parser.add_argument("--measure", action="store_true", help="measure the coverage again")
@@ -468,7 +470,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = random.Random(asked.seed).sample(wanted, min(asked.sample, len(wanted)))
     store = STORE / "results.json"
     results: Results = json.loads(store.read_text()) if store.exists() else {}
-    stages = (Stage("chosen", tuple(asked.tests), 3.0),) if asked.tests else STAGES[: asked.stages]
+    tests = tuple(asked.tests or ())
+    alone = (Stage("chosen", tests, 3.0), Stage("chosen in processes", tests, 20.0, is_forked=False))
+    stages = (alone if tests else STAGES)[: asked.stages]
     if not asked.table:
         run(wanted, results, stages, asked.workers, time.time() + 60 * asked.minutes, measured=not asked.measure)
     sys.stdout.write(f"{table(results, wanted, stages)}\n")
