@@ -50,9 +50,9 @@ async def play(case: Case, command: str, *, is_full: bool = False) -> Row:
         return Row(case.id, case.fault, "not run", str(exc))
     except Exception as exc:  # noqa: BLE001 - any failure is the outcome of the case
         return Row(case.id, case.fault, "not held", f"{type(exc).__name__}: {exc}")
-    figures = "; ".join([figures, *(f"without {name}: {why}" for name, why in sorted(omitted.items()))])
     if broken:
-        return Row(case.id, case.fault, "not held", f"{figures}; {'; '.join(broken)}")
+        return Row(case.id, case.fault, "not held", "; ".join(broken))
+    figures = "; ".join([figures, *(f"without {name}: {why}" for name, why in sorted(omitted.items()))])
     return Row(case.id, case.fault, "held", f"{figures} ({case.scale})" if case.scale and not is_full else figures)
 
 

@@ -73,7 +73,7 @@ async def killed_in_apply(stand: Stand) -> str:
 
     async def apply(version: str) -> Told:
         spec = world.spec(2, 2, MB // 4, version=version)
-        told = await killed(stand, int(version[1:]), "root", [world.base], partial(_ask, stand, "apply", spec))
+        told = await killed(stand, int(version[1:]), "all", [world.base], partial(_ask, stand, "apply", spec))
         await world.run("apply", spec)
         where = f"after the kill at {told.get('call')} of {told.get('path')}"
         expect(_installed(world, version) == clean, f"{where} something is not as after an apply without a kill")

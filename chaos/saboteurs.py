@@ -57,7 +57,7 @@ CRASHES: Final = (
         "            self._finder.resume(record.traces)\n            return\n        record.traces = ProcessRecord()\n",
         "            if not self.name.endswith('7'):\n                self._finder.resume(record.traces)\n                return\n"
         "            self._finder.look = lambda *_: asyncio.sleep(0, False)\n        record.traces = ProcessRecord()\n",
-        "I2|restarted",
+        "I2|I16",
     ),
     Saboteur(
         "C-04",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
+from chaos import __main__ as playing
 from chaos import witness
+from chaos.cases import Case
 from chaos.scorecard import Row, earlier, write
 
 SCALED = "1 of 1 on 2026-11-20"
@@ -42,6 +48,22 @@ def test_what_does_not_hold_any_more_forgets_that_it_did(tmp_path: Path) -> None
     for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):
         write(document, [one])
         assert earlier(document.read_text()) == {"D-07": one}
+
+
+async def test_a_row_that_does_not_hold_says_only_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words of its figures would pass for the reason that a saboteur expects."""
+    seen = SimpleNamespace(broken=AsyncMock(return_value=["I16: job7 has no process"]))
+
+    @asynccontextmanager
+    async def stand(*_: Any, **__: Any) -> Any:
+        yield SimpleNamespace(witness=seen, omitted={})
+
+    monkeypatch.setattr(playing, "stand", stand)
+    case = Case("C-01", "kills", AsyncMock(return_value="0 jobs restarted"))
+
+    assert (await playing.play(case, "")).figures == "I16: job7 has no process"
+    seen.broken.return_value = []
+    assert (await playing.play(case, "")).figures == "0 jobs restarted"
 
 
 def test_waits_are_those_of_the_thread_that_waited_longest_in_each_process() -> None:
