@@ -171,17 +171,17 @@ def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
     """How a shell keeps ``NEEDED`` in sight of everybody in a mount namespace of its own.
 
     The directories that only root enters and that have to be covered with open ones; the commands before that, which
-    put ``NEEDED`` aside in ``scratch``; the commands after it, which show them, read-only, from there: ``scratch`` is
-    at ``seen`` by then.
+    put ``NEEDED`` aside in ``scratch``, read-only; the commands after it, which show them from there: ``scratch`` is at
+    ``seen`` by then.
     """
     places = [path for path in NEEDED if not path.is_relative_to("/usr")]
     closed = {str(up) for path in places for up in path.parents if not up.stat().st_mode & stat.S_IXOTH}
     aside, back = [], []
     for number, path in enumerate(places):
         kept, shown = shlex.quote(str(scratch / f"needed{number}")), shlex.quote(str(seen / f"needed{number}"))
-        aside.append(f"mkdir -p {kept}; mount --bind {shlex.quote(str(path))} {kept}")
+        aside.append(f"mkdir -p {kept}; mount --bind {shlex.quote(str(path))} {kept}; mount -o remount,bind,ro {kept}")
         place = shlex.quote(str(path))
-        back.append(f"mkdir -p {place}; mount --bind {shown} {place}; mount -o remount,bind,ro {place}")
+        back.append(f"mkdir -p {place}; mount --bind {shown} {place}")
     outermost = [path for path in closed if not any(path.startswith(f"{other}/") for other in closed)]
     return shlex.join(outermost), "\n".join(aside), "\n".join(back)
 
