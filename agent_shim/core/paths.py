@@ -88,6 +88,7 @@ class Paths:
         self.store_migration_target = base / "store_migration_target"
         self.monit = base / "monit"
         self.monit_job = self.monit / "job"
+        self.monit_service = self.monit / "service"
         self.stopped_marker = self.monit / "stopped"
         self.monit_user = self.monit / "monit.user"
         self.instance = base / "instance"

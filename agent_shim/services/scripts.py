@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 """PATH of scripts, whatever that of the agent (agent/script/pathenv/pathenv.go)."""
-DIRECTORY: Final = Path("/")
-"""Working directory of scripts: that of the Go agent on a stemcell."""
 NICE: Final = 5
 """Niceness of lifecycle scripts relative to the agent; drain and errands run with that of the agent."""
 GRACE_S: Final = 10.0
@@ -94,7 +92,7 @@ class Scripts:
         *,
         grace: float = GRACE_S,
     ) -> None:
-        """``spawn`` takes the name of the job before the arguments of ``process.spawn``."""
+        """``spawn`` takes the name of the job before the arguments of ``process.spawn``, and has a directory for it."""
         self._spawn = spawn
         self._paths = paths
         self._environ = {**environ, "PATH": PATH}
@@ -113,7 +111,7 @@ class Scripts:
             out, err = log / f"{name}.stdout.log", log / f"{name}.stderr.log"
             begin = await asyncio.to_thread(_size, err)
             argv, environ = [str(self._script(job, name))], {**self._environ, **env}
-            script = await self._spawn(job, argv, env=environ, cwd=DIRECTORY, stdout=out, stderr=err, nice=NICE)
+            script = await self._spawn(job, argv, env=environ, stdout=out, stderr=err, nice=NICE)
             status = await self._end(script, asyncio.Event())
             if status != 0:
                 logger.warning("%s of job %s failed: exit status %s", name, job, status)
@@ -174,7 +172,7 @@ class Scripts:
         with tempfile.TemporaryFile(dir=self._paths.tmp, buffering=0) as stdout:
             argv, env = [str(self._script(job, "drain")), *arguments], {**self._environ, **environment}
             err = self._log_directory(job) / "drain.stderr.log"
-            script = await self._spawn(job, argv, env=env, cwd=DIRECTORY, stdout=stdout.fileno(), stderr=err)
+            script = await self._spawn(job, argv, env=env, stdout=stdout.fileno(), stderr=err)
             await self._end(script, cancelled)
             return os.pread(stdout.fileno(), 4096, 0).strip()
 
@@ -191,7 +189,7 @@ class Scripts:
                 output.unlink(missing_ok=True)
                 opened.append(os.open(output, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             argv, (out, err) = [str(self._script(job, "run"))], opened
-            script = await self._spawn(job, argv, env=self._environ, cwd=DIRECTORY, stdout=out, stderr=err)
+            script = await self._spawn(job, argv, env=self._environ, stdout=out, stderr=err)
             status = await self._end(script, cancelled)
             if status is None:
                 raise ActionError("Running errand script: its exit status is unknown")

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from agent_shim.core.paths import Paths
 from agent_shim.host import guarded, job_cgroups, process
 from agent_shim.host.process import Process
 from agent_shim.supervisor.monit.ast import Program
@@ -50,10 +51,14 @@ class Programs:
 
     Their environment holds monit's variables and the agent's mark, which identifies their processes; ``base`` keeps it
     distinct from the mark of another agent. Their output goes to one file per service in ``output``.
+
+    Their working directory, and that of scripts, is an empty one of root: stackdriver-nozzle of gcp-tools-release gives
+    ``.`` to vcap, which is monit's service directory under runit.
     """
 
     def __init__(self, base: Path, output: Path) -> None:
         self._base = base
+        self._empty = Paths(base).monit_service
         self._output = output
         self.ownership = Ownership(base)
         self.remains = Remains(self.ownership)
@@ -101,7 +106,14 @@ class Programs:
                 enter = partial(_enter, None if is_aside else self.ownership.cgroup(label), label)
                 user, group = program.uid or None, program.gid or None
                 return await process.spawn_prepared(
-                    enter, program.argv, env=env, stdout=output, stderr=output, user=user, group=group
+                    enter,
+                    program.argv,
+                    env=env,
+                    cwd=self._directory(),
+                    stdout=output,
+                    stderr=output,
+                    user=user,
+                    group=group,
                 )
 
     async def run_script(self, job: str, argv: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Process:
@@ -109,6 +121,7 @@ class Programs:
         label = process_record.script_label(job)
         cgroup, record = self.ownership.cgroup(label), self.scripts.setdefault(job, ProcessRecord())
         env = {**env, process_record.MARK: process_record.mark(label, self._base)}
+        how["cwd"] = self._directory()
         if all(_VARIABLE.fullmatch(name) for name in env):
             script = await process.spawn_prepared(partial(_enter, cgroup, label), argv, env=env, **how)
         else:  # a Director's names, which a shell would not pass on
@@ -122,6 +135,9 @@ class Programs:
 
         script.on_end = end
         return script
+
+    def _directory(self) -> Path:
+        return self._empty if self._empty.is_dir() else Path("/")
 
     # --- program output ---------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.core.errors import ConfigError
+from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.host import capabilities, clock, files, job_cgroups, proc, process, sandbox, sandbox_exec
 from agent_shim.supervisor.bpm import runner
@@ -694,6 +694,18 @@ async def test_modes_of_directories(world: World) -> None:
     modes = [path.stat().st_mode & 0o7777 for path in (paths.sys / "log/web", kept, *own)]
     assert modes == [0o750, 0o770, *[0o700] * len(own)]
     assert (paths.sys / "run/bpm").stat().st_mode & 0o7777 == 0o755
+
+
+async def test_a_volume_that_another_job_makes_is_waited_for(world: World) -> None:
+    """capi-release's cloud_controller_ng: a start without the socket's directory of valkey would never see it."""
+    volume = world.base / "valkey"
+    file = job(world, "exec sleep 600", f"  additional_volumes: [{{path: {volume}, mount_only: true}}]\n")
+    async with world.supervising(file) as supervisor:
+        with pytest.raises(HostError, match=f"volume {volume} does not exist"):
+            await supervisor.bpm.start(START)
+        assert not volume.exists()
+        volume.mkdir()
+        await in_state(supervisor, "web", "running")
 
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])

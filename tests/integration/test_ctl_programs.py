@@ -62,6 +62,20 @@ async def test_a_program_is_in_the_cgroup_of_its_service_before_it_runs(
     assert procs.read_text() == str(program.pid)
 
 
+async def test_programs_and_scripts_run_where_there_is_nothing(tmp_path: Path) -> None:
+    """gcp-tools-release's stackdriver-nozzle gives ``.`` to vcap, with all that is below it."""
+    nowhere = tmp_path / "monit/service"
+    nowhere.mkdir(parents=True)
+    programs = Programs(tmp_path, tmp_path / "output")
+    program = await programs.run("web", Program(("/bin/sh", "-c", "pwd; exec ls -A")), "Started")
+    await program.wait()
+    script = await programs.run_script("web", ["/bin/pwd"], env={}, stdout=tmp_path / "said")
+    await script.wait()
+
+    assert await programs.printed("web") == [str(nowhere)]
+    assert (tmp_path / "said").read_text() == f"{nowhere}\n"
+
+
 @pytest.mark.parametrize("user", [None, "root"])
 async def test_a_program_whose_cgroup_cannot_be_used_runs_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str | None

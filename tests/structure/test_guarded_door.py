@@ -250,6 +250,7 @@ RAW: Mapping[str, Raw] = {
                 "Bpm.kill_hogs",
                 "Bpm.rows",
                 "_matching",
+                "_require_volumes",
             }
         ),
     ),
@@ -258,7 +259,9 @@ RAW: Mapping[str, Raw] = {
         frozenset({"PathWatch.look"}),
     ),
     "supervisor.ownership.process_finder": Raw(PROBE, frozenset({"ProcessFinder.look_at_path"})),
-    "supervisor.ctl_programs": Raw(SCRATCH, frozenset({"Programs.trim", "_cut", "Programs.printed"})),
+    "supervisor.ctl_programs": Raw(
+        SCRATCH, frozenset({"Programs._directory", "Programs.trim", "_cut", "Programs.printed"})
+    ),
     "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),

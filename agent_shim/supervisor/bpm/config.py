@@ -32,8 +32,8 @@ MAX_MISTAKES: Final = 20
 class Volume(msgspec.Struct, frozen=True):
     """An extra directory or file visible to the process.
 
-    A missing one is created as a directory owned by vcap, unless it is ``mount_only`` or unrestricted. With ``shared``,
-    mounts below it propagate both ways.
+    A missing one is created as a directory owned by vcap; an unrestricted one is left out, and without a ``mount_only``
+    one the process does not start. With ``shared``, mounts below it propagate both ways.
     """
 
     path: str

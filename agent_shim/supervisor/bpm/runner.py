@@ -297,6 +297,7 @@ class Bpm:
         await asyncio.to_thread(self._make_directories, entry, wanted)
         if wanted.pre_start:
             await self._run_hook(entry, wanted)
+        await asyncio.to_thread(_require_volumes, wanted)
         await asyncio.to_thread(self._remove_cgroup, entry)
         entry.is_victim = False
         order = await asyncio.to_thread(self.order, entry.job, wanted, isolation)
@@ -585,6 +586,13 @@ def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
 def _make_kept(path: Path, mode: int, owner: str | None) -> None:
     """Make a directory; an existing one keeps its mode."""
     files.make_dir(path, path.stat().st_mode & 0o7777 if path.is_dir() else mode, owner)
+
+
+def _require_volumes(wanted: bpm.Process) -> None:
+    """Raise ``HostError`` without a ``mount_only`` volume: the process would not see it when another job makes it."""
+    for volume in wanted.additional_volumes:
+        if not Path(volume.path).exists():
+            raise HostError(f"volume {volume.path} does not exist: with mount_only, another job has to make it")
 
 
 def _remove(pidfile: Path) -> None:
