@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import grp
 import hashlib
+import itertools
 import os
 import pwd
 import stat
@@ -31,6 +32,8 @@ MAX_DIGEST_S: Final = 30.0
 DIGEST_CHUNK_BYTES: Final = 256 * 1024
 MAX_LOOK_BYTES: Final = 1024 * 1024
 """New content of a file that is read in one cycle; the rest waits for the next."""
+MAX_LINES: Final = 20_000
+"""Lines compared in one cycle: a megabyte of empty ones takes seconds."""
 MAX_LINE_BYTES: Final = 511
 """Bytes of a line that are compared, as in monit."""
 MAX_HITS: Final = 20
@@ -165,7 +168,7 @@ class PathWatch:
         """Compare the lines written since the last look; the first look begins at the end of the file."""
         quiet: dict[int, int] = {}
         hits = 0
-        for line, end in self._lines(opened, status):
+        for line, end in itertools.islice(self._lines(opened, status), MAX_LINES):
             for number, finding in self._match(line):
                 quiet[number] = 0 if finding.fails else quiet.get(number, 0) + 1
                 hits += finding.fails

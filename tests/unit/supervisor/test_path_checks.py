@@ -243,6 +243,16 @@ def test_matching_lines_of_a_cycle_have_a_bound(path: Path) -> None:
     assert len(fails(watch)) == 5
 
 
+def test_empty_lines_of_a_cycle_have_a_bound(path: Path) -> None:
+    """They cost the job nothing, and the agent a comparison each."""
+    watch = made(path, "match 'x'")
+    watch.look()
+    append(path, "\n" * path_checks.MAX_LINES + "x\n")
+
+    assert not fails(watch)
+    assert len(fails(watch)) == 1
+
+
 def test_other_lines_are_few_findings(path: Path) -> None:
     """A rule remembers no more of them."""
     watch = made(path, "match 'x'")
