@@ -152,6 +152,10 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         ),
     ),
     (
+        "a stop runs no stop program for a dead process",
+        lambda one: one.phase == "stop" and "/sys/run/bpm/" in one.what and one.go == "left",
+    ),
+    (
         "a restart starts the next process beside a stop program",
         lambda one: one.phase == "monit restart" and "Does not exist" in one.go and not one.shim,
     ),

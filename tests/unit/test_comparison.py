@@ -147,6 +147,14 @@ def test_a_listed_deviation_is_no_difference(tmp_path: Path) -> None:
     assert judged(tmp_path / "ctl", phase("empty pidfile", job_states=["failing"]), phase("empty pidfile")).differences
 
 
+def test_a_pidfile_of_bpm_that_a_stop_of_the_dead_leaves_is_listed(tmp_path: Path) -> None:
+    bpm = job(monit=MONIT.replace("/sys/run/web/", "/sys/run/bpm/web/"))
+    left, gone = phase("stop", files=["data/sys/run/bpm/web/web.pid 644"]), phase("stop")
+
+    assert judged(tmp_path, left, gone, bpm).kind == "listed"
+    assert judged(tmp_path / "here", gone, left, bpm).kind == "difference"
+
+
 def test_a_job_that_runs_in_neither_world_is_not_equal(tmp_path: Path) -> None:
     dead = {"error": "", "phases": [phase("start", running_after=-1.0, job_states=["failing"])]}
     verdict = judge.judge(planned(tmp_path, job()), dead, dead)
