@@ -117,6 +117,9 @@ EXAMPLES: Final[dict[str, str]] = {
     "run": """
   agent-shim run -C /var/vcap/bosh/agent.json
   agent-shim run -C agent.json -b /tmp/vcap --http 127.0.0.1:9190 --log-format text --log-level debug""",
+    "monit": """
+  agent-shim monit -c /var/vcap/bosh/etc/monitrc
+  agent-shim monit -c monitrc -b /tmp/vcap --http 127.0.0.1:9190""",
     "status": """
   agent-shim status
   agent-shim status --watch
@@ -244,6 +247,16 @@ def _add_daemon(command: Command) -> None:
     levels = ("debug", "info", "warning", "error")
     run.add_argument("--log-level", choices=levels, default="", help="lowest level that is logged")
     run.add_argument("--job-logs", action="store_true", help="copy the log files of jobs to standard output")
+    monit = command("monit", _monit, "supervise alone, in monit's place beside another agent, in the foreground")
+    monit.add_argument(
+        "-c", dest="control_file", type=Path, required=True, metavar="MONITRC", help="monit's control file"
+    )
+    monit.add_argument("-I", action="store_true", help="accepted for compatibility")
+    _base_option(monit)
+    monit.add_argument(
+        "--http", default="off", metavar="ADDR:PORT|off", help="address of metrics and probes (default: off)"
+    )
+    monit.add_argument("--log-level", choices=levels, default="info", help="lowest level that is logged")
 
 
 def _add_for_operators(command: Command) -> None:
@@ -357,6 +370,13 @@ def _daemon(program: str, args: argparse.Namespace, *options: Any) -> int:
     except (ShimError, HostError) as exc:
         _complain(str(exc), program)
         return exc.exit_code if isinstance(exc, ShimError) else BootError.exit_code
+
+
+def _monit(args: argparse.Namespace) -> int:
+    from agent_shim.daemon import monit_daemon
+
+    paths = Paths(args.base.absolute())
+    return monit_daemon.main(monit_daemon.Options(args.control_file.absolute(), paths, args.http, args.log_level))
 
 
 def _complain(text: str, program: str = "agent-shim") -> None:

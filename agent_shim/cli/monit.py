@@ -35,6 +35,7 @@ usage: monit [-g GROUP] [-b DIR] ACTION
   -v                                          list the services first
   -V                                          the version
 
+  -I                                          run as the daemon, in the foreground
   -b DIR                                      root directory instead of /var/vcap"""
 
 FATAL: Final = frozenset({"Does not exist", "Invalid type", "Data access error", "ICMP failed"})
@@ -101,13 +102,17 @@ def _run(command: Command) -> int:
     if "-v" in command.options:
         _list(command)
     action = command.words[0] if command.words else ""
+    return _act(command, action)
+
+
+def _act(command: Command, action: str) -> int:
     if action in CHANGES:
         return _change(command, action)
     match action:
         case "summary" | "status":
             return _show(command)
-        case "reload":  # the agent reads files only from the Director
-            _need(command, "show")
+        case "reload":  # our agent reads files only from the Director; alone in monit's place it reads them again
+            _need(command, "reload")
             print("Reinitializing monit daemon", file=sys.stderr)
             return 0
         case "validate":
@@ -115,12 +120,33 @@ def _run(command: Command) -> int:
         case "procmatch":
             return _match(command)
         case "":
+            if "-I" in command.options and not _is_there(command):
+                return _daemon(command)
             print(f"{command.name} daemon at {_need(command, 'show')['pid']} awakened", file=sys.stderr)
             return 0
         case "quit":  # unmonitors all services, the effect of an ended monit; the agent itself keeps running
             print(f"monit daemon with pid [{_need(command, 'quit')['pid']}] killed")
             return 0
     raise MonitError(f"invalid argument -- {action}  (-h will show valid arguments)")
+
+
+def _is_there(command: Command) -> bool:
+    try:
+        return bool(_ask(command, "show"))
+    except NoAgentError:
+        return False
+
+
+def _daemon(command: Command) -> int:
+    """Run in monit's place, as ``agent-shim monit`` does."""
+    from agent_shim.core.errors import ShimError
+    from agent_shim.daemon import monit_daemon
+
+    path = Path(command.options.get("-c", _control_file(command))).absolute()
+    try:
+        return monit_daemon.main(monit_daemon.Options(path, command.paths))
+    except (ShimError, OSError) as exc:
+        raise MonitError(str(exc)) from exc
 
 
 def _require_control_file(command: Command) -> None:

@@ -81,6 +81,10 @@ def shown_state(process: dict[str, Any]) -> str:
 
 
 def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
+    if path := status.get("control_file"):
+        waiting = f", {status['mails_waiting']} mails wait" if status["mails_waiting"] else ""
+        about = f"in its place by {path}, agent-shim {status['version']}, up {duration(status['uptime_secs'])}{waiting}"
+        return [("monit", about), ("job state", paint(status["job_state"], _COLOURS.get(status["job_state"], "")))]
     bus, state = status["bus"], status["job_state"]
     age = bus.get("heartbeat_secs")
     beat = f", last heartbeat {duration(age)} ago" if age is not None else ""

@@ -171,7 +171,8 @@ class Runtime:
             await agent.tasks.resume(self.dispatcher.resumed())
             gc.freeze()  # objects of the boot are permanent: later collections skip them
             self.is_booted = True
-            async with monit_http.listening(http, self.answer_monit, paths.monit_user), monit_http.refusing_mail(mail):
+            users = monit_http.user_in(paths.monit_user)
+            async with monit_http.listening(http, self.answer_monit, users), monit_http.refusing_mail(mail):
                 await self._run([step for step in steps if step.late])
 
     async def _run(self, late: list[boot.Step]) -> None:

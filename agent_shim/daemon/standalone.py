@@ -27,11 +27,11 @@ from agent_shim.actions import jobs
 from agent_shim.actions.agent import Agent
 from agent_shim.bulk.modes import DIRECTORY_MODE, set_owners_and_modes
 from agent_shim.core import wire
+from agent_shim.core.bus_stats import Stats
 from agent_shim.core.errors import ActionError, ConfigError, HostError, ShimError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Mbus
 from agent_shim.core.spec import ApplySpec, Archive, Job, Package, Template
-from agent_shim.edges.bus import Stats
 from agent_shim.host import files
 from agent_shim.services.bundles import BPM, Kind, checked_name
 

@@ -78,11 +78,17 @@ def alert_of(service: str, event: str, action: str, description: str, ips: Itera
 class Alerts:
     """Queues alerts while disconnected; ``run`` is the root task.
 
-    ``publish`` sends to a subject and raises ``BusError`` while it cannot.
+    ``publish`` sends to a subject and raises ``BusError`` while it cannot. ``encode`` makes the message of an event,
+    or None of one that is not sent.
     """
 
     def __init__(
-        self, agent_id: str, publish: Callable[[str, bytes], Awaitable[None]], *, quiet: float = REPEAT_INTERVAL_S
+        self,
+        agent_id: str,
+        publish: Callable[[str, bytes], Awaitable[None]],
+        *,
+        quiet: float = REPEAT_INTERVAL_S,
+        encode: Callable[[str, str, str, str, Iterable[str], float], bytes | None] = alert_of,
     ) -> None:
         self.sent = 0
         self.dropped = 0
@@ -92,22 +98,24 @@ class Alerts:
         self._subject = f"hm.agent.alert.{agent_id}"
         self._publish = publish
         self._quiet = quiet
-        self._waiting: deque[bytes] = deque()
+        self._encode = encode
+        self.waiting: deque[bytes] = deque()
+        """Messages not sent yet, the oldest first."""
         self._raised_at: dict[tuple[str, str, str], float] = {}
         self._wake = asyncio.Event()
 
     def raise_alert(self, service: str, event: str, action: str, description: str, ips: Iterable[str]) -> None:
         """Queue an alert; ignores recoveries and repetitions."""
-        message = alert_of(service, event, action, description, ips, time.time())
+        message = self._encode(service, event, action, description, ips, time.time())
         if message is None:
             return
         if self._is_repeated((service, event, action)):
             self.collapsed += 1
             return
-        if len(self._waiting) >= MAX_QUEUED:
-            self._waiting.popleft()
+        if len(self.waiting) >= MAX_QUEUED:
+            self.waiting.popleft()
             self.dropped += 1
-        self._waiting.append(message)
+        self.waiting.append(message)
         self._wake.set()
 
     def flush(self) -> None:
@@ -122,15 +130,15 @@ class Alerts:
             try:
                 await self._send_waiting()
             except BusError as exc:
-                logger.info("%d alerts queued: %s", len(self._waiting), exc)
+                logger.info("%d alerts queued: %s", len(self.waiting), exc)
 
     async def _send_waiting(self) -> None:
-        while self._waiting:
-            message = self._waiting[0]
+        while self.waiting:
+            message = self.waiting[0]
             await self._publish(self._subject, message)
             self.sent += 1
-            if self._waiting and self._waiting[0] is message:  # it may have been dropped meanwhile
-                self._waiting.popleft()
+            if self.waiting and self.waiting[0] is message:  # it may have been dropped meanwhile
+                self.waiting.popleft()
 
     def _is_repeated(self, kind: tuple[str, str, str]) -> bool:
         now = time.monotonic()

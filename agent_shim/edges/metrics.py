@@ -21,8 +21,8 @@ import msgspec
 
 from agent_shim import __revision__, __version__
 from agent_shim.core import lean_imports, safetext
+from agent_shim.core.bus_stats import Stats
 from agent_shim.edges import http_server
-from agent_shim.edges.bus import Stats
 from agent_shim.edges.http_server import Request, Response
 from agent_shim.host import clock, proc
 from agent_shim.services.vitals import Figures

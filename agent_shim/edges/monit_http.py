@@ -23,6 +23,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import msgspec
+
 from agent_shim.core import safetext
 from agent_shim.edges import http_server, monit_text
 from agent_shim.edges.http_server import Request, Response
@@ -44,22 +46,47 @@ FAILED: Final = 0x1000
 Ask: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """Forwards a request to ``supervisor.monit.monit_api``; the reply also has ``uptime_secs`` of the agent."""
 
+Users: TypeAlias = Callable[[], Mapping[bytes, bool] | None]
+"""Reads ``user:password`` of all users, and whether each may act; None if anyone may. Raises ``OSError``."""
+
+
+class About(msgspec.Struct, frozen=True):
+    """The daemon in the document, by default that of a stemcell."""
+
+    control_file: str = "/var/vcap/bosh/etc/monitrc"
+    poll: int = 10
+    address: str = "127.0.0.1"
+    port: int = 2822
+    id: str = ""
+    """By default a digest of the host's name."""
+    incarnation: int = 0
+    """When the control file was read, in seconds since 1970; by default the start of this process."""
+
+
+def user_in(path: Path) -> Users:
+    """The one user in a file that this agent has written."""
+    return lambda: {files.read(path, is_own=True).strip(): True}
+
 
 class Api:
-    """Answers requests; ``user_file`` contains ``user:password``."""
+    """Answers requests of ``users``."""
 
-    def __init__(self, ask: Ask, user_file: Path) -> None:
+    def __init__(self, ask: Ask, users: Users, about: Callable[[], About] = About) -> None:
         self._ask = ask
-        self._user_file = user_file
+        self._users = users
+        self._about = about
 
     async def answer(self, request: Request) -> Response:
         """Answer an authenticated status or action request."""
-        if not await asyncio.to_thread(self._is_known, request.headers.get("authorization", "")):
+        may_act = await asyncio.to_thread(self._rights, request.headers.get("authorization", ""))
+        if may_act is None:
             headers = {"WWW-Authenticate": 'Basic realm="monit"'}
             return Response(401, b"You are not authorized to access monit\n", headers=headers)
         path, _, query = request.target.partition("?")
         name = urllib.parse.unquote(path.removeprefix("/"))
         if request.method == "POST":
+            if not may_act:
+                return _refused(403, "You do not have sufficient privileges to access this page")
             return await self._run_action(name, request.body)
         shown = await self._ask({"action": "show"})
         if name in ("_status", "_status2"):
@@ -72,19 +99,23 @@ class Api:
     def _here(self) -> _Machine:
         return _Machine()  # late: it imports psutil, which the first pong need not wait for
 
-    def _is_known(self, given: str) -> bool:
+    def _rights(self, given: str) -> bool | None:
+        """True for a user who may act, False for one who may look, None for a stranger."""
         kind, _, coded = given.partition(" ")
         try:
-            known = files.read(self._user_file, is_own=True).strip()
-            return kind.lower() == "basic" and hmac.compare_digest(base64.b64decode(coded), known) and b":" in known
+            users = self._users()
+            if users is None:
+                return True
+            said = base64.b64decode(coded) if kind.lower() == "basic" else b""
+            return next((may for user, may in users.items() if hmac.compare_digest(said, user) and b":" in user), None)
         except (OSError, binascii.Error, ValueError):
-            return False
+            return None
 
     def _status(self, name: str, query: Mapping[str, list[str]], shown: Mapping[str, Any]) -> Response:
         if query.get("format") != ["xml"]:
             layout = monit_text.summary if query.get("level") == ["summary"] else monit_text.status
             return Response(200, layout(shown, monit_text.Machine.now()).encode(), "text/plain")
-        text = document(shown, self._here, version=2 if name == "_status2" else 1)
+        text = document(shown, self._here, version=2 if name == "_status2" else 1, daemon=self._about())
         return Response(200, text.encode("latin-1", "xmlcharrefreplace"), XML)
 
     async def _run_action(self, name: str, body: bytes) -> Response:
@@ -147,17 +178,18 @@ class _Machine:
         }
 
 
-def document(shown: Mapping[str, Any], here: _Machine, *, version: int) -> str:
+def document(shown: Mapping[str, Any], here: _Machine, *, version: int, daemon: About = About()) -> str:  # noqa: B008 - frozen
     """Render the status as one line of XML: version 1 has elements where version 2 has attributes."""
     services = shown.get("services", ())
-    about = {"id": here.id, "incarnation": here.begun_at, "version": monit_text.VERSION}
+    incarnation = daemon.incarnation or here.begun_at
+    about = {"id": daemon.id or here.id, "incarnation": incarnation, "version": monit_text.VERSION}
     server = {
         "uptime": shown.get("uptime_secs", 0),
-        "poll": 10,
+        "poll": daemon.poll,
         "startdelay": 0,
         "localhostname": here.name,
-        "controlfile": "/var/vcap/bosh/etc/monitrc",
-        "httpd": {"address": "127.0.0.1", "port": 2822, "ssl": 0},
+        "controlfile": daemon.control_file,
+        "httpd": {"address": daemon.address, "port": daemon.port, "ssl": 0},
     }
     bodies = [(each["name"], TYPES.get(each["kind"], 3), _service(each)) for each in services]
     if not any(each["kind"] == "system" for each in services):
@@ -294,9 +326,11 @@ def _element(name: str, value: Any) -> str:
 # --- the ports --------------------------------------------------------------------------------------------------------
 
 
-def listening(address: str, ask: Ask, user_file: Path) -> AbstractAsyncContextManager[tuple[str, int] | None]:
+def listening(
+    address: str, ask: Ask, users: Users, about: Callable[[], About] = About
+) -> AbstractAsyncContextManager[tuple[str, int] | None]:
     """Serve on ``address`` for the duration of the block, see ``http_server.listening``."""
-    return http_server.listening(address, Api(ask, user_file).answer, "clients of monit", ("GET", "HEAD", "POST"))
+    return http_server.listening(address, Api(ask, users, about).answer, "clients of monit", ("GET", "HEAD", "POST"))
 
 
 class _NoMail(asyncio.Protocol):

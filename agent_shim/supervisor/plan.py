@@ -151,8 +151,8 @@ def bpm_call(argv: Sequence[str]) -> BpmCall | None:
     return BpmCall(verb, found["job"], found["before"] or found["after"] or found["job"]) if found else None
 
 
-def plan(files: Sequence[JobFile]) -> tuple[ProcessSpec, ...]:
-    """Build the specs of all jobs, in the order of the files.
+def plan(files: Sequence[JobFile], *, has_bpm: bool = True) -> tuple[ProcessSpec, ...]:
+    """Build the specs of all jobs, in the order of the files; without ``has_bpm`` programs of bpm are run as any other.
 
     A job with an unusable file, alone or in combination with others, becomes one process with an ``error`` and the name
     of the job. Other jobs are unaffected: a dependency on its services is ignored.
@@ -174,6 +174,8 @@ def plan(files: Sequence[JobFile]) -> tuple[ProcessSpec, ...]:
         errors |= found
     order = list(dict.fromkeys(file.job for file in files))
     specs = [spec for job, file in parsed if job not in errors for spec in _specs(job, file)]
+    if not has_bpm:
+        specs = [msgspec.structs.replace(spec, start_call=None, stop_call=None) for spec in specs]
     taken = {spec.name.lower() for spec in specs}
     specs += [
         ProcessSpec(name=f"{job}-monit" if job.lower() in taken else job, job=job, error=error)

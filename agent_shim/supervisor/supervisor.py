@@ -78,10 +78,15 @@ class Supervisor:
         timing: Timing = Timing(),  # noqa: B008 - frozen
         is_strict: bool = False,
         settling: Callable[[], float] = lambda: 0.0,
+        has_bpm: bool = True,
+        on_saved: Callable[[Saved], None] = lambda _: None,
     ) -> None:
         """With ``is_strict`` a bpm process that requests more than the container can give does not start. The
-        instance is ``starting`` for ``settling()`` seconds after ``start``.
+        instance is ``starting`` for ``settling()`` seconds after ``start``. Without ``has_bpm`` the release's own bpm
+        runs. ``on_saved`` is called with each saved state, in a thread.
         """
+        self._has_bpm = has_bpm
+        self._on_saved = on_saved
         self._settling = settling
         self._settled_at = float("-inf")
         self._paths = paths
@@ -257,13 +262,15 @@ class Supervisor:
         self._obstacle = ""
         self._shared.may_start.set()
 
-    async def configure(self, job_files: Sequence[JobFile]) -> None:
+    async def configure(self, job_files: Sequence[JobFile], *, are_written: bool = True) -> None:
         """Supervise the services in these files; a known service keeps its state under its name.
 
-        A job with unusable files becomes one failing service named after the job.
+        A job with unusable files becomes one failing service named after the job. ``are_written`` leaves the files for
+        operators, too.
         """
         async with self._planning:  # the last request wins, not the fastest parse
-            await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
+            if are_written:
+                await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
             await self._take_plan(job_files, same_world=True)
 
     async def forget(self) -> None:
@@ -274,7 +281,9 @@ class Supervisor:
 
     async def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
         if job_files != self._files:
-            self._planned = await asyncio.to_thread(plan.plan, job_files) if job_files else ()
+            self._planned = (
+                await asyncio.to_thread(partial(plan.plan, job_files, has_bpm=self._has_bpm)) if job_files else ()
+            )
         specs = {spec.name.lower(): spec for spec in self._planned}
         needed = {key: [name.lower() for name in spec.depends] for key, spec in specs.items()}
         known = self._memory | {key: service.record for key, service in self._services.items()}
@@ -480,8 +489,13 @@ class Supervisor:
             self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused the reading
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
+
+            def write() -> None:
+                files.write_atomic(self._paths.supervisor_state, raw, mode=0o600)
+                self._on_saved(saved)
+
             try:
-                await asyncio.to_thread(files.write_atomic, self._paths.supervisor_state, raw, mode=0o600)
+                await asyncio.to_thread(write)
             except HostError as exc:
                 text = "cannot save the supervisor's state; a restarted agent would lose track of the jobs: %s"
                 logger.warning(text, exc)

@@ -41,7 +41,7 @@ async def listening(world: World, *files: JobFile) -> AsyncIterator[tuple[Superv
         async def ask(request: Mapping[str, Any]) -> dict[str, Any]:
             return await monit_api.answer(supervisor, request, obstacle="") | {"uptime_secs": 61}
 
-        async with monit_http.listening("127.0.0.1:0", ask, world.paths.monit_user) as where:
+        async with monit_http.listening("127.0.0.1:0", ask, monit_http.user_in(world.paths.monit_user)) as where:
             assert where is not None
             yield supervisor, where
 

@@ -52,6 +52,7 @@ RAW: Mapping[str, Raw] = {
     "bulk.providers": Raw(NAMED, frozenset({"Dav.put", "External.get", "Local._copy", "open_blob"})),
     "bulk.transfer": Raw(PROBE, frozenset({"Transfer._keeping"})),
     "daemon.boot": Raw(OWN, frozenset({"_mount_tmpfs", "make_tree"})),
+    "supervisor.monit.control_file": Raw(OWN, frozenset({"_take"})),
     "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
     "cli.bpm": Raw(
         "methods of the log that goes through the door, and the place of our own socket",

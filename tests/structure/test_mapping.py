@@ -20,6 +20,7 @@ ELSEWHERE: Mapping[str, str] = {
     "cli.compile_release": "integration/test_compile_command.py",
     "daemon.main": "integration/test_daemon.py",
     "edges.bus": "integration/test_nats.py",
+    "core.bus_stats": "integration/test_nats.py",
     "bulk.modes": "integration/test_worker.py",
     "bulk.providers": "integration/test_blobstore_providers.py",
     "services.logs.log_file": "unit/services/logs/test_tail.py",

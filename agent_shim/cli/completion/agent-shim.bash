@@ -5,9 +5,10 @@
 #    source ~/.local/share/bash_completion/agent-shim
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_agent_shim_subparsers=(run status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version)
+_shtab_agent_shim_subparsers=(run monit status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version)
 
 _shtab_agent_shim_run_option_strings=(-h --help -C -b -P -M --http --log-format --log-level --job-logs)
+_shtab_agent_shim_monit_option_strings=(-h --help -c -I -b --http --log-level)
 _shtab_agent_shim_status_option_strings=(-h --help --json --watch --every -b)
 _shtab_agent_shim_logs_option_strings=(-h --help -f --follow -n --lines --since --agent -b)
 _shtab_agent_shim_doctor_option_strings=(-h --help --json -C -b)
@@ -30,6 +31,7 @@ _shtab_agent_shim_option_strings=(-h --help --version)
 
 _shtab_agent_shim_run__C_COMPGEN=_shtab_compgen_files
 _shtab_agent_shim_run__b_COMPGEN=_shtab_compgen_dirs
+_shtab_agent_shim_monit__b_COMPGEN=_shtab_compgen_dirs
 _shtab_agent_shim_status_pos_0_COMPGEN=_agent_shim_name
 _shtab_agent_shim_status__b_COMPGEN=_shtab_compgen_dirs
 _shtab_agent_shim_logs_pos_0_COMPGEN=_agent_shim_job
@@ -57,14 +59,18 @@ _shtab_agent_shim_handback__b_COMPGEN=_shtab_compgen_dirs
 
 _shtab_agent_shim_run___log_format_choices=(json text)
 _shtab_agent_shim_run___log_level_choices=(debug info warning error)
+_shtab_agent_shim_monit___log_level_choices=(debug info warning error)
 _shtab_agent_shim_check___as_choices=(monit bpm agent settings)
 _shtab_agent_shim_probe_pos_0_choices=(live ready)
 _shtab_agent_shim_completion_pos_0_choices=(bash zsh fish)
-_shtab_agent_shim_pos_0_choices=(run status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version)
+_shtab_agent_shim_pos_0_choices=(run monit status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version)
 
 _shtab_agent_shim_run__h_nargs=0
 _shtab_agent_shim_run___help_nargs=0
 _shtab_agent_shim_run___job_logs_nargs=0
+_shtab_agent_shim_monit__h_nargs=0
+_shtab_agent_shim_monit___help_nargs=0
+_shtab_agent_shim_monit__I_nargs=0
 _shtab_agent_shim_status_pos_0_nargs='*'
 _shtab_agent_shim_status__h_nargs=0
 _shtab_agent_shim_status___help_nargs=0

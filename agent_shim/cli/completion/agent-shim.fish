@@ -64,8 +64,8 @@ function _shtab_agent_shim_using
   test "$_shtab_agent_shim_cmdpath" = "$argv"
 end
 
-set -g _shtab_agent_shim_commands run status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version
-set -g _shtab_agent_shim_opts_with_value --as --every --group --http --lines --log-format --log-level --only --out --since --timeout -C -M -P -b -n
+set -g _shtab_agent_shim_commands run monit status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version
+set -g _shtab_agent_shim_opts_with_value --as --every --group --http --lines --log-format --log-level --only --out --since --timeout -C -M -P -b -c -n
 
 complete -c agent-shim -e
 complete -c agent-shim -f
@@ -82,6 +82,13 @@ complete -c agent-shim -n '_shtab_agent_shim_using run' -l http -x -d 'address o
 complete -c agent-shim -n '_shtab_agent_shim_using run' -l log-format -xka "json text" -d 'text on a terminal, else json'
 complete -c agent-shim -n '_shtab_agent_shim_using run' -l log-level -xka "debug info warning error" -d 'lowest level that is logged'
 complete -c agent-shim -n '_shtab_agent_shim_using run' -l job-logs -d 'copy the log files of jobs to standard output'
+complete -c agent-shim -n '_shtab_agent_shim_using; and test $_shtab_agent_shim_npos -eq 0' -a monit -d 'Supervise alone, in monit'"'"'s place beside another agent, in the foreground.'
+complete -c agent-shim -n '_shtab_agent_shim_using monit' -s h -l help -d 'show this help message and exit'
+complete -c agent-shim -n '_shtab_agent_shim_using monit' -s c -x -d 'monit'"'"'s control file'
+complete -c agent-shim -n '_shtab_agent_shim_using monit' -s I -d 'accepted for compatibility'
+complete -c agent-shim -n '_shtab_agent_shim_using monit' -s b -xka "(__fish_complete_directories)" -d 'root directory instead of /var/vcap'
+complete -c agent-shim -n '_shtab_agent_shim_using monit' -l http -x -d 'address of metrics and probes (default: off)'
+complete -c agent-shim -n '_shtab_agent_shim_using monit' -l log-level -xka "debug info warning error" -d 'lowest level that is logged'
 complete -c agent-shim -n '_shtab_agent_shim_using; and test $_shtab_agent_shim_npos -eq 0' -a status -d 'Show the bus, vitals and a table of processes, or single processes.'
 complete -c agent-shim -n '_shtab_agent_shim_using status' -s h -l help -d 'show this help message and exit'
 complete -c agent-shim -n '_shtab_agent_shim_using status' -l json -d 'for programs'

@@ -29,10 +29,11 @@ import msgspec
 from agent_shim.bulk.protocol import checked_blob_id
 from agent_shim.bulk.workers import transfers
 from agent_shim.core import lean_imports
+from agent_shim.core.bus_stats import Stats
 from agent_shim.core.errors import ActionError, BlobError, BusError
 from agent_shim.core.settings import Mbus
 from agent_shim.edges import accepting
-from agent_shim.edges.bus import Handle, Stats, tls
+from agent_shim.edges.bus import Handle, tls
 from agent_shim.host import files
 
 with lean_imports.without_authorities():  # aiohttp creates client contexts on import

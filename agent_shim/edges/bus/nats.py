@@ -23,9 +23,10 @@ from typing import Final, NoReturn
 import msgspec
 
 from agent_shim.core import wire
+from agent_shim.core.bus_stats import Stats
 from agent_shim.core.errors import ActionError, BusError, CredentialsError, ShimError
 from agent_shim.core.settings import Mbus
-from agent_shim.edges.bus import Handle, Stats, tls
+from agent_shim.edges.bus import Handle, tls
 from agent_shim.edges.bus.link import Link, host_port, look_up
 from agent_shim.host import clock
 

@@ -25,7 +25,7 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
     action = str(request.get("action"))
     services = supervisor.services()
     try:
-        if action == "show":
+        if action in ("show", "reload"):
             return {"services": [describe(service) for service in services]}
         if action == "quit":
             for service in services:

@@ -193,10 +193,16 @@ def _alert(reader: Reader, check: Check) -> Check:
 
     Mails have no effect: alerts go to the Health Monitor. Another option may follow.
     """
-    is_silent = reader.skip().kind == "noalert"
-    reader.need("a mail address", "MAIL")
-    if is_silent:
-        return check
+    if reader.skip().kind == "noalert":
+        reader.need("a mail address", "MAIL")
+    else:
+        skip_alert(reader)
+    return check
+
+
+def skip_alert(reader: Reader) -> str:
+    """Parse what follows ``alert``; return the address."""
+    address = reader.need("a mail address", "MAIL").value
     if reader.take("not") or reader.kind == "{":
         _braces(reader, "events")
     if reader.take("mail-format"):
@@ -204,7 +210,7 @@ def _alert(reader: Reader, check: Check) -> Check:
     if reader.take("reminder"):
         reader.number("a number of cycles")
         reader.take("cycle")
-    return check
+    return address
 
 
 def _braces(reader: Reader, content: str) -> None:

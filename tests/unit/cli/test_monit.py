@@ -230,7 +230,7 @@ def test_reload_and_quit_say_what_monit_says(asked: list[dict[str, Any]], capfd:
     assert capfd.readouterr() == ("", "Reinitializing monit daemon\n")
     assert monit.main(["quit"]) == 0
     assert capfd.readouterr() == ("monit daemon with pid [7] killed\n", "")
-    assert [one["action"] for one in asked] == ["show", "quit"]
+    assert [one["action"] for one in asked] == ["reload", "quit"]
 
 
 @pytest.mark.parametrize(

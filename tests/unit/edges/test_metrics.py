@@ -13,9 +13,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from agent_shim.core.bus_stats import Stats
 from agent_shim.core.errors import ConfigError
 from agent_shim.edges import http_server, metrics
-from agent_shim.edges.bus import Stats
 from agent_shim.edges.metrics import BusReading, DiskReading, Metrics, Readings
 from agent_shim.host import proc
 from agent_shim.host.host_stats import CpuTimes, Memory

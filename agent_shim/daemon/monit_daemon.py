@@ -1,0 +1,311 @@
+"""The supervisor alone, in monit's place beside another agent: ``agent-shim monit -c MONITRC``.
+
+Reads monit's control file and job files, serves monit's HTTP, mails events, and ends and begins as monit does under
+runit and systemd: jobs run on, and the next daemon adopts them. Which services are monitored is kept in monit's own
+state file too, from which monit can continue at any moment (state.c).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import msgspec
+
+from agent_shim import __version__
+from agent_shim.core import keep_running, log, wire
+from agent_shim.core.errors import ConfigError, HostError
+from agent_shim.core.events import ended_before
+from agent_shim.core.keep_running import run_forever
+from agent_shim.core.paths import Paths
+from agent_shim.edges import alerts, control_server, mail, metrics, monit_http
+from agent_shim.host import clock, daemon_thread, files, process, reaper, sd_notify, watchdog
+from agent_shim.services.vitals import Vitals
+from agent_shim.services.volume_lease import exclusive_agent
+from agent_shim.supervisor.monit import control_file, monit_api
+from agent_shim.supervisor.state import MONITORED
+from agent_shim.supervisor.supervisor import Event, Saved, Supervisor, Timing
+
+logger = logging.getLogger(__name__)
+
+NAME: Final = "monit"
+"""Name of the process, for ``pgrep``."""
+THREADS: Final = 4
+ANY: Final = "0.0.0.0"  # noqa: S104 - where the control file names no address, as monit
+_COUNT: Final = struct.Struct("i")
+_STATE: Final = struct.Struct("256s4iQ")
+"""``State_T`` of monit 5.2.5: name, mode, starts, cycles, monitored (0: no), error."""
+RETRY_S: Final = 0.5
+QUEUE: Final = "agent_shim.json"
+"""Mails that wait, in the directory of ``set eventqueue``."""
+OLDER_S: Final = 10
+"""monit uses a state file only if its pidfile is younger, in whole seconds."""
+
+
+class Options(msgspec.Struct, frozen=True):
+    """The command line; ``http`` is the address of metrics and probes."""
+
+    control_file: Path
+    paths: Paths
+    http: str = "off"
+    log_level: str = "info"
+
+
+def main(options: Options) -> int:
+    """Run until told to stop; return the exit code. Raises ``ConfigError`` for a wrong control file."""
+    control = control_file.read(options.control_file)
+    log.setup(level=options.log_level, form="text", file=control.logfile)
+    process.take_name(NAME)
+    return asyncio.run(MonitDaemon(options, control).serve())
+
+
+class MonitDaemon:
+    """State with the lifetime of the process."""
+
+    def __init__(self, options: Options, control: control_file.Control) -> None:
+        self._options, self._paths = options, options.paths
+        self._paths.supervisor_state = self._paths.mirror / "monit.json"
+        self._control = control
+        self._begun_at = time.monotonic()
+        self._stop, self._reload = asyncio.Event(), asyncio.Event()
+        self._is_loaded = False
+        self._about = monit_http.About()
+        self._supervisor = Supervisor(
+            self._paths,
+            on_event=self._tell,
+            timing=Timing(cycle=float(control.poll)),
+            has_bpm=False,
+            on_saved=self._write_state_of_monit,
+        )
+        self._alerts = alerts.Alerts("", self._mail, encode=self._compose)
+        self._alerts.waiting.extend(_kept_mails(control.queue))
+        self._vitals = Vitals(self._paths, self._paths.store.is_mount)
+        self._metrics = metrics.Metrics(self._readings)
+
+    async def serve(self) -> int:
+        """Supervise until SIGTERM or SIGINT; SIGHUP reads the files again. The jobs run on."""
+        process.default_signals()
+        process.raise_file_limit()
+        asyncio.get_running_loop().set_default_executor(daemon_thread.pool(THREADS))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            process.on_signal(number, self._stop.set)
+        process.on_signal(signal.SIGHUP, self._reload.set)
+        process.on_signal(signal.SIGUSR1, lambda: None)  # monit without an action: checks are due anyway
+        systemd, control = sd_notify.from_environment(), self._control
+        for directory in (self._paths.shim_run, self._paths.mirror):
+            await asyncio.to_thread(files.make_own_dir, directory, 0o700)
+        routes = metrics.Routes(self._metrics.render, self._ready, self._metrics.recent)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(exclusive_agent(self._paths, "start"))
+            stack.enter_context(watchdog.watching(systemd.beat, systemd.period))
+            await stack.enter_async_context(metrics.listening(self._options.http, routes))
+            stack.enter_context(reaper.reaping())
+            assert control.pidfile is not None
+            files.write_atomic(control.pidfile, b"%d\n" % os.getpid(), is_synced=False)
+            stack.callback(control.pidfile.unlink, missing_ok=True)
+            await stack.enter_async_context(self._supervisor)
+            await stack.enter_async_context(control_server.listening(self._paths.control_socket, self._answer_operator))
+            systemd.ready()
+            async with asyncio.TaskGroup() as group:
+                beside = [group.create_task(self._supervisor.run(), name="supervisor")]
+                works = {
+                    "mails": self._alerts.run,
+                    "mails that wait": self._retry_mails,
+                    "lag": self._metrics.watch_lag,
+                }
+                beside += [group.create_task(run_forever(name, run), name=name) for name, run in works.items()]
+                await self._serve_control_file()
+                for task in beside:
+                    task.cancel()
+        return 0
+
+    async def _serve_control_file(self) -> None:
+        """Take the control file and its jobs, again after each request to reload."""
+        self._supervisor.hold()
+        known = None if await self._supervisor.recover() else await asyncio.to_thread(self._monitored_by_monit)
+        await ended_before(self._stop, asyncio.ensure_future(asyncio.sleep(self._control.start_delay)))
+        action = "start"
+        while not self._stop.is_set():
+            if action:
+                self._reload.clear()
+                await self._take_files(known)
+                name = f"system_{socket.gethostname()}"
+                self._tell(Event(name, "Monit instance changed", action, f"Monit {action}ed"))
+            action, known, control = "", None, self._control
+            address = f"{control.address or ANY}:{control.port}" if control.port else "off"
+            async with monit_http.listening(address, self.answer, control.credentials, self._described) as where:
+                # A killed predecessor may hold the port for a moment.
+                pause = self._reload.wait() if where or not control.port else asyncio.sleep(RETRY_S)
+                waiting = asyncio.ensure_future(pause)
+                await ended_before(self._stop, waiting)
+                waiting.cancel()
+            if self._reload.is_set():
+                action = "reload"
+                try:
+                    self._control = await asyncio.to_thread(control_file.read, self._options.control_file)
+                except ConfigError as exc:
+                    logger.error("the former files stay in force: %s", exc)
+
+    async def _take_files(self, monitored: Mapping[str, bool] | None) -> None:
+        """Supervise the services of the files; new ones start, unless monit has left them alone (``monitored``)."""
+        before = {service.process.name.lower() for service in self._supervisor.services()}
+        await self._supervisor.configure(self._control.job_files, are_written=False)
+        for service in self._supervisor.services():
+            name = service.process.name
+            if name.lower() not in before and service.mode != "manual" and (monitored or {}).get(name.lower(), True):
+                await self._supervisor.monitor_one(name)
+        self._about = await asyncio.to_thread(self._describe)
+        self._supervisor.resume()
+        self._is_loaded = True
+
+    def _describe(self) -> monit_http.About:
+        """The daemon as the document shows it. Each incarnation is another number, also within a second."""
+        control, path = self._control, self._paths.mirror / "monit.incarnation"
+        assert control.idfile is not None
+        try:
+            before = int(files.read(path, is_own=True))
+        except (OSError, ValueError):
+            before = 0
+        incarnation = max(int(clock.wall_time()), before + 1)
+        files.write_atomic(path, b"%d" % incarnation, mode=0o600, is_synced=False)
+        try:
+            identity = files.read(control.idfile).decode().strip()
+        except (OSError, UnicodeDecodeError):
+            identity = secrets.token_hex(16)
+            files.write_atomic(control.idfile, f"{identity}\n".encode())
+        return monit_http.About(
+            str(control.path),
+            control.poll,
+            control.address or ANY,
+            control.port,
+            identity,
+            incarnation,
+        )
+
+    def _described(self) -> monit_http.About:
+        return self._about
+
+    # --- monit's state ----------------------------------------------------------------------------------------------
+
+    def _monitored_by_monit(self) -> dict[str, bool]:
+        """Names of the services in the state file that monit has left, and whether each is monitored."""
+        assert self._control.statefile is not None
+        with suppress(OSError):
+            found = _STATE.iter_unpack(files.read(self._control.statefile)[_COUNT.size :])
+            with suppress(struct.error):
+                return {row[0].partition(b"\0")[0].decode("latin-1").lower(): row[4] != 0 for row in found}
+        return {}
+
+    def _write_state_of_monit(self, saved: Saved) -> None:
+        control = self._control
+        assert control.statefile is not None
+        rows = [
+            _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)
+            for name, record in saved.services.items()
+        ]
+        files.write_atomic(control.statefile, _COUNT.pack(len(rows)) + b"".join(rows), mode=0o600, is_synced=False)
+        with suppress(OSError):
+            os.utime(control.statefile, (clock.wall_time() - OLDER_S,) * 2)
+
+    # --- mails ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
+
+    def _compose(
+        self, service: str, event: str, action: str, description: str, _ips: object, now: float
+    ) -> bytes | None:
+        return mail.compose(self._control, service, event, action, description, now)
+
+    async def _mail(self, _subject: str, message: bytes) -> None:
+        await mail.deliver(self._control, message)
+
+    async def _retry_mails(self) -> NoReturn:
+        """Send what waits once a cycle, and keep it for the next daemon."""
+        kept: list[bytes] | None = None
+        while True:
+            if self._control.queue is not None and kept != (waiting := list(self._alerts.waiting)):
+                kept = waiting
+                await asyncio.to_thread(_keep_mails, self._control.queue, waiting[-self._control.slots :])
+            await asyncio.sleep(clock.until_beat(float(self._control.poll)))
+            if self._alerts.waiting:
+                self._alerts.flush()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer the command ``monit`` and clients of its API (see ``supervisor.monit.monit_api``)."""
+        match request.get("action"):
+            case "reload":
+                self._reload.set()
+                found: dict[str, Any] = {"services": []}
+            case "quit":
+                self._stop.set()
+                found = {"services": []}
+            case _:
+                obstacle = "" if self._is_loaded else "monit is starting"
+                found = await monit_api.answer(self._supervisor, request, obstacle=obstacle)
+        return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}
+
+    async def _answer_operator(self, request: dict[str, Any], _line: bytes, _peer: control_server.Peer) -> bytes:
+        match request:
+            case {"command": "status"}:
+                return msgspec.json.encode(await self._status())
+            case {"command": "probe", "kind": kind}:
+                ok, reason = (True, "alive") if kind == "live" else self._ready("")
+                return msgspec.json.encode({"ok": ok, "reason": reason})
+            case {"command": "services"}:
+                return msgspec.json.encode(await self.answer(request))
+        return wire.encode_exception("cannot answer: this is monit's place, and the BOSH agent has all else")
+
+    async def _status(self) -> dict[str, Any]:
+        services = self._supervisor.services()
+        return {
+            "version": __version__,
+            "phase": "running" if self._is_loaded else "starting",
+            "control_file": str(self._control.path),
+            "uptime_secs": int(time.monotonic() - self._begun_at),
+            "job_state": self._supervisor.job_state(),
+            "mails_waiting": len(self._alerts.waiting),
+            "warnings": [],
+            "vitals": await self._vitals.sample(),
+            "processes": [monit_api.describe(service) for service in services],
+        }
+
+    def _ready(self, _level: str) -> tuple[bool, str]:
+        state = self._supervisor.job_state() if self._is_loaded else "starting"
+        return state in ("running", "stopped"), f"jobs are {state}"
+
+    def _readings(self) -> metrics.Readings:
+        return metrics.Readings(
+            bus=metrics.BusReading(connected=None),
+            alerts={"sent": self._alerts.sent, "dropped": self._alerts.dropped, "collapsed": self._alerts.collapsed},
+            figures=self._vitals.figures(),
+            is_ready=self._ready("")[0],
+            job_state=self._supervisor.job_state(),
+            processes=self._supervisor.services(),
+            failures=dict(keep_running.failures),
+        )
+
+
+def _kept_mails(queue: Path | None) -> list[bytes]:
+    with suppress(OSError, ValueError):
+        if queue is not None:
+            return msgspec.json.decode(files.read(queue / QUEUE, is_own=True), type=list[bytes])
+    return []
+
+
+def _keep_mails(queue: Path, waiting: list[bytes]) -> None:
+    with suppress(HostError):
+        files.make_dir(queue, 0o700)
+        files.write_atomic(queue / QUEUE, msgspec.json.encode(waiting), mode=0o600)

@@ -1,0 +1,226 @@
+"""Reads monit's control file (``/var/vcap/bosh/etc/monitrc`` of a stemcell) for a daemon in monit's place.
+
+Statements are those of monit 5.2.5 (``p.y``), in the order in which it reads included files (``include_file`` in
+``l.l``: the last name first). A mistake in the control file itself ends the daemon, as monit does. One in an included
+file costs only the services of that file, or that ``set``: job files come from releases.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import pwd
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent_shim.core.errors import ConfigError
+from agent_shim.host import files
+from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.monit.reader import MonitSyntaxError, Reader
+from agent_shim.supervisor.plan import JobFile
+
+logger = logging.getLogger(__name__)
+
+MAX_DEPTH: Final = 8
+"""Levels of files that include others; monit allows ten."""
+_NUMBERED: Final = re.compile(r"[0-9]{4}_(?=.)")
+"""Prefix of the Go agent before the name of a job (applier/jobs/rendered_job_applier.go)."""
+
+
+class Control(msgspec.Struct):
+    """Values of the ``set`` statements, with monit's defaults; ``job_files`` are all files that may have checks."""
+
+    path: Path
+    poll: int = 30
+    """Seconds of a cycle."""
+    start_delay: int = 0
+    logfile: Path | None = None
+    address: str = ""
+    port: int = 0
+    """0: no HTTP."""
+    users: dict[str, bool] = msgspec.field(default_factory=dict)
+    """``user:password``, and True for one that may act."""
+    user_files: list[tuple[Path, frozenset[str], bool]] = msgspec.field(default_factory=list)
+    """Files of such lines, with the users meant (all if empty)."""
+    allows_neighbours: bool = False
+    """Any program of this machine may ask, without a password."""
+    mail_servers: list[tuple[str, int]] = msgspec.field(default_factory=list)
+    mail_timeout: int = 5
+    mail_format: dict[str, str] = msgspec.field(default_factory=dict)
+    """Templates by ``from``, ``reply-to``, ``subject`` and ``message``."""
+    recipients: list[str] = msgspec.field(default_factory=list)
+    queue: Path | None = None
+    """Directory of events that wait for the mail server."""
+    slots: int = 0
+    """Most of them; 0 is monit's default, no limit."""
+    pidfile: Path | None = None
+    idfile: Path | None = None
+    statefile: Path | None = None
+    job_files: list[JobFile] = msgspec.field(default_factory=list)
+
+    def credentials(self) -> Mapping[bytes, bool] | None:
+        """``user:password`` and whether it may act, None if none is needed; reads the files. Raises ``OSError``."""
+        if self.allows_neighbours and not self.users and not self.user_files:
+            return None
+        found = {text.encode(): may_act for text, may_act in self.users.items()}
+        for path, names, may_act in self.user_files:
+            for line in files.read(path).split(b"\n"):
+                user, colon, _ = line.strip().partition(b":")
+                if colon and (not names or user.decode(errors="replace") in names):
+                    found[line.strip()] = may_act
+        return found
+
+
+def read(path: Path) -> Control:
+    """Read the control file and all that it includes. Raises ``ConfigError`` that names file and line; blocks."""
+    control = Control(path)
+    _take(control, path, 0)
+    root, home = os.geteuid() == 0, Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    control.pidfile = control.pidfile or (Path("/var/run/monit.pid") if root else home / ".monit.pid")
+    control.idfile = control.idfile or home / ".monit.id"
+    control.statefile = control.statefile or home / ".monit.state"
+    return control
+
+
+def _take(control: Control, path: Path, depth: int) -> None:
+    try:
+        text = files.read(path).decode("utf-8", "surrogateescape")
+        if depth == 0:
+            parser.parse(text, origin=str(path))
+        if mistakes := _settings(control, Reader(text)):
+            raise ConfigError(f"cannot read {path}: {'; '.join(mistakes)}")
+    except (OSError, ConfigError) as exc:
+        error = exc if isinstance(exc, ConfigError) else ConfigError(f"cannot read {path}: {exc.strerror}")
+        if depth == 0:
+            raise error from exc
+        logger.error("%s", error)
+        if isinstance(exc, OSError):
+            return
+    control.job_files.append(JobFile(_NUMBERED.sub("", path.stem, count=1), "", text))
+    for token in Reader(text).includes if depth < MAX_DEPTH else ():
+        pattern = token.value.strip("\"'")
+        # A pattern is absolute in monit, too.
+        for found in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
+            _take(control, found, depth + 1)
+
+
+def _settings(control: Control, reader: Reader) -> list[str]:
+    """Take each ``set`` of a file; return the mistakes. Checks are read by ``plan``."""
+    mistakes = []
+    while reader.kind != "END":
+        if not reader.take("set"):
+            reader.skip()
+            continue
+        try:
+            _set(control, reader)
+        except MonitSyntaxError as exc:
+            mistakes.append(str(exc))
+    return mistakes
+
+
+def _set(control: Control, reader: Reader) -> None:
+    token = reader.skip()
+    if read_statement := _STATEMENTS.get(token.kind):
+        read_statement(control, reader)
+        return
+    if token.kind in ("pidfile", "idfile", "statefile"):
+        setattr(control, token.kind, Path(reader.path("a path")))
+        return
+    while reader.kind not in ("set", "END", "BAD") and not reader.kind.startswith("check "):
+        reader.skip()
+    logger.warning("not acted on: set %s", token.kind)
+
+
+def _daemon(control: Control, reader: Reader) -> None:
+    control.poll = max(1, reader.number("a number of seconds"))
+    if reader.take("start"):
+        reader.need("'delay'", "delay")
+        control.start_delay = reader.number("a number of seconds")
+
+
+def _logfile(control: Control, reader: Reader) -> None:
+    control.logfile = None if reader.take("syslog") else Path(reader.path("'syslog' or a path"))
+
+
+def _mail_servers(control: Control, reader: Reader) -> None:
+    while token := reader.take("STRING"):
+        port = reader.number("a port") if reader.take("port") else 25
+        if reader.kind in ("username", "password", "sslauto", "sslv2", "sslv3", "tlsv1"):
+            raise reader.error("a mail server without password and TLS")
+        control.mail_servers.append((token.value, port))
+    control.mail_timeout = reader.timeout(5)
+
+
+def _mail_format(control: Control, reader: Reader) -> None:
+    reader.need("'{'", "{")
+    while not reader.take("}"):
+        token = reader.need("a part of a mail, or '}'", "FROM", "REPLY-TO", "SUBJECT", "MESSAGE")
+        control.mail_format[token.kind.lower()] = token.value
+
+
+def _recipient(control: Control, reader: Reader) -> None:
+    control.recipients.append(parser.skip_alert(reader))
+
+
+def _queue(control: Control, reader: Reader) -> None:
+    while token := reader.take("basedir", "slot"):
+        if token.kind == "basedir":
+            control.queue = Path(reader.path("a directory"))
+        else:
+            control.slots = reader.number("a number of events")
+
+
+def _httpd(control: Control, reader: Reader) -> None:
+    """Read ``port 2822 and use address 127.0.0.1 allow …``."""
+    while token := reader.take("port", "address", "allow", "signature", "enable", "disable"):
+        match token.kind:
+            case "port":
+                control.port = reader.number("a port")
+            case "address":
+                control.address = reader.string("an address")
+            case "allow":
+                _allow(control, reader)
+    if not control.port:
+        raise reader.error("'port'")
+
+
+def _allow(control: Control, reader: Reader) -> None:
+    """Read ``user:password``, ``cleartext FILE user…`` or an address of this machine."""
+    if reader.take("cleartext"):
+        path, names = Path(reader.path("a file of passwords")), set()
+        while token := reader.take("STRING"):
+            names.add(token.value)
+        control.user_files.append((path, frozenset(names), not reader.take("readonly")))
+        return
+    token = reader.need("USER:PASSWORD, 'cleartext' or an address of this machine", "STRING")
+    if reader.take(":"):
+        if reader.kind == "BAD":
+            raise reader.error("a password", token)
+        given = reader.skip()
+        password = given.value or reader.text[given.start : given.end]  # it may be a keyword
+        control.users[f"{token.value}:{password}"] = not reader.take("readonly")
+        return
+    try:
+        is_here = token.value == "localhost" or ipaddress.ip_network(token.value).is_loopback
+    except ValueError:
+        is_here = False
+    if not is_here:
+        raise reader.error("USER:PASSWORD, 'cleartext' or an address of this machine", token)
+    control.allows_neighbours = True
+
+
+_STATEMENTS: Final[Mapping[str, Callable[[Control, Reader], None]]] = {
+    "daemon": _daemon,
+    "logfile": _logfile,
+    "httpd": _httpd,
+    "mailserver": _mail_servers,
+    "mail-format": _mail_format,
+    "alert": _recipient,
+    "eventqueue": _queue,
+}
+"""Readers of what follows ``set`` and this word."""

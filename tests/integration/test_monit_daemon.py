@@ -1,0 +1,472 @@
+"""In monit's place: the daemon as a process, real HTTP, a real mail server, real jobs; and its own ends."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import process
+from benchmarks.idle import free_port
+from tests.support.programs.jobs import World
+from tests.support.waiting import until
+
+USER = "vcap:random-password"
+MONITRC = """
+set daemon 1
+set logfile {base}/monit/monit.log
+set pidfile {base}/monit.pid
+set idfile {base}/monit.id
+set statefile {base}/monit.state
+set httpd port {port} and use address 127.0.0.1
+  allow cleartext {base}/monit/monit.user
+
+include {base}/monit/*.monitrc
+include {base}/monit/job/*.monitrc
+"""
+ALERTS = """
+set alert agent@local
+
+set mailserver localhost port {mail}
+     with timeout 15 seconds
+
+set eventqueue
+    basedir {base}/monit/events
+    slots 5000
+
+set mail-format {{
+  from: monit@localhost
+  subject: Monit Alert
+  message: Service: $SERVICE
+  Event: $EVENT
+  Action: $ACTION
+  Date: $DATE
+  Description: $DESCRIPTION
+}}
+"""
+"""Both as a stemcell has them (bosh_monit/assets, bosh_go_agent/assets), with other places."""
+
+
+class Vm:
+    """A tree with monit's files, and the daemon on it."""
+
+    def __init__(self, base: Path, port: int, mail: int) -> None:
+        self.world = World(base)
+        self.base, self.port, self.mail = base, port, mail
+        self.control = base / "monitrc"
+        self.control.write_text(MONITRC.format(base=base, port=self.port))
+        (base / "monit/empty.monitrc").touch()
+        (base / "monit/alerts.monitrc").write_text(ALERTS.format(base=base, mail=self.mail))
+        (base / "monit/job").mkdir()
+        (base / "monit/monit.user").write_text(USER)
+        self.daemon: process.Process | None = None
+        self.out = base / "out"
+
+    def add(self, *names: str, start: str | None = None) -> None:
+        """Write job files as the Go agent numbers them: the last job is 0000."""
+        for number, name in enumerate(reversed(names)):
+            file = self.world.job(name, start or "echo $$ >$pidfile; echo $$ >>$log; exec sleep 600")
+            (self.base / f"monit/job/{number:04}_{name}.monitrc").write_text(file.text)
+
+    def start(self, *options: str) -> None:
+        argv = [sys.executable, "-m", "agent_shim.cli", "monit", "-c", str(self.control), "-b", str(self.base)]
+        self.daemon = process.spawn([*argv, *options], env=dict(os.environ), stdout=self.out, stderr=self.out)
+
+    async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        assert self.daemon is not None
+        self.daemon.send(number)
+        return await self.daemon.wait() or 0
+
+    async def call(self, target: str, body: str = "", user: str = USER) -> tuple[int, str]:
+        """Status and body; a body makes it a POST. 0 without a daemon."""
+        with contextlib.suppress(OSError, IndexError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            try:
+                head = [f"{'POST' if body else 'GET'} {target} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+                head.append(f"Authorization: Basic {base64.b64encode(user.encode()).decode()}")
+                writer.write("\r\n".join([*head, "", body]).encode())
+                async with asyncio.timeout(20):
+                    answer = (await reader.read()).decode("latin-1")
+            finally:
+                writer.close()
+            return int(answer.split()[1]), answer.partition("\r\n\r\n")[2]
+        return 0, ""
+
+    async def act(self, name: str, action: str, user: str = USER) -> int:
+        """The status of the answer; a busy machine may break connections off, which are repeated."""
+
+        async def answered() -> int | None:
+            return (await self.call(f"/{name}", f"action={action}", user))[0] or None
+
+        return await until(answered)
+
+    async def document(self) -> ET.Element | None:
+        code, text = await self.call("/_status2?format=xml")
+        return ET.fromstring(text.encode("latin-1")) if code == 200 else None  # noqa: S314 - our own
+
+    async def states(self) -> dict[str, str]:
+        """The Go agent's state of each service of the group (jobsupervisor/monit/status.go)."""
+        found = await self.document()
+        if found is None:
+            return {}
+        group = [each.text for each in found.findall("servicegroups/servicegroup[@name='vcap']/service")]
+        words = {"0": "unknown", "2": "starting"}
+        return {
+            name: words.get(each.findtext("monitor", ""), "running" if each.findtext("status") == "0" else "failing")
+            for each in found.findall("services/service")
+            if (name := each.get("name", "")) in group
+        }
+
+    async def until(self, **states: str) -> None:
+        async def reached() -> dict[str, str] | None:
+            assert self.daemon is not None
+            assert not self.daemon.is_over, self.out.read_text()
+            found = await self.states()
+            return found if found == states else None
+
+        last: dict[str, str] = await until(reached, f"{states}")
+        assert last == states
+
+    async def incarnation(self) -> int:
+        async def shown() -> int | None:
+            found = await self.document()
+            return None if found is None else int(found.get("incarnation", ""))
+
+        return await until(shown)
+
+    def pid(self, name: str) -> int:
+        return int(self.world.pidfile(name).read_text())
+
+    def starts(self) -> int:
+        return len(self.world.lines())
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run the command ``monit``."""
+        argv = [sys.executable, "-m", "agent_shim.cli.monit", "-b", str(self.base), *words]
+        return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
+def free_ports() -> tuple[int, int]:
+    """Two ports without a listener."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+@pytest.fixture
+async def vm(tmp_path: Path) -> AsyncIterator[Vm]:
+    made = Vm(tmp_path / "vcap", *free_ports())
+    yield made
+    if made.daemon is not None:
+        await made.end(signal.SIGKILL)
+    made.world.end()
+
+
+STATE = struct.Struct("256s4iQ")
+"""A service in the state file of monit 5.2.5 (state.c)."""
+
+
+def monitored(vm: Vm) -> dict[str, int]:
+    """Content of monit's state file, by service."""
+    rows = STATE.iter_unpack((vm.base / "monit.state").read_bytes()[4:])
+    return {fields[0].rstrip(b"\0").decode(): fields[4] for fields in rows}
+
+
+@contextlib.asynccontextmanager
+async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
+    """The lines of each mail, as a server of RFC 5321 takes them."""
+    mails: list[list[str]] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await take(reader, writer)
+        finally:
+            writer.close()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 here\r\n")
+        while line := (await reader.readline()).decode().strip():
+            if line == "DATA":
+                writer.write(b"354 go on\r\n")
+                mail = []
+                while (text := (await reader.readline()).decode().rstrip("\r\n")) != ".":
+                    mail.append(text)
+                mails.append(mail)
+            writer.write(b"221 bye\r\n" if line == "QUIT" else b"250 ok\r\n")
+            if line == "QUIT":
+                break
+
+    server = await asyncio.start_server(talk, "127.0.0.1", port)
+    try:
+        yield mails
+    finally:
+        server.close()
+
+
+def alert(mail: list[str]) -> dict[str, str]:
+    """Lines that the Go agent reads (jobsupervisor/alert_envelope.go)."""
+    lines = [line.strip().partition(": ") for line in mail]
+    wanted = ("Service", "Event", "Action", "Date", "Description", "Message-id")
+    return {name: value for name, _, value in lines if name in wanted}
+
+
+# --- life -------------------------------------------------------------------------------------------------------------
+
+
+async def test_jobs_of_the_files_are_started_and_reported_as_monit_does(vm: Vm) -> None:
+    """Services are in the order of the manifest, members of a group in the opposite one."""
+    vm.add("web", "worker", "db")
+    vm.start()
+    await vm.until(web="running", worker="running", db="running")
+    found = await vm.document()
+    assert found is not None
+    names = [each.get("name") for each in found.findall("services/service")]
+    members = [each.text for each in found.findall("servicegroups/servicegroup[@name='vcap']/service")]
+
+    assert names[:3] == ["web", "worker", "db"]
+    assert members == ["db", "worker", "web"]
+    assert found.findtext("server/poll") == "1"
+    assert found.findtext("server/controlfile") == str(vm.control)
+    assert found.findtext("server/httpd/port") == str(vm.port)
+    assert found.get("id") == (vm.base / "monit.id").read_text().strip()
+    assert vm.daemon is not None
+    assert (vm.base / "monit.pid").read_text() == f"{vm.daemon.pid}\n"
+    assert Path(f"/proc/{vm.daemon.pid}/comm").read_text() == "monit\n"
+    assert "web: appeared, now running" in (vm.base / "monit/monit.log").read_text()
+
+
+async def test_a_death_is_a_restart_and_a_mail(vm: Vm) -> None:
+    vm.add("web")
+    async with mail_server(vm.mail) as mails:
+        vm.start()
+        await vm.until(web="running")
+        before = vm.pid("web")
+        os.kill(before, signal.SIGKILL)
+        await until(lambda: vm.starts() == 2)
+        await until(lambda: [each for each in map(alert, mails) if each["Service"] == "web"])
+
+    found = next(each for each in map(alert, mails) if each["Service"] == "web")
+    assert (found["Event"], found["Action"]) == ("Does not exist", "restart")
+    assert "process is not running" in found["Description"]
+    assert time.strptime(found["Date"][:-6], "%a, %d %b %Y %H:%M:%S")  # RFC 1123 with a numeric zone
+    assert found["Message-id"].startswith("<")
+    assert mails[0][:4][0] == "From: monit@localhost"
+    assert alert(mails[0])["Description"] == "Monit started"
+
+
+async def test_mails_wait_for_their_server_also_in_a_next_daemon(vm: Vm) -> None:
+    """The directory is that of ``set eventqueue``."""
+    vm.add("web")
+    vm.start()
+    await vm.until(web="running")
+    os.kill(vm.pid("web"), signal.SIGKILL)
+    await until((vm.base / "monit/events/agent_shim.json").exists)
+    kept = vm.base / "monit/events/agent_shim.json"
+    await until(lambda: len(json.loads(kept.read_text())) >= 2)
+    await vm.end(signal.SIGKILL)
+
+    async with mail_server(vm.mail) as mails:
+        vm.start()
+        await until(lambda: [each for each in map(alert, mails) if each["Event"] == "Does not exist"])
+        await until(lambda: json.loads(kept.read_text()) == [])
+
+
+async def test_stop_and_start_by_http(vm: Vm) -> None:
+    vm.add("web", "db")
+    vm.start()
+    await vm.until(web="running", db="running")
+    pid = vm.pid("web")
+
+    assert await vm.act("web", "stop") == 200
+    await vm.until(web="unknown", db="running")
+    await until(lambda: not Path(f"/proc/{pid}").exists())
+    assert await vm.act("web", "start") == 200
+    await vm.until(web="running", db="running")
+    assert await vm.act("none", "start") == 404
+    assert await vm.act("web", "dance") == 400
+
+
+async def test_strangers_and_readers_change_nothing(vm: Vm) -> None:
+    vm.control.write_text(vm.control.read_text().replace("\n\ninclude", '\n  allow look:"only" read-only\n\ninclude'))
+    vm.add("web")
+    vm.start()
+    await vm.until(web="running")
+
+    assert (await vm.call("/_status2?format=xml", user="vcap:wrong"))[0] == 401
+    assert await vm.act("web", "stop", "vcap:wrong") == 401
+    assert (await vm.call("/_status2?format=xml", user="look:only"))[0] == 200
+    assert await vm.act("web", "stop", "look:only") == 403
+    assert await vm.states() == {"web": "running"}
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["SIGHUP", "monit reload", "killed"])
+async def test_a_reload_takes_a_new_job_and_forgets_a_removed_one(vm: Vm, how: str) -> None:
+    """Its process runs on, as under monit; the incarnation is another one, within the same second too."""
+    vm.add("web", "db")
+    vm.start()
+    await vm.until(web="running", db="running")
+    kept, removed, before = vm.pid("web"), vm.pid("db"), await vm.incarnation()
+    for path in (vm.base / "monit/job").iterdir():
+        path.unlink()
+    vm.add("web", "worker")
+
+    if how == "monit reload":
+        done = vm.command("reload")
+        assert (done.returncode, done.stderr) == (0, "Reinitializing monit daemon\n")
+    elif how == "SIGHUP":
+        assert vm.daemon is not None
+        vm.daemon.send(signal.SIGHUP)
+    else:
+        await vm.end(signal.SIGKILL)
+        vm.start()
+
+    await vm.until(web="running", worker="running")
+    assert await vm.incarnation() > before
+    assert vm.pid("web") == kept
+    assert Path(f"/proc/{removed}").exists()
+    assert vm.starts() == 3
+
+
+async def test_a_wrong_control_file_ends_it_and_the_line_is_named(vm: Vm) -> None:
+    vm.control.write_text("set daemon 10\nset httpd port 2822\n  allow md5 /x\n")
+    vm.start()
+    assert vm.daemon is not None
+
+    assert await vm.daemon.wait() == 78
+    said = vm.out.read_text()
+    assert f"cannot read {vm.control}: line 3 column 9: found 'md5', expected USER:PASSWORD" in said
+
+    argv = [sys.executable, "-m", "agent_shim.cli.monit", "-b", str(vm.base), "-I", "-c", str(vm.control)]
+    done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, "line 3 column 9" in done.stderr) == (1, True)
+
+
+async def test_a_wrong_job_file_costs_its_own_job(vm: Vm) -> None:
+    """monit would end, and the whole machine be without supervision."""
+    vm.add("web", "db")
+    (vm.base / "monit/job/0000_db.monitrc").write_text("check process db\n  with pidfile nowhere\n")
+    vm.start()
+    await vm.until(web="running", db="failing")
+    found = await vm.document()
+
+    assert found is not None
+    texts = [each.findtext("status_message") for each in found.findall("services/service[@name='db']")]
+    assert ["line 2 column 16" in (text or "") for text in texts] == [True]
+
+
+async def test_a_wrong_file_at_a_reload_leaves_the_former_one_in_force(vm: Vm) -> None:
+    vm.add("web")
+    vm.start()
+    await vm.until(web="running")
+    vm.control.write_text("set daemon ten\n")
+    assert vm.daemon is not None
+    vm.daemon.send(signal.SIGHUP)
+
+    await until(lambda: "line 1 column 12: found 'ten'" in (vm.base / "monit/monit.log").read_text())
+    await vm.until(web="running")
+
+
+# --- its own ends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_jobs_outlive_it_and_the_next_one_goes_on(vm: Vm, number: signal.Signals) -> None:
+    """A stopped service stays stopped, and one that died meanwhile is started."""
+    vm.add("web", "worker", "db")
+    vm.start()
+    await vm.until(web="running", worker="running", db="running")
+    await vm.act("db", "stop")
+    await vm.until(web="running", worker="running", db="unknown")
+    web, worker = vm.pid("web"), vm.pid("worker")
+
+    await until(lambda: monitored(vm) == {"web": 1, "worker": 1, "db": 0})
+    assert (await vm.end(number) == 0) == (number is signal.SIGTERM)
+    assert (vm.base / "monit.pid").exists() == (number is signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    vm.start()
+    await vm.until(web="running", worker="running", db="unknown")
+
+    assert vm.pid("web") == web
+    assert vm.starts() == 4
+
+
+async def test_monit_goes_on_from_its_own_state_file_and_back(vm: Vm) -> None:
+    """With what monit 5.2.5 keeps (state.c): a service that it had left alone is not started."""
+    vm.add("web", "db")
+    state, left = vm.base / "monit.state", [(b"web", 0, 0, 0, 1, 0), (b"db", 0, 0, 0, 0, 0)]
+    state.write_bytes(struct.pack("i", 2) + b"".join(STATE.pack(*each) for each in left))
+    vm.start()
+    await vm.until(web="running", db="unknown")
+    await vm.act("db", "start")
+    await vm.act("web", "stop")
+    await vm.until(web="unknown", db="running")
+
+    await until(lambda: monitored(vm) == {"web": 0, "db": 1})
+    assert time.time() - state.stat().st_mtime > 5, "monit takes only a file older than its pidfile"
+
+
+async def test_quit_ends_it_and_only_one_runs(vm: Vm) -> None:
+    vm.add("web")
+    vm.start()
+    await vm.until(web="running")
+    second = Vm.__new__(Vm)
+    second.__dict__.update(vm.__dict__, daemon=None, out=vm.base / "second")
+    second.start()
+    assert second.daemon is not None
+    assert await second.daemon.wait() == 3
+
+    assert vm.daemon is not None
+    assert vm.command("quit").stdout == f"monit daemon with pid [{vm.daemon.pid}] killed\n"
+    assert await vm.daemon.wait() == 0
+    assert Path(f"/proc/{vm.pid('web')}").exists()
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+async def test_operators_see_what_they_see_of_an_agent(vm: Vm) -> None:
+    vm.add("web")
+    where = await free_port()
+    vm.start("--http", where)
+    await vm.until(web="running")
+    argv = [sys.executable, "-m", "agent_shim.cli", "status", "-b", str(vm.base)]
+    page = (await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, check=True)).stdout
+    summary = vm.command("summary").stdout
+    reader, writer = await asyncio.open_connection(*where.split(":"))
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    text = (await reader.read()).decode()
+    writer.close()
+
+    assert f"monit      in its place by {vm.control}" in page
+    assert [line.split()[:2] for line in page.splitlines() if line.startswith("web")] == [["web", "running"]]
+    assert "Process 'web'                       running" in summary
+    assert 'agent_shim_process_up{process="web"} 1.0' in text
+    assert "agent_shim_bus_connected" not in [line.split(" ")[0] for line in text.splitlines()]
+
+
+def test_it_imports_nothing_of_the_bus() -> None:
+    """Neither of the bus, nor of actions, blobs and disks: memory that an agent needs, and monit's place does not."""
+    script = "import sys; import agent_shim.daemon.monit_daemon; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    ours = {name for name in loaded if name.startswith("agent_shim.services.")}
+    foreign = ("nats", "aiohttp", "agent_shim.edges.bus", "agent_shim.actions", "agent_shim.bulk")
+
+    assert [name for name in loaded if name.startswith(foreign)] == []
+    assert ours == {"agent_shim.services.vitals", "agent_shim.services.volume_lease"}

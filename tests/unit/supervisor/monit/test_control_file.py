@@ -1,0 +1,132 @@
+"""monit's control file: the one of a stemcell, forms that others use, and mistakes with their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import ConfigError
+from agent_shim.supervisor.monit import control_file
+
+STEMCELL = """
+set daemon 10
+set logfile {base}/monit.log
+
+set httpd port 2822 and use address 127.0.0.1
+  allow cleartext {base}/monit.user
+
+include {base}/*.monitrc
+include {base}/job/*.monitrc
+"""
+ALERTS = """
+set alert agent@local
+set mailserver localhost port 2825
+     with timeout 15 seconds
+set eventqueue
+    basedir /var/vcap/monit/events
+    slots 5000
+set mail-format {
+  from: monit@localhost
+  subject: Monit Alert
+  message: Service: $SERVICE
+  Event: $EVENT
+}
+"""
+CHECK = "check process {0} with pidfile /run/{0}.pid\n  group vcap\n"
+
+
+def read(base: Path, text: str) -> control_file.Control:
+    path = base / "monitrc"
+    path.write_text(text)
+    return control_file.read(path)
+
+
+def test_control_file_of_a_stemcell(tmp_path: Path) -> None:
+    """Files of jobs in the order of the manifest: monit reads the last name first."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "monit.user").write_text("vcap:secret\n")
+    (tmp_path / "alerts.monitrc").write_text(ALERTS)
+    for number, name in enumerate(["worker", "web"]):
+        (tmp_path / f"job/{number:04}_{name}.monitrc").write_text(CHECK.format(name))
+
+    found = read(tmp_path, STEMCELL.format(base=tmp_path))
+
+    assert (found.poll, found.address, found.port) == (10, "127.0.0.1", 2822)
+    assert found.logfile == tmp_path / "monit.log"
+    assert found.credentials() == {b"vcap:secret": True}
+    assert (found.recipients, found.mail_servers, found.mail_timeout) == (["agent@local"], [("localhost", 2825)], 15)
+    assert (found.queue, found.slots) == (Path("/var/vcap/monit/events"), 5000)
+    assert found.mail_format["message"] == "Service: $SERVICE\n  Event: $EVENT"
+    # The control file itself and alerts.monitrc have no checks.
+    assert [each.job for each in found.job_files] == ["monitrc", "alerts", "web", "worker"]
+    assert None not in (found.pidfile, found.idfile, found.statefile)
+
+
+@pytest.mark.parametrize(
+    ("text", "users"),
+    [
+        ("allow vcap:secret", {b"vcap:secret": True}),
+        ('allow vcap:"a b"', {b"vcap:a b": True}),
+        ("allow vcap:1234 allow look:x read-only", {b"vcap:1234": True, b"look:x": False}),
+        ("allow localhost", None),
+        ("allow 127.0.0.0/8", None),
+        ("allow 127.0.0.1 allow vcap:x", {b"vcap:x": True}),
+        ("", {}),
+    ],
+)
+def test_who_may_ask(tmp_path: Path, text: str, users: dict[bytes, bool] | None) -> None:
+    """Without any ``allow`` no caller."""
+    assert read(tmp_path, f"set httpd port 2822 {text}").credentials() == users
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("set daemon 10\nset httpd port 2822\n  allow 10.0.0.1\n", "line 3 column 9: found '10.0.0.1'"),
+        ("set httpd port 2822 allow crypt /x", "line 1 column 27: found 'crypt'"),
+        ("set httpd port x", "line 1 column 16: found 'x', expected a port"),
+        ("set daemon\n  ten", "line 2 column 3: found 'ten'"),
+        ("\nsett daemon 10", "line 2 column 1: found 'sett', expected 'check' or 'set'"),
+        ("set mailserver mail username a password b", "line 1 column 21: found 'username'"),
+        ("set mail-format { from: a@b ", "line 1 column 29: found the end of the file"),
+        ("check process web\n  with pidfile x", "line 2 column 16: found 'x'"),
+        ("set alert nobody", "line 1 column 11: found 'nobody', expected a mail address"),
+    ],
+)
+def test_mistake_names_its_place(tmp_path: Path, text: str, mistake: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+
+    assert f"cannot read {tmp_path / 'monitrc'}: " in str(caught.value)
+    assert mistake in str(caught.value)
+
+
+def test_no_password_is_in_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, "set httpd port 2822 allow vcap:secret\n allow vcap:monitor\n allow x:'hidden")
+
+    assert "hidden" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_mistake_of_an_included_file_costs_that_statement_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.conf").write_text("set daemon ten\nset alert a@b\n" + CHECK.format("web"))
+    found = read(tmp_path, f"set daemon 7\ninclude {tmp_path}/*.conf\ninclude {tmp_path}/none/*\n")
+
+    assert (found.poll, found.recipients) == (7, ["a@b"])
+    assert [each.job for each in found.job_files] == ["monitrc", "a"]
+    assert "a.conf: line 1 column 12: found 'ten'" in caplog.text
+
+
+def test_statements_for_other_uses_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    read(tmp_path, "set expectbuffer 4 kb\nset init\nset daemon 5")
+
+    assert "not acted on: set expectbuffer" in caplog.text
+
+
+def test_missing_control_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read .*: No such file or directory"):
+        control_file.read(tmp_path / "monitrc")
