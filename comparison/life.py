@@ -162,15 +162,16 @@ class GoWorld(World):
         wrapper = VCAP / "bosh/bin/monit"
         wrapper.write_text(f'#!/bin/sh\nexec {SCRATCH}/monit -c {rc} "$@"\n')
         wrapper.chmod(0o755)
-        keeper = [sys.executable, "-m", "comparison.keeper"]
-        subprocess.Popen(keeper, stdout=self.log(), stderr=subprocess.STDOUT, start_new_session=True)
+        keeper, service = [sys.executable, "-m", "comparison.keeper"], Path("/etc/sv/monit")
+        service.mkdir()
+        subprocess.Popen(keeper, stdout=self.log(), stderr=subprocess.STDOUT, start_new_session=True, cwd=service)
 
     def start(self) -> None:
         options = ["-P", "dummy", "-M", "monit", "-C", str(VCAP / "bosh/agent.json"), "-b", str(VCAP)]
         environment = {**os.environ, "PATH": f"{VCAP}/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
         go = str(SCRATCH / "bosh-agent")
         self.agent = subprocess.Popen(
-            [go, *options], env=environment, stdout=self.log(), stderr=subprocess.STDOUT, cwd="/"
+            [go, *options], env=environment, stdout=self.log(), stderr=subprocess.STDOUT, cwd=VCAP / "bosh"
         )
 
     def applied(self) -> None:
@@ -196,7 +197,7 @@ class ShimWorld(World):
     def start(self) -> None:
         argv = [sys.executable, "-m", "comparison.shim", str(self.cycle), "run", "-C", str(VCAP / "bosh/agent.json")]
         environment = {**os.environ, "PATH": f"{VCAP}/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-        self.agent = subprocess.Popen(argv, env=environment, stdout=self.log(), stderr=subprocess.STDOUT)
+        self.agent = subprocess.Popen(argv, env=environment, stdout=self.log(), stderr=subprocess.STDOUT, cwd="/")
 
 
 WORLDS: Final[dict[str, type[World]]] = {"go": GoWorld, "shim": ShimWorld}
