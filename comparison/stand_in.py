@@ -175,6 +175,7 @@ class Ports:
         try:
             if "path" in place:
                 listening = socket.socket(socket.AF_UNIX, kind)
+                os.makedirs(os.path.dirname(place["path"]), exist_ok=True)
                 if os.path.exists(place["path"]):
                     os.unlink(place["path"])
                 listening.bind(place["path"])
