@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from agent_shim.services.logs.archives import REMARKS
+from agent_shim_demo.release import archive
 from benchmarks.world import AGENT
 from chaos.cases import case
 from chaos.stand import CannotInjectError, Stand, at_most, expect, injecting, refused, small, unmounted_after, until
@@ -90,7 +91,8 @@ async def bad_blobs(stand: Stand) -> str:
     blob = stand.world.store / "package0-2"
     good = blob.read_bytes()
     errors = []
-    for content in (good[:-1000], good[:-1] + bytes([good[-1] ^ 1]), b"", None):
+    # The changed one is a complete archive: only its digest is wrong.
+    for content in (good[:-1000], archive({"content": b"another"}), b"", None):
         if content is None:
             blob.unlink()
         else:
