@@ -75,11 +75,8 @@ source = agent_shim,kubernetes_cpi
 data_file = {data}
 sigterm = true
 """
-_CHILDREN: Final = """
-patch = subprocess
-context = ${PYTEST_CURRENT_TEST}
-"""
-"""Each test is a process's context: those that tests start inherit the variable."""
+_CHILDREN: Final = "context = ${PYTEST_CURRENT_TEST}\n"
+"""The context of a process that a test starts: it reads the file itself, with the variable that it inherits."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +205,8 @@ def measure(copy: Path, stage: Stage, workers: int) -> None:
     for number in range(workers):
         taken.append(place / f"durations-{number}.json")
         environment = {**_environment(copy), "SHIM_MUTATE_DURATIONS": str(taken[-1])}
+        if not stage.is_forked:
+            environment["SHIM_MUTATE_CHILDREN"] = str(config)
         command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-m", DAILY]
         command += ["-p", "no:cacheprovider", "-p", "chaos.mutate_contexts", *files[number::workers]]
         argv = confined.command(place, command)
@@ -471,7 +470,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store = STORE / "results.json"
     results: Results = json.loads(store.read_text()) if store.exists() else {}
     tests = tuple(asked.tests or ())
-    alone = (Stage("chosen", tests, 3.0), Stage("chosen in processes", tests, 20.0, is_forked=False))
+    alone = (Stage("chosen", tests, 3.0), Stage("chosen in processes", tests, 40.0, is_forked=False))
     stages = (alone if tests else STAGES)[: asked.stages]
     if not asked.table:
         run(wanted, results, stages, asked.workers, time.time() + 60 * asked.minutes, measured=not asked.measure)

@@ -14,6 +14,12 @@ import pytest
 _seconds: Final[dict[str, float]] = {}
 
 
+def pytest_configure() -> None:
+    """Measure the processes that tests start from now on."""
+    if config := os.environ.get("SHIM_MUTATE_CHILDREN"):
+        os.environ["COVERAGE_PROCESS_START"] = config
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """The context of the lines that run in this process."""

@@ -113,6 +113,15 @@ def test_a_mutant_in_a_fork_harms_nothing(store: Path, bystanders: Bystanders, m
     assert bystanders.are_unharmed()
 
 
+def test_what_a_started_process_runs_is_reached_by_the_test_that_started_it(store: Path) -> None:
+    stage = mutate.Stage("imports", ("tests/integration/test_lean_imports.py",), float("inf"), is_forked=False)
+
+    mutate.measure(ROOT, stage, 1)
+
+    [test, *_] = mutate.reaching(stage)["agent_shim/bulk/transfer.py"][1]
+    assert test.endswith("::test_no_authorities_are_read_before_somebody_wants_them[agent_shim.bulk.transfer]")
+
+
 @pytest.mark.parametrize("end", [subprocess.Popen.terminate, subprocess.Popen.kill])
 def test_its_end_is_the_end_of_all_that_it_started(
     end: Callable[[subprocess.Popen[bytes]], None], tmp_path: Path
