@@ -36,7 +36,8 @@ async def broken_disk(stand: Stand) -> str:
     stand.omit("I17", "the data is read-only at the end")
     errors = []
     faults = (
-        ("fsync:error=EIO", "fdatasync:error=EIO", "syncfs:error=EIO"),
+        ("fsync:error=EIO", "fdatasync:error=EIO"),
+        ("syncfs:error=EIO",),
         ("write:error=EIO:when=2+",),
         ("read:error=EIO:when=5+",),
     )
