@@ -3,6 +3,7 @@
 require 'erb'
 require 'json'
 require 'ostruct'
+require 'yaml'
 
 module Properties
   NONE = Object.new

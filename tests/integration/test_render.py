@@ -96,6 +96,14 @@ def test_a_compiled_tarball_brings_its_packages(tmp_path: Path) -> None:
     assert (tmp_path / "out/packages/web/bin/web").read_text() == "x"
 
 
+def test_templates_write_yaml_and_json_without_asking_for_them(tmp_path: Path) -> None:
+    conf = "<%= YAML.dump({'port' => p('port')}) %><%= JSON.dump([YAML.load('a: 1')]) %>\n"
+    done = render(manifest(tmp_path), release(tmp_path / "r", conf), "--out", tmp_path / "out")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out/jobs/web/config/web.conf").read_text() == '---\nport: 80\n[{"a":1}]\n'
+
+
 @pytest.mark.parametrize(
     ("conf", "said"),
     [
