@@ -362,6 +362,8 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     nodes = [BindMount(path=each, source=each, write=True, run=False, shared=False) for each in _NODES]
     shown = sorted([*places, *nodes], key=lambda place: place["path"].count("/"))  # parents before their children
     trees = {place["path"]: tree for place in shown if (tree := _tree(place, is_masked=is_masked)) is not None}
+    # A place above may show a link of that name, as /var/vcap/jobs does: the mount is made where the link leads.
+    ends = {path: os.path.realpath(path) for path in trees if any(path.startswith(f"{each}/") for each in trees)}
     is_writable = any(place["write"] for place in places if place["path"] == "/")
     root = trees.pop("/", None)
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -382,7 +384,8 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
             _mount(kind, path[1:], kind, flags, options)
     for path, tree in trees.items():
         if root is None or path.startswith("/dev/"):  # a root given as a place is not modified
-            _make_point(path[1:], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
+            for each in {path, ends.get(path, path)}:
+                _make_point(each[1:], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
     for path, target in _LINKS.items():
         with contextlib.suppress(FileExistsError):
             os.symlink(target, path[1:])  # noqa: PTH211 - pathlib would be loaded for this alone

@@ -554,6 +554,34 @@ def test_package_that_is_used_in_place_can_be_run(inside: Inside, level: int) ->
     assert run(inside, level, PACKAGE_IN_PLACE) == [0, 1]
 
 
+ALL_JOBS = """
+from agent_shim.supervisor.plan import BpmCall
+rendered = paths.data / "jobs/web/1"
+rendered.parent.mkdir(parents=True)
+(paths.jobs / "web").rename(rendered)
+(paths.jobs / "web").symlink_to(rendered)
+(rendered / "bin/web").write_text("#!/bin/sh\\nexec ls /var/vcap/jobs /var/vcap/jobs/web/bin/web\\n")
+(rendered / "bin/web").chmod(0o755)
+(rendered / "config/bpm.yml").write_text('''
+processes:
+- name: web
+  executable: /var/vcap/jobs/web/bin/web
+  unsafe: {unrestricted_volumes: [{path: /var/vcap/jobs}]}
+''')
+return [await supervisor.bpm.run(BpmCall("start", "web", "web"), [], {}), log("web"), log("web", "stderr")]
+"""
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_volume_may_be_the_directory_of_the_links_to_all_jobs(inside: Inside, level: int) -> None:
+    """So it is for health_monitor; bpm mounts the job where its link leads."""
+    code, said, errors = run(inside, level, ALL_JOBS)
+
+    assert (code, errors) == (0, "")
+    assert said.split()[0] == "/var/vcap/jobs/web/bin/web"
+    assert {"other", "web"} <= set(said.split())
+
+
 SHARED = """
 (paths.jobs / "web/config/bpm.yml").write_text(f'''
 processes:
