@@ -188,10 +188,6 @@ class Runtime:
             await booted.wait()  # jobs need the trusted authorities as soon as they start
             await self.job_recovery.run()
 
-        async def keep_names() -> None:
-            await booted.wait()  # it sets the host name
-            await agent.dns.keep_names(lambda: agent.settings.current.agent_id)
-
         roots: dict[str, Callable[[], Awaitable[None]]] = {
             "bus": self.bus.run,
             "heartbeat": self.heartbeat.run,
@@ -202,7 +198,7 @@ class Runtime:
             "copy of the state": agent.state_backup.watch,
             "leases": lambda: self._leases.keep(self.endings.begin_takeover_stop),
             "addresses": self.address_watch.watch,
-            "own names": keep_names,
+            "own names": lambda: agent.dns.keep_names(lambda: agent.settings.current.agent_id),
             "firewall": self.firewall.watch,
             "certificates": self.certificate_watch.watch,
             "loop lag": self._metrics.watch_lag,

@@ -131,7 +131,7 @@ def replaced(cluster: Cluster, name: str) -> None:
 def test_pod_that_was_replaced_while_it_started_is_not_the_vm(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     cluster.start_after_s = 0.3
     vm = names.cid("vm", "bosh", DIRECTOR, "agent-1")
-    server.fail("WATCH pods/", on=lambda: replaced(cluster, vm))
+    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # its end is in no watch
 
     with pytest.raises(CpiFailedError, match="was deleted while it started") as failed:
         cpi.create_vm()
@@ -142,10 +142,12 @@ def test_pod_that_was_replaced_while_it_started_is_not_the_vm(cpi: Cpi, cluster:
 def test_end_of_a_pod_is_not_waited_for_in_its_successor(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     vm = cpi.create_vm()
     cluster.is_node_alive = False
-    server.fail("WATCH pods/", on=lambda: replaced(cluster, vm))
+    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # its end is in no watch
 
     cpi("delete_vm", vm)
 
+    before = server.requests[: server.requests.index(f"DELETE secrets/{vm}")]
+    assert before.count(f"DELETE pods/{vm}") == 1, "it is not deleted by force"
     assert vm not in cluster.of("secrets")
 
 

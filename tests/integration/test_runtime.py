@@ -14,6 +14,7 @@ from pathlib import Path
 
 from agent_shim.core.paths import Paths
 from agent_shim.daemon.boot import GO_AGENT_PASSWORD
+from agent_shim.host import proc
 from agent_shim.services.volume_lease import NAME
 from agent_shim_demo.director import HealthMonitor
 from agent_shim_demo.pki import HEALTH_MONITOR
@@ -22,7 +23,12 @@ from benchmarks.world import AGENT, COMMAND, World
 from tests.support.waiting import until
 
 PERIOD_S = 30.0
-LATE_BOOT = Path("tests/support/programs/late_boot.py").resolve()
+PROGRAMS = Path("tests/support/programs").resolve()
+
+
+def played(program: str, *arguments: object) -> str:
+    """The command of an agent with a change that ``program`` makes."""
+    return shlex.join([sys.executable, str(PROGRAMS / program), *map(str, arguments), *shlex.split(COMMAND)[3:]])
 
 
 # --- the end of the agent -------------------------------------------------------------------------------------------
@@ -52,6 +58,27 @@ async def test_a_held_poll_is_answered_before_the_agent_leaves_the_bus(instance:
     assert await instance.stop_agent() == 0
 
     assert (await poll)["value"] == {"agent_task_id": task, "state": "running"}
+
+
+async def test_the_end_of_process_1_stops_the_jobs_and_a_second_signal_cuts_their_scripts_short(
+    instance: World,
+) -> None:
+    """The container ends with it."""
+    instance.command = played("as_process_one.py")
+    instance.shim["grace"] = 1000
+    drained = instance.base / "data/drained"
+    drain = f"#!/bin/sh\ntouch {drained}\nsleep 1000\n"
+    pids = await instance.deploy(more={"more": {"bin/drain": drain, "monit": ""}})
+    assert instance.agent is not None
+
+    instance.agent.send(signal.SIGTERM)
+    await until(drained.exists)
+    assert instance.agent.is_alive
+    instance.agent.send(signal.SIGTERM)
+
+    assert await instance.agent.wait() == 1
+    assert "drain scripts were cut short" in instance.log_text()
+    assert proc.stat(pids["job0"]) is None
 
 
 # --- a new connection -----------------------------------------------------------------------------------------------
@@ -89,6 +116,19 @@ async def test_a_reconnect_sends_a_heartbeat_beside_those_of_the_period(instance
     assert max(phases) - min(phases) > 0.1, "all came at the time of the period"
 
 
+async def test_a_reconnect_sets_the_rules_of_the_packet_filter_again(instance: World) -> None:
+    """The bus may have another address now, which the rules do not close yet."""
+    written = instance.scratch / "written"
+    instance.command = played("without_nft.py", written)
+    await instance.start_agent()
+    before = await until(lambda: written.exists() and written.read_text())
+    await instance.server.kill()
+
+    await instance.server.start()
+
+    await until(lambda: written.read_text() != before)
+
+
 # --- the start of the agent -----------------------------------------------------------------------------------------
 
 
@@ -104,7 +144,7 @@ async def test_jobs_wait_for_the_late_steps_of_the_boot(instance: World) -> None
         elif place.name != "data":
             place.unlink()
     may_end = instance.scratch / "may-end"
-    instance.command = shlex.join([sys.executable, str(LATE_BOOT), str(may_end), *shlex.split(COMMAND)[3:]])
+    instance.command = played("late_boot.py", may_end)
 
     await instance.start_agent()
     await instance.run("list_disk")  # a task after that which brings the jobs back, if that has begun
