@@ -100,7 +100,7 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
 
 
 class CopyTree(msgspec.Struct, frozen=True, tag=True):
-    """Mirror ``source`` to ``target``, except ``spared`` (``bulk.copytree``)."""
+    """Copy ``source`` to ``target``, which is emptied before, except ``spared`` (``bulk.copytree``)."""
 
     source: str
     target: str
@@ -108,14 +108,9 @@ class CopyTree(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Progress of a request: ``uploading`` after packing; counting, copying or comparing of a copy.
-
-    Sizes are bytes of data without holes.
-    """
+    """Progress of a request: ``uploading`` after packing; counting or copying of a disk, in bytes of its archive."""
 
     phase: str
-    files: int = 0
-    files_total: int = 0
     size: int = 0
     size_total: int = 0
 
@@ -125,9 +120,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
         return self.size / self.size_total if self.size_total else 0.0
 
     def __str__(self) -> str:
-        if self.phase == "counting":
-            return f"counting: {self.files} files, {self.size} bytes"
-        return f"{self.phase}: {self.files}/{self.files_total} files, {self.size}/{self.size_total} bytes"
+        return f"{self.phase}: {self.size}/{self.size_total} bytes" if self.size_total else self.phase
 
 
 class Rotate(msgspec.Struct, frozen=True, tag=True):

@@ -140,7 +140,7 @@ async def _pack(request: Pack) -> Done:
 def _copy_tree(request: CopyTree) -> Done:
     from agent_shim.bulk import copytree
 
-    # No clean-up: the next worker resumes an interrupted copy.
+    # No clean-up: the next copy begins with an empty target.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     copytree.mirror(Path(request.source), Path(request.target), spared=request.spared, report=_send)
     return Done()

@@ -295,7 +295,7 @@ def _of_file_systems(disks: Collection[tuple[str, os.statvfs_result]]) -> Iterat
 def _of_disk(disk: DiskReading) -> Iterator[Metric]:
     yield _gauge("persistent_disk_mounted", "1 while a persistent disk is mounted on the store.", _one(disk.is_mounted))
     yield _gauge("disk_migration_running", "1 during the migration of a persistent disk.", _one(disk.is_migrating))
-    text = "Completed fraction of the copy, then of the comparison; 0 without a migration."
+    text = "Completed fraction of the copy; 0 without a migration."
     yield _gauge("disk_migration_ratio", text, _one(disk.migrated))
 
 

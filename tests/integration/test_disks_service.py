@@ -864,8 +864,9 @@ async def test_a_worker_copies_by_default_and_reports_its_progress(instance: Ins
     await instance.disks.migrate("a", "b")
 
     assert fingerprint(instance.paths.store) == wanted
-    assert {progress.files_total for progress in seen} <= {0, 3002}
-    assert seen
+    assert [progress.phase for progress in seen[:2]] == ["counting", "copying"]
+    assert seen[-1].size <= seen[-1].size_total
+    assert seen[-1].size_total > 3000 * 3000
 
 
 @each_way
@@ -918,7 +919,7 @@ async def test_other_requests_are_refused_during_a_copy(instance: Instance) -> N
 
     async def slow(source: Path, target: Path, report: object) -> None:
         assert callable(report)
-        report(protocol.Progress("copying", 1, 2, 3, 4))
+        report(protocol.Progress("copying", 1, 2))
         going.set()
         await go.wait()
 
@@ -926,7 +927,7 @@ async def test_other_requests_are_refused_during_a_copy(instance: Instance) -> N
     migrating = asyncio.ensure_future(instance.disks.migrate("a", "b"))
     await going.wait()
 
-    assert instance.disks.progress == protocol.Progress("copying", 1, 2, 3, 4)
+    assert instance.disks.progress == protocol.Progress("copying", 1, 2)
     instance.disks._places.restore = None  # type: ignore[method-assign,assignment]
     assert await instance.disks.problem() == "migrate_disk a b is in progress"
     assert await instance.disks.list() == ["a", "b"]

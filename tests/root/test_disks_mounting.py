@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from agent_shim.actions import disks as actions
+from agent_shim.bulk import copytree
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.settings import DiskAssociation
 from agent_shim.host import files, mounts, volumes
@@ -384,6 +385,32 @@ async def test_a_volume_mounted_twice_counts_as_unmounted_where_it_must_stay(tmp
     assert await instance.disks.list() == []
     await instance.disks.mount("a")
     assert await instance.disks.list() == ["a"]
+
+
+@pytest.mark.parametrize("seconds", [-(2**40), 2**33])
+@alone
+def test_a_time_that_the_next_disk_cannot_have_does_not_end_a_migration(tmp_path: Path, seconds: int) -> None:
+    """With small inodes of ext4 times end in 2038. A job sets any time."""
+    source = mount_tmpfs(tmp_path / "source")
+    target = mount_ext4(tmp_path / "target", tmp_path / "image", 16 << 20, "-I", "128")
+    (source / "odd").write_text("text")
+    os.utime(source / "odd", (seconds, seconds))
+
+    copytree.mirror(source, target, spared=OURS)
+
+    assert (target / "odd").read_text() == "text"
+    assert abs((target / "odd").stat().st_mtime) <= 2**31
+
+
+@alone
+def test_a_full_disk_ends_a_copy_with_its_message(tmp_path: Path) -> None:
+    source = mount_tmpfs(tmp_path / "source")
+    (source / "big").write_bytes(bytes(1) * (20 << 20))
+    (source / "next").write_text("x")
+    target = mount_ext4(tmp_path / "target", tmp_path / "image")
+
+    with pytest.raises(HostError, match=r"cannot copy .*: \./big: .*; 0 MiB are free"):
+        copytree.mirror(source, target, spared=OURS)
 
 
 # --- SIGKILL --------------------------------------------------------------------------------------------------------

@@ -138,8 +138,7 @@ RAW: Mapping[str, Raw] = {
     "host.user_namespace": Raw(KERNEL, frozenset({"is_inside", "overflow_user"})),
     "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
     "bulk.copytree": Raw(
-        "within directories that the door has opened: names in them, by descriptor, no link followed",
-        frozenset({"_copy_entry", "_copy_file", "_names", "mirror", "_same_entry", "_status", "_Mirror._surplus"}),
+        "the top of a volume, which tar copies", frozenset({"_empty", "_is_ours", "_make_directories"})
     ),
     "host.files": Raw(
         "writes and makes what is ours",

@@ -141,11 +141,11 @@ def mount_overlay(point: Path, layers: Path) -> Path:
     return point
 
 
-def mount_ext4(point: Path, image: Path, size: int = 16 << 20) -> Path:
-    """Provide a block volume; skips the test without a loop device."""
+def mount_ext4(point: Path, image: Path, size: int = 16 << 20, *more: str) -> Path:
+    """Provide a block volume; skips the test without a loop device. ``more`` are options of mkfs."""
     with image.open("wb") as file:
         file.truncate(size)
-    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    subprocess.run(["mkfs.ext4", "-q", "-F", *more, str(image)], check=True)
     point.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(["mount", "-o", "loop", str(image), str(point)], capture_output=True, text=True)
     if done.returncode != 0:
@@ -427,6 +427,8 @@ def fingerprint(tree: Path, *, spared: frozenset[str] = frozenset({"lost+found",
         for name in (*below, *inside):
             path = Path(here, name)
             status = path.lstat()
+            if stat.S_ISSOCK(status.st_mode):  # it names no process any more
+                continue
             entry: list[Any] = [oct(status.st_mode), status.st_uid, status.st_gid, status.st_mtime_ns, status.st_rdev]
             if stat.S_ISREG(status.st_mode):
                 names.setdefault((status.st_dev, status.st_ino), []).append(str(path.relative_to(tree)))

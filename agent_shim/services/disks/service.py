@@ -255,9 +255,10 @@ class Disks:
     # --- migrate ----------------------------------------------------------------------------------------------------
 
     async def migrate(self, old: str = "", new: str = "") -> None:
-        """Copy the disk on the store to the one on the migration target, compare, and swap them.
+        """Copy the disk on the store to the one on the migration target, and swap them.
 
-        Empty cids stand for the disks mounted there. An interrupted migration resumes; a finished one is not repeated.
+        Empty cids stand for the disks mounted there. An interrupted migration begins again; a finished one is not
+        repeated.
         """
 
         def report(progress: Progress) -> None:
