@@ -17,7 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -93,13 +93,13 @@ class ContainerView:
     def is_root(self) -> bool:
         return os.geteuid() == 0
 
-    def judged(self, topic: str, found: str, limit: str | Limit = "", **words: str) -> Finding:
-        """Make a finding, good without a limit; a text is the name of a row in ``LIMITS``.
+    def judged(self, topic: str, found: str, limit: str | Limit = "", *, good: str = "", **words: str) -> Finding:
+        """Make a finding, good without a ``limit`` or an observation of one; a text is the name of a row in ``LIMITS``.
 
         The change is the one for the creator of this container.
         """
-        if not limit:
-            return Finding(topic, GOOD, found)
+        if not limit or not found:
+            return Finding(topic, GOOD, good or found)
         row = limits.LIMITS[limit] if isinstance(limit, str) else limit
         change = row.change(runtime(self.settings)).format(**words)
         return Finding(topic, row.verdict, found, row.follows.format(**words), change)
@@ -173,11 +173,10 @@ def _status(paths: Paths) -> Mapping[str, Any]:
 def _user(view: ContainerView) -> Iterator[Finding]:
     uid = os.geteuid()
     who = ("root" if uid == 0 else f"user {uid}") + (", of a user namespace" if user_namespace.is_inside() else "")
+    ids = (vcap.pw_uid, vcap.pw_gid) if (vcap := _vcap()) else (VCAP_UID, VCAP_UID)
     if uid != 0:
         yield view.judged("user", who, "one user")
-        return
-    ids = (vcap.pw_uid, vcap.pw_gid) if (vcap := _vcap()) else (VCAP_UID, VCAP_UID)
-    if error := error_of(privilege_probes.change_user, *ids):
+    elif error := error_of(privilege_probes.change_user, *ids):
         yield view.judged("user", f"{who}: cannot become another user ({os.strerror(error)})", "no other user")
     elif error := error_of(privilege_probes.change_owner, view.scratch, ids[0]):
         yield view.judged("user", f"{who}: cannot give files to another user ({os.strerror(error)})", "no other user")
@@ -186,34 +185,30 @@ def _user(view: ContainerView) -> Iterator[Finding]:
 
 
 def _privileges(view: ContainerView) -> Iterator[Finding]:
-    found = capabilities.privileges()
-    yield _capabilities(view, found.effective)
-    known = (("no new privileges", found.no_new_privs), ("seccomp filter", found.seccomp))
-    marks = ", ".join(text for text, is_so in known if is_so)
-    yield view.judged("confinement", marks or "none", "no new privileges" if found.no_new_privs else "")
-
-
-def _capabilities(view: ContainerView, held: Collection[str]) -> Finding:
-    """Judge the capabilities: each missing one disables a feature."""
-    topic, reasons = "capabilities", {**limits.NEEDED, **limits.USEFUL}
+    found, topic, reasons = capabilities.privileges(), "capabilities", {**limits.NEEDED, **limits.USEFUL}
+    missing, absent = ([name for name in names if name not in found.effective] for names in (reasons, limits.STRONG))
     if not view.is_root:
-        return view.judged(topic, "none, as for every user but root", "no capabilities")
-    if missing := [name for name in reasons if name not in held]:
+        yield view.judged(topic, "none, as for every user but root", "no capabilities")
+    elif missing:
         verdict = WRONG if any(name in limits.NEEDED for name in missing) else LIMITED
         follows = "; ".join(dict.fromkeys(reasons[name] for name in missing))
         limit = limits.capabilities(*missing, follows=follows, verdict=verdict)
-        return view.judged(topic, f"without {', '.join(missing)}", limit)
-    if absent := [name for name in limits.STRONG if name not in held]:
+        yield view.judged(topic, f"without {', '.join(missing)}", limit)
+    else:
+        text = f"those the agent needs; without {', '.join(absent)}" if absent else ""
         lost = "; ".join(limits.STRONG[name] for name in absent)
-        return view.judged(topic, f"those the agent needs; without {', '.join(absent)}", "few capabilities", lost=lost)
-    return view.judged(topic, f"{len(held)} of them, all that jobs ask for")
+        good = f"{len(found.effective)} of them, all that jobs ask for"
+        yield view.judged(topic, text, "few capabilities", good=good, lost=lost)
+    known = (("no new privileges", found.no_new_privs), ("seccomp filter", found.seccomp))
+    marks = ", ".join(text for text, is_so in known if is_so)
+    yield view.judged("confinement", marks, "no new privileges" if found.no_new_privs else "", good=marks or "none")
 
 
 def _mounts(view: ContainerView) -> Iterator[Finding]:
     tried = {"bind mount": privilege_probes.bind_mount, "tmpfs": privilege_probes.tmpfs}
     errors = {what: error_of(probe, view.scratch) for what, probe in tried.items()}
     failed = "; ".join(f"{what}: {os.strerror(error)}" for what, error in errors.items() if error)
-    yield view.judged("mounts", failed or "bind mounts and tmpfs work", "no mounts" if failed else "")
+    yield view.judged("mounts", failed, "no mounts", good="bind mounts and tmpfs work")
 
 
 def _isolation(view: ContainerView) -> Iterator[Finding]:
@@ -258,15 +253,12 @@ def _cgroups(view: ContainerView) -> Iterator[Finding]:
     if hierarchy is None:
         yield view.judged("cgroups", "not visible", "no cgroups")
         return
-    if "memory" in job_cgroups.offered():
-        yield view.judged("cgroups", f"version {hierarchy.version}, can be made below ours")
-    else:
-        yield view.judged("cgroups", f"version {hierarchy.version}, read-only", "cgroups read-only")
+    ours = "" if "memory" in job_cgroups.offered() else f"version {hierarchy.version}, read-only"
+    yield view.judged("cgroups", ours, "cgroups read-only", good=f"version {hierarchy.version}, can be made below ours")
     memory, cpus = cgroups.memory(found, host_stats.memory()), cgroups.processors(found)
     total = memory.total if memory else None
     texts = [f"memory {total / MIB:.0f} MiB" if total else "", f"{cpus:g} processors" if cpus else ""]
-    shown = ", ".join(filter(None, texts)) or "none"
-    yield view.judged("limits", shown, "" if total else "no memory limit")
+    yield view.judged("limits", ", ".join(filter(None, texts)) or "none", "" if total else "no memory limit")
 
 
 def _job_limits(view: ContainerView) -> Iterator[Finding]:
@@ -289,27 +281,24 @@ def _directories(view: ContainerView) -> Iterator[Finding]:
         Path("/run"): "daemons that put their pid files there fail",
     }
     for path, text in follows.items():
-        if path.is_dir() and (error := error_of(privilege_probes.write, path)):
-            is_top = path.parent == Path("/") and path != Path("/etc")
+        if path.is_dir():
+            error, is_top = error_of(privilege_probes.write, path), path.parent == Path("/") and path != Path("/etc")
             limit = "top directory not writable" if is_top else "directory not writable"
-            found = f"cannot be written: {os.strerror(error)}"
-            yield view.judged(str(path), found, limit, needs=text, path=str(path))
-        elif path.is_dir():
-            yield view.judged(str(path), "writable")
+            found = f"cannot be written: {os.strerror(error)}" if error else ""
+            yield view.judged(str(path), found, limit, good="writable", needs=text, path=str(path))
 
 
 def _volume(view: ContainerView, path: Path, needs: str) -> Finding:
     """Judge a directory that should be a volume; ``needs`` names its content."""
-    mount = mounts.mount_of(path, mounts.mounts())
+    mount, found, limit = mounts.mount_of(path, mounts.mounts()), "", ""
     if error := error_of(privilege_probes.write, path):
         found = f"cannot be written: {'read-only' if error == errno.EROFS else os.strerror(error)}"
-        return view.judged(str(path), found, "volume not writable", needs=needs, path=str(path))
-    if mount and "noexec" in mount.options:
-        return view.judged(str(path), "mounted noexec", "volume noexec", path=str(path))
-    if mount is None or mount.point == Path("/"):
-        found = "in the root file system of the container"
-        return view.judged(str(path), found, "no volume", needs=needs, path=str(path))
-    return view.judged(str(path), "a volume of its own, writable")
+        limit = "volume not writable"
+    elif mount and "noexec" in mount.options:
+        found, limit = "mounted noexec", "volume noexec"
+    elif mount is None or mount.point == Path("/"):
+        found, limit = "in the root file system of the container", "no volume"
+    return view.judged(str(path), found, limit, good="a volume of its own, writable", needs=needs, path=str(path))
 
 
 def _space(view: ContainerView) -> Iterator[Finding]:
@@ -350,11 +339,8 @@ def _kernel(view: ContainerView) -> Iterator[Finding]:
     found = f"{instances} instances and {watches} watches a user"
     error = error_of(privilege_probes.open_inotify)
     yield view.judged("inotify", f"{os.strerror(error)} ({found})" if error else found, "no inotify" if error else "")
-    name = proc.name(1)
-    if name in INITS or "agent_shim" in proc.command_line(1):
-        yield view.judged("process 1", name)
-    else:
-        yield view.judged("process 1", f"{name}, no known init", "no init")
+    is_init = (name := proc.name(1)) in INITS or "agent_shim" in proc.command_line(1)
+    yield view.judged("process 1", "" if is_init else f"{name}, no known init", "no init", good=name)
 
 
 # --- environment ----------------------------------------------------------------------------------------------------
@@ -381,12 +367,12 @@ def _certificate(view: ContainerView, mbus: Mbus) -> Finding:
     now = clock.wall_time_of(clock.boot_ticks())
     days = (ends - now) / DAY_S
     kind, topic = ("door", "certificate of the HTTPS door") if mbus.scheme == "https" else ("bus", "bus certificate")
+    found, limit = f"good for {days:.0f} days more", f"{kind} certificate near its end" if days < 30 else ""
     if begins > now:
-        return view.judged(topic, "not good yet", f"{kind} certificate not yet valid")
-    if days <= 0:
-        return view.judged(topic, f"expired {-days:.0f} days ago", f"{kind} certificate expired")
-    found = f"good for {days:.0f} days more"
-    return view.judged(topic, found, f"{kind} certificate near its end" if days < 30 else "")
+        found, limit = "not good yet", f"{kind} certificate not yet valid"
+    elif days <= 0:
+        found, limit = f"expired {-days:.0f} days ago", f"{kind} certificate expired"
+    return view.judged(topic, found, limit)
 
 
 def _ports(view: ContainerView) -> Iterator[Finding]:
@@ -403,9 +389,8 @@ def _ports(view: ContainerView) -> Iterator[Finding]:
             yield view.judged(topic, f"{what}: another program listens there", "port taken")
         else:
             yield view.judged(topic, f"{what}: {os.strerror(error)}", "port refused")
-    error = error_of(privilege_probes.listen_low)
-    found = os.strerror(error).lower() if error else "can be listened on"
-    yield view.judged("ports below 1024", found, "no low ports" if error else "")
+    found = os.strerror(error).lower() if (error := error_of(privilege_probes.listen_low)) else ""
+    yield view.judged("ports below 1024", found, "no low ports", good="can be listened on")
 
 
 def _connect(host: str, port: int) -> None:
@@ -424,8 +409,7 @@ def _failure(call: Callable[..., object], *arguments: Any) -> str:
 
 def _names(view: ContainerView) -> Iterator[Finding]:
     names = ("localhost", socket.gethostname())
-    failed = _unknown(names)
-    yield view.judged("names", failed or f"{' and '.join(names)} found", "own names unknown" if failed else "")
+    yield view.judged("names", _unknown(names), "own names unknown", good=f"{' and '.join(names)} found")
 
 
 def _unknown(names: Iterable[str]) -> str:
@@ -435,8 +419,7 @@ def _unknown(names: Iterable[str]) -> str:
 
 
 def _name_servers(view: ContainerView) -> Iterator[Finding]:
-    words = [line.split() for line in RESOLV_CONF.read_text(errors="replace").splitlines()]
-    servers = [word[1] for word in words if word[:1] == ["nameserver"] and len(word) > 1]
+    servers = re.findall(r"^[ \t]*nameserver[ \t]+(\S+)", RESOLV_CONF.read_text(errors="replace"), re.MULTILINE)
     hosts = [place.hostname or "" for place in _bus_places(view)]
     names = [host for host in hosts if not network.family_of(host)]
     found = ", ".join(servers) + (f"; {', '.join(names)} found" if names else "")
@@ -444,22 +427,17 @@ def _name_servers(view: ContainerView) -> Iterator[Finding]:
         yield view.judged("DNS", "/etc/resolv.conf names no server", "no name server")
     elif failed := _unknown(names):
         yield view.judged("DNS", failed, "bus name unknown")
-    elif view.is_root and error_of(privilege_probes.open_for_writing, RESOLV_CONF):
-        yield view.judged("DNS", found, "fixed name servers")
     else:
-        yield view.judged("DNS", found)
+        is_fixed = view.is_root and error_of(privilege_probes.open_for_writing, RESOLV_CONF)
+        yield view.judged("DNS", found, "fixed name servers" if is_fixed else "")
 
 
 def _addresses(view: ContainerView) -> Iterator[Finding]:
     expected = address_watch.expected(view.settings, _applied(view.paths)) if view.settings else {}
     missing = [f"no interface has {ip} ({where})" for ip, where in expected.items() if not network.has_address(ip)]
     own = network.default_address() or network.default_address(ipv6=True)
-    if missing:
-        yield view.judged("addresses", "; ".join(missing), "address missing")
-    elif own is None:
-        yield view.judged("addresses", "no default route", "no default route")
-    else:
-        yield view.judged("addresses", own.ip)
+    limit = "address missing" if missing else "" if own else "no default route"
+    yield view.judged("addresses", "; ".join(missing) or (own.ip if own else "no default route"), limit)
 
 
 def _applied(paths: Paths) -> Mapping[str, Any]:
@@ -476,13 +454,11 @@ def _bus(view: ContainerView) -> Iterator[Finding]:
     errors = {f"{place.hostname}:{place.port or 4222}": _bus_error(view, place) for place in _bus_places(view)}
     if not errors:
         return
-    if reached := [place for place, why in errors.items() if not why]:
-        yield view.judged("bus", f"{', '.join(reached)} can be reached")
-    else:
-        yield view.judged("bus", "; ".join(f"{place}: {why}" for place, why in errors.items()), "bus not reached")
-    obstacle = _firewall_obstacle(view)
-    found = f"jobs can reach the bus: {obstacle}" if obstacle else "keeps jobs from the bus"
-    yield view.judged("firewall", found, "no firewall" if obstacle else "")
+    reached = ", ".join(place for place, why in errors.items() if not why)
+    found = "" if reached else "; ".join(f"{place}: {why}" for place, why in errors.items())
+    yield view.judged("bus", found, "bus not reached", good=f"{reached} can be reached")
+    found = f"jobs can reach the bus: {obstacle}" if (obstacle := _firewall_obstacle(view)) else ""
+    yield view.judged("firewall", found, "no firewall", good="keeps jobs from the bus")
 
 
 def _bus_places(view: ContainerView) -> list[SplitResult]:
