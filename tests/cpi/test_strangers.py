@@ -78,6 +78,19 @@ def test_claim_of_another_program_with_the_name_of_data_stays(cpi: Cpi, cluster:
     assert cluster.snapshot() == before
 
 
+def test_recreation_that_another_program_notes_on_its_claim_is_not_carried_on(cpi: Cpi, cluster: Cluster) -> None:
+    """Such a pod would be made again with the disks that the annotation names."""
+    disk = cpi("create_disk", 64, {}, None)
+    noted = {"name": "data-others", "annotations": {"cpi.bosh.io/disks": json.dumps({"disks": [disk]})}}
+    cluster.create(("persistentvolumeclaims", "bosh", "data-others"), {"metadata": noted, "spec": CLAIM})
+    make(cluster, "secrets", "others")
+    before = cluster.snapshot()
+
+    cpi.refused("VMNotFound", "attach_disk", "others", disk, match="has no such pod")
+
+    assert cluster.snapshot() == before
+
+
 def test_claim_becomes_a_disk_by_its_labels(cpi: Cpi, cluster: Cluster) -> None:
     """`bosh attach-disk` of storage that was restored by hand."""
     make(cluster, "persistentvolumeclaims", "restored", CLAIM, **OURS, **{"cpi.bosh.io/kind": "disk"})

@@ -15,7 +15,10 @@ import pytest
 from tests.structure.source import ROOT
 
 SOURCE = ROOT / "stemcell_overlay/rootfs/opt/agent_shim"
-MOVED = ("/opt/agent_shim", "/var/vcap/bosh", "/etc/resolv", "/run/systemd/system", "/usr/bin/systemctl", "/usr/sbin/")
+MOVED = (
+    *("/opt/agent_shim", "/var/vcap/bosh", "/etc/resolv", "/run/systemd/system", "/run/agent_shim", "/dev/shm"),
+    *("/usr/bin/systemctl", "/usr/sbin/"),
+)
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
 
@@ -82,6 +85,28 @@ def test_each_name_of_launch_starts_the_agent_or_the_init(
     if said.startswith("bosh-agent"):
         where = top if "compile" in arguments else top / "var/vcap/bosh"
         assert done.stdout.splitlines() == [str(where), f"C.UTF-8 /root 2 0022 {top}/var/vcap/bosh/bin"]
+
+
+# --- the init -------------------------------------------------------------------------------------------------------
+
+
+def test_the_init_begins_with_its_services_its_signals_and_few_variables(top: Path) -> None:
+    home, bosh = top / "opt/agent_shim", top / "var/vcap/bosh"
+    recorder(home / "s6/bin/s6-svscan", "env")
+    bosh.rmdir()
+
+    done = run(home / "init/start", "-P", "x", cwd=top, SECRET="s", TZ="UTC", AGENT_SHIM_GRACE="5")
+
+    place = top / "run/agent_shim/services"
+    links = {link.name: link.readlink().name for link in (place / ".s6-svscan").iterdir()}
+    environ = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert (done.returncode, told(top)) == (0, ["s6-svscan ."])
+    assert links == {"finish": "finish", "SIGTERM": "stop", "SIGINT": "stop", "SIGPWR": "stop"}
+    assert {each.parent.name for each in place.glob("*/run")} == {path.name for path in (home / "services").iterdir()}
+    assert environ.keys() - {"PWD", "OLDPWD", "SHLVL", "_"} == {
+        *("PATH", "LANG", "HOME", "TZ", "AGENT_SHIM_ARGUMENTS", "AGENT_SHIM_GRACE")
+    }
+    assert {link.name for link in (bosh / "bin").iterdir()} == {"monit", "bosh-agent"}
 
 
 # --- the end of the container ---------------------------------------------------------------------------------------
