@@ -127,7 +127,7 @@ async def start(agent: Agent) -> str:
     await agent.state_backup.prepared()
     agent.supervisor.resume()
     await agent.supervisor.start()
-    await asyncio.gather(record_health(agent), agent.state_backup.update())
+    await record_health(agent)
     return "started"
 
 

@@ -237,6 +237,20 @@ async def test_a11_start_writes_monit_files_in_reverse_and_takes_the_marker_away
     assert json.loads(world.paths.health.read_bytes())["state"] in ("starting", "running", "failing")
 
 
+async def test_a11_a_start_is_in_the_backup_at_once(world: World) -> None:
+    """A container that ends now returns with the jobs, and not as one that the Director has stopped."""
+    spec, stopped = (world.paths.mirror / path.name for path in (world.paths.spec, world.paths.stopped_marker))
+    await deployed(world, "web")
+    await world.value("stop")
+    await world.agent.state_backup.update()
+    assert stopped.exists()
+
+    await world.value("start")
+
+    assert not stopped.exists()
+    assert spec.read_bytes() == world.paths.spec.read_bytes()
+
+
 async def test_a12_a_stop_is_in_the_health_file_at_once(world: World) -> None:
     """bosh-dns would send requests to it until the next heartbeat."""
     await deployed(world, "web")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,39 @@ def test_each_value_of_a_scrape_comes_from_its_source(tmp_path: Path, monkeypatc
     assert (found.firewall_enforced, found.addresses_missing, found.certificates) == (True, 5, {"client": 7.0})
     assert (found.disk.is_mounted, found.disk.is_migrating, found.disk.migrated) == (False, True, 0.5)
     assert (found.blobs, found.blob_bytes) == ({("in", "done"): 21}, {"in": 22})
+
+
+async def test_each_value_of_a_status_comes_from_its_source(tmp_path: Path) -> None:
+    async def value(of: Any) -> Any:
+        return of
+
+    task = SimpleNamespace(method="apply", progress="2 of 3", begun_at=time.monotonic() - 70)
+    asked = live(
+        tmp_path, firewall=SimpleNamespace(obstacle="no nft"), certificate_watch=SimpleNamespace(warnings=["old"])
+    )
+    asked.bus.stats, asked.heartbeat.sent_at = cast("Any", SimpleNamespace(last_error="refused")), time.monotonic() - 40
+    agent = cast("Any", asked.agent)
+    agent.tasks = SimpleNamespace(running=task, waiting=2)
+    agent.settings = SimpleNamespace(current=SimpleNamespace(agent_id="agent-7", mbus=asked.bus.mbus))
+    agent.disks = SimpleNamespace(progress=None, problem=lambda: value(""), is_mounted=True)
+    agent.vitals = SimpleNamespace(sample=lambda: value("vitals"))
+    agent.supervisor.services = list
+    agent.supervisor.bpm = SimpleNamespace(isolation=lambda: value(SimpleNamespace(_asdict=lambda: "levels")))
+
+    found = await status_report.status(asked, "running", 8)
+
+    assert found["bus"] == {"is_used": True, "connected": True, "error": "refused", "heartbeat_secs": 40}
+    assert (found["agent_id"], found["deployment"], found["instance"]) == ("agent-7", "dep", "group/an-id")
+    assert (found["phase"], found["uptime_secs"], found["job_state"]) == ("running", 8, "running")
+    assert (found["task"], found["task_progress"], found["task_secs"], found["tasks_waiting"]) == (
+        "apply",
+        "2 of 3",
+        70,
+        2,
+    )
+    assert (found["disk"], found["vitals"], found["bpm"], found["processes"]) == ("mounted", "vitals", "levels", [])
+    assert found["firewall"] == {"enforced": False, "why": "no nft"}
+    assert found["warnings"] == [*(f"no interface has the address {ip} ()" for ip in "abcde"), "old"]
 
 
 def test_an_idle_agent_has_no_task_no_migration_and_no_enforced_rules(tmp_path: Path) -> None:
