@@ -281,9 +281,9 @@ async def test_a11_files_beyond_their_limits_fail_their_jobs_alone(
     """The parse of a megabyte held the event loop for 17 s: it is refused, and the rest is parsed in a thread."""
     threads = set()
 
-    def planned(files: Sequence[plan.JobFile]) -> tuple[plan.ProcessSpec, ...]:
+    def planned(files: Sequence[plan.JobFile], **options: bool) -> tuple[plan.ProcessSpec, ...]:
         threads.add(threading.current_thread())
-        return plan_of(files)
+        return plan_of(files, **options)
 
     plan_of = plan.plan
     monkeypatch.setattr(plan, "plan", planned)
@@ -372,7 +372,7 @@ exit 7
 
     assert await world.value("drain", "update", wanted) == 0
 
-    path = f"/usr/sbin:/usr/bin:/sbin:/bin / {os.nice(0)}"
+    path = f"/usr/sbin:/usr/bin:/sbin:/bin {world.paths.monit_service} {os.nice(0)}"
     assert trace.read_text().splitlines() == [
         f'job_changed hash_changed tool | {{"persistent_disk":0}} | {{"persistent_disk":10}} | {path}',
         f'job_check_status hash_unchanged | {{"persistent_disk":0}} |  | {path}',
