@@ -279,7 +279,7 @@ def _unpacked(data: bytes) -> list[str] | ArchiveError:
         into = path.with_name("into")
         try:
             with path.open("rb") as file:
-                archive.unpack(file, into, outside_links=True)
+                archive.unpack(file, into)
         except ArchiveError as exc:
             return ArchiveError(str(exc).replace(str(into), ""))
         return list(_lines(into))

@@ -60,13 +60,12 @@ def is_gzip(source: BinaryIO) -> bool:
     return magic == GZIP
 
 
-def unpack(source: BinaryIO, into: Path, *, subtree: str = "", outside_links: bool = False) -> None:
+def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
     """Unpack all of ``source``, tar or gzipped tar, into the new directory ``into``.
 
     With ``subtree`` the archive holds rendered templates: it must be gzip, and only the content of that directory
-    (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. ``outside_links`` allows symbolic links to any path,
-    as in compiled packages (``/var/vcap/packages/…``); nothing is ever written through one. Raises ``ArchiveError``
-    after removing ``into``.
+    (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links lead to any path, in packages to
+    ``/var/vcap/packages/…``; nothing is ever written through one. Raises ``ArchiveError`` after removing ``into``.
     """
     try:
         into.mkdir(mode=0o700)
@@ -76,7 +75,7 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "", outside_links: bo
         if subtree and not is_gzip(source):
             raise ArchiveError("Detecting prefix of package files: the archive is not gzip")
         try:
-            found = _unpack(source, into, subtree, outside_links)
+            found = _unpack(source, into, subtree)
         except _BROKEN as exc:
             raise ArchiveError(f"cannot unpack the archive: {exc}") from exc
         if not found:  # the words of agent/tarpath/detector.go
@@ -86,11 +85,11 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "", outside_links: bo
         raise
 
 
-def _unpack(source: BinaryIO, into: Path, subtree: str, outside_links: bool) -> bool:
+def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
     """Unpack the members below ``subtree``; True if there are any."""
     found = not subtree
     with closing(os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-        tree = _Tree(fd, outside_links)
+        tree = _Tree(fd)
         for member, path, data in _members(source):
             inner = _below(subtree, path)
             if inner is not None and (inner or member.isdir() or not subtree):
@@ -242,7 +241,6 @@ class _Tree(msgspec.Struct):
     """
 
     fd: int
-    outside_links: bool
     directories: dict[str, tarfile.TarInfo | None] = msgspec.field(default_factory=dict)
     links: dict[str, tarfile.TarInfo] = msgspec.field(default_factory=dict)
 
@@ -262,8 +260,6 @@ class _Tree(msgspec.Struct):
     def link(self, path: str, member: tarfile.TarInfo) -> None:
         if not member.linkname or "\0" in member.linkname:
             raise ArchiveError("it points nowhere")
-        if not self.outside_links and _points_out(path.count("/"), member.linkname):
-            raise ArchiveError("it points outside")
         self._vacate(path)
         self.links[path] = member
 
@@ -318,13 +314,3 @@ def _mode(member: tarfile.TarInfo) -> int:
 def _times(member: tarfile.TarInfo) -> tuple[float, float]:
     modified = min(max(float(member.mtime), 0.0), LATEST_S)
     return modified, modified
-
-
-def _points_out(depth: int, target: str) -> bool:
-    """Return True if a link ``depth`` directories below the top could lead out, also through other such links.
-
-    Leading ``..`` count only: after a step down, perhaps through another link, the parent is unknown.
-    """
-    steps = [step for step in target.split("/") if step not in ("", ".")]
-    ups = next((index for index, step in enumerate(steps) if step != ".."), len(steps))
-    return target.startswith("/") or ups > depth or ".." in steps[ups:]

@@ -87,8 +87,7 @@ def _unpack(file: BinaryIO, piece: Piece, owner: str | None) -> None:
             piece.temp.parent.mkdir(parents=True, exist_ok=True)
         else:
             files.make_dir(piece.temp.parent, DIRECTORY_MODE[target.kind], owner)
-        is_job = target.kind == "job"
-        archive.unpack(file, piece.temp, subtree=target.name if is_job else "", outside_links=not is_job)
+        archive.unpack(file, piece.temp, subtree=target.name if target.kind == "job" else "")
         set_owners_and_modes(target.kind, piece.temp, owner)
         newest = _newest(piece.temp) if target.kind == "source" else 0
         piece.outcome = Outcome(compressed=archive.is_gzip(file), newest=newest)

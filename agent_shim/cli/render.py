@@ -161,6 +161,6 @@ def _unpack(tarball: Path, directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tarball.open("rb") as packed:
-            archive.unpack(packed, directory, outside_links=True)
+            archive.unpack(packed, directory)
     except FileNotFoundError:
         raise NotThereError(f"cannot read {tarball}: there is no such file") from None

@@ -196,26 +196,15 @@ def test_a_file_whose_name_ends_like_a_directory_is_one(tmp_path: Path, kind: by
     assert (tmp_path / "o/l").is_symlink()
 
 
-def test_links_of_a_package_may_point_anywhere(tmp_path: Path) -> None:
-    """Compiled packages are full of absolute links; they are made, not followed."""
-    unpack(link("a", "/var/vcap/packages/x") + link("b", "../../y") + END, tmp_path / "o", outside_links=True)
+@pytest.mark.parametrize("subtree", ["", "d"])
+def test_links_may_point_anywhere(tmp_path: Path, subtree: str) -> None:
+    """Compiled packages are full of absolute links; GNU tar makes those of jobs too. They are made, not followed."""
+    packed = link("d/a", "/var/vcap/packages/x") + link("d/b", "../../y") + link("d/c", "d/b", hard=True) + END
+    unpack(zipped(packed), tmp_path / "o", subtree=subtree)
 
-    assert (tmp_path / "o" / "a").readlink() == Path("/var/vcap/packages/x")
-    assert (tmp_path / "o" / "b").readlink() == Path("../../y")
-
-
-@pytest.mark.parametrize("target", ["b", "./b", "../b", "../d/../b", "/b", "d/../b", "d/d/../..", ".."])
-def test_links_point_inside_or_are_refused(tmp_path: Path, target: str) -> None:
-    """A step up after a step down may lead anywhere: the step down may have been a link."""
-    honest = target in ("b", "./b", "../b", "..")
-    packed = link("d/a", target) + END
-    if honest:
-        unpack(packed, tmp_path / "o")
-    else:
-        with pytest.raises(ArchiveError, match="'d/a': it points outside"):
-            unpack(packed, tmp_path / "o")
-
-    assert (tmp_path / "o").exists() is honest
+    below = tmp_path / "o" / ("" if subtree else "d")
+    assert (below / "a").readlink() == Path("/var/vcap/packages/x")
+    assert (below / "b").readlink() == (below / "c").readlink() == Path("../../y")
 
 
 def test_a_time_out_of_range_is_brought_into_range(tmp_path: Path) -> None:
@@ -275,16 +264,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "zero byte in a name": (pax(record("path", "a\0b")) + member("a"), "it does not lie below the archive"),
     "zero byte in a target": (pax(record("linkpath", "a\0b")) + link("a", "b"), "'a': it points nowhere"),
     "link without target": (link("a", ""), "'a': it points nowhere"),
-    "link out": (link("a", "../evil"), "'a': it points outside"),
-    "absolute link": (link("a", "/etc"), "'a': it points outside"),
     "write through a link": (link("a", ".") + member("a/evil", b"x"), "'a/evil': 'a' is a link"),
     "directory through a link": (link("a", ".") + directory("a/evil"), "'a' is a link"),
     "link through a link": (link("a", ".") + link("a/b", "."), "'a' is a link"),
-    "chain of links": (link("d", ".") + link("e", "d/.."), "'e': it points outside"),
-    "hard link to a link, nearer to the top": (
-        link("a/b/c", "../../d") + link("e", "a/b/c", hard=True),
-        "'e': it points outside",
-    ),
     "hard link up": (link("a", "../evil", hard=True), "'../evil': it does not lie below the archive"),
     "absolute hard link": (link("a", "/etc/passwd", hard=True), "it does not lie below the archive"),
     "hard link through a link": (link("a", ".") + member("b") + link("c", "a/b", hard=True), "'c': it is a link to"),
@@ -384,12 +366,10 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-@pytest.mark.parametrize("name", ["write through a link", "link out", "absolute link", "chain of links"])
-def test_nothing_is_written_through_links_even_when_they_may_point_out(tmp_path: Path, name: str) -> None:
-    """Packages may have such links; a member below one is refused all the same."""
-    packed, _ = HOSTILE[name]
+@pytest.mark.parametrize("target", ["..", "/etc", "../evil", "d/.."])
+def test_nothing_is_written_through_links_that_point_out(tmp_path: Path, target: str) -> None:
     with pytest.raises(ArchiveError, match="is a link"):
-        unpack(packed + link("x", "..") + member("x/evil", b"x") + END, tmp_path / "o", outside_links=True)
+        unpack(link("d", ".") + link("x", target) + member("x/evil", b"x") + END, tmp_path / "o")
 
     assert list(tmp_path.iterdir()) == []
 
