@@ -33,7 +33,7 @@ class Difference:
     is_process_1: bool = False
     """A script of the job writes process 1 into a pidfile."""
     is_survivor: bool = False
-    """A process outlived its stop in the Go agent's world."""
+    """A process outlived its stop, or the stop of a restart, in the Go agent's world alone."""
     is_pending: bool = False
     """The restart of the phase before had not ended in either world."""
 
@@ -91,6 +91,8 @@ FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid
 UNSTEADY_STATES: Final = 4
 """Changes of the state of a process at rest."""
 
+NO_ANSWER: Final = "error: no answer"
+"""Value of a phase whose script took too long."""
 DEATHS: Final = ("death", "port closed")
 """Phases in which processes end."""
 
@@ -185,7 +187,7 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.has_no_localhost = "did not resolve 'localhost'" in said
         one.is_process_1 = any(re.search(r"echo [\"']?1[\"']? *>", text) for text in made.job.files.values())
         restarts = [life["monit restart"]["job_states"][-1:] for life in lives if "monit restart" in life]
-        one.is_survivor = _is_left(lives[0]) and not _is_left(lives[1])
+        one.is_survivor = any(leaves(lives[0]) and not leaves(lives[1]) for leaves in (_is_left, _outlives_a_restart))
         one.is_pending = restarts == [["failing"]] * len(lives)
         one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
         one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
@@ -196,6 +198,12 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
 def _is_left(life: Phases) -> bool:
     """True if a process that a pidfile names lives after the stop."""
     return any(life.get("stop", {}).get("services", {}).values())
+
+
+def _outlives_a_restart(life: Phases) -> bool:
+    """True if ``monit restart`` began a process and ended none."""
+    events = {event for _, event, _ in life.get("monit restart", {}).get("events", [])}
+    return "lives" in events and not any(event.startswith("SIG") for event in events)
 
 
 def _obstacle(go: Phases, shim: Phases) -> str:
@@ -227,6 +235,8 @@ def is_unsteady(lives: list[dict[str, Any]]) -> bool:
 
 
 def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
+    # A script that nobody waits for any longer still runs its tools, in whichever phase.
+    is_hung = all(any(phase["value"] == NO_ANSWER for phase in life.values()) for life in (go, shim))
     for name in list(go) + [name for name in shim if name not in go]:
         if name not in go or name not in shim:
             yield Difference(name, "phase", "played" if name in go else "", "played" if name in shim else "")
@@ -234,7 +244,7 @@ def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
         seen = [dict(_facts(life[name])) for life in (go, shim)]
         for what in sorted({*seen[0], *seen[1]}):
             values = [one.get(what, "") for one in seen]
-            if values[0] != values[1]:
+            if values[0] != values[1] and not (is_hung and what.endswith(" tool")):
                 yield Difference(name, what, values[0], values[1])
     for kind in ("state", "heartbeat"):
         shapes = [_shapes(life, kind) for life in (go, shim)]

@@ -399,7 +399,8 @@ class Life:
                 drained = self.director.run(AGENT, "drain", "shutdown", {})
                 phase.value = str(await asyncio.wait_for(drained, SCRIPT_LIMIT_S))
         async with self.phase("stop") as phase:
-            phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "stop"), 60 + 6 * self.cycle))
+            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # a drain script may run on
+            phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "stop"), limit))
         await self._ask(phase, ("monit summary", *BPM_COMMANDS[:2]))
         phase.files = sorted(left())
         phase.texts["processes"] = "\n".join(sorted(stand_ins()))

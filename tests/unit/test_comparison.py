@@ -155,6 +155,28 @@ def test_a_pidfile_of_bpm_that_a_stop_of_the_dead_leaves_is_listed(tmp_path: Pat
     assert judged(tmp_path / "here", gone, left, bpm).kind == "difference"
 
 
+def test_a_process_that_a_restart_leaves_beside_the_next_one_is_listed(tmp_path: Path) -> None:
+    """The stop program of rabbitmq-server-boshrelease takes its pidfile away; here the stop's timeout is an alert."""
+    begun, ended = [2.0, "lives", "server"], [0.5, "SIGTERM", "server"]
+    alert = ["web - Execution failed - alert"]
+    go, shim = phase("monit restart", events=[begun]), phase("monit restart", events=[ended, begun], alerts=alert)
+
+    assert judged(tmp_path, go, shim).kind == "listed"
+    assert judged(tmp_path / "both", go | {"events": [ended, begun]}, shim).kind == "difference"
+
+
+def test_a_tool_of_a_script_that_is_waited_for_no_longer_is_no_difference(tmp_path: Path) -> None:
+    """grafana's post-start of prometheus-boshrelease asks on for minutes."""
+    hung, later = phase("post-start", value="error: no answer"), phase("death", events=[[8.0, "tool", "cli"]])
+    plan = planned(tmp_path, job())
+
+    def verdict(*first: dict[str, Any]) -> judge.Verdict:
+        return judge.judge(plan, *({"error": "", "phases": [*first, one]} for one in (later, phase("death"))))
+
+    assert verdict(hung).kind == "equal"
+    assert verdict(phase("post-start")).kind == "difference"
+
+
 def test_a_job_that_runs_in_neither_world_is_not_equal(tmp_path: Path) -> None:
     dead = {"error": "", "phases": [phase("start", running_after=-1.0, job_states=["failing"])]}
     verdict = judge.judge(planned(tmp_path, job()), dead, dead)
