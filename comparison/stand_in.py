@@ -52,7 +52,7 @@ def named_pidfile() -> str:
     texts = list(sys.argv[1:])
     for word in sys.argv[1:]:
         path = word.rpartition("=")[2]
-        if path.startswith("/var/vcap/") and os.path.isfile(path):
+        if path.startswith("/var/vcap/") and os.path.isfile(path) and os.access(path, os.R_OK):
             with open(path, errors="replace") as file:
                 texts.append(file.read(1 << 20))
     places = [
