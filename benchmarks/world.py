@@ -76,8 +76,6 @@ class World:
     urls: tuple[str, ...] = ()
     """Address at which the agent finds the bus, if not the server's own."""
     http: str = "127.0.0.1:0"
-    shim: dict[str, Any] = field(default_factory=dict)
-    """Further options of the agent."""
     bosh: dict[str, Any] = field(default_factory=dict)
     """More members of ``env.bosh``."""
     is_apart: bool = False
@@ -238,7 +236,7 @@ class World:
         self.source.touch(mode=0o600)
         self.source.write_text(json.dumps(document))
         sources = {"Sources": [{"Type": "File", "SettingsPath": str(self.source)}]}
-        options = {"Infrastructure": {"Settings": sources}, "AgentShim": {"http": self.http, **self.shim}}
+        options = {"Infrastructure": {"Settings": sources}, "AgentShim": {"http": self.http}}
         self.config.write_text(json.dumps(options))
 
     @property

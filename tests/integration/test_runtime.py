@@ -14,7 +14,6 @@ from pathlib import Path
 
 from agent_shim.core.paths import Paths
 from agent_shim.daemon.boot import GO_AGENT_PASSWORD
-from agent_shim.host import proc
 from agent_shim.services.volume_lease import NAME
 from agent_shim_demo.director import HealthMonitor
 from agent_shim_demo.pki import HEALTH_MONITOR
@@ -58,27 +57,6 @@ async def test_a_held_poll_is_answered_before_the_agent_leaves_the_bus(instance:
     assert await instance.stop_agent() == 0
 
     assert (await poll)["value"] == {"agent_task_id": task, "state": "running"}
-
-
-async def test_the_end_of_process_1_stops_the_jobs_and_a_second_signal_cuts_their_scripts_short(
-    instance: World,
-) -> None:
-    """The container ends with it."""
-    instance.command = played("as_process_one.py")
-    instance.shim["grace"] = 1000
-    drained = instance.base / "data/drained"
-    drain = f"#!/bin/sh\ntouch {drained}\nsleep 1000\n"
-    pids = await instance.deploy(more={"more": {"bin/drain": drain, "monit": ""}})
-    assert instance.agent is not None
-
-    instance.agent.send(signal.SIGTERM)
-    await until(drained.exists)
-    assert instance.agent.is_alive
-    instance.agent.send(signal.SIGTERM)
-
-    assert await instance.agent.wait() == 1
-    assert "drain scripts were cut short" in instance.log_text()
-    assert proc.stat(pids["job0"]) is None
 
 
 # --- a new connection -----------------------------------------------------------------------------------------------
