@@ -399,6 +399,7 @@ async def test_hanging_stop_program_is_ended(world: World) -> None:
         await supervisor.stop(wait=True)
 
         assert not is_alive(int(world.lines()[0]))
+        assert [(e.event, e.description) for e in world.events] == [("Execution failed", "failed to stop")]
 
 
 async def test_process_without_stop_program_is_ended(world: World) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 import sys
 import time
@@ -88,34 +87,6 @@ async def test_restarted_process_is_not_called_running_before_it_has_settled(wor
         assert [e.event for e in world.events] == ["Does not exist", "Exists"]
 
 
-async def test_crash_loop_slows_down_and_never_ends(world: World) -> None:
-    """The first restart comes at once, each later one after twice the time, up to the limit."""
-    start = "date +%s.%N >>$log; echo $$ >$pidfile; exec sleep 0.01"
-    async with world.supervising(world.job("web", start)) as supervisor:
-        await until(lambda: len(world.lines()) >= 8)
-        at = [float(line) for line in world.lines()[:8]]
-        gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
-        timing = world.timing
-
-        for number, gap in enumerate(gaps[1:]):
-            assert gap >= min(timing.backoff_first * 2**number, timing.backoff_limit)
-        assert supervisor.job_state() != "running"
-        assert info(supervisor, "web").reason.startswith(("the process ended by itself: exit 0", "cannot start: "))
-
-
-async def test_who_stays_up_begins_anew(world: World) -> None:
-    """After a long life the next death is the first again: restarted at once."""
-    world.timing = replace(world.timing, settle=0.02, backoff_first=5, backoff_limit=0.5)
-    async with world.supervising(world.job("web")) as supervisor:
-        service = supervisor._services["web"]
-        for _ in range(2):
-            await in_state(supervisor, "web", "running")
-            await asyncio.sleep(0.6)
-            await killed(supervisor, "web")
-
-            assert service.record.failures < 2  # a second one in a row would have to wait
-
-
 async def test_zombie_is_dead(world: World) -> None:
     """A parent that does not reap its child hides no death."""
     start = f"{sys.executable} -c '"
@@ -197,6 +168,7 @@ async def test_process_that_is_only_watched(world: World, statement: str, why: s
 
         assert info(supervisor, "web").unheeded == ()
         assert world.lines() == ["start web"]
+        assert [(e.event, e.action) for e in world.events] == [("Does not exist", "alert")]
         await supervisor.start()
         await in_state(supervisor, "web", "running")
 
@@ -221,47 +193,6 @@ async def test_absence_may_need_several_looks(world: World) -> None:
         await until(lambda: len(world.lines()) == 2)
 
         assert time.monotonic() - died_at >= 4 * world.timing.cycle
-
-
-async def test_restart_limit_is_heeded(world: World) -> None:
-    """A file may say when to give up; we never do by ourselves."""
-    start = "echo start >>$log; echo $$ >$pidfile; exec sleep 0.01"
-    job = world.job("web", start, STOP, "if 3 restarts within 64 cycles then unmonitor")
-    async with world.supervising(job) as supervisor:
-        await in_state(supervisor, "web", "unmonitored")
-        count = len(world.lines())
-        await asyncio.sleep(world.timing.backoff_limit)
-
-        assert len(world.lines()) == count >= 4  # one start that was asked for, three restarts in different cycles
-        assert world.events[-1].event == "Timeout"
-        assert world.events[-1].action == "unmonitor"
-
-
-async def test_restarts_within_one_cycle_count_once_towards_a_limit(world: World) -> None:
-    """monit restarts once in a cycle; a process that waits for another one fails more often here."""
-    world.timing = replace(world.timing, cycle=600)
-    start = "echo start >>$log; echo $$ >$pidfile; exec sleep 0.01"
-    job = world.job("web", start, STOP, "if 2 restarts within 3 cycles then unmonitor")
-    async with world.supervising(job) as supervisor:
-        await until(lambda: len(world.lines()) >= 6)
-
-        assert info(supervisor, "web").state != "unmonitored"
-        assert [each for each in world.events if each.event == "Timeout"] == []
-
-
-async def test_a_restart_limit_counts_the_restarts_of_its_cycles_alone(world: World) -> None:
-    """A process that dies once a month is not given up in the third."""
-    job = world.job("web", COUNTED, STOP, "if 2 restarts within 3 cycles then unmonitor")
-    async with world.supervising(job) as supervisor:
-        long_ago = time.monotonic() - 1000 * world.timing.cycle
-        for _ in range(3):
-            await killed(supervisor, "web")
-            await in_state(supervisor, "web", "running")
-            service = supervisor._services["web"]
-            assert len(service._restarted_at) >= 1
-            service._restarted_at = (long_ago,) * len(service._restarted_at)
-
-        assert [event.event for event in world.events if event.event == "Timeout"] == []
 
 
 async def test_manual_process_waits_for_its_start(world: World) -> None:

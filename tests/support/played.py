@@ -108,10 +108,6 @@ class Machine:
     """Time and event of each program."""
     graces: list[float] = field(default_factory=list)
     """Grace of each sweep."""
-    known: list[object] = field(default_factory=list)
-    """Processes that each sweep gets."""
-    clears: int = 0
-    """Sweeps before a start."""
 
     @property
     def is_there(self) -> bool:
@@ -250,10 +246,9 @@ class PlayedPrograms:
         return [self._machine.process.identity] if self._machine.process else []
 
     async def clear(self, *_: Any) -> None:
-        self._machine.clears += 1
-
-    async def dismiss(self, *_: Any) -> None:
         pass
+
+    dismiss = clear
 
     async def strays(self, _: int) -> list[Left]:
         return self._machine.strays
@@ -261,10 +256,9 @@ class PlayedPrograms:
     async def doubtful(self, _: int) -> str:
         return ""
 
-    async def sweep(self, _label: str, _traces: ProcessRecord, known: object, grace: float) -> list[Left]:
+    async def sweep(self, _label: str, _traces: ProcessRecord, _known: object, grace: float) -> list[Left]:
         machine = self._machine
         machine.graces.append(grace)
-        machine.known.append(known)
         left = machine.process
         if left is not None and left.is_alive and machine.how_stops == "not":
             return [Left(*left.identity, "web")]

@@ -11,7 +11,6 @@ from agent_shim.supervisor.state import (
     NEXT,
     UNDERWAY,
     WORK,
-    Move,
     State,
     Trigger,
     Work,
@@ -56,19 +55,6 @@ def test_table_is_complete() -> None:
     assert set(NEXT) == set(WORK) == set(State)
     assert {trigger for moves in NEXT.values() for trigger in moves} == set(Trigger)
     assert set(WORK.values()) == set(Work)
-
-
-def test_way_to_running_after_a_death_leads_through_settling() -> None:
-    """A restart in milliseconds does not hide a crash loop."""
-    assert sources(State.RUNNING, Trigger.APPEARED, Trigger.SETTLED) == {State.STARTING, State.SETTLING}
-    assert sources(State.STARTING, Trigger.RETRIED, Trigger.DIED, Trigger.FAILED) == set()
-
-
-def sources(target: State, *triggers: Trigger) -> set[State]:
-    """The states that one of these events leads to ``target``."""
-    return {state for state in State for trigger in triggers if NEXT[state].get(trigger, Move(state)).to is target} - {
-        target
-    }
 
 
 def test_what_is_underway() -> None:

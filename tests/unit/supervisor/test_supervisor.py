@@ -134,18 +134,6 @@ async def test_changes_at_the_end_of_the_container_or_beside_a_successor_are_not
     assert saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STARTING)
 
 
-async def test_monit_files_are_written_again_in_a_new_container(supervisor: Supervisor, paths: Paths) -> None:
-    await supervisor.close()
-    for path in paths.monit_job.iterdir():
-        path.unlink()
-
-    for root_is_new in (False, True):
-        after = Supervisor(paths, on_event=lambda _: None)
-        assert await after.recover(root_is_new=root_is_new)
-        assert bool(list(paths.monit_job.iterdir())) is root_is_new
-        await after.close()
-
-
 async def test_without_a_saved_state_nothing_is_recovered(paths: Paths) -> None:
     """A state of another version or an unreadable one is none."""
     for content in (None, b"", b'{"schema":2,"incarnation":"","is_wanted":false,"files":[],"services":{}}'):
@@ -204,41 +192,7 @@ async def test_the_last_of_two_plans_at_once_holds(supervisor: Supervisor, paths
     assert len(list(paths.monit_job.iterdir())) == 1
 
 
-async def test_a_forgotten_job_keeps_its_state(supervisor: Supervisor, paths: Paths) -> None:
-    """An apply forgets all jobs and configures them again."""
-    await supervisor.start()
-    await supervisor.unmonitor_one("web")
-    await supervisor.forget()
-    assert (supervisor.count(), supervisor.services(), paths.monit_job.exists()) == (0, [], False)
-
-    await supervisor.configure([WEB])
-    assert supervisor.count() == 3
-    assert states(supervisor) == {"web": "unmonitored", "db": "starting", "cache": "starting"}
-
-
-async def test_an_unusable_file_is_told_once(paths: Paths) -> None:
-    """Another reason is reported again."""
-    events: list[Event] = []
-    supervisor = Supervisor(paths, on_event=events.append)
-    try:
-        for text in ("check", "check", "nonsense"):
-            await supervisor.configure([WEB, JobFile("bad", "", text)])
-        assert [(event.service, event.event) for event in events] == [("bad", "Execution failed")] * 2
-        assert "nonsense" in events[1].description
-    finally:
-        await supervisor.close()
-
-
 # --- requests -------------------------------------------------------------------------------------------------------
-
-
-async def test_a_start_includes_other_groups_but_no_manual_service_of_them(paths: Paths) -> None:
-    """The Director asks for its group, manual or not, and monit starts the others at its reload."""
-    async with Supervisor(paths, on_event=lambda _: None) as supervisor:
-        supervisor.hold()
-        await supervisor.configure([OTHERS])
-        await supervisor.start()
-        assert states(supervisor) == {"manual": "starting", "own": "starting", "own-manual": "stopped"}
 
 
 async def test_jobs_are_wanted_from_a_start_to_a_stop(paths: Paths) -> None:
@@ -355,16 +309,6 @@ async def test_an_obstacle_makes_an_instance_failing_unless_it_is_stopped(paths:
         await supervisor.stop(wait=True)
         supervisor.hold("the disk is missing")
         assert supervisor.job_state() == "stopped"
-
-
-@pytest.mark.parametrize(("seconds", "state"), [(3600.0, "starting"), (0.0, "running")])
-async def test_an_instance_is_starting_for_the_settling_time_after_a_start(
-    paths: Paths, seconds: float, state: str
-) -> None:
-    async with Supervisor(paths, on_event=lambda _: None, settling=lambda: seconds) as supervisor:
-        assert supervisor.job_state() == "running"
-        await supervisor.start()
-        assert supervisor.job_state() == state
 
 
 async def test_processes_of_bpm_above_their_limit_are_reported_by_the_names_of_their_services(paths: Paths) -> None:
