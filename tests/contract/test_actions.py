@@ -65,7 +65,7 @@ async def test_a7_update_settings_without_bus_or_blobstores_changes_no_connectio
     assert json.loads(world.paths.update_settings.read_bytes())["mbus"]["urls"] == []
 
 
-async def test_a7_new_bus_credentials_are_stored_and_used_and_the_same_again_change_nothing(world: World) -> None:
+async def test_a7_new_bus_credentials_are_stored_and_used_once(world: World) -> None:
     news = {"mbus": {"cert": {"ca": "ca", "certificate": "cert", "private_key": "key"}}}
 
     assert await world.value("update_settings", news) == "ok"
@@ -75,7 +75,7 @@ async def test_a7_new_bus_credentials_are_stored_and_used_and_the_same_again_cha
     assert world.agent.settings.current.mbus.certificate == "cert"
 
 
-async def test_a7_refused_bus_credentials_change_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a7_refused_bus_credentials_are_not_stored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[str] = []
     monkeypatch.setattr(TrustedCas, "install", lambda _, bundle: installed.append(bundle))
     before = world.agent.settings.current
@@ -92,7 +92,7 @@ async def test_a8_shutdown_is_answered_with_an_empty_string(world: World) -> Non
     assert world.asked == ["shut_down"]
 
 
-async def test_a9_prepare_installs_and_enables_nothing_and_may_be_repeated(world: World) -> None:
+async def test_a9_prepare_installs_without_enabling_and_may_be_repeated(world: World) -> None:
     wanted = jobs.spec(store_of(world), {"web": jobs.sleeper(world.paths, "web")}, {"tool": {"bin/tool": "x"}})
 
     assert await world.value("prepare", wanted) == "prepared"
@@ -113,7 +113,7 @@ async def test_a9_prepare_without_jobs_installs_packages_only(world: World) -> N
     assert [path.name for path in world.paths.data_packages.iterdir()] == ["tool"]
 
 
-async def test_a9_uploaded_templates_vanish_after_prepare_and_can_be_sent_anew(world: World) -> None:
+async def test_a9_uploaded_templates_vanish_after_prepare_and_can_be_sent_again(world: World) -> None:
     wanted = jobs.spec(store_of(world), {"web": jobs.sleeper(world.paths, "web")})
     content = (store_of(world) / wanted["rendered_templates_archive"]["blobstore_id"]).read_bytes()
     for blob_id in ("upload-1", "upload-2"):
@@ -172,7 +172,7 @@ async def test_a10_apply_installs_links_and_removes(world: World) -> None:
     assert list(world.paths.monit_job.parent.glob("job/*")) == []
 
 
-async def test_a10_unknown_network_is_refused_and_nothing_is_stored(world: World) -> None:
+async def test_a10_unknown_network_is_refused_before_the_spec_is_stored(world: World) -> None:
     text = await world.error("apply", {"networks": {"other": {"type": "manual"}}, "id": "x"})
 
     assert text.endswith("result: Resolving dynamic networks: Network 'other' is not found in settings")
@@ -415,9 +415,7 @@ async def test_a14_scripts_get_environment_and_append_to_the_logs_of_their_job(w
     assert not (world.paths.log / "worker/pre-start.stdout.log").exists()
 
 
-async def test_a14_scripts_inherit_nothing_that_is_meant_for_the_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a14_scripts_inherit_no_variable_of_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     monkeypatch.setenv("AGENT_SHIM_GRACE", "7")
     monkeypatch.setenv("INHERITED", "yes")
@@ -580,7 +578,7 @@ async def test_a26_sync_dns_newer_older_and_wrong(world: World) -> None:
     assert "exception" in await world.call("sync_dns", blob_id, "sha256:" + "0" * 64, version)
 
 
-async def test_nothing_answered_at_once_waits_behind_a_hanging_script_and_eight_tasks(world: World) -> None:
+async def test_quick_requests_pass_a_hanging_script_and_eight_tasks(world: World) -> None:
     ready, gate = world.paths.base / "ready", world.paths.base / "gate"
     hang = f"#!/bin/sh\ntouch {ready}\nwhile [ ! -e {gate} ]; do sleep 0.01; done\n"
     await deployed(world, web={"bin/pre-start": hang})

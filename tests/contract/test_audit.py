@@ -67,7 +67,7 @@ async def test_a_task_when_it_is_taken_and_when_it_ends(world: World, lines: lis
     ]
 
 
-async def test_what_is_unknown_and_what_cannot_be_read(world: World, lines: list[dict[str, Any]]) -> None:
+async def test_unknown_methods_and_unreadable_requests_are_audited(world: World, lines: list[dict[str, Any]]) -> None:
     """Cut to a bearable length, whatever was sent."""
     await world.call("x" * 5000)
     await world.dispatcher.handle(b"{")
@@ -77,7 +77,7 @@ async def test_what_is_unknown_and_what_cannot_be_read(world: World, lines: list
     assert (lines[1]["method"], lines[1]["result"]) == ("", "dropped")
 
 
-async def test_duration_is_that_of_the_work(
+async def test_the_duration_is_the_time_of_the_work(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not that of waiting for those before it, and not that of handing it out."""

@@ -165,7 +165,7 @@ async def test_help(tmp_path: Path, line: str) -> None:
         assert all(each in out for each in wanted)
 
 
-async def test_stop_of_what_is_not_there_is_no_error(tmp_path: Path) -> None:
+async def test_stopping_an_unknown_process_succeeds(tmp_path: Path) -> None:
     """Neither configured nor running; drain scripts and monit count on that."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
@@ -185,7 +185,7 @@ async def test_flags_are_read_as_bpm_reads_them(tmp_path: Path, spelling: str) -
         assert (await bpm(found, f"pid {spelling}"))[0] == 0
 
 
-async def test_without_an_agent_nothing_is_done(tmp_path: Path) -> None:
+async def test_bpm_without_an_agent_is_refused(tmp_path: Path) -> None:
     """The refusal is reported; for a user that is not root that error comes first, as with bpm."""
     async with machine(tmp_path) as found:
         pass

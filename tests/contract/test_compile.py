@@ -91,7 +91,7 @@ async def test_a16_value_is_the_id_and_the_sha1_of_a_new_blob(world: World) -> N
         assert {(member.uid, member.gid, member.uname) for member in packed.getmembers()} == {(0, 0, "root")}
 
 
-async def test_a16_what_the_packaging_script_sees(world: World) -> None:
+async def test_a16_the_packaging_script_has_its_environment(world: World) -> None:
     """Go's variables, the agent's own programs first, a directory for temporary files, its source around it."""
     await compiled(world, 'echo "$0|$PWD|$PATH|$TMPDIR|$(umask)"; env | grep ^BOSH_ | sort; ls; cat', "hello")
 
@@ -128,7 +128,7 @@ async def test_a16_exactly_the_dependencies_and_the_package_are_in_use(world: Wo
     assert left(world) == []
 
 
-async def test_a16_logs_are_those_of_the_last_compilation(world: World) -> None:
+async def test_a16_logs_belong_to_the_last_compilation(world: World) -> None:
     log = world.paths.log / "compilation"
     log.mkdir()
     (log / "old").touch()
@@ -210,7 +210,7 @@ async def failed(world: World, *arguments: Any) -> str:
     return found[1]
 
 
-async def test_a16_failing_script_is_reported_with_what_it_printed(world: World) -> None:
+async def test_a16_failing_script_is_reported_with_its_output(world: World) -> None:
     """And what it has installed is gone, dependencies too."""
     packaging = INSTALL + "set +x; echo out; echo err >&2; exit 7"
     tool = dependency(world, "tool")
@@ -396,7 +396,7 @@ async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World,
         end_marked("BOSH_COMPILE_TARGET", str(world.paths.compile / "p"))
 
 
-async def test_what_a_script_leaves_behind_ends_with_it(world: World) -> None:
+async def test_processes_of_a_script_end_with_it(world: World) -> None:
     """A remaining process could write into the directory that is being packed."""
     started = world.paths.base / "started"
     await compiled(world, f"sleep 600 & setsid sleep 600 & echo $! >{started}; sleep 600 & echo $! >>{started}")

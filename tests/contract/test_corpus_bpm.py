@@ -12,7 +12,7 @@ ENTRIES = corpus.entries("bpm")
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_verdict_is_that_of_the_index(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_equals_the_index(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:
     """``agent-shim check``: a valid file gives its processes; another is refused with the place."""
     verdict = check.main([entry.path], "bpm")
 
@@ -24,7 +24,7 @@ def test_verdict_is_that_of_the_index(entry: corpus.Entry, capsys: pytest.Captur
         assert errors.startswith(f"cannot read {entry.path}: line ")
 
 
-def test_processes_say_what_to_run() -> None:
+def test_each_process_has_a_program() -> None:
     """Executables are paths, or lie in the PATH of the job."""
     files = [config.parse(entry.text, origin=entry.file) for entry in ENTRIES if entry.is_accepted]
     processes = [process for file in files for process in file.processes]

@@ -14,7 +14,7 @@ ACCEPTED = [entry for entry in ENTRIES if entry.is_accepted]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_verdict_is_that_of_monit(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_equals_monits(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:
     """``agent-shim check``: what monit loads is read; what it refuses is refused with the place."""
     verdict = check.main([entry.path], "monit")
 
@@ -40,7 +40,7 @@ def test_written_file_says_the_same(entry: corpus.Entry) -> None:
 
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
-def test_only_other_jobs_can_be_missing(entry: corpus.Entry) -> None:
+def test_services_of_other_jobs_alone_can_be_missing(entry: corpus.Entry) -> None:
     """Alone, a file that monit accepts has no duplicates and no circles, and lacks what the index says it lacks."""
     problems = parser.problems([parser.parse(entry.text, origin=entry.file)])
 

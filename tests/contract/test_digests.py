@@ -63,7 +63,7 @@ async def test_d5_a_blob_without_a_digest_is_refused(world: World, empty: str | 
     assert await refused(world, empty) == "no digest algorithm found. Supported algorithms: sha1, sha256, sha512"
 
 
-async def test_d5_null_is_the_digest_null_and_fits_nothing(world: World) -> None:
+async def test_d5_null_is_the_digest_null_and_fits_no_blob(world: World) -> None:
     assert (await refused(world, None)).startswith("Payload corrupted. Checksum mismatch. Expected 'null': ")
 
 

@@ -107,7 +107,7 @@ NOT_FOUND = "Persistent disk with volume id 'x' could not be found"
         ),
     ],
 )
-async def test_errors_read_as_those_of_the_go_agent(world: World, method: str, arguments: list[Any], text: str) -> None:
+async def test_errors_read_as_the_go_agents(world: World, method: str, arguments: list[Any], text: str) -> None:
     world.agent.disks._timeouts = HASTY
 
     assert text in await world.error(method, *arguments)

@@ -32,7 +32,7 @@ async def test_t5_what_cannot_be_decoded_is_dropped_and_counted(world: World, re
     assert await world.call("ping") == {"value": "pong"}
 
 
-async def test_t5_what_go_reads_though_it_is_hardly_json_is_answered(world: World) -> None:
+async def test_t5_lenient_json_of_go_is_answered(world: World) -> None:
     deep = b'{"method":"ping","reply_to":"r","ignored":' + b"[" * 300 + b"]" * 300 + b"}"
     for request, told in (
         (deep, b"pong"),
@@ -200,7 +200,7 @@ async def test_e9_failed_results_repeat_as_often_as_the_cli_polls(world: World) 
     assert [await world.call("get_task", task_id) for _ in range(11)] == [first] * 11
 
 
-async def test_e10_what_can_be_cancelled() -> None:
+async def test_e10_tasks_of_the_list_can_be_cancelled() -> None:
     """The Director cancels some tasks, and operators cancel compilations."""
     cancellable = {name for name, action in ACTIONS.items() if asyncio.Event in action.injected.values()}
 
@@ -269,7 +269,7 @@ def test_no_action_of_today_is_missing_or_invented() -> None:
     assert set(ACTIONS) <= known
 
 
-async def test_modes_are_those_of_the_go_agent(world: World, tmp_path: Path) -> None:
+async def test_modes_equal_the_go_agents(world: World, tmp_path: Path) -> None:
     now = {name for name, action in ACTIONS.items() if action.mode is Mode.NOW or action.task_from_protocol > 3}
 
     assert now <= set(
@@ -299,7 +299,7 @@ async def test_an_answered_task_takes_less_than_two_kilobytes(world: World) -> N
         tracemalloc.stop()
 
 
-async def test_what_an_action_changed_is_in_the_backup_before_its_outcome_is_reported(world: World) -> None:
+async def test_changes_of_an_action_are_in_the_backup_before_its_outcome_is_reported(world: World) -> None:
     """A container that ends after the reply is succeeded by one that knows of it."""
     await world.value("add_persistent_disk", "cid", "/dev/sdx")
 
@@ -308,7 +308,7 @@ async def test_what_an_action_changed_is_in_the_backup_before_its_outcome_is_rep
     assert copy.read_bytes() == world.paths.disk_hints.read_bytes()
 
 
-async def test_what_an_action_changed_is_in_the_backup_though_nobody_asks_for_its_outcome(world: World) -> None:
+async def test_changes_of_an_action_are_in_the_backup_without_a_further_request(world: World) -> None:
     await world.call("add_persistent_disk", "cid", "/dev/sdx")
 
     copy = world.paths.mirror / "persistent_disk_hints.json"

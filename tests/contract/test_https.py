@@ -176,7 +176,7 @@ async def test_t10_protocol_absent_is_0(cli: Cli) -> None:
     assert await cli.run("stop") == "stopped"
 
 
-async def test_t10_nothing_is_sent_to_a_health_monitor(bus: HttpsBus) -> None:
+async def test_t10_a_health_monitor_gets_no_message(bus: HttpsBus) -> None:
     await bus.publish("hm.agent.heartbeat.x", b"{}")
 
     assert bus.stats.sent == 0

@@ -154,7 +154,7 @@ async def test_a5_a_job_cannot_have_other_files_read(world: World) -> None:
     ]
 
 
-async def test_a5_a_blobstore_that_does_not_take_it_is_reported_and_leaves_nothing(world: World) -> None:
+async def test_a5_a_failed_upload_of_logs_is_reported_and_leaves_no_file(world: World) -> None:
     store = store_of(world)
     store.rmdir()
     store.write_text("no directory")
@@ -231,7 +231,7 @@ async def test_a4_a_bundle_belongs_to_whom_it_is_for(world: World, owner: str, g
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 @pytest.mark.parametrize("user", ["bosh_nosuch", "bosh\0"])
-async def test_a4_a_bundle_for_nobody_is_not_left(world: World, user: str) -> None:
+async def test_a4_a_bundle_of_an_unknown_user_is_removed(world: World, user: str) -> None:
     error = await world.error("bundle_logs", {"owning_user": user, "log_type": "job"})
 
     assert error.startswith("Action Failed bundle_logs: cannot give ")
@@ -239,7 +239,7 @@ async def test_a4_a_bundle_for_nobody_is_not_left(world: World, user: str) -> No
     assert scratch(world) == []
 
 
-async def test_a4_a_bundle_that_nobody_fetches_goes_after_a_day(world: World) -> None:
+async def test_a4_an_unfetched_bundle_is_removed_after_a_day(world: World) -> None:
     paths = [Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"]) for _ in range(2)]
     old = paths[0].stat().st_mtime - UNIX_DAY - 1
     os.utime(paths[0], (old, old))
@@ -251,7 +251,7 @@ async def test_a4_a_bundle_that_nobody_fetches_goes_after_a_day(world: World) ->
     assert set(world.paths.bundled_logs.iterdir()) == {paths[1], last}
 
 
-async def test_a4_nothing_waits_for_a_bundle_and_bundles_wait_for_each_other(
+async def test_a4_bundles_wait_for_each_other_and_delay_no_request(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Go agent is deaf meanwhile."""
@@ -324,7 +324,7 @@ async def test_remove_file_removes_nothing_else(world: World) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nonexistent/x", "/etc/passwd/x", "", "a\0b", "/" + "x" * 300])
-async def test_a4_what_is_not_there_need_not_be_removed(world: World, path: str) -> None:
+async def test_a4_removing_a_missing_bundle_succeeds(world: World, path: str) -> None:
     assert await world.call("remove_file", path) == {"value": path}
 
 

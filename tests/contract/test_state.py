@@ -24,7 +24,7 @@ from tests.support.world import World
 from tests.support.world import world as made
 
 
-async def test_s1_fresh_state_is_that_of_the_go_agent(world: World) -> None:
+async def test_s1_fresh_state_equals_the_go_agents(world: World) -> None:
     assert await world.value("get_state") == FRESH_SPEC | {
         "agent_id": "agent-1",
         "job_state": "running",
@@ -141,7 +141,7 @@ async def test_s4_stopped_goes_before_failing_and_that_before_running(world: Wor
     assert seen == ["running", "failing", "stopped"]
 
 
-async def test_s4_who_starts_is_running_at_once_and_after_an_exit_only_when_it_has_settled(world: World) -> None:
+async def test_s4_a_started_process_is_running_at_once_and_after_an_exit_once_settled(world: World) -> None:
     """A first start counts as running, as with monit; a process that has died must stay up first."""
     await deployed(world, "web")
     await world.value("start")

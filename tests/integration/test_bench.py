@@ -20,7 +20,7 @@ async def half(command: str, scale: float, found: Figures) -> None:
     raise TimeoutError
 
 
-async def test_a_part_that_fails_keeps_what_it_has_and_stops_no_other() -> None:
+async def test_a_failing_part_keeps_its_figures_and_stops_no_other() -> None:
     figures, missing = await measure("agent", {"half": half, "good": good}, 1.0)
     assert {name: found["part"] for name, found in figures.items()} == {"half": "half", "good": "good"}
     assert missing == {"half": "TimeoutError in __main__.measure"}

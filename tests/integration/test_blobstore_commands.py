@@ -76,7 +76,7 @@ def left(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("provider", OPTIONS)
-async def test_what_is_stored_is_installed_from_there(tmp_path: Path, provider: str) -> None:
+async def test_a_stored_blob_is_installed(tmp_path: Path, provider: str) -> None:
     """Compiled, stored, fetched as a dependency, logs stored too; the options are in a file that only root reads."""
     store, options = tmp_path / "store", OPTIONS[provider]
     store.mkdir()

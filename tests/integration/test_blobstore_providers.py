@@ -164,7 +164,7 @@ async def test_an_id_is_one_step_of_a_path(paths: Paths, transfer: Transfer) -> 
         assert server.requests[0].target == "/c0/a%20%3Fb%23%25c"
 
 
-async def test_dav_without_user_sends_none(paths: Paths, transfer: Transfer) -> None:
+async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: Transfer) -> None:
     """Nulls count as absent."""
     async with http_server() as server:
         server.blobs[f"/{SHARD}/{ID}"] = b"data"
@@ -304,7 +304,7 @@ def test_a_strange_name_is_no_provider(paths: Paths, name: str) -> None:
 # --- others ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_dummy_takes_all_and_has_nothing(paths: Paths, tmp_path: Path) -> None:
+async def test_the_dummy_takes_all_and_returns_no_blob(paths: Paths, tmp_path: Path) -> None:
     """For agents that never see a blob."""
     store = made(paths, "dummy")
     await store.put(ID, tmp_path / "file")
@@ -328,7 +328,7 @@ def test_the_ca_is_where_the_director_puts_it(options: dict[str, Any], ca: str) 
     assert trusted_ca(Blobstore("x", options)) == ca
 
 
-def test_only_the_end_of_what_was_said_is_reported() -> None:
+def test_the_end_of_the_output_is_reported() -> None:
     """On one line."""
     assert harmless("x" * 5000 + "\n\nthe\tend\n", {}) == "x" * 992 + " the end"
 

@@ -114,7 +114,7 @@ async def test_an_errand_ends_when_its_caller_does(bpm: Bpm) -> None:
         ("frobnicate", {}, "unknown command 'frobnicate'"),
     ],
 )
-async def test_errors_are_those_of_bpm(bpm: Bpm, verb: str, members: dict[str, Any], error: str) -> None:
+async def test_errors_equal_bpms(bpm: Bpm, verb: str, members: dict[str, Any], error: str) -> None:
     found = await bpm_api.answer(bpm, {"verb": verb, "job": "web", "process": "web", **members})
 
     assert found.keys() == {"error"}

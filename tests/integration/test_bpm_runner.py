@@ -121,7 +121,7 @@ async def test_stop_signals_once_and_takes_the_pid_file_away(world: World) -> No
 
 
 @pytest.mark.slow
-async def test_deaf_process_gets_quit_then_kill(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_ignores_term_gets_quit_then_kill(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ladder of bpm, with shorter steps."""
     monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 1.0)
     monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 1.0)
@@ -138,7 +138,9 @@ async def test_deaf_process_gets_quit_then_kill(world: World, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-async def test_what_a_script_has_started_is_taken_up(world: World, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_started_by_a_script_is_adopted(
+    world: World, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``bpm start`` in a pre-start script, then the start of the jobs: one process, also without cgroups."""
     monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
     file = job(world, "echo started; exec sleep 600")
@@ -159,7 +161,7 @@ async def test_what_a_script_has_started_is_taken_up(world: World, level: int, m
 
 
 @pytest.mark.parametrize("has_cgroups", [True, False])
-async def test_stop_asks_first_and_kills_what_is_left(
+async def test_stop_signals_first_and_kills_the_rest(
     world: World, monkeypatch: pytest.MonkeyPatch, has_cgroups: bool
 ) -> None:
     """The signal goes to the process alone. Without cgroups a child without the mark is known by its parent."""
@@ -183,7 +185,9 @@ async def test_stop_asks_first_and_kills_what_is_left(
         assert bpm._programs.remains.killed == set()
 
 
-async def test_process_that_heeds_no_signal_is_known_as_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_ignores_signals_is_recorded_as_killed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though the time for it is over before the first signal, which is not waited for then."""
     monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 3600.0)
@@ -206,7 +210,7 @@ def cgroups_of(world: World) -> list[str]:
     return [each.name for each in top.iterdir() if each.name.endswith(ending)] if top.is_dir() else []
 
 
-async def test_an_errand_leaves_nothing_and_tells_its_exit(world: World) -> None:
+async def test_an_errand_leaves_no_process_and_returns_its_exit(world: World) -> None:
     """Nor is it begun while the process runs."""
     job(world, "setsid sleep 602 & echo $!; exit 3")
     async with world.supervising() as supervisor:
@@ -281,7 +285,7 @@ def started_at(pid: int) -> float:
 
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
-async def test_a_number_in_a_pidfile_is_no_proof(world: World, later_s: float) -> None:
+async def test_a_pidfile_alone_proves_no_process(world: World, later_s: float) -> None:
     """The agent writes the pidfile right after a start; a process that started at another time has its mark."""
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
@@ -392,7 +396,7 @@ async def test_volume_that_bpm_gives_anyway_is_passed_over(world: World) -> None
 
 
 @pytest.mark.parametrize("is_strict", [True, False])
-async def test_what_cannot_be_had_is_named(
+async def test_unavailable_limits_and_capabilities_are_named(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
 ) -> None:
     """In a warning, or as the reason why it does not run; a limit of processes needs a cgroup of its own."""
@@ -426,7 +430,7 @@ async def test_what_cannot_be_had_is_named(
         (1000, "vcap", False, (None, None), []),
     ],
 )
-def test_root_gives_up_its_user_and_all_capabilities_but_those_of_the_file(
+def test_root_keeps_the_capabilities_of_the_file_alone(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
     uid: int,
@@ -546,7 +550,7 @@ WITH_PYTHON = f"  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, al
 HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' & wait"
 
 
-async def test_who_uses_too_much_memory_is_killed_and_named(world: World) -> None:
+async def test_a_process_with_too_much_memory_is_killed_and_named(world: World) -> None:
     """The process with what it has started, no other; it is restarted, the alert says how much."""
     file = job(world, HUNGRY, WITH_PYTHON + "  limits: {memory: 48M}\n")
     async with world.supervising(file, world.job("other")) as supervisor:
@@ -620,7 +624,7 @@ os.execv("/bin/sleep", ["sleep", "600"])
 
 
 @needs_landlock
-async def test_process_sees_what_bpm_shows_and_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_sees_the_paths_of_bpm_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Level 2: access to its own files and no others; processes outside cannot be signalled or read."""
     monkeypatch.setattr(runner, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test lies in /tmp itself
     script = world.paths.jobs / "web/look.py"
@@ -642,7 +646,7 @@ async def test_process_sees_what_bpm_shows_and_nothing_else(world: World, monkey
         assert allowed == {"own config", "own data", "own log", "extra"}
 
 
-async def test_log_of_bpm_says_what_was_done_and_why_not(world: World) -> None:
+async def test_the_log_of_bpm_has_each_step_and_error(world: World) -> None:
     """``sys/log/JOB/bpm.log``, a line of JSON for each step; nothing is made for a job that is not there."""
     file = job(world, "exec sleep 600")
     async with world.supervising(file) as supervisor:

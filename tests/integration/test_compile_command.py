@@ -162,7 +162,7 @@ def test_a_package_that_fails_is_reported(paths: Paths, tmp_path: Path) -> None:
     assert left(paths) == []
 
 
-def test_nothing_is_compiled_beside_an_agent(paths: Paths, tmp_path: Path) -> None:
+def test_the_compiler_refuses_to_run_beside_an_agent(paths: Paths, tmp_path: Path) -> None:
     """It has packages in use."""
     with exclusive_agent(paths, "test"):
         done = compile_with(paths, "-output-directory", tmp_path, release(tmp_path / "in.tgz"))
@@ -215,7 +215,7 @@ def test_an_end_takes_the_compilation_along(paths: Paths, tmp_path: Path, number
     assert list(tmp_path.glob("small-*")) == []
 
 
-def test_a_tarball_that_is_not_there_is_reported(paths: Paths, tmp_path: Path) -> None:
+def test_a_missing_tarball_is_reported(paths: Paths, tmp_path: Path) -> None:
     done = compile_with(paths, "-output-directory", tmp_path, tmp_path / "nowhere.tgz")
 
     assert done.returncode == 1
@@ -246,7 +246,7 @@ def test_flags_are_explained_and_checked(paths: Paths) -> None:
         ("etc/os-release", 'ID="ubuntu\n', "No closing quotation"),
     ],
 )
-def test_an_image_that_is_no_stemcell_is_reported(paths: Paths, name: str, text: str | None, why: str) -> None:
+def test_an_image_without_the_agent_is_reported(paths: Paths, name: str, text: str | None, why: str) -> None:
     file = paths.base / name
     file.unlink() if text is None else file.write_text(text)
 

@@ -61,7 +61,7 @@ def left(base: Path) -> list[Path]:
     return [path for pattern in places for path in base.glob(pattern)]
 
 
-async def test_status_says_what_is_being_compiled(machine: Machine) -> None:
+async def test_status_names_the_package_in_compilation(machine: Machine) -> None:
     await compiling(machine)
     socket = Paths(machine.base).control_socket
     status = await asyncio.to_thread(control_client.ask, socket, {"command": "status"})

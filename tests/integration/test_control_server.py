@@ -79,7 +79,7 @@ async def test_a_path_too_long_for_a_socket_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"{\n", b"[]\n", b"\xff\n", b"no newline"])
-async def test_nonsense_harms_nobody(tmp_path: Path, sent: bytes) -> None:
+async def test_nonsense_on_one_connection_leaves_the_others(tmp_path: Path, sent: bytes) -> None:
     path = tmp_path / "control.sock"
     async with control_server.listening(path, echo):
         _, writer = await asyncio.open_unix_connection(path)
@@ -89,6 +89,6 @@ async def test_nonsense_harms_nobody(tmp_path: Path, sent: bytes) -> None:
         assert await asyncio.to_thread(control_client.ask, path, {"command": "status"})
 
 
-def test_without_an_agent_the_error_says_what_to_look_at(tmp_path: Path) -> None:
+def test_the_error_without_an_agent_says_where_to_look(tmp_path: Path) -> None:
     with pytest.raises(NoAgentError, match=r"cannot ask the agent at .*control\.sock.*is it running"):
         control_client.ask(tmp_path / "control.sock", {})

@@ -175,7 +175,7 @@ def test_every_key_of_the_configuration_is_a_property(installed: Installed) -> N
     assert all(spec["description"] for spec in installed.job["properties"].values())
 
 
-def test_nothing_of_the_building_machine_is_needed(installed: Installed) -> None:
+def test_the_release_needs_no_file_of_the_building_machine(installed: Installed) -> None:
     """Shared libraries are those of the package, or of the system."""
     python = installed.packages / "kubernetes_cpi/python"
     programs = [path for path in python.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
@@ -186,7 +186,7 @@ def test_nothing_of_the_building_machine_is_needed(installed: Installed) -> None
     assert [path for path in found if not path.startswith((str(python), "/lib", "/usr/lib"))] == []
 
 
-def test_digests_are_those_of_the_parts(tarball: Path, tmp_path: Path, installed: Installed) -> None:
+def test_each_digest_fits_its_part(tarball: Path, tmp_path: Path, installed: Installed) -> None:
     for kind in ("jobs", "packages"):
         (entry,) = installed.manifest[kind]
         content = (tmp_path / "release" / kind / f"{entry['name']}.tgz").read_bytes()

@@ -16,7 +16,7 @@ from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES,
 from agent_shim.supervisor.monit.ast import Program
 
 
-async def test_output_is_kept_and_its_last_line_told(tmp_path: Path) -> None:
+async def test_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None:
     """One file for each service, for root alone; the agent itself keeps none of them open."""
     output = tmp_path / "run/output"
     programs = Programs(tmp_path, output)
@@ -77,7 +77,7 @@ async def test_programs_and_scripts_run_where_there_is_nothing(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("user", [None, "root"])
-async def test_a_program_whose_cgroup_cannot_be_used_runs_without_it(
+async def test_a_program_runs_without_an_unusable_cgroup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str | None
 ) -> None:
     """Its mark and its cgroup have the name of the service where there is no label."""

@@ -203,7 +203,7 @@ def told_of(node_id: str, job_state: str) -> Callable[[Any], bool]:
 DEAF = "trap '' TERM; echo $$ >$pidfile; while :; do sleep 0.1; done"
 
 
-async def test_an_agent_whose_orderly_stop_was_not_clean_ends_with_1(instance: World) -> None:
+async def test_an_unclean_stop_ends_the_agent_with_1(instance: World) -> None:
     await instance.start_agent()
     deaf = jobs.process(Paths(instance.base), "deaf", DEAF, "exit")
     await instance.deploy(more={"deaf": deaf})

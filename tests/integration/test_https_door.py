@@ -84,7 +84,7 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
 # --- clients that go --------------------------------------------------------------------------------------------------
 
 
-async def test_what_was_begun_is_finished_when_the_client_goes(bus: HttpsBus, agent: Agent) -> None:
+async def test_a_started_action_is_finished_after_the_client_has_left(bus: HttpsBus, agent: Agent) -> None:
     async with Cli(bus.port).connected() as (_, writer):
         writer.write(request("start"))
         await agent.begun.wait()
@@ -97,7 +97,7 @@ async def test_what_was_begun_is_finished_when_the_client_goes(bus: HttpsBus, ag
 
 
 @pytest.mark.parametrize("sent", [0, 100, 300_000])
-async def test_half_an_upload_leaves_nothing(bus: HttpsBus, tmp_path: Path, sent: int) -> None:
+async def test_half_an_upload_leaves_no_file(bus: HttpsBus, tmp_path: Path, sent: int) -> None:
     cli = Cli(bus.port)
     await cli.put_blob("one", b"old")
     async with cli.connected() as (_, writer):
@@ -214,7 +214,7 @@ async def test_bodies_that_reach_their_bounds_are_taken(hasty: HttpsBus, tmp_pat
         assert (await read_answer(reader)).status == 200
 
 
-async def test_what_passes_the_door_is_counted(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
+async def test_bytes_and_messages_of_the_door_are_counted(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
     """Requests and answers, for the metrics; none is an error."""
     body = b'{"method": "ping"}'
     await Cli(bus.port).send("POST", "/agent", body)
@@ -470,7 +470,7 @@ async def test_a_client_that_waits_for_100_continue_gets_it(bus: HttpsBus) -> No
         assert (await read_answer(reader)).status == 201
 
 
-async def test_client_that_was_told_to_go_on_hears_of_an_error(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_gets_an_error_after_100_continue(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
     """The word to go on is no answer yet."""
     body = b'{"method":"break"}'
     async with Cli(bus.port).connected() as (reader, writer), asyncio.timeout(10):
@@ -543,7 +543,7 @@ async def test_new_certificate_serves_new_connections_and_old_ones_go_on(bus: Ht
         await Cli(port, trusting(authority().ca)).value("ping")
 
 
-async def test_certificate_that_cannot_be_used_changes_nothing(bus: HttpsBus) -> None:
+async def test_an_unusable_certificate_keeps_the_old_one(bus: HttpsBus) -> None:
     before = bus.mbus
 
     with pytest.raises(ActionError, match="cannot use the new bus credentials: the certificate is not a PEM"):
@@ -553,7 +553,7 @@ async def test_certificate_that_cannot_be_used_changes_nothing(bus: HttpsBus) ->
     assert await Cli(bus.port).value("ping") == "ping"
 
 
-async def test_address_that_cannot_be_had_changes_nothing(agent: Agent, tmp_path: Path) -> None:
+async def test_an_unavailable_address_keeps_the_old_one(agent: Agent, tmp_path: Path) -> None:
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with taken, on_https(agent.handle, tmp_path) as bus:
         with pytest.raises(ActionError, match="cannot listen at 127.0.0.1"):

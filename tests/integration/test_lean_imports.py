@@ -22,7 +22,7 @@ print(len(reads), ssl.create_default_context().verify_mode.name, len(reads))
 
 
 @pytest.mark.parametrize("module", ["agent_shim.bulk.transfer", "agent_shim.edges.bus.https"])
-def test_no_authorities_are_read_before_somebody_wants_them(module: str) -> None:
+def test_authorities_are_read_at_the_first_use(module: str) -> None:
     """Afterwards a context is again what it was."""
     program = _WATCHED.format(module=module)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

@@ -53,7 +53,7 @@ HOLDING = {
 
 
 @pytest.mark.parametrize("hold", HOLDING.values(), ids=HOLDING)
-async def test_what_holds_the_loop_is_reported(guard: Path, tmp_path: Path, hold: object) -> None:
+async def test_a_held_loop_is_reported_with_its_stack(guard: Path, tmp_path: Path, hold: object) -> None:
     assert callable(hold)
     asyncio.get_running_loop().call_soon(hold, tmp_path / "pipe")
     await asyncio.sleep(0)

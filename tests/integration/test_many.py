@@ -26,7 +26,7 @@ def are_up(w: World, starts: int) -> bool:
     return all(stat is not None and stat.is_alive for stat in last)
 
 
-async def test_all_are_back_and_none_is_touched_by_the_end_of_the_agent() -> None:
+async def test_all_services_return_and_survive_the_end_of_the_agent() -> None:
     """Each has one successor; the next agent finds them all and starts none."""
     async with world(COMMAND) as w:
         await w.start_agent()

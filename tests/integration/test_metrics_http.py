@@ -272,7 +272,7 @@ async def test_agent_runs_while_its_port_is_in_use(caplog: pytest.LogCaptureFixt
     ]
 
 
-async def test_end_leaves_nothing() -> None:
+async def test_the_end_frees_the_port_and_closes_connections() -> None:
     """After the block the port is free and open connections are gone."""
     answers = routes(Readiness())
     async with listening("127.0.0.1:0", answers) as where:

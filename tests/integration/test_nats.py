@@ -186,7 +186,7 @@ async def test_a_ping_is_answered_beside_a_flood(
             task.cancel()
 
 
-async def test_nothing_stale_is_sent(tmp_path: Path) -> None:
+async def test_stale_messages_are_not_sent(tmp_path: Path) -> None:
     """A message published while there is no link raises and does not turn up when there is one again."""
     async with talking(tmp_path) as talk:
         await talk.server.remove_agent("agent")

@@ -154,7 +154,7 @@ async def test_cut_again_and_again(tmp_path: Path) -> None:
         assert bus.stats.connects == 11
 
 
-async def test_what_ended_links_hold_is_given_back(tmp_path: Path) -> None:
+async def test_ended_links_release_their_descriptors(tmp_path: Path) -> None:
     """Each has TLS of its own, half a megabyte: it is freed without the garbage collector, which would come late."""
     async with behind(tmp_path) as (bus, proxy):
         gc.collect()

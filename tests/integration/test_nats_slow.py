@@ -28,7 +28,7 @@ def test_pause_and_patience_grow_up_to_three_times() -> None:
 
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
-async def test_only_a_server_that_greets_counts_as_slow(how: str) -> None:
+async def test_a_silent_server_is_not_called_slow(how: str) -> None:
     """A server that is absent or hangs is tried as before: that costs nothing, and it may return at any moment."""
     taken: list[asyncio.StreamWriter] = []
 

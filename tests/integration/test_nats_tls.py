@@ -117,7 +117,7 @@ async def test_an_authority_that_another_one_has_signed_is_trusted_alone(tmp_pat
 
 
 @pytest.mark.parametrize("bits", [0, 2048])
-async def test_of_two_authorities_with_one_name_the_right_one_is_found(tmp_path: Path, bits: int) -> None:
+async def test_the_right_one_of_two_authorities_with_one_name_is_found(tmp_path: Path, bits: int) -> None:
     """A rotation of the CA: OpenSSL tries the first authority with the name of the issuer, Go tries each."""
     async with knowing(tmp_path, AUTHORITY) as server:
         mbus = server.mbus("agent")

@@ -75,7 +75,7 @@ async def test_a_single_process_can_be_watched(instance: World) -> None:
         assert await watching.wait() == 0
 
 
-async def test_watch_goes_on_until_somebody_interrupts_it_and_outlives_the_agent(instance: World) -> None:
+async def test_watch_continues_until_an_interrupt_and_outlives_the_agent(instance: World) -> None:
     watching, out = started(instance, "status", "--watch", "--every", "0.05")
     await until(lambda: out.exists() and out.read_text().count("PROCESS") > 1)
     await instance.stop_agent()

@@ -145,7 +145,7 @@ def test_drain_takes_the_grace_of_agent_json_without_a_variable(top: Path) -> No
 
 
 @pytest.mark.parametrize(("noted", "code"), [("0\n", 0), ("1\n", 1), (None, 1)])
-def test_the_exit_code_of_the_container_is_that_of_the_drain(top: Path, noted: str | None, code: int) -> None:
+def test_the_container_ends_with_the_exit_code_of_the_drain(top: Path, noted: str | None, code: int) -> None:
     if noted is not None:
         (top / "exit_code").write_text(noted)
 

@@ -157,9 +157,7 @@ async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop(
 
 @pytest.mark.parametrize("how", ["", "setsid"])
 @pytest.mark.parametrize("cgroups_or_not", ["none"], indirect=True)
-async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop_of_the_next_agent(
-    world: World, how: str
-) -> None:
+async def test_an_endless_chain_of_forks_does_not_outrun_the_stop_of_the_next_agent(world: World, how: str) -> None:
     """Its orphans do not come to that agent."""
     counter = world.base / "counter"
     storm = f"setsid perl {Path(argv('storm.pl')[1])} {counter} {how}"

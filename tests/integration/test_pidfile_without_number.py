@@ -70,7 +70,7 @@ async def test_a_start_program_that_finds_its_process_running_keeps_it(world: Wo
         assert not is_alive(before)
 
 
-async def test_the_second_start_ends_what_the_first_could_not_replace(world: World) -> None:
+async def test_the_second_start_ends_the_process_of_the_first(world: World) -> None:
     """A port or lock of the old process lets no start program succeed beside it."""
     start = f"echo start >>$log; exec 9>$log.lock; flock -n 9 || exit 1; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -95,7 +95,7 @@ async def test_a_foreign_number_in_the_pidfile_of_a_living_process_is_ignored(wo
         assert is_alive(stranger)
 
 
-async def test_a_pidfile_written_in_two_steps_restarts_nothing(world: World) -> None:
+async def test_a_pidfile_written_in_two_steps_causes_no_restart(world: World) -> None:
     """Between two looks it has its number again."""
     world.timing = replace(world.timing, cycle=600, look=0.5)
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
@@ -112,7 +112,7 @@ async def test_a_pidfile_written_in_two_steps_restarts_nothing(world: World) -> 
         await supervisor.stop(wait=True)
 
 
-async def test_a_restarted_agent_ends_what_its_predecessor_doubted(world: World) -> None:
+async def test_a_restarted_agent_ends_the_doubted_process(world: World) -> None:
     """The process stays one of the service."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid

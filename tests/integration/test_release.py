@@ -68,7 +68,7 @@ def test_archives_of_equal_images_are_equal(tmp_path: Path) -> None:
         assert {member.mtime for member in packed.getmembers()} == {1_700_000_000}
 
 
-def test_a_tag_of_another_version_makes_nothing(tmp_path: Path) -> None:
+def test_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:
     """Between releases no tag fits."""
     done = release("--tag=v9.9.9", "--only=wheel", f"--out={tmp_path / 'out'}")
 

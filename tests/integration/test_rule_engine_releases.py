@@ -127,7 +127,7 @@ async def test_a_host_check_restarts_its_programs_in_each_failing_cycle(world: W
         await until(lambda: supervisor.job_state() == "running")
 
 
-async def test_a_host_check_restarts_what_depends_on_it(world: World, web: Web) -> None:
+async def test_a_host_check_restarts_its_dependants(world: World, web: Web) -> None:
     """monit stops and starts the dependants of a service that it restarts."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then restart\n group vcap\n"
     start = "echo start >>$log; echo $$ >$pidfile; exec sleep 600"

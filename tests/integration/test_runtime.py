@@ -76,7 +76,7 @@ async def test_an_alert_that_found_no_bus_comes_after_the_reconnect(instance: Wo
         assert (alert.body["title"], alert.body["severity"]) == ("job0 (127.0.0.1) - Does not exist - restart", 1)
 
 
-async def test_a_reconnect_sends_a_heartbeat_beside_those_of_the_period(instance: World) -> None:
+async def test_a_reconnect_sends_a_further_heartbeat(instance: World) -> None:
     """The others come at one phase of the period; an extra one has another phase, sooner or later."""
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):

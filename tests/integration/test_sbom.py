@@ -46,7 +46,7 @@ def test_each_package_is_reached_from_the_program(name: str, file: str) -> None:
         assert [ref for ref in below[name] if ref.startswith("pkg:pypi/frozenlist@")] == []
 
 
-def test_no_licence_forbids_what_is_done_here() -> None:
+def test_all_licences_permit_this_use() -> None:
     """No licence binds users of the image: installed packages are permissive or weakly reciprocal."""
     lines = sbom("--licences").splitlines()
 

@@ -101,7 +101,7 @@ def test_words_are_completed(shell: str, keys: str, words: Sequence[str], tmp_pa
 
 
 @pytest.mark.parametrize(("shell", "key"), [("bash", "\x1b*"), pytest.param("zsh", "\t", marks=pytest.mark.slow)])
-async def test_names_are_those_of_the_agent(shell: str, key: str, running: World) -> None:
+async def test_names_of_services_are_completed(shell: str, key: str, running: World) -> None:
     """Services for ``stop``, jobs for ``logs``, of the agent that ``-b`` names."""
     names = sorted(running.pids())
     for command in ("stop", "logs"):
@@ -129,7 +129,7 @@ def test_words_are_completed_in_fish(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_names_are_those_of_the_agent_in_fish(running: World) -> None:
+async def test_names_of_services_are_completed_in_fish(running: World) -> None:
     for command in ("stop", "logs"):
         offered = await asyncio.to_thread(fish, f"agent-shim {command} -b {running.base} job", running.scratch)
 

@@ -155,7 +155,7 @@ async def test_an_agent_that_is_restarted_restarts_no_job(place: Place) -> None:
     assert place.trace == ["web pre-start", "web post-start"]
 
 
-async def test_another_content_is_deployed_anew(place: Place) -> None:
+async def test_changed_content_is_deployed_again(place: Place) -> None:
     """Former jobs are stopped, removed ones deleted, new ones started."""
     place.job("web")
     place.start()

@@ -124,7 +124,7 @@ async def test_a_killed_process_of_pre_start_is_started_again_without_its_remain
         assert not any(map(is_alive, pids(world)))
 
 
-async def test_a_later_agent_knows_what_pre_start_started(world: World) -> None:
+async def test_a_later_agent_knows_the_processes_of_pre_start(world: World) -> None:
     """By its cgroup, else by the mark of the job's scripts."""
     job = dns(world)
     async with world.supervising() as supervisor:

@@ -148,7 +148,7 @@ def test_owners(debian: Path) -> None:
     assert (debian / "opt/agent_shim/launch").stat().st_uid == 0
 
 
-def test_second_run_changes_nothing(debian: Path) -> None:
+def test_a_second_run_keeps_all_files(debian: Path) -> None:
     """Once applied it says nothing and touches nothing."""
     applied(debian)
     before = snapshot(debian)
@@ -223,7 +223,7 @@ def test_commands_of_the_agent_are_in_the_path_of_every_base(debian: Path, befor
     assert (debian / "etc/environment").read_text().splitlines() == after
 
 
-def test_homes_get_the_skeleton_and_what_is_there_stays(debian: Path) -> None:
+def test_homes_get_the_skeleton_and_keep_their_files(debian: Path) -> None:
     line = "[ ! -r /etc/profile.d/bosh.sh ] || . /etc/profile.d/bosh.sh"
     put(debian, "etc/skel/.profile", "skeleton\n")
     put(debian, "home/vcap/.profile", "own\n")
@@ -278,14 +278,14 @@ def test_lists_of_a_stemcell_stay(debian: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["usr/bin/chpst", "usr/sbin/resolvconf"])
-def test_a_stand_in_for_what_the_base_has_is_not_put_in(debian: Path, name: str) -> None:
+def test_a_stand_in_for_a_program_of_the_base_is_left_out(debian: Path, name: str) -> None:
     put(debian, name, "the real one", 0o755)
     applied(debian)
 
     assert (debian / name).read_text() == "the real one"
 
 
-def test_stemcell_keeps_what_it_knows_better(debian: Path) -> None:
+def test_a_stemcell_keeps_its_own_settings(debian: Path) -> None:
     """On a stemcell its own agent.json and version stay; the programs that are replaced are kept for the way back."""
     put(debian, "var/vcap/bosh/agent.json", '{"Platform": {}}')
     put(debian, "var/vcap/bosh/etc/stemcell_version", "1.25")
@@ -377,7 +377,7 @@ def test_user_ubuntu_makes_room(debian: Path) -> None:
     assert "adm:x:4:syslog,vcap" in (debian / "etc/group").read_text().splitlines()
 
 
-def test_number_of_somebody_else_is_trouble(debian: Path) -> None:
+def test_a_user_number_in_use_is_an_error(debian: Path) -> None:
     """A stranger under our number is for a person to decide."""
     put(debian, "etc/passwd", "jane:x:1000:1000::/nowhere:/bin/bash\n")
     result = apply(debian)
@@ -418,7 +418,7 @@ def test_missing_root(tmp_path: Path) -> None:
     assert "none: no such directory" in result.stderr
 
 
-def test_unit_starts_what_the_overlay_brings() -> None:
+def test_the_unit_starts_the_program_of_the_overlay() -> None:
     """The unit file and the overlay agree on the program."""
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.read(ROOT / "systemd/agent-shim.service")

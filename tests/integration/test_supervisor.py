@@ -52,7 +52,7 @@ async def test_process_is_starting_until_it_is_there(world: World) -> None:
         assert number_in(world.pidfile("web"))
 
 
-async def test_environment_is_that_of_monit(world: World) -> None:
+async def test_the_environment_equals_monits(world: World) -> None:
     """Nothing but PATH, what begins with MONIT_, and our mark; new session, empty input, umask 022, / to be in."""
     start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
     start += "; echo $$ >>$log.new; mv $log.new $log; echo $$ >$pidfile; exec sleep 600"
@@ -254,7 +254,7 @@ async def test_independent_processes_start_side_by_side(world: World) -> None:
         await in_state(supervisor, "b", "running")
 
 
-async def test_dependant_of_what_cannot_start_is_tried(world: World) -> None:
+async def test_the_dependant_of_a_failed_service_is_started(world: World) -> None:
     """A dependency is an order and no condition, as with monit."""
     files = [world.job("b", None, "exit 0", "depends on a"), world.job("a", "exit 1")]
     async with world.supervising(*files) as supervisor:
@@ -318,7 +318,7 @@ async def test_stop_runs_the_stop_program(world: World) -> None:
         await in_state(supervisor, "web", "running")
 
 
-async def test_an_instance_is_starting_as_soon_as_it_is_no_longer_stopped(world: World) -> None:
+async def test_an_instance_is_starting_from_its_start_request(world: World) -> None:
     """While the state is saved too. Monit files are there at the answer."""
     job = world.job("web")
     async with world.supervising(job) as supervisor:
@@ -380,7 +380,7 @@ def _ticks(pid: int) -> int:
     return found.start_ticks
 
 
-async def test_what_ignores_the_stop_program_is_killed(world: World) -> None:
+async def test_a_process_that_ignores_the_stop_program_is_killed(world: World) -> None:
     """TERM, then KILL, once the stop program has had its time."""
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
     async with world.supervising(world.job("web", start, "exit 0", timeout=1)) as supervisor:
@@ -411,7 +411,7 @@ async def test_process_without_stop_program_is_ended(world: World) -> None:
         assert not is_alive(found.pid)
 
 
-async def test_what_is_not_started_here_is_not_signalled(world: World) -> None:
+async def test_a_process_of_a_check_without_a_start_program_is_not_signalled(world: World) -> None:
     """A check of what the system runs: its stop program is run and ended, the process is left."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("sys").write_text(f"{stranger.pid}\n")
@@ -444,7 +444,7 @@ async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> Non
 
 
 @pytest.mark.usefixtures("cgroups_or_not")
-async def test_what_a_killed_process_has_left_is_ended_before_its_successor_starts(world: World) -> None:
+async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(world: World) -> None:
     """A child without session and environment of the service keeps no port from the next process."""
     child = world.base / "child"
     start = f"[ -e {child} ] && kill -0 $(cat {child}) && echo beside >>$log; rm -f {child}; exec " + program(
@@ -527,7 +527,7 @@ def _lose(_: tuple[int, int], sig: int) -> bool:
     return True
 
 
-async def test_a12_what_cannot_be_killed_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a12_an_unkillable_process_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of the Go agent."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)

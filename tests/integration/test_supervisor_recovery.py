@@ -79,7 +79,7 @@ async def test_killed_agent_costs_no_job(world: World) -> None:
             assert info(supervisor, "a").last_exit == "SIGKILL"
 
 
-async def test_what_died_meanwhile_is_started_again(world: World) -> None:
+async def test_a_process_that_died_meanwhile_is_started_again(world: World) -> None:
     """The next process has to settle like any other after a death."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -162,7 +162,7 @@ async def test_probation_goes_on(world: World) -> None:
         assert pids(supervisor) == {"web": found.pid}
 
 
-async def test_new_container_starts_the_jobs_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_container_starts_the_jobs_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers mean nothing any more: who has them now is neither believed nor signalled."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
@@ -212,7 +212,7 @@ async def test_nothing_is_started_while_it_is_held(world: World, monkeypatch: py
         assert supervisor.job_state() == "running"
 
 
-async def test_what_is_held_can_be_stopped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_held_jobs_can_be_stopped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Director is obeyed meanwhile."""
     async with world.supervising(world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -263,7 +263,7 @@ async def test_container_with_the_numbers_of_its_predecessor_is_another_one(worl
         assert [path.name for path in world.paths.monit_job.iterdir()] == ["0000_web.monitrc"]
 
 
-async def test_unreadable_state_is_no_obstacle(world: World) -> None:
+async def test_jobs_start_in_spite_of_an_unreadable_state(world: World) -> None:
     """The marks of the processes tell whose they are."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")

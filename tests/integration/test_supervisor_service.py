@@ -133,7 +133,7 @@ async def test_successor_is_followed(world: World, cycle: float, told: list[tupl
         assert [(e.event, e.action) for e in world.events] == told
 
 
-async def test_without_a_stop_program_nothing_is_restarted(world: World) -> None:
+async def test_a_service_without_a_stop_program_is_not_restarted(world: World) -> None:
     """monit restarts nothing either; a process that another program starts is adopted."""
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -241,7 +241,7 @@ async def test_one_stops_with_its_dependants_and_they_come_back_with_it(world: W
         assert world.lines() == ["stop c", "stop b", "start b", "start c"]
 
 
-async def test_one_starts_with_what_it_needs(world: World) -> None:
+async def test_a_service_starts_after_its_prerequisites(world: World) -> None:
     """Prerequisites come first."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")

@@ -174,7 +174,7 @@ def test_the_demo_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:
     assert "the agent ended with status 0" in run(programs / "agent-shim", "demo")
 
 
-def test_the_demo_without_its_extra_says_what_to_install(programs: Path) -> None:
+def test_the_demo_without_its_extra_names_the_extra(programs: Path) -> None:
     """Not a traceback."""
     said = run(programs / "agent-shim", "demo", codes=(78,))
 

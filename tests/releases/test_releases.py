@@ -98,7 +98,7 @@ def test_a_zero_in_the_pidfile_has_an_unhealthy_service_started_again(life: Phas
     files={"monit": check(), "bin/ctl": ctl(before="pkill -x serve || true")},
     acts=(("unhealthy", f"rm {RUN}/web.pid"),),
 )
-def test_a_service_whose_pidfile_goes_is_started_again(life: Phases) -> None:
+def test_a_service_without_its_pidfile_is_started_again(life: Phases) -> None:
     assert starts(life["unhealthy"]) == 1
     assert runs(life["unhealthy"])
 

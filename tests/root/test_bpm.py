@@ -681,7 +681,7 @@ return list(await sandbox.isolation())
 """
 
 
-def test_level_is_what_the_container_allows(inside: Inside) -> None:
+def test_the_level_follows_the_rights_of_the_container(inside: Inside) -> None:
     """Found out by trying, with the reason why it is not more."""
     assert inside(ISOLATION)[:2] == [1, ""]
     without = inside(ISOLATION, "setpriv", "--bounding-set", "-sys_admin")

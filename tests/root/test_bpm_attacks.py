@@ -115,9 +115,7 @@ def test_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: int) -
     assert (said, reason) == ("secret", "")
 
 
-def test_for_an_agent_of_an_ordinary_user_its_own_links_and_those_of_root_are_followed(
-    box: Machine, inside: Inside
-) -> None:
+def test_an_agent_without_root_follows_its_own_links_and_links_of_root(box: Machine, inside: Inside) -> None:
     """No other user's."""
     box.run(
         "mkdir -p -m 755 /var/vcap/links; cd /var/vcap/links; rm -f *;"

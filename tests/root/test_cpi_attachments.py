@@ -409,7 +409,7 @@ def test_user_namespace_of_a_job_is_not_that_of_the_vm(site: Site) -> None:
     assert site.in_vm(f"stat -c %u {site.seen}/disk-1/file") == "0"
 
 
-def test_first_process_of_a_jail_is_not_that_of_the_container() -> None:
+def test_the_first_process_of_a_jail_is_not_taken_for_the_container() -> None:
     """A reboot ended the jails of jobs, too, before the agent had stopped them in order."""
     nested = "unshare --pid --fork --kill-child sleep 999 & exec sleep 999"
     container = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", nested])

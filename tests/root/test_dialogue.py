@@ -95,7 +95,7 @@ async def test_the_dialogue_of_a_creation(fleet: Fleet, machine: Machine) -> Non
     assert machine.run("readlink /var/vcap/sys").strip() == "/var/vcap/data/sys"
 
 
-async def test_what_is_answered_at_once_waits_for_nothing(fleet: Fleet, machine: Machine) -> None:
+async def test_quick_requests_wait_for_no_task(fleet: Fleet, machine: Machine) -> None:
     director = fleet.director
     wanted = jobs.spec(fleet.blobs(AGENT), {"web": {"monit": "", "bin/pre-start": HANG}}, networks={"default": DYNAMIC})
     await director.run(AGENT, "apply", wanted)

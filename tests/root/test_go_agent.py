@@ -131,7 +131,7 @@ async def keep_credentials(pod: Pod) -> None:
     await pod.run("update_settings", {"mbus": mbus, "trusted_certs": "", "blobstores": None})
 
 
-async def test_what_this_agent_has_deployed_goes_on_under_the_go_agent(pod: Pod) -> None:
+async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: Pod) -> None:
     """It reports it, stops it, and gives it back stopped."""
     with this_agent(pod):
         await ready(pod)
@@ -158,7 +158,7 @@ async def test_what_this_agent_has_deployed_goes_on_under_the_go_agent(pod: Pod)
         assert [len(pids) for pids in starts(pod.machine).values()] == [2, 2, 2]
 
 
-async def test_what_the_go_agent_has_deployed_goes_on_under_this_agent_and_back(pod: Pod) -> None:
+async def test_jobs_of_the_go_agent_continue_under_this_agent_and_back(pod: Pod) -> None:
     """Twice; every process is the one that monit has started."""
     with go_agent_and_monit(pod):
         await ready(pod)

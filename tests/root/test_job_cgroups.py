@@ -44,7 +44,7 @@ def cage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     made.remove()
 
 
-async def test_processes_that_are_held_fork_nothing_and_go_on_afterwards(
+async def test_frozen_processes_fork_no_child_and_continue_afterwards(
     cage: job_cgroups.JobCgroup, tmp_path: Path
 ) -> None:
     """Even one that forks without end; a kill reaches it."""

@@ -88,7 +88,7 @@ def test_missing_source_of_a_bind_mount_is_an_error(inside: Inside) -> None:
     assert error == "cannot bind /var/vcap/m/none on /var/vcap/m/target: No such file or directory"
 
 
-def test_own_mounts_are_seen_by_nobody_else(box: Machine, inside: Inside) -> None:
+def test_own_mounts_are_invisible_to_other_processes(box: Machine, inside: Inside) -> None:
     """A process that has left the namespace mounts for itself and its children."""
     inside(f"{PLACES}\nmounts.leave_mount_namespace()\nmounts.bind(source, target)\nassert (target / 'file').exists()")
 

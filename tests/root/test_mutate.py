@@ -97,7 +97,9 @@ def mutants() -> list[mutate.Mutant]:
     return [chosen["int", "returns None"], chosen["0", "number"]]
 
 
-def test_a_mutant_in_a_fork_harms_nothing(store: Path, bystanders: Bystanders, mutants: list[mutate.Mutant]) -> None:
+def test_a_mutant_in_a_fork_leaves_the_machine_unchanged(
+    store: Path, bystanders: Bystanders, mutants: list[mutate.Mutant]
+) -> None:
     scratch = store / "tmp-harm-0"
     scratch.mkdir()
     (scratch / "test_harm.py").write_text(bystanders.harm())

@@ -54,7 +54,7 @@ ip -6 route add default via fd00::1 dev here
     ]
 
 
-def test_interface_without_a_global_address_has_none() -> None:
+def test_an_interface_without_a_global_address_gives_no_address() -> None:
     """The link has one of its own, which no other network reaches."""
     routes = """
 ip address flush dev here
@@ -66,5 +66,5 @@ ip route add default dev here
     assert found(routes) == [None, None]
 
 
-def test_without_a_default_route_there_is_no_address() -> None:
+def test_a_machine_without_a_default_route_gives_no_address() -> None:
     assert found("ip route add 0.0.0.0/1 via 10.1.0.1; ip -6 route add ::/8 via fd01::1 dev there") == [None, None]

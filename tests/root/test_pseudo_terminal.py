@@ -156,7 +156,7 @@ def test_streams_on_a_terminal_get_the_new_one_and_others_stay(operator: Operato
         assert stream is None or stream.read() == text + b"\n"
 
 
-def test_without_a_terminal_there_is_a_session_and_no_terminal(operator: Operator) -> None:
+def test_a_program_without_a_terminal_has_a_session(operator: Operator) -> None:
     """A program that opens /dev/tty must not find that of the operator."""
     operator.call('echo $(cut -d " " -f 6 /proc/$$/stat) $$ >&3; cat; exit 7', ())
     out, _ = operator.running.communicate(b"input")
@@ -169,7 +169,7 @@ def test_without_a_terminal_there_is_a_session_and_no_terminal(operator: Operato
 
 @pytest.mark.parametrize("streams", [(), (0, 1, 2)])
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
-def test_exit_code_is_that_of_a_shell(operator: Operator, streams: tuple[int, ...], script: str, code: int) -> None:
+def test_exit_codes_follow_the_shell(operator: Operator, streams: tuple[int, ...], script: str, code: int) -> None:
     operator.call(script, streams)
 
     assert operator.ended()[0] == code
@@ -286,7 +286,7 @@ def test_a_program_that_reads_no_keys_is_killed_all_the_same(operator: Operator,
     assert operator.ended()[0] == 137
 
 
-def test_keys_beyond_what_a_terminal_holds_arrive_once_they_are_read(operator: Operator) -> None:
+def test_keys_beyond_the_buffer_of_a_terminal_arrive_later(operator: Operator) -> None:
     operator.call("stty raw -echo; echo up >&3; sleep 1; head -c 200000 | cksum >&3")
     operator.told("up")
     keys, left = b"".join(b"%07d\n" % number for number in range(25_000)), 0
@@ -305,7 +305,7 @@ def test_lines_of_a_program_without_keys_are_processed_once(operator: Operator) 
     assert operator.seen() == b"one\r\n"
 
 
-def test_children_that_keep_the_terminal_are_not_waited_for(operator: Operator) -> None:
+def test_children_that_keep_the_terminal_delay_no_end(operator: Operator) -> None:
     """All that the program has written is shown before."""
     operator.call("trap '' HUP; (echo $$ >&3; exec sleep 1000) & seq 20000; exit 3")
 
@@ -331,7 +331,7 @@ def test_interrupts_in_the_operators_terminal_are_for_the_program_alone(
 
 
 @pytest.mark.parametrize("kind", ["file", "other device", "link"])
-def test_what_makes_no_terminals_is_not_opened(tmp_path: Path, kind: str) -> None:
+def test_a_false_ptmx_is_refused(tmp_path: Path, kind: str) -> None:
     """The place is in the hands of a job."""
     place = tmp_path / "dev/pts/ptmx"
     place.parent.mkdir(parents=True)

@@ -124,7 +124,7 @@ CHAPTERS = (
 )
 
 
-def test_nothing_that_was_recorded_is_left_out() -> None:
+def test_each_recorded_message_is_replayed() -> None:
     names = [name for chapter in CHAPTERS for name in chapter]
 
     assert sorted(names) == sorted(path.stem for path in (CORPUS / "director").glob("*.jsonl"))

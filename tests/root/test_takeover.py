@@ -60,7 +60,7 @@ async def test_from_monit_and_back(pod: Pod) -> None:
     monit.wait()
 
 
-async def test_what_has_died_without_monit_is_started(pod: Pod) -> None:
+async def test_a_process_that_died_without_monit_is_started(pod: Pod) -> None:
     """The others are not touched."""
     machine = pod.machine
     leave_as_the_go_agent(machine)

@@ -100,7 +100,7 @@ def test_jobs_find_the_tree_at_var_vcap(tmp_path: Path, kind: str) -> None:
     assert listed() == before
 
 
-def test_without_a_namespace_the_first_line_says_why(tmp_path: Path) -> None:
+def test_the_first_line_says_why_there_is_no_namespace(tmp_path: Path) -> None:
     with agent(tmp_path, ["unshare", "--user", "--map-root-user", "bash", "-c", NONE_LEFT, "bash"]) as tree:
         until(tree, "down")
         first = (tmp_path / "log").read_text().splitlines()[0]

@@ -25,7 +25,7 @@ def test_boot_keeps_owners_it_may_not_give(box: Machine, inside: Inside) -> None
     ]
 
 
-def test_secret_is_nobody_elses_even_so(box: Machine, inside: Inside) -> None:
+def test_a_secret_is_readable_by_its_owner_alone(box: Machine, inside: Inside) -> None:
     """A file that could not be given to its group is readable by root alone as far as its mode goes."""
     script = """
 from agent_shim.host import files

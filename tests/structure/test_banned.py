@@ -118,7 +118,7 @@ def _ends_in_raise(handler: ast.ExceptHandler) -> bool:
     return isinstance(last, ast.Raise) and last.exc is None
 
 
-def test_nothing_banned_is_used() -> None:
+def test_banned_names_are_unused() -> None:
     """No module calls what it must not."""
     found = [wrong for module in modules().values() for wrong in violations(module)]
 

@@ -67,7 +67,7 @@ def duplicates(of: Iterable[Module]) -> list[list[str]]:
     return [places for places in groups.values() if len(places) > 1]
 
 
-def test_nothing_stands_twice() -> None:
+def test_twelve_alike_lines_are_found_once() -> None:
     """Code that two modules need is written once, on a floor below both."""
     assert duplicates(modules().values()) == []
 

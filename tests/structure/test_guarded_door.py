@@ -314,7 +314,7 @@ def violations(module: Module, raw: Mapping[str, Raw]) -> Iterator[str]:
             yield f"{module.name}:{line} uses {name} in {where}: use host.guarded, or say why not in RAW"
 
 
-def test_nothing_is_opened_beside_the_door() -> None:
+def test_files_are_opened_through_the_door_alone() -> None:
     """Or it has its reason."""
     assert [wrong for module in modules().values() for wrong in violations(module, RAW)] == []
 

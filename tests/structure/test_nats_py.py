@@ -28,14 +28,14 @@ def private_names(text: str) -> set[str]:
     return {name for name in reached if name.startswith("_")}
 
 
-def test_private_names_of_nats_py_are_those_of_the_list() -> None:
+def test_private_names_of_nats_py_are_in_the_list() -> None:
     module = modules()["edges.bus.link"]
 
     assert private_names(module.text) == set(PRIVATE)
     assert private_names("self._client._pending\nself._subscription._jsi\nself._client.flush") == {"_pending", "_jsi"}
 
 
-def test_only_transports_of_nats_py_have_a_subclass() -> None:
+def test_transports_alone_of_nats_py_have_a_subclass() -> None:
     """A class of ours below a client would override methods without a name."""
     tree = modules()["edges.bus.link"].tree
     bases = {ast.unparse(base) for each in ast.walk(tree) if isinstance(each, ast.ClassDef) for base in each.bases}

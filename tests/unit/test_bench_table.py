@@ -109,7 +109,7 @@ def test_another_machine_is_said_to_be_another() -> None:
     assert "; on another machine theirs from 04:00 to 04:20 (load 0.1, at a scale of 0.5)." in text
 
 
-def test_what_was_not_measured_is_said_with_the_reason() -> None:
+def test_a_missing_figure_has_its_reason() -> None:
     theirs = document("theirs", {}, missing={"boots": "HostError: it has ended"})
     text = table.render(OURS, [theirs])
     assert "**limit missed** | not measured |" in text

@@ -62,7 +62,7 @@ def test_a_script_asks_for_no_more_than_the_hard_limit(tmp_path: Path) -> None:
     assert "999999999" not in planned(tmp_path, job()).job.files["bin/ctl"]
 
 
-def test_what_scripts_do_not_find_is_there_in_the_next_life(tmp_path: Path) -> None:
+def test_missing_files_of_scripts_are_made_for_the_next_life(tmp_path: Path) -> None:
     made = planned(tmp_path, job())
     said = (
         "ctl: line 3: /var/vcap/packages/web/lib/run: No such file or directory\nctl: line 4: confd: command not found"

@@ -31,7 +31,7 @@ def values(name: str, ending: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_have_what_the_cli_wants(name: str) -> None:
+def test_operations_have_the_keys_of_the_cli(name: str) -> None:
     for one in read(name):
         assert one.keys() == {"type", "path", "value"}
         assert one["type"] == "replace"
@@ -125,7 +125,7 @@ def test_the_admission_policy_knows_the_objects_of_the_cpi() -> None:
     assert f"':{next(account)['metadata']['name']}'" in text
 
 
-def test_the_tables_of_the_docs_are_those_of_the_types() -> None:
+def test_the_tables_of_the_docs_equal_the_types() -> None:
     """Renew them: ``python -m kubernetes_cpi.reference``, after the mark."""
     _, mark, found = (ROOT / "docs/cpi.md").read_text().partition("<!-- tables -->\n\n")
 

@@ -33,7 +33,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("0.3.0", COMMIT, "0.3.0", "0.3.0"),
     ],
 )
-def test_only_builds_between_releases_have_the_commit_in_their_version(
+def test_builds_between_releases_have_the_commit_in_their_version(
     written: Path, monkeypatch: pytest.MonkeyPatch, number: str, commit: str, named: str, semantic: str
 ) -> None:
     written.write_text(f'__version__ = "{number}"\n__revision__ = ""\n')

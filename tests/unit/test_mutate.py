@@ -86,7 +86,7 @@ def test_the_table_counts_by_module_and_stage() -> None:
     assert [line.partition(": ")[0] for line in lines[7:]] == ["x.py:12", "x.py:12", "x.py:12"]
 
 
-def test_a_stage_takes_what_no_stage_noticed_and_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_takes_the_unnoticed_mutants_without_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     unit, integration, _ = mutate.STAGES
     ones = list(mutants("x.py", MODULE))
     at_import, noticed, tried, unreached, *rest = ones
@@ -102,7 +102,7 @@ def test_a_stage_takes_what_no_stage_noticed_and_has_no_result(monkeypatch: pyte
     assert results[at_import.key][integration.name]["outcome"] == "unreached"
 
 
-def test_a_mutant_whose_tests_all_take_too_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutant_with_slow_tests_alone_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no survivor, and no line that nothing reaches."""
     unit = mutate.STAGES[0]
     ones = [one for one in mutants("x.py", MODULE) if one.line in {13, 15}]

@@ -55,7 +55,7 @@ def test_an_expression_speaks_of_metrics_that_are_there(expression: str) -> None
         assert set(_LABEL.findall(labels)) <= known[name] | WORDS, selector
 
 
-def test_what_an_expression_takes_from_a_record_is_recorded() -> None:
+def test_recorded_series_of_an_expression_have_a_record() -> None:
     rules = [
         rule
         for group in yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())["groups"]

@@ -51,7 +51,7 @@ def test_checksums_and_sizes_name_every_file(tmp_path: Path) -> None:
     assert texts.sizes(tmp_path).splitlines()[0].split() == ["5.00", "MB", "a"]
 
 
-def test_what_differs_between_two_releases() -> None:
+def test_differing_files_of_two_releases_are_named() -> None:
     before, after = "1  same\n2  changed\n3  gone\n", "1  same\n9  changed\n4  come\n"
 
     assert texts.differing(before, after) == {"changed": "content", "come": "only after", "gone": "only before"}

@@ -42,7 +42,7 @@ def test_a_case_that_held_keeps_when_it_was_played_in_full(before: str, now: str
     assert (one.played, one.figures) == (played, f"figures of {figures}")
 
 
-def test_what_does_not_hold_any_more_forgets_that_it_did(tmp_path: Path) -> None:
+def test_a_failed_case_loses_its_date(tmp_path: Path) -> None:
     """And the other way round; rows are read back from the document as they were written."""
     document = tmp_path / "rows.md"
     for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):

@@ -28,12 +28,12 @@ def test_an_hour_without_growth_and_with_all_heartbeats_is_good() -> None:
     assert record(growth=MIB / 2).faults() == []
 
 
-def test_growth_is_told() -> None:
+def test_growth_is_reported() -> None:
     assert record(growth=2 * MIB).faults() == ["memory grows by 2.00 MiB an hour"]
     assert record(descriptors=10).faults() == ["39 descriptors after 34"]
 
 
-def test_what_grew_in_the_first_quarter_is_no_growth() -> None:
+def test_growth_in_the_first_quarter_does_not_count() -> None:
     found = record()
     found.sizes = [
         (at, Size(size.descriptors, size.threads, size.memory if at > found.settled_at else MIB))
@@ -43,7 +43,7 @@ def test_what_grew_in_the_first_quarter_is_no_growth() -> None:
     assert found.faults() == []
 
 
-def test_a_late_heartbeat_is_told_unless_we_took_the_bus_away_or_the_machine_was_busy() -> None:
+def test_a_late_heartbeat_is_reported_unless_bus_or_machine_explain_it() -> None:
     late = record()
     late.beats[50] += 2.5
     outage, starved = record(), record()

@@ -74,14 +74,14 @@ def test_a_missing_file_has_its_own_code(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["check", str(tmp_path / "monit"), str(tmp_path / "agent.json")]) == 78
 
 
-def test_unknown_kind_is_a_usage_error_unless_told(tmp_path: Path) -> None:
+def test_an_unknown_kind_without_an_option_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text(GOOD)
 
     assert main(["check", str(tmp_path / "file")]) == 2
     assert main(["check", "--as", "monit", str(tmp_path / "file")]) == 0
 
 
-def test_the_kind_that_is_told_counts_more_than_the_name(tmp_path: Path) -> None:
+def test_the_option_for_the_kind_counts_more_than_the_name(tmp_path: Path) -> None:
     (tmp_path / "agent.json").write_text(GOOD)
 
     assert main(["check", str(tmp_path / "agent.json")]) == 78
@@ -203,7 +203,7 @@ def test_an_unknown_key_of_agent_json_is_wrong(
         ),
     ],
 )
-def test_a_good_agent_json_is_told_with_the_next_step_of_the_agent(
+def test_a_good_agent_json_is_reported_with_the_next_step_of_the_agent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     (tmp_path / "agent.json").write_text(text)
@@ -233,7 +233,7 @@ def test_a_misspelt_program_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert said in capsys.readouterr().err
 
 
-def test_strict_refuses_what_has_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_refuses_statements_without_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A service of another job is none of this."""
     (tmp_path / "monit").write_text(
         "check process web with pidfile /x\n start program '/x'\n alert a@b\n depends on other\n"
@@ -281,7 +281,7 @@ def test_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("member", sorted(AGENT["AgentShim"]))
-def test_the_daemon_refuses_what_the_check_refuses(
+def test_daemon_and_check_refuse_the_same_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], member: str
 ) -> None:
     """With the same words."""

@@ -56,5 +56,5 @@ def test_a_probe_asks_the_socket_the_agent_listens_on() -> None:
         (["live", "extra"], None),
     ],
 )
-def test_a_probe_knows_what_it_was_asked(words: list[str], question: tuple[str, str] | None) -> None:
+def test_a_probe_keeps_its_level(words: list[str], question: tuple[str, str] | None) -> None:
     assert probe.read(words) == question

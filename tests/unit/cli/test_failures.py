@@ -52,7 +52,7 @@ def run(*words: str) -> int:
 
 
 @pytest.mark.parametrize("words", [("logs",), ("logs", "web"), ("logs", "--agent"), ("handback",)], ids=" ".join)
-def test_a_base_that_is_not_there_is_an_error_and_is_not_made(
+def test_a_missing_base_is_an_error_and_is_not_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     base = tmp_path / "none"
@@ -67,7 +67,7 @@ def test_a_base_without_logs_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
     assert f"there is no directory {tmp_path}/data/sys/log" in capsys.readouterr().err
 
 
-def test_handback_of_a_base_without_an_agent_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_handback_of_a_base_without_an_agent_makes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("handback", "-b", str(tmp_path)) == 0
     assert f"no agent has run below {tmp_path}\n" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
@@ -85,7 +85,7 @@ def test_handback_of_a_base_without_an_agent_makes_nothing(tmp_path: Path, capsy
         (("handback",), "bosh", "cannot hand back"),
     ],
 )
-def test_what_this_user_may_not_read_is_named(
+def test_unreadable_files_are_named(
     tree: Path, capfdbinary: pytest.CaptureFixture[bytes], words: tuple[str, ...], closed: str, said: str
 ) -> None:
     """No traceback, and no success with half of the logs."""
@@ -163,7 +163,7 @@ def test_arguments_of_a_call_are_checked_before_it_is_sent(
         (("logs", "--since", "soon"), "soon is neither a time nor a duration"),
     ],
 )
-def test_errors_of_usage_name_what_was_meant(
+def test_errors_of_usage_name_the_nearest_command(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     assert run(*words) == commands.USAGE

@@ -55,7 +55,7 @@ def test_a_manifest_is_read_as_text() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"name: [a]", b"[]", b"name: {", b"\xff\xfe\xff", b"packages: 7"])
-def test_a_broken_manifest_is_told(raw: bytes) -> None:
+def test_a_broken_manifest_is_reported(raw: bytes) -> None:
     with pytest.raises(ConfigError, match=r"cannot read release\.MF: "):
         release_tarball.parse_manifest(raw)
 
@@ -88,7 +88,7 @@ def test_a_manifest_is_written_with_the_members_of_the_go_agent() -> None:
 # --- order ----------------------------------------------------------------------------------------------------------
 
 
-def test_packages_come_after_what_they_depend_on_else_by_name() -> None:
+def test_packages_come_after_their_dependencies_else_by_name() -> None:
     packages = [source("d"), source("b", "d", "c"), source("a", "c"), source("c")]
 
     assert names(release_tarball.in_order(packages)) == ["c", "a", "d", "b"]
@@ -102,7 +102,7 @@ def test_packages_come_after_what_they_depend_on_else_by_name() -> None:
         ([source("a", "zlib")], "package a depends on zlib, which is not in release.MF"),
     ],
 )
-def test_what_has_no_order_is_told(packages: list[SourcePackage], text: str) -> None:
+def test_a_circle_of_packages_is_reported(packages: list[SourcePackage], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         release_tarball.in_order(packages)
 

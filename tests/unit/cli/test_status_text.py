@@ -74,7 +74,7 @@ def shown(**members: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("level", "is_told"), [(1, False), (2, True), (3, True)])
-def test_a_temporary_directory_that_is_not_the_jobs_own_is_told(level: int, is_told: bool) -> None:
+def test_a_foreign_temporary_directory_is_shown(level: int, is_told: bool) -> None:
     found = {"level": level, "obstacle": "", "memory": True, "processes": True}
 
     assert ("; /tmp is shared by all jobs" in status_text.isolation(found)) is is_told
@@ -111,7 +111,7 @@ def test_colours_change_nothing_but_colours() -> None:
     assert "\x1b[1;31m93 %" in painted
 
 
-def test_before_there_are_settings_the_page_says_what_is_waited_for() -> None:
+def test_the_page_names_the_missing_settings() -> None:
     page = status_text.render(
         shown(
             phase="waiting for settings",
@@ -170,7 +170,7 @@ def test_a_clipped_line_fits_and_ends_its_colours(columns: int) -> None:
     assert ansi.clipped("short", 5) == "short"
 
 
-def test_details_of_a_process_leave_out_what_there_is_not() -> None:
+def test_details_of_a_process_leave_out_empty_members() -> None:
     more = {
         "faults": [],
         "children": 2,

@@ -62,7 +62,7 @@ def test_s8_severity(event: str, severity: int) -> None:
         "Monit instance changed",
     ],
 )
-def test_s8_good_news_is_none(event: str) -> None:
+def test_s8_recoveries_are_no_alerts(event: str) -> None:
     """Recoveries are not sent."""
     assert alert_of("web", event, "alert", "", [], 0) is None
 

@@ -114,7 +114,7 @@ def test_s7_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) ->
     assert len(ages) == 120 - max(0, math.ceil((slowness - 1) / 30))
 
 
-def test_told_beats_leave_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_beats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats out of turn come on top, no later than the wait for the vitals allows; one in progress delays the next."""
     world = World()
     world.slowness = 5.0
@@ -159,7 +159,7 @@ def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> N
     assert [at - began for at, _, _ in world.beats] == pytest.approx([30, 140, 150, 180], abs=0.001)
 
 
-async def test_slow_vitals_hold_nothing_up() -> None:
+async def test_slow_vitals_delay_no_heartbeat() -> None:
     """A measurement that hangs leaves the last vitals in the message; the state in it is current."""
     world = World()
     async with beating(world, period=0.05) as heart:

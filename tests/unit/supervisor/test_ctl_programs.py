@@ -27,7 +27,7 @@ async def test_a_bucket_fills_by_the_time_since_the_last_turn() -> None:
     assert round(clock(), 6) == 107
 
 
-async def test_only_large_output_is_cut(tmp_path: Path) -> None:
+async def test_large_output_is_cut(tmp_path: Path) -> None:
     """To its end, which holds the last words."""
     large = b"".join(b"%d\n" % number for number in range(60_000))
     assert len(large) > MAX_OUTPUT_BYTES

@@ -28,7 +28,7 @@ def test_a_file_system_without_inodes_has_no_figure_of_them(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("is_device", [True, False])
-def test_figures_of_a_device_are_those_of_its_mount_point(
+def test_a_device_has_the_figures_of_its_mount_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_device: bool
 ) -> None:
     """Other paths are asked where they were opened: a job may move a link meanwhile."""

@@ -30,7 +30,7 @@ def test_a_kill_noted_before_the_death_waits_for_it() -> None:
     assert counted.claim()
 
 
-def test_kills_are_those_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_are_counted_for_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup(memory=hierarchy))
     (tmp_path / "memory.events").write_text("oom 3\noom_kill 3\n")
@@ -42,6 +42,6 @@ def test_kills_are_those_of_the_container(tmp_path: Path, monkeypatch: pytest.Mo
     assert not Kills().claim()
 
 
-def test_no_counter_explains_nothing() -> None:
+def test_a_missing_counter_explains_no_exit() -> None:
     """Where the kernel does not say."""
     assert not Kills(lambda: None).claim()

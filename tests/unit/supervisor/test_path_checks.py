@@ -66,7 +66,7 @@ def test_a_value_is_compared(path: Path, test: str, is_bad: bool) -> None:
     assert fails(made(path, test)) == [0] * is_bad
 
 
-def test_the_age_is_that_of_the_last_change(path: Path) -> None:
+def test_the_age_counts_from_the_last_change(path: Path) -> None:
     """The content, or the owner, mode and name, whichever changed later."""
     os.utime(path, (0, 0))
 
@@ -84,7 +84,7 @@ def test_a_change_is_one_between_two_looks(path: Path, test: str) -> None:
     assert fails(watch) == []
 
 
-def test_a_checksum_without_a_value_is_that_of_the_first_look(path: Path) -> None:
+def test_a_checksum_without_a_value_is_taken_at_the_first_look(path: Path) -> None:
     watch = made(path, "failed checksum")
     found = [fails(watch)]
     for text in ("two\n", "one\n"):

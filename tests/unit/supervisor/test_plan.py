@@ -52,7 +52,7 @@ def test_process_is_read_whole() -> None:
     assert spec.is_restartable
 
 
-def test_order_is_that_of_the_files() -> None:
+def test_services_have_the_order_of_the_files() -> None:
     """The Director orders the jobs, and each file its checks. An empty file adds nothing."""
     files = [
         JobFile("b", "", check("b1") + check("b2")),
@@ -88,7 +88,7 @@ def test_pattern_takes_the_place_of_a_pidfile() -> None:
         ("group VCAP group other", "groups", frozenset({"vcap", "other"})),
     ],
 )
-def test_what_a_statement_becomes(statement: str, member: str, value: object) -> None:
+def test_each_statement_has_its_place_in_the_plan(statement: str, member: str, value: object) -> None:
     """The rules that the life of a service heeds have members of their own."""
     (spec,) = plan([JobFile("j", "", check("s", statement))])
 
@@ -102,7 +102,7 @@ def test_other_rules_are_kept_for_the_checks() -> None:
     assert len(spec.rules) == 1
 
 
-def test_statements_that_are_not_acted_on_are_named_without_what_may_be_secret() -> None:
+def test_statements_without_effect_are_named_without_secrets() -> None:
     """Statements outside of checks go to the first service."""
     text = f"""
 set httpd port 2812 and allow admin:hidden
@@ -132,7 +132,7 @@ BOTH = ('start program "/bin/a"', 'stop program "/bin/b"')
         ((BOTH[0], "if not exist then start"), True),
     ],
 )
-def test_what_is_restarted(statements: tuple[str, ...], is_restartable: bool) -> None:
+def test_the_plan_says_which_services_restart(statements: tuple[str, ...], is_restartable: bool) -> None:
     """monit restarts only what it can stop and start, and only where the file lets it."""
     (spec,) = plan([JobFile("j", "", check("s", *statements))])
 
@@ -189,7 +189,7 @@ def test_missing_dependency_fails_its_job() -> None:
     assert "'a' depends on 'nosuch', which is not defined" in errors(*files)["one"]
 
 
-def test_dependency_on_a_bad_job_fails_nobody_else() -> None:
+def test_a_dependency_on_a_bad_job_fails_that_job_alone() -> None:
     """The missing service may be in the unreadable file."""
     files = [JobFile("bad", "", "check nonsense and more"), JobFile("two", "", check("b", "depends on nonsense"))]
 
@@ -244,10 +244,10 @@ def test_a_command_of_bpm_is_known(argv: tuple[str, ...], call: BpmCall | None) 
         (None, "monit-name"),
     ],
 )
-def test_the_label_of_a_bpm_process_is_that_of_its_pidfile(pidfile: str | None, label: str) -> None:
+def test_a_bpm_process_has_the_label_of_its_pidfile(pidfile: str | None, label: str) -> None:
     assert ProcessSpec("monit-name", "web", pidfile=pidfile or None).label == label
 
 
-def test_nothing_is_nothing() -> None:
+def test_an_empty_plan_has_no_service() -> None:
     """No jobs, no processes."""
     assert plan([]) == ()

@@ -185,7 +185,7 @@ def test_agrees_with_the_c_library(pattern: str, texts: list[str]) -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library speaks another dialect")
 @pytest.mark.parametrize("name", "alnum alpha blank cntrl digit graph lower print punct space upper xdigit".split(" "))
-def test_classes_are_those_of_the_c_library(name: str) -> None:
+def test_classes_equal_the_c_library(name: str) -> None:
     """For every character of ASCII."""
     characters = [chr(code) for code in range(1, 128)]
 

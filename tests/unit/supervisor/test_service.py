@@ -104,7 +104,7 @@ async def test_each_death_in_a_row_lengthens_the_delay() -> None:
 
 
 @played
-async def test_only_a_start_that_was_too_late_waits_a_cycle_for_its_process() -> None:
+async def test_a_late_start_waits_a_cycle_for_its_process() -> None:
     """Another start would make two processes. The delay after the next failure is the usual one."""
     machine = Machine(how_starts="late")
     service = service_on(machine)
@@ -222,7 +222,7 @@ async def never(_: BpmCall) -> None:
 )
 @pytest.mark.parametrize("by", ["death", "request"])
 @played
-async def test_only_dependants_that_are_up_restart_with_a_service(
+async def test_dependants_that_are_up_restart_with_a_service(
     is_restarted: bool, before: str, starts: int, by: str
 ) -> None:
     """They stay up beside a service that nothing restarts."""
@@ -359,7 +359,7 @@ async def test_a_path_with_rules_is_starting_until_it_was_checked(is_checked: bo
 
 @pytest.mark.parametrize("is_resumed", [False, True])
 @played
-async def test_only_a_service_that_was_started_is_stopped_by_its_program(is_resumed: bool) -> None:
+async def test_the_stop_program_runs_for_a_started_service_alone(is_resumed: bool) -> None:
     """An earlier agent may have started it."""
     for state, programs in ((State.STOPPED, 0), (State.RUNNING, 1), (State.UNMONITORED, 1)):
         service = service_on(machine := Machine(how_starts="not"))
@@ -404,7 +404,7 @@ async def test_a_path_whose_program_cannot_run_is_missing() -> None:
 
 @pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start_call": CALL}, False)])
 @played
-async def test_only_a_running_process_misses_its_number_in_a_pidfile_that_is_not_ours(
+async def test_a_running_process_without_its_number_in_the_pidfile_is_void(
     changes: dict[str, Any], is_void: bool
 ) -> None:
     service = service_on(machine := Machine(), replace(SPEC, **changes))

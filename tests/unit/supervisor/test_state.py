@@ -57,7 +57,7 @@ def test_table_is_complete() -> None:
     assert set(WORK.values()) == set(Work)
 
 
-def test_what_is_underway() -> None:
+def test_states_underway_have_a_launch_or_an_end() -> None:
     """A state with a start or a stop in progress, by its work."""
     assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.END)} == UNDERWAY
     assert {state for state in State if WORK[state] is Work.END} == ENDING
@@ -87,7 +87,7 @@ def test_operators_see_the_words_of_the_first_release() -> None:
         (State.BROKEN, "failing"),
     ],
 )
-def test_what_is_reported(state: State, text: str) -> None:
+def test_each_state_has_its_word_for_the_director(state: State, text: str) -> None:
     """Only the four words that monit's flags can make."""
     assert reported(state) == text
     assert (text == "unknown") is (state not in MONITORED)

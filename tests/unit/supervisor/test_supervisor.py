@@ -134,7 +134,7 @@ async def test_changes_at_the_end_of_the_container_or_beside_a_successor_are_not
     assert saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STARTING)
 
 
-async def test_without_a_saved_state_nothing_is_recovered(paths: Paths) -> None:
+async def test_a_missing_or_unreadable_state_recovers_no_service(paths: Paths) -> None:
     """A state of another version or an unreadable one is none."""
     for content in (None, b"", b'{"schema":2,"incarnation":"","is_wanted":false,"files":[],"services":{}}'):
         if content is not None:
@@ -239,7 +239,7 @@ async def test_a_start_during_a_stop_leaves_no_marker(supervisor: Supervisor, pa
 
 
 @pytest.mark.parametrize(("timeout", "kill_after"), [(300.0, 270.0), (10.0, 8.5), (2.0, 1.0), (0.0, 0.0)])
-async def test_what_remains_is_killed_in_time_to_see_it_end(
+async def test_remaining_processes_are_killed_before_the_timeout(
     supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch, timeout: float, kill_after: float
 ) -> None:
     """A tenth of the time of a stop, at most a second and a half, is for that; half of a short one."""

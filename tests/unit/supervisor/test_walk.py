@@ -243,14 +243,14 @@ def steps(at_least: int) -> st.SearchStrategy[list[Step]]:
 
 @given(steps(1))
 @settings(derandomize=True)
-def test_state_is_what_the_model_says(taken: list[Step]) -> None:
+def test_the_state_equals_the_model(taken: list[Step]) -> None:
     """A few thousand events."""
     walk(taken)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
-def test_state_is_what_the_model_says_for_long(number: int) -> None:
+def test_the_state_equals_the_model_for_long(number: int) -> None:
     """A hundred thousand events in all: twenty times fifty walks of a hundred each."""
 
     @seed(number)

@@ -65,7 +65,7 @@ def costly() -> str:
 COSTLY = costly()
 
 
-def test_rules_are_those_of_go() -> None:
+def test_the_rules_equal_gos() -> None:
     """TLS 1.2 or newer, a verified chain, a verified host that is named as such."""
     context = tls.client_context(mbus())
 
@@ -85,7 +85,7 @@ def test_old_versions_and_renegotiation_are_refused() -> None:
     assert server.options & ssl.OP_NO_RENEGOTIATION
 
 
-def test_without_a_ca_the_system_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_system_decides_without_a_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty CA stands for the roots of the system."""
     roots = tmp_path / "roots.pem"
     roots.write_text(AUTHORITY.ca)
@@ -126,7 +126,7 @@ def test_credentials_that_are_none(changes: dict[str, str], complaint: str) -> N
 
 
 @pytest.mark.parametrize("bad", [BROKEN, "-----BEGIN CERTIFICATE-----\ncut off\n"])
-def test_an_unreadable_authority_among_others_is_left_out_and_told(bad: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_authority_is_left_out_and_reported(bad: str, caplog: pytest.LogCaptureFixture) -> None:
     """As in Go. One error in the log, not one for each connection."""
     others = [Authority().ca, AUTHORITY.ca]
     for _ in range(2):

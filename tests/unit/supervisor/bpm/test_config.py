@@ -112,12 +112,12 @@ def test_a_process_is_found_by_its_name() -> None:
     "text",
     ["", "# nothing\n", "---\n", "~", "{}", "processes:", "processes: []", "processes: ~", "executable: /x\nargs: []"],
 )
-def test_a_file_may_run_nothing(text: str) -> None:
+def test_a_file_may_have_no_process(text: str) -> None:
     """No processes are no error."""
     assert parse(text) == BpmFile()
 
 
-def test_only_the_first_document_counts() -> None:
+def test_the_first_document_counts() -> None:
     assert parse("processes: []\n---\n{ what is this") == BpmFile()
 
 
@@ -134,7 +134,7 @@ def test_only_the_first_document_counts() -> None:
         ("~", ""),
     ],
 )
-def test_texts_are_what_is_written(written: str, expected: str) -> None:
+def test_texts_keep_their_spelling(written: str, expected: str) -> None:
     """Other readers would parse them differently; only null is left out."""
     assert " ".join(one(f"args: {written}").args) == expected
 
@@ -388,7 +388,7 @@ def test_merges_of_merges_are_read_once() -> None:
 
 
 @given(st.text("abc:-[]{}&*!|>'\"\n #,~<?%@` 1\t", max_size=40))
-def test_nothing_else_is_raised(text: str) -> None:
+def test_any_text_gives_a_config_or_a_config_error(text: str) -> None:
     """Any text is read or refused."""
     with contextlib.suppress(ConfigError):
         parse(f"processes:\n{text}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent_shim.supervisor.monit.ast import ALERT, Check, Ignored, Missing, MonitFile, PidChanged, Rule
 
 
-def test_where_it_stood_is_no_part_of_it() -> None:
+def test_the_position_does_not_count_in_comparisons() -> None:
     """The same text in another file and line is the same."""
     assert Check("system", "a", line=1) == Check("system", "a", line=2)
     assert MonitFile(origin="a") == MonitFile(origin="b")

@@ -198,7 +198,7 @@ def test_every_word_comes_back(spelled: list[tuple[tuple[str, str, str], str]]) 
 
 
 @given(st.text())
-def test_nothing_is_raised_or_lost(text: str) -> None:
+def test_any_text_becomes_words_without_loss(text: str) -> None:
     """Any text is cut into words in order, none of which overlap."""
     tokens = lex(text)
 

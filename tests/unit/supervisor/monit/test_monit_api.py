@@ -79,7 +79,7 @@ async def test_a_request_is_made_to_the_services_that_it_names(
     ("action", "is_refused"),
     [("start", True), ("restart", True), ("monitor", True), ("stop", False), ("unmonitor", False)],
 )
-async def test_nothing_is_started_against_an_obstacle(action: str, is_refused: bool) -> None:
+async def test_an_obstacle_refuses_a_start(action: str, is_refused: bool) -> None:
     calls, answer = await asked("the container ends", action=action, names=["db"])
 
     assert calls == ([] if is_refused else [f"{action} db"])

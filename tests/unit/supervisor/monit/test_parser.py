@@ -136,7 +136,7 @@ def test_last_program_wins() -> None:
     assert check.start == Program(("/y",))
 
 
-def test_what_speaks_of_the_daemon_is_listed() -> None:
+def test_statements_about_the_daemon_are_listed() -> None:
     """``set`` and ``include`` come first, then the alerts of the checks, each as it stands."""
     file = parse('set  logfile\nsyslog\ncheck a pidfile /p\nnoalert x@y\ninclude  "/a b/*"\nalert x@z\nset daemon 5')
 
@@ -310,7 +310,7 @@ def test_an_open_quote_ends_the_search_for_mistakes() -> None:
 
 
 @pytest.mark.parametrize("rest", ["\n  mode \0\n  mode c\n", "\n5 mode c\n"])
-def test_what_follows_a_mistake_on_its_line_makes_no_other_one(rest: str) -> None:
+def test_a_line_has_one_mistake(rest: str) -> None:
     """After a NUL byte nothing does."""
     with pytest.raises(ConfigError) as refused:
         parse(f"check process a pidfile b{rest}", origin="monit")

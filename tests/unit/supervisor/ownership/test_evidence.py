@@ -325,7 +325,7 @@ def test_members_are_all_that_belong() -> None:
         (Session(10, 100, seen=99, is_led=False), False),
     ],
 )
-def test_session_whose_leader_is_gone(session: Session, is_ours: bool) -> None:
+def test_a_session_without_its_leader_lasts_while_a_known_process_is_in_it(session: Session, is_ours: bool) -> None:
     """A session has lasted if one of its processes was seen before; else its number may be another session's."""
     table = {11: stat(11, session=10, start=150), 12: stat(12, session=10, start=900)}
     traces = ProcessRecord(sessions=[session])
@@ -371,7 +371,7 @@ def test_the_cgroup_decides_before_all_else() -> None:
     }
 
 
-def test_nothing_of_the_agent_is_of_a_job() -> None:
+def test_processes_of_the_agent_belong_to_no_job() -> None:
     """Nor what some job has left, of which nothing tells whose it is; it is a stray until its mark says more."""
     table = {
         1: stat(1, parent=0, start=1),
@@ -616,7 +616,7 @@ def test_a_guest_that_carries_the_mark_is_no_member() -> None:
     assert members(table, guest, {mark("web", BASE): {10, 12}}) == {11, 12}
 
 
-def test_the_agent_is_a_member_of_nothing() -> None:
+def test_the_agent_is_a_member_of_no_job() -> None:
     """Nor is the init process, whatever they carry or descend from."""
     table = {pid: stat(pid, parent=10, session=10) for pid in (1, 3, US)} | {10: stat(10, session=10, start=900)}
     traces = ProcessRecord(known=(10, 900), sessions=[Session(10, 900)], descendants=[(1, 1000), (US, 1000)])

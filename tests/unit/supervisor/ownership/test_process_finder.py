@@ -104,7 +104,7 @@ async def test_a_living_process_proves_its_session_at_each_look() -> None:
         (0, "S", None, None),
     ],
 )
-async def test_a_pidfile_is_believed_without_proof_only_where_nothing_starts_the_process(
+async def test_a_pidfile_is_proof_for_a_service_without_a_start_program(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     pid: int,
@@ -201,9 +201,7 @@ async def test_handles_are_given_back_once() -> None:
     assert calls == ["both"]
 
 
-async def test_a_process_that_has_ended_is_no_longer_the_services(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_ended_process_leaves_its_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does its pidfile name the next one of its number."""
     monkeypatch.setattr(proc, "stat", lambda _: None)
     (tmp_path / "pid").write_text("7")

@@ -11,7 +11,7 @@ from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecor
 PROCESS, PROGRAM = (7, 70), (8, 80)
 
 
-def test_an_exited_process_is_no_longer_known_and_its_session_is() -> None:
+def test_an_exited_process_is_forgotten_and_its_session_kept() -> None:
     record = ProcessRecord(known=PROCESS, program=PROGRAM)
 
     record.ended(PROCESS, 7, 75)
