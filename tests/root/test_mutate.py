@@ -121,7 +121,7 @@ def test_what_a_started_process_runs_is_reached_by_the_test_that_started_it(stor
     mutate.measure(ROOT, stage, 1)
 
     [test, *_] = mutate.reaching(stage)["agent_shim/bulk/transfer.py"][1]
-    assert test.endswith("::test_no_authorities_are_read_before_somebody_wants_them[agent_shim.bulk.transfer]")
+    assert test.endswith("::test_authorities_are_read_at_the_first_use[agent_shim.bulk.transfer]")
 
 
 @pytest.mark.parametrize("end", [subprocess.Popen.terminate, subprocess.Popen.kill])

@@ -99,8 +99,14 @@ async def test_each_death_in_a_row_lengthens_the_delay() -> None:
         for _ in range(4):
             machine.end()
             await asyncio.sleep(1.001)
+        await asyncio.sleep(TIMING.backoff_limit + 10)
+        machine.end()  # after a long life it is the first death again
+        await asyncio.sleep(0)
+        died_at = asyncio.get_running_loop().time()
+        await asyncio.sleep(1)
 
     assert [round(at, 3) for at in machine.starts[:4]] == [0.0, 0.0, 1.501, 3.002]
+    assert machine.starts[-1] == died_at
 
 
 @played
