@@ -168,9 +168,9 @@ async def test_an_unchanged_plan_is_not_made_again(paths: Paths, monkeypatch: py
     made: list[object] = []
     real = plan.plan
 
-    def counted(job_files: Any) -> Any:
+    def counted(job_files: Any, **options: Any) -> Any:
         made.append(1)
-        return real(job_files)
+        return real(job_files, **options)
 
     monkeypatch.setattr(plan, "plan", counted)
     supervisor = Supervisor(paths, on_event=lambda _: None)
