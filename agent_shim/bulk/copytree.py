@@ -72,7 +72,10 @@ def _empty(target: Path, spared: Collection[str]) -> None:
         target.chmod(0o700)
     for path in list(target.iterdir()):
         if path.name not in spared:
-            files.remove_tree(path)
+            try:
+                files.remove_tree(path)
+            except RecursionError:  # before Python 3.13, below some hundred levels
+                subprocess.run(["rm", "-rf", "--", str(path)], env=ENVIRONMENT, check=True)
 
 
 def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -> str:

@@ -168,6 +168,18 @@ def test_a_tree_deeper_than_a_path_may_be_long_ends_the_copy(pair: tuple[Path, P
     assert phases.count("counting") == 1
 
 
+def test_a_deep_tree_of_a_former_attempt_is_removed(pair: tuple[Path, Path]) -> None:
+    source, target = pair
+    below = target
+    for _ in range(1500):
+        below /= "d"
+        below.mkdir()
+
+    copytree.mirror(source, target)
+
+    assert fingerprint(target) == fingerprint(source)
+
+
 @pytest.mark.usefixtures("big")
 def test_progress_reaches_its_total(pair: tuple[Path, Path]) -> None:
     seen: list[Progress] = []
