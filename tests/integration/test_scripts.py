@@ -128,7 +128,7 @@ async def test_a_script_ends_before_the_processes_it_leaves(paths: Paths, runner
     left = paths.tmp / "left"
     script(paths, "web", "pre-start", f"sleep 600 & echo $! >{left}")
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await runner.run_all("pre-start", ["web"], {})
 
     child = number_in(left)

@@ -52,7 +52,7 @@ async def test_settings_are_waited_for(files: Files, caplog: pytest.LogCaptureFi
 
     files.write()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert (await waiting).agent_id == "a-1"
 
 
@@ -84,7 +84,7 @@ async def test_each_problem_is_logged_once(
 
     monkeypatch.setattr(host_files, "read", counted)
     waiting = asyncio.ensure_future(files.store.wait())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await until(lambda: looks >= 5)
         files.source.write_text("{")
         seen = looks
@@ -173,7 +173,7 @@ async def test_changes_are_noticed_and_rewrites_of_the_same_are_not(files: Files
         arrived.set()
 
     watching = asyncio.ensure_future(files.store.watch(changed))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await asyncio.sleep(0.03)
         files.write()
         await asyncio.sleep(0.05)
@@ -199,7 +199,7 @@ async def test_a_change_that_an_action_read_first_is_reported(files: Files) -> N
     files.write(mbus="nats://other:2")
     await files.store.refreshed()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await arrived.wait()
     watching.cancel()
 
