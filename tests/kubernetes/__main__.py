@@ -92,13 +92,16 @@ def _save_images(node: Path) -> None:
     podman = pods.podman(node)
     base = node / "base"
     base.mkdir()
-    example = pods.example(podman, pods.build(podman, pods.base_image(podman, base)))
+    debian = pods.base_image(podman, base)
+    example = pods.example(podman, pods.build(podman, debian))
+    unmodified = [pods.build(podman, debian, stage) for stage in ("system", "volume")]
     root = node / "pause"
     root.mkdir()
     shutil.copy(shutil.which("catatonit") or "catatonit", root / "pause")
     packed = subprocess.run(["tar", "-C", str(root), "-c", "pause"], capture_output=True, check=True).stdout
     podman("import", "--quiet", "--change", 'ENTRYPOINT ["/pause", "-P"]', "-", PAUSE, stdin=packed)
-    podman("save", "--quiet", "--multi-image-archive", "--output", str(node / IMAGES), pods.IMAGE, example, PAUSE)
+    images = [pods.IMAGE, example, *unmodified, PAUSE]
+    podman("save", "--quiet", "--multi-image-archive", "--output", str(node / IMAGES), *images)
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.image import pods
 from tests.kubernetes import cpi_site
+from tests.kubernetes.calls import CpiError
 from tests.kubernetes.cpi_site import ACCOUNT, WAYS, Site, Way
 from tests.kubernetes.deployments import Instance
 from tests.kubernetes.node import ADDRESS, Node
@@ -220,6 +222,32 @@ async def test_vm_without_root_has_a_job_that_writes_to_its_disk(node: Node, tmp
         await site.check(db)
 
 
+# --- over an unmodified stemcell ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy", [False, True], ids=["image volume", "copy"])
+async def test_vm_over_an_unmodified_stemcell_gets_disks_live_and_reboots(
+    node: Node, tmp_path: Path, copy: bool
+) -> None:
+    """The program of attachments and reboots comes from the agent's image."""
+    if node.minor < 35 and not copy:
+        pytest.skip("no image volumes in this Kubernetes")
+    way = Way("over a stemcell", "live", "base", "privileged")
+    async with cpi_site.site(node, way, tmp_path, stemcells={"allow_mutable_images": True}) as site:
+        site.deployments.stemcell = f"{pods.IMAGE}-system:latest"
+        # The image volume is the program alone; it is copied by the program `cp` of a whole image.
+        agent = {"image": f"{pods.IMAGE}:latest" if copy else f"{pods.IMAGE}-volume:latest", "copy": copy}
+        with site.vm_type(agent=agent):
+            db = await site.deployments.first_deploy()
+            await site.write(db)
+
+            await site.cpi.call("reboot_vm", db.vm)
+            await site.deployments.until_ready(db)
+            await site.check(db)
+            await site.deployments.recreate(db)
+            await site.check(db)
+
+
 # --- root of a user namespace ---------------------------------------------------------------------------------------
 
 
@@ -234,6 +262,38 @@ async def test_vm_in_a_user_namespace_gets_its_disk_live(node: Node, tmp_path: P
         await site.check(db)
         await site.deployments.recreate(db)
         await site.check(db)
+
+
+# Moves the mount of a live disk where it may, else binds it there, and renames its directory where it may.
+HIDE = """
+mkdir /hidden
+mount --move "$1" /hidden || mount --bind "$1" /hidden
+mount -o remount,bind,rw "${1%/*}" && mv "$1" "${1%/*}/renamed"
+echo before >/hidden/file
+"""
+
+
+@pytest.mark.parametrize("tier", ["userns", "privileged"])
+async def test_disk_that_root_of_a_vm_hides_is_not_reported_as_detached(node: Node, tmp_path: Path, tier: str) -> None:
+    if node.minor < 30:
+        pytest.skip("no pods with user namespaces in this Kubernetes")
+    way = Way(tier, "live", tier, "privileged")
+    async with cpi_site.site(node, way, tmp_path, timeouts={"unmount": 3}) as site:
+        db = await site.deployments.first_deploy(with_disk=False)
+        disk = await site.deployments.create_disk(db)
+        hint = await site.cpi.call("attach_disk", db.vm, disk)
+        await site.exec(db, "sh", "-c", HIDE, "sh", hint["path"])
+
+        with pytest.raises(CpiError, match="the VM uses it"):
+            await site.cpi.call("detach_disk", db.vm, disk)
+
+        assert await site.cpi.call("get_disks", db.vm) == [disk]
+        await site.exec(db, "sh", "-ec", "echo after >/hidden/file; umount /hidden")
+        await site.cpi.call("detach_disk", db.vm, disk)
+        assert await site.cpi.call("get_disks", db.vm) == []
+        await site.deployments.delete(db)
+        await site.deployments.delete_disk(disk)
+        await site.check()
 
 
 # --- the policy -----------------------------------------------------------------------------------------------------
