@@ -34,6 +34,8 @@ class Difference:
     """A script of the job writes process 1 into a pidfile."""
     is_survivor: bool = False
     """A process outlived its stop, or the stop of a restart, in the Go agent's world alone."""
+    is_restarted_by_port: bool = False
+    """A rule about a port has restarted a process in the Go agent's world."""
     is_pending: bool = False
     """The restart of the phase before had not ended in either world."""
 
@@ -91,8 +93,6 @@ FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid
 UNSTEADY_STATES: Final = 4
 """Changes of the state of a process at rest."""
 
-NO_ANSWER: Final = "error: no answer"
-"""Value of a phase whose script took too long."""
 DEATHS: Final = ("death", "port closed")
 """Phases in which processes end."""
 
@@ -125,9 +125,16 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     (
         "the count of a rule survives a restart",
         lambda one: (
-            one.phase == "port closed"
-            and "Connection failed - restart" in one.go_alerts
-            and (one.what.endswith(" lives") or "state" in one.what)
+            (
+                one.phase == "port closed"
+                and "Connection failed - restart" in one.go_alerts
+                and (one.what.endswith(" lives") or "state" in one.what or one.what.startswith("process of "))
+            )
+            or (  # the last restart may end in the next phase
+                one.phase == "port open again"
+                and one.is_restarted_by_port
+                and one.what.endswith((" lives", " is the former one"))
+            )
         ),
     ),
     ("alerts go by mail to `localhost`", lambda one: one.has_no_localhost),
@@ -189,6 +196,8 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         restarts = [life["monit restart"]["job_states"][-1:] for life in lives if "monit restart" in life]
         one.is_survivor = any(leaves(lives[0]) and not leaves(lives[1]) for leaves in (_is_left, _outlives_a_restart))
         one.is_pending = restarts == [["failing"]] * len(lives)
+        closed = lives[0].get("port closed", {}).get("alerts", [])
+        one.is_restarted_by_port = any("Connection failed - restart" in alert for alert in closed)
         one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
         one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
         (verdict.listed if one.allowed else verdict.differences).append(one)
@@ -235,8 +244,6 @@ def is_unsteady(lives: list[dict[str, Any]]) -> bool:
 
 
 def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
-    # A script that nobody waits for any longer still runs its tools, in whichever phase.
-    is_hung = all(any(phase["value"] == NO_ANSWER for phase in life.values()) for life in (go, shim))
     for name in list(go) + [name for name in shim if name not in go]:
         if name not in go or name not in shim:
             yield Difference(name, "phase", "played" if name in go else "", "played" if name in shim else "")
@@ -244,13 +251,23 @@ def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
         seen = [dict(_facts(life[name])) for life in (go, shim)]
         for what in sorted({*seen[0], *seen[1]}):
             values = [one.get(what, "") for one in seen]
-            if values[0] != values[1] and not (is_hung and what.endswith(" tool")):
+            if values[0] != values[1] and not (what.endswith(" tool") and _runs_beside(go, shim, name, what)):
                 yield Difference(name, what, values[0], values[1])
     for kind in ("state", "heartbeat"):
         shapes = [_shapes(life, kind) for life in (go, shim)]
         for member in sorted(shapes[0] ^ shapes[1]) if all(shapes) else ():
             go_has, shim_has = ("there" if member in shape else "" for shape in shapes)
             yield Difference("rest", f"{kind} {member}", go_has, shim_has)
+
+
+def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
+    """True if a tool ran in the phase before or after in the life that lacks it: scripts run on past their phase."""
+    for life in (go, shim):
+        names = list(life)
+        around = [life[one] for one in names[max(names.index(name) - 1, 0) : names.index(name) + 2]]
+        if what not in {f"{program} {event}" for phase in around for _, event, program in phase["events"]}:
+            return False
+    return True
 
 
 def _shapes(life: Phases, kind: str) -> set[str]:
