@@ -419,13 +419,15 @@ def _copier(vm: Vm, agent: AgentImage) -> Object:
 
 def _container_security(properties: VmProperties) -> Object:
     tier = properties.tier
+    # With a user the kubelet gives the token to that user alone; a Director runs its CPI as vcap. Root is the image's user.
+    user: Object = {} if properties.service_account_token else {"runAsUser": 0}
     if tier == "privileged":
-        return {"privileged": True, "runAsUser": 0}
+        return {"privileged": True, **user}
     if tier == "restricted":
         return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     more = [name.upper().removeprefix("CAP_") for name in properties.capabilities]
     security: Object = {
-        "runAsUser": 0,
+        **user,
         "capabilities": {"drop": ["ALL"], "add": list(dict.fromkeys([*_BASE_CAPABILITIES, *more]))},
         "seccompProfile": {"type": "RuntimeDefault"},
     }

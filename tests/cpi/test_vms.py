@@ -370,6 +370,10 @@ IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z
             [{"matchExpressions": [IN_ZONE]}],
         ),
         ({"service_account": "a", "service_account_token": True}, "automountServiceAccountToken", True),
+        # The kubelet gives the token to the one user of a pod's containers: a Director's CPI runs as vcap.
+        ({"service_account_token": True}, "container.securityContext.runAsUser", None),
+        ({"service_account_token": True, "tier": "privileged"}, "container.securityContext", {"privileged": True}),
+        ({"tier": "privileged"}, "container.securityContext.runAsUser", 0),
         ({"service_account": "a"}, "serviceAccountName", "a"),
         ({"priority_class": "high"}, "priorityClassName", "high"),
         ({"runtime_class": "kata"}, "runtimeClassName", "kata"),
