@@ -419,7 +419,7 @@ def _copier(vm: Vm, agent: AgentImage) -> Object:
 
 def _container_security(properties: VmProperties) -> Object:
     tier = properties.tier
-    # With a user the kubelet gives the token to that user alone; a Director runs its CPI as vcap. Root is the image's user.
+    # With a user, which is root in the image anyway, the token is that user's alone; a Director runs its CPI as vcap.
     user: Object = {} if properties.service_account_token else {"runAsUser": 0}
     if tier == "privileged":
         return {"privileged": True, **user}
