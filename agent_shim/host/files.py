@@ -11,12 +11,12 @@ from __future__ import annotations
 import errno
 import functools
 import grp
+import itertools
 import logging
 import os
 import pwd
 import re
 import secrets
-import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -354,21 +354,38 @@ def remove_tree(path: Path) -> None:
         if not stat.S_ISDIR(path.lstat().st_mode):
             path.unlink()
             return
-        try:
-            shutil.rmtree(path)
-        except PermissionError:
-            if os.geteuid() == 0:
-                raise
-            _let_owner_write(path)
-            shutil.rmtree(path)
+        with closing(_opened(str(path))) as top:
+            _empty(top)
+        path.rmdir()
 
 
-def _let_owner_write(tree: Path) -> None:
-    tree.chmod(0o700)
-    for here, names, _ in os.walk(tree):
-        for path in (Path(here, name) for name in names):
-            if not path.is_symlink():
-                path.chmod(0o700)
+def _empty(top: int) -> None:
+    """Empty an open directory. A directory below moves up to it first: a job can nest ten thousand."""
+    waiting, moved = _without_files(top), (f".{secrets.token_hex(8)}-{number}" for number in itertools.count())
+    while waiting:
+        name = waiting.pop()
+        with closing(_opened(name, top)) as here:
+            for below in _without_files(here):
+                os.rename(below, to := next(moved), src_dir_fd=here, dst_dir_fd=top)
+                waiting.append(to)
+        os.rmdir(name, dir_fd=top)
+
+
+def _opened(name: str, directory: int | None = None) -> int:
+    """Open a directory, which an ordinary user may then change."""
+    if os.geteuid() != 0:
+        os.chmod(name, 0o700, dir_fd=directory)
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+
+
+def _without_files(directory: int) -> list[str]:
+    """Remove all but the directories from an open directory; returns the names of these."""
+    with os.scandir(directory) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in found:
+        if not is_directory:
+            os.unlink(name, dir_fd=directory)
+    return [name for name, is_directory in found if is_directory]
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------

@@ -144,7 +144,6 @@ RAW: Mapping[str, Raw] = {
         "writes and makes what is ours",
         frozenset(
             {
-                "_let_owner_write",
                 "_write_in_place",
                 "behind",
                 "is_empty",

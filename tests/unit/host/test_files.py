@@ -322,6 +322,24 @@ def test_a_tree_is_removed_and_links_are_not_followed(tmp_path: Path) -> None:
     assert names_in(victim) == ["kept"]
 
 
+def test_a_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
+    """A job nests thousands of directories in less than a second, deeper than a path may be long."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    here = os.open(tree, os.O_RDONLY)
+    for _ in range(5000):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(os.open("file", os.O_CREAT, dir_fd=here))
+        os.close(here)
+        here = below
+    os.close(here)
+
+    files.remove_tree(tree)
+
+    assert names_in(tmp_path) == []
+
+
 def test_a_tree_without_write_permission_is_removed() -> None:
     """Module caches come read-only; an ordinary user is kept out by that, root is not."""
     with tempfile.TemporaryDirectory() as scratch:
