@@ -144,6 +144,8 @@ RAW: Mapping[str, Raw] = {
         "writes and makes what is ours",
         frozenset(
             {
+                "_opened",
+                "_without_files",
                 "_write_in_place",
                 "behind",
                 "is_empty",
