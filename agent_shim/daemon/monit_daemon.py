@@ -15,8 +15,8 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -28,7 +28,7 @@ from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.core.events import ended_before
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
-from agent_shim.edges import alerts, control_server, mail, metrics, monit_http
+from agent_shim.edges import alerts, control_server, mail, monit_http
 from agent_shim.host import clock, daemon_thread, files, process, reaper, sd_notify, watchdog
 from agent_shim.services.vitals import Vitals
 from agent_shim.services.volume_lease import exclusive_agent
@@ -90,7 +90,6 @@ class MonitDaemon:
         self._alerts = alerts.Alerts("", self._mail, encode=self._compose)
         self._alerts.waiting.extend(_kept_mails(control.queue))
         self._vitals = Vitals(self._paths, self._paths.store.is_mount)
-        self._metrics = metrics.Metrics(self._readings)
 
     async def serve(self) -> int:
         """Supervise until SIGTERM or SIGINT; SIGHUP reads the files again. The jobs run on."""
@@ -104,11 +103,10 @@ class MonitDaemon:
         systemd, control = sd_notify.from_environment(), self._control
         for directory in (self._paths.shim_run, self._paths.mirror):
             await asyncio.to_thread(files.make_own_dir, directory, 0o700)
-        routes = metrics.Routes(self._metrics.render, self._ready, self._metrics.recent)
         async with AsyncExitStack() as stack:
             stack.enter_context(exclusive_agent(self._paths, "start"))
             stack.enter_context(watchdog.watching(systemd.beat, systemd.period))
-            await stack.enter_async_context(metrics.listening(self._options.http, routes))
+            await stack.enter_async_context(self._observed())
             stack.enter_context(reaper.reaping())
             assert control.pidfile is not None
             files.write_atomic(control.pidfile, b"%d\n" % os.getpid(), is_synced=False)
@@ -118,11 +116,7 @@ class MonitDaemon:
             systemd.ready()
             async with asyncio.TaskGroup() as group:
                 beside = [group.create_task(self._supervisor.run(), name="supervisor")]
-                works = {
-                    "mails": self._alerts.run,
-                    "mails that wait": self._retry_mails,
-                    "lag": self._metrics.watch_lag,
-                }
+                works = {"mails": self._alerts.run, "mails that wait": self._retry_mails}
                 beside += [group.create_task(run_forever(name, run), name=name) for name, run in works.items()]
                 await self._serve_control_file()
                 for task in beside:
@@ -206,12 +200,12 @@ class MonitDaemon:
                 return {row[0].partition(b"\0")[0].decode("latin-1").lower(): row[4] != 0 for row in found}
         return {}
 
-    def _write_state_of_monit(self, saved: Saved) -> None:
+    def _write_state_of_monit(self, saved: bytes) -> None:
         control = self._control
         assert control.statefile is not None
         rows = [
             _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)
-            for name, record in saved.services.items()
+            for name, record in msgspec.json.decode(saved, type=Saved).services.items()
         ]
         files.write_atomic(control.statefile, _COUNT.pack(len(rows)) + b"".join(rows), mode=0o600, is_synced=False)
         with suppress(OSError):
@@ -286,16 +280,29 @@ class MonitDaemon:
         state = self._supervisor.job_state() if self._is_loaded else "starting"
         return state in ("running", "stopped"), f"jobs are {state}"
 
-    def _readings(self) -> metrics.Readings:
-        return metrics.Readings(
-            bus=metrics.BusReading(connected=None),
-            alerts={"sent": self._alerts.sent, "dropped": self._alerts.dropped, "collapsed": self._alerts.collapsed},
-            figures=self._vitals.figures(),
-            is_ready=self._ready("")[0],
-            job_state=self._supervisor.job_state(),
-            processes=self._supervisor.services(),
-            failures=dict(keep_running.failures),
-        )
+    @asynccontextmanager
+    async def _observed(self) -> AsyncIterator[None]:
+        """Serve metrics and probes for the length of the block, if the command line asks for them."""
+        if self._options.http == "off":
+            yield
+            return
+        from agent_shim.edges import metrics  # late: its libraries take a third of the start, and 4 MB
+
+        def read() -> metrics.Readings:
+            told = self._alerts
+            return metrics.Readings(
+                bus=metrics.BusReading(connected=None),
+                alerts={"sent": told.sent, "dropped": told.dropped, "collapsed": told.collapsed},
+                figures=self._vitals.figures(),
+                is_ready=self._ready("")[0],
+                job_state=self._supervisor.job_state(),
+                processes=self._supervisor.services(),
+                failures=dict(keep_running.failures),
+            )
+
+        made = metrics.Metrics(read)
+        async with metrics.listening(self._options.http, metrics.Routes(made.render, self._ready, made.recent)):
+            yield
 
 
 def _kept_mails(queue: Path | None) -> list[bytes]:

@@ -79,11 +79,11 @@ class Supervisor:
         is_strict: bool = False,
         settling: Callable[[], float] = lambda: 0.0,
         has_bpm: bool = True,
-        on_saved: Callable[[Saved], None] = lambda _: None,
+        on_saved: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         """With ``is_strict`` a bpm process that requests more than the container can give does not start. The
         instance is ``starting`` for ``settling()`` seconds after ``start``. Without ``has_bpm`` the release's own bpm
-        runs. ``on_saved`` is called with each saved state, in a thread.
+        runs. ``on_saved`` is called with each saved state (``Saved`` as JSON), in a thread.
         """
         self._has_bpm = has_bpm
         self._on_saved = on_saved
@@ -492,7 +492,7 @@ class Supervisor:
 
             def write() -> None:
                 files.write_atomic(self._paths.supervisor_state, raw, mode=0o600)
-                self._on_saved(saved)
+                self._on_saved(raw)
 
             try:
                 await asyncio.to_thread(write)

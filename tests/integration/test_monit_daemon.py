@@ -466,7 +466,7 @@ def test_it_imports_nothing_of_the_bus() -> None:
     script = "import sys; import agent_shim.daemon.monit_daemon; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     ours = {name for name in loaded if name.startswith("agent_shim.services.")}
-    foreign = ("nats", "aiohttp", "agent_shim.edges.bus", "agent_shim.actions", "agent_shim.bulk")
+    foreign = ("nats", "aiohttp", "prometheus_client", "agent_shim.edges.bus", "agent_shim.actions", "agent_shim.bulk")
 
     assert [name for name in loaded if name.startswith(foreign)] == []
     assert ours == {"agent_shim.services.vitals", "agent_shim.services.volume_lease"}

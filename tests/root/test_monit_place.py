@@ -1,0 +1,241 @@
+"""The Go agent itself, unchanged, over this supervisor in monit's place, and the same life over monit 5.2.5.
+
+Run by ``MONIT_525=… ./dev test-monit-place BINARY``. Each machine has a network of its own, so the ports are monit's.
+The Go agent's platform leaves the machine alone and has no password for monit. Its service manager is a loop that
+starts monit again whenever it ends, as runit does; a task here kills monit when the Go agent waits for a reload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any, Final
+
+import pytest
+
+from agent_shim.core.paths import Paths
+from agent_shim_demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutError
+from agent_shim_demo.pki import HEALTH_MONITOR
+from tests.root.test_firewall import Netted
+from tests.root.test_firewall import pod as netted  # noqa: F401 - a fixture
+from tests.support import jobs
+from tests.support.go_agent import CTL, NAMES, starts
+from tests.support.pod import AGENT, end
+
+pytestmark = pytest.mark.go_agent
+
+MONITRC: Final = """
+set daemon 10
+set logfile /var/vcap/monit/monit.log
+set pidfile /var/vcap/monit/monit.pid
+set idfile /var/vcap/monit/monit.id
+set statefile /var/vcap/monit/monit.state
+
+set httpd port 2822 and use address 127.0.0.1
+  allow 127.0.0.1
+
+set alert agent@local
+set mailserver localhost port 2825
+     with timeout 15 seconds
+set eventqueue
+    basedir /var/vcap/monit/events
+    slots 5000
+set mail-format {
+  from: monit@localhost
+  subject: Monit Alert
+  message: Service: $SERVICE
+  Event: $EVENT
+  Action: $ACTION
+  Date: $DATE
+  Description: $DESCRIPTION
+}
+
+include /var/vcap/monit/*.monitrc
+include /var/vcap/monit/job/*.monitrc
+"""
+OURS: Final = f"{sys.executable} -m agent_shim.cli"
+THEIRS: Final = "/mnt/monit -c /var/vcap/bosh/etc/monitrc"
+FLAGS: Final = "-c /var/vcap/bosh/etc/monitrc"
+KINDS: Final = {
+    "agent-shim": (f"{OURS} monit -I {FLAGS}", f"{OURS}.monit"),
+    "agent-shim and the command of monit": (f"{OURS} monit -I {FLAGS}", THEIRS),
+    "monit 5.2.5": (f"/mnt/monit -I {FLAGS}", THEIRS),
+}
+"""The daemon, and the command of the Go agent and operators."""
+KEEPER: Final = """
+cd /
+while :; do
+    nice -n -10 {daemon} >>/mnt/monit.out 2>&1
+    sleep 0.2
+done
+"""
+RELOADS: Final = "Waiting for monit to reload"
+REST_S: Final = float(os.environ.get("MONIT_PLACE_REST", "10"))
+"""Seconds over which the daemon's processor time at rest is measured."""
+
+
+class Place:
+    """A machine with the Go agent and one of the supervisors."""
+
+    def __init__(self, made: Netted, kind: str) -> None:
+        self.pod, self.kind = made, kind
+        self.figures: dict[str, float] = {}
+        self._reloader: asyncio.Task[None] | None = None
+        self._entered: list[Any] = []
+
+    def start(self) -> None:
+        pod, (daemon, command) = self.pod, KINDS[self.kind]
+        pod.keeps_root = True
+        pod.start_container()
+        shutil.copy(os.environ["BOSH_AGENT"], pod.machine.root / "mnt/bosh-agent")
+        if "MONIT_525" in os.environ:
+            shutil.copy(os.environ["MONIT_525"], pod.machine.root / "mnt/monit")
+        for place in ("bosh/etc", "bosh/bin", "monit/job", *(f"data/{name}" for name in NAMES), "data/sys/run"):
+            (pod.vcap / place).mkdir(parents=True, exist_ok=True)
+        (pod.vcap / "monit/empty.monitrc").touch()
+        files = {"bosh/etc/monitrc": MONITRC, "bosh/bin/monit": f'#!/bin/sh\nexec {command} "$@"\n'}
+        for name, text in files.items():
+            (pod.vcap / name).write_text(text)
+            (pod.vcap / name).chmod(0o700)
+        keeper = KEEPER.format(daemon=daemon)
+        self._entered.append(pod.machine.popen(["sh", "-c", keeper]))
+        search = "PATH=/var/vcap/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        options = ["-P", "dummy", "-M", "monit", "-C", "/var/vcap/bosh/agent.json"]
+        log = (pod.scratch / "go.log").open("ab")
+        go = pod.machine.popen(["env", search, "/mnt/bosh-agent", *options], cwd="/", stdout=log, stderr=log)
+        log.close()
+        self._entered.append(go)
+        self._reloader = asyncio.create_task(self._reload_when_asked())
+
+    async def _reload_when_asked(self) -> None:
+        log, seen = self.pod.scratch / "go.log", 0
+        while True:
+            await asyncio.sleep(0.05)
+            asked = log.read_text(errors="replace").count(RELOADS) if log.exists() else 0
+            if asked > seen:
+                with suppress(OSError, ValueError):
+                    await asyncio.to_thread(self.pod.machine.run, f"kill -9 {self.daemon()}")
+            seen = asked
+
+    def daemon(self) -> int:
+        """The supervisor's number, inside."""
+        return int((self.pod.vcap / "monit/monit.pid").read_text())
+
+    def close(self) -> None:
+        if self._reloader is not None:
+            self._reloader.cancel()
+        for one in self._entered:
+            with suppress(OSError, ValueError):
+                end(one, 9)  # type: ignore[arg-type]
+
+    async def state(self) -> dict[str, Any]:
+        """The answer of the Go agent to ``get_state``, or an empty one while monit reloads."""
+        try:
+            found: dict[str, Any] = await self.pod.director.value(AGENT, "get_state", "full", timeout=5)
+        except (RpcTimeoutError, RpcRemoteError):
+            return {}
+        return found
+
+    async def until(self, job_state: str, seconds: float = 90) -> dict[str, Any]:
+        async with asyncio.timeout(seconds):
+            while (state := await self.state()).get("job_state") != job_state:
+                await asyncio.sleep(0.05)
+            return state
+
+    async def until_all(self, names: tuple[str, ...], *, run: bool) -> None:
+        async with asyncio.timeout(120):
+            while not all(bool(self.run_pid(name)) is run for name in names):
+                await asyncio.sleep(0.02)
+
+    def run_pid(self, name: str) -> int:
+        place = self.pod.machine.root / f"var/vcap/data/sys/run/{name}/{name}.pid"
+        with suppress(OSError, ValueError):
+            number = int(place.read_text())
+            return number if (self.pod.machine.root / f"proc/{number}").exists() else 0
+        return 0
+
+
+@pytest.fixture(params=[kind for kind in KINDS if "MONIT_525" in os.environ or kind == "agent-shim"])
+async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator[Place]:  # noqa: F811
+    made = Place(netted, request.param)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def test_life_under_the_go_agent(place: Place) -> None:
+    """Apply, start, a death with its alert, stop, another start with a job less; the figures are printed."""
+    pod, monitor, figures = place.pod, HealthMonitor(), place.figures
+    await pod.director.wait_until_ready(AGENT, timeout=90)
+    await place.until("running")  # without jobs, once monit answers
+    files = {name: {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)} for name in NAMES}
+    async with monitor.on(pod.server.peer(HEALTH_MONITOR)):
+        await pod.run("apply", jobs.spec(pod.scratch / "blobs", files, {"tool": {"bin/tool": "x"}}))
+        begun_at = time.monotonic()
+        await pod.run("start")
+        figures["start answered"] = time.monotonic() - begun_at
+        await place.until_all(NAMES, run=True)
+        figures["all processes run"] = time.monotonic() - begun_at
+        state = await place.until("running")
+        figures["start, running"] = time.monotonic() - begun_at
+        assert [each["name"] for each in state["processes"]] == list(NAMES)
+        assert [len(pids) for pids in starts(pod.machine).values()] == [1, 1, 1]
+
+        victim, begun_at = place.run_pid("web"), time.monotonic()
+        pod.machine.run(f"kill -9 {victim}")
+        async with asyncio.timeout(60):
+            while place.run_pid("web") in (0, victim):
+                await asyncio.sleep(0.01)
+        figures["death, process again"] = time.monotonic() - begun_at
+        notice = await monitor.wait_for("alert", AGENT, lambda body: body["title"].startswith("web "), timeout=60)
+        figures["death, alert"] = time.monotonic() - begun_at
+        assert " - Does not exist - restart" in notice.body["title"]
+        assert notice.body["severity"] == 1
+        await place.until("running")
+        figures["death, running"] = time.monotonic() - begun_at
+
+        figures |= await asyncio.to_thread(at_rest, place)
+
+        begun_at = time.monotonic()
+        await pod.run("stop")
+        figures["stop answered"] = time.monotonic() - begun_at
+        await place.until_all(NAMES, run=False)
+        figures["no process runs"] = time.monotonic() - begun_at
+        await place.until("stopped")
+
+        less = {name: files[name] for name in NAMES[:2]}
+        await pod.run("apply", jobs.spec(pod.scratch / "blobs", less, {"tool": {"bin/tool": "x"}}, version="2"))
+        begun_at = time.monotonic()
+        await pod.run("start")
+        await place.until_all(NAMES[:2], run=True)
+        state = await place.until("running")
+        figures["second start, running"] = time.monotonic() - begun_at
+        assert [each["name"] for each in state["processes"]] == list(NAMES[:2])
+    sys.stdout.write(json.dumps({place.kind: {name: round(value, 2) for name, value in figures.items()}}) + "\n")
+
+
+def at_rest(place: Place) -> dict[str, float]:
+    """Processor time in percent of a processor, and memory in MiB, of the daemon."""
+    root = place.pod.machine.root / "proc" / str(place.daemon())
+
+    def ticks() -> int:
+        fields = (root / "stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = ticks()
+    time.sleep(REST_S)
+    share = (ticks() - before) / os.sysconf("SC_CLK_TCK") / REST_S * 100
+    sizes = dict(line.split(":") for line in (root / "smaps_rollup").read_text().splitlines()[1:])
+    return {
+        "processor at rest, %": share,
+        "memory (RSS), MiB": int(sizes["Rss"].split()[0]) / 1024,
+        "memory (PSS), MiB": int(sizes["Pss"].split()[0]) / 1024,
+    }
