@@ -22,14 +22,16 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from hatch_build import semantic_version
 from kubernetes_cpi import schema
 from kubernetes_cpi.config import Config
 
+Member: TypeAlias = tuple[str, bytes | str, int]
+"""Name, content (a string is the target of a link) and mode of a file."""
 ROOT: Final = Path(__file__).parents[1]
 HERE: Final = Path(__file__).parent
 NAME: Final = "bosh-kubernetes-cpi"
@@ -47,19 +49,24 @@ OF_DEPLOYMENTS: Final[Mapping[str, dict[str, Any]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="./dev cpi-release", description="Build a BOSH release with the CPI.")
+    return command("cpi-release", "Build a BOSH release with the CPI.", release)
+
+
+def command(name: str, description: str, build: Callable[[str, Path], Path]) -> int:
+    """Run ``./dev NAME``, which builds a release of a version in a directory."""
+    parser = argparse.ArgumentParser(prog=f"./dev {name}", description=description)
     parser.add_argument(
         "--version", default=semantic_version(), help="version of the release (default: that of the project)"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="directory of the tarball (default: dist)")
     arguments = parser.parse_args()
     try:
-        made = release(arguments.version, arguments.out)
+        made = build(arguments.version, arguments.out)
     except subprocess.CalledProcessError as exc:
-        print(f"cpi-release: cannot build the release: {exc}", file=sys.stderr)
+        print(f"{name}: cannot build the release: {exc}", file=sys.stderr)
         return 1
     except OSError as exc:
-        print(f"cpi-release: cannot build the release: {exc.strerror}: {exc.filename}", file=sys.stderr)
+        print(f"{name}: cannot build the release: {exc.strerror}: {exc.filename}", file=sys.stderr)
         return 1
     print(made)
     return 0
@@ -67,15 +74,22 @@ def main() -> int:
 
 def release(version: str, out: Path) -> Path:
     """Build the tarball in ``out`` and return its path."""
+    return write(out, NAME, version, JOB, job_files(), lambda content: package_tree(content, JOB, "cpi.lock", JOB))
+
+
+def write(
+    out: Path, name: str, version: str, job: str, files: Iterable[Member], make_package: Callable[[Path], None]
+) -> Path:
+    """Build a release of one job and one package of its name."""
     with tempfile.TemporaryDirectory() as scratch:
         content = Path(scratch)
-        package_tree(content)
+        make_package(content)
         package = tarball(tree(content))
-    job = tarball(job_files())
-    of_job = _entry(JOB, job) | {"packages": [JOB]}
-    of_package = _entry(JOB, package) | {"dependencies": []}
+    packed = tarball(files)
+    of_job = _entry(job, packed) | {"packages": [job]}
+    of_package = _entry(job, package) | {"dependencies": []}
     manifest = {
-        "name": NAME,
+        "name": name,
         "version": version,
         "commit_hash": _commit(),
         "uncommitted_changes": False,
@@ -84,15 +98,15 @@ def release(version: str, out: Path) -> Path:
     }
     whole = tarball(
         [
-            ("release.MF", _yaml(manifest), 0o644),
-            (f"jobs/{JOB}.tgz", job, 0o644),
-            (f"packages/{JOB}.tgz", package, 0o644),
+            ("release.MF", as_yaml(manifest), 0o644),
+            (f"jobs/{job}.tgz", packed, 0o644),
+            (f"packages/{job}.tgz", package, 0o644),
             ("LICENSE", (ROOT / "LICENSE").read_bytes(), 0o644),
         ],
         level=0,
     )
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{NAME}-{version}.tgz"
+    path = out / f"{name}-{version}.tgz"
     beside = path.with_name(path.name + ".part")
     beside.write_bytes(whole)
     beside.replace(path)
@@ -113,21 +127,26 @@ def properties() -> dict[str, dict[str, Any]]:
     return {**found, **OF_DEPLOYMENTS}
 
 
-def job_files() -> Iterator[tuple[str, bytes, int]]:
-    where = HERE / "jobs" / JOB
-    manifest = {"name": JOB, "templates": TEMPLATES, "packages": [JOB], "properties": properties()}
-    yield "job.MF", _yaml(manifest), 0o644
+def job_files() -> Iterator[Member]:
+    return files_of_job(JOB, TEMPLATES, properties())
+
+
+def files_of_job(name: str, templates: Mapping[str, str], known: Mapping[str, dict[str, Any]]) -> Iterator[Member]:
+    """Return the files of a job without processes."""
+    where = HERE / "jobs" / name
+    manifest = {"name": name, "templates": dict(templates), "packages": [name], "properties": dict(known)}
+    yield "job.MF", as_yaml(manifest), 0o644
     yield "monit", b"", 0o644
-    for name in TEMPLATES:
-        yield f"templates/{name}", (where / "templates" / name).read_bytes(), 0o644
+    for template in templates:
+        yield f"templates/{template}", (where / "templates" / template).read_bytes(), 0o644
 
 
 # --- the package ------------------------------------------------------------------------------------------------------
 
 
-def package_tree(target: Path) -> None:
-    """Create ``packaging`` and ``python``: interpreter, libraries and program."""
-    shutil.copy(HERE / "packages" / JOB / "packaging", target / "packaging")
+def package_tree(target: Path, name: str, lock: str, program: str) -> None:
+    """Create ``packaging`` and ``python``: interpreter, libraries of a lock file, and program."""
+    shutil.copy(HERE / "packages" / name / "packaging", target / "packaging")
     python = target / "python"
     subprocess.run([sys.executable, ROOT / "stemcell_overlay/make/interpreter", python], check=True)
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
@@ -137,9 +156,9 @@ def package_tree(target: Path) -> None:
     # Libraries go beside the standard library: every build of Python searches this directory, wherever it is.
     library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements/cpi.lock")]
+    pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements" / lock)]
     subprocess.run([*install, *pinned, "--target", str(library)], check=True, stdout=sys.stderr)
-    shutil.copytree(ROOT / JOB, library / JOB, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / program, library / program, ignore=shutil.ignore_patterns("__pycache__"))
     # A separate process with a fixed seed: the order of sets determines the bytes of compiled modules.
     compile_all = [
         str(python / "bin/python3"),
@@ -212,7 +231,7 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _yaml(document: dict[str, Any]) -> bytes:
+def as_yaml(document: dict[str, Any]) -> bytes:
     """Return the document as JSON, which is YAML."""
     return (json.dumps(document, indent=1) + "\n").encode()
 

@@ -1,0 +1,214 @@
+"""A stemcell's monit, the job of ``agent-shim-monit-release`` in its place and back, with 50 processes that live on.
+
+With monit 5.2.5 (``MONIT_525``) or Debian's. The package runs this checkout: a real one takes minutes to build.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from agent_shim.core.paths import Paths
+from tests.support import jobs
+from tests.support.machine import CODE, Machine, machine
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(900)]
+
+TEMPLATES: Final = CODE / "cpi_release/jobs/agent_shim_monit/templates"
+NAMES: Final = [f"job{number}" for number in range(50)]
+MONITRC: Final = """
+set daemon 2
+set logfile /var/vcap/monit/monit.log
+set pidfile /run/monit.pid
+set idfile /var/vcap/monit/monit.id
+set statefile /var/vcap/monit/monit.state
+set httpd port 2822 and use address 127.0.0.1
+  allow 127.0.0.1
+include /var/vcap/monit/job/*.monitrc
+"""
+RUN: Final = "#!/bin/bash\nexec /mnt/monit -I -c /var/vcap/bosh/etc/monitrc\n"
+CTL: Final = """#!/bin/sh
+pidfile=/var/vcap/data/sys/run/{0}/{0}.pid
+case $1 in
+start) sleep 100000 & echo $! | tee -a /var/vcap/data/starts/{0} >$pidfile ;;
+stop) kill $(cat $pidfile); rm -f $pidfile ;;
+esac
+"""
+PYTHON: Final = f"""#!/bin/sh
+while case $1 in -I|-S|-B) true ;; *) false ;; esac; do shift; done
+cd {CODE} && exec {sys.executable} "$@"
+"""
+SV: Final = """#!/bin/sh
+[ "$1" != kill ] || kill -9 $(cat /run/supervised)
+"""
+KEEPER: Final = """cd /
+while :; do
+    /etc/sv/monit/run >>/mnt/monit.out 2>&1 &
+    echo $! >/run/supervised
+    wait $!
+    sleep 0.1
+done
+"""
+KILLED: Final = """#!/bin/bash
+set -T
+trap '[ $((++steps)) -lt {step} ] || kill -9 $$' DEBUG
+"""
+"""Before the commands of a script: it is killed ahead of one of them."""
+
+
+class Vm:
+    """A machine with monit under a loop such as runsv's, and the release's job on it, not yet in monit's place."""
+
+    def __init__(self, made: Machine) -> None:
+        self.machine, self.vcap = made, made.vcap
+        shutil.copy(os.environ.get("MONIT_525") or shutil.which("monit") or "", made.root / "mnt/monit")
+        for place in ("monit/job", "data/starts", "data/sys/run", "data/sys/log", "bosh/log"):
+            (self.vcap / place).mkdir(parents=True)
+        self._write("bosh/etc/monitrc", MONITRC, 0o600)
+        self._write("bosh/bin/sv", SV)
+        self._write("data/packages/agent_shim_monit/digest/python/bin/python3", PYTHON)
+        for name in ("pre-start", "run"):
+            self._write(f"data/jobs/agent_shim_monit/digest/bin/{name}", (TEMPLATES / name).read_text())
+        self._write("data/jobs/agent_shim_monit/digest/config/http", "off\n")
+        for kind in ("jobs", "packages"):
+            (self.vcap / kind).mkdir(exist_ok=True)
+        (self.vcap / "packages/agent_shim_monit").symlink_to("/var/vcap/data/packages/agent_shim_monit/digest")
+        (self.vcap / "sys").symlink_to("/var/vcap/data/sys")
+        self.deploy()
+        for name in NAMES:
+            (self.vcap / f"data/sys/run/{name}").mkdir()
+            self._write(f"jobs/{name}/bin/ctl", CTL.format(name))
+            self._write(f"monit/job/0000_{name}.monitrc", jobs.sleeper(Paths(), name)["monit"])
+        # As monit starts them, but at once.
+        start = "MONIT_SERVICE=${job##*/} $job/bin/ctl start >/dev/null 2>&1"
+        self.machine.run(f"for job in /var/vcap/jobs/job*; do {start}; done")
+        self.pids = self.running()
+        self.sv = made.root / "etc/sv/monit"
+        self.sv.mkdir(parents=True)
+        self.reset()
+        self.keeper = made.popen(["sh", "-c", KEEPER])
+
+    def _write(self, name: str, text: str, mode: int = 0o755) -> None:
+        place = self.vcap / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+        place.chmod(mode)
+
+    def reset(self) -> None:
+        """Leave the service as the stemcell has it, without the copy of the package."""
+        shutil.rmtree(self.vcap / "data/agent_shim_monit", ignore_errors=True)
+        for path in self.sv.iterdir():
+            path.unlink()
+        (self.sv / "run").write_text(RUN)
+        (self.sv / "run").chmod(0o755)
+
+    def deploy(self) -> None:
+        (self.vcap / "jobs/agent_shim_monit").symlink_to("/var/vcap/data/jobs/agent_shim_monit/digest")
+
+    def remove(self) -> None:
+        """Leave the job out, as an apply does, and reload monit as the agent does after it."""
+        (self.vcap / "jobs/agent_shim_monit").unlink()
+        shutil.rmtree(self.vcap / "data/packages/agent_shim_monit")
+        self.reload()
+
+    def reload(self) -> None:
+        self.machine.run("PATH=/var/vcap/bosh/bin:$PATH; sv kill monit; sv start monit")
+
+    def pre_start(self, step: int = 0) -> bool:
+        """Run it, killed before a step if one is given; True if it came to its end."""
+        text = (TEMPLATES / "pre-start").read_text()
+        script = self.vcap / "data/pre-start"
+        script.write_text(KILLED.format(step=step) + text if step else text)
+        done = self.machine.popen(["env", "PATH=/var/vcap/bosh/bin:/usr/bin:/bin", "bash", "/var/vcap/data/pre-start"])
+        code = done.wait(timeout=200)
+        assert code == 0 or step, (self.machine.root / "mnt/monit.out").read_text()[-3000:]
+        return code == 0
+
+    def supervisor(self) -> str:
+        """``ours``, ``monit`` or "" for what answers on monit's port."""
+        command = "curl -s --max-time 5 'http://127.0.0.1:2822/_status?format=text&level=summary' || true"
+        said = self.machine.run(command)
+        if "job0'" not in said:
+            return ""
+        return (
+            "ours" if "agent_shim" in self.machine.run("tr '\\0' ' ' </proc/$(cat /run/monit.pid)/cmdline") else "monit"
+        )
+
+    def running(self) -> dict[str, int]:
+        """The process of each job, as its pidfile says and the kernel agrees."""
+        found = {}
+        for name in NAMES:
+            with suppress(OSError, ValueError):
+                number = int((self.vcap / f"data/sys/run/{name}/{name}.pid").read_text())
+                if (self.machine.root / f"proc/{number}").exists():
+                    found[name] = number
+        return found
+
+    def starts(self) -> int:
+        return sum(len((self.vcap / f"data/starts/{name}").read_text().split()) for name in NAMES)
+
+    def words(self, name: str) -> str:
+        """The line of a service in the summary."""
+        said = self.machine.run("curl -s 'http://127.0.0.1:2822/_status?format=text&level=summary'")
+        return next(line for line in said.splitlines() if f"'{name}'" in line)
+
+
+def until(fact: Callable[[], bool], seconds: float = 100) -> None:
+    end = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def vm(tmp_path: Path) -> Iterator[Vm]:
+    with machine(tmp_path, has_network=True) as made:
+        found = Vm(made)
+        yield found
+        found.keeper.kill()
+        found.keeper.wait()
+
+
+def test_there_and_back_with_fifty_processes(vm: Vm) -> None:
+    """Each is started once. A service that is stopped under one is stopped under the other."""
+    until(lambda: vm.supervisor() == "monit")
+    assert vm.pre_start()
+    assert vm.supervisor() == "ours"
+    assert (vm.running(), vm.starts()) == (vm.pids, 50)
+
+    vm.machine.run("curl -s -d action=stop http://127.0.0.1:2822/job7")
+    until(lambda: "job7" not in vm.running())
+    until(lambda: "not monitored" in vm.words("job7") and "pending" not in vm.words("job7"))
+    time.sleep(0.2)  # more than the supervisor gathers changes for
+    vm.remove()
+    until(lambda: vm.supervisor() == "monit")
+    time.sleep(5)  # two cycles of monit
+    assert "not monitored" in vm.words("job7").lower()
+    assert vm.running() == {name: pid for name, pid in vm.pids.items() if name != "job7"}
+    assert vm.starts() == 50
+
+
+def test_killed_at_each_step(vm: Vm) -> None:
+    """After each command of the pre-start monit or its successor runs, all processes live, and it can be repeated."""
+    until(lambda: vm.supervisor() == "monit")
+    step, is_whole = 0, False
+    while not is_whole:
+        step += 1
+        is_whole = vm.pre_start(step)
+        until(lambda: vm.supervisor() != "")
+        assert (vm.running(), vm.starts()) == (vm.pids, 50), step
+        if not is_whole and step % 8 == 0:
+            assert vm.pre_start()
+            assert (vm.running(), vm.starts()) == (vm.pids, 50), step
+        if not is_whole:
+            vm.reset()
+            vm.reload()
+    assert step > 20
