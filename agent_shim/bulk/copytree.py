@@ -72,10 +72,7 @@ def _empty(target: Path, spared: Collection[str]) -> None:
         target.chmod(0o700)
     for path in list(target.iterdir()):
         if path.name not in spared:
-            try:
-                files.remove_tree(path)
-            except RecursionError:  # before Python 3.13, below some hundred levels
-                subprocess.run(["rm", "-rf", "--", str(path)], env=ENVIRONMENT, check=True)
+            files.remove_tree(path)
 
 
 def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -> str:
@@ -87,10 +84,11 @@ def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -
     unpack += [] if _is_ours(target) else ["--no-recursion", "--anchored", "--no-wildcards", "--exclude=."]
     report(Progress("counting"))
     with _in_memory() as said:
-        subprocess.run([*pack, "--file=/dev/null", "--totals", "."], env=ENVIRONMENT, stderr=said, check=False)
+        count = [*pack, "--file=/dev/null", "--totals", "."]
+        counted = subprocess.run(count, env=ENVIRONMENT, stderr=said, check=False)
         text = _first(said)
     if not (total := _TOTAL.match(text)):
-        return text
+        return text or f"tar ended with {counted.returncode}"
     _make_directories(source, target, spared)
     done, reported_at = 0, 0.0
     with (
@@ -114,11 +112,13 @@ def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -
 
 def _make_directories(source: Path, target: Path, spared: Collection[str]) -> None:
     """Make all directories, open to their owner: tar of a root without capabilities cannot fill read-only ones."""
-    for here, names, _ in os.walk(source):
-        names[:] = [name for name in names if here != str(source) or name not in spared]
-        for name in names:
-            if not (found := Path(here, name)).is_symlink():
-                (target / found.relative_to(source)).mkdir(0o700)
+    ahead = [source]
+    while ahead:
+        with os.scandir(here := ahead.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False) and not (here == source and entry.name in spared):
+                    ahead.append(found := here / entry.name)
+                    (target / found.relative_to(source)).mkdir(0o700)
 
 
 def _is_ours(directory: Path) -> bool:

@@ -354,9 +354,13 @@ def remove_tree(path: Path) -> None:
         if not stat.S_ISDIR(path.lstat().st_mode):
             path.unlink()
             return
-        with closing(_opened(str(path))) as top:
+        _let_owner_write(str(path))
+        with closing(os.open(path, _DIRECTORY)) as top:
             _empty(top)
         path.rmdir()
+
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _empty(top: int) -> None:
@@ -364,18 +368,11 @@ def _empty(top: int) -> None:
     waiting, moved = _without_files(top), (f".{secrets.token_hex(8)}-{number}" for number in itertools.count())
     while waiting:
         name = waiting.pop()
-        with closing(_opened(name, top)) as here:
+        with closing(os.open(name, _DIRECTORY, dir_fd=top)) as here:
             for below in _without_files(here):
                 os.rename(below, to := next(moved), src_dir_fd=here, dst_dir_fd=top)
                 waiting.append(to)
         os.rmdir(name, dir_fd=top)
-
-
-def _opened(name: str, directory: int | None = None) -> int:
-    """Open a directory, which an ordinary user may then change."""
-    if os.geteuid() != 0:
-        os.chmod(name, 0o700, dir_fd=directory)
-    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
 
 
 def _without_files(directory: int) -> list[str]:
@@ -383,9 +380,17 @@ def _without_files(directory: int) -> list[str]:
     with os.scandir(directory) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_directory in found:
-        if not is_directory:
+        if is_directory:
+            _let_owner_write(name, directory)
+        else:
             os.unlink(name, dir_fd=directory)
     return [name for name, is_directory in found if is_directory]
+
+
+def _let_owner_write(name: str, directory: int | None = None) -> None:
+    """Let an ordinary user move and empty its directory; caches of modules are read-only."""
+    if os.geteuid() != 0:
+        os.chmod(name, 0o700, dir_fd=directory)
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 from agent_shim.bulk import copytree
 from agent_shim.bulk.protocol import Progress
 from agent_shim.core.errors import HostError
+from agent_shim.host import files
 from tests.support.users import as_ordinary_user
 from tests.support.volumes import fill, fingerprint
 from tests.support.waiting import until
@@ -168,16 +169,40 @@ def test_a_tree_deeper_than_a_path_may_be_long_ends_the_copy(pair: tuple[Path, P
     assert phases.count("counting") == 1
 
 
-def test_a_deep_tree_of_a_former_attempt_is_removed(pair: tuple[Path, Path]) -> None:
+def nest(directory: Path, levels: int) -> None:
+    here = os.open(directory, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+
+
+def test_a_deep_tree_is_copied_over_a_former_attempt(pair: tuple[Path, Path]) -> None:
+    """It has more levels than Python may recurse."""
     source, target = pair
-    below = target
-    for _ in range(1500):
-        below /= "d"
-        below.mkdir()
+    nest(source, 1500)
+    try:
+        copytree.mirror(source, target)
+        copytree.mirror(source, target)
 
-    copytree.mirror(source, target)
+        assert (target / "/".join(["d"] * 1500)).is_dir()
+    finally:  # pytest cannot remove it
+        for top in pair:
+            files.remove_tree(top)
 
-    assert fingerprint(target) == fingerprint(source)
+
+@pytest.mark.parametrize(("levels", "message"), [(2100, "File name too long"), (20_000, "tar ended with")])
+def test_a_tree_too_deep_for_tar_ends_the_copy(pair: tuple[Path, Path], levels: int, message: str) -> None:
+    """Where its stack ends, tar ends without a message."""
+    nest(pair[0], levels)
+    try:
+        with pytest.raises(HostError, match=message):
+            copytree.mirror(*pair)
+    finally:
+        for top in pair:
+            files.remove_tree(top)
 
 
 @pytest.mark.usefixtures("big")

@@ -344,11 +344,12 @@ def test_a_tree_without_write_permission_is_removed() -> None:
     """Module caches come read-only; an ordinary user is kept out by that, root is not."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
-        (tree / "below").mkdir(parents=True)
-        (tree / "below" / "file").touch()
-        (tree / "below").chmod(0o500)
-        tree.chmod(0o500)
-        with as_ordinary_user(Path(scratch), tree, tree / "below"):
+        directories = [tree / "a/b/c", tree / "a/b", tree / "a", tree]
+        directories[0].mkdir(parents=True)
+        (directories[0] / "file").touch()
+        for directory in directories:
+            directory.chmod(0o500)
+        with as_ordinary_user(Path(scratch), *directories):
             files.remove_tree(tree)
 
         assert names_in(Path(scratch)) == []
