@@ -144,7 +144,7 @@ RAW: Mapping[str, Raw] = {
         "writes and makes what is ours",
         frozenset(
             {
-                "_opened",
+                "_empty",
                 "_without_files",
                 "_write_in_place",
                 "behind",
