@@ -135,6 +135,7 @@ async def test_shutdown_stops_the_jobs_and_stays_idle_over_a_restart(instance: W
             status, output = await instance.execute("probe", "ready")
     assert "shut down by the Director" in output
     assert await instance.stop_agent() == 0
+    assert (Paths(instance.base).mirror / "shut_down").read_text() == AGENT  # the next container has another root
     argv = [word.format(config=instance.scratch / "agent.json", base=instance.base) for word in shlex.split(COMMAND)]
     log = instance.scratch / "agent.log"
     instance.agent = process.spawn(argv, env=dict(os.environ), stdout=log, stderr=log)

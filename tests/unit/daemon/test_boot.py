@@ -45,15 +45,16 @@ def test_jobs_find_their_directories_with_the_modes_of_the_go_agent(tmp_path: Pa
     paths = Paths(tmp_path)
     boot.make_tree(paths)
 
-    assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in (paths.log, paths.run, paths.data_sys)} == {
+    modes = {
+        paths.bosh_etc: "0o755",
+        paths.agent_log: "0o750",
         paths.log: "0o750",
         paths.run: "0o1777",
         paths.data_sys: "0o750",
-    }
-    assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in (paths.jobs, paths.data_jobs)} == {
         paths.jobs: "0o750",
         paths.data_jobs: "0o750",
     }
+    assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in modes} == modes
 
 
 async def test_steps_that_the_bus_does_not_need_are_late_and_not_vital(tmp_path: Path) -> None:

@@ -155,6 +155,18 @@ def test_readiness_has_three_levels(
     assert status_report.readiness(live(tmp_path, **others), level) == answer
 
 
+def test_readiness_names_the_jobs_that_do_not_run(tmp_path: Path) -> None:
+    made: Any = live(tmp_path)
+    dead = SimpleNamespace(
+        process=SimpleNamespace(name="db", state="failing"), pid=0, faults=[], state="failing", last_exit="exit 3"
+    )
+    made.agent.supervisor = SimpleNamespace(
+        services=lambda: [*live(tmp_path).agent.supervisor.services(), dead], job_state=lambda: "failing"
+    )
+
+    assert status_report.readiness(made, "jobs") == (False, "jobs are failing: db (failing after exit 3)")
+
+
 def test_readiness_of_running_jobs_asks_for_no_figures(tmp_path: Path) -> None:
     """They are a pass over all processes, for any neighbour."""
     asked = live(tmp_path)
