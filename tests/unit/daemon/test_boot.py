@@ -8,6 +8,7 @@ from pathlib import Path
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot
 from agent_shim.daemon.job_recovery import JobRecovery
+from agent_shim.host import files
 from tests.support.world import world
 
 
@@ -21,6 +22,18 @@ def test_results_of_tasks_of_earlier_versions_are_removed(tmp_path: Path) -> Non
     boot.make_tree(paths)
 
     assert not left.parent.exists()
+
+
+async def test_files_that_a_killed_agent_had_not_renamed_are_removed(tmp_path: Path) -> None:
+    paths = Paths(tmp_path)
+    boot.make_tree(paths)
+    left = [files.sibling(place / "a.json") for place in (paths.bosh, paths.mirror, paths.monit, paths.instance)]
+    for path in left:
+        path.write_text("half")
+
+    await boot.tree_step(paths).run()
+
+    assert [path for path in left if path.exists()] == []
 
 
 def test_directories_of_the_agent_are_closed_to_others(tmp_path: Path) -> None:

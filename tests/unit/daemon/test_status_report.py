@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -16,6 +17,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon import status_report
 from agent_shim.daemon.runtime import Runtime
+from agent_shim.supervisor.monit import monit_api
 
 
 def live(tmp_path: Path, **others: Any) -> Runtime:
@@ -67,37 +69,72 @@ def test_each_value_of_a_scrape_comes_from_its_source(tmp_path: Path, monkeypatc
     assert (found.blobs, found.blob_bytes) == ({("in", "done"): 21}, {"in": 22})
 
 
-async def test_each_value_of_a_status_comes_from_its_source(tmp_path: Path) -> None:
-    async def value(of: Any) -> Any:
-        return of
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same agent with what only a status asks for."""
+    monkeypatch.setattr(monit_api, "describe", lambda service: service.process.name)
+    made: Any = live(tmp_path)
+    made.bus.stats = SimpleNamespace(last_error="reset")
+    made.heartbeat.sent_at = time.monotonic() - 7.5
+    made.certificate_watch.warnings = ["it ends soon"]
+    made.address_watch.missing = {"10.0.0.1": "default"}
+    agent = made.agent
+    agent.settings = SimpleNamespace(current=SimpleNamespace(agent_id="a-1", mbus=made.bus.mbus))
+    agent.tasks.running = SimpleNamespace(method="apply", progress="3 of 4", begun_at=time.monotonic() - 5.5)
+    agent.disks = SimpleNamespace(progress="3 MiB", problem=AsyncMock(return_value=""), is_mounted=True)
+    agent.vitals.sample = AsyncMock(return_value={"load": ["1"]})
+    isolation = SimpleNamespace(_asdict=lambda: {"level": 2})
+    agent.supervisor.bpm = SimpleNamespace(isolation=AsyncMock(return_value=isolation))
+    return made
 
-    task = SimpleNamespace(method="apply", progress="2 of 3", begun_at=time.monotonic() - 70)
-    asked = live(
-        tmp_path, firewall=SimpleNamespace(obstacle="no nft"), certificate_watch=SimpleNamespace(warnings=["old"])
-    )
-    asked.bus.stats, asked.heartbeat.sent_at = cast("Any", SimpleNamespace(last_error="refused")), time.monotonic() - 40
-    agent = cast("Any", asked.agent)
-    agent.tasks = SimpleNamespace(running=task, waiting=2)
-    agent.settings = SimpleNamespace(current=SimpleNamespace(agent_id="agent-7", mbus=asked.bus.mbus))
-    agent.disks = SimpleNamespace(progress=None, problem=lambda: value(""), is_mounted=True)
-    agent.vitals = SimpleNamespace(sample=lambda: value("vitals"))
-    agent.supervisor.services = list
-    agent.supervisor.bpm = SimpleNamespace(isolation=lambda: value(SimpleNamespace(_asdict=lambda: "levels")))
 
-    found = await status_report.status(asked, "running", 8)
+async def test_each_value_of_a_status_comes_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = await status_report.status(asked(tmp_path, monkeypatch), "running", 61)
 
-    assert found["bus"] == {"is_used": True, "connected": True, "error": "refused", "heartbeat_secs": 40}
-    assert (found["agent_id"], found["deployment"], found["instance"]) == ("agent-7", "dep", "group/an-id")
-    assert (found["phase"], found["uptime_secs"], found["job_state"]) == ("running", 8, "running")
-    assert (found["task"], found["task_progress"], found["task_secs"], found["tasks_waiting"]) == (
-        "apply",
-        "2 of 3",
-        70,
-        2,
-    )
-    assert (found["disk"], found["vitals"], found["bpm"], found["processes"]) == ("mounted", "vitals", "levels", [])
+    del found["version"]
+    assert found == {
+        "phase": "running",
+        "uptime_secs": 61,
+        "agent_id": "a-1",
+        "bus": {"is_used": True, "connected": True, "error": "reset", "heartbeat_secs": 7},
+        "deployment": "dep",
+        "instance": "group/an-id",
+        "job_state": "running",
+        "task": "apply",
+        "task_progress": "3 of 4",
+        "task_secs": 5,
+        "disk": "migration, 3 MiB",
+        "warnings": ["no interface has the address 10.0.0.1 (default)", "it ends soon"],
+        "tasks_waiting": 2,
+        "vitals": {"load": ["1"]},
+        "firewall": {"enforced": True, "why": ""},
+        "bpm": {"level": 2},
+        "processes": ["web"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_mounted", "disk"),
+    [("", True, "mounted"), ("", False, "none"), ("disk a is busy", True, "disk a is busy")],
+)
+async def test_a_status_of_an_agent_at_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str, is_mounted: bool, disk: str
+) -> None:
+    made = asked(tmp_path, monkeypatch)
+    made.heartbeat.sent_at = None
+    made.agent.tasks.running = None
+    made.agent.spec.current = ApplySpec()
+    made.agent.disks = SimpleNamespace(progress=None, problem=AsyncMock(return_value=problem), is_mounted=is_mounted)
+    made.agent.settings.current.mbus = Mbus(("nats://127.0.0.1:1",), "ca", "another", "key")
+    made.firewall.obstacle = "no nft"
+
+    found = await status_report.status(made, "running", 61)
+
+    assert (found["bus"]["heartbeat_secs"], found["instance"]) == (None, "")
     assert found["firewall"] == {"enforced": False, "why": "no nft"}
-    assert found["warnings"] == [*(f"no interface has the address {ip} ()" for ip in "abcde"), "old"]
+    assert (found["task"], found["task_progress"], found["task_secs"], found["disk"]) == ("", "", 0, disk)
+    assert "the credentials of the settings do not lead to the bus" in " ".join(found["warnings"])
+    made.bus.is_connected = False
+    assert "credentials" not in " ".join((await status_report.status(made, "running", 61))["warnings"])
 
 
 def test_an_idle_agent_has_no_task_no_migration_and_no_enforced_rules(tmp_path: Path) -> None:
