@@ -78,3 +78,17 @@ async def test_steps_that_the_bus_does_not_need_are_late_and_not_vital(tmp_path:
     late = {step.name for step in steps if step.late}
     assert late == {"authorized keys", "passwords", "ssh server", "trusted certificates"}
     assert not [step for step in steps if step.late and step.vital]
+
+
+async def test_what_a_killed_agent_had_begun_is_removed(tmp_path: Path) -> None:
+    """Unfinished packages, sources of a compilation, and archives of logs."""
+    async with world(tmp_path) as made:
+        paths = made.agent.paths
+        left = [files.sibling(paths.packages / "a"), paths.compile / "a", files.sibling(paths.bundled_logs / "a.tgz")]
+        for path in left:
+            path.mkdir(parents=True)
+        steps = {step.name: step for step in boot.steps(made.agent, JobRecovery(made.agent, made.events.append))}
+
+        await steps["leftovers of interrupted work"].run()
+
+    assert [path for path in left if path.exists()] == []
