@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
+from agent_shim.edges import control_client
 from agent_shim.host import mounts, process
 from agent_shim_demo.release import archive
 from benchmarks.world import AGENT, COMMAND, World
@@ -75,6 +76,9 @@ async def test_a_process_of_bpm_yml_runs_with_its_environment_and_ends_with_stop
     assert running.is_alive
     said = instance.base / "data/sys/log/web/web.stdout.log"
     await until(lambda: said.read_text() == "hello\n")
+    asked = {"command": "bpm", "verb": "pid", "job": "web", "process": "web"}
+    answer = await asyncio.to_thread(control_client.ask, Paths(instance.base).control_socket, asked, timeout=60)
+    assert answer == {"value": running.pid}
 
     await instance.run("stop")
     assert not running.is_alive
