@@ -157,6 +157,8 @@ class MonitDaemon:
         for service in self._supervisor.services():
             name = service.process.name
             if name.lower() not in before and service.mode != "manual" and (monitored or {}).get(name.lower(), True):
+                if name.lower() in (monitored or {}):
+                    self._supervisor.trust_pidfile(name)
                 await self._supervisor.monitor_one(name)
         self._about = await asyncio.to_thread(self._describe)
         self._supervisor.resume()

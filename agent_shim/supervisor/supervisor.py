@@ -26,6 +26,7 @@ from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.oom import Kills
+from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.process_finder import Timing
 from agent_shim.supervisor.ownership.process_record import ProcessRecord, script_label
 from agent_shim.supervisor.plan import JobFile
@@ -416,6 +417,15 @@ class Supervisor:
         """Monitor a service and its prerequisites; starts those that do not run."""
         for each in _closure([self._named(name)], lambda it: it.prerequisites):
             each.start()
+
+    def trust_pidfile(self, name: str) -> None:
+        """Watch the process that a pidfile names without other evidence, as the monit did whose jobs are taken over."""
+        service = self._named(name)
+        named = process_record.read(service.spec.pidfile)
+        if named is not None and (found := proc.stat(named.pid)) is not None and found.is_alive:
+            traces = service.record.traces
+            traces.known, traces.named_by, traces.is_only_named = found.identity, named, True
+            service.resume(service.record, same_world=True)
 
     async def unmonitor_one(self, name: str) -> None:
         """Stop monitoring a service and its dependants."""

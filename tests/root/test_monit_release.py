@@ -87,9 +87,10 @@ class Vm:
             (self.vcap / f"data/sys/run/{name}").mkdir()
             self._write(f"jobs/{name}/bin/ctl", CTL.format(name))
             self._write(f"monit/job/0000_{name}.monitrc", jobs.sleeper(Paths(), name)["monit"])
-        # As monit starts them, but at once.
-        start = "MONIT_SERVICE=${job##*/} $job/bin/ctl start >/dev/null 2>&1"
-        self.machine.run(f"for job in /var/vcap/jobs/job*; do {start}; done")
+        # As monit starts them, but at once; those of two digits without monit's mark, as in a container of runc.
+        for jobs_of, mark in (("job?", "MONIT_SERVICE=${job##*/}"), ("job??", "")):
+            start = f"{mark} $job/bin/ctl start >/dev/null 2>&1"
+            self.machine.run(f"for job in /var/vcap/jobs/{jobs_of}; do {start}; done")
         self.pids = self.running()
         self.sv = made.root / "etc/sv/monit"
         self.sv.mkdir(parents=True)
