@@ -20,7 +20,7 @@ HOME = "https://github.com/agent-shim/agent-shim"
 
 
 def version() -> str:
-    """Return ``0.3.0`` for a release; between releases ``0.3.0.dev0+g`` and the commit, if one is known."""
+    """Return ``0.3.0`` for a release. Between releases ``0.3.0.dev0+g`` and the commit, if one is known."""
     number, commit = _written("__version__"), revision()
     if commit and number.endswith(".dev0"):
         return f"{number}+g{commit[:9]}{commit[40:].replace('-', '.')}"
@@ -33,7 +33,7 @@ def semantic_version() -> str:
 
 
 def revision() -> str:
-    """Return the commit, with ``-dirty`` if files of it are changed; "" if it is unknown.
+    """Return the commit, with ``-dirty`` if files of it are changed. "" if it is unknown.
 
     From the source of a distribution, else ``AGENT_SHIM_REVISION`` (a build without git), else git.
     """

@@ -35,7 +35,7 @@ def nats_server() -> str:
 
 
 class NatsServer:
-    """One server on a free port of the loopback, with files in ``where``; an async context manager.
+    """One server on a free port of the loopback, with files in ``where``. An async context manager.
 
     The port stays the same after the first start. A silent client is dropped when a Director's server would drop it.
     """
@@ -66,7 +66,7 @@ class NatsServer:
         return Mbus((self.url,), self.authority.ca, pair.certificate, pair.private_key)
 
     async def add_agent(self, agent_id: str, *, bootstrap: bool = True, permanent: bool = True) -> None:
-        """Admit an agent by its two certificates or one of them; effective at once on a running server."""
+        """Admit an agent by its two certificates or one of them. Effective at once on a running server."""
         self._agents[agent_id] = bootstrap, permanent
         await self.reload()
 
@@ -89,7 +89,7 @@ class NatsServer:
         self._write()
 
     async def stop(self) -> None:
-        """Stop the server in order; does nothing if none is running."""
+        """Stop the server in order. Does nothing if none is running."""
         if self._process is not None:
             await self._process.terminate(SERVER_TIMEOUT_S)
             self._process = None

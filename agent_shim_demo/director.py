@@ -1,4 +1,4 @@
-"""A Director and a Health Monitor as an agent sees them; both speak the protocol and know no agent.
+"""A Director and a Health Monitor as an agent sees them. Both speak the protocol and know no agent.
 
 Replies, timeouts and retries are handled as by the real Director (``agent_client.rb``,
 ``nats_rpc.rb`` of bosh-director), so that a test waits for the same things as a user.
@@ -25,7 +25,7 @@ from agent_shim.edges.bus import tls
 PROTOCOL: Final = 3
 
 RETRIES: Final[Mapping[str, int]] = {"get_task": 4, "get_state": 2, "upload_blob": 3}
-"""Retries of a request without a reply; other methods have none."""
+"""Retries of a request without a reply. Other methods have none."""
 
 STOP_LIMIT_S: Final = 300.0
 """Time for which the Director polls a ``stop``."""
@@ -36,7 +36,7 @@ class RpcTimeoutError(ShimError):
 
 
 class RpcRemoteError(ShimError):
-    """An exception from the agent; the text is its message."""
+    """An exception from the agent. The text is its message."""
 
 
 # --- the bus, raw ---------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ OnMessage = Callable[[str, bytes], None]
 
 
 class Peer:
-    """A client of the bus that subscribes first and reconnects by itself; made by ``joined``."""
+    """A client of the bus that subscribes first and reconnects by itself. Made by ``joined``."""
 
     def __init__(self, mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> None:
         self._url = urlsplit(random.choice(mbus.urls))  # noqa: S311 - no secret
@@ -135,7 +135,7 @@ async def joined(mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -
 
 
 class Director:
-    """A Director; ``poll`` is the pause in seconds between two queries of a task (a real Director waits a second)."""
+    """A Director. ``poll`` is the pause in seconds between two queries of a task (a real Director waits a second)."""
 
     def __init__(self, *, poll: float = 1.0) -> None:
         self.uuid = str(uuid.uuid4())
@@ -158,9 +158,9 @@ class Director:
     async def call(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, retries: int | None = None
     ) -> dict[str, Any]:
-        """Return one reply, value or exception; raises ``RpcTimeoutError`` after ``timeout`` seconds of silence.
+        """Return one reply, value or exception. Raises ``RpcTimeoutError`` after ``timeout`` seconds of silence.
 
-        ``retries`` is the number of repetitions; None is the Director's number for this method.
+        ``retries`` is the number of repetitions. None is the Director's number for this method.
         """
         times = RETRIES.get(method, 0) if retries is None else retries
         for _ in range(1 + times):
@@ -178,15 +178,15 @@ class Director:
         raise RpcTimeoutError(f"Timed out sending '{method}' to agent {agent_id!r} after {timeout:g} seconds")
 
     async def value(self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0) -> Any:
-        """Return the value of one reply; raises ``RpcRemoteError`` for an exception."""
+        """Return the value of one reply. Raises ``RpcRemoteError`` for an exception."""
         return _value(await self.call(agent_id, method, *arguments, timeout=timeout))
 
     async def run(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, limit: float | None = None
     ) -> Any:
-        """Return the result of an action; polls a task to its end.
+        """Return the result of an action. Polls a task to its end.
 
-        ``limit`` bounds the polling (300 s for ``stop``, else none); raises ``RpcTimeoutError`` and ``RpcRemoteError``.
+        ``limit`` bounds the polling (300 s for ``stop``, else none). Raises ``RpcTimeoutError`` and ``RpcRemoteError``.
         """
         limit = STOP_LIMIT_S if limit is None and method == "stop" else limit
         until = time.monotonic() + limit if limit is not None else float("inf")
@@ -243,7 +243,7 @@ def _running(answer: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message that an agent sent unasked: ``kind`` is heartbeat, alert or shutdown; ``at`` is monotonic time."""
+    """A message that an agent sent unasked: ``kind`` is heartbeat, alert or shutdown. ``at`` is monotonic time."""
 
     kind: str
     agent_id: str
@@ -272,7 +272,7 @@ class HealthMonitor:
     async def wait_for(
         self, kind: str, agent_id: str, where: Callable[[Any], bool] = lambda _: True, *, timeout: float = 30.0
     ) -> Notice:
-        """Wait up to ``timeout`` seconds for a notice whose body matches; raises ``TimeoutError``."""
+        """Wait up to ``timeout`` seconds for a notice whose body matches. Raises ``TimeoutError``."""
         async with asyncio.timeout(timeout):
             while True:
                 for notice in self.of(kind, agent_id):

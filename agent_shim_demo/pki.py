@@ -1,6 +1,6 @@
 """Certificates of a bus in BOSH's form, valid and invalid, for the demo, the tests and the benchmarks.
 
-Subjects follow the Director (``nats_client_cert_generator.rb``) and of the bosh-deployment manifest; keys are
+Subjects follow the Director (``nats_client_cert_generator.rb``) and of the bosh-deployment manifest. Keys are
 elliptic by default because they are made in a millisecond, where the real ones are RSA with 3072 bits.
 """
 
@@ -45,7 +45,7 @@ class Pair:
 
 
 def agent_name(agent_id: str, *, bootstrap: bool = False) -> str:
-    """Return the common name of an agent's certificate; only the name distinguishes the short-lived first one."""
+    """Return the common name of an agent's certificate. Only the name distinguishes the short-lived first one."""
     return f"{agent_id}.bootstrap.agent.bosh-internal" if bootstrap else f"{agent_id}.agent.bosh-internal"
 
 
@@ -55,9 +55,9 @@ def subject(common_name: str) -> str:
 
 
 class Authority:
-    """A certificate authority; ``ca`` is its certificate (PEM).
+    """A certificate authority. ``ca`` is its certificate (PEM).
 
-    ``bits`` is the length of all RSA keys below it; 0 means elliptic keys (P-256). It signs itself without ``issuer``.
+    ``bits`` is the length of all RSA keys below it. 0 means elliptic keys (P-256). It signs itself without ``issuer``.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ def _key(bits: int) -> Any:
 def _name(common_name: str) -> x509.Name:
     parts = {NameOID.COUNTRY_NAME: "USA", NameOID.ORGANIZATION_NAME: "Cloud Foundry", NameOID.COMMON_NAME: common_name}
     with warnings.catch_warnings():
-        # A country has two letters and a name at most 64; BOSH writes three, and 66 for a UUID that bootstraps.
+        # A country has two letters and a name at most 64. BOSH writes three, and 66 for a UUID that bootstraps.
         warnings.simplefilter("ignore")
         return x509.Name([x509.NameAttribute(oid, text, _validate=False) for oid, text in parts.items()])
 

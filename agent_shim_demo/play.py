@@ -1,6 +1,6 @@
 """The demonstration: a Director deploys a small release to a new agent over a real bus with mutual TLS.
 
-It needs no root and no network beyond the loopback; all files are in a scratch directory, which is removed at the end.
+It needs no root and no network beyond the loopback. All files are in a scratch directory, which is removed at the end.
 Every step is printed with its time and is checked: the exit code is 0 only if all checks passed. A failure names its
 step and keeps the directory. The end, also by Ctrl-C, ends every process that was started.
 """
@@ -70,7 +70,7 @@ class DemoError(ShimError):
 
 
 def main(*, keep: bool = False) -> int:
-    """Play the demonstration once; return 0, or raise the failed check.
+    """Play the demonstration once. Return 0, or raise the failed check.
 
     With ``keep``, it ends with the deployment, which remains until Ctrl-C.
     """
@@ -103,7 +103,7 @@ def _log(scratch: Path) -> Path:
 
 
 class Story:
-    """The steps, in order; ``run`` plays all of them."""
+    """The steps, in order. ``run`` plays all of them."""
 
     def __init__(self, scratch: Path, server: NatsServer, director: Director, monitor: HealthMonitor) -> None:
         self.base = scratch / "vcap"
@@ -127,7 +127,7 @@ class Story:
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """Print ``name`` with the duration of the block; details that the block appends follow below it."""
+        """Print ``name`` with the duration of the block. Details that the block appends follow below it."""
         begun_at = time.monotonic()
         details: list[str] = []
         self._now = name
@@ -185,7 +185,7 @@ class Story:
 
     @asynccontextmanager
     async def _agent_for_the_block(self) -> AsyncIterator[None]:
-        """Start an agent; at the end, also after a failure, stop its jobs and require its status 0."""
+        """Start an agent. At the end, also after a failure, stop its jobs and require its status 0."""
         try:
             await self._boot()
             yield
@@ -197,7 +197,7 @@ class Story:
         require(status == 0, f"the agent ended with status {status}")
 
     async def _end(self) -> int | None:
-        """End the agent and its jobs, which would outlive it; return its status."""
+        """End the agent and its jobs, which would outlive it. Return its status."""
         if self._agent is None:
             return 0
         if self._has_jobs:

@@ -148,7 +148,7 @@ class Release:
         return {f"{job}/{name}": text.format(**words) for name, text in files.items()}
 
     def packages(self) -> dict[str, Any]:
-        """Return the packages of the spec; their archives are in ``blobs`` afterwards."""
+        """Return the packages of the spec. Their archives are in ``blobs`` afterwards."""
         found = {}
         for name, source in (("keyvalue", _STORE), ("greeter", _GREETER)):
             content = archive({"bin/server.py": source})

@@ -102,7 +102,7 @@ async def reconnects(count: int) -> Figure:
 
 
 async def lose_links(own: dict[str, object], count: int) -> float:
-    """Connect and cut the link repeatedly; return the MB of growth after the first tenth."""
+    """Connect and cut the link repeatedly. Return the MB of growth after the first tenth."""
 
     async def nobody(_: bytes) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Time from exec to the first answer, without jobs and with jobs to adopt; the floor is ``benchmarks.echo``."""
+"""Time from exec to the first answer, without jobs and with jobs to adopt. The floor is ``benchmarks.echo``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``./dev run python -m benchmarks.coming_back``: time until an instance runs again after a restart; needs root.
+"""``./dev run python -m benchmarks.coming_back``: time until an instance runs again after a restart. Needs root.
 
 Prints one JSON document. Five jobs with a pre-start each and a disk, in containers with their own mounts and pids:
 restarted in place, created again with all volumes, and an agent that is restarted beside its jobs. Seconds from exec of

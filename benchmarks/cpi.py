@@ -1,6 +1,6 @@
 """The Kubernetes CPI on its own node: calls as the Director makes them, beside a minimal client that does the same.
 
-Root and the packages of ``./dev test-kubernetes`` are needed; the node is built the first time. ``on_node`` runs in its
+Root and the packages of ``./dev test-kubernetes`` are needed. The node is built the first time. ``on_node`` runs in its
 namespaces.
 """
 
@@ -79,7 +79,7 @@ class Bare:
         return http.client.HTTPSConnection(address, context=context, timeout=POD_TIMEOUT_S)
 
     def ask(self, link: http.client.HTTPSConnection, method: str, path: str, body: Any = None) -> Any:
-        """Return the decoded answer; raises an exception for an error status."""
+        """Return the decoded answer. Raises an exception for an error status."""
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         content = None if body is None else json.dumps(body)
         link.request(method, f"/api/v1/namespaces/{self.namespace}/{path}", content, headers)
@@ -162,7 +162,7 @@ class Bare:
                 time.sleep(0.1)
 
     def remove(self, pod: str) -> None:
-        """Remove the objects made with a pod; an attachment has none."""
+        """Remove the objects made with a pod. An attachment has none."""
         link = self.connection()
         for other in (f"secrets/{pod}", f"persistentvolumeclaims/{names.data_claim(pod)}"):
             with contextlib.suppress(RuntimeError):
@@ -198,7 +198,7 @@ def seconds_of(argv: Sequence[str], request: bytes = b"") -> float:
 
 
 def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tuple[float, list[float], list[Any]]:
-    """Run processes at once; return the seconds until all have ended, the peak memory of each in MB, and their
+    """Run processes at once. Return the seconds until all have ended, the peak memory of each in MB, and their
     responses.
     """
     began = time.monotonic()
@@ -226,7 +226,7 @@ def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tu
 
 
 def high_water(pid: int) -> float:
-    """Return the peak memory of a process in MB; 0 when it is gone."""
+    """Return the peak memory of a process in MB. 0 when it is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -457,7 +457,7 @@ def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) 
 
 
 def _settings_of(encoded: str, agent: str, env: Any) -> str:
-    """Replace these settings by those of another agent; other values stay."""
+    """Replace these settings by those of another agent. Other values stay."""
     document = json.loads(base64.b64decode(encoded))
     if "agent_id" not in document:
         return encoded

@@ -39,7 +39,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def crowd(command: str, jobs: int, size: int, slower: float, alone: float, found: Figures) -> None:
-    """``size`` names the figures of ``jobs`` processes; ``alone`` is the agent's share without any."""
+    """``size`` names the figures of ``jobs`` processes. ``alone`` is the agent's share without any."""
     async with world(command) as w:
         await w.start_agent()
         await asyncio.sleep(CALM_S)
@@ -105,7 +105,7 @@ async def running(w: World, jobs: int, starts: int) -> None:
 
 
 async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
-    """Kill all at once; return the seconds until the first and until the last successor has written its pidfile."""
+    """Kill all at once. Return the seconds until the first and until the last successor has written its pidfile."""
     pids = w.pids().values()
     begun_at = time.time()
     for pid in pids:

@@ -116,7 +116,7 @@ def figures(page: str) -> str:
 
 
 def _seconds(cell: str) -> float:
-    """Return a duration such as ``56.5 ms``; 0 for another figure."""
+    """Return a duration such as ``56.5 ms``. 0 for another figure."""
     number, _, unit = cell.partition(" ")
     return float(number) * UNITS[unit] if unit in UNITS else 0.0
 
@@ -171,7 +171,7 @@ Band = tuple[float, float]
 
 
 def charts(panels: Sequence[tuple[str, str, Sequence[Line]]], begin: float, end: float, bands: Sequence[Band]) -> str:
-    """Charts below each other: title, unit and lines of each; ``bands`` are shaded in all of them."""
+    """Charts below each other: title, unit and lines of each. ``bands`` are shaded in all of them."""
     width, height = 1100.0, 210.0
     drawn = []
     for number, (title, unit, lines) in enumerate(panels):

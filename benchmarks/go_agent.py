@@ -42,7 +42,7 @@ while True:
 
 
 def main() -> int:
-    """Measure; the JSON goes to standard output."""
+    """Measure. The JSON goes to standard output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("binary", type=Path)
     parser.add_argument("--monit", default=shutil.which("monit"), type=Path, help="default: the one on PATH")

@@ -72,7 +72,7 @@ async def still(w: World, least: World, seconds: float) -> Figures:
 
 
 async def busy(w: World, size: int) -> Figures:
-    """Measure pings while the agent installs, packs, starts and stops; the delays of a bystander are those of the
+    """Measure pings while the agent installs, packs, starts and stops. The delays of a bystander are those of the
     machine.
     """
     await asyncio.to_thread(fill, w.base / "data/sys/log", 50, max(1, size // 50))

@@ -36,7 +36,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:
-    """Apply new bundles each time; in turns with the agent, tar unpacks the same archives, two at a time."""
+    """Apply new bundles each time. In turns with the agent, tar unpacks the same archives, two at a time."""
     took: list[float] = []
     least: list[float] = []
     for number in range(ROUNDS):

@@ -2,7 +2,7 @@
 
 Uses the protocol alone. During each action the agent and a bystander are pinged every ten milliseconds, and the agent's
 memory is read from outside. While logs are packed, a job writes and rotates one. ``scale`` 1 is 10 GB of logs in 20 000
-files, a compiled package of 2 GB and an apply of 10 packages of 500 MB; packages are half random bytes, half text.
+files, a compiled package of 2 GB and an apply of 10 packages of 500 MB. Packages are half random bytes, half text.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def fill(root: Path, files: int, size: int) -> None:
 
 
 def memory(pid: int | str, name: str) -> float:
-    """Return a value of a process in MB: ``VmRSS`` is the current memory, ``VmHWM`` the peak; 0 when it is gone."""
+    """Return a value of a process in MB: ``VmRSS`` is the current memory, ``VmHWM`` the peak. 0 when it is gone."""
     with contextlib.suppress(OSError):
         for text in Path(f"/proc/{pid}/status").read_text().splitlines():
             if text.startswith(f"{name}:"):
@@ -186,7 +186,7 @@ async def of_applying(w: World, scale: float) -> dict[str, Any]:
 
 
 def pack(path: Path, size: int) -> str:
-    """A package with one file of ``size`` bytes, half random, half text; its sha1."""
+    """A package with one file of ``size`` bytes, half random, half text. Its sha1."""
     text = b"all work and no play makes a dull package\n" * (1 << 14)
     content = path.with_name("content")
     with content.open("wb") as out:

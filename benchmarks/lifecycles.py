@@ -1,4 +1,4 @@
-"""Start, status, kill and stop of five jobs; the floor is the same scripts run by this process."""
+"""Start, status, kill and stop of five jobs. The floor is the same scripts run by this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS: Final = 5
 JOBS: Final = 5
 LOOKS: Final = 50
 PAUSES: Final = (1.3, 7.9, 4.1, 9.6, 2.2)
-"""Seconds before a kill; they vary, so that it meets a polling supervisor at any point of its period."""
+"""Seconds before a kill. They vary, so that it meets a polling supervisor at any point of its period."""
 SCRIPT: Final = "its script run from here, until the pidfile is there"
 
 
@@ -73,7 +73,7 @@ async def start_by_hand(w: World, into: list[float]) -> None:
 
 
 async def killed(w: World) -> list[float]:
-    """Measure the time from a kill until a successor lives; each job is killed once, as its first failure."""
+    """Measure the time from a kill until a successor lives. Each job is killed once, as its first failure."""
     samples = []
     for (job, pid), pause in zip(sorted(w.pids().items()), PAUSES, strict=True):
         await w.until_running()

@@ -1,7 +1,7 @@
 """``./dev bench scale``: thousands of light agents on a server with its own core, compared with the model.
 
 A light agent is a real client of the bus (mutual TLS, a certificate of its own, subscription, pings, heartbeats) whose
-timeouts and pauses are the agent's own ``Timing``; everything else is left out, so that a few processes on the other
+timeouts and pauses are the agent's own ``Timing``. Everything else is left out, so that a few processes on the other
 core hold ten thousand. The server is killed and started again, and ``benchmarks.scale_model`` predicts the same outage
 from the measured cost of one handshake. That cost grows with the number of users: a second measurement connects a few
 agents to a server with many users.
@@ -48,7 +48,7 @@ TIMING: Final = Timing()
 
 
 async def measure(_: str, scale: float, found: Figures) -> None:
-    """``scale`` multiplies the numbers of agents; the figures are named after the full numbers."""
+    """``scale`` multiplies the numbers of agents. The figures are named after the full numbers."""
     for size in USERS:
         cost = await handshake(max(2, int(size * scale)), CONNECTED)
         found[f"handshake_of_the_server_with_{size}_users"] = figure([cost], "s")
@@ -94,7 +94,7 @@ async def outage(count: int, away: float, steady: float) -> tuple[Point, float]:
 
 @asynccontextmanager
 async def bus(users: int) -> AsyncIterator[NatsServer]:
-    """Give a server its own core; this process and its later children use the others."""
+    """Give a server its own core. This process and its later children use the others."""
     cores = os.sched_getaffinity(0)
     core = min(cores)
     os.sched_setaffinity(0, cores - {core} or cores)
@@ -276,7 +276,7 @@ async def _readable(sock: socket.socket) -> None:
 
 
 async def crowd() -> None:
-    """Run agents with the names on standard input; print a line of state each tick, as ``benchmarks.scale`` does."""
+    """Run agents with the names on standard input. Print a line of state each tick, as ``benchmarks.scale`` does."""
     given = json.loads(sys.stdin.readline())
     users = {name: Mbus(tuple(own.pop("urls")), **own) for name, own in given["users"].items()}
     context = tls.client_context(next(iter(users.values())))

@@ -20,7 +20,7 @@ IDLE_S: Final = 30.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` multiplies the idle time. Each agent has one job; they boot one after the other."""
+    """``scale`` multiplies the idle time. Each agent has one job. They boot one after the other."""
     least = await memory(ECHO, jobs=0)
     each = await memory(command, jobs=1, idle=IDLE_S * max(0.2, scale), found=found)
     found["pss_of_each_of_8_agents"] = figure(each, "MB", floor=least, floor_is="a bare nats-py echo")

@@ -19,7 +19,7 @@ from benchmarks.world import AGENT, BYSTANDER, COMMAND, World, bystander, world
 
 ASKERS: Final = 8
 ANSWER_TIMEOUT_S: Final = 5.0
-"""Seconds after which a reply counts as lost; the Director waits for 45."""
+"""Seconds after which a reply counts as lost. The Director waits for 45."""
 
 
 @dataclass

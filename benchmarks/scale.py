@@ -1,6 +1,6 @@
 """``./dev run python -m benchmarks.scale [N...]``: many agents on one bus, measured and modelled.
 
-Prints one JSON document. Each agent is the real bus module with the real heartbeat; a process holds about fifty. The
+Prints one JSON document. Each agent is the real bus module with the real heartbeat. A process holds about fifty. The
 server is nats-server with mutual TLS and the Director's configuration. The Health Monitor counts heartbeats, and the
 Director queries all agents. Then the server is killed and restarted. A model is fitted to the measurements and checked
 against the largest point before it is used for more agents than this machine can hold. ``--into-docs`` writes the
@@ -89,7 +89,7 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
 
 
 async def crowd() -> None:
-    """Run agents with the names on standard input; print the number of connected ones, attempts and bytes each tick."""
+    """Run agents with the names on standard input. Print the number of connected ones, attempts and bytes each tick."""
     given = json.loads(sys.stdin.readline())
     buses: list[NatsBus] = []
     lives = [asyncio.create_task(live(agent_id, own, buses)) for agent_id, own in given.items()]
@@ -249,7 +249,7 @@ async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> No
 
 
 async def asked(director: Director, count: int) -> tuple[float, int]:
-    """Ask all agents at once; return the seconds until the last answer, and the number of agents without one."""
+    """Ask all agents at once. Return the seconds until the last answer, and the number of agents without one."""
     watch = Stopwatch()
     answers = await asyncio.gather(
         *(director.value(f"agent-{number}", "ping", timeout=30.0) for number in range(count)), return_exceptions=True

@@ -1,4 +1,4 @@
-"""Model of the cost of many agents on one nats-server, fitted to measurements; a simulation of their reconnection.
+"""Model of the cost of many agents on one nats-server, fitted to measurements. A simulation of their reconnection.
 
 A reconnection is a handshake with mutual TLS, which needs a processor: active handshakes share the processors evenly,
 and one that exceeds its timeout is wasted. After it the server looks for the certificate's user among all users, one
@@ -20,7 +20,7 @@ BEYOND: Final = (1000, 2000, 3000, 5000, 10_000, 100_000)
 SERVER_CORES: Final = 4
 HANDSHAKE_S: Final = 0.0016
 SEARCH_S: Final = 1.7e-6
-"""Processor time of the server for a handshake, and for each user in its search; measured by ``./dev bench scale``."""
+"""Processor time of the server for a handshake, and for each user in its search. Measured by ``./dev bench scale``."""
 HEARTBEAT_PERIOD_S: Final = 30.0
 """Seconds between two heartbeats of an agent."""
 PING_PERIOD_S: Final = 5.0

@@ -1,7 +1,7 @@
 """``./dev run python -m benchmarks.side_by_side``: the same 20 jobs under this supervisor and under Debian's monit.
 
 Each supervisor runs in its own pid namespace (needs root), at the same time, for three minutes: all jobs are started,
-some are killed, one grows, one falls silent, all are stopped. Prints a table; docs/supervision.md tells the outcome.
+some are killed, one grows, one falls silent, all are stopped. Prints a table. Docs/supervision.md tells the outcome.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agent_shim.host import proc, reaper
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 
 STARTED_S: Final = 55.0
-"""Time from the start to its observation; the others likewise."""
+"""Time from the start to its observation. The others likewise."""
 KILLED_S: Final = 40.0
 STOPPED_S: Final = 75.0
 TROUBLE_S: Final = 5.0
@@ -147,7 +147,7 @@ class World:
         return sum(stat is not None and stat.is_alive for stat in found)
 
     def kill(self) -> dict[str, float]:
-        """Kill the processes of the jobs to kill; return the times."""
+        """Kill the processes of the jobs to kill. Return the times."""
         killed = {}
         for name, job in self.jobs.items():
             path = self._file(name, "pid")
@@ -164,7 +164,7 @@ Told = dict[str, str]
 async def observe(
     world: World, start: Callable[[], Awaitable[None]], told: Callable[[], Told], stop: Callable[[], Awaitable[None]]
 ) -> dict[str, Any]:
-    """Play all events with the jobs; return the observations by job."""
+    """Play all events with the jobs. Return the observations by job."""
     seen: dict[str, dict[str, Any]] = {name: {} for name in world.jobs}
     begun_at = time.time()
     await start()

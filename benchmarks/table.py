@@ -21,7 +21,7 @@ class Budget(NamedTuple):
     of_floor: bool = False
 
     def verdict(self, figure: dict[str, Any]) -> str:
-        """Which of the two is missed; neither, if the figure needs a floor and has none."""
+        """Which of the two is missed. Neither, if the figure needs a floor and has none."""
         sign = -1 if self.more_is_better else 1
         value = (figure.get("ratio", self.aim) if self.of_floor else figure["median"]) * sign
         return "" if value <= self.aim * sign else "aim missed" if value <= self.must * sign else "limit missed"
@@ -69,7 +69,7 @@ TABLES: Final = {
         "slowest ping meanwhile": r"(\d+)_processes_slowest_ping",
     },
 }
-"""Figures in tables of their own, by the first column, then by row; the pattern gives the column. Those with a budget
+"""Figures in tables of their own, by the first column, then by row. The pattern gives the column. Those with a budget
 have a row of the large table too.
 """
 
@@ -242,7 +242,7 @@ def _beside(name: str, figure: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _pair(first: float, second: float, unit: str, between: str) -> str:
-    """Format two values; a common unit is written once."""
+    """Format two values. A common unit is written once."""
     words = worded(first, unit), worded(second, unit)
     numbers, units = zip(*(word.rpartition(" ")[::2] for word in words), strict=True)
     return f"{numbers[0]}{between}{words[1]}" if units[0] == units[1] else between.join(words)

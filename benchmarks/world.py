@@ -33,7 +33,7 @@ AGENT: Final = "bench-agent"
 BYSTANDER: Final = "bystander"
 NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
 PROGRAM: Final = os.environ.get("BENCH_PROGRAM", "")
-"""Directory of the program as the image has it, which ``./dev bench`` makes; "" for the checkout."""
+"""Directory of the program as the image has it, which ``./dev bench`` makes. "" for the checkout."""
 INTERPRETER: Final = f"{PROGRAM}/bin/python3" if PROGRAM else sys.executable
 _RUN: Final = f"{shlex.quote(PROGRAM)}/bin/agent-shim" if PROGRAM else f"{shlex.quote(INTERPRETER)} -m agent_shim.cli"
 COMMAND: Final = f"{_RUN} run -C {{config}} -b {{base}}"
@@ -66,7 +66,7 @@ check process {job}
 
 @dataclass
 class World:
-    """A scratch directory with a bus and an agent; ``command`` contains ``{config}`` and ``{base}``."""
+    """A scratch directory with a bus and an agent. ``command`` contains ``{config}`` and ``{base}``."""
 
     scratch: Path
     command: str
@@ -125,7 +125,7 @@ class World:
         return [self.pid, *(int(path.read_text()) for path in self.beside.glob("*.pid"))]
 
     async def start_agent(self) -> float:
-        """Start the agent; return the seconds from exec to its first pong. Raises ``HostError`` if it ends before."""
+        """Start the agent. Return the seconds from exec to its first pong. Raises ``HostError`` if it ends before."""
         if not self.config.exists():
             self.write_settings()
         begun_at = time.monotonic()
@@ -191,7 +191,7 @@ class World:
         }
 
     async def stop_agent(self) -> int | None:
-        """End the agent in order, if it runs; return its exit code."""
+        """End the agent in order, if it runs. Return its exit code."""
         if self.agent is None:
             return None
         self.agent.send(signal.SIGKILL if self.is_apart else signal.SIGTERM)
@@ -200,7 +200,7 @@ class World:
         return code
 
     async def deploy(self, jobs: int = 1, packages: int = 0, size: int = 0, **options: Any) -> dict[str, int]:
-        """Deploy ``spec`` to an agent, started if there is none; return the pids of the running jobs."""
+        """Deploy ``spec`` to an agent, started if there is none. Return the pids of the running jobs."""
         if self.agent is None:
             await self.start_agent()
         await self.run("apply", self.spec(jobs, packages, size, **options))
@@ -209,7 +209,7 @@ class World:
         return self.pids()
 
     async def execute(self, *words: str, module: str = "cli") -> tuple[int | None, str]:
-        """Run ``agent-shim`` for this agent; return its exit code and output."""
+        """Run ``agent-shim`` for this agent. Return its exit code and output."""
         out = self.scratch / f"{words[0]}.out"
         out.unlink(missing_ok=True)
         argv = [INTERPRETER, "-m", f"agent_shim.{module}", *words, "-b", str(self.base)]
@@ -222,7 +222,7 @@ class World:
             os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)
 
     def write_settings(self) -> None:
-        """Write the files for the start of the agent; the first start does it by itself."""
+        """Write the files for the start of the agent. The first start does it by itself."""
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         self.store.mkdir(exist_ok=True)
@@ -245,7 +245,7 @@ class World:
         return self.scratch / "blobs"
 
     def blob(self, name: str, content: bytes) -> dict[str, str]:
-        """Put a blob into the store; return its id and digest."""
+        """Put a blob into the store. Return its id and digest."""
         (self.store / name).write_bytes(content)
         if self.kept is not None and len(content) <= MAX_KEPT_BYTES:
             (self.kept / name).write_bytes(content)
@@ -310,7 +310,7 @@ class World:
         return found
 
     async def run(self, method: str, *arguments: Any, limit: float | None = None) -> float:
-        """Run an action, polling without a pause, for ``limit`` seconds at most; return its seconds."""
+        """Run an action, polling without a pause, for ``limit`` seconds at most. Return its seconds."""
         begun_at = time.monotonic()
         await self.director.run(self.agent_id, method, *arguments, limit=limit)
         took = time.monotonic() - begun_at
@@ -336,7 +336,7 @@ async def _echo(data: bytes) -> tuple[str, bytes]:
 
 @asynccontextmanager
 async def bystander(w: World) -> AsyncIterator[None]:
-    """Run another client on the bus, ``BYSTANDER``, that only answers; its delays are the machine's."""
+    """Run another client on the bus, ``BYSTANDER``, that only answers. Its delays are the machine's."""
     await w.server.add_agent(BYSTANDER)
     bus = NatsBus(BYSTANDER, w.server.mbus(BYSTANDER), _echo)
     running = asyncio.create_task(bus.run())

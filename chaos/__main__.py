@@ -64,7 +64,7 @@ async def play_all(
     is_full: bool = False,
     enter: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
-    """Play each case ``times`` times in a row, until one fails; the row of a case goes to ``enter`` at once."""
+    """Play each case ``times`` times in a row, until one fails. The row of a case goes to ``enter`` at once."""
     rows = []
     for position, case in enumerate(cases, 1):
         for number in range(1, times + 1):
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sabotage(chosen: Sequence[str], on: Sequence[str], into: Path, logs: Path | None, at_once: int) -> int:
-    """Return 0 if every chosen row fails under its saboteurs; the document gets the outcomes."""
+    """Return 0 if every chosen row fails under its saboteurs. The document gets the outcomes."""
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     playing = [one for one in SABOTEURS if {"all", one.row, one.row[0]} & set(chosen)]

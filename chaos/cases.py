@@ -1,4 +1,4 @@
-"""All cases by number, with the expected outcome; modules of cases add theirs when they are imported."""
+"""All cases by number, with the expected outcome. Modules of cases add theirs when they are imported."""
 
 from __future__ import annotations
 

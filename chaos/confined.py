@@ -1,7 +1,7 @@
 """Run a command as root without harm to this machine, whatever the command does (a mutant of the agent, for example).
 
 ``confined.py SCRATCH COMMAND ...`` runs it in its own mount, pid, network, ipc and cgroup namespaces. Only SCRATCH, a
-new ``/tmp`` and its own cgroup are writable; ``/dev`` has harmless devices only, the network a loopback only. Its end,
+new ``/tmp`` and its own cgroup are writable. ``/dev`` has harmless devices only, the network a loopback only. Its end,
 or its parent's, ends every process inside.
 """
 
@@ -42,7 +42,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def command(scratch: Path, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs ``argv`` confined; raises SystemExit without root, which the namespaces require."""
+    """Return the command that runs ``argv`` confined. Raises SystemExit without root, which the namespaces require."""
     if os.geteuid() != 0:
         raise SystemExit("cannot confine mutants: namespaces take root")
     return [sys.executable, __file__, str(scratch), *argv]
@@ -60,10 +60,10 @@ def fresh_proc() -> None:
 
 
 def fork() -> int:
-    """Fork into new pid and mount namespaces; return 0 in the child, which is not process 1, and the pid of process 1
+    """Fork into new pid and mount namespaces. Return 0 in the child, which is not process 1, and the pid of process 1
     here.
 
-    The end of that process 1 ends all processes there; its exit code is the child's.
+    The end of that process 1 ends all processes there. Its exit code is the child's.
     """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     _checked(_LIBC.unshare(_CLONE_NEWPID))
@@ -90,7 +90,7 @@ def fork() -> int:
 
 
 def _reap(child: int) -> int:
-    """Wait for all processes until ``child`` ends; return its exit code, 128 + N if signal N ended it."""
+    """Wait for all processes until ``child`` ends. Return its exit code, 128 + N if signal N ended it."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -123,7 +123,7 @@ def main(scratch: Path, argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
-    """Make limited cgroups; yield the directory of each and the top of its hierarchy."""
+    """Make limited cgroups. Yield the directory of each and the top of its hierarchy."""
     with own_cgroups("confined") as made:
         for ours, _ in made:
             for name, value in (

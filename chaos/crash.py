@@ -88,7 +88,7 @@ async def killed_in_apply(stand: Stand) -> str:
 
 
 Told = dict[str, Any]
-"""Report of a tracer about a kill; empty if there are fewer calls."""
+"""Report of a tracer about a kill. Empty if there are fewer calls."""
 
 
 async def killed(
@@ -96,7 +96,7 @@ async def killed(
 ) -> Told:
     """Kill a victim at call ``number`` of ``work`` that changes a file below ``places``.
 
-    Returns when a killed agent runs again; ``work`` may have failed or be unfinished.
+    Returns when a killed agent runs again. ``work`` may have failed or be unfinished.
     """
     pid = stand.pid
     async with _tracing(pid, number, who, places) as lines:
@@ -118,7 +118,7 @@ async def killed(
 
 
 async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:
-    """Return the reports of all calls of ``work`` that change a file below ``places``; none is killed."""
+    """Return the reports of all calls of ``work`` that change a file below ``places``. None is killed."""
     async with _tracing(stand.pid, 0, "root", places) as lines:
         reading = asyncio.create_task(lines.read())
         await work()
@@ -183,7 +183,7 @@ async def _sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[in
 
 
 async def _tidied(places: Sequence[Path], where: str) -> None:
-    """Check that no half-written file remains; a file that is being written has another name each time."""
+    """Check that no half-written file remains. A file that is being written has another name each time."""
 
     def left() -> set[Path]:
         return {path for place in places for glob in (".*.tmp-*", "worker-*") for path in place.rglob(glob)}
@@ -597,7 +597,7 @@ def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int,
 def _check_syncs(calls: Sequence[Told], packages: Path) -> None:
     """Check that a file system is synced between the last change of a package and its renaming, and the name after it.
 
-    A kill leaves written data to the kernel; the end of a machine does not.
+    A kill leaves written data to the kernel. The end of a machine does not.
     """
     renamed = 0
     for at, told in enumerate(calls):

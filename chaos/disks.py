@@ -65,7 +65,7 @@ async def broken_disk(stand: Stand) -> str:
 
 
 def loop_device(stand: Stand, megabytes: int) -> str:
-    """Put the agent's data on a file system that the kernel makes read-only after an error; yield the name of its
+    """Put the agent's data on a file system that the kernel makes read-only after an error. Yield the name of its
     device.
     """
     place, image = stand.world.base / "data", stand.world.scratch / "data.img"
@@ -108,7 +108,7 @@ async def bad_blobs(stand: Stand) -> str:
 
 
 async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
-    """Apply packages that do not fit, check, make room, apply again; ``inodes`` is the number left, if limited."""
+    """Apply packages that do not fit, check, make room, apply again. ``inodes`` is the number left, if limited."""
     await stand.boot()
     data = stand.world.base / "data"
     if inodes:
@@ -331,7 +331,7 @@ while time.time() < ends_at:
     os.close(out)
     time.sleep(0.01)
 """
-"""Write numbered lines with their times, a megabyte a second; ends by itself."""
+"""Write numbered lines with their times, a megabyte a second. Ends by itself."""
 
 
 @case(

@@ -61,7 +61,7 @@ del _core  # imported for the actions it registers
 
 @dataclass(frozen=True)
 class Target:
-    """``read`` takes bytes and may raise ``known``; ``seeds`` are good inputs and earlier findings."""
+    """``read`` takes bytes and may raise ``known``. ``seeds`` are good inputs and earlier findings."""
 
     read: Callable[[bytes], object]
     known: tuple[type[Exception], ...]
@@ -286,7 +286,7 @@ def _unpacked(data: bytes) -> list[str] | ArchiveError:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Describe a path and all below it; directories that no member names have the time of the unpacking."""
+    """Describe a path and all below it. Directories that no member names have the time of the unpacking."""
     found = path.lstat()
     if path.is_symlink():
         yield f"{path.name!r} {path.readlink()} {found.st_mtime_ns}"

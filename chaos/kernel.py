@@ -265,7 +265,7 @@ async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) ->
 
 @contextmanager
 def _mapped(image: Path, point: Path) -> Iterator[str]:
-    """Mount a volume on a device mapper; yield the name of the device."""
+    """Mount a volume on a device mapper. Yield the name of the device."""
     name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"  # the one before may go late
     point.mkdir()
     _do("truncate", "-s", "64M", str(image))

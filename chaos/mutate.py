@@ -2,13 +2,13 @@
 
 A mutant is one change of ``agent_shim`` or ``kubernetes_cpi``: a statement removed, a condition negated, another
 number, another constant.
-The tests that reach its line run against it until one fails, those of its module first; if all pass, it survives the
+The tests that reach its line run against it until one fails, those of its module first. If all pass, it survives the
 stage.
 
 Three stages, each for what the former did not notice: forks of one process that has the unit tests loaded, forks of one
 that has the contract and integration tests loaded (``chaos.mutate_forked``; a fraction of a second to seconds for each
 mutant; an agent that a test starts is unchanged), and runs of pytest with all daily tests on a changed copy, whose
-agents are changed too (seconds to minutes). Coverage measures once for each stage which tests reach which line;
+agents are changed too (seconds to minutes). Coverage measures once for each stage which tests reach which line.
 ``.mutate`` keeps that and the results. Mutants are tried in random order: an interrupted run is a fair sample, and the
 next one resumes.
 Each process that runs a mutant is confined (``chaos.confined``): a mutant can remove the wrong directory as root.
@@ -129,7 +129,7 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
     inner = {node for function in functions for each in function.body for node in ast.walk(each)}
 
     def offset(line: int, column: int) -> int:
-        """Convert a column to characters; ``ast`` counts columns in bytes of UTF-8."""
+        """Convert a column to characters. ``ast`` counts columns in bytes of UTF-8."""
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     def span(part: ast.expr | ast.stmt) -> tuple[int, int]:
@@ -149,7 +149,7 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
 
 
 def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
-    """List changes of a node: the part to replace, the kind of change, the new text; ``source`` gives a part's text."""
+    """List changes of a node: the part to replace, the kind of change, the new text. ``source`` gives a part's text."""
     match node:
         case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign():
             yield node, "statement removed", "pass"
@@ -193,7 +193,7 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def measure(copy: Path, stage: Stage, workers: int) -> None:
-    """Run tests once under coverage; the lines that each reaches and its seconds go into the store."""
+    """Run tests once under coverage. The lines that each reaches and its seconds go into the store."""
     place = STORE / stage.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -297,7 +297,7 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
 
 
 def _tests_of(mutant: Mutant, lines: dict[int, list[str]]) -> list[str] | None:
-    """Return the tests that reach a line, None if none does; inside a statement, those of its first line.
+    """Return the tests that reach a line, None if none does. Inside a statement, those of its first line.
 
     A line that runs at the import of a module is reached by all tests of the module.
     """
@@ -333,7 +333,7 @@ def chosen(paths: Iterable[str]) -> list[Mutant]:
 def table(results: Results, wanted: Sequence[Mutant], stages: Sequence[Stage]) -> str:
     """Counts by module and stage, then the mutants that no stage noticed.
 
-    *Unreached* mutants are on lines that no test of the stage runs in a process with coverage; the next stage may.
+    *Unreached* mutants are on lines that no test of the stage runs in a process with coverage. The next stage may.
     """
     names = ("module", "stage", "mutants", "noticed", "survived", "unreached", "not tried")
     lines = [f"| {' | '.join(names)} |", "|---|---|---|---|---|---|---|"]
@@ -363,14 +363,14 @@ def _counts(ones: Sequence[Mutant], results: Results, stage: Stage) -> tuple[int
 
 
 def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage] | None = None) -> bool:
-    """Return True if one of the stages has noticed it; by default, any."""
+    """Return True if one of the stages has noticed it. By default, any."""
     names = None if stages is None else {stage.name for stage in stages}
     tried = results.get(mutant.key, {}).items()
     return any(row["outcome"] == "noticed" for name, row in tried if names is None or name in names)
 
 
 def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple[Mutant, list[str]]]:
-    """List what a stage has to try, with its tests, in random order; a mutant that no test reaches gets its result."""
+    """List what a stage has to try, with its tests, in random order. A mutant that no test reaches gets its result."""
     reached = reaching(stage)
     tasks = []
     for one in wanted:
@@ -497,7 +497,7 @@ def run(
 
 
 def _make_copy(copy: Path) -> None:
-    """Copy the files that git tracks or would add; their current content is mutated."""
+    """Copy the files that git tracks or would add. Their current content is mutated."""
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

@@ -35,7 +35,7 @@ PROCESSOR_S: Final = 5
 MAX_MEMORY: Final = 3 << 30
 """Bounds of one test and of a fork. The same tests must pass without the mutant."""
 TMP: Final = Path("/tmp/mutant")
-"""A fresh tmpfs for each fork; the base of pytest's temporary directories is in it."""
+"""A fresh tmpfs for each fork. The base of pytest's temporary directories is in it."""
 
 _Functions: TypeAlias = dict[tuple[str, str], list[FunctionType]]
 
@@ -86,7 +86,7 @@ class _FirstFailure:
 
 
 _broken: Final[set[str]] = set()
-"""Tests that fail in a fork without a mutant; they say nothing and are left out."""
+"""Tests that fail in a fork without a mutant. They say nothing and are left out."""
 _sound: Final[Counter[str]] = Counter()
 """How often a test failed with a mutant and passed without one."""
 _noticing: Final[dict[str, Counter[str]]] = defaultdict(Counter)
@@ -120,7 +120,7 @@ def _try(
 
 
 def _forked(change: Callable[[], None], items: list[pytest.Item], seconds: Mapping[str, float]) -> tuple[int, str]:
-    """Make a change in a fork and run tests there; return its exit code, and the last test or why none was tried.
+    """Make a change in a fork and run tests there. Return its exit code, and the last test or why none was tried.
 
     The fork has pid and mount namespaces of its own: what its tests start, kill or mount ends there.
     """

@@ -36,12 +36,12 @@ def enter(arguments: Sequence[str], *, network: bool = False) -> None:
 
 
 def signals_to_init() -> list[int]:
-    """Return the numbers of the signals that process 1 received; SIGKILL from inside never reaches it."""
+    """Return the numbers of the signals that process 1 received. SIGKILL from inside never reaches it."""
     return [int(line) for line in Path(os.environ[INSIDE]).read_text().split()]
 
 
 def main(signals: str, command: list[str]) -> int:
-    """Act as process 1; return the exit code of ``command``, 128 + N if signal N ended it."""
+    """Act as process 1. Return the exit code of ``command``, 128 + N if signal N ended it."""
 
     def record(number: int, _frame: FrameType | None) -> None:
         with Path(signals).open("a") as file:

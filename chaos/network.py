@@ -198,7 +198,7 @@ async def full_window(stand: Stand) -> str:
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Answers a query for an IPv4 address with ``address``; depending on ``mode`` with an error, or not at all."""
+    """Answers a query for an IPv4 address with ``address``. Depending on ``mode`` with an error, or not at all."""
 
     CODES: Final = {"answer": 0, "SERVFAIL": 2, "NXDOMAIN": 3}
 
@@ -222,7 +222,7 @@ class NameServer(asyncio.DatagramProtocol):
 
 @asynccontextmanager
 async def names(stand: Stand) -> AsyncIterator[NameServer]:
-    """Resolve all names of the agent by our own server; call it before ``boot``."""
+    """Resolve all names of the agent by our own server. Call it before ``boot``."""
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for a resolv.conf of its own")
     address = f"127.{os.getpid() >> 16 & 0x7F | 0x80}.{os.getpid() >> 8 & 0xFF}.{os.getpid() & 0xFF}"
@@ -364,7 +364,7 @@ async def nonsense(stand: Stand) -> str:
 
 
 async def _in_pieces(wire: Wire) -> int:
-    """Send a ping in two pieces, once for each place of the cut; return the number of answers."""
+    """Send a ping in two pieces, once for each place of the cut. Return the number of answers."""
     reply_to = f"director.x.{AGENT}.y"
     request = json.dumps({"protocol": 3, "method": "ping", "arguments": [], "reply_to": reply_to}).encode()
     message = b"MSG agent.%b 1 %d\r\n%b\r\n" % (AGENT.encode(), len(request), request)

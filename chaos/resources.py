@@ -67,7 +67,7 @@ async def starved(stand: Stand) -> str:
 
 @contextmanager
 def cgroup(controller: str) -> Iterator[Path]:
-    """Create a cgroup in the first hierarchy; its processes return to the former one afterwards."""
+    """Create a cgroup in the first hierarchy. Its processes return to the former one afterwards."""
     top = Path("/sys/fs/cgroup") / controller
     place = top / f"agent-shim-chaos-{os.getpid()}"
     try:

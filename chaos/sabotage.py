@@ -40,7 +40,7 @@ class Saboteur:
     """A wrong change of the agent: ``before`` becomes ``after`` in one file."""
 
     row: str
-    """Case (``N-02``) or invariant (``I6``) that must fail under it; ``G-01`` for a general one, of all cases."""
+    """Case (``N-02``) or invariant (``I6``) that must fail under it. ``G-01`` for a general one, of all cases."""
     does: str
     """Wrong behaviour, as a sentence about the agent."""
     path: str
@@ -59,7 +59,7 @@ class Saboteur:
         return self.case or self.row
 
     def applied(self, text: str) -> str:
-        """Return ``text`` with the change; raises ``SabotageError`` unless ``before`` occurs exactly once."""
+        """Return ``text`` with the change. Raises ``SabotageError`` unless ``before`` occurs exactly once."""
         count = text.count(self.before)
         if count != 1:
             raise SabotageError(f"cannot sabotage {self.row}: its text is {count} times in {self.path}")
@@ -67,7 +67,7 @@ class Saboteur:
 
 
 def play(saboteur: Saboteur, keep_log: Path | None = None) -> tuple[bool, bool, str]:
-    """Play the case with the change; return if the row failed as it must, if the wrong code ran, and the figures."""
+    """Play the case with the change. Return if the row failed as it must, if the wrong code ran, and the figures."""
     with tempfile.TemporaryDirectory(prefix="agent-shim-sabotage-", ignore_cleanup_errors=True) as name:
         copy = Path(name)
         _copy(copy)

@@ -25,7 +25,7 @@ FULL: Final = "in full"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the scorecard; ``verdict`` is ``held``, ``not held`` or ``not run``."""
+    """One line of the scorecard. ``verdict`` is ``held``, ``not held`` or ``not run``."""
 
     id: str
     fault: str
@@ -94,7 +94,7 @@ def earlier(text: str) -> dict[str, Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Replace the rows of the same cases in a document, which is created if missing; safe for concurrent writers."""
+    """Replace the rows of the same cases in a document, which is created if missing. Safe for concurrent writers."""
     with _locked(path):
         text = path.read_text() if path.exists() else ""
         known = earlier(text)

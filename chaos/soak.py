@@ -3,7 +3,7 @@ resources.
 
 The Director sends requests all the time; jobs are killed and deployed again, their logs fetched, errands run;
 credentials change; malformed messages and floods of requests arrive; the bus is cut, killed and made silent. The agent
-is killed once, early in the first quarter, in which everything also happens for the first time; growth is measured
+is killed once, early in the first quarter, in which everything also happens for the first time. Growth is measured
 after it. A second process only sleeps and reads the clock: a delay of both is the machine's.
 """
 
@@ -62,7 +62,7 @@ while True:
 
 @dataclass
 class Record:
-    """Measurements; all times are monotonic seconds."""
+    """Measurements. All times are monotonic seconds."""
 
     begun_at: float
     until: float
@@ -157,7 +157,7 @@ class Record:
         }
 
     def picture(self) -> str:
-        """Draw memory, descriptors, lag and gaps over time; outages are shaded."""
+        """Draw memory, descriptors, lag and gaps over time. Outages are shaded."""
 
         def moved(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
             return [(at - self.begun_at, value) for at, value in points]
@@ -360,7 +360,7 @@ async def _ask(one: Stand, record: Record) -> None:
 
 
 async def _measure(one: Stand, record: Record) -> None:
-    """Sample the agent's resources; every third sample includes a scrape."""
+    """Sample the agent's resources. Every third sample includes a scrape."""
     number = 0
     while True:
         with contextlib.suppress(OSError, KeyError):  # it is just not there
@@ -416,7 +416,7 @@ async def soak(command: str, seconds: float, seed: int) -> Record:
 
 
 def main(command: str, seconds: float, into: Path | None) -> int:
-    """Return 0 if all conditions held; the figures go to standard output, the picture into a file."""
+    """Return 0 if all conditions held. The figures go to standard output, the picture into a file."""
     seed = int(time.time())
     record = asyncio.run(soak(command, seconds, seed))
     if into is not None:

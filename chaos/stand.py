@@ -1,7 +1,7 @@
 """The environment of a case: an agent with its init, a bus behind a proxy, a Director and a Health Monitor, all real.
 
 The agent under test is a command, known only by its protocol. After each case its witness returns the violations of
-the invariants; an invariant that cannot be seen from outside is checked by its visible effects.
+the invariants. An invariant that cannot be seen from outside is checked by its visible effects.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def expect(fact: bool, what: str) -> None:
 
 
 def at_most(figure: float, limit: float, what: str) -> float:
-    """Return a figure of the row; raise ``NotHeldError`` beyond its limit."""
+    """Return a figure of the row. Raise ``NotHeldError`` beyond its limit."""
     expect(figure <= limit, f"{what}: {figure:.2f}, more than {limit:g}")
     return figure
 
 
 async def until(fact: Callable[[], Any], within: float, what: str) -> float:
-    """Wait until ``fact()`` is true, and return the seconds; raises ``NotHeldError`` after ``within`` seconds."""
+    """Wait until ``fact()`` is true, and return the seconds. Raises ``NotHeldError`` after ``within`` seconds."""
     begun_at = time.monotonic()
     while not fact():
         if time.monotonic() - begun_at > within:
@@ -71,7 +71,7 @@ async def until(fact: Callable[[], Any], within: float, what: str) -> float:
 
 @dataclass
 class Stand:
-    """``jobs`` is the number of running jobs; ``involved`` are those that the fault or the case restarts."""
+    """``jobs`` is the number of running jobs. ``involved`` are those that the fault or the case restarts."""
 
     world: World
     proxy: Proxy
@@ -90,7 +90,7 @@ class Stand:
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Resources of a case, open until the invariants are checked."""
     told: dict[str, int | None] = field(default_factory=dict)
-    """Patterns of the expected alerts ("title, severity N"), each with their number; None is at least one."""
+    """Patterns of the expected alerts ("title, severity N"), each with their number. None is at least one."""
     failing: set[str] = field(default_factory=set)
     """Jobs that may be in any state after the case."""
     lasting: set[str] = field(default_factory=set)
@@ -117,18 +117,18 @@ class Stand:
         return self.world.pid
 
     def contain(self) -> None:
-        """Make the agent process 1 of a container (its own namespaces); call it before ``boot``."""
+        """Make the agent process 1 of a container (its own namespaces). Call it before ``boot``."""
         if os.geteuid() != 0:
             raise CannotInjectError("needs root for namespaces")
         self.world.is_apart = True
         self.prefix("unshare --pid --mount --fork --mount-proc --kill-child --")
 
     def prefix(self, command: str) -> None:
-        """Run the agent by this command; call it before ``boot``."""
+        """Run the agent by this command. Call it before ``boot``."""
         self.world.command = f"{command} {self.world.command}"
 
     async def boot(self) -> float:
-        """Start the agent under an init that restarts it; return the seconds until its first answer."""
+        """Start the agent under an init that restarts it. Return the seconds until its first answer."""
         took = await self.world.start_agent()
         self._init = asyncio.create_task(self._keep(), name="init")
         return took
@@ -141,7 +141,7 @@ class Stand:
         version: str = "1",
         more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Deploy this number of jobs, and ``more`` given by their files; return the spec."""
+        """Deploy this number of jobs, and ``more`` given by their files. Return the spec."""
         spec = self.world.spec(jobs, packages, size, version=version, more=more)
         self.jobs = jobs
         await self.world.run("prepare", spec)
@@ -152,7 +152,7 @@ class Stand:
         return spec
 
     async def stop(self, limit: float | None = None) -> float:
-        """Stop all jobs; return the seconds. Their processes end, and not only what their pidfiles name."""
+        """Stop all jobs. Return the seconds. Their processes end, and not only what their pidfiles name."""
         before = self.witness.processes()
         took = await self.world.run("stop", limit=limit)
         alive = {one.identity for one in proc.table().values() if one.is_alive}
@@ -179,7 +179,7 @@ class Stand:
         return await until(lambda: len(self.monitor.of("heartbeat", AGENT)) > before, within, "heartbeat")
 
     async def kill_agent(self) -> None:
-        """Send SIGKILL; the init restarts the agent."""
+        """Send SIGKILL. The init restarts the agent."""
         self.expected_ends += 1
         agent = self.world.agent
         assert agent is not None
@@ -187,7 +187,7 @@ class Stand:
         await agent.wait()
 
     def omit(self, invariant: str, why: str) -> None:
-        """Skip an invariant after this case; the row gives the reason."""
+        """Skip an invariant after this case. The row gives the reason."""
         self.omitted[invariant] = why
 
     def dies(self, *names: str, times: int | None = 1) -> None:
@@ -207,7 +207,7 @@ class Stand:
         return {name: pid for name, pid in self.world.pids().items() if _lives(pid)}
 
     def scrape(self) -> str:
-        """Return the text of the metrics; empty without metrics."""
+        """Return the text of the metrics. Empty without metrics."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
                 return str(answer.read().decode())
@@ -215,11 +215,11 @@ class Stand:
             return ""
 
     def metric(self, name: str) -> float:
-        """Return the value of a metric (labels are part of the name); 0 without it."""
+        """Return the value of a metric (labels are part of the name). 0 without it."""
         return self.read_metric(name) or 0.0
 
     def read_metric(self, name: str) -> float | None:
-        """Return the value of a metric; None without it, or without an answer."""
+        """Return the value of a metric. None without it, or without an answer."""
         lines = [line.rpartition(" ") for line in self.scrape().splitlines()]
         return next((float(value) for label, _, value in lines if label == name), None)
 
@@ -237,11 +237,11 @@ class Stand:
     # --- what the witness sees ---
 
     def remember(self) -> None:
-        """Record the reference for the invariants; call it after the setup and before the fault."""
+        """Record the reference for the invariants. Call it after the setup and before the fault."""
         self.witness.remember()
 
     def remember_memory(self) -> None:
-        """Take the current memory of the agent as the reference; call it between a first flood and a second.
+        """Take the current memory of the agent as the reference. Call it between a first flood and a second.
 
         Memory that an allocator keeps after the first flood is no leak: here up to 9 MiB, and 0.5 more after four
         further floods.

@@ -337,7 +337,7 @@ async def bad_starts(stand: Stand) -> str:
 
 
 def unread(stand: Stand) -> None:
-    """Send the output of the agent into a pipe without a reader; call it before ``boot``."""
+    """Send the output of the agent into a pipe without a reader. Call it before ``boot``."""
     pipe = stand.world.scratch / "unread"
     os.mkfifo(pipe)
     stand.after.callback(os.close, os.open(pipe, os.O_RDWR))
@@ -363,7 +363,7 @@ async def talkative(stand: Stand) -> str:
         told = os.statvfs(data)
         return told.f_bavail * told.f_frsize
 
-    for _ in range(1000):  # 200 KiB of its log; a pipe takes 64
+    for _ in range(1000):  # 200 KiB of its log. A pipe takes 64
         await stand.call("ping")
     await until(lambda: left() < 1 << 20, 60, "the disk is full")
     os.kill(stand.pid, signal.SIGSTOP)
@@ -383,7 +383,7 @@ async def talkative(stand: Stand) -> str:
 
 COMMANDS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
-"""Number of instances after two concurrent commands of this kind; other pairs have no certain outcome."""
+"""Number of instances after two concurrent commands of this kind. Other pairs have no certain outcome."""
 
 
 @case("S-11", "each two commands at once, from running and from stopped", is_long=True)
@@ -486,7 +486,7 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
 async def hanging_checks(stand: Stand) -> str:
     await stand.boot()
 
-    # Cancelled at the end of the case; Python 3.11 logs that of a handler as an error.
+    # Cancelled at the end of the case. Python 3.11 logs that of a handler as an error.
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(600)

@@ -119,7 +119,7 @@ class Tracer:
         sys.stdout.flush()
 
     def _stopped(self, tid: int, reason: int, event: int) -> bool:
-        """Let a thread continue; True if a process was killed instead."""
+        """Let a thread continue. True if a process was killed instead."""
         if reason == signal.SIGTRAP | 0x80:
             if self._at_last(tid):
                 return True
@@ -152,7 +152,7 @@ class Tracer:
         return is_last
 
     def _named(self, tid: int, call: int, arguments: list[int]) -> tuple[str, str]:
-        """Return the name of a call that changes a file, and the path; empty for other calls."""
+        """Return the name of a call that changes a file, and the path. Empty for other calls."""
         if found := BY_DESCRIPTOR.get(call):
             return found[0], str(Path(f"/proc/{tid}/fd/{arguments[found[1]]}").readlink())
         if found := BY_PATH.get(call):
@@ -184,7 +184,7 @@ class Tracer:
 
 
 def _group(tid: int) -> int:
-    """The process that a thread belongs to; 0 if it is gone."""
+    """The process that a thread belongs to. 0 if it is gone."""
     with suppress(OSError):
         for line in Path(f"/proc/{tid}/status").read_text().splitlines():
             if line.startswith("Tgid:"):

@@ -2,7 +2,7 @@
 
 ``remember`` records the reference before the fault, ``broken`` returns the violated invariants. The witness believes no
 pidfile and no answer: it reads the bus, the blobs of the applied spec, the process table and the mount table. A case
-declares what its fault does (``Stand.involved``, ``told``, ``failing``, ``lasting``, ``moved``); everything else is as
+declares what its fault does (``Stand.involved``, ``told``, ``failing``, ``lasting``, ``moved``). Everything else is as
 before.
 """
 
@@ -43,7 +43,7 @@ HALF_MADE: Final = re.compile(r"\.tmp-[0-9a-f]{8}$|\.part$")
 BUNDLE: Final = re.compile("[0-9a-f]{40}")
 """Name of an installed version of a job or package."""
 DEAF: Final = 3.0
-"""Seconds for which pings are sent after a case; each is answered within one second."""
+"""Seconds for which pings are sent after a case. Each is answered within one second."""
 PONG: Final = 1.0
 BUSY: Final = 30.0
 """Seconds after which a busy machine no longer excuses a late ping."""
@@ -63,7 +63,7 @@ OWN: Final = "bpm"
 Identity: TypeAlias = tuple[int, int]
 """Pid and start time of a process."""
 Entry: TypeAlias = tuple[int, str]
-"""Mode of a file, and its digest or the target of a link; "" for a directory."""
+"""Mode of a file, and its digest or the target of a link. "" for a directory."""
 PRIVATE_KEY: Final = re.compile(rb"PRIVATE KEY-----(.+?)-----END", re.DOTALL)
 
 
@@ -108,7 +108,7 @@ class Before:
 
 
 class Witness:
-    """Sees one stand; see the module."""
+    """Sees one stand. See the module."""
 
     def __init__(self, stand: Stand) -> None:
         self._stand = stand
@@ -239,7 +239,7 @@ class Witness:
         return {table[pid].identity: _line(pid) for pid in pids if pid in table}
 
     def _numbers(self) -> dict[int, int]:
-        """Map the pids of the agent's own pid namespace to ours; empty if the namespace is ours."""
+        """Map the pids of the agent's own pid namespace to ours. Empty if the namespace is ours."""
         if not self._stand.world.is_apart:
             return {}
         found = {}
@@ -351,7 +351,7 @@ class Witness:
         return found[:3]
 
     def _blobs(self, spec: Mapping[str, Any]) -> dict[str, dict[str, dict[str, str] | None]]:
-        """Return the files of jobs and packages by their blobs; None for one that is too large."""
+        """Return the files of jobs and packages by their blobs. None for one that is too large."""
         kept = self._stand.world.kept
         assert kept is not None
 
@@ -434,7 +434,7 @@ class Witness:
             return [] if file and file.read() == b"compiled\n" else ["I17: a compiled package lacks its file"]
 
     async def _beats(self, before: Before) -> list[str]:
-        """Wait for a heartbeat; compare it with the state, and the metrics with all that was seen (I11, I18)."""
+        """Wait for a heartbeat. Compare it with the state, and the metrics with all that was seen (I11, I18)."""
         stand, count = self._stand, len(self._heartbeats())
         ends_at = time.monotonic() + BEAT
         while len(self._heartbeats()) == count:
@@ -486,7 +486,7 @@ class Witness:
         return found[:3] + self._counted(before)
 
     def _counted(self, before: Before) -> list[str]:
-        """Compare the number of alerts with those that came; more may come meanwhile."""
+        """Compare the number of alerts with those that came. More may come meanwhile."""
         stand = self._stand
         since = stand.restarted_at if stand.ends else 0
 
@@ -680,7 +680,7 @@ def _walk(top: Path, shown: Path | None = None) -> Iterator[Path]:
 
 
 def _line(pid: int) -> str:
-    """The command line of a process; empty without one."""
+    """The command line of a process. Empty without one."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""``./dev compare-release PATH…``: each job of releases lives the same life under both agents; a table of differences.
+"""``./dev compare-release PATH…``: each job of releases lives the same life under both agents. A table of differences.
 
 PATH is a checkout of a release, or the git directory of one. BOSH_AGENT and MONIT name the Go agent and monit 5.2.5;
 with BPM, runc and tini the Go agent's bpm is the real one. Needs root and ruby. docs/comparison.md describes the
@@ -37,13 +37,13 @@ LOOK_S: Final = 0.5
 INTERRUPTED: Final = threading.Event()
 KINDS: Final = "equal, listed, difference, unplayed"
 TRIES: Final = 4
-"""Lives of a job that does not run; each has more of what its scripts look for."""
+"""Lives of a job that does not run. Each has more of what its scripts look for."""
 WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-syslog,-mac_admin,-mac_override,-audit_control"
 """Capabilities that no script of a release gets, in either world."""
 
 
 def main() -> int:
-    """Compare; 0 if all that could be compared was equal or listed."""
+    """Compare. 0 if all that could be compared was equal or listed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="jobs at once (default: %(default)s)")
@@ -143,7 +143,7 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
 
 
 def _bpm(made: plan.Plan) -> dict[str, str]:
-    """Return the programs of bpm's package; none without BPM or for privileged processes, which need all rights."""
+    """Return the programs of bpm's package. None without BPM or for privileged processes, which need all rights."""
     is_privileged = any((one.get("unsafe") or {}).get("privileged") for one in plan.processes(made.job))
     if not os.environ.get("BPM") or is_privileged:
         return {}

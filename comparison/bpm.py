@@ -1,4 +1,4 @@
-"""A bpm for the Go agent's world: directories, user, session, environment, pidfile and signals; no container."""
+"""A bpm for the Go agent's world: directories, user, session, environment, pidfile and signals. No container."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from comparison.releases import Job
 
 @dataclass
 class Difference:
-    """``line`` is the place in the release; ``allowed`` is the row of docs/monit-deviations.md that has it."""
+    """``line`` is the place in the release. ``allowed`` is the row of docs/monit-deviations.md that has it."""
 
     phase: str
     what: str
@@ -174,7 +174,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
 
 
 def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
-    """Compare two lives phase by phase; a job that runs in neither world needs more than stand-ins."""
+    """Compare two lives phase by phase. A job that runs in neither world needs more than stand-ins."""
     verdict = Verdict(made.job, has_process=bool(made.services))
     if go["error"] or shim["error"]:
         verdict.not_played = f"Go agent: {go['error']}; this agent: {shim['error']}"[:300]
@@ -184,7 +184,7 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.line = _line(made.job, one)
         one.is_bpm = "/sys/run/bpm/" in made.job.monit
         if one.is_bpm and one.phase == "death" and one.what.endswith("SIGTERM"):
-            continue  # the init of a process of bpm passes it on; the stand-in for bpm has none
+            continue  # the init of a process of bpm passes it on. The stand-in for bpm has none
         seen = lives[0].get(one.phase, {})
         words = one.what.split()
         one.is_dependent = any(

@@ -32,7 +32,7 @@ AGENT: Final = "instance"
 VCAP: Final = Path("/var/vcap")
 SCRATCH: Final = Path("/mnt")
 BPM: Final = SCRATCH / "bpm"
-"""Programs of bpm's package; comparison/bpm.py takes their place where there are none."""
+"""Programs of bpm's package. Comparison/bpm.py takes their place where there are none."""
 BLOBS: Final = VCAP / "blobs"
 OBSERVER: Final = 59999
 LOOK_S: Final = 0.5
@@ -88,13 +88,13 @@ BPM_COMMANDS: Final = (
     *("bpm list", "bpm pid {job} -p {process}", "bpm pid {job} -p none", "bpm pid none", "bpm start none"),
     *("bpm stop none", "bpm run none -p {process}", "bpm logs none", "bpm pid", "bpm nonsense"),
 )
-"""The same of a job under the real bpm; two of them also after its stop."""
+"""The same of a job under the real bpm. Two of them also after its stop."""
 RELOADS: Final = "Waiting for monit to reload"
 
 
 @dataclass
 class Phase:
-    """Observations from one act to the next; times are seconds since the act."""
+    """Observations from one act to the next. Times are seconds since the act."""
 
     name: str
     value: str = ""
@@ -121,7 +121,7 @@ class Phase:
 
 
 class World:
-    """The agent of one world; ``cycle`` is monit's, in seconds."""
+    """The agent of one world. ``cycle`` is monit's, in seconds."""
 
     def __init__(self, plan: dict[str, Any], cycle: int) -> None:
         self.plan, self.cycle = plan, cycle
@@ -204,7 +204,7 @@ WORLDS: Final[dict[str, type[World]]] = {"go": GoWorld, "shim": ShimWorld}
 
 
 class Life:
-    """Plays the phases; ``phases`` has the observations."""
+    """Plays the phases. ``phases`` has the observations."""
 
     def __init__(self, world: World, plan: dict[str, Any], director: Director, hm: HealthMonitor) -> None:
         self.world, self.plan, self.director, self.hm = world, plan, director, hm
@@ -407,7 +407,7 @@ class Life:
 
 
 def shape(value: Any, path: str = "") -> set[str]:
-    """Return the paths of all members of a document with their types; members of a list count as one."""
+    """Return the paths of all members of a document with their types. Members of a list count as one."""
     if isinstance(value, dict):
         return {one for name, member in value.items() for one in shape(member, f"{path}.{name}".lstrip("."))}
     if isinstance(value, list):
@@ -478,7 +478,7 @@ def archive(files: dict[str, str], modes: Callable[[str], int]) -> bytes:
 
 
 def spec_of(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the apply spec; its blobs are written."""
+    """Return the apply spec. Its blobs are written."""
 
     def blob(content: bytes) -> dict[str, str]:
         digest = hashlib.sha1(content).hexdigest()  # noqa: S324 - as Directors do

@@ -40,7 +40,7 @@ _CYCLES: Final = re.compile(r"(\d+)\s+cycles?", re.IGNORECASE)
 
 @dataclass
 class Service:
-    """One check of a monit file; ``line`` counts in the rendered file."""
+    """One check of a monit file. ``line`` counts in the rendered file."""
 
     name: str
     kind: str
@@ -153,7 +153,7 @@ def _drop_directories(made: Plan) -> None:
 
 @functools.cache
 def _is_here(word: str) -> bool:
-    """True for a program of this machine that a stemcell has as well; others differ from machine to machine."""
+    """True for a program of this machine that a stemcell has as well. Others differ from machine to machine."""
     place = shutil.which(word)
     return place is not None and (word in TOOLS or not _base() or str(Path(place).resolve().name) in _base())
 
@@ -190,7 +190,7 @@ def _within_capabilities(text: str) -> str:
 
 
 def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
-    """Prepare a further life after one in which the job did not run; False if nothing is left to try.
+    """Prepare a further life after one in which the job did not run. False if nothing is left to try.
 
     ``said`` are the logs of scripts: what they have not found is there in the next life. ``called`` are the stand-ins
     that ran as tools of the start program: the last of them lives. Where that does not help, scripts are lenient.
@@ -210,7 +210,7 @@ def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
 
 
 def lenient(path: str, text: str) -> str:
-    """Return a shell script that goes on after errors, and a bpm.yml without hooks; any other text as it is."""
+    """Return a shell script that goes on after errors, and a bpm.yml without hooks. Any other text as it is."""
     if path == "config/bpm.yml" and "hooks" in text:
         document = yaml.safe_load(text)
         for one in document.get("processes") or []:
@@ -225,7 +225,7 @@ def lenient(path: str, text: str) -> str:
 
 
 def _learn_paths(made: Plan, said: str) -> bool:
-    """Add stand-ins for the programs and files that scripts have not found; False without any."""
+    """Add stand-ins for the programs and files that scripts have not found. False without any."""
     found, news = False, []
     for package, place in re.findall(
         r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)/([\w./@+-]*[\w@+-])[*]?['’]?: "
@@ -317,7 +317,7 @@ def processes(job: Job) -> list[dict[str, Any]]:
 
 
 def written(made: Plan, bpm: str = "") -> str:
-    """Return the plan as JSON for the program that plays it; ``bpm`` is a process that the real bpm runs."""
+    """Return the plan as JSON for the program that plays it. ``bpm`` is a process that the real bpm runs."""
     return json.dumps(
         {
             "release": made.job.release,

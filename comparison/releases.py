@@ -22,7 +22,7 @@ LINK_MODE: Final = "120000"
 
 @dataclass(frozen=True)
 class Job:
-    """``files`` are as installed, by their path in the job; ``error`` says why there are none."""
+    """``files`` are as installed, by their path in the job. ``error`` says why there are none."""
 
     release: str
     name: str
@@ -66,7 +66,7 @@ class Checkout:
         return sorted(self._places)
 
     def read(self, name: str) -> str:
-        """Return a text; "" if it is too long to be one."""
+        """Return a text. "" if it is too long to be one."""
         self.names()
         place = self._places[name]
         raw = self._git("show", f"HEAD:{place}") if self._is_bare else (self.path / place).read_bytes()

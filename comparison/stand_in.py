@@ -3,7 +3,7 @@
 return 0 2>/dev/null
 """
 
-# A program in the place of each program of a package; sourced by a shell it does nothing. By how it was started it
+# A program in the place of each program of a package. Sourced by a shell it does nothing. By how it was started it
 # lives, forks and writes its pidfile, or ends at once as a tool does. comparison/plan.py writes its plan.json.
 import json
 import os
@@ -62,7 +62,7 @@ def named_pidfile() -> str:
 
 
 def found(plan: Any) -> tuple[str, str]:
-    """Return the service that this process is, and the pidfile that it has to write; "" for a tool."""
+    """Return the service that this process is, and the pidfile that it has to write. "" for a tool."""
     if plan["bpm"] and os.environ.get("TMPDIR") == plan["tmp"]:
         is_main = os.getsid(0) == os.getpid() or os.getpgid(0) == os.getpid() or os.getppid() <= 1
         marked = os.environ.get("BPM_STAND_IN") or os.environ.get("AGENT_SHIM_SERVICE") or ""

@@ -200,7 +200,7 @@ def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
 
 
 def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> bytes:
-    """Return a tarball; equal files give equal bytes."""
+    """Return a tarball. Equal files give equal bytes."""
     target = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=target, mode="wb", compresslevel=level, mtime=0) as packed,
@@ -219,7 +219,7 @@ def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> by
 
 
 def _entry(name: str, content: bytes) -> dict[str, Any]:
-    """Return the manifest entry of a job or package; its fingerprint is a digest of its content."""
+    """Return the manifest entry of a job or package. Its fingerprint is a digest of its content."""
     digest = hashlib.sha256(content).hexdigest()
     return {"name": name, "version": digest, "fingerprint": digest, "sha1": f"sha256:{digest}"}
 

@@ -30,7 +30,7 @@ def run() -> NoReturn:
 
 
 COMMANDS: Final = ("doctor", "leftovers")
-"""For operators; everything else is a request of a Director."""
+"""For operators. Everything else is a request of a Director."""
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 The CPI sends the text of this file to a container as an argument, to be run by any Python from 3.9 on. It imports the
 standard library alone, and no module imports it.
 
-    attach DISK TARGET POD_UID              mount DISK on TARGET; end only when it is unmounted again, after SIGTERM
+    attach DISK TARGET POD_UID              mount DISK on TARGET. End only when it is unmounted again, after SIGTERM
     detach TARGET POD_UID HOLDER PATIENCE   unmount the disk of the attachment whose pod has the UID HOLDER
     reboot POD_UID GRACE                    end process 1 of the VM's container, which the kubelet starts again
 
@@ -108,7 +108,7 @@ def attach(disk: str, target: str, uid: str) -> None:
 
 
 def detach(disk: Mount, target: str, uid: str, patience: float = float("inf")) -> None:
-    """Unmount the disk from below the directory of the VM; retry while the VM uses it, ``patience`` seconds long."""
+    """Unmount the disk from below the directory of the VM. Retry while the VM uses it, ``patience`` seconds long."""
     reported, until = 0.0, time.monotonic() + patience
     while is_held(disk, target, uid):
         if time.monotonic() >= until:
@@ -127,7 +127,7 @@ def detach(disk: Mount, target: str, uid: str, patience: float = float("inf")) -
 
 
 def is_held(disk: Mount, target: str, uid: str) -> bool:
-    """Unmount the disk; True if the VM uses it, which leaves it mounted."""
+    """Unmount the disk. True if the VM uses it, which leaves it mounted."""
     view = directory_of(os.path.dirname(target))
     if any(parent != view for parent in parents_in_vm(disk, uid)):
         return True
@@ -198,7 +198,7 @@ def sweep(above: str) -> None:
 
 
 def directory(target: str) -> int:
-    """Return a descriptor of the directory to mount on; root of the VM writes to the directory above, also links."""
+    """Return a descriptor of the directory to mount on. Root of the VM writes to the directory above, also links."""
     above, name = os.path.split(target)
     os.makedirs(above, mode=0o755, exist_ok=True)
     parent = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -213,7 +213,7 @@ def directory(target: str) -> int:
 
 
 def mount(disk: str, place: int, uid: str) -> None:
-    """Bind the disk; idmapped if the VM has its own user namespace."""
+    """Bind the disk. Idmapped if the VM has its own user namespace."""
     userns = foreign_userns(uid)
     if userns is None:
         target = f"/proc/self/fd/{place}".encode()
@@ -233,7 +233,7 @@ def mount(disk: str, place: int, uid: str) -> None:
 
 
 def foreign_userns(uid: str) -> int | None:
-    """Return a descriptor of the user namespace of the VM; None if it is this program's.
+    """Return a descriptor of the user namespace of the VM. None if it is this program's.
 
     That is the one of its oldest process: a job can make a user namespace of its own.
     """
@@ -271,7 +271,7 @@ def reboot(uid: str, grace: float) -> None:
 
 
 def processes(uid: str) -> Iterator[int]:
-    """Return the processes of the pod; the path of a cgroup has its UID, with dashes or with systemd's underscores."""
+    """Return the processes of the pod. The path of a cgroup has its UID, with dashes or with systemd's underscores."""
     forms = (uid, uid.replace("-", "_"))
     for name in os.listdir("/proc"):
         for thread in threads(name)[-1:] if name.isdigit() else ():
@@ -299,7 +299,7 @@ def is_first(pid: int) -> bool:
 
 
 def start_of(pid: int) -> str:
-    """Return the start time of the process, which distinguishes it from another with its number; "" if it has ended."""
+    """Return the start time of the process, which distinguishes it from another with its number. "" if it has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
         return "" if fields[0] == "Z" else fields[19]
@@ -307,7 +307,7 @@ def start_of(pid: int) -> str:
 
 
 def is_mounted(target: str) -> bool:
-    """True if a file system is mounted there, perhaps that of its parent; a link is not followed."""
+    """True if a file system is mounted there, perhaps that of its parent. A link is not followed."""
     above, name = os.path.split(target)
     real = os.path.join(os.path.realpath(above), name)
     return any(one.point == real for one in mounts())
@@ -326,7 +326,7 @@ def is_same(one: Mount, other: Mount) -> bool:
 
 
 def mounts(thread: str = "self") -> Iterator[Mount]:
-    """Return the mount table of a process or thread; nothing if it has ended."""
+    """Return the mount table of a process or thread. Nothing if it has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{thread}/mountinfo") as file:
         for line in file:
             number, parent, device, root, point = line.split()[:5]
@@ -339,7 +339,7 @@ def unescaped(field: str) -> str:
 
 
 def check(result: int, what: str) -> int:
-    """Return the result of a system call; end the program with the reason if it failed."""
+    """Return the result of a system call. End the program with the reason if it failed."""
     if result < 0:
         raise SystemExit(f"cannot {what}: {os.strerror(ctypes.get_errno())}")
     return result
@@ -352,7 +352,7 @@ def done() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line; the CPI reads the last one."""
+    """Print a line. The CPI reads the last one."""
     print(text, flush=True)
 
 

@@ -29,7 +29,7 @@ GRACE_S: Final = 365 * 24 * 3600
 """Grace of an attachment, which waits until the VM no longer uses the disk and must not be killed before."""
 TRIES: Final = 3
 POLICY: Final = "PodSecurity|denied the request"
-"""Words of a refusal by Pod Security or a webhook; quotas and Roles refuse with 403 too."""
+"""Words of a refusal by Pod Security or a webhook. Quotas and Roles refuse with 403 too."""
 
 
 def manifest(session: Session, vm: Object, disk: str) -> Object:
@@ -54,7 +54,7 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
 
 
 def refusal(session: Session, namespace: str, vm: Object) -> str:
-    """Return the cluster's reason to refuse attachments to such a VM; "" if it admits them."""
+    """Return the cluster's reason to refuse attachments to such a VM. "" if it admits them."""
     metadata, spec = {**vm["metadata"], "uid": ""}, {**vm["spec"], "nodeName": "any"}
     body = manifest(session, {**vm, "metadata": metadata, "spec": spec}, "disk-of-a-question")
     try:
@@ -94,7 +94,7 @@ def attach(session: Session, vm: Object, disk: str) -> None:
 
 
 def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None:
-    """Unmount a disk of a running VM by a helper; ``CpiError`` while the VM uses it, and the attachment stays as it is.
+    """Unmount a disk of a running VM by a helper. ``CpiError`` while the VM uses it, and the attachment stays as it is.
 
     A deletion of the attachment could not be taken back.
     """
@@ -133,7 +133,7 @@ def end(session: Session, vm: str, disk: str) -> None:
 
 
 def find(session: Session, vm: str, disk: str) -> Object | None:
-    """Return the attachment of a disk to a VM; None without one, or if it has unmounted the disk."""
+    """Return the attachment of a disk to a VM. None without one, or if it has unmounted the disk."""
     pod = session.client.find(PODS, session.namespace_of(vm), names.attachment(vm, disk))
     is_ours = pod is not None and names.is_ours(pod, names.KIND_ATTACHMENT, session.director)
     return pod if pod is not None and is_ours and not pods.has_stopped(pod) else None
@@ -153,7 +153,7 @@ def disks_of(attachments: Sequence[Object]) -> list[str]:
 
 
 def end_all(session: Session, vm: str) -> bool:
-    """End the helpers of a VM whose pod is gone; False if it has none."""
+    """End the helpers of a VM whose pod is gone. False if it has none."""
     namespace, found = session.namespace_of(vm), of(session, vm)
     for pod in found:
         session.client.delete(PODS, namespace, pod["metadata"]["name"])
@@ -171,7 +171,7 @@ def end_all(session: Session, vm: str) -> bool:
 
 
 def reboot(session: Session, vm: Object) -> None:
-    """End process 1 of the VM by a helper pod; the kubelet restarts the container on the same data."""
+    """End process 1 of the VM by a helper pod. The kubelet restarts the container on the same data."""
     cid, namespace, uid = vm["metadata"]["name"], vm["metadata"]["namespace"], vm["metadata"]["uid"]
     grace = vm["spec"].get("terminationGracePeriodSeconds", 0)
     name = f"reboot-{names.tail(cid)}"
@@ -195,7 +195,7 @@ def reboot(session: Session, vm: Object) -> None:
 
 
 def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> None:
-    """Run a helper until its work is done, and remove it; ``CpiError`` with its last words if it fails."""
+    """Run a helper until its work is done, and remove it. ``CpiError`` with its last words if it fails."""
     name = body["metadata"]["name"]
     pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
     made = _made(session, namespace, body)

@@ -14,7 +14,7 @@ from kubernetes_cpi.session import Session
 
 
 def keep(session: Session, namespace: str, group: str) -> None:
-    """Fit the budget of a group to its VMs; a cluster or account without budgets has none."""
+    """Fit the budget of a group to its VMs. A cluster or account without budgets has none."""
     try:
         for _ in range(claims.ATTEMPTS):
             if _is_kept(session, namespace, group):
@@ -27,7 +27,7 @@ def keep(session: Session, namespace: str, group: str) -> None:
 
 
 def _is_kept(session: Session, namespace: str, group: str) -> bool:
-    """Fit the budget once; False if another call has changed it meanwhile."""
+    """Fit the budget once. False if another call has changed it meanwhile."""
     name = f"group-{group}"
     # Before the VMs are counted: a change after this makes the count old.
     found = session.client.find(BUDGETS, namespace, name)

@@ -34,12 +34,12 @@ class Held(msgspec.Struct, frozen=True):
 
 
 def annotation(claim: Object, key: str) -> str:
-    """Return an annotation; "" if it is missing."""
+    """Return an annotation. "" if it is missing."""
     return (claim["metadata"].get("annotations") or {}).get(key) or ""
 
 
 def find(session: Session, disk: str) -> Object | None:
-    """Return the claim of a disk; None without one, or if it is being deleted or has lost its volume."""
+    """Return the claim of a disk. None without one, or if it is being deleted or has lost its volume."""
     claim = session.find(CLAIMS, disk, names.KIND_DISK)
     if claim is None or "deletionTimestamp" in claim["metadata"]:
         return None
@@ -47,7 +47,7 @@ def find(session: Session, disk: str) -> Object | None:
 
 
 def get(session: Session, disk: str) -> Object:
-    """Return the claim of a disk; ``DiskNotFoundError`` if ``find`` returns None."""
+    """Return the claim of a disk. ``DiskNotFoundError`` if ``find`` returns None."""
     claim = find(session, disk)
     if claim is None:
         raise DiskNotFoundError(
@@ -67,7 +67,7 @@ def check_same_namespace(session: Session, vm: str, disk: str) -> None:
 
 
 def hold(session: Session, disk: str, vm: str) -> Held:
-    """Make ``vm`` the holder of a disk; ``InUseError`` if another pod has it mounted."""
+    """Make ``vm`` the holder of a disk. ``InUseError`` if another pod has it mounted."""
     namespace = session.namespace_of(disk)
     for _ in range(ATTEMPTS):
         claim = get(session, disk)
@@ -83,7 +83,7 @@ def hold(session: Session, disk: str, vm: str) -> Held:
 
 
 def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
-    """Return the VMs among ``users`` of a claim that are detaching it; ``InUseError`` if others use it."""
+    """Return the VMs among ``users`` of a claim that are detaching it. ``InUseError`` if others use it."""
     disk, holder = claim["metadata"]["name"], annotation(claim, names.HOLDER)
     for pod in users:
         owner = owner_of(pod)
@@ -95,7 +95,7 @@ def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
 
 
 def record_detach(session: Session, disk: str, vm: str) -> None:
-    """Record that ``vm`` detaches a disk; does nothing if another VM holds it."""
+    """Record that ``vm`` detaches a disk. Does nothing if another VM holds it."""
     for _ in range(ATTEMPTS):
         claim = find(session, disk)
         if claim is None or annotation(claim, names.HOLDER) not in ("", vm):
@@ -108,7 +108,7 @@ def record_detach(session: Session, disk: str, vm: str) -> None:
 
 
 def users(session: Session, namespace: str, disk: str) -> list[Object]:
-    """Return all pods that mount a disk or will, not only VMs; a pod whose containers have ended does not count."""
+    """Return all pods that mount a disk or will, not only VMs. A pod whose containers have ended does not count."""
     return [
         pod
         for pod in session.client.list(PODS, namespace)
@@ -122,7 +122,7 @@ def _exists(session: Session, vm: str) -> bool:
 
 
 def owner_of(pod: Object) -> str:
-    """Return the VM that a pod is or serves; the pod's name if it is not from this CPI."""
+    """Return the VM that a pod is or serves. The pod's name if it is not from this CPI."""
     labels = pod["metadata"].get("labels") or {}
     owner: str = labels.get(names.VM) or pod["metadata"]["name"]
     return owner
@@ -135,7 +135,7 @@ def is_held(session: Session, disk: str, vm: str) -> bool:
 
 
 def make(session: Session, namespace: str, body: Object) -> Object:
-    """Create a claim, or find that of an earlier attempt; ``CpiError`` if it belongs to another owner."""
+    """Create a claim, or find that of an earlier attempt. ``CpiError`` if it belongs to another owner."""
     name = body["metadata"]["name"]
     check_class(session, body)
     found, is_new = session.client.ensure(CLAIMS, namespace, body)
@@ -148,7 +148,7 @@ def make(session: Session, namespace: str, body: Object) -> Object:
 
 
 def check_class(session: Session, body: Object) -> None:
-    """Refuse a claim whose StorageClass is known to be missing; the CPI need not be allowed to read classes."""
+    """Refuse a claim whose StorageClass is known to be missing. The CPI need not be allowed to read classes."""
     name = body["spec"].get("storageClassName")
     try:
         if name and session.client.find(STORAGE_CLASSES, "", name) is None:
@@ -159,7 +159,7 @@ def check_class(session: Session, body: Object) -> None:
 
 
 def annotate(session: Session, claim: Object, annotations: Mapping[str, str | None]) -> bool:
-    """Change a claim in the state that was read; False if it has changed since."""
+    """Change a claim in the state that was read. False if it has changed since."""
     metadata = {"annotations": annotations, "resourceVersion": claim["metadata"]["resourceVersion"]}
     name = claim["metadata"]["name"]
     try:

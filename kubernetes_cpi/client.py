@@ -76,7 +76,7 @@ SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots"
 
 
 class Client:
-    """A client of one API server; requests share one connection in sequence."""
+    """A client of one API server. Requests share one connection in sequence."""
 
     def __init__(self, access: Access, timeouts: Timeouts) -> None:
         self.access = access
@@ -93,7 +93,7 @@ class Client:
         self._tls: ssl.SSLContext | None = None
 
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
-        """Return an object; ``ApiError`` 404 without one."""
+        """Return an object. ``ApiError`` 404 without one."""
         return self._object("GET", resource.path(namespace, name))
 
     def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
@@ -118,15 +118,15 @@ class Client:
                 return
 
     def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Create an object; ``ApiError`` 409 if the name is taken, perhaps by an attempt whose response was lost."""
+        """Create an object. ``ApiError`` 409 if the name is taken, perhaps by an attempt whose response was lost."""
         return self._object("POST", resource.path(namespace), body, name=body["metadata"]["name"])
 
     def try_create(self, resource: Resource, namespace: str, body: Object) -> None:
-        """Ask for an object's admission without creating it; ``ApiError`` with the reason of a refusal."""
+        """Ask for an object's admission without creating it. ``ApiError`` with the reason of a refusal."""
         self._object("POST", f"{resource.path(namespace)}?{DRY_RUN}", body, name=body["metadata"]["name"])
 
     def ensure(self, resource: Resource, namespace: str, body: Object) -> tuple[Object, bool]:
-        """Create an object unless one of its name exists; return the object, and True if it is new."""
+        """Create an object unless one of its name exists. Return the object, and True if it is new."""
         try:
             return self.create(resource, namespace, body), True
         except ApiError as exc:
@@ -139,13 +139,13 @@ class Client:
         return found, False
 
     def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
-        """Merge ``body`` into an object; a `resourceVersion` in it makes the change conditional (``ApiError`` 409)."""
+        """Merge ``body`` into an object. A `resourceVersion` in it makes the change conditional (``ApiError`` 409)."""
         return self._object("PATCH", resource.path(namespace, name), body)
 
     def delete(
         self, resource: Resource, namespace: str, name: str, *, grace_s: int | None = None, version: str = ""
     ) -> Object | None:
-        """Request the deletion of an object; None without one, or if it has another ``version``."""
+        """Request the deletion of an object. None without one, or if it has another ``version``."""
         options: Object = {"propagationPolicy": "Background"}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
@@ -173,7 +173,7 @@ class Client:
         *,
         tick_s: float = WATCH_S,
     ) -> Iterator[Object | None]:
-        """Yield each state of an object, from ``start`` or the current one on; None once it is gone.
+        """Yield each state of an object, from ``start`` or the current one on. None once it is gone.
 
         End at ``deadline``.
 
@@ -225,7 +225,7 @@ class Client:
             ) from None
 
     def _send(self, method: str, path: str, body: Object | None = None, name: str = "") -> tuple[int, bytes]:
-        """Repeat a request until it has a final response; return its body, or raise ``ApiError`` for a refusal."""
+        """Repeat a request until it has a final response. Return its body, or raise ``ApiError`` for a refusal."""
         until = time.monotonic() + self._timeouts.retry
         what, is_renewed, attempt = f"{method} {_short(path, name)}", False, 0
         while True:
@@ -343,7 +343,7 @@ class Client:
 
 
 def _url(text: str, what: str) -> urllib.parse.SplitResult:
-    """Parse an address; an error does not repeat it, since it may hold a password."""
+    """Parse an address. An error does not repeat it, since it may hold a password."""
     try:
         found = urllib.parse.urlsplit(text)
         is_good = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
@@ -407,7 +407,7 @@ class _private_file:  # noqa: N801 - used as a function
 
 
 def _refusal(what: str, status: int, data: bytes) -> ApiError:
-    """Return the server's Status object as an error; a proxy's page only if it is short."""
+    """Return the server's Status object as an error. A proxy's page only if it is short."""
     try:
         document = msgspec.json.decode(data, type=Object)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -418,7 +418,7 @@ def _refusal(what: str, status: int, data: bytes) -> ApiError:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds that a throttling server asks for; a date is not parsed."""
+    """Return the seconds that a throttling server asks for. A date is not parsed."""
     try:
         return max(0.0, float(headers.get("Retry-After", "0")))
     except ValueError:

@@ -14,7 +14,7 @@ from kubernetes_cpi.errors import InputError
 from kubernetes_cpi.schema import Strict, doc
 
 CONTEXT_OF_DIRECTOR: Final = frozenset({"director_uuid", "request_id", "vm"})
-"""Keys of a request's context that the Director sets itself (clouds/external_cpi.rb); all others are properties."""
+"""Keys of a request's context that the Director sets itself (clouds/external_cpi.rb). All others are properties."""
 
 MAX_NAMESPACE_CHARS: Final = 40
 """A cid holds the namespace and must fit a label's value of 63 characters."""
@@ -23,7 +23,7 @@ AttachWay = Literal["auto", "live", "recreate", "never"]
 
 
 class Cluster(Strict, frozen=True):
-    """Address and credentials of the API server; if empty, those of the pod in which the CPI runs."""
+    """Address and credentials of the API server. If empty, those of the pod in which the CPI runs."""
 
     server: Annotated[str, doc("URL of the API server. Empty: `https://kubernetes.default.svc`.")] = ""
     ca: Annotated[str, doc("CA of the API server, PEM. Empty: the one mounted into the pod.")] = ""

@@ -37,7 +37,7 @@ class ExecCredential(msgspec.Struct, frozen=True):
 
 
 class Access(msgspec.Struct):
-    """An API server with credentials; ``renew`` reads tokens again, from files and from exec plugins."""
+    """An API server with credentials. ``renew`` reads tokens again, from files and from exec plugins."""
 
     server: str
     ca: str = ""

@@ -36,7 +36,7 @@ _UNITS: Final = {
 
 
 def create(session: Session, size_mib: int, cloud_properties: Object | None = None, vm: Cid | None = None) -> str:
-    """Create a claim, or return the one that was created with the VM; return its cid without waiting for a volume."""
+    """Create a claim, or return the one that was created with the VM. Return its cid without waiting for a volume."""
     if size_mib <= 0:
         raise InputError(f"cannot create a disk of {size_mib} MiB")
     cloud_properties = cloud_properties or {}
@@ -63,7 +63,7 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
 
 
 def delete(session: Session, disk: Cid) -> None:
-    """Delete the claim; the cluster keeps it while a pod that has detached it still mounts it."""
+    """Delete the claim. The cluster keeps it while a pod that has detached it still mounts it."""
     claim, namespace = claims.find(session, disk), session.namespace_of(disk)
     if claim is None:
         session.check_ours(session.client.find(CLAIMS, namespace, disk), names.KIND_DISK, DiskNotFoundError)
@@ -81,7 +81,7 @@ def has(session: Session, disk: Cid) -> bool:
 
 
 def attach(session: Session, vm: Cid, disk: Cid) -> dict[str, str]:
-    """Attach a disk to a VM; return its location, as a hint for the agent."""
+    """Attach a disk to a VM. Return its location, as a hint for the agent."""
     claims.check_same_namespace(session, vm, disk)
     pod = _pod(session, vm)
     if disk in manifests.disks_of(pod):
@@ -98,7 +98,7 @@ def attach(session: Session, vm: Cid, disk: Cid) -> dict[str, str]:
 
 
 def detach(session: Session, vm: Cid, disk: Cid) -> None:
-    """Detach a disk from a VM: an attachment unmounts it; a pod created with it mounts it until the pod ends."""
+    """Detach a disk from a VM: an attachment unmounts it. A pod created with it mounts it until the pod ends."""
     pod = session.find(PODS, vm, names.KIND_VM)
     claim = claims.find(session, disk)
     is_mounted = pod is not None and disk in manifests.disks_of(pod)
@@ -134,13 +134,13 @@ def set_metadata(session: Session, disk: Cid, metadata: Object) -> None:
 
 
 def resize(session: Session, disk: Cid, size_mib: int) -> None:
-    """Grow the claim; a file system grows at its next mount. ``NotSupportedError``: the Director copies instead."""
+    """Grow the claim. A file system grows at its next mount. ``NotSupportedError``: the Director copies instead."""
     claim = claims.get(session, disk)
     _grow(session, claim, size_mib)
 
 
 def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object | None = None) -> None:
-    """Change size and VolumeAttributesClass; ``NotSupportedError`` for other changes: the Director copies instead."""
+    """Change size and VolumeAttributesClass. ``NotSupportedError`` for other changes: the Director copies instead."""
     claim, properties = claims.get(session, disk), _properties(cloud_properties or {})
     spec = claim["spec"]
     wanted = properties.storage_class or session.config.disks.storage_class
@@ -210,7 +210,7 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
 
 
 def _pod(session: Session, vm: str) -> Object:
-    """Return the pod of a VM; an interrupted recreation is completed first."""
+    """Return the pod of a VM. An interrupted recreation is completed first."""
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is not None:
         return pod
@@ -249,7 +249,7 @@ def _is_untouched(claim: Object) -> bool:
 
 
 def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
-    """Return the disk that was created with the VM, for its first create_disk; "" if there is none."""
+    """Return the disk that was created with the VM, for its first create_disk. "" if there is none."""
     namespace = session.namespace_of(vm)
     name = manifests.reserved_name(vm, namespace)
     for _ in range(claims.ATTEMPTS):
@@ -291,7 +291,7 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
 
 
 def _check_expansion(session: Session, claim: Object) -> None:
-    """Refuse if the StorageClass is readable and does not allow it; otherwise the API server refuses."""
+    """Refuse if the StorageClass is readable and does not allow it. Otherwise the API server refuses."""
     name = claim["spec"].get("storageClassName")
     try:
         found = session.client.find(STORAGE_CLASSES, "", name) if name else None
@@ -306,7 +306,7 @@ def _check_expansion(session: Session, claim: Object) -> None:
 
 
 def _patched(session: Session, claim: Object, spec: Object) -> Object:
-    """Change a claim; ``NotSupportedError`` if the cluster refuses."""
+    """Change a claim. ``NotSupportedError`` if the cluster refuses."""
     metadata = claim["metadata"]
     try:
         return session.client.patch(CLAIMS, metadata["namespace"], metadata["name"], {"spec": spec})

@@ -49,7 +49,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings(session: Session) -> Iterator[Finding]:
-    """Examine everything that needs no VM; an unreachable cluster is the only finding then."""
+    """Examine everything that needs no VM. An unreachable cluster is the only finding then."""
     try:
         session.client.find(PODS, session.namespace, "doctor")
     except CpiError as exc:

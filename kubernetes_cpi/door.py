@@ -21,7 +21,7 @@ USAGE: Final = "usage: python -m kubernetes_cpi [--config FILE] <REQUEST >RESPON
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request of a Director or the CLI; unknown members are ignored."""
+    """A request of a Director or the CLI. Unknown members are ignored."""
 
     method: str
     arguments: list[Any] = []
@@ -42,7 +42,7 @@ class Response(msgspec.Struct, frozen=True):
 
 
 def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
-    """Return the response to a request; never raises."""
+    """Return the response to a request. Never raises."""
     began = time.monotonic()
     log.reset()
     name, result, error = "request", None, None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class CpiError(Exception):
-    """A failed call; the Director decides by ``type_name`` and retries by ``ok_to_retry``."""
+    """A failed call. The Director decides by ``type_name`` and retries by ``ok_to_retry``."""
 
     type_name = "Bosh::Clouds::CloudError"
     ok_to_retry = False
@@ -19,7 +19,7 @@ class CpiError(Exception):
 
 
 class InputError(CpiError):
-    """A wrong request, configuration, cloud property or network; the text names the place."""
+    """A wrong request, configuration, cloud property or network. The text names the place."""
 
     type_name = "Bosh::Clouds::CpiError"
 
@@ -31,7 +31,7 @@ class NotSupportedError(CpiError):
 
 
 class NotImplementedByCpiError(CpiError):
-    """A method that the CPI or this cluster does not have; Directors use another way if they know one."""
+    """A method that the CPI or this cluster does not have. Directors use another way if they know one."""
 
     type_name = "Bosh::Clouds::NotImplemented"
 
@@ -55,7 +55,7 @@ class DiskNotAttachedError(CpiError):
 
 
 class ApiError(CpiError):
-    """A request refused by the API server; ``status`` and ``reason`` are those of its Status object."""
+    """A request refused by the API server. ``status`` and ``reason`` are those of its Status object."""
 
     def __init__(self, message: str, *, status: int, reason: str = "", ok_to_retry: bool | None = None) -> None:
         super().__init__(message, ok_to_retry=ok_to_retry)

@@ -14,7 +14,7 @@ from kubernetes_cpi.errors import ApiError, InputError
 from kubernetes_cpi.session import Session
 
 KINDS: Final[tuple[Resource, ...]] = (PODS, CLAIMS, SERVICES, SNAPSHOTS)
-"""Kinds that the account may list. A Secret has the name of its VM's pod; delete_vm removes it."""
+"""Kinds that the account may list. A Secret has the name of its VM's pod. Delete_vm removes it."""
 
 
 def unknown(session: Session, text: str) -> dict[str, list[str]]:
@@ -32,7 +32,7 @@ def unknown(session: Session, text: str) -> dict[str, list[str]]:
 
 
 def remove(session: Session, owners: dict[str, list[str]]) -> Iterator[str]:
-    """Delete the VMs among ``owners`` with their objects, but no disk and no snapshot; yield a line for each."""
+    """Delete the VMs among ``owners`` with their objects, but no disk and no snapshot. Yield a line for each."""
     for owner, objects in owners.items():
         if owner.startswith("vm-"):
             vms.delete(session, owner)
@@ -51,7 +51,7 @@ def _of_director(session: Session, resource: Resource) -> Iterator[Object]:
 
 
 def _owner(one: Object) -> str:
-    """Return the VM, disk or snapshot of an object; "" for one that several VMs share."""
+    """Return the VM, disk or snapshot of an object. "" for one that several VMs share."""
     labels, name = one["metadata"]["labels"], one["metadata"]["name"]
     if labels.get(names.KIND) in (names.KIND_DISK, names.KIND_SNAPSHOT):
         return str(name)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 MIN_SECRET_CHARS: Final = 6
-"""Minimum length of a secret; shorter texts would match everywhere."""
+"""Minimum length of a secret. Shorter texts would match everywhere."""
 HIDDEN: Final = "<redacted>"
 NOT_SECRET: Final = frozenset({"group", "groups", "tags"})
 """Keys of `env.bosh` that Directors also log (clouds/external_cpi.rb)."""

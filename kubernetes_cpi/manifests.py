@@ -1,6 +1,6 @@
 """Pods, Secrets and claims as documents. Pure: equal requests make equal documents.
 
-Fields are those of Kubernetes 1.20; newer ones appear only where a tier or a property needs them.
+Fields are those of Kubernetes 1.20. Newer ones appear only where a tier or a property needs them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kubernetes_cpi.properties import (
 CONTAINER: Final = "bosh"
 AGENT_PORT: Final = 9190
 LIVE_DISKS: Final = "/var/vcap/disks"
-"""Directory below which disks reach a running VM; mounts arrive there from the node. Every user may pass it: without
+"""Directory below which disks reach a running VM. Mounts arrive there from the node. Every user may pass it: without
 the right to mount, `/var/vcap/store` is a link to it, and `/var/vcap/bosh` is closed to jobs.
 """
 DISKS_AT_CREATION: Final = "/var/vcap/disks-at-creation"
@@ -78,12 +78,12 @@ class Vm(msgspec.Struct, frozen=True):
 
     @property
     def group(self) -> str:
-        """Return the label of the VMs of one instance group; "" without a group."""
+        """Return the label of the VMs of one instance group. "" without a group."""
         return names.digest(*self.groups[:3]) if len(self.groups) >= 3 else ""
 
 
 def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: Agent) -> Object:
-    """Return the settings document of the agent (settings/settings.go); disks arrive over the bus."""
+    """Return the settings document of the agent (settings/settings.go). Disks arrive over the bus."""
     return {
         "agent_id": agent_id,
         "vm": {"name": vm.cid, "id": vm.cid},
@@ -192,7 +192,7 @@ def text(document: Object) -> str:
 
 
 def group_service(service: Service, vm: Vm) -> Object:
-    """Return a Service for the VM's instance group; each VM that uses it changes the annotation."""
+    """Return a Service for the VM's instance group. Each VM that uses it changes the annotation."""
     spec: Object = {
         "type": service.type,
         "selector": _members(vm),
@@ -242,7 +242,7 @@ def _policy_name(vm: Vm) -> str:
 
 
 def _members(vm: Vm) -> dict[str, str]:
-    """Return the labels of the pods of a group; those of the pod without one."""
+    """Return the labels of the pods of a group. Those of the pod without one."""
     return {names.GROUP: vm.group} if vm.group else {names.VM: vm.cid, names.KIND: names.KIND_VM}
 
 
@@ -355,7 +355,7 @@ def claims_of(pod: Object) -> list[str]:
 
 
 def live_disks(pod: Object) -> str:
-    """Return the directory below which mounts of the node reach the VM; "" if none do."""
+    """Return the directory below which mounts of the node reach the VM. "" if none do."""
     mounts = pod["spec"]["containers"][0].get("volumeMounts") or []
     return next((one["mountPath"] for one in mounts if one["name"] == _LIVE_VOLUME), "")
 
@@ -401,7 +401,7 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
 
 
 def _start(properties: VmProperties) -> str:
-    """Return the program that becomes process 1; over an unmodified stemcell one that applies the overlay first."""
+    """Return the program that becomes process 1. Over an unmodified stemcell one that applies the overlay first."""
     return f"{PROGRAM}/overlay/start" if properties.agent else "/usr/sbin/runsvdir-start"
 
 
@@ -419,7 +419,7 @@ def _copier(vm: Vm, agent: AgentImage) -> Object:
 
 def _container_security(properties: VmProperties) -> Object:
     tier = properties.tier
-    # With a user, which is root in the image anyway, the token is that user's alone; a Director runs its CPI as vcap.
+    # With a user, which is root in the image anyway, the token is that user's alone. A Director runs its CPI as vcap.
     user: Object = {} if properties.service_account_token else {"runAsUser": 0}
     if tier == "privileged":
         return {"privileged": True, **user}

@@ -62,7 +62,7 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
 
 
 def _arguments(serve: Callable[..., Any]) -> type[msgspec.Struct]:
-    """Return the type of a function's arguments but the first; surplus ones pass: a newer Director may send more."""
+    """Return the type of a function's arguments but the first. Surplus ones pass: a newer Director may send more."""
     types = get_type_hints(serve, include_extras=True)
     del types["return"]
     _, *fields = types.items()

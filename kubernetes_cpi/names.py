@@ -1,6 +1,6 @@
 """Names and labels of objects.
 
-The name of an object is its cid; the cid contains the namespace, so that a call finds it. Names follow from the request
+The name of an object is its cid. The cid contains the namespace, so that a call finds it. Names follow from the request
 and not from chance: the repetition of an interrupted call finds the objects of the first.
 """
 
@@ -30,7 +30,7 @@ METADATA: Final = "bosh.io/"
 HOLDER: Final = "cpi.bosh.io/holder"
 """Annotation of a claim: the VM that it is attached to, or is being attached to."""
 DETACHED_FROM: Final = "cpi.bosh.io/detached-from"
-"""Annotation of a claim: the VM that detached it last; its pod may still mount it."""
+"""Annotation of a claim: the VM that detached it last. Its pod may still mount it."""
 RESERVED_FOR: Final = "cpi.bosh.io/reserved-for"
 """Annotation of a claim: the VM that it was created with, until create_disk returns it."""
 REQUEST: Final = "cpi.bosh.io/request"
@@ -86,7 +86,7 @@ def cids_in(text: str) -> set[str]:
 
 
 def namespace_of(name: str, default: str) -> str:
-    """Return the namespace in a cid; ``default`` for an object that was not created by the CPI."""
+    """Return the namespace in a cid. ``default`` for an object that was not created by the CPI."""
     found = _CID.fullmatch(name)
     return found["namespace"] if found else default
 

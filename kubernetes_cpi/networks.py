@@ -21,7 +21,7 @@ ADDRESS_OF_FORMER_VM: Final = ("ip", "netmask", "gateway")
 
 
 class Network(msgspec.Struct, frozen=True):
-    """A network of a create_vm request; unknown members are passed on to the agent."""
+    """A network of a create_vm request. Unknown members are passed on to the agent."""
 
     type: str = "manual"
     ip: str = ""
@@ -52,7 +52,7 @@ class Plan(msgspec.Struct, frozen=True):
     annotations: dict[str, str] = {}
     nameservers: list[str] = []
     address: str = ""
-    """Required address of the pod; "" for any."""
+    """Required address of the pod. "" for any."""
     vips: list[Vip] = []
 
 
@@ -184,7 +184,7 @@ def _interface(name: str, network: Network, properties: NetworkProperties) -> Ob
 
 
 def _prefix(network: Network) -> int:
-    """Return the length of the netmask; `prefix` of a request has another meaning."""
+    """Return the length of the netmask. `prefix` of a request has another meaning."""
     import ipaddress
 
     try:

@@ -102,7 +102,7 @@ def until_ready(
 
 
 def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
-    """Wait until a pod that runs once is ready or has ended; ``CpiError`` if it cannot start or does neither."""
+    """Wait until a pod that runs once is ready or has ended. ``CpiError`` if it cannot start or does neither."""
     name = pod["metadata"]["name"]
     judge, state = _Judge(session, namespace, name), pod
     for found in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s, pod):
@@ -118,7 +118,7 @@ def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: floa
 def end(
     session: Session, namespace: str, name: str, *, grace_s: int | None = None, is_name_needed: bool = False
 ) -> bool:
-    """Delete a pod and wait until its containers have ended; False without one.
+    """Delete a pod and wait until its containers have ended. False without one.
 
     If another pod of its name is to follow, it waits for the end of the object too. If the node does not confirm the
     end within the grace and `timeouts.delete_vm`, the pod is deleted by force, unless the node is known to be healthy.
@@ -148,12 +148,12 @@ def end(
 
 
 def until_gone(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
-    """Wait until a deleted pod no longer exists; False if it still does."""
+    """Wait until a deleted pod no longer exists. False if it still does."""
     return _is_gone(session, namespace, name, "", timeout_s, is_name_needed=True)
 
 
 def until_stopped(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
-    """Wait until the containers of a deleted pod have ended with success; False if they have not.
+    """Wait until the containers of a deleted pod have ended with success. False if they have not.
 
     ``CpiError`` with the last words of one that failed.
     """
@@ -178,7 +178,7 @@ def _is_gone(session: Session, namespace: str, name: str, uid: str, timeout_s: f
 
 
 def _is_well(session: Session, node: str) -> bool:
-    """True if the node is Ready; False also if the CPI may not read nodes."""
+    """True if the node is Ready. False also if the CPI may not read nodes."""
     try:
         found = session.client.find(NODES, "", node)
     except ApiError as exc:
@@ -209,7 +209,7 @@ class _Judge:
         self._logged = ""
 
     def look(self, pod: Object) -> None:
-        """Check one state; raises ``VMCreationFailedError`` if the pod cannot start."""
+        """Check one state. Raises ``VMCreationFailedError`` if the pod cannot start."""
         self._tell(_waiting_for(pod))
         if has_ended(pod):
             is_passing = pod["status"].get("reason") not in NEVER_ADMITTED
@@ -265,7 +265,7 @@ def _kind(pod: Object) -> str:
 
 
 def last_words(session: Session, namespace: str, name: str, wanted: str = "") -> str | None:
-    """Return the last line of the agent's log that matches ``wanted``, a regular expression; "" without one.
+    """Return the last line of the agent's log that matches ``wanted``, a regular expression. "" without one.
 
     None if the log cannot be read. Without ``wanted``, warnings come before other lines.
     """
@@ -295,7 +295,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def _waiting_for(pod: Object) -> str:
-    """Return the reason of the kubelet or the scheduler for a pod that is not ready; "" without one."""
+    """Return the reason of the kubelet or the scheduler for a pod that is not ready. "" without one."""
     status = pod.get("status", {})
     if has_ended(pod):
         return ": ".join(filter(None, [status.get("reason"), status.get("message")])) or str(status["phase"])

@@ -86,7 +86,7 @@ class EphemeralDisk(Strict, frozen=True):
 
 
 class ReservedDisk(Strict, frozen=True):
-    """A persistent disk that is made with the VM; create_disk hands it out."""
+    """A persistent disk that is made with the VM. Create_disk hands it out."""
 
     size: Annotated[Size, doc("MiB, or a quantity; the same as `persistent_disk` of the instance group.")]
     storage_class: Annotated[str, doc("StorageClass. Empty: `disks.storage_class`.")] = ""
@@ -109,7 +109,7 @@ class AgentImage(Strict, frozen=True):
 
 
 class NetworkPolicy(Strict, frozen=True):
-    """A NetworkPolicy of an instance group, beside those of the namespace; the agent needs its way to the bus."""
+    """A NetworkPolicy of an instance group, beside those of the namespace. The agent needs its way to the bus."""
 
     ingress: Annotated[
         list[dict[str, Any]] | None, doc("Rules as in a NetworkPolicy. Absent: no limit; empty: nothing is admitted.")

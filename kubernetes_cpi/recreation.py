@@ -1,4 +1,4 @@
-"""Recreation: a VM gets a new pod of the same name with other disks; its data claim and Secret remain.
+"""Recreation: a VM gets a new pod of the same name with other disks. Its data claim and Secret remain.
 
 The properties of the new pod are recorded in an annotation of the data claim before the old pod ends: after an
 interruption between the two, the next call completes the recreation.
@@ -70,7 +70,7 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
 
 
 def release(session: Session, pod: Object, disk: str) -> None:
-    """End the pod of a VM that has detached a disk and still mounts it; a successor follows if the VM is at work.
+    """End the pod of a VM that has detached a disk and still mounts it. A successor follows if the VM is at work.
 
     A VM that the Director has shut down, or deletes at the same time, has none.
     """
@@ -146,7 +146,7 @@ def _begun(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
 
 
 def _is_at_work(session: Session, pod: Object) -> bool:
-    """True for a pod that is ready; one that cannot be made again gets time to report the end of its agent."""
+    """True for a pod that is ready. One that cannot be made again gets time to report the end of its agent."""
     if can_recreate(pod) or not pods.is_ready(pod):
         return pods.is_ready(pod)
     metadata = pod["metadata"]

@@ -26,12 +26,12 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def doc(text: str) -> msgspec.Meta:
-    """Document a field; the text appears in the property table."""
+    """Document a field. The text appears in the property table."""
     return msgspec.Meta(description=text)
 
 
 def read(document: object, wanted: type[T], *, origin: str) -> T:
-    """Convert ``document`` to a struct; ``origin`` names the document in errors, which include the path."""
+    """Convert ``document`` to a struct. ``origin`` names the document in errors, which include the path."""
     try:
         return msgspec.convert(document, wanted)
     except msgspec.ValidationError as exc:
@@ -55,7 +55,7 @@ def nearest(key: str, known: list[str]) -> str:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two documents: hashes key by key; any other value of ``above`` replaces that of ``below``."""
+    """Merge two documents: hashes key by key. Any other value of ``above`` replaces that of ``below``."""
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
@@ -73,7 +73,7 @@ def _struct_at(wanted: type[msgspec.Struct], path: str) -> type[msgspec.Struct]:
 
 
 def _struct_in(hint: Any) -> Any:
-    """Return the one struct within a type such as ``list[Port] | None``; the type itself without one."""
+    """Return the one struct within a type such as ``list[Port] | None``. The type itself without one."""
     if isinstance(hint, type) and not get_args(hint):
         return hint
     inner = [_struct_in(argument) for argument in get_args(hint)]

@@ -21,7 +21,7 @@ MAX_NAME_CHARS: Final = 63
 
 
 def make(session: Session, vm: Vm) -> None:
-    """Point all objects of the VM's group, and of its `vip` networks, to the VM; an address moves from VM to VM."""
+    """Point all objects of the VM's group, and of its `vip` networks, to the VM. An address moves from VM to VM."""
     for vip in vm.networks.vips:
         _ensure(session, SERVICES, vm.namespace, networks.service(vip, vm.cid, vm.director))
     for service in vm.properties.services:
@@ -56,7 +56,7 @@ def remove(session: Session, vm: str, policy: str) -> None:
 
 
 def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> None:
-    """Lead the name `DEPLOYMENT-GROUP-INDEX` to a VM, from the Director's metadata; VMs of compilations have none.
+    """Lead the name `DEPLOYMENT-GROUP-INDEX` to a VM, from the Director's metadata. VMs of compilations have none.
 
     The name outlives the VM's address. A missing permission or a Service of another owner is logged, not an error.
     """
@@ -78,7 +78,7 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
 
 
 def instance_name(deployment: str, group: str, index: str) -> str:
-    """Return the name of an instance: a DNS label; a digest makes other texts unique."""
+    """Return the name of an instance: a DNS label. A digest makes other texts unique."""
     text = f"{deployment}-{group}-{index}"
     if len(text) <= MAX_NAME_CHARS and re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", text):
         return text

@@ -15,7 +15,7 @@ from kubernetes_cpi.errors import CpiError, InputError
 
 
 class Session(msgspec.Struct, frozen=True):
-    """The cluster as one request sees it; ``request_id`` differs from call to call and is "" from the CLI."""
+    """The cluster as one request sees it. ``request_id`` differs from call to call and is "" from the CLI."""
 
     config: Config
     client: Client
@@ -28,7 +28,7 @@ class Session(msgspec.Struct, frozen=True):
         return names.namespace_of(cid, self.namespace)
 
     def find(self, resource: Resource, cid: str, kind: str) -> Object | None:
-        """Return the object of a cid; None without one, or if it is not from this CPI or another Director's."""
+        """Return the object of a cid. None without one, or if it is not from this CPI or another Director's."""
         found = self.client.find(resource, self.namespace_of(cid), cid)
         return found if found is not None and names.is_ours(found, kind, self.director) else None
 

@@ -16,7 +16,7 @@ CUT_TIMEOUT_S: Final = 60
 
 
 def create(session: Session, disk: Cid, metadata: Object) -> str:
-    """Take a snapshot of a disk and wait until its content is fixed; return its cid."""
+    """Take a snapshot of a disk and wait until its content is fixed. Return its cid."""
     claim = claims.get(session, disk)
     namespace = session.namespace_of(disk)
     labels, annotations = names.metadata(metadata)
@@ -44,7 +44,7 @@ def create(session: Session, disk: Cid, metadata: Object) -> str:
 
 
 def delete(session: Session, snapshot: Cid) -> None:
-    """Delete a snapshot; does nothing if it is gone."""
+    """Delete a snapshot. Does nothing if it is gone."""
     namespace = session.namespace_of(snapshot)
     try:
         found = session.client.find(SNAPSHOTS, namespace, snapshot)

@@ -1,4 +1,4 @@
-"""Light stemcells: images in a registry; the cid of a stemcell is the image's reference with its digest."""
+"""Light stemcells: images in a registry. The cid of a stemcell is the image's reference with its digest."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ REACHED: Final = "connected to the bus|does not know us|refuses our certificate|
 """Words of an agent that has reached a server."""
 BUS_PAUSE_S: Final = 0.2
 BOOT_S: Final = 2.0
-"""Seconds in which an agent reaches the bus after the start of its container; most need less than one."""
+"""Seconds in which an agent reaches the bus after the start of its container. Most need less than one."""
 
 
 class Mbus(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ def create(
     disks: list[Cid] | None = None,
     env: Object | None = None,
 ) -> list[Any]:
-    """Create a VM and wait until its agent responds; return its cid and networks.
+    """Create a VM and wait until its agent responds. Return its cid and networks.
 
     A failed one leaves nothing behind.
     """
@@ -150,7 +150,7 @@ def reboot(session: Session, vm: Cid) -> None:
 
 
 def current(session: Session) -> str:
-    """Return the VM in which the CPI runs, by its host name; ``NotImplementedByCpiError`` elsewhere."""
+    """Return the VM in which the CPI runs, by its host name. ``NotImplementedByCpiError`` elsewhere."""
     name = os.uname().nodename
     if session.find(PODS, name, names.KIND_VM) is None:
         raise NotImplementedByCpiError(f"cannot name the current VM: {name} is no VM of this CPI")
@@ -165,7 +165,7 @@ def set_metadata(session: Session, vm: Cid, metadata: Object) -> None:
 
 
 def get(session: Session, vm: str) -> Object:
-    """Return the pod of a VM; ``VMNotFoundError`` without one."""
+    """Return the pod of a VM. ``VMNotFoundError`` without one."""
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is None:
         raise VMNotFoundError(f"cannot find the VM {vm}: the namespace {session.namespace_of(vm)} has no such pod")
@@ -175,7 +175,7 @@ def get(session: Session, vm: str) -> Object:
 def patch_metadata(
     session: Session, resource: Resource, cid: str, metadata: Mapping[str, Any], missing: Callable[[str], CpiError]
 ) -> None:
-    """Return labels and annotations for a Director's metadata; removes the label of a key that no longer fits one."""
+    """Return labels and annotations for a Director's metadata. Removes the label of a key that no longer fits one."""
     labels, annotations = names.metadata(metadata)
     gone: dict[str, str | None] = dict.fromkeys([*labels, *annotations])
     body: Object = {"metadata": {"labels": {**gone, **labels}, "annotations": {**gone, **annotations}}}
@@ -249,7 +249,7 @@ def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> No
 
 
 def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
-    """Return the disks that the pod can mount from its creation on; attach_disk adds those that another VM uses."""
+    """Return the disks that the pod can mount from its creation on. Attach_disk adds those that another VM uses."""
     held = []
     for disk in disks:
         try:
@@ -268,7 +268,7 @@ def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
 
 
 def _made(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_reserving: bool) -> Object:
-    """Create the claims and the pod of a VM, or find those of an earlier attempt; return the pod."""
+    """Create the claims and the pod of a VM, or find those of an earlier attempt. Return the pod."""
     mounted = list(disks)
     if vm.has_data_claim:
         claims.make(session, vm.namespace, manifests.data_claim(vm))
@@ -288,7 +288,7 @@ def _made(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_re
 def _ensured(
     session: Session, resource: Resource, namespace: str, body: Object, is_same: Callable[[Object, Object], bool]
 ) -> tuple[Object, bool]:
-    """Return the object, and True if it matches ``body``; an existing one may differ."""
+    """Return the object, and True if it matches ``body``. An existing one may differ."""
     made, is_new = session.client.ensure(resource, namespace, body)
     session.check_ours(made, names.KIND_VM, VMCreationFailedError)
     return made, is_new or is_same(made, body)
@@ -305,7 +305,7 @@ def _is_same_pod(found: Object, wanted: Object) -> bool:
 
 
 def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
-    """Return the schemes of the addresses of the bus; an error does not repeat them, since they hold passwords."""
+    """Return the schemes of the addresses of the bus. An error does not repeat them, since they hold passwords."""
     try:
         given = msgspec.convert(env, Env).bosh.mbus.urls or [mbus]
         parts = [urllib.parse.urlsplit(url) for url in given]
@@ -338,7 +338,7 @@ def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> 
 
 
 def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:
-    """Refuse a VM whose agent reports that the bus is out of reach; a refusal of its certificate passes.
+    """Refuse a VM whose agent reports that the bus is out of reach. A refusal of its certificate passes.
 
     Directors admit an agent only after create_vm has returned.
     """
@@ -371,7 +371,7 @@ def _check_address(pod: Object, wanted: str) -> None:
 
 
 def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> None:
-    """Remove the objects of a failed create; the label marks the rest for a later removal."""
+    """Remove the objects of a failed create. The label marks the rest for a later removal."""
     log.say(f"cannot create the VM: {why}; its objects are removed")
     try:
         pod, secret = _checked(session, vm)
@@ -391,7 +391,7 @@ def _fit_budget(session: Session, pod: Object) -> None:
 
 
 def _checked(session: Session, vm: str) -> tuple[Object | None, Object | None]:
-    """Return the pod and the Secret of a VM, if there are any; ``VMNotFoundError`` if one is not from this CPI."""
+    """Return the pod and the Secret of a VM, if there are any. ``VMNotFoundError`` if one is not from this CPI."""
     secret, pod = (session.client.find(resource, session.namespace_of(vm), vm) for resource in (SECRETS, PODS))
     for found in (secret, pod):
         session.check_ours(found, names.KIND_VM, VMNotFoundError)

@@ -3,7 +3,7 @@
     ./dev release [--tag TAG] [--name REGISTRY/NAME] [--image ARCHITECTURE=BASE]... [--only PART]... [--out DIRECTORY]
     ./dev release --compare DIRECTORY DIRECTORY
 
-Parts are wheel, cpi, images, stemcells, sboms and notes; checksums and sizes come last. Images of another architecture
+Parts are wheel, cpi, images, stemcells, sboms and notes. Checksums and sizes come last. Images of another architecture
 than this machine's need its emulator (qemu-user-static and binfmt-support). SOURCE_DATE_EPOCH is the time of the last
 commit unless it is set.
 """
@@ -42,7 +42,7 @@ class Release:
     out: Path
     bases: dict[str, str]
     name: str
-    """Name of the image in a registry, for the light stemcell; "" makes none."""
+    """Name of the image in a registry, for the light stemcell. "" makes none."""
     build: list[str]
     epoch: str
 
@@ -173,7 +173,7 @@ def main() -> int:
 
 
 def make(release: Release, parts: list[str]) -> int:
-    """Make parts of a release, then its checksums; print the sizes."""
+    """Make parts of a release, then its checksums. Print the sizes."""
     if {"images", "stemcells"} & set(parts) and shutil.which("podman") is None:
         print("release: cannot make images: podman is not installed; apt-get install podman", file=sys.stderr)
         return 69

@@ -30,14 +30,14 @@ _NEEDED_BY: Final = re.compile(r"^    #(?: via|  ) ([A-Za-z0-9._-]+)", re.MULTIL
 
 @dataclass(frozen=True)
 class Component:
-    """One package of the lock file; ``hashes`` has those of all its files, one of which is installed."""
+    """One package of the lock file. ``hashes`` has those of all its files, one of which is installed."""
 
     name: str
     version: str
     hashes: tuple[str, ...]
     licence: str
     needed_by: tuple[str, ...]
-    """Packages that depend on it; the program itself is none."""
+    """Packages that depend on it. The program itself is none."""
 
 
 def components(lock: str) -> Iterator[Component]:
@@ -51,7 +51,7 @@ def components(lock: str) -> Iterator[Component]:
 
 
 def licence(name: str) -> str:
-    """Return the licence of a package: its expression, its classifiers, or its field; "unknown" if not installed."""
+    """Return the licence of a package: its expression, its classifiers, or its field. "unknown" if not installed."""
     try:
         fields = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:

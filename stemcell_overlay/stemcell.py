@@ -169,7 +169,7 @@ def components(arguments: argparse.Namespace) -> bytes:
 
 @dataclass(frozen=True)
 class Part:
-    """A package of the distribution or a module of the agent; ``licences`` are short names, none if unknown."""
+    """A package of the distribution or a module of the agent. ``licences`` are short names, none if unknown."""
 
     name: str
     version: str
@@ -220,7 +220,7 @@ def name_of(system: str) -> str:
 
 
 def manifest(system: str, version: str, formats: list[str], sums: str, pointers: dict[str, str]) -> str:
-    """Return ``stemcell.MF``; YAML and JSON write its values alike."""
+    """Return ``stemcell.MF``. YAML and JSON write its values alike."""
     name, distribution = name_of(system), system.partition("-")[0]
     properties = {
         "name": name,
@@ -351,7 +351,7 @@ def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _packed(raw: BinaryIO) -> Any:
-    """Open a file that packs written data; equal content gives equal bytes."""
+    """Open a file that packs written data. Equal content gives equal bytes."""
     return igzip.IGzipFile(fileobj=raw, mode="wb", compresslevel=2, mtime=0)  # type: ignore[no-untyped-call]
 
 

@@ -27,7 +27,7 @@ FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Undo the ignored SIGINT of a background run; every process that a test interrupts would inherit it."""
+    """Undo the ignored SIGINT of a background run. Every process that a test interrupts would inherit it."""
     process.default_signals()
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         # A path of a socket has 107 bytes.
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note a failure for the fixtures; let all that was printed pass to another process."""
+    """Note a failure for the fixtures. Let all that was printed pass to another process."""
     report = yield
     if report.failed:
         item.stash[FAILED] = True
@@ -69,7 +69,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Guard the event loop of each agent that gets the environment of the tests; reports are files in here.
+    """Guard the event loop of each agent that gets the environment of the tests. Reports are files in here.
 
     Only in the daily tests: other rings fill machines on purpose.
     """
@@ -111,7 +111,7 @@ def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kill what tests leave, and fail if that cannot be killed; a program beside us does so if we are killed.
+    """Kill what tests leave, and fail if that cannot be killed. A program beside us does so if we are killed.
 
     A program that forks and exits without end would take a processor from all later tests of this machine.
     """
@@ -124,7 +124,7 @@ def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def no_child_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Children of a test die with it; after a failure, so do all programs below its scratch directory."""
+    """Children of a test die with it. After a failure, so do all programs below its scratch directory."""
     scratch = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     before = set(_children())
     yield

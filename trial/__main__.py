@@ -181,7 +181,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the arguments say; return the exit code."""
+    """Do what the arguments say. Return the exit code."""
     options = parsed(arguments)
     os.chdir(ROOT)
     state = options.state.resolve()

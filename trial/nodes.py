@@ -40,7 +40,7 @@ class Node(Protocol):
         """Return the digest of the image ``localhost/agent-shim`` of the node."""
 
     def remove(self) -> None:
-        """Take it away with all that runs on it; nothing without a node."""
+        """Take it away with all that runs on it. Nothing without a node."""
 
 
 def require(*programs: str) -> None:

@@ -16,7 +16,7 @@ class FailedError(Exception):
 
 @dataclass
 class Runner:
-    """Runs commands, and prints each; ``inside`` is the command that leads into the namespaces of the node."""
+    """Runs commands, and prints each. ``inside`` is the command that leads into the namespaces of the node."""
 
     state: Path
     inside: Sequence[str] = ()
@@ -36,7 +36,7 @@ class Runner:
         return [*self.inside, *argv]
 
     def __call__(self, *argv: str, is_secret: bool = False) -> str:
-        """Run a command of this machine; return its output, which is shown unless it is secret."""
+        """Run a command of this machine. Return its output, which is shown unless it is secret."""
         return self._run(argv, is_secret=is_secret)
 
     def kubectl(self, *arguments: str) -> str:

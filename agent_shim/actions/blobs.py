@@ -13,7 +13,7 @@ from agent_shim.core.wire import DigestText
 
 
 class Upload(msgspec.Struct, frozen=True):
-    """Argument of ``upload_blob``; the payload is base64 with line breaks, as Ruby writes it."""
+    """Argument of ``upload_blob``. The payload is base64 with line breaks, as Ruby writes it."""
 
     blob_id: str = ""
     checksum: DigestText = ""

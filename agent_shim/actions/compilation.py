@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Compilation(msgspec.Struct, frozen=True):
-    """Compiles packages from ``store`` into ``store``; ``in_use`` are packages of jobs, which stay active."""
+    """Compiles packages from ``store`` into ``store``. ``in_use`` are packages of jobs, which stay active."""
 
     bundles: Bundles
     compiler: Compiler
@@ -30,7 +30,7 @@ class Compilation(msgspec.Struct, frozen=True):
         """Compile with exactly ``dependencies``, the package itself and ``in_use`` in ``packages``.
 
         Packaging scripts read ``packages/golang-*`` and would silently use any other version there. The Go agent
-        removes the packages of jobs, too. ``report`` receives each step. Returns the blob id and its digests; raises
+        removes the packages of jobs, too. ``report`` receives each step. Returns the blob id and its digests. Raises
         ``ActionError``. Call :meth:`clean` afterwards.
         """
         target = Bundle("package", package.name, package.version)
@@ -43,7 +43,7 @@ class Compilation(msgspec.Struct, frozen=True):
         return await self.compiler.compile(package, await self.bundles.create(target), self.store, report)
 
     async def clean(self) -> None:
-        """Free the disk space. A failure does not concern the package; the next compilation reports it."""
+        """Free the disk space. A failure does not concern the package. The next compilation reports it."""
         for remove in (self.compiler.clean, self._activate):
             try:
                 await remove()
@@ -51,7 +51,7 @@ class Compilation(msgspec.Struct, frozen=True):
                 logger.warning("cannot clean up after compiling: %s", exc)
 
     async def _activate(self, dependencies: Sequence[Bundle] = ()) -> None:
-        """Activate the packages; ``bpm`` stays with the packages of jobs, whose scripts expect it there."""
+        """Activate the packages. ``bpm`` stays with the packages of jobs, whose scripts expect it there."""
         spared = (BPM,) if self.in_use else ()
         await self.bundles.activate_packages([*self.in_use, *dependencies], spared)
 

@@ -35,7 +35,7 @@ class Dependency(msgspec.Struct, frozen=True):
 
 
 class Signed(msgspec.Struct, frozen=True):
-    """Argument of ``compile_package_with_signed_url``; the headers apply to source and result."""
+    """Argument of ``compile_package_with_signed_url``. The headers apply to source and result."""
 
     package_get_signed_url: str = ""
     upload_signed_url: str = ""

@@ -11,7 +11,7 @@ from agent_shim.core.errors import ShimError, errors_as
 
 @action("list_disk", Mode.TASK, task_from_protocol=3)
 async def list_disk(agent: Agent) -> list[str]:
-    """List the mounted disks; the Director expects the one on the store first (bosh-director disk_manager.rb)."""
+    """List the mounted disks. The Director expects the one on the store first (bosh-director disk_manager.rb)."""
     await _refresh(agent)
     return await agent.disks.list()
 
@@ -38,7 +38,7 @@ async def unmount_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 @action("migrate_disk", Mode.TASK)
 async def migrate_disk(agent: Agent, old: Any = "", new: Any = "") -> dict[str, str]:
-    """Copy the disk on the store to the one on the migration target and swap them; the CLI names neither.
+    """Copy the disk on the store to the one on the migration target and swap them. The CLI names neither.
 
     The Go agent takes no arguments here: an argument that is no cid counts as absent.
     """
@@ -58,7 +58,7 @@ async def add_persistent_disk(agent: Agent, cid: str, hint: Any) -> dict[str, st
 
 @action("remove_persistent_disk", Mode.TASK)
 async def remove_persistent_disk(agent: Agent, cid: str) -> dict[str, str]:
-    """Delete the hint for a disk; a mounted disk stays mounted."""
+    """Delete the hint for a disk. A mounted disk stays mounted."""
     await _refresh(agent)
     with errors_as("Removing persistent disk hints", ShimError, OSError):
         await agent.disks.remove(cid)
@@ -67,7 +67,7 @@ async def remove_persistent_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 @action("add_dynamic_disk", Mode.TASK)
 async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
-    """Link a disk under its cid for jobs; the Director repeats this for attached disks."""
+    """Link a disk under its cid for jobs. The Director repeats this for attached disks."""
     await _refresh(agent)
     with errors_as("Setting up dynamic disk", ShimError, OSError):
         await agent.disks.add_dynamic(cid, hint)
@@ -76,7 +76,7 @@ async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
 
 @action("remove_dynamic_disk", Mode.NOW)
 async def remove_dynamic_disk(agent: Agent, cid: str) -> dict[str, str]:
-    """Remove the link; errors have the text of the add action, as in the Go agent."""
+    """Remove the link. Errors have the text of the add action, as in the Go agent."""
     with errors_as("Setting up dynamic disk", ShimError, OSError):
         await agent.disks.remove_dynamic(cid)
     return {}

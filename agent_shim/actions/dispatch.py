@@ -63,7 +63,7 @@ class Action(msgspec.Struct, frozen=True):
     def bind(self, arguments: Any) -> dict[str, Any]:
         """Convert positional JSON arguments to named ones of the declared types.
 
-        Surplus arguments are ignored, as in Go; after an optional parameter, a variadic one in Go, they must have its
+        Surplus arguments are ignored, as in Go. After an optional parameter, a variadic one in Go, they must have its
         type.
         """
         if arguments is None:
@@ -97,7 +97,7 @@ def action(
     """Register a coroutine function as the action ``method``.
 
     Its first parameter is the ``Agent``. Parameters of type ``ProtocolVersion`` and ``asyncio.Event`` (set on
-    cancellation of the task) are injected; all others are the arguments on the wire, in order.
+    cancellation of the task) are injected. All others are the arguments on the wire, in order.
     """
 
     def register(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -132,10 +132,10 @@ class Dispatcher:
         self._tasks = tasks
         self._on_done = on_done
         self.refusing = ""
-        """Reason to refuse actions that change the instance; empty while they are accepted."""
+        """Reason to refuse actions that change the instance. Empty while they are accepted."""
 
     async def handle(self, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> tuple[str, bytes] | None:
-        """Answer a request; returns the reply subject and the reply, or None for an unreadable request."""
+        """Answer a request. Returns the reply subject and the reply, or None for an unreadable request."""
         try:
             request = wire.decode_request(data)
         except wire.RequestError as exc:
@@ -144,7 +144,7 @@ class Dispatcher:
         return request.reply_to, await self.reply(request, data, limit=limit)
 
     async def reply(self, request: wire.Request, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> bytes:
-        """Answer a decoded request; ``data`` are its bytes, stored with a persistent task."""
+        """Answer a decoded request. ``data`` are its bytes, stored with a persistent task."""
         begun_at, task_id = time.monotonic(), ""
         try:
             found = ACTIONS.get(request.method)
@@ -185,7 +185,7 @@ class Dispatcher:
     async def _run(
         self, found: Action, request: wire.Request, cancelled: asyncio.Event | None = None, *, is_task: bool = True
     ) -> Any:
-        """Run an action; a task has an audit line of its own at its end."""
+        """Run an action. A task has an audit line of its own at its end."""
         begun_at, task, outcome = time.monotonic(), self._tasks.running, "failed"
         error: BaseException | None = None
         try:
@@ -220,7 +220,7 @@ class Dispatcher:
 def write_audit(
     method: str, result: str, begun_at: float, *, caller: str = "", task: str = "", error: BaseException | None = None
 ) -> None:
-    """Write an audit line; ``result`` is done, failed, accepted (as a task) or dropped (unreadable).
+    """Write an audit line. ``result`` is done, failed, accepted (as a task) or dropped (unreadable).
 
     Texts are truncated: they are untrusted.
     """

@@ -78,7 +78,7 @@ def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
 
 
 def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in address, netmask and gateway of dynamic networks in a spec; leaves everything else unchanged.
+    """Fill in address, netmask and gateway of dynamic networks in a spec. Leaves everything else unchanged.
 
     Addresses are resolved only here (applyspec/concrete_v1_service.go), and once for a VM: a different address would
     make the Director recreate the instance. The Director sends those that the VM before this one reported.
@@ -103,7 +103,7 @@ def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[s
 
 
 def missing_files(agent: Agent) -> str:
-    """Describe files of the spec's jobs lost since the apply, for example from a directory in memory; "" if none."""
+    """Describe files of the spec's jobs lost since the apply, for example from a directory in memory. "" if none."""
     jobs, packages = bundles_of(agent.spec.current)
     gone = agent.bundles.missing([*jobs, *packages] if jobs else [])
     if not gone:

@@ -9,7 +9,7 @@ from agent_shim.actions.dispatch import Mode, action
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """Argument of ``bundle_logs``; ``owning_user`` is a user or ``user:group``."""
+    """Argument of ``bundle_logs``. ``owning_user`` is a user or ``user:group``."""
 
     owning_user: str = ""
     log_type: str = ""
@@ -34,7 +34,7 @@ async def fetch_logs(agent: Agent, log_types: str, filters: list[str]) -> dict[s
 
 @action("fetch_logs_with_signed_url", Mode.TASK)
 async def fetch_logs_with_signed_url(agent: Agent, request: Signed) -> dict[str, str]:
-    """Upload a log archive to a URL; only the Director knows the id (agent/action/fetch_logs_with_signed_url.go)."""
+    """Upload a log archive to a URL. Only the Director knows the id (agent/action/fetch_logs_with_signed_url.go)."""
     store, url, headers = agent.settings.current.blobstore, request.signed_url, request.blobstore_headers
     done = await agent.logs.send(
         request.log_type, request.filters, store, agent.tasks.report, signed_url=url, headers=headers

@@ -23,13 +23,13 @@ async def ping(agent: Agent) -> str:  # noqa: ARG001
 
 @action("info", Mode.NOW)
 async def info(agent: Agent) -> dict[str, int]:  # noqa: ARG001
-    """Return the API version; 1 allows errands by job name (agent/action/info.go)."""
+    """Return the API version. 1 allows errands by job name (agent/action/info.go)."""
     return {"api_version": 1}
 
 
 @action("get_task", Mode.NOW)
 async def get_task(agent: Agent, task_id: str) -> Any:
-    """Return the bare result of a task, or its running state; repeatable (agent/action/get_task.go)."""
+    """Return the bare result of a task, or its running state. Repeatable (agent/action/get_task.go)."""
     task = await agent.tasks.poll(task_id)
     if task.state == "running":
         return {"agent_task_id": task.id, "state": "running"}
@@ -40,14 +40,14 @@ async def get_task(agent: Agent, task_id: str) -> Any:
 
 @action("cancel_task", Mode.NOW)
 async def cancel_task(agent: Agent, task_id: str) -> str:
-    """Cancel a drain or an errand; the outcome appears in the task (agent/action/cancel_task.go)."""
+    """Cancel a drain or an errand. The outcome appears in the task (agent/action/cancel_task.go)."""
     agent.tasks.cancel(task_id)
     return "canceled"
 
 
 @action("get_state", Mode.NOW)
 async def get_state(agent: Agent, detail: str = "") -> dict[str, Any]:
-    """Return the stored spec with the live state; ``full`` adds vitals (agent/action/get_state.go).
+    """Return the stored spec with the live state. ``full`` adds vitals (agent/action/get_state.go).
 
     ``networks`` are those stored by the last ``apply``, never resolved again: the Director recreates an instance that
     reports a difference (bosh-director deployment_plan/instance_plan.rb).
@@ -65,7 +65,7 @@ async def get_state(agent: Agent, detail: str = "") -> dict[str, Any]:
 
 
 def _process_entry(process: Any) -> dict[str, Any]:
-    """Build a process entry; omits zeros where Go does (jobsupervisor/job_supervisor_interface.go)."""
+    """Build a process entry. Omits zeros where Go does (jobsupervisor/job_supervisor_interface.go)."""
     uptime = {"secs": process.uptime_secs} if process.uptime_secs > 0 else {}
     memory: dict[str, Any] = {"kb": process.mem_kb} if process.mem_kb > 0 else {}
     return {
@@ -78,7 +78,7 @@ def _process_entry(process: Any) -> dict[str, Any]:
 
 
 async def record_health(agent: Agent) -> None:
-    """Write ``instance/health.json`` for bosh-dns; ignores a failed write (wrapper_job_supervisor.go).
+    """Write ``instance/health.json`` for bosh-dns. Ignores a failed write (wrapper_job_supervisor.go).
 
     It is not synced: another boot writes it again.
     """
@@ -91,7 +91,7 @@ async def record_health(agent: Agent) -> None:
 async def update_settings(agent: Agent, news: UpdateSettings) -> str:
     """Apply new credentials, blobstores and trusted certificates without a restart (agent/action/update_settings.go).
 
-    New bus credentials are stored once a connection made with them works; refused ones change nothing.
+    New bus credentials are stored once a connection made with them works. Refused ones change nothing.
     """
     with errors_as("Reloading settings", SettingsError):
         await agent.settings.refreshed()

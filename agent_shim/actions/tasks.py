@@ -30,13 +30,13 @@ POLL_HOLD_S: Final = 3.0
 """Seconds for which a poll of a running task is held. The Director polls immediately, then once a second."""
 
 MAX_HELD: Final = 100
-"""Polls held at a time; further ones are answered at once. Each takes 6 KB, and the bus keeps thousands of requests."""
+"""Polls held at a time. Further ones are answered at once. Each takes 6 KB, and the bus keeps thousands of requests."""
 
 MAX_OUTCOME_BYTES: Final = 16 * 1024 * 1024
-"""JSON bytes of remembered outcomes; the newest is kept in any case, and an errand's has up to 1 MiB."""
+"""JSON bytes of remembered outcomes. The newest is kept in any case, and an errand's has up to 1 MiB."""
 MAX_WAITING: Final = 10_000
 MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
-"""Tasks in the queue, in number and in size of their arguments in memory; further requests are refused."""
+"""Tasks in the queue, in number and in size of their arguments in memory. Further requests are refused."""
 MAX_JOURNAL_BYTES: Final = files.MAX_FILE_BYTES // 2
 """Requests of stored tasks: a larger journal could not be read back."""
 
@@ -44,7 +44,7 @@ Work = Callable[[], Awaitable[Any]]
 
 
 class Task(msgspec.Struct):
-    """One long action. ``state`` is running (queued too), done or failed; the wire shows only running.
+    """One long action. ``state`` is running (queued too), done or failed. The wire shows only running.
 
     Arguments are not kept: some are large or secret.
     """
@@ -77,7 +77,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class Tasks:
-    """All tasks of this agent; ``run`` executes them and must run as a root task.
+    """All tasks of this agent. ``run`` executes them and must run as a root task.
 
     Persistent tasks are stored in the file ``journal``.
     """
@@ -143,7 +143,7 @@ class Tasks:
         return self.submit(method, work, task_id=task_id, size=size)
 
     async def resume(self, resumed: Mapping[str, Callable[[bytes], Work]]) -> None:
-        """Queue the persistent tasks of an earlier agent under their old ids; drops unknown ones.
+        """Queue the persistent tasks of an earlier agent under their old ids. Drops unknown ones.
 
         A task that a resuming agent has begun and not ended fails: its request may end each agent.
         """
@@ -186,7 +186,7 @@ class Tasks:
             raise TaskNotFoundError(f"Task with id {task_id} could not be found") from None
 
     def cancel(self, task_id: str) -> None:
-        """Cancel a task; a queued one ends immediately, a finished one stays as it is."""
+        """Cancel a task. A queued one ends immediately, a finished one stays as it is."""
         task = self.find(task_id)
         if task.state != "running":
             return
@@ -202,7 +202,7 @@ class Tasks:
             self.running.progress = progress
 
     async def run(self, failure: Callable[[str, BaseException], str]) -> None:
-        """Run tasks one at a time in order of arrival, endlessly; ``failure`` formats an exception."""
+        """Run tasks one at a time in order of arrival, endlessly. ``failure`` formats an exception."""
         try:
             while True:
                 await self._run_next(failure)

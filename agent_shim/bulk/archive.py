@@ -31,7 +31,7 @@ MAX_BYTES: Final = 20 * 1024**3
 """Limit of an archive, unpacked."""
 MAX_MEMBERS: Final = 1_000_000
 MAX_HEADER_BYTES: Final = 1024 * 1024
-"""Limit of an extended header, which ``tarfile`` reads into memory; real ones hold a path or two."""
+"""Limit of an extended header, which ``tarfile`` reads into memory. Real ones hold a path or two."""
 TIMEOUT_S: Final = 3600.0
 """Time for reading an archive, whose unpacking is a part of it."""
 
@@ -43,17 +43,17 @@ EXTENDED: Final = frozenset(
 LABEL: Final = b"V"
 """GNU's volume label: a name without content."""
 LATEST_S: Final = 2.0**33
-"""Latest time of a member, in seconds since 1970; file systems have no later one."""
+"""Latest time of a member, in seconds since 1970. File systems have no later one."""
 
 _BROKEN: Final[tuple[type[Exception], ...]] = (  # type: ignore[assignment]  # isal's is not typed
     *(ArchiveError, tarfile.TarError, isal_zlib.error, OSError, EOFError),
     *(ValueError, OverflowError, MemoryError, RecursionError),
 )
-"""Exceptions of a broken archive; the last four are those of numbers without sense and of headers without end."""
+"""Exceptions of a broken archive. The last four are those of numbers without sense and of headers without end."""
 
 
 def is_gzip(source: BinaryIO) -> bool:
-    """Return True if a file starts like gzip; rewinds it."""
+    """Return True if a file starts like gzip. Rewinds it."""
     source.seek(0)
     magic = source.read(len(GZIP))
     source.seek(0)
@@ -65,7 +65,7 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
 
     With ``subtree`` the archive holds rendered templates: it must be gzip, and only the content of that directory
     (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links lead to any path, in packages to
-    ``/var/vcap/packages/…``; nothing is ever written through one. Raises ``ArchiveError`` after removing ``into``.
+    ``/var/vcap/packages/…``. Nothing is ever written through one. Raises ``ArchiveError`` after removing ``into``.
     """
     try:
         into.mkdir(mode=0o700)
@@ -86,7 +86,7 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
 
 
 def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
-    """Unpack the members below ``subtree``; True if there are any."""
+    """Unpack the members below ``subtree``. True if there are any."""
     found = not subtree
     with closing(os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         tree = _Tree(fd)
@@ -104,7 +104,7 @@ def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
 
 
 def _below(directory: str, path: str) -> str | None:
-    """Return ``path`` relative to a directory, "" for all and for the directory itself; None outside."""
+    """Return ``path`` relative to a directory, "" for all and for the directory itself. None outside."""
     if not directory:
         return path
     return path[len(directory) + 1 :] if f"{path}/".startswith(f"{directory}/") else None
@@ -132,7 +132,7 @@ def _place(tree: _Tree, member: tarfile.TarInfo, path: str, data: Iterator[bytes
 
 
 class _Blocks:
-    """The stream from which ``tarfile`` reads headers; a defective one is an error.
+    """The stream from which ``tarfile`` reads headers. A defective one is an error.
 
     ``tarfile`` takes most defects after the first header for the end of the archive. Its methods are not overridden:
     which of them it calls for a header differs between security updates of one Python.
@@ -218,7 +218,7 @@ def _data(stream: Any, member: tarfile.TarInfo) -> Iterator[bytes]:
 
 
 def _normalized(name: str) -> str:
-    """Return a path of an archive without empty and ``.`` parts; refuses an absolute one, ``..`` and NUL."""
+    """Return a path of an archive without empty and ``.`` parts. Refuses an absolute one, ``..`` and NUL."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or "\0" in name:
         raise ArchiveError(f"{_quoted(name)}: it does not lie below the archive")

@@ -31,7 +31,7 @@ TRIES: Final = 3
 
 
 class Blobs:
-    """Blobs of one agent; a context manager that closes the HTTP client if one was used."""
+    """Blobs of one agent. A context manager that closes the HTTP client if one was used."""
 
     def __init__(self, store: Blobstore, paths: Paths, timing: Timing = Timing()) -> None:  # noqa: B008 - frozen
         self._store = store
@@ -48,7 +48,7 @@ class Blobs:
 
     @asynccontextmanager
     async def fetched(self, ref: BlobRef) -> AsyncIterator[BinaryIO]:
-        """Yield the blob as an open file with a verified digest; raises ``BlobError`` or ``DigestError``.
+        """Yield the blob as an open file with a verified digest. Raises ``BlobError`` or ``DigestError``.
 
         The file is unnamed, or the one in our own directory: no end of the process leaves a file behind.
         """
@@ -57,7 +57,7 @@ class Blobs:
             yield file
 
     async def put(self, path: Path, signed_url: str, headers: Mapping[str, str]) -> str:
-        """Store a file and return its new id; "" with a signed URL, whose id only the sender knows."""
+        """Store a file and return its new id. "" with a signed URL, whose id only the sender knows."""
         if signed_url:
             with path.open("rb") as source:
                 await self._transfer().upload(signed_url, source, headers)

@@ -1,7 +1,7 @@
 """Copy a directory with GNU tar, as the Go agent migrates a disk (platform/linux_platform.go, MigratePersistentDisk).
 
-The copy has owners, modes, modification times, extended attributes, ACLs, hard links, holes, links and special files;
-only sockets are left out. A copy that was killed begins again. Everything here blocks for as long as the data takes.
+The copy has owners, modes, modification times, extended attributes, ACLs, hard links, holes, links and special files.
+Only sockets are left out. A copy that was killed begins again. Everything here blocks for as long as the data takes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MAX_ATTEMPTS: Final = 3
 """Copies before a source that keeps changing is given up."""
 MAX_TEXT_BYTES: Final = 16384
 SHOWN_CHARS: Final = 200
-"""Characters of a message that are shown of its beginning and of its end; between them are long names."""
+"""Characters of a message that are shown of its beginning and of its end. Between them are long names."""
 
 _TAR: Final = (SETPRIV, "--pdeathsig", "KILL", "tar", "--acls", "--numeric-owner")
 """Ends with this process: the next copy into the same directory may begin at once."""
 _KEPT: Final = [f"--xattrs-include={each}" for each in ("user.*", "trusted.*", "security.capability")]
-"""Extended attributes that are data, beside ACLs; labels given by a mount (SELinux, NFS) are not. They imply the format
+"""Extended attributes that are data, beside ACLs. Labels given by a mount (SELinux, NFS) are not. They imply the format
 of POSIX, which has nanoseconds."""
 _CHANGED: Final = re.compile("changed as we read it|removed before we read it|shrank by")
 """Messages of tar about a file that changed meanwhile."""
@@ -43,7 +43,7 @@ _TOTAL: Final = re.compile("Total bytes written: ([0-9]+)")
 
 
 def mirror(source: Path, target: Path, *, spared: Collection[str] = (), report: Report = ignore) -> None:
-    """Make ``target`` equal to ``source``; all else in it is removed.
+    """Make ``target`` equal to ``source``. All else in it is removed.
 
     Names in ``spared`` are skipped at the top of both. Raises ``HostError`` with the first message of tar.
     """
@@ -76,7 +76,7 @@ def _empty(target: Path, spared: Collection[str]) -> None:
 
 
 def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -> str:
-    """Copy once; return the first message of tar, or ""."""
+    """Copy once. Return the first message of tar, or ""."""
     pack = [*_TAR, *_KEPT, "-C", str(source), "--create", "--sparse", "--atime-preserve=system"]
     pack += ["--warning=no-file-ignored", "--anchored", "--no-wildcards", *(f"--exclude=./{name}" for name in spared)]
     unpack = [*_TAR, *_KEPT, "-C", str(target), "--extract", "--preserve-permissions", "--same-owner"]

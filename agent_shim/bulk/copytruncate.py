@@ -33,7 +33,7 @@ class Moved(NamedTuple):
 def rotate(root: int, path: str, keep: int, most: int) -> Moved:
     """Rotate ``path`` below the directory with descriptor ``root`` and keep ``keep`` archives of it.
 
-    A log with more than ``most`` bytes loses all but that much of its end; the first line of its archive says so. Empty
+    A log with more than ``most`` bytes loses all but that much of its end. The first line of its archive says so. Empty
     files and those that are no longer regular are skipped. Raises ``HostError``, and the file is unchanged then.
 
     Bytes written during the copy are copied too, up to half of ``most``: a faster writer loses the rest. Bytes written
@@ -69,7 +69,7 @@ def _move(directory: int, name: str, source: int, status: os.stat_result, keep: 
 
 
 def _shift(directory: int, name: str, keep: int) -> None:
-    """Make room for a new first archive: rename ``.1.gz`` to ``.2.gz`` and so on up to a gap; remove the oldest."""
+    """Make room for a new first archive: rename ``.1.gz`` to ``.2.gz`` and so on up to a gap. Remove the oldest."""
     last = 0
     while last < keep + MAX_SURPLUS and _is_there(directory, f"{name}.{last + 1}.gz"):
         last += 1

@@ -36,7 +36,7 @@ PATIENCE_S = 120.0
 
 
 class Piece(msgspec.Struct):
-    """One target, unpacked to ``temp``; renamed to ``target.path`` when all are on disk."""
+    """One target, unpacked to ``temp``. Renamed to ``target.path`` when all are on disk."""
 
     target: Target
     temp: Path
@@ -44,7 +44,7 @@ class Piece(msgspec.Struct):
 
 
 async def install(request: Install, temps: list[Path]) -> list[Outcome]:
-    """Install all targets; those of one blob share its transfer.
+    """Install all targets. Those of one blob share its transfer.
 
     The failure of one does not affect the others, unless they would begin ``PATIENCE_S`` later.
     """
@@ -80,7 +80,7 @@ async def _fetch_and_unpack(
 
 
 def _unpack(file: BinaryIO, piece: Piece, owner: str | None) -> None:
-    """Unpack one target to ``piece.temp``; the outcome is in ``piece``."""
+    """Unpack one target to ``piece.temp``. The outcome is in ``piece``."""
     target = piece.target
     try:
         if target.kind == "source":

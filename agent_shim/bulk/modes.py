@@ -15,7 +15,7 @@ DIRECTORY_MODE: Final = {"job": 0o750, "package": 0o755}
 def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
     """Set modes and owners of an unpacked tree as installed (agent/applier/jobs/owner_fix.go).
 
-    In a job ``owner`` owns everything; directories and files below ``bin`` are 0750, other files 0640. In a package
+    In a job ``owner`` owns everything. Directories and files below ``bin`` are 0750, other files 0640. In a package
     only the directory itself gets a mode and an owner.
     """
     if kind != "job":

@@ -41,7 +41,7 @@ BLOCK_BYTES: Final = 512
 PIECE_BYTES: Final = 512 * 1024
 """Part of the archive that is compressed at once."""
 LEVEL: Final = 2
-"""Compression level of isal, 0 to 3: as fast as the disk; 3 is half as fast for one per cent less."""
+"""Compression level of isal, 0 to 3: as fast as the disk. 3 is half as fast for one per cent less."""
 MAX_COMPRESSORS: Final = 2
 """Threads that compress: a third would wait for the one that hashes and writes."""
 
@@ -53,7 +53,7 @@ DEEP_PATH_LEVELS: Final = 8
 """So does a path of so many levels: each is a step of the walk to it."""
 MAX_REMARKS: Final = 1_000
 LIVE_TIMEOUT_S: Final = 1200.0
-"""Time for packing a live tree; after it the rest is left out."""
+"""Time for packing a live tree. After it the rest is left out."""
 MAX_FIXED_BYTES: Final = archive.MAX_BYTES
 """Size of the files of a tree that is not live: no agent would unpack more, and a hole of terabytes keeps a worker for
 hours."""
@@ -74,7 +74,7 @@ def pack(
     becomes ``newest``: new files give the same bytes whenever they are made. Raises ``HostError``, and ``OutputError``
     if ``out`` cannot be written.
 
-    With ``remarks`` the trees are live: other processes write to them. Renamed files are looked up again; a file that
+    With ``remarks`` the trees are live: other processes write to them. Renamed files are looked up again. A file that
     cannot be read, is truncated, or is a link out of its tree is not an error but a line in an entry of this name.
     """
     with ExitStack() as opened:
@@ -101,7 +101,7 @@ class _Root(msgspec.Struct, frozen=True):
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """An entry below a root; ``kind`` is its file type when it was listed."""
+    """An entry below a root. ``kind`` is its file type when it was listed."""
 
     root: _Root
     path: str
@@ -109,7 +109,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     @property
     def directory(self) -> tuple[_Root, str]:
-        """Its directory, by root and path; the root is in itself."""
+        """Its directory, by root and path. The root is in itself."""
         return self.root, self.path.rpartition("/")[0]
 
     def open(self, directory: int) -> tuple[int, os.stat_result]:
@@ -145,7 +145,7 @@ class _Archive:
         return True
 
     def open(self, tree: Tree, opened: ExitStack) -> _Root | None:
-        """Open a tree; None if it is optional and missing."""
+        """Open a tree. None if it is optional and missing."""
         try:
             fd = os.open(tree.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
@@ -167,7 +167,7 @@ class _Archive:
                 yield entry
 
     def _below(self, root: _Root) -> Iterator[_Entry]:
-        """Yield all directories, files and links below ``root``; in live trees, unreadable directories are skipped."""
+        """Yield all directories, files and links below ``root``. In live trees, unreadable directories are skipped."""
         waiting = [""]
         left: dict[str, int] = {}
         while waiting:
@@ -295,7 +295,7 @@ class _Archive:
             self._remarks[name] = f"the last {grown} bytes were written during the read and are not packed"
 
     def _is_known(self, status: os.stat_result) -> bool:
-        """Return True if this file was packed before, unchanged; the time guards against a reused inode number."""
+        """Return True if this file was packed before, unchanged. The time guards against a reused inode number."""
         if not self._is_live:
             return False
         identity = status.st_dev, status.st_ino, status.st_mtime_ns
@@ -304,7 +304,7 @@ class _Archive:
         return known
 
     def _target(self, name: str, entry: _Entry, target: str) -> str:
-        """Return the target of a link as it is written; "" for one that leads out of a live tree."""
+        """Return the target of a link as it is written. "" for one that leads out of a live tree."""
         if not self._is_live:
             return target
         inner = _inner_target(entry, target)
@@ -342,7 +342,7 @@ def _listed(root: _Root, here: str, limit: int) -> list[_Entry]:
 
 
 def _kind(entry: os.DirEntry[str]) -> int:
-    """Return the file type; 0 for FIFOs, sockets and devices."""
+    """Return the file type. 0 for FIFOs, sockets and devices."""
     if entry.is_file(follow_symlinks=False):
         return stat.S_IFREG
     if entry.is_dir(follow_symlinks=False):
@@ -388,7 +388,7 @@ class _Digested(msgspec.Struct):
 class Sink:
     """Output of the archive: through gzip and the digests to the file. A context manager.
 
-    Threads compress and write; an error of one is raised by a later write. Their number does not change the archive.
+    Threads compress and write. An error of one is raised by a later write. Their number does not change the archive.
     """
 
     def __init__(self, out: BinaryIO, *, compressed: bool, newest: int | None) -> None:
@@ -488,7 +488,7 @@ MAX_PATTERN_CHARS: Final = 5_000
 
 
 def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
-    """Return one expression for the paths that any of ``patterns`` matches; raises ``HostError``."""
+    """Return one expression for the paths that any of ``patterns`` matches. Raises ``HostError``."""
     if sum(map(len, patterns)) > MAX_PATTERN_CHARS:
         raise HostError(f"cannot use the patterns: they have more than {MAX_PATTERN_CHARS} characters")
     expressions = [_expression(pattern) for pattern in patterns]

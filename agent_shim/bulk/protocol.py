@@ -42,7 +42,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Install(msgspec.Struct, frozen=True, tag=True):
-    """Fetch and unpack all targets, at most ``parallel`` blobs at once; ``base`` is the root of the file tree."""
+    """Fetch and unpack all targets, at most ``parallel`` blobs at once. ``base`` is the root of the file tree."""
 
     base: str
     store: Blobstore
@@ -74,7 +74,7 @@ class Tree(msgspec.Struct, frozen=True):
     """A directory to pack, with ``prefix`` before its names (ending in ``/`` for a directory).
 
     Without ``patterns`` it is packed completely, with directories, and must exist. With patterns (``**/*.log``, in the
-    doublestar syntax of the Go agent) only files and links that match are packed; a pattern that names a directory
+    doublestar syntax of the Go agent) only files and links that match are packed. A pattern that names a directory
     includes its whole content.
     """
 
@@ -108,7 +108,7 @@ class CopyTree(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Progress of a request: ``uploading`` after packing; counting or copying of a disk, in bytes of its archive."""
+    """Progress of a request: ``uploading`` after packing. Counting or copying of a disk, in bytes of its archive."""
 
     phase: str
     size: int = 0
@@ -116,7 +116,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def share(self) -> float:
-        """Return the completed part of the present phase, 0 to 1; 0 while the total is unknown."""
+        """Return the completed part of the present phase, 0 to 1. 0 while the total is unknown."""
         return self.size / self.size_total if self.size_total else 0.0
 
     def __str__(self) -> str:
@@ -174,7 +174,7 @@ def ignore(_: Progress) -> None:
 
 
 class Work(Protocol):
-    """Executes a request in a worker; raises ``ActionError`` with the worker's error."""
+    """Executes a request in a worker. Raises ``ActionError`` with the worker's error."""
 
     def __call__(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Awaitable[Done]: ...
 
@@ -185,7 +185,7 @@ def scratch(paths: Paths, pid: int) -> Path:
 
 
 def checked_blob_id(blob_id: str) -> str:
-    """Return ``blob_id``; raises ``BlobError`` if it could be a path or an option."""
+    """Return ``blob_id``. Raises ``BlobError`` if it could be a path or an option."""
     is_plain = re.fullmatch(r"[^/\x00-\x1f\x7f.-][^/\x00-\x1f\x7f]*", blob_id) and ".." not in blob_id
     if not is_plain or len(blob_id.encode()) > 255:
         raise BlobError(f"cannot use the blob id {blob_id[:100]!r}: it is not a plain name")

@@ -37,10 +37,10 @@ DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
 
 
 class Provider(Protocol):
-    """A store of blobs; both methods raise ``BlobError`` or ``OSError`` and may be retried."""
+    """A store of blobs. Both methods raise ``BlobError`` or ``OSError`` and may be retried."""
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
-        """Return the content as an open file, after feeding it to ``hasher``; the caller closes it."""
+        """Return the content as an open file, after feeding it to ``hasher``. The caller closes it."""
 
     async def put(self, blob_id: str, path: Path) -> None:
         """Store the content of ``path``, which nothing changes any more, under a new id."""
@@ -52,7 +52,7 @@ def environment(store: Blobstore) -> dict[str, str]:
 
 
 def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -> Provider:
-    """Return the provider that the settings name; ``transfer`` creates the HTTP client on demand."""
+    """Return the provider that the settings name. ``transfer`` creates the HTTP client on demand."""
     match store.provider:
         case "dummy":
             return Dummy()
@@ -183,7 +183,7 @@ class External:
 
 
 async def opened(path: Path, hasher: Hasher) -> BinaryIO:
-    """Open a blob in one of our directories and feed it to ``hasher``; links and directories are refused."""
+    """Open a blob in one of our directories and feed it to ``hasher``. Links and directories are refused."""
     file = open_blob(path)
 
     def feed() -> None:
@@ -221,7 +221,7 @@ class _TlsOptions(msgspec.Struct, frozen=True):
 
 
 def trusted_ca(store: Blobstore) -> str:
-    """Return ``options.tls.cert.ca``; "" without a value of that shape (blobstore_http_client.go)."""
+    """Return ``options.tls.cert.ca``. "" without a value of that shape (blobstore_http_client.go)."""
     try:
         return wire.convert(store.options, _TlsOptions).tls.cert.ca
     except msgspec.ValidationError:
@@ -236,7 +236,7 @@ def _options(store: Blobstore) -> DavOptions:
 
 
 def local_directory(store: Blobstore, paths: Paths) -> Path:
-    """Return the directory of a local blobstore; raises ``BlobError`` without one."""
+    """Return the directory of a local blobstore. Raises ``BlobError`` without one."""
     directory = store.options.get("blobstore_path")
     if directory is None:
         raise BlobError("Validating blobstore: missing blobstore_path")
@@ -250,7 +250,7 @@ def local_directory(store: Blobstore, paths: Paths) -> Path:
 NO_SECRET: Final = frozenset(
     {"endpoint", "host", "region", "bucket_name", "container_name", "account_name", "environment", "storage_class"}
 )
-"""Options whose values may appear in errors; the value of any other may not."""
+"""Options whose values may appear in errors. The value of any other may not."""
 
 MAX_ERROR_CHARS: Final = 1000
 MAX_OUTPUT_BYTES: Final = 1024 * 1024

@@ -22,23 +22,23 @@ from agent_shim.core.digest import Hasher
 from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.host.files import CHUNK_BYTES
 
-with lean_imports.without_authorities():  # aiohttp creates contexts at import; each client here has its own
+with lean_imports.without_authorities():  # aiohttp creates contexts at import. Each client here has its own
     import aiohttp
 from yarl import URL
 
 MAX_REDIRECTS: Final = 10
 RESERVE_BYTES: Final = 64 << 20
-"""Free space of a volume that downloads leave to other programs; only a part of it on a small volume."""
+"""Free space of a volume that downloads leave to other programs. Only a part of it on a small volume."""
 RESERVED_PART: Final = 0.05
 SPACE_CHECK_BYTES: Final = 4 << 20
 """Bytes of a download between two checks of the free space."""
 
 
 class Transfer:
-    """An HTTP client that trusts the CA of the blobstore settings; a context manager, for one worker."""
+    """An HTTP client that trusts the CA of the blobstore settings. A context manager, for one worker."""
 
     def __init__(self, ca: str, timing: Timing, scratch: Path, environment: Mapping[str, str] = os.environ) -> None:
-        """``ca`` is PEM or "" for the authorities of the system; downloads use ``scratch``.
+        """``ca`` is PEM or "" for the authorities of the system. Downloads use ``scratch``.
 
         ``environment`` names the proxies, as ``http_proxy`` and so on.
         """
@@ -61,7 +61,7 @@ class Transfer:
         await self._session.close()
 
     async def download(self, url: str, headers: Mapping[str, str], hasher: Hasher) -> BinaryIO:
-        """Download ``url`` into an unnamed open file and feed it to ``hasher``; raises ``BlobError``."""
+        """Download ``url`` into an unnamed open file and feed it to ``hasher``. Raises ``BlobError``."""
         with self._keeping():
             file = tempfile.TemporaryFile(dir=self._scratch)  # noqa: SIM115 - the caller closes it
         try:
@@ -109,7 +109,7 @@ class Transfer:
             raise LastingError(f"cannot keep the blob in {self._scratch}: {why}") from exc
 
     async def upload(self, url: str, source: BinaryIO, headers: Mapping[str, str] = {}) -> None:
-        """Send the whole file ``source`` in one attempt; raises ``BlobError``."""
+        """Send the whole file ``source`` in one attempt. Raises ``BlobError``."""
         size = os.fstat(source.fileno()).st_size
         # The length is sent first: many stores accept no chunked body.
         wanted = _merged({"Content-Length": str(size), "Expect": "100-continue"}, headers)
@@ -136,7 +136,7 @@ class Transfer:
 
 
 def _merged(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Merge headers; ``given`` wins, in any case of letters."""
+    """Merge headers. ``given`` wins, in any case of letters."""
     return {name.lower(): value for name, value in [*own.items(), *given.items()]}
 
 
@@ -218,7 +218,7 @@ def _host(url: URL) -> str:
 
 
 def _why(exc: BaseException) -> str:
-    """Return the reason without any part of a URL; an unknown error is reported by its type alone."""
+    """Return the reason without any part of a URL. An unknown error is reported by its type alone."""
     match exc:
         case aiohttp.ClientConnectorCertificateError():
             return f"its certificate is not trusted: {getattr(exc.certificate_error, 'verify_message', 'unknown')}"
@@ -237,6 +237,6 @@ def _why(exc: BaseException) -> str:
         case aiohttp.ClientPayloadError():
             return "the body ended too early"
         case OSError(errno=int(code), strerror=str(text)):
-            # asyncio's own texts contain addresses; codes of resolvers are < 0
+            # asyncio's own texts contain addresses. Codes of resolvers are < 0
             return os.strerror(code) if code > 0 else text
     return type(exc).__name__

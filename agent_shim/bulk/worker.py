@@ -2,7 +2,7 @@
 
 ``python -m agent_shim.bulk.worker PARENT`` reads requests from standard input, one line each, executes one after the
 other, and writes the answers to standard output (``bulk.protocol``; the other end is ``bulk.workers``). Expected
-failures are part of the answer; any other ends the worker with a traceback. It removes temporary files when it is
+failures are part of the answer. Any other ends the worker with a traceback. It removes temporary files when it is
 terminated, also at the end of its parent.
 
 Its start delays the action, so each kind of request imports only its own modules.
@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG: Final = 1  # include/uapi/linux/prctl.h
 
 
 def main() -> int:
-    """Execute requests until standard input ends; the exit code is 143 when terminated."""
+    """Execute requests until standard input ends. The exit code is 143 when terminated."""
     become_worker(int(sys.argv[1]))
     while line := sys.stdin.buffer.readline():
         temps: list[Path] = []
@@ -64,7 +64,7 @@ def _send(message: Progress | Done) -> None:
 
 
 async def serve(request: Request, temps: list[Path]) -> Done:
-    """Execute ``request``; add every file to remove afterwards, also on failure, to ``temps``."""
+    """Execute ``request``. Add every file to remove afterwards, also on failure, to ``temps``."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

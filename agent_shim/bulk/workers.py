@@ -1,6 +1,6 @@
 """Worker processes of the agent: each executes one request at a time, and stays for half a minute after it.
 
-Bulk work takes memory and the interpreter; a process of its own returns the memory at its end. A worker that stays
+Bulk work takes memory and the interpreter. A process of its own returns the memory at its end. A worker that stays
 answers a small request in the time of the work alone: its start takes a tenth of a second.
 """
 
@@ -47,7 +47,7 @@ class Workers:
             await self._resting.popitem()[1].end()
 
     async def work(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
-        """Execute ``request``; raises ``ActionError`` with the worker's error.
+        """Execute ``request``. Raises ``ActionError`` with the worker's error.
 
         ``report`` is called with each step of the request. Cancellation ends the worker and its process group.
         """
@@ -86,7 +86,7 @@ async def work(request: Request, *, nice: int = 0, report: Report = ignore) -> D
 
 
 class _Worker:
-    """One worker process, started by the constructor; raises ``ActionError``."""
+    """One worker process, started by the constructor. Raises ``ActionError``."""
 
     def __init__(self, nice: int) -> None:
         self._leaving: asyncio.TimerHandle | None = None
@@ -110,7 +110,7 @@ class _Worker:
         self._socket.setblocking(False)
 
     async def execute(self, request: Request, report: Report) -> Done:
-        """Return the answer to ``request``; raises ``ActionError`` if the worker dies."""
+        """Return the answer to ``request``. Raises ``ActionError`` if the worker dies."""
         loop = asyncio.get_running_loop()
         received = b""
         with suppress(ConnectionError):  # it died: its status tells more
@@ -136,7 +136,7 @@ class _Worker:
         self._leaving = asyncio.get_running_loop().call_later(STAY_S, leave)
 
     def wake(self) -> bool:
-        """Prepare it for a further request; False if it has died meanwhile."""
+        """Prepare it for a further request. False if it has died meanwhile."""
         assert self._leaving is not None
         self._leaving.cancel()
         if not self.process.is_alive:
@@ -168,7 +168,7 @@ def _ending(status: int | None, errors: bytes) -> str:
 
 
 def _tidy(request: Request, pid: int) -> None:
-    """Remove the temporary files of a killed worker; unfinished bundles are removed by their owner."""
+    """Remove the temporary files of a killed worker. Unfinished bundles are removed by their owner."""
     with suppress(HostError):
         if isinstance(request, Get | Pack):
             files.remove_leftovers(Path(request.path))

@@ -29,7 +29,7 @@ def plain(text: str, colour: str) -> str:  # noqa: ARG001 - a Paint
 
 
 def coloured(text: str, colour: str) -> str:
-    """The text between sequences of ECMA-48; unchanged for the colour ""."""
+    """The text between sequences of ECMA-48. Unchanged for the colour ""."""
     return f"\x1b[{CODES[colour]}m{text}\x1b[0m" if colour else text
 
 
@@ -51,7 +51,7 @@ def width(text: str) -> int:
 
 
 def clipped(line: str, columns: int) -> str:
-    """The line, or as much of it as fits with an ellipsis; colours take no room and end with the line."""
+    """The line, or as much of it as fits with an ellipsis. Colours take no room and end with the line."""
     if width(_COLOUR.sub("", line)) <= columns:
         return line
     kept, room = "", columns - 1

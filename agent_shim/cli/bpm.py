@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FAILED = 1
 ANSWER_TIMEOUT_S = 3600.0
-"""Timeout of the agent's answer; a start waits for its hook, a stop for its process."""
+"""Timeout of the agent's answer. A start waits for its hook, a stop for its process."""
 SOCKET = "data/sys/run/agent_shim/control.sock"
 """Path of the socket below the base."""
 
@@ -46,7 +46,7 @@ class UsageError(BpmError):
 
 
 class Flag(NamedTuple):
-    """``--name`` or ``-short``; ``kind`` is "" for a switch, else the name of the value."""
+    """``--name`` or ``-short``. ``kind`` is "" for a switch, else the name of the value."""
 
     name: str
     short: str
@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``bpm``: 0 done, 1 not done; ``run`` ends with the exit code of the process."""
+    """``bpm``: 0 done, 1 not done. ``run`` ends with the exit code of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     base = os.environ.get("BPM_BOSH_ROOT") or "/var/vcap"
     try:
@@ -336,7 +336,7 @@ def _shell(call: Call) -> int:
 
 
 def _run(call: Call) -> int:
-    """Print the logs of the process until it ends; a signal ends the process."""
+    """Print the logs of the process until it ends. A signal ends the process."""
     import contextlib
     import signal
     import threading

@@ -1,6 +1,6 @@
 """``agent-shim check``: validate configuration files without regard to this machine.
 
-Users, paths and modes do not matter; a ``depends on`` target that no given file defines is a warning: another job's.
+Users, paths and modes do not matter. A ``depends on`` target that no given file defines is a warning: another job's.
 Two mistakes do not keep the daemon from starting: a program that is no absolute path, as in ``start progam "/x"``, and
 an unknown key of agent.json, which an older version than its author's ignores with a warning.
 """
@@ -31,7 +31,7 @@ WRONG: Final = 78
 
 
 def kind_of(name: str) -> str:
-    """The kind of a file by its base name; "" if the name is ambiguous."""
+    """The kind of a file by its base name. "" if the name is ambiguous."""
     if name == "monit" or name.endswith((".monit", ".monitrc")):
         return "monit"
     if name == "bpm.yml" or name.endswith(".bpm.yml"):
@@ -42,10 +42,10 @@ def kind_of(name: str) -> str:
 
 
 def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_strict: bool = False) -> int:
-    """Check each file, as ``kind`` or as its name says; return the exit code of the worst.
+    """Check each file, as ``kind`` or as its name says. Return the exit code of the worst.
 
     With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``. With ``is_strict`` statements and
-    keys without effect are mistakes; unknown keys of agent.json always are.
+    keys without effect are mistakes. Unknown keys of agent.json always are.
     """
     reports = [_Report(path, kind or kind_of(path.name)) for path in files]
     unknown = [report.file for report in reports if not report.kind]

@@ -1,4 +1,4 @@
-"""The commands behind ``agent-shim`` and ``bosh-agent``; each imports what it needs when it runs."""
+"""The commands behind ``agent-shim`` and ``bosh-agent``. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The grammar of ``agent-shim``; ``run`` of the parsed arguments is the command's function."""
+    """The grammar of ``agent-shim``. ``run`` of the parsed arguments is the command's function."""
     top = Parser(
         prog="agent-shim",
         description="A BOSH agent and process supervisor for containers and pods.",
@@ -362,7 +362,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _daemon(program: str, args: argparse.Namespace, *options: Any) -> int:
-    """Run the daemon; print its error and return the exit code."""
+    """Run the daemon. Print its error and return the exit code."""
     try:
         from agent_shim.daemon import main as daemon
 
@@ -398,7 +398,7 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
-    """End with an error of usage unless the action takes these arguments; over the bus surplus ones are ignored."""
+    """End with an error of usage unless the action takes these arguments. Over the bus surplus ones are ignored."""
     from agent_shim.actions import dispatch
     from agent_shim.daemon import runtime  # noqa: F401 - importing registers the actions
 
@@ -549,7 +549,7 @@ def _logs(args: argparse.Namespace) -> int:
 
     def show(line: tail.Line) -> None:
         prefix = "" if args.agent else f"{paint(safetext.line(f'{line.job}/{line.file} |'), 'faint')} "
-        # A terminal would execute escape sequences; a pipe or file gets the original bytes.
+        # A terminal would execute escape sequences. A pipe or file gets the original bytes.
         text = safetext.lines(line.text).encode() if is_terminal else line.raw
         sys.stdout.buffer.write(prefix.encode() + text + b"\n")
         if args.follow:

@@ -40,7 +40,7 @@ FAILED: Final = 1
 INTERRUPTED: Final = 128 + signal.SIGINT
 
 _LONG_FLAG: Final = re.compile(r"^-(?=[a-z]{2})")
-"""The one dash of a flag such as ``-output-directory``; Go's package flag takes one or two."""
+"""The one dash of a flag such as ``-output-directory``. Go's package flag takes one or two."""
 
 DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's; the file there is made under a random name, then renamed
 
@@ -111,7 +111,7 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
 
 @dataclass(slots=True)
 class _Release:
-    """The compilation of one release; ``_sources`` and ``_results`` are its files in ``data/blobs``, by package."""
+    """The compilation of one release. ``_sources`` and ``_results`` are its files in ``data/blobs``, by package."""
 
     tarball: Path
     output: Path

@@ -9,7 +9,7 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command of this name, by default ``agent-shim``; return its exit code (listed in docs/commands.md)."""
+    """Run the command of this name, by default ``agent-shim``. Return its exit code (listed in docs/commands.md)."""
     name = sys.argv[0].rpartition("/")[2] if argv is None else ""
     words = sys.argv[1:] if argv is None else argv
     if name == "bpm":

@@ -44,7 +44,7 @@ CHANGES: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 
 
 class MonitError(Exception):
-    """A message after the name of the command; the exit code is 1."""
+    """A message after the name of the command. The exit code is 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``monit``: return 0 on success, and for a status without an agent; 1 on failure."""
+    """``monit``: return 0 on success, and for a status without an agent. 1 on failure."""
     name = Path(sys.argv[0]).name
     try:
         given, words = _options(list(sys.argv[1:] if argv is None else argv))
@@ -111,7 +111,7 @@ def _act(command: Command, action: str) -> int:
     match action:
         case "summary" | "status":
             return _show(command)
-        case "reload":  # our agent reads files only from the Director; alone in monit's place it reads them again
+        case "reload":  # our agent reads files only from the Director. Alone in monit's place it reads them again
             _need(command, "reload")
             print("Reinitializing monit daemon", file=sys.stderr)
             return 0
@@ -124,7 +124,7 @@ def _act(command: Command, action: str) -> int:
                 return _daemon(command)
             print(f"{command.name} daemon at {_need(command, 'show')['pid']} awakened", file=sys.stderr)
             return 0
-        case "quit":  # unmonitors all services, the effect of an ended monit; the agent itself keeps running
+        case "quit":  # unmonitors all services, the effect of an ended monit. The agent itself keeps running
             print(f"monit daemon with pid [{_need(command, 'quit')['pid']}] killed")
             return 0
     raise MonitError(f"invalid argument -- {action}  (-h will show valid arguments)")
@@ -150,7 +150,7 @@ def _daemon(command: Command) -> int:
 
 
 def _require_control_file(command: Command) -> None:
-    """Raise ``MonitError`` for ``-c`` with a missing file; the file of a stemcell stands for the agent."""
+    """Raise ``MonitError`` for ``-c`` with a missing file. The file of a stemcell stands for the agent."""
     given = command.options.get("-c", "")
     if given and Path(given) != _control_file(command) and not Path(given).exists():
         raise MonitError(f"Cannot stat the control file '{given}' -- No such file or directory")
@@ -180,7 +180,7 @@ def _not_owned(command: Command) -> MonitError:
 
 
 def _change(command: Command, action: str) -> int:
-    """Request an action without output; returns when the agent has accepted it, not at its end."""
+    """Request an action without output. Returns when the agent has accepted it, not at its end."""
     names = command.words[1:2]
     if not names and not command.group:
         raise MonitError(f"please specify the configured service name or 'all' after {action}")
@@ -196,7 +196,7 @@ def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str,
 
 
 def _validate(command: Command) -> int:
-    """Print the failing services; return 0 if one is missing, of another type or silent, else 1, as monit 5.2.5."""
+    """Print the failing services. Return 0 if one is missing, of another type or silent, else 1, as monit 5.2.5."""
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
     for service in wrong:
         print(safetext.line(f"'{service['name']}' {service['reason'] or 'process is not running'}"), file=sys.stderr)

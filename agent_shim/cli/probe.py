@@ -9,14 +9,14 @@ import socket
 import sys
 
 SOCKET = "data/sys/run/agent_shim/control.sock"
-"""``paths.Paths.control_socket`` below the base; a test compares both."""
+"""``paths.Paths.control_socket`` below the base. A test compares both."""
 ANSWER_TIMEOUT_S = 10.0
 """Timeout of the answer: an event loop blocked for longer counts as dead."""
 NO, NO_AGENT = 1, 69
 
 
 def read(words: list[str]) -> tuple[str, str] | None:
-    """Kind and base of a probe in the usual form of manifests; None for any other form, left to the full parser."""
+    """Kind and base of a probe in the usual form of manifests. None for any other form, left to the full parser."""
     match words:
         case ["live" | "ready" as kind]:
             return kind, "/var/vcap"
@@ -26,7 +26,7 @@ def read(words: list[str]) -> tuple[str, str] | None:
 
 
 def main(question: tuple[str, str]) -> int:
-    """Print the reason; return 0 for yes, 1 for no, 69 without an answer."""
+    """Print the reason. Return 0 for yes, 1 for no, 69 without an answer."""
     kind, base = question
     path = f"{base}/{SOCKET}"
     try:

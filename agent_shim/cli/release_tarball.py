@@ -34,7 +34,7 @@ MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """The first members of each part in release.MF; ``sha1`` is a digest string of its tarball."""
+    """The first members of each part in release.MF. ``sha1`` is a digest string of its tarball."""
 
     name: str = ""
     version: str = ""
@@ -49,13 +49,13 @@ class Job(_Part, frozen=True):
 
 
 class SourcePackage(_Part, frozen=True):
-    """A package in release.MF; ``dependencies`` are names."""
+    """A package in release.MF. ``dependencies`` are names."""
 
     dependencies: list[str] = []
 
 
 class CompiledPackage(_Part, frozen=True):
-    """A compiled package in release.MF; ``stemcell`` is ``OS-CODENAME/VERSION``."""
+    """A compiled package in release.MF. ``stemcell`` is ``OS-CODENAME/VERSION``."""
 
     stemcell: str = ""
     dependencies: list[str] = []
@@ -164,7 +164,7 @@ def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
 
 
 def extract_packages(tarball: Path, manifest: Manifest, directory: Path) -> Iterator[tuple[str, Path]]:
-    """Copy the tarball of each package of ``manifest`` to ``directory/NAME.tgz``; yields its name and that path.
+    """Copy the tarball of each package of ``manifest`` to ``directory/NAME.tgz``. Yields its name and that path.
 
     Raises ``ArchiveError`` or ``DigestError`` for a package that is not in the manifest, missing, or of another digest.
     """
@@ -213,7 +213,7 @@ def compiled_manifest(source: Manifest, packages: list[CompiledPackage]) -> Mani
 
 
 def render_manifest(manifest: Manifest) -> bytes:
-    """release.MF as YAML; lists of jobs and packages without elements, and no license, are left out."""
+    """release.MF as YAML. Lists of jobs and packages without elements, and no license, are left out."""
     optional = ("jobs", "packages", "compiled_packages", "license")
     document = {name: value for name, value in msgspec.to_builtins(manifest).items() if value or name not in optional}
     text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
@@ -223,7 +223,7 @@ def render_manifest(manifest: Manifest) -> bytes:
 def write_compiled(tarball: Path, into: Path, manifest: Manifest, packages: Mapping[str, Path]) -> None:
     """Write the release ``tarball`` to ``into`` with ``manifest`` and the compiled ``packages``, in their order.
 
-    Entries keep their order; compiled packages replace the sources in place. ``into`` is complete or absent.
+    Entries keep their order. Compiled packages replace the sources in place. ``into`` is complete or absent.
     """
     with (
         _opened(tarball) as source,

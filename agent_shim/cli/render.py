@@ -1,7 +1,7 @@
 """``agent-shim render``: evaluate the templates of an instance group without a Director, for ``AgentShim.spec``.
 
 The manifest describes a deployment and has all variables filled (``bosh interpolate``). Releases are directories with
-``jobs``, or tarballs; packages of compiled tarballs are unpacked, too. Ruby evaluates the templates (``render.rb``). A
+``jobs``, or tarballs. Packages of compiled tarballs are unpacked, too. Ruby evaluates the templates (``render.rb``). A
 link has the values that ``consumes`` of the manifest gives it: only a Director finds others.
 """
 
@@ -147,7 +147,7 @@ def _write(home: Path, files: Mapping[str, str]) -> None:
 
 
 def _unpacked(release: Path, scratch: Path) -> Path:
-    """Return the directory of a release; jobs of a tarball are tarballs themselves."""
+    """Return the directory of a release. Jobs of a tarball are tarballs themselves."""
     if release.is_dir():
         return release
     _unpack(release, scratch)

@@ -17,13 +17,13 @@ _COLOURS: Final = {
     **dict.fromkeys(("failing", "broken", "down", "stuck"), "wrong"),
     **dict.fromkeys(("stopped", "unmonitored"), "faint"),
 }
-"""Colours of states, the Director's and the agent's; other states have none."""
+"""Colours of states, the Director's and the agent's. Other states have none."""
 
 
 def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines: int = 0) -> str:
     """Header lines and a table of processes, failing ones first, from the control socket's answer to ``status``.
 
-    Reasons and warnings are wrapped, other lines clipped to the ``columns`` and ``lines`` of a terminal; 0 is no limit.
+    Reasons and warnings are wrapped, other lines clipped to the ``columns`` and ``lines`` of a terminal. 0 is no limit.
     """
     page = [
         f"{paint(f'{label:<11}', 'faint')}{text}"
@@ -40,7 +40,7 @@ def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines
 
 
 def _wrapped(text: str, columns: int, indent: str = "  ") -> list[str]:
-    """Break a text at words into lines of ``columns``; 0 is no limit."""
+    """Break a text at words into lines of ``columns``. 0 is no limit."""
     if not columns:
         return [f"{indent}{text}"]
     return textwrap.wrap(text, max(columns, 20), initial_indent=indent, subsequent_indent=indent)
@@ -76,7 +76,7 @@ def _moment(stamp: float) -> str:
 
 
 def shown_state(process: dict[str, Any]) -> str:
-    """The agent's state, which has more words than the Director's; ``failing`` if a check fails."""
+    """The agent's state, which has more words than the Director's. ``failing`` if a check fails."""
     return "failing" if process["state"] == "failing" and process["phase"] == "running" else str(process["phase"])
 
 
@@ -112,7 +112,7 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
 
 
 def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
-    """Memory, processors and disks in two lines; unavailable figures are omitted."""
+    """Memory, processors and disks in two lines. Unavailable figures are omitted."""
     parts = []
     if memory := vitals.get("mem"):
         parts.append(f"memory {_share(memory['percent'], paint)} ({size(int(memory['kb']))})")
@@ -166,7 +166,7 @@ def isolation(found: dict[str, Any]) -> str:
     level = {1: "namespaces of their own", 2: "Landlock rules", 3: "none for files"}[found["level"]]
     memory = "cgroups" if found["memory"] else "a watchdog"
     why = f" ({found['obstacle']})" if found["obstacle"] else ""
-    # Without a mount namespace /tmp is shared; only TMPDIR is the job's own.
+    # Without a mount namespace /tmp is shared. Only TMPDIR is the job's own.
     temporary = "" if found["level"] == 1 else "; /tmp is shared by all jobs"
     return f"level {found['level']} for bpm.yml: {level}{why}; memory limits by {memory}{temporary}"
 

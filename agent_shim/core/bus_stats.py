@@ -27,7 +27,7 @@ class Stats(msgspec.Struct):
     denied: int = 0
     """Messages refused by the server for lack of permission, and callers refused by the agent."""
     last_error: str = ""
-    """Reason for a missing connection, or the last problem on it; "" without a problem."""
+    """Reason for a missing connection, or the last problem on it. "" without a problem."""
 
     @property
     def reconnects(self) -> int:

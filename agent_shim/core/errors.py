@@ -1,6 +1,6 @@
 """Exceptions, one class for each kind that is caught.
 
-Texts read ``cannot X: why`` and name thing and place; those that a Director compares (the Go agent's) are kept exactly.
+Texts read ``cannot X: why`` and name thing and place. Those that a Director compares (the Go agent's) are kept exactly.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class ShimError(Exception):
-    """Any deliberate error; ``exit_code`` is that of a command that ends with it."""
+    """Any deliberate error. ``exit_code`` is that of a command that ends with it."""
 
     exit_code = 70
 
@@ -22,7 +22,7 @@ class ConfigError(ShimError):
 
 
 class SettingsError(ConfigError):
-    """The settings of the CPI cannot be used; the text names the JSON path."""
+    """The settings of the CPI cannot be used. The text names the JSON path."""
 
 
 class NotThereError(ShimError):
@@ -58,7 +58,7 @@ class NoAgentError(ShimError):
 
 
 class ActionError(ShimError):
-    """An action failed; the text goes to the Director inside ``exception.message``."""
+    """An action failed. The text goes to the Director inside ``exception.message``."""
 
 
 class BadArgumentsError(ActionError):
@@ -78,7 +78,7 @@ class DigestError(ActionError):
 
 
 class ArchiveError(ActionError):
-    """An archive is invalid or hostile; none of it was unpacked."""
+    """An archive is invalid or hostile. None of it was unpacked."""
 
 
 class BlobError(ActionError):

@@ -1,4 +1,4 @@
-"""Restart crashed endless tasks: log, count, back off; other tasks are not affected."""
+"""Restart crashed endless tasks: log, count, back off. Other tasks are not affected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 60.0
-"""Maximum pause before a restart; each pause is twice the one before. A run of this length resets it."""
+"""Maximum pause before a restart. Each pause is twice the one before. A run of this length resets it."""
 FAILURE_PERIOD_S: Final = 60.0
 MAX_FAILURES: Final = 5
 """Failures within ``FAILURE_PERIOD_S`` above which a vital task raises its error."""

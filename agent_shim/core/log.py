@@ -28,7 +28,7 @@ from agent_shim.core.errors import HostError, ShimError
 logger = logging.getLogger(__name__)
 
 LARGEST: Final = 10_000_000
-"""Size at which a log file is rotated; one older file is kept."""
+"""Size at which a log file is rotated. One older file is kept."""
 
 MAX_WAITING_BYTES: Final = 2 * 1024 * 1024
 """Bound of the lines that wait for a reader of stderr."""
@@ -46,7 +46,7 @@ _SECRETS: Final = (
 
 
 def redacted(text: str) -> str:
-    """Remove secrets from a text; a safety net, as no secret should be logged."""
+    """Remove secrets from a text. A safety net, as no secret should be logged."""
     if "?" in text or "://" in text or "-----BEGIN " in text:  # each has one of these, most lines have none
         for pattern in _SECRETS:
             text = pattern.sub("<redacted>", text)
@@ -111,7 +111,7 @@ class _Json(logging.Formatter):
 
 
 class _File(logging.handlers.RotatingFileHandler):
-    """A file that follows no link; a large one is renamed and kept for a while.
+    """A file that follows no link. A large one is renamed and kept for a while.
 
     Failed writes (a full disk, a missing directory) are ignored: standard error has the line too.
     """
@@ -192,7 +192,7 @@ def is_json(form: str) -> bool:
 
 
 def turn(steps: int) -> None:
-    """Log more (``steps`` below 0) or less; errors are always logged."""
+    """Log more (``steps`` below 0) or less. Errors are always logged."""
     root = logging.getLogger()
     names = [name.upper() for name in LEVELS]
     now = names.index(logging.getLevelName(root.level))
@@ -219,7 +219,7 @@ def _is_svlogds(directory: Path) -> bool:
 
 
 def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> None:
-    """Send all logging to stderr and, if given, to ``file``; ``form`` is json, text or "" (``is_json``).
+    """Send all logging to stderr and, if given, to ``file``. ``form`` is json, text or "" (``is_json``).
 
     Not to ``file`` where a svlogd writes our stderr into its directory, as on a stemcell with runit.
     """

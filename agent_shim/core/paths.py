@@ -1,7 +1,7 @@
 """The file tree of an agent as one value.
 
 ``Paths()`` is the tree of a BOSH machine. ``Paths(DIR)`` moves all of it below ``DIR``, which takes the place of
-``/var/vcap``; files in ``/etc`` move to ``DIR/etc``, so nothing outside ``DIR`` is written, and no file of the real
+``/var/vcap``. Files in ``/etc`` move to ``DIR/etc``, so nothing outside ``DIR`` is written, and no file of the real
 ``/var/vcap`` is read. Names and locations are
 those of the Go agent (settings/directories/directories_provider.go).
 """

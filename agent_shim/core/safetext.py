@@ -18,7 +18,7 @@ def line(text: str) -> str:
 
 
 def lines(text: str) -> str:
-    """Escape a text of several lines; line breaks and tabs stay."""
+    """Escape a text of several lines. Line breaks and tabs stay."""
     return text if text.isprintable() else _escaped(text, "\n\t")
 
 

@@ -1,7 +1,7 @@
 """Types, precedence and errors of agent.json and of the settings that a CPI writes. Pure.
 
 Field names and precedence follow the Go agent (app/config.go, settings/settings.go, settings/update_settings.go).
-Unused keys are ignored; null means absent.
+Unused keys are ignored. Null means absent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CPI_SETTINGS: Final = (
     Path("/var/vcap/bosh/instance_settings.json"),
     Path("/var/vcap/bosh/settings-source-file/config.json"),
 )
-"""Settings files of container CPIs; all CPIs but those of Kubernetes write the first."""
+"""Settings files of container CPIs. All CPIs but those of Kubernetes write the first."""
 MAX_MISTAKES: Final = 20
 """Mistakes of a document in its error."""
 _PORT: Final = "(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
@@ -44,7 +44,7 @@ Level = Annotated[
 
 
 class Source(msgspec.Struct, frozen=True, rename="pascal"):
-    """One element of ``Infrastructure.Settings.Sources``; only the type ``File`` has a meaning in a container."""
+    """One element of ``Infrastructure.Settings.Sources``. Only the type ``File`` has a meaning in a container."""
 
     type: str
     settings_path: str = ""
@@ -71,7 +71,7 @@ class BpmOptions(msgspec.Struct, frozen=True):
 
 
 class MonitOptions(msgspec.Struct, frozen=True):
-    """Ports of monit's API and of the Go agent's mail server for monit; a value is ``ADDR:PORT`` or ``off``.
+    """Ports of monit's API and of the Go agent's mail server for monit. A value is ``ADDR:PORT`` or ``off``.
 
     Empty means the port of monit on the real tree, and off below another base directory.
     """
@@ -83,11 +83,11 @@ class MonitOptions(msgspec.Struct, frozen=True):
 
 
 class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
-    """Rotation of the logs of jobs; sizes as in logrotate (``50M``). ``rotate`` false disables it."""
+    """Rotation of the logs of jobs. Sizes as in logrotate (``50M``). ``rotate`` false disables it."""
 
     rotate: bool = True
     size: Size = "50M"
-    """Maximum size of a file; ``properties.logging.max_log_file_size`` from the Director takes precedence."""
+    """Maximum size of a file. ``properties.logging.max_log_file_size`` from the Director takes precedence."""
     keep: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 7
     total: Size = "1G"
     """Maximum size of all archives together."""
@@ -103,7 +103,7 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     log_format: Annotated[str, msgspec.Meta(pattern=r"\A(?:json|text)?\Z", description="json or text")] = ""
     log_level: Level = "info"
     grace: Annotated[float, msgspec.Meta(ge=0)] = 30.0
-    """Seconds for the orderly stop of all jobs; less than the pod's terminationGracePeriodSeconds."""
+    """Seconds for the orderly stop of all jobs. Less than the pod's terminationGracePeriodSeconds."""
     spec: str = ""
     """Directory of rendered jobs and packages to deploy without a Director."""
     firewall: bool = True
@@ -117,7 +117,7 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class AgentConfig(msgspec.Struct, frozen=True):
-    """Content of agent.json; its ``Platform`` part configures disks and networks of machines and is ignored."""
+    """Content of agent.json. Its ``Platform`` part configures disks and networks of machines and is ignored."""
 
     infrastructure: Infrastructure = msgspec.field(default=Infrastructure(), name="Infrastructure")
     shim: ShimOptions = msgspec.field(default=ShimOptions(), name="AgentShim")
@@ -140,9 +140,9 @@ _OF_THE_GO_AGENT: Final = frozenset({"platform", "infrastructure"})
 
 
 def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -> AgentConfig:
-    """Read agent.json; ``origin`` names it in errors, which list all mistakes.
+    """Read agent.json. ``origin`` names it in errors, which list all mistakes.
 
-    ``unknown`` gets a line for each unknown key of the file and of ``AgentShim``; other parts belong to the Go agent.
+    ``unknown`` gets a line for each unknown key of the file and of ``AgentShim``. Other parts belong to the Go agent.
     """
     try:
         document = wire.decode_json(raw)
@@ -190,13 +190,13 @@ class TmpfsDir(msgspec.Struct, frozen=True):
 
 
 class RunDir(TmpfsDir, frozen=True):
-    """The tmpfs of the run directory; the Go agent always mounts it, and reads only its size."""
+    """The tmpfs of the run directory. The Go agent always mounts it, and reads only its size."""
 
     tmpfs: Lenient[bool] = False
 
 
 class AgentSettings(msgspec.Struct, frozen=True):
-    """``env.bosh.agent.settings``; ``settling_time`` is an extension."""
+    """``env.bosh.agent.settings``. ``settling_time`` is an extension."""
 
     tmpfs: bool = False
     settling_time: Lenient[Annotated[float, msgspec.Meta(ge=0, le=3600)]] = 0.0
@@ -294,7 +294,7 @@ class DiskAssociation(msgspec.Struct, frozen=True):
 
 
 class UpdateSettings(msgspec.Struct, frozen=True):
-    """Settings from ``update_settings`` (settings/update_settings.go); the stored file has all members."""
+    """Settings from ``update_settings`` (settings/update_settings.go). The stored file has all members."""
 
     blobstores: list[Blobstore] | None = None
     disk_associations: list[DiskAssociation] = []
@@ -389,7 +389,7 @@ class Mbus(msgspec.Struct, frozen=True):
 
     @property
     def scheme(self) -> str:
-        """``nats``, ``https`` or "" without a bus; the first address decides (mbus/handler_provider.go)."""
+        """``nats``, ``https`` or "" without a bus. The first address decides (mbus/handler_provider.go)."""
         return self.urls[0].partition("://")[0] if self.urls else ""
 
 
@@ -454,7 +454,7 @@ class Effective(msgspec.Struct, frozen=True):
 
 
 def bus_address(url: str) -> SplitResult:
-    """Split an address of the bus; an invalid one has empty parts and the port None.
+    """Split an address of the bus. An invalid one has empty parts and the port None.
 
     If the password has a character that ends it early, the rest would be taken for host and port: it is invalid.
     """

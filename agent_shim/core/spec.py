@@ -24,7 +24,7 @@ class Template(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """The instance group; ``templates`` are its jobs, the first of which names ``template`` and ``version``."""
+    """The instance group. ``templates`` are its jobs, the first of which names ``template`` and ``version``."""
 
     name: str | None = None
     release: str = ""
@@ -70,7 +70,7 @@ class Properties(msgspec.Struct, frozen=True):
 
 
 class ApplySpec(msgspec.Struct, frozen=True):
-    """The stored form; its members, in this order, open the value of ``get_state``."""
+    """The stored form. Its members, in this order, open the value of ``get_state``."""
 
     properties: Properties = Properties()
     job: Job = Job()

@@ -1,6 +1,6 @@
 """Codec of the envelope: bytes of a request to values, values to bytes of a reply. Pure.
 
-Shapes and limits are the Go agent's (handler/request.go, handler/perform_handler_with_json.go); the leniency towards
+Shapes and limits are the Go agent's (handler/request.go, handler/perform_handler_with_json.go). The leniency towards
 nulls and the case of member names is that of Go's encoding/json, on which callers may rely.
 """
 
@@ -26,13 +26,13 @@ Lenient = Annotated[T, msgspec.Meta(extra={"lenient": True})]
 Internal = Annotated[T, msgspec.Meta(extra={"internal": True})]
 """A member that documents cannot set."""
 DigestText = Annotated[str, msgspec.Meta(extra={"digest": True})]
-"""A digest string; one that cannot be parsed has a wrong type. As in the Go agent, null means the digest ``null``."""
+"""A digest string. One that cannot be parsed has a wrong type. As in the Go agent, null means the digest ``null``."""
 INT64: Final = msgspec.Meta(ge=-(2**63), le=2**63 - 1)
 UINT64: Final = msgspec.Meta(ge=0, extra={"most": 2**64 - 1})
-"""Ranges of Go's integers; msgspec compares only with signed 64-bit numbers."""
+"""Ranges of Go's integers. msgspec compares only with signed 64-bit numbers."""
 
 MAX_REPLY_BYTES: Final = 1024 * 1024
-"""Size of a reply over NATS; a longer one is cut or replaced (mbus/nats_handler.go)."""
+"""Size of a reply over NATS. A longer one is cut or replaced (mbus/nats_handler.go)."""
 
 TRUNCATED: Final = "\n...[truncated]...\n"
 TOO_LONG: Final = "Response exceeded maximum allowed length"
@@ -53,7 +53,7 @@ class RequestError(ValueError):
 
 
 def decode_request(data: bytes) -> Request:
-    """Read a request; ``null`` and missing members are their zero values, member names match in any case."""
+    """Read a request. ``null`` and missing members are their zero values, member names match in any case."""
     try:
         document = decode_json(data)
         return convert({} if document is None else document, Request)
@@ -64,17 +64,17 @@ def decode_request(data: bytes) -> Request:
 # --- JSON as Go reads it ----------------------------------------------------------------------------------------------
 
 MAX_VALUES: Final = 500_000
-"""Bound of the commas and opening brackets of a document, in its texts too. Decoding holds the interpreter; the DNS
+"""Bound of the commas and opening brackets of a document, in its texts too. Decoding holds the interpreter. The DNS
 records of ten thousand instances need half."""
 MAX_DEPTH: Final = 400
-"""Levels of a document; a Director's have 100 at most (``max_nesting`` of Ruby's JSON)."""
+"""Levels of a document. A Director's have 100 at most (``max_nesting`` of Ruby's JSON)."""
 TOLERATED_BYTES: Final = 64 * 1024
 """Size up to which defects are tolerated as in Go: the repair of a megabyte takes a second."""
 _BEFORE_VALUES: Final = b"[{,"
 """A document has at least as many of these, in its texts too, as values, but for one."""
 
 _ESCAPE: Final = r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|(?s:.))"
-"""One escape of a string; a lone surrogate has the length of ``\\ud800``."""
+"""One escape of a string. A lone surrogate has the length of ``\\ud800``."""
 _DECODER: Final = msgspec.json.Decoder(float_hook=float)
 """Python reads an exponent twenty times faster than msgspec, with which a megabyte of ``1e308`` takes 1.7 s."""
 _MAX_INTEGER_DIGITS: Final = 100
@@ -162,7 +162,7 @@ def encode_value(value: Any, *, limit: int | None = None) -> bytes:
 
 
 def encode_exception(message: str, *, limit: int | None = None) -> bytes:
-    """Return ``{"exception": {"message": …}}``; a message too long for ``limit`` bytes keeps its head and its tail."""
+    """Return ``{"exception": {"message": …}}``. A message too long for ``limit`` bytes keeps its head and its tail."""
     reply = _exception(message)
     if limit is None or len(reply) <= limit:
         return reply
@@ -226,7 +226,7 @@ def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
 
 
 def _members(value: dict[str, Any], wanted: type[msgspec.Struct], ignored: list[str]) -> dict[str, Any]:
-    """Return the members of ``value`` under their names in ``wanted``; the last of two spellings counts."""
+    """Return the members of ``value`` under their names in ``wanted``. The last of two spellings counts."""
     fields = _fields(wanted)
     members = {}
     for name, member in value.items():

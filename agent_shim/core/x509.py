@@ -54,7 +54,7 @@ def validity(pem: str) -> Validity:
 
 
 def validities(pem: str) -> list[Validity]:
-    """Return the validity of all certificates in ``pem``, in order; unreadable ones are skipped."""
+    """Return the validity of all certificates in ``pem``, in order. Unreadable ones are skipped."""
     found = []
     for block in blocks(pem):
         with suppress(ValueError):

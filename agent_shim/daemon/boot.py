@@ -1,6 +1,6 @@
 """The boot: named idempotent steps, each timed and logged with its outcome or the reason it was skipped.
 
-Order and modes are those of the Go agent (agent/bootstrap.go, platform/linux_platform.go); steps that
+Order and modes are those of the Go agent (agent/bootstrap.go, platform/linux_platform.go). Steps that
 configure machines (interfaces, partitions, mounts over system directories) are omitted in a container.
 """
 
@@ -56,7 +56,7 @@ Run = Callable[[], Awaitable[str | None]]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One idempotent action; only a ``vital`` one may stop the boot.
+    """One idempotent action. Only a ``vital`` one may stop the boot.
 
     A ``late`` step is required neither by the bus nor by a request: it runs in parallel with the connection.
     """
@@ -224,7 +224,7 @@ async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 
 
 def _mount_tmpfs(path: Path, size: str, shim_run: Path) -> None:
-    """Mount a tmpfs on a directory that is no mount yet; the agent's own run files stay visible."""
+    """Mount a tmpfs on a directory that is no mount yet. The agent's own run files stay visible."""
     if mounts.is_mount_point(path):
         return
     with closing(os.open(shim_run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as held:
@@ -262,7 +262,7 @@ async def _write_monit_user(paths: Paths, password: str) -> str | None:
 
 
 async def _restore_instance(agent: Agent) -> str | None:
-    """Load the spec; restore its links and instance files on a new root file system."""
+    """Load the spec. Restore its links and instance files on a new root file system."""
     spec = await agent.spec.load()
     if not agent.state_backup.root_is_new:
         return "the root file system is the old one"

@@ -3,7 +3,7 @@
 | ending | cause | the bus |
 |---|---|---|
 | orderly stop | the container ends | the Director is answered until the end |
-| shutdown | the Director deletes the instance | left once the jobs are stopped; a restarted agent stays idle |
+| shutdown | the Director deletes the instance | left once the jobs are stopped. A restarted agent stays idle |
 | takeover stop | another agent has taken a volume | left at once |
 """
 
@@ -43,7 +43,7 @@ class Endings:
         self._ending: asyncio.Task[None] | None = None
 
     def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
-        """Stop all jobs in order, once; refuse all later changes of the machine."""
+        """Stop all jobs in order, once. Refuse all later changes of the machine."""
         if self.orderly_stop is None or self._ending is None:
             self.phase = self._dispatcher.refusing = STOPPING_IN_ORDER
             self.orderly_stop = OrderlyStop(grace)
@@ -75,7 +75,7 @@ class Endings:
             self.leaves_bus.set()
 
     def begin_takeover_stop(self, why: str) -> None:
-        """Write nothing more, leave the bus and stop the jobs; the Director would get two replies."""
+        """Write nothing more, leave the bus and stop the jobs. The Director would get two replies."""
         if self._ending is None:
             logger.critical("%s; the jobs are ended, and nothing more is done here", why)
             self.phase = self._dispatcher.refusing = f"fenced off: {why}"
@@ -91,7 +91,7 @@ class Endings:
 
 
 def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
-    """Write the outcome for Kubernetes; the file is its mount and is never created."""
+    """Write the outcome for Kubernetes. The file is its mount and is never created."""
     try:
         with path.open("r+") as opened:
             opened.write(text)

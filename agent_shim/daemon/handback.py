@@ -27,7 +27,7 @@ READY: Final = "the BOSH agent and monit may be started now"
 
 
 def hand_back(paths: Paths) -> list[str]:
-    """Prepare the take-over and return a report in lines; repetition is harmless.
+    """Prepare the take-over and return a report in lines. Repetition is harmless.
 
     Raises ``AlreadyRunningError`` while an agent runs, ``NotThereError`` without the base, else ``HostError``.
     """

@@ -1,7 +1,7 @@
 """Start the jobs again after a restart of the container, without a request of the Director.
 
 The jobs start after their disk is on the store and, on a new root file system, after their pre-start scripts, whose
-files outside ``/var/vcap`` are lost. An obstacle is retried with growing pauses; meanwhile the instance is failing. The
+files outside ``/var/vcap`` are lost. An obstacle is retried with growing pauses. Meanwhile the instance is failing. The
 Director has precedence: a request that changes the jobs ends the attempt, and a ``start`` ends the pause.
 """
 
@@ -33,7 +33,7 @@ GO_FIRST: Final = frozenset({"apply", "drain", "migrate_disk", "run_script", "st
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Seconds: the first and the longest pause between attempts; the interval of checks for a waiting Director."""
+    """Seconds: the first and the longest pause between attempts. The interval of checks for a waiting Director."""
 
     first: float = 1.0
     limit: float = 30.0
@@ -45,14 +45,14 @@ class JobRecovery:
 
     def __init__(self, agent: Agent, alert: Callable[[Event], None], *, pace: Pace = Pace()) -> None:
         self.obstacle = ""
-        """The reason the jobs cannot be started; "" without one."""
+        """The reason the jobs cannot be started. "" without one."""
         self._agent = agent
         self._alert = alert
         self._pace = pace
         self._reported = ""
 
     async def begin(self) -> str | None:
-        """Adopt running processes and start wanted ones; return the reason if that has to wait, else None."""
+        """Adopt running processes and start wanted ones. Return the reason if that has to wait, else None."""
         agent = self._agent
         obstacle = await self._find_obstacle()
         if obstacle or not agent.state_backup.is_prepared:
@@ -111,7 +111,7 @@ class JobRecovery:
         return missing_files(self._agent) or await self._agent.disks.problem()
 
     def _record_obstacle(self, obstacle: str) -> None:
-        """Pause; log and alert a new obstacle once."""
+        """Pause. Log and alert a new obstacle once."""
         self.obstacle = obstacle
         self._agent.supervisor.hold(obstacle)
         if obstacle not in ("", self._reported):
@@ -120,7 +120,7 @@ class JobRecovery:
             self._alert(Event("agent", "Execution failed", "alert", f"cannot start the jobs: {obstacle}"))
 
     async def _pre_start(self) -> bool:
-        """Run pre-start scripts if they are due; False if a request of the Director takes precedence."""
+        """Run pre-start scripts if they are due. False if a request of the Director takes precedence."""
         agent = self._agent
         if agent.state_backup.is_prepared:
             return True
@@ -142,7 +142,7 @@ class JobRecovery:
 
 
 def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:
-    """Name a disk of this agent_id in use by another agent, such as the predecessor, and that agent; "" without one.
+    """Name a disk of this agent_id in use by another agent, such as the predecessor, and that agent. "" without one.
 
     Blocks on the disks. An unreadable disk counts as unused.
     """

@@ -1,6 +1,6 @@
 """The daemon process: sockets and signals, from its start until the settings name the agent.
 
-``runtime`` does the further work; this module passes the requests of operators and observers to it.
+``runtime`` does the further work. This module passes the requests of operators and observers to it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RIVAL_POLL_S: Final = 1.0
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The command line of ``agent-shim run``; None or "" means the value of agent.json."""
+    """The command line of ``agent-shim run``. None or "" means the value of agent.json."""
 
     config: Path | None
     paths: Paths
@@ -54,7 +54,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def main(options: Options) -> int:
-    """Run until told to stop; returns the exit code."""
+    """Run until told to stop. Returns the exit code."""
     unknown: list[str] = []
     config = _read_config(options.config, unknown)
     why_not = _show_as_vcap(options.paths) if config.shim.spec and not options.paths.is_system else ""
@@ -75,7 +75,7 @@ def main(options: Options) -> int:
 
 
 def _show_as_vcap(paths: Paths) -> str:
-    """Let jobs find the tree at ``/var/vcap``; return the reason if they cannot."""
+    """Let jobs find the tree at ``/var/vcap``. Return the reason if they cannot."""
     from agent_shim.host import tree_namespace  # late: only for a tree elsewhere
 
     try:
@@ -113,7 +113,7 @@ class Daemon:
 
     @property
     def _phase(self) -> str:
-        """The phase of the agent as text; ``running`` when it answers requests."""
+        """The phase of the agent as text. ``running`` when it answers requests."""
         return self._stage if self._live is None else self._live.phase
 
     async def serve(self) -> int:
@@ -150,7 +150,7 @@ class Daemon:
             await asyncio.to_thread(self._leases.release_all)
 
     async def _without_rival(self, find: Callable[[], str]) -> None:
-        """Wait until no other agent uses the volumes; until then write nothing and answer no request."""
+        """Wait until no other agent uses the volumes. Until then write nothing and answer no request."""
         said = ""
         while rival := await asyncio.to_thread(find):
             self._stage = f"waiting until another agent ends: {rival}"
@@ -270,7 +270,7 @@ def _import_https_bus() -> None:
 
 
 def _order(request: dict[str, Any]) -> str | None:
-    """Return an operator's order as text for the audit; None for a question."""
+    """Return an operator's order as text for the audit. None for a question."""
     match request:
         case {"command": "drain"}:
             return "drain"

@@ -53,7 +53,7 @@ OLDER_S: Final = 10
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The command line; ``http`` is the address of metrics and probes."""
+    """The command line. ``http`` is the address of metrics and probes."""
 
     control_file: Path
     paths: Paths
@@ -62,7 +62,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def main(options: Options) -> int:
-    """Run until told to stop; return the exit code. Raises ``ConfigError`` for a wrong control file."""
+    """Run until told to stop. Return the exit code. Raises ``ConfigError`` for a wrong control file."""
     control = control_file.read(options.control_file)
     log.setup(level=options.log_level, form="text", file=control.logfile)
     process.take_name(NAME)
@@ -92,7 +92,7 @@ class MonitDaemon:
         self._vitals = Vitals(self._paths, self._paths.store.is_mount)
 
     async def serve(self) -> int:
-        """Supervise until SIGTERM or SIGINT; SIGHUP reads the files again. The jobs run on."""
+        """Supervise until SIGTERM or SIGINT. SIGHUP reads the files again. The jobs run on."""
         process.default_signals()
         process.raise_file_limit()
         asyncio.get_running_loop().set_default_executor(daemon_thread.pool(THREADS))
@@ -151,7 +151,7 @@ class MonitDaemon:
                     logger.error("the former files stay in force: %s", exc)
 
     async def _take_files(self, monitored: Mapping[str, bool] | None) -> None:
-        """Supervise the services of the files; new ones start, unless monit has left them alone (``monitored``)."""
+        """Supervise the services of the files. New ones start, unless monit has left them alone (``monitored``)."""
         before = {service.process.name.lower() for service in self._supervisor.services()}
         await self._supervisor.configure(self._control.job_files, are_written=False)
         for service in self._supervisor.services():

@@ -34,7 +34,7 @@ NEXT_STATES: Final = dict.fromkeys(
 
 
 class OrderlyStop(msgspec.Struct):
-    """One stop; ``hurry`` cuts the scripts short, ``reasons`` list deviations from a clean stop."""
+    """One stop. ``hurry`` cuts the scripts short, ``reasons`` list deviations from a clean stop."""
 
     grace: float
     hurry: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
@@ -48,7 +48,7 @@ class OrderlyStop(msgspec.Struct):
         return "all jobs stopped in order" if not self.reasons else "not clean: " + "; ".join(self.reasons)
 
     async def run(self, agent: Agent) -> None:
-        """Stop the jobs; always returns within the grace."""
+        """Stop the jobs. Always returns within the grace."""
         ends_at = self.ends_at = time.monotonic() + self.grace
         reserve = min(KILL_RESERVE_S, self.grace / 2)
         jobs = agent.spec.current.job_names
@@ -76,7 +76,7 @@ class OrderlyStop(msgspec.Struct):
         if not await ended_before(self.hurry, working, until - time.monotonic()):
             self.reasons.append(f"{name} scripts were cut short")
             working.cancel()
-            # Their end may take half of the remaining time; the other half is for the processes.
+            # Their end may take half of the remaining time. The other half is for the processes.
             await asyncio.wait({working}, timeout=max(0.0, self.ends_at - time.monotonic()) / 2)
         elif (error := working.exception()) is not None:
             self.reasons.append(f"{name}: {error}")

@@ -76,7 +76,7 @@ LAST_REPLIES_TIMEOUT_S: Final = 1.0
 
 
 class Runtime:
-    """One agent_id with its services and edges; ``serve`` runs it. ``vitals`` has the vitals of the last heartbeat."""
+    """One agent_id with its services and edges. ``serve`` runs it. ``vitals`` has the vitals of the last heartbeat."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class Runtime:
         self.alerts.flush()
 
     async def _measure(self) -> dict[str, Any]:
-        """Take the vitals; write the health for bosh-dns again if it, or its file, has changed."""
+        """Take the vitals. Write the health for bosh-dns again if it, or its file, has changed."""
         path, job_state = self.agent.paths.health, self.agent.supervisor.job_state()
         if (version := files.version(path)) is None or (job_state, version) != self._health:
             await state.record_health(self.agent)
@@ -272,7 +272,7 @@ class Runtime:
         await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)
 
     async def _announce_shutdown(self) -> None:
-        """Send the shutdown notice; best effort, it only silences the Health Monitor (concrete_notifier.go)."""
+        """Send the shutdown notice. Best effort, it only silences the Health Monitor (concrete_notifier.go)."""
         try:
             await self._publish("shutdown", b"null")
         except BusError as exc:
@@ -285,7 +285,7 @@ class Runtime:
         await self.bus.rotate(wanted)
 
     async def _settings_changed(self, found: settings.Effective) -> None:
-        """Apply new settings of the CPI; invalid credentials do not end the current link."""
+        """Apply new settings of the CPI. Invalid credentials do not end the current link."""
         if found.mbus == self.bus.mbus or os.environ.get(BUS) == "off":
             return
         try:
@@ -359,7 +359,7 @@ def is_https(mbus: settings.Mbus) -> bool:
 
 
 def _firewall_obstacle(paths: Paths, *, is_wanted: bool) -> str:
-    """The reason the agent manages no packet filter rules here; "" if it does."""
+    """The reason the agent manages no packet filter rules here. "" if it does."""
     if not is_wanted:
         return "it is switched off in agent.json"
     if not boot.owns_system(paths):
@@ -368,7 +368,7 @@ def _firewall_obstacle(paths: Paths, *, is_wanted: bool) -> str:
 
 
 async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
-    """Wait for ``work`` or ``stop``; return False for the latter."""
+    """Wait for ``work`` or ``stop``. Return False for the latter."""
     working = asyncio.ensure_future(work)
     try:
         if is_done := await ended_before(stop, working):

@@ -2,8 +2,8 @@
 
 ``AgentShim.spec`` in agent.json names the directory. It contains ``jobs/NAME`` (rendered templates: ``monit``, ``bin``,
 ``config`` …) and ``packages/NAME`` (compiled), from an image or from volumes of a pod, which may be read-only; and
-optionally ``instance.json`` with a name. Jobs are copied, because they get modes, owners and links to the packages;
-packages are used in place, but a package ``bpm`` is copied, because our ``bpm`` is installed in it. The order is the
+optionally ``instance.json`` with a name. Jobs are copied, because they get modes, owners and links to the packages.
+Packages are used in place, but a package ``bpm`` is copied, because our ``bpm`` is installed in it. The order is the
 Director's: pre-start, start, post-start when all processes run. Probes, metrics, restarts and the orderly stop work as
 in every agent.
 """
@@ -47,7 +47,7 @@ POLL_S: Final = 0.2
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """``instance.json``: the Director's names for this instance; ``persistent_disk`` in MiB, for drain scripts."""
+    """``instance.json``: the Director's names for this instance. ``persistent_disk`` in MiB, for drain scripts."""
 
     deployment: str = "standalone"
     name: str = ""
@@ -69,7 +69,7 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 def instance(directory: Path) -> Instance:
-    """Read ``instance.json``; the default is the host name. Raises ``ConfigError``."""
+    """Read ``instance.json``. The default is the host name. Raises ``ConfigError``."""
     path = directory / INSTANCE
     try:
         found = wire.decode(files.read(path), Instance)
@@ -81,7 +81,7 @@ def instance(directory: Path) -> Instance:
 
 
 def write_settings(paths: Paths, directory: Path) -> Path:
-    """Settings as a CPI would write them for an agent without a bus; blocks. Raises ``ConfigError``."""
+    """Settings as a CPI would write them for an agent without a bus. Blocks. Raises ``ConfigError``."""
     path = paths.bosh / "standalone.json"
     files.make_dir(path.parent, 0o700)
     document = {"agent_id": instance(directory).id.replace(".", "-")}
@@ -90,7 +90,7 @@ def write_settings(paths: Paths, directory: Path) -> Path:
 
 
 def read(directory: Path) -> Rendered:
-    """Read the directory; blocks. Raises ``ActionError`` if it has no jobs or a name is invalid."""
+    """Read the directory. Blocks. Raises ``ActionError`` if it has no jobs or a name is invalid."""
     found = {kind: _members(directory, kind) for kind in ("job", "package")}
     if not found["job"]:
         raise ActionError(f"cannot deploy {directory}: no job lies in {directory / 'jobs'}")
@@ -137,7 +137,7 @@ def _version(tree: Path) -> str:
 
 
 def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
-    """Install jobs as copies and packages as links among the bundles; blocks. Raises ``HostError``."""
+    """Install jobs as copies and packages as links among the bundles. Blocks. Raises ``HostError``."""
     for target, (kind, source) in targets.items():
         files.make_dir(target.parent, DIRECTORY_MODE[kind], paths.shared_owner)
         if kind == "package" and target.parent.name != BPM:
@@ -175,7 +175,7 @@ class NoBus:
         """Return at once: there is no link."""
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Log an alert; drop a heartbeat."""
+        """Log an alert. Drop a heartbeat."""
         if subject.startswith("hm.agent.alert."):
             alert = msgspec.json.decode(data)
             logger.warning("alert: %s: %s", alert["title"], alert["summary"])
@@ -189,9 +189,9 @@ class Standalone:
 
     def __init__(self, agent: Agent, directory: Path) -> None:
         self.obstacle = "the jobs are being deployed"
-        """The reason the jobs are not deployed; "" without one."""
+        """The reason the jobs are not deployed. "" without one."""
         self.failure = ""
-        """The error of the last attempt; "" after a success and before the first failure."""
+        """The error of the last attempt. "" after a success and before the first failure."""
         self._agent = agent
         self._directory = directory
         self._is_new = False
@@ -206,7 +206,7 @@ class Standalone:
         raise AssertionError("read-only")
 
     async def _is_deployed(self) -> bool:
-        """Make one attempt; set ``obstacle`` on failure."""
+        """Make one attempt. Set ``obstacle`` on failure."""
         try:
             rendered = await asyncio.to_thread(read, self._directory)
             if not self._holds(rendered.spec):

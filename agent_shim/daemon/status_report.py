@@ -20,7 +20,7 @@ from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
 _WORDS: Final = re.compile(r"( Jobs: [\w, .-]+?\.) [\w.-]+: .*", re.DOTALL)
-"""The last lines of failed scripts after the names of their jobs; strangers may read ``readiness``."""
+"""The last lines of failed scripts after the names of their jobs. Strangers may read ``readiness``."""
 MAX_CULPRITS: Final = 3
 """Services named by ``readiness``."""
 
@@ -53,7 +53,7 @@ def _culprit(service: ServiceInfo) -> str:
 
 
 def _job_state(live: Runtime) -> str:
-    """Return the state of the instance; jobs of a directory that are not deployed are no running instance."""
+    """Return the state of the instance. Jobs of a directory that are not deployed are no running instance."""
     found, alone = live.agent.supervisor.job_state(), live.standalone
     if alone is None or not alone.obstacle or found == "stopped":
         return found
@@ -61,7 +61,7 @@ def _job_state(live: Runtime) -> str:
 
 
 def _blocked(live: Runtime) -> str:
-    """Return the reason that the jobs cannot be started or deployed; "" without one."""
+    """Return the reason that the jobs cannot be started or deployed. "" without one."""
     alone = live.standalone
     return live.job_recovery.obstacle or (alone.failure if alone is not None else "")
 
@@ -119,13 +119,13 @@ async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any
 
 
 def _firewall(live: Runtime) -> dict[str, Any] | None:
-    """``enforced`` and ``why`` not, for the rules that block jobs from the bus; None without a NATS bus."""
+    """``enforced`` and ``why`` not, for the rules that block jobs from the bus. None without a NATS bus."""
     mbus, obstacle = live.bus.mbus, live.firewall.obstacle
     return None if not mbus.urls or is_https(mbus) else {"enforced": not obstacle, "why": obstacle}
 
 
 def _heartbeat_age(live: Runtime) -> float | None:
-    """Seconds since the last heartbeat; None before the first, and on a bus without heartbeats."""
+    """Seconds since the last heartbeat. None before the first, and on a bus without heartbeats."""
     sent_at = None if is_https(live.bus.mbus) else live.heartbeat.sent_at
     return None if sent_at is None else time.monotonic() - sent_at
 
@@ -176,7 +176,7 @@ def readings(live: Runtime) -> metrics.Readings:
 
 
 def _instance(spec: ApplySpec) -> dict[str, str]:
-    """Return the labels of the instance; none before the first ``apply``."""
+    """Return the labels of the instance. None before the first ``apply``."""
     if not spec.name:
         return {}
     index = "" if spec.index is None else str(spec.index)
@@ -185,7 +185,7 @@ def _instance(spec: ApplySpec) -> dict[str, str]:
 
 @functools.cache
 def _stemcell(directory: Path) -> tuple[str, str] | None:
-    """Operating system and version of the stemcell; None for another image."""
+    """Operating system and version of the stemcell. None for another image."""
     try:
         system, version = (
             files.read(directory / name).decode().strip() for name in ("operating_system", "stemcell_version")

@@ -29,7 +29,7 @@ async def listen(protocol: Callable[[], asyncio.BaseProtocol], host: str | None,
 
 
 def address_of(caller: socket.socket | None) -> str:
-    """Return the address of a connection's other end; "" if it has none."""
+    """Return the address of a connection's other end. "" if it has none."""
     try:
         return str(caller.getpeername()[0]) if caller is not None else ""
     except OSError:

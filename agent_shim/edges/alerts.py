@@ -1,6 +1,6 @@
 """Alerts about processes, for the Health Monitor.
 
-Severities, titles and fields are the Go agent's (``agent/alert/monit_adapter.go``); event names are monit's.
+Severities, titles and fields are the Go agent's (``agent/alert/monit_adapter.go``). Event names are monit's.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ IGNORED: Final = frozenset(
 
 
 def alert_of(service: str, event: str, action: str, description: str, ips: Iterable[str], now: float) -> bytes | None:
-    """Encode the alert for an event, None for a recovery; ``now`` is in seconds since 1970.
+    """Encode the alert for an event, None for a recovery. ``now`` is in seconds since 1970.
 
     Each alert has its own id: the Health Monitor drops repeated ones.
     """
@@ -76,7 +76,7 @@ def alert_of(service: str, event: str, action: str, description: str, ips: Itera
 
 
 class Alerts:
-    """Queues alerts while disconnected; ``run`` is the root task.
+    """Queues alerts while disconnected. ``run`` is the root task.
 
     ``publish`` sends to a subject and raises ``BusError`` while it cannot. ``encode`` makes the message of an event,
     or None of one that is not sent.
@@ -105,7 +105,7 @@ class Alerts:
         self._wake = asyncio.Event()
 
     def raise_alert(self, service: str, event: str, action: str, description: str, ips: Iterable[str]) -> None:
-        """Queue an alert; ignores recoveries and repetitions."""
+        """Queue an alert. Ignores recoveries and repetitions."""
         message = self._encode(service, event, action, description, ips, time.time())
         if message is None:
             return

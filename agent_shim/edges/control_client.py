@@ -1,4 +1,4 @@
-"""Client of the control socket for commands; imports as few modules as possible to start quickly."""
+"""Client of the control socket for commands. Imports as few modules as possible to start quickly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Control socket: the daemon answers commands of operators.
 
 A Unix socket of mode 0600 for root and the agent's own user. One request per connection: a JSON object on one line,
-``{"method": …, "arguments": […]}`` as on the bus, or ``{"command": "status"}``; one JSON reply on one line.
+``{"method": …, "arguments": […]}`` as on the bus, or ``{"command": "status"}``. One JSON reply on one line.
 ``control_client`` is the counterpart.
 """
 
@@ -42,7 +42,7 @@ Answer = Callable[[dict[str, Any], bytes, Peer], Awaitable[bytes]]
 
 @contextlib.asynccontextmanager
 async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
-    """Serve on ``path`` for the duration of the block; replaces the socket of a dead agent."""
+    """Serve on ``path`` for the duration of the block. Replaces the socket of a dead agent."""
     peers: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,7 @@
 """Heartbeats to the Health Monitor, every 30 s and after each connection to the bus.
 
 The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor considers an agent dead after 60 s of
-silence, so a heartbeat waits for its vitals for a moment only; everything else in it is current.
+silence, so a heartbeat waits for its vitals for a moment only. Everything else in it is current.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(Generic[V]):
-    """Sends heartbeats on a grid of ``period`` seconds, and extra ones on request; ``run`` is the root task.
+    """Sends heartbeats on a grid of ``period`` seconds, and extra ones on request. ``run`` is the root task.
 
-    ``collect`` measures the vitals. A heartbeat waits at most ``collect_s`` seconds for it; if it is late or fails, the
+    ``collect`` measures the vitals. A heartbeat waits at most ``collect_s`` seconds for it. If it is late or fails, the
     previous vitals are sent. ``compose`` builds the message from the vitals (None before the first) and the current
-    state; ``publish`` raises ``BusError`` while disconnected.
+    state. ``publish`` raises ``BusError`` while disconnected.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Heartbeat(Generic[V]):
         self._measuring: asyncio.Task[V] | None = None
 
     def beat_now(self) -> None:
-        """Send an extra heartbeat, after a reconnection or a change; the grid stays as it is."""
+        """Send an extra heartbeat, after a reconnection or a change. The grid stays as it is."""
         self._now.set()
 
     async def run(self) -> NoReturn:

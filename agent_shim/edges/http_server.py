@@ -24,9 +24,9 @@ from agent_shim.edges import accepting
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES: Final = 8192
-"""Maximum size of a request with line, headers and body; larger ones are refused."""
+"""Maximum size of a request with line, headers and body. Larger ones are refused."""
 MAX_RECEIVED_BYTES: Final = 8 * MAX_REQUEST_BYTES
-"""Maximum bytes received on a connection. Data after a request is dropped unread; more closes the connection."""
+"""Maximum bytes received on a connection. Data after a request is dropped unread. More closes the connection."""
 MAX_CONNECTIONS: Final = 64
 """One more closes the oldest of the busiest address: idle clients must not delay the kubelet's probe."""
 REQUEST_TIMEOUT_S: Final = 5.0
@@ -50,7 +50,7 @@ _STATUS: Final = {
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request; ``target`` is the path with its query, names of ``headers`` are in lower case."""
+    """A request. ``target`` is the path with its query, names of ``headers`` are in lower case."""
 
     method: str
     target: str
@@ -59,7 +59,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, frozen=True):
-    """An answer; ``headers`` complement the common ones."""
+    """An answer. ``headers`` complement the common ones."""
 
     status: int
     body: bytes
@@ -75,7 +75,7 @@ _TOO_LONG: Final = Response(431, b"a request has at most 8192 bytes\n")
 
 
 class _Head:
-    """Parser events of the first request; later ones on the connection are ignored."""
+    """Parser events of the first request. Later ones on the connection are ignored."""
 
     def __init__(self) -> None:
         self.parser: httptools.HttpRequestParser | None = None
@@ -113,7 +113,7 @@ class _Head:
 
 
 class _Connection(asyncio.Protocol):
-    """One request and one answer; a task only for an awaitable answer, and a timer against stalls."""
+    """One request and one answer. A task only for an awaitable answer, and a timer against stalls."""
 
     def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_Connection, str]) -> None:
         self._answer = answer
@@ -149,7 +149,7 @@ class _Connection(asyncio.Protocol):
             self._send(refusal)
 
     def _read(self, data: bytes, *, is_over: bool) -> Response | None:
-        """Feed the parser and answer a complete request; returns the refusal of a bad one."""
+        """Feed the parser and answer a complete request. Returns the refusal of a bad one."""
         request = self._request
         try:
             self._parser.feed_data(data)
@@ -217,7 +217,7 @@ def connection(answer: Answer, methods: Sequence[str]) -> asyncio.Protocol:
 
 
 def parse_address(text: str) -> tuple[str, int] | None:
-    """Parse ``ADDR:PORT`` or ``[ADDR]:PORT`` into host and port; None for ``off``."""
+    """Parse ``ADDR:PORT`` or ``[ADDR]:PORT`` into host and port. None for ``off``."""
     if text == "off":
         return None
     match = re.search(settings.LISTENER, text)
@@ -230,7 +230,7 @@ def parse_address(text: str) -> tuple[str, int] | None:
 async def listening(
     address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD")
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Serve on ``address`` for the duration of the block; yields the bound address, or None if off or unavailable."""
+    """Serve on ``address`` for the duration of the block. Yields the bound address, or None if off or unavailable."""
     connections: dict[_Connection, str] = {}
     async with serving(address, lambda: _Connection(answer, methods, connections), purpose) as where:
         try:
@@ -244,7 +244,7 @@ async def listening(
 async def serving(
     address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Listen with a protocol; an address in use is logged and not fatal, because jobs matter more."""
+    """Listen with a protocol. An address in use is logged and not fatal, because jobs matter more."""
     where = parse_address(address)
     try:
         server = where and await accepting.listen(protocol, *where)

@@ -29,7 +29,7 @@ MAX_REPLY_BYTES: Final = 4096
 
 
 def compose(control: Control, service: str, event: str, action: str, description: str, now: float) -> bytes | None:
-    """The mail for an event; None if the control file names no recipient."""
+    """The mail for an event. None if the control file names no recipient."""
     if not control.recipients:
         return None
     host, date = socket.gethostname(), time.strftime("%a, %d %b %Y %H:%M:%S %z", time.localtime(now))

@@ -1,4 +1,4 @@
-"""Metrics and health checks over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``; read-only and free of secrets.
+"""Metrics and health checks over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``. Read-only and free of secrets.
 
 ``Readings`` holds values of a scrape, ``Metrics`` counts events and renders both, ``Routes`` answers. Times in seconds.
 """
@@ -46,7 +46,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class BusReading(msgspec.Struct, frozen=True):
-    """Bus connection since the start of the agent; ``heartbeat_age`` is None before the first heartbeat."""
+    """Bus connection since the start of the agent. ``heartbeat_age`` is None before the first heartbeat."""
 
     connected: bool | None = False
     """None without a Director."""
@@ -55,7 +55,7 @@ class BusReading(msgspec.Struct, frozen=True):
 
 
 class DiskReading(msgspec.Struct, frozen=True):
-    """Persistent disk; ``migrated`` is the completed fraction of the current migration phase."""
+    """Persistent disk. ``migrated`` is the completed fraction of the current migration phase."""
 
     is_mounted: bool = False
     is_migrating: bool = False
@@ -70,10 +70,10 @@ class Readings(msgspec.Struct, frozen=True):
     stemcell: tuple[str, str] | None = None
     """Operating system and version of the stemcell."""
     instance: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Values of ``INSTANCE``; empty before the first ``apply``."""
+    """Values of ``INSTANCE``. Empty before the first ``apply``."""
     is_ready: bool = False
     job_state: str = ""
-    """One of ``JOB_STATES``; "" before the agent knows its settings."""
+    """One of ``JOB_STATES``. "" before the agent knows its settings."""
     jobs_blocked: bool = False
     """The jobs cannot be started or deployed."""
     processes: Sequence[ServiceInfo] = ()
@@ -107,7 +107,7 @@ OTHER: Final = "other"
 
 
 class Taken(Collector):
-    """Samples of one scrape; made in a thread: those of 500 processes take 60 ms, and any neighbour may ask."""
+    """Samples of one scrape. Made in a thread: those of 500 processes take 60 ms, and any neighbour may ask."""
 
     def __init__(self, readings: Readings) -> None:
         self._readings = readings
@@ -120,7 +120,7 @@ class Taken(Collector):
 class Metrics:
     """Counts events, reads current values, and renders both as text.
 
-    ``read`` gathers the readings of a scrape; ``methods`` are the actions with series of their own.
+    ``read`` gathers the readings of a scrape. ``methods`` are the actions with series of their own.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Metrics:
         self._durations.labels(method).observe(seconds)
 
     async def watch_lag(self) -> None:
-        """Measure how late the event loop wakes a sleeper; endless, runs as a root task."""
+        """Measure how late the event loop wakes a sleeper. Endless, runs as a root task."""
         while True:
             pause = clock.until_beat(LAG_PERIOD_S)
             due = self._clock() + pause
@@ -162,7 +162,7 @@ class Metrics:
             self._lag.observe(max(0.0, self._clock() - due))
 
     async def render(self, is_openmetrics: bool = False, is_packed: bool = False) -> bytes:
-        """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0, or as gzip; at most ``PAGE_TTL_S`` old."""
+        """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0, or as gzip. At most ``PAGE_TTL_S`` old."""
         async with self._rendering:
             registry, pages, key = self.registry(), self._pages, (is_openmetrics, is_packed)
             if key not in pages:
@@ -256,7 +256,7 @@ STATES: Final = ("running", "starting", "failing", "unknown")
 
 
 def _of_machine(figures: Figures) -> Iterator[Metric]:
-    """Metrics of the container and the host; equal where nothing limits the container."""
+    """Metrics of the container and the host. Equal where nothing limits the container."""
     memory, cpu = figures.memory.items(), figures.cpu.items()
     rows: Rows = [((scope,), known.used) for scope, known in memory]
     yield _gauge("memory_used_bytes", "Memory in use, without reclaimable page cache.", rows, "scope")
@@ -359,7 +359,7 @@ _counter = partial(_family, CounterMetricFamily)
 
 
 class Routes(msgspec.Struct, frozen=True):
-    """Answers by path; ``ready(level)`` (``jobs`` or ``agent``) returns the readiness and its reason."""
+    """Answers by path. ``ready(level)`` (``jobs`` or ``agent``) returns the readiness and its reason."""
 
     render: Callable[[bool, bool], Awaitable[bytes]]
     ready: Callable[[str], tuple[bool, str]]

@@ -38,16 +38,16 @@ HTML: Final = "text/html"
 TYPES: Final = {"filesystem": 0, "directory": 1, "file": 2, "process": 3, "host": 4, "system": 5, "fifo": 6}
 MODES: Final = {"active": 0, "passive": 1, "manual": 2}
 MONITOR: Final = {"stopped": 0, "unmonitored": 0, "stopping": 0, "starting": 2, "settling": 2}
-"""Value by phase; 1 for all others."""
+"""Value by phase. 1 for all others."""
 PENDING: Final = {"starting": 6, "restarting": 2, "stopping": 3}
 MISSING: Final = 0x200
 FAILED: Final = 0x1000
 
 Ask: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Forwards a request to ``supervisor.monit.monit_api``; the reply also has ``uptime_secs`` of the agent."""
+"""Forwards a request to ``supervisor.monit.monit_api``. The reply also has ``uptime_secs`` of the agent."""
 
 Users: TypeAlias = Callable[[], Mapping[bytes, bool] | None]
-"""Reads ``user:password`` of all users, and whether each may act; None if anyone may. Raises ``OSError``."""
+"""Reads ``user:password`` of all users, and whether each may act. None if anyone may. Raises ``OSError``."""
 
 
 class About(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class About(msgspec.Struct, frozen=True):
     id: str = ""
     """By default a digest of the host's name."""
     incarnation: int = 0
-    """When the control file was read, in seconds since 1970; by default the start of this process."""
+    """When the control file was read, in seconds since 1970. By default the start of this process."""
 
 
 def user_in(path: Path) -> Users:
@@ -140,7 +140,7 @@ def _refused(status: int, why: str) -> Response:
 
 
 def _page(shown: Mapping[str, Any], name: str, pending: str) -> Response:
-    """Render a service; shows the requested action as pending even if already done, since scripts match it."""
+    """Render a service. Shows the requested action as pending even if already done, since scripts match it."""
     service = _named(shown, name)
     if service is None:
         return _refused(404, "There is no service by that name")
@@ -159,7 +159,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> Response:
 
 
 class _Machine:
-    """Facts about the machine; only its load changes."""
+    """Facts about the machine. Only its load changes."""
 
     def __init__(self) -> None:
         about, memory = os.uname(), host_stats.memory()
@@ -216,7 +216,7 @@ def document(shown: Mapping[str, Any], here: _Machine, *, version: int, daemon: 
 
 
 def _service(service: Mapping[str, Any]) -> dict[str, Any]:
-    """List the members in monit's order; includes figures only where monit does."""
+    """List the members in monit's order. Includes figures only where monit does."""
     phase, status = service["phase"], _bits(service)
     hint = sum(HINTS.get(fault, 0) for fault in service["faults"]) if phase == "running" else 0
     monitor = MONITOR["starting"] if service["state"] == "starting" else MONITOR.get(phase, 1)
@@ -256,7 +256,7 @@ def _response(response: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _bits(service: Mapping[str, Any]) -> int:
-    """Return the ``status`` bits; 0 means no fault."""
+    """Return the ``status`` bits. 0 means no fault."""
     match service["phase"]:
         case "running":
             return functools.reduce(operator.or_, (BITS[fault] for fault in service["faults"]), 0)
@@ -291,7 +291,7 @@ _ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&
 
 
 def _escaped(text: str) -> str:
-    """Escape text for XML and HTML, including attributes; the module ``html`` loads a thousand more names."""
+    """Escape text for XML and HTML, including attributes. The module ``html`` loads a thousand more names."""
     return safetext.line(text).translate(_ESCAPES)
 
 
@@ -343,5 +343,5 @@ class _NoMail(asyncio.Protocol):
 
 
 def refusing_mail(address: str) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Accept connections on ``address`` for the duration of the block, for probes of the port; refuses all mail."""
+    """Accept connections on ``address`` for the duration of the block, for probes of the port. Refuses all mail."""
     return http_server.serving(address, _NoMail, "probes of the mail port")

@@ -16,7 +16,7 @@ VERSION: Final = "5.2.5"
 """Version of monit reported to scripts."""
 
 _GOOD: Final = {"process": "running", "system": "running", "host": "online with all services"}
-"""Status of a service without a fault; ``accessible`` for all other kinds."""
+"""Status of a service without a fault. ``accessible`` for all other kinds."""
 _WORDS: Final = {
     "stopped": "not monitored",
     "unmonitored": "not monitored",
@@ -78,7 +78,7 @@ def status(shown: Mapping[str, Any], machine: Machine) -> str:
 
 
 def has_system(shown: Mapping[str, Any]) -> bool:
-    """True if a job has a ``check system``; monit makes up one only if none has."""
+    """True if a job has a ``check system``. monit makes up one only if none has."""
     return any(service["kind"] == "system" for service in shown["services"])
 
 

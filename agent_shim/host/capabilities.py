@@ -18,7 +18,7 @@ NAMES: Final = _IN_ORDER.split()
 
 
 class Privileges(NamedTuple):
-    """Capabilities without their prefix (``SYS_ADMIN``); one without a known name is its number (``41``)."""
+    """Capabilities without their prefix (``SYS_ADMIN``). One without a known name is its number (``41``)."""
 
     effective: frozenset[str] = frozenset()
     no_new_privs: bool = False
@@ -31,14 +31,14 @@ def privileges(proc: Path = PROC) -> Privileges:
 
 
 def parse_status(text: str) -> Privileges:
-    """Parse ``/proc/PID/status``; fields that an old kernel lacks are empty or off."""
+    """Parse ``/proc/PID/status``. Fields that an old kernel lacks are empty or off."""
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
     has_filter = fields.get("Seccomp", "0") != "0"
     return Privileges(names(fields.get("CapEff", "0")), fields.get("NoNewPrivs") == "1", has_filter)
 
 
 def names(mask: str) -> frozenset[str]:
-    """Return the capabilities of a hexadecimal mask; raises ``ValueError`` for any other text."""
+    """Return the capabilities of a hexadecimal mask. Raises ``ValueError`` for any other text."""
     bits = int(mask, 16)
     held = [bit for bit in range(bits.bit_length()) if bits & (1 << bit)]
     return frozenset(NAMES[bit] if bit < len(NAMES) else str(bit) for bit in held)

@@ -30,7 +30,7 @@ class Hierarchy(msgspec.Struct, frozen=True):
 
 
 class Cgroup(msgspec.Struct, frozen=True):
-    """Cgroups of this process; None for a hidden controller. Version 1 accounts CPU time in ``cpuacct``."""
+    """Cgroups of this process. None for a hidden controller. Version 1 accounts CPU time in ``cpuacct``."""
 
     memory: Hierarchy | None = None
     cpu: Hierarchy | None = None
@@ -39,7 +39,7 @@ class Cgroup(msgspec.Struct, frozen=True):
 
 
 def find(proc: Path = host_stats.PROC) -> Cgroup:
-    """Find the cgroups of this process; empty where ``/proc`` or the hierarchies are hidden."""
+    """Find the cgroups of this process. Empty where ``/proc`` or the hierarchies are hidden."""
     try:
         return parse_membership((proc / "self/cgroup").read_text(), parse((proc / "self/mountinfo").read_bytes()))
     except (OSError, ValueError):
@@ -60,7 +60,7 @@ def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
 
 
 class Tree(msgspec.Struct, frozen=True):
-    """A hierarchy that can track processes; ``controller`` is ``""`` in version 2.
+    """A hierarchy that can track processes. ``controller`` is ``""`` in version 2.
 
     ``path`` is our own cgroup as ``/proc/PID/cgroup`` shows it.
     """
@@ -72,7 +72,7 @@ class Tree(msgspec.Struct, frozen=True):
 
 TRACKING: Final = ("", "freezer", "pids", "name=systemd", "perf_event", "net_cls,net_prio", "devices", "memory")
 """Hierarchies for tracking processes, best first: version 2 kills a whole cgroup, ``freezer`` freezes it, ``pids``
-prevents new processes; the others only list the members.
+prevents new processes. The others only list the members.
 """
 
 
@@ -106,7 +106,7 @@ def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | No
 
 
 def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
-    """Return memory and swap of the container; None if no limit is below the machine, which then counts.
+    """Return memory and swap of the container. None if no limit is below the machine, which then counts.
 
     Page cache that was not used recently is free: the kernel reclaims it before it kills.
     """
@@ -131,7 +131,7 @@ def memory_total(cgroup: Cgroup, host: int) -> int:
 
 
 def memory_limit(version: int, level: Path) -> int | None:
-    """Return the limit in bytes; None without one (version 1 reports a number near 2**63)."""
+    """Return the limit in bytes. None without one (version 1 reports a number near 2**63)."""
     return _number(level / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
 
 
@@ -141,7 +141,7 @@ def memory_current(version: int, level: Path) -> int | None:
 
 
 def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
-    """Return limit and usage of swap; version 1 reports them only together with memory."""
+    """Return limit and usage of swap. Version 1 reports them only together with memory."""
     if version == 2:
         return _number(level / "memory.swap.max"), _number(level / "memory.swap.current")
     limit, used = _number(level / "memory.memsw.limit_in_bytes"), _number(level / "memory.memsw.usage_in_bytes")
@@ -152,25 +152,25 @@ def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
 
 
 def oom_kills(cgroup: Cgroup, host: int) -> int | None:
-    """Return the OOM kills in the container on a host of that many bytes; None where the kernel reports none."""
+    """Return the OOM kills in the container on a host of that many bytes. None where the kernel reports none."""
     level = oom_level(cgroup, host)
     return oom_kills_of(*level) if level else None
 
 
 def oom_level(cgroup: Cgroup, host: int) -> tuple[int, Path] | None:
-    """Return the level that counts as the container for ``oom_kills_of``; None where no kills are reported."""
+    """Return the level that counts as the container for ``oom_kills_of``. None where no kills are reported."""
     if cgroup.memory is None:
         return None
     return cgroup.memory.version, _tightest(cgroup.memory, host) or cgroup.memory.levels[0]
 
 
 def oom_kills_of(version: int, level: Path) -> int | None:
-    """Return the number of OOM kills of a cgroup; None where the kernel does not report it."""
+    """Return the number of OOM kills of a cgroup. None where the kernel does not report it."""
     return _member(level / ("memory.events" if version == 2 else "memory.oom_control"), "oom_kill")
 
 
 def memory_peak(version: int, level: Path) -> int | None:
-    """Return the maximum of charged bytes; None where the kernel does not report it."""
+    """Return the maximum of charged bytes. None where the kernel does not report it."""
     return _number(level / ("memory.peak" if version == 2 else "memory.max_usage_in_bytes"))
 
 
@@ -184,7 +184,7 @@ def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
 
 
 def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
-    """Return the CPU seconds used, with the ``total`` of the quota in ``age`` seconds; None without a quota.
+    """Return the CPU seconds used, with the ``total`` of the quota in ``age`` seconds. None without a quota.
 
     Cgroups do not report the time spent waiting for disks.
     """
@@ -200,7 +200,7 @@ def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:
 
 
 def processors(cgroup: Cgroup) -> float | None:
-    """Return the CPUs that the container may use on average; None without a quota."""
+    """Return the CPUs that the container may use on average. None without a quota."""
     return min(_quotas(cgroup), default=(None, 0))[0]
 
 
@@ -211,7 +211,7 @@ def _quotas(cgroup: Cgroup) -> list[tuple[float, int]]:
 
 
 def cpu_quota(version: int, level: Path) -> float | None:
-    """Return the CPUs of a quota, for example 1.5; None without one."""
+    """Return the CPUs of a quota, for example 1.5. None without one."""
     if version == 2:
         fields = _text(level / "cpu.max").split()
         quota, period = (_natural(fields[0]), _natural(fields[1])) if len(fields) == 2 else (None, None)
@@ -221,7 +221,7 @@ def cpu_quota(version: int, level: Path) -> float | None:
 
 
 def _cpu_used(cgroup: Cgroup, index: int) -> tuple[float, float] | None:
-    """Return user and system CPU seconds of a level; in version 1 from its own hierarchy, at the same height."""
+    """Return user and system CPU seconds of a level. In version 1 from its own hierarchy, at the same height."""
     if cgroup.cpu is None:
         return None
     level = cgroup.cpu.levels[index]
@@ -237,7 +237,7 @@ def _cpu_used(cgroup: Cgroup, index: int) -> tuple[float, float] | None:
 
 
 def _text(path: Path) -> str:
-    """Read a file; "" if it is missing or not readable."""
+    """Read a file. "" if it is missing or not readable."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a fifth of the time of read_text
         try:
@@ -259,5 +259,5 @@ def _member(path: Path, name: str) -> int | None:
 
 
 def _natural(text: str) -> int | None:
-    """Parse a natural number; None for ``max`` and -1, which mean no limit, and for any other text."""
+    """Parse a natural number. None for ``max`` and -1, which mean no limit, and for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None

@@ -1,4 +1,4 @@
-"""Clocks. Seconds are floats; ticks are the unit of ``/proc/PID/stat``, since the kernel's boot.
+"""Clocks. Seconds are floats. Ticks are the unit of ``/proc/PID/stat``, since the kernel's boot.
 
 ``CLOCK_BOOTTIME`` and the start times in ``/proc`` share one origin, even in a time namespace. ``/proc/uptime`` differs
 where lxcfs replaces it: ages computed with it are negative.
@@ -32,7 +32,7 @@ def boot_ticks() -> int:
 
 
 def uptime_of(start_ticks: int) -> int:
-    """Return the age in whole seconds of a process started at ``start_ticks``; never negative."""
+    """Return the age in whole seconds of a process started at ``start_ticks``. Never negative."""
     return max(0, int(time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / TICKS))
 
 

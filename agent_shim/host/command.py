@@ -27,7 +27,7 @@ async def run(
     timeout: float = 60.0,
     grace: float = 1.0,
 ) -> str:
-    """Run the program with ``given`` as stdin and return its output; on failure raises ``HostError`` with that output.
+    """Run the program with ``given`` as stdin and return its output. On failure raises ``HostError`` with that output.
 
     After ``timeout`` seconds, or on cancellation, its process group gets TERM and ``grace`` seconds later KILL.
     """
@@ -47,7 +47,7 @@ async def run(
 
 @contextlib.contextmanager
 def _in_memory(content: bytes = b"") -> Iterator[int]:
-    """Return a file in memory; raises ``HostError``."""
+    """Return a file in memory. Raises ``HostError``."""
     with files.attempting("make a file in memory"):
         made = os.memfd_create("agent_shim")
     with closing(made) as descriptor:

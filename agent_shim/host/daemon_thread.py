@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def run_in_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run ``work`` in a daemon thread and return a future; ``OSError`` if no thread can be started."""
+    """Run ``work`` in a daemon thread and return a future. ``OSError`` if no thread can be started."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 

@@ -1,8 +1,8 @@
 """Atomic files, and directories with defined modes.
 
-All functions block on the disk; the event loop calls them through ``asyncio.to_thread``. Failures
+All functions block on the disk. The event loop calls them through ``asyncio.to_thread``. Failures
 are :class:`HostError` with ``errno`` and a text that names the path. Owners are ``user:group``. They are ignored unless
-we are root, so that an ordinary user can use a scratch tree; root of a container without CAP_CHOWN keeps the files,
+we are root, so that an ordinary user can use a scratch tree. Root of a container without CAP_CHOWN keeps the files,
 which is logged once.
 """
 
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES: Final = 64 * 1024
 """Copy buffer. From 128 KiB on the allocator maps and unmaps each buffer: three times slower."""
 MAX_FILE_BYTES: Final = 16 * 1024 * 1024
-"""Limit of one document; the largest settings known have half a megabyte."""
+"""Limit of one document. The largest settings known have half a megabyte."""
 _ATTEMPTS: Final = 10
 """Attempts to make a directory in a place where another user keeps putting something."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 
 def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> bytes:
-    """Return the content of a file of the CPI, the image or an operator; links are followed, as in the kubelet's
+    """Return the content of a file of the CPI, the image or an operator. Links are followed, as in the kubelet's
     volumes.
 
     ``is_own`` marks a file that this agent or its predecessor wrote: no link is followed but to memory
@@ -69,7 +69,7 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
 
 
 def text(path: Path) -> str:
-    """Return the text of a file; "" for one that cannot be read."""
+    """Return the text of a file. "" for one that cannot be read."""
     try:
         return read(path).decode(errors="replace")
     except OSError:
@@ -126,7 +126,7 @@ def chown(path: Path | str, owner: str) -> None:
 
 
 def _settle(fd: int, mode: int, owner: str | None) -> None:
-    """Set owner, then mode (chown clears bits); right values are not set again."""
+    """Set owner, then mode (chown clears bits). Right values are not set again."""
     uid, gid = owner_ids(owner) if owner else (-1, -1)
     now = os.fstat(fd)
     if uid not in (-1, now.st_uid) or gid not in (-1, now.st_gid):
@@ -142,7 +142,7 @@ def _settle(fd: int, mode: int, owner: str | None) -> None:
 
 @functools.cache
 def _may_give() -> bool:
-    """Return True if root may chown; logs once if it may not."""
+    """Return True if root may chown. Logs once if it may not."""
     if "CHOWN" in capabilities.privileges().effective:
         return True
     logger.warning("cannot change owners of files: this container lacks CAP_CHOWN")
@@ -163,7 +163,7 @@ def is_leftover(name: str) -> bool:
 
 
 def sweep(places: Iterable[Path]) -> None:
-    """Remove files named by :func:`sibling` in these directories; no other process may be writing there."""
+    """Remove files named by :func:`sibling` in these directories. No other process may be writing there."""
     for place in places:
         with suppress(FileNotFoundError, NotADirectoryError):
             for path in place.iterdir():
@@ -207,7 +207,7 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_syn
 def behind(path: Path) -> Path:
     """Return the file to read or write for ``path``: the target if it is a link made by the agent to a file in memory.
 
-    Such a link stays below its directory; any other is a thing of strangers, and ``path`` itself is returned.
+    Such a link stays below its directory. Any other is a thing of strangers, and ``path`` itself is returned.
     """
     target = path.readlink() if path.is_symlink() else None
     return path if target is None or target.is_absolute() or ".." in target.parts else path.parent / target
@@ -242,7 +242,7 @@ def write_atomic(
 
 
 def version(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes with every change of a file; None without a file.
+    """Return a value that changes with every change of a file. None without a file.
 
     Uses the time of the inode: a copy may preserve the modification time.
     """
@@ -349,7 +349,7 @@ def swap_link(target: Path, link: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a whole directory without following links; a missing path is no error."""
+    """Remove a file, a link or a whole directory without following links. A missing path is no error."""
     with attempting(f"remove {path}"), suppress(FileNotFoundError):
         if not stat.S_ISDIR(path.lstat().st_mode):
             path.unlink()
@@ -376,7 +376,7 @@ def _empty(top: int) -> None:
 
 
 def _without_files(directory: int) -> list[str]:
-    """Remove all but the directories from an open directory; returns the names of these."""
+    """Remove all but the directories from an open directory. Returns the names of these."""
     with os.scandir(directory) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_directory in found:
@@ -388,7 +388,7 @@ def _without_files(directory: int) -> list[str]:
 
 
 def _let_owner_write(name: str, directory: int | None = None) -> None:
-    """Let an ordinary user move and empty its directory; caches of modules are read-only."""
+    """Let an ordinary user move and empty its directory. Caches of modules are read-only."""
     if os.geteuid() != 0:
         os.chmod(name, 0o700, dir_fd=directory)
 

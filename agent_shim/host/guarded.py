@@ -6,7 +6,7 @@ sparse file of terabytes, a file that grows while it is read. So
 * links below a directory given as ``root`` are never followed; elsewhere only links that root made, in directories
   where only root can make them;
 * only regular files are opened, after their type was checked: a pipe does not block, and a device is not touched.
-  ``O_NONBLOCK`` refuses a file under a lease of its owner, for which the kernel would wait;
+  ``O_NONBLOCK`` refuses a file under a lease of its owner, for which the kernel would wait.
 * every read, listing and walk has a limit in bytes, entries or seconds.
 
 Everything blocks on the disk, and on a hung file server perhaps for ever; :func:`aside` makes it safe for the event
@@ -36,7 +36,7 @@ Skipped: TypeAlias = Callable[[str, OSError | None], None]
 DEADLINE_S: Final = 2.0
 """Default timeout of :func:`aside`."""
 MAX_THREADS: Final = 32
-"""Limit of threads that hang at the same time; beyond it every call fails at once."""
+"""Limit of threads that hang at the same time. Beyond it every call fails at once."""
 MAX_ENTRIES: Final = 10_000
 """Entries of one directory that are read."""
 MAX_SEGMENTS: Final = 10_000
@@ -102,7 +102,7 @@ def held(path: StrPath, root: StrPath | None = None) -> Iterator[int]:
 
 
 def _below(path: StrPath, root: StrPath) -> str:
-    """Return the path below ``root``; "" for ``root`` itself."""
+    """Return the path below ``root``. "" for ``root`` itself."""
     (begin, names), (top, above) = trusted_path.start(path), trusted_path.start(root)
     if begin != top or list(names)[: len(above)] != list(above):
         raise ValueError(f"{os.fspath(path)!r} is not below {os.fspath(root)!r}")
@@ -113,7 +113,7 @@ def _below(path: StrPath, root: StrPath) -> str:
 
 
 def open_file(path: StrPath, root: StrPath | None = None) -> int:
-    """Open a regular file for reading; ``root`` as for :func:`held`.
+    """Open a regular file for reading. ``root`` as for :func:`held`.
 
     Below ``root`` a file of root with a second hard link is refused: unless protected, jobs can link any file.
     """
@@ -124,7 +124,7 @@ def open_file(path: StrPath, root: StrPath | None = None) -> int:
 
 
 def refuse_second_name(found: os.stat_result) -> None:
-    """Raise ``OSError`` for a file of root with more than one hard link; files of a job may have many."""
+    """Raise ``OSError`` for a file of root with more than one hard link. Files of a job may have many."""
     if found.st_nlink > 1 and found.st_uid == 0 and stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is a file of root with a second hard link")
 
@@ -148,7 +148,7 @@ def hold(directory: int, name: str) -> int:
 
 
 def reopen(descriptor: int, flags: int, found: os.stat_result | None = None) -> int:
-    """Open the file held by ``descriptor`` if it is a regular file; pipes, sockets and devices are not touched.
+    """Open the file held by ``descriptor`` if it is a regular file. Pipes, sockets and devices are not touched.
 
     ``found`` is its status, if that is known.
     """
@@ -159,7 +159,7 @@ def reopen(descriptor: int, flags: int, found: os.stat_result | None = None) -> 
 
 
 def status(path: StrPath, root: StrPath | None = None) -> os.stat_result:
-    """Return the ``fstat`` result of a path; ``root`` as for :func:`held`."""
+    """Return the ``fstat`` result of a path. ``root`` as for :func:`held`."""
     with held(path, root) as found:
         return os.fstat(found)
 
@@ -177,7 +177,7 @@ def tail(path: Path, limit: int, root: Path | None = None) -> bytes:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """Read a whole regular file; ``OSError`` (EFBIG) if it has more than ``limit`` bytes."""
+    """Read a whole regular file. ``OSError`` (EFBIG) if it has more than ``limit`` bytes."""
     content = head(path, limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
@@ -204,7 +204,7 @@ def segments(descriptor: int, begin: int, end: int, limit: int = MAX_SEGMENTS) -
 
 
 def chunks(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the content between two offsets in chunks, each with its offset; holes are skipped."""
+    """Yield the content between two offsets in chunks, each with its offset. Holes are skipped."""
     for first, last in segments(descriptor, begin, end):
         at = first
         while at < last and (chunk := os.pread(descriptor, min(CHUNK_BYTES, last - at), at)):
@@ -264,7 +264,7 @@ def _append_to(name: str, directory: int) -> int:
 
 
 class Entry(NamedTuple):
-    """An entry below the top of a :func:`walk`; ``path`` is relative, with surrogates for invalid UTF-8."""
+    """An entry below the top of a :func:`walk`. ``path`` is relative, with surrogates for invalid UTF-8."""
 
     path: str
     status: os.stat_result
@@ -314,7 +314,7 @@ def walk(
 
 
 def open_directory(top: int, below: str) -> int:
-    """Open a directory for listing; "" is ``top`` itself, even if that is an ``O_PATH`` descriptor."""
+    """Open a directory for listing. "" is ``top`` itself, even if that is an ``O_PATH`` descriptor."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     return open_beneath(top, below, flags) if below else os.open(".", flags, dir_fd=top)
 

@@ -1,6 +1,6 @@
 """Processor times, memory, swap and load of the whole machine. Bytes, seconds.
 
-psutil reads processor times and memory. Figures that no kernel writes raise ``ValueError``; nothing here is negative.
+psutil reads processor times and memory. Figures that no kernel writes raise ``ValueError``. Nothing here is negative.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROC: Final = Path("/proc")
 
 
 class CpuTimes(msgspec.Struct, frozen=True):
-    """Cumulative CPU time; ``total`` is the available time, used or not."""
+    """Cumulative CPU time. ``total`` is the available time, used or not."""
 
     user: float
     system: float
@@ -48,7 +48,7 @@ def cpu_times(proc: Path = PROC) -> CpuTimes:
 
 
 def memory(proc: Path = PROC) -> Memory:
-    """Memory and swap; the difference from the available memory is in use."""
+    """Memory and swap. The difference from the available memory is in use."""
     psutil = _psutil(proc)
     try:
         with warnings.catch_warnings():  # about members of psutil's answer that are not used here
@@ -67,7 +67,7 @@ def memory_total() -> int:
 
 
 def load(proc: Path = PROC) -> tuple[float, float, float]:
-    """Load averages over 1, 5 and 15 minutes; a container has none of its own."""
+    """Load averages over 1, 5 and 15 minutes. A container has none of its own."""
     one, five, fifteen = (float(field) for field in (proc / "loadavg").read_bytes().split()[:3])
     _require_natural(one, five, fifteen)
     return one, five, fifteen

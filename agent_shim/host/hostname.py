@@ -32,7 +32,7 @@ def owner(table: Sequence[mounts.Mount] | None = None) -> str:
 
 
 def set_host_name(name: str) -> str:
-    """Set the host name as SetupHostname does (platform/linux_platform.go); return why not, or "". Blocks."""
+    """Set the host name as SetupHostname does (platform/linux_platform.go). Return why not, or "". Blocks."""
     if socket.gethostname() == name:
         return ""
     if re.fullmatch(_VALID, name) is None:

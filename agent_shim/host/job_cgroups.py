@@ -1,10 +1,10 @@
 """Cgroups for jobs, one for each service: to identify, count, freeze, kill and limit all of its processes.
 
-They are below or beside our own. This module makes the directories; ``host.process`` and ``host.sandbox_exec`` put a
+They are below or beside our own. This module makes the directories. ``host.process`` and ``host.sandbox_exec`` put a
 process into them before its exec.
 
 Membership is inherited, and a process without privileges cannot change it: it is evidence that a job cannot forge. One
-hierarchy suffices for that (``tracker``); if its directory can be removed, no process is left.
+hierarchy suffices for that (``tracker``). If its directory can be removed, no process is left.
 
 Supports both versions, and uses a controller only if that takes no more than creating a directory: in version 2 the
 kernel delegates a controller only while our own cgroup contains no process, and moving all processes of a container out
@@ -26,12 +26,12 @@ from typing import Final
 from agent_shim.host import cgroups, proc, process
 
 HOLD_TIMEOUT_S: Final = 1.0
-"""For a cgroup to freeze; a process stuck in the kernel may prevent it."""
+"""For a cgroup to freeze. A process stuck in the kernel may prevent it."""
 MAX_DEPTH: Final = 16
 """Levels of cgroups that a job creates below its own."""
 _DIRECTORY: Final = "agent_shim"
 _NO_LIMIT: Final = 1 << 62
-"""Bytes; version 1 reports a larger number without a limit."""
+"""Bytes. Version 1 reports a larger number without a limit."""
 
 _LIMITS: Final = {
     ("memory", 1): "memory.limit_in_bytes",
@@ -46,7 +46,7 @@ _DELEGATED: Final = ("user.delegate", "trusted.delegate")
 
 
 def offered() -> frozenset[str]:
-    """Return the controllers (``memory``, ``pids``) for which a limited cgroup can be created; found by trial."""
+    """Return the controllers (``memory``, ``pids``) for which a limited cgroup can be created. Found by trial."""
     found = set()
     for controller, hierarchy in hierarchies():
         top = place(hierarchy)
@@ -65,7 +65,7 @@ def offered() -> frozenset[str]:
 
 @functools.cache
 def tracker() -> cgroups.Tree | None:
-    """Return the best hierarchy in which cgroups can be created, found by trial; None without one."""
+    """Return the best hierarchy in which cgroups can be created, found by trial. None without one."""
     for tree in cgroups.trees():
         probe = place(tree.hierarchy) / f"probe-{os.getpid()}"
         with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ def tracker() -> cgroups.Tree | None:
 
 
 def name_of(pid: int) -> str | None:
-    """Return the name of the job cgroup that contains a process, directly or below; None without one."""
+    """Return the name of the job cgroup that contains a process, directly or below. None without one."""
     tree = tracker()
     if tree is None:
         return None
@@ -162,7 +162,7 @@ class JobCgroup:
         member.is_in_cgroup = self.enter([member.pid])
 
     def enter(self, pids: Iterable[int]) -> bool:
-        """Move processes as ``take`` does, but those that have ended; False where no cgroup can be created."""
+        """Move processes as ``take`` does, but those that have ended. False where no cgroup can be created."""
         directories = self.make()
         for pid in pids:
             for directory in directories:
@@ -171,7 +171,7 @@ class JobCgroup:
         return bool(directories)
 
     def remove(self) -> None:
-        """Remove them; one with a living process stays."""
+        """Remove them. One with a living process stays."""
         for directory in self._all:
             for each in reversed(_below(directory)):
                 with contextlib.suppress(OSError):
@@ -223,7 +223,7 @@ class JobCgroup:
 
 
 def _below(directory: Path) -> list[Path]:
-    """Return a cgroup and all below it, parents first; empty if it does not exist."""
+    """Return a cgroup and all below it, parents first. Empty if it does not exist."""
     found = [directory] if directory.is_dir() else []
     for each in found:
         with contextlib.suppress(OSError), os.scandir(each) as entries:
@@ -272,7 +272,7 @@ def _hand_down(directory: Path, controller: str) -> None:
 
 
 def _forbid_swap(directory: Path, version: int, limit: int) -> None:
-    """Forbid swap for a limited cgroup; kernels that do not account swap lack the file."""
+    """Forbid swap for a limited cgroup. Kernels that do not account swap lack the file."""
     name, value = ("memory.swap.max", 0) if version == 2 else ("memory.memsw.limit_in_bytes", limit)
     with contextlib.suppress(OSError):
         (directory / name).write_text(str(value))

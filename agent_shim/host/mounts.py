@@ -34,7 +34,7 @@ CLONE_NEWNS: Final = 0x20000
 
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 _ESCAPED = re.compile(rb"[ \t\n\\#]")
-"""Bytes that the kernel replaces in the table; ``#`` not all kernels."""
+"""Bytes that the kernel replaces in the table. ``#`` not all kernels."""
 
 
 _LOCAL: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs"})
@@ -44,7 +44,7 @@ _LOCAL: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", 
 class Mount(msgspec.Struct, frozen=True):
     """One line of mountinfo (proc(5)).
 
-    ``device`` is ``major:minor``, ``root`` the mounted part of the file system; ``options`` belong to this mount,
+    ``device`` is ``major:minor``, ``root`` the mounted part of the file system. ``options`` belong to this mount,
     ``features`` to the file system (for example the controllers of a cgroup hierarchy).
     """
 
@@ -60,7 +60,7 @@ class Mount(msgspec.Struct, frozen=True):
 
 
 def parse(table: bytes) -> list[Mount]:
-    """Parse a mountinfo table, oldest mount first; invalid lines are skipped.
+    """Parse a mountinfo table, oldest mount first. Invalid lines are skipped.
 
     A line is ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``: a dash ends a variable number of tags.
     """
@@ -77,7 +77,7 @@ def parse(table: bytes) -> list[Mount]:
 
 
 def _text(field: bytes) -> str:
-    """Decode the kernel's octal escapes (blank, tab, newline, backslash, ``#``); invalid UTF-8 survives."""
+    """Decode the kernel's octal escapes (blank, tab, newline, backslash, ``#``). Invalid UTF-8 survives."""
     return os.fsdecode(_ESCAPE.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), field))
 
 
@@ -146,7 +146,7 @@ def set_flags(target: Path, flags: int) -> None:
 
 
 def unmount(target: Path, *, lazy: bool = False) -> None:
-    """Unmount the newest mount of ``target``; ``lazy`` detaches it now and ends it with its last user."""
+    """Unmount the newest mount of ``target``. ``lazy`` detaches it now and ends it with its last user."""
     if _libc().umount2(os.fsencode(target), MNT_DETACH if lazy else 0) != 0:
         raise _refused(f"unmount {target}")
 
@@ -162,7 +162,7 @@ def mount_tmpfs(target: Path, options: str = "mode=755") -> None:
 
 
 def leave_mount_namespace(flags: int = 0) -> None:
-    """Enter a new mount namespace; later changes are visible only to this process and its children.
+    """Enter a new mount namespace. Later changes are visible only to this process and its children.
 
     ``flags`` name further namespaces to leave.
     """
@@ -172,7 +172,7 @@ def leave_mount_namespace(flags: int = 0) -> None:
 
 
 def try_bind(scratch: Path) -> None:
-    """Bind mount a new directory below ``scratch`` on itself and unmount it; the error tells why it is forbidden."""
+    """Bind mount a new directory below ``scratch`` on itself and unmount it. The error tells why it is forbidden."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="bind-", dir=scratch) as name:

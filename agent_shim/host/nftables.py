@@ -25,12 +25,12 @@ def is_installed() -> bool:
 
 
 async def replace(chains: str) -> None:
-    """Replace the table by one with these chains; raises ``HostError``, and the old one stays then."""
+    """Replace the table by one with these chains. Raises ``HostError``, and the old one stays then."""
     await _run(f"{_AWAY}table {TABLE} {{\n{chains}}}\n")
 
 
 async def remove() -> None:
-    """Remove the table; raises ``HostError``."""
+    """Remove the table. Raises ``HostError``."""
     await _run(_AWAY)
 
 

@@ -24,7 +24,7 @@ _BROKEN: Final = 255
 
 
 def error_of(probe: Callable[..., object], *args: object) -> int:
-    """Run ``probe`` in a child; return its ``errno``, 0 on success. Not for a process with threads."""
+    """Run ``probe`` in a child. Return its ``errno``, 0 on success. Not for a process with threads."""
     child = os.fork()
     if child == 0:
         code = _BROKEN
@@ -129,7 +129,7 @@ def open_pidfd() -> None:
 
 
 def is_clock_synchronized() -> bool | None:
-    """Return True if a time server disciplines the kernel's clock; None if that is unknown (adjtimex(2))."""
+    """Return True if a time server disciplines the kernel's clock. None if that is unknown (adjtimex(2))."""
     import ctypes
 
     state: int = _libc().adjtimex(ctypes.create_string_buffer(512))  # all zeros: change nothing

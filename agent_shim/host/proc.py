@@ -31,7 +31,7 @@ MAX_KERNEL_BYTES: Final = 64 * 1024
 """Limit for a file that the kernel writes by itself."""
 MAX_ENVIRON_BYTES: Final = 256 * 1024
 MAX_PASS_BYTES: Final = 8 << 20
-"""Limit for all environments of one pass; the beginning of each further one is read."""
+"""Limit for all environments of one pass. The beginning of each further one is read."""
 MIN_ENVIRON_BYTES: Final = 4096
 MAX_COMMAND_LINE_BYTES: Final = 4096
 """Length that monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
@@ -44,11 +44,11 @@ MAX_THREADS: Final = 16
 READ_TIMEOUT_S: Final = 2.0
 """Time that one process may block a reader."""
 MAX_HUNG_READS: Final = 4
-"""Limit of reads that hang at the same time; beyond it no process is read in this way."""
+"""Limit of reads that hang at the same time. Beyond it no process is read in this way."""
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
-    """One line of ``/proc/PID/stat`` (proc(5)); ticks as in ``host.clock``.
+    """One line of ``/proc/PID/stat`` (proc(5)). Ticks as in ``host.clock``.
 
     A struct, because hundreds are made at a time: a frozen dataclass takes six times as long.
     """
@@ -93,7 +93,7 @@ def parse(line: bytes) -> Stat:
 
 
 def stat(pid: int) -> Stat | None:
-    """Read the process with this pid, zombies included; None without one."""
+    """Read the process with this pid, zombies included. None without one."""
     line = _read(pid, "stat")
     if not line:
         return None
@@ -120,7 +120,7 @@ def _stats(pids: Iterable[int]) -> dict[int, Stat]:
 
 
 def _numbers(directory: str, limit: int | None = None) -> list[str]:
-    """Return the first entries whose name is a number; raises ``OSError``."""
+    """Return the first entries whose name is a number. Raises ``OSError``."""
 
     def listed() -> list[str]:
         with os.scandir(directory) as entries:
@@ -143,7 +143,7 @@ def children(processes: Mapping[int, Stat]) -> dict[int, list[int]]:
 
 
 def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
-    """Return ``roots`` and all their descendants; ``below`` is the result of ``children``."""
+    """Return ``roots`` and all their descendants. ``below`` is the result of ``children``."""
     found: set[int] = set()
     ahead = list(roots)
     while ahead:
@@ -161,7 +161,7 @@ class Census(msgspec.Struct, frozen=True):
     children: Mapping[int, list[int]]
     marked: Mapping[str, set[int]]
     unread: frozenset[int] | None
-    """Listed processes that had exited or were exiting when they were read, zombies included; None if not known.
+    """Listed processes that had exited or were exiting when they were read, zombies included. None if not known.
 
     A process that forks and exits without end is in ``processes`` or here: the list ascends, as the pids of children
     do until they begin again, and then it is None.
@@ -169,7 +169,7 @@ class Census(msgspec.Struct, frozen=True):
 
 
 def census(mark: str, known: Collection[int] = ()) -> Census:
-    """Read all processes, and the environment variable ``mark`` of all but ``known``; about 20 µs each. Blocks."""
+    """Read all processes, and the environment variable ``mark`` of all but ``known``. About 20 µs each. Blocks."""
     last = last_number()
     # The newest first: they exit soonest.
     pids = sorted(map(int, _numbers("/proc")), reverse=True)
@@ -187,7 +187,7 @@ def census(mark: str, known: Collection[int] = ()) -> Census:
 
 
 def command_line(pid: int) -> str:
-    """Return the arguments joined by blanks, as monit matches them; empty for a zombie or kernel thread. Blocks."""
+    """Return the arguments joined by blanks, as monit matches them. Empty for a zombie or kernel thread. Blocks."""
     return command_lines([pid]).get(pid, "")
 
 
@@ -226,7 +226,7 @@ def variables(pids: Collection[int], name: str) -> tuple[dict[int, str], list[in
 
 
 def open_files(pid: int) -> int:
-    """Return the number of open files; 0 if it may not be read."""
+    """Return the number of open files. 0 if it may not be read."""
     path = _shown(pid) / "fd"
     try:
         # Since Linux 6.2 it is the size of the directory.
@@ -236,7 +236,7 @@ def open_files(pid: int) -> int:
 
 
 def proportional_kb(pid: int) -> int:
-    """Return the memory in use, shared pages divided among their users; 0 if the kernel does not report it. Blocks."""
+    """Return the memory in use, shared pages divided among their users. 0 if the kernel does not report it. Blocks."""
     found = of_each([pid], lambda pid: _read_memory(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"")
     return next((int(line.split()[1]) for line in found.splitlines() if line.startswith(b"Pss:")), 0)
 
@@ -283,12 +283,12 @@ def _mapped(maps: bytes) -> Iterator[str]:
 
 
 def name(pid: int) -> str:
-    """Return the kernel's name of the process, 15 bytes that it can choose itself; empty without such a process."""
+    """Return the kernel's name of the process, 15 bytes that it can choose itself. Empty without such a process."""
     return _read(pid, "comm", 64).decode(errors="replace").rstrip("\n")
 
 
 def executable(pid: int) -> str:
-    """Return the path of the program that it executes; empty without such a process or the permission."""
+    """Return the path of the program that it executes. Empty without such a process or the permission."""
     try:
         return str(Path(f"/proc/{pid}/exe").readlink())
     except OSError:
@@ -296,13 +296,13 @@ def executable(pid: int) -> str:
 
 
 def user(pid: int) -> int | None:
-    """Return its real uid; None without such a process."""
+    """Return its real uid. None without such a process."""
     lines = _read(pid, "status", MAX_KERNEL_BYTES).splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith(b"Uid:")), None)
 
 
 def has_our_root(pid: int) -> bool:
-    """Return True if its root directory is ours; False also where the kernel does not show it."""
+    """Return True if its root directory is ours. False also where the kernel does not show it."""
     try:
         return Path(f"/proc/{pid}/root").samefile("/")
     except OSError:
@@ -310,7 +310,7 @@ def has_our_root(pid: int) -> bool:
 
 
 def groups(pid: int) -> dict[str, str]:
-    """Return its cgroup path by controller, as ``/proc/PID/cgroup`` shows it to us; ``""`` is version 2."""
+    """Return its cgroup path by controller, as ``/proc/PID/cgroup`` shows it to us. ``""`` is version 2."""
     return parse_groups(_read(pid, "cgroup", MAX_KERNEL_BYTES).decode(errors="surrogateescape"))
 
 
@@ -333,7 +333,7 @@ def is_leaving(pid: int) -> bool:
 
 
 def last_number() -> int | None:
-    """Return the pid given last to a process or thread of this pid namespace; None where it is hidden."""
+    """Return the pid given last to a process or thread of this pid namespace. None where it is hidden."""
     try:
         return int(Path("/proc/loadavg").read_text().split()[-1])
     except (OSError, ValueError, IndexError):
@@ -356,7 +356,7 @@ def incarnation() -> str:
 
 @functools.cache
 def boot_id() -> str:
-    """Return the id of this boot of the kernel; raises ``OSError`` where it is hidden."""
+    """Return the id of this boot of the kernel. Raises ``OSError`` where it is hidden."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -374,7 +374,7 @@ def _read_memory(pid: int, name: str, limit: int) -> bytes:
 
 
 def _read_of_threads(pid: int, name: str, limit: int) -> bytes:
-    """Read a file of any thread but the first; empty without one."""
+    """Read a file of any thread but the first. Empty without one."""
     return next(filter(None, (_read(pid, f"task/{each}/{name}", limit) for each in _other_threads(pid))), b"")
 
 
@@ -387,7 +387,7 @@ def _other_threads(pid: int, limit: int = MAX_THREADS) -> list[str]:
 
 
 def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
-    """Read the first ``limit`` bytes of a file of a process; empty without the process or the permission."""
+    """Read the first ``limit`` bytes of a file of a process. Empty without the process or the permission."""
     path = f"/proc/{pid}/{name}"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -400,7 +400,7 @@ def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
 
 
 def _without_descriptors(work: Callable[[], T]) -> T:
-    """Do work that opens one file, in the place of a spare descriptor; raises its ``OSError``.
+    """Do work that opens one file, in the place of a spare descriptor. Raises its ``OSError``.
 
     Without a free one each living process would look ended.
     """
@@ -437,7 +437,7 @@ def _content(descriptor: int, limit: int) -> bytes:
 
 
 class _Pass(Generic[T]):
-    """One thread's pass over some processes; once abandoned, it ends after the current process."""
+    """One thread's pass over some processes. Once abandoned, it ends after the current process."""
 
     def __init__(self, pids: Collection[int], work: Callable[[int], T]) -> None:
         self.found: dict[int, T] = {}

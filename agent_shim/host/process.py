@@ -1,6 +1,6 @@
 """Spawned and adopted processes, each identified by a pidfd and its start time: the kernel reuses pids.
 
-Each child is reaped in one place, ``reap``, called when its pidfd turns readable or by ``host.reaper``; every
+Each child is reaped in one place, ``reap``, called when its pidfd turns readable or by ``host.reaper``. Every
 ``Process`` with that pid gets the exit status. So nothing else may fork: a child that is unknown here counts as an
 adopted orphan and its status is discarded.
 
@@ -36,12 +36,12 @@ from agent_shim.host.descriptors import closing
 logger = logging.getLogger(__name__)
 
 SETPRIV: Final = "/usr/bin/setpriv"
-"""Program of util-linux that changes users; by its path, because the PATH of a program is its caller's."""
+"""Program of util-linux that changes users. By its path, because the PATH of a program is its caller's."""
 NICE: Final = "/usr/bin/nice"
 POLL_S: Final = 0.02
 """Poll interval where no descriptor reports the change: a group that empties, a process without pidfd."""
 KILL_TIMEOUT_S: Final = 10.0
-"""Time for a killed group to disappear; a process stuck in the kernel for longer is abandoned."""
+"""Time for a killed group to disappear. A process stuck in the kernel for longer is abandoned."""
 
 # include/uapi/linux/pidfd.h: struct pidfd_info, version 0 of 64 bytes: mask, cgroup, eleven ids, exit code.
 _PIDFD_GET_INFO: Final = 0xC040FF0B
@@ -59,7 +59,7 @@ _watched: dict[int, list[Process]] = {}
 _spawned: dict[int, int] = {}
 """Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
 _files_of_children: Final[list[tuple[int, int]]] = []
-"""Limits of open files for children; empty unless ``raise_file_limit`` has raised the limits of this process."""
+"""Limits of open files for children. Empty unless ``raise_file_limit`` has raised the limits of this process."""
 takes_orphans = False
 """True while orphaned descendants are reparented to this process (``host.reaper``)."""
 
@@ -81,7 +81,7 @@ class Process:
         self.is_in_cgroup = False
         """``job_cgroups`` put it in a cgroup."""
         self.on_end: Callable[[], None] | None = None
-        """Called after its end; takes less than a task that waits for it."""
+        """Called after its end. Takes less than a task that waits for it."""
         self._leads = leads
         self._pidfd = pidfd
         self._status: int | None = None
@@ -99,7 +99,7 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """True until it dies; a zombie is dead."""
+        """True until it dies. A zombie is dead."""
         if self.is_over:
             return False
         now = clock.boot_ticks()
@@ -123,7 +123,7 @@ class Process:
         return self._status
 
     async def wait_or_terminate(self, grace: float) -> int | None:
-        """As ``wait``; a cancelled call terminates it first, with ``grace`` seconds between TERM and KILL."""
+        """As ``wait``. A cancelled call terminates it first, with ``grace`` seconds between TERM and KILL."""
         try:
             return await self.wait()
         except asyncio.CancelledError:
@@ -131,13 +131,13 @@ class Process:
             raise
 
     def send(self, sig: int) -> bool:
-        """Send it a signal; False if it is gone."""
+        """Send it a signal. False if it is gone."""
         if self._pidfd is None:
             return self.is_alive and send(self.identity, sig)
         return not self.is_over and _send(self._pidfd, self.pid, sig)
 
     def send_group(self, sig: int) -> None:
-        """Send its process group a signal; only the process itself if it does not lead one."""
+        """Send its process group a signal. Only the process itself if it does not lead one."""
         if not self._leads:
             self.send(sig)
         elif self._holds_pid:
@@ -153,7 +153,7 @@ class Process:
         return self.is_alive or (not self.is_over and _has_child(os.P_PID, self.pid))
 
     async def terminate(self, grace: float) -> int | None:
-        """Send the group TERM, after ``grace`` seconds or on cancellation KILL; return the status once it is gone."""
+        """Send the group TERM, after ``grace`` seconds or on cancellation KILL. Return the status once it is gone."""
         await self._signal_group(signal.SIGTERM)
         # Not asyncio.timeout: before Python 3.11.3 it never expires in a cancelled task, as callers are.
         gone = asyncio.ensure_future(self._group_ended())
@@ -170,7 +170,7 @@ class Process:
         return self._status
 
     def release(self) -> None:
-        """Stop watching it and leave it running; pending calls of ``wait`` never return."""
+        """Stop watching it and leave it running. Pending calls of ``wait`` never return."""
         if not self.is_over:
             self._forget()
             others = _watched.get(self.pid, [])
@@ -269,7 +269,7 @@ def spawn(
     """Run a program without a shell, in its own session: processes of one session can join each other's groups, which
     are signalled as a whole, and have a terminal of the agent.
 
-    A stream of None is ``/dev/null``; a path is opened for appending. ``user`` and ``group`` are names or numbers; the
+    A stream of None is ``/dev/null``. A path is opened for appending. ``user`` and ``group`` are names or numbers. The
     user brings its supplementary groups. Without root both are ignored. Raises ``HostError`` "cannot run PROGRAM: why".
     """
     program = argv[0]
@@ -310,7 +310,7 @@ def spawn(
 
 
 _HELD: Final = 'read AGENT_SHIM_GO && unset AGENT_SHIM_GO PWD OLDPWD SHLVL && exec "$@" </dev/null'
-"""Shell script of ``spawn_prepared``; unset are the variables that a shell exports by itself."""
+"""Shell script of ``spawn_prepared``. Unset are the variables that a shell exports by itself."""
 
 
 async def spawn_prepared(
@@ -325,7 +325,7 @@ async def spawn_prepared(
     cwd: Path | str = "/",
     nice: int = 0,
 ) -> Process:
-    """As ``spawn``; ``prepare`` is called in a thread before the program runs, which it does not if that fails.
+    """As ``spawn``. ``prepare`` is called in a thread before the program runs, which it does not if that fails.
 
     The child is a shell of root that waits for a line: code of ours between fork and exec needs a copy of this process,
     and the loop waits for it. The program does not run either if this process dies. ``env`` has names of shell
@@ -375,7 +375,7 @@ def _require_executable(program: str) -> None:
 
 
 def adopt(pid: int, start_ticks: int | None = None) -> Process | None:
-    """Watch a running process; None if it is gone, a zombie, or did not start at ``start_ticks``."""
+    """Watch a running process. None if it is gone, a zombie, or did not start at ``start_ticks``."""
     pidfd = _open(pid)
     stat = proc.stat(pid)
     if (
@@ -443,7 +443,7 @@ def disable_core_dumps(*, for_good: bool = False) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files; children get the former one, as children of Go and of monit do.
+    """Raise the soft limit of open files. Children get the former one, as children of Go and of monit do.
 
     Limits that another program sets from then on (the job `limits` of os-conf, for the jobs) apply to children.
     """
@@ -468,7 +468,7 @@ def take_name(name: str) -> None:
 
 
 def send(identity: tuple[int, int], sig: int) -> bool:
-    """Send a signal to the process with this pid and start time; False if it is gone."""
+    """Send a signal to the process with this pid and start time. False if it is gone."""
     pid, start_ticks = identity
     pidfd = _open(pid)
     try:
@@ -492,7 +492,7 @@ def kill_group_of(ended: proc.Stat) -> None:
 
 
 def reap(pid: int) -> bool:
-    """Reap a dead child and pass its status to every ``Process`` with its pid; False if it is not a dead child."""
+    """Reap a dead child and pass its status to every ``Process`` with its pid. False if it is not a dead child."""
     now = clock.boot_ticks()  # the pid may be reused from the reaping on
     last = proc.stat(pid) if pid in _watched else None
     try:
@@ -511,7 +511,7 @@ def reap(pid: int) -> bool:
 
 
 def is_spawned(identity: tuple[int, int]) -> bool:
-    """Return True if ``spawn`` started this process; False for an orphan of one of its children."""
+    """Return True if ``spawn`` started this process. False for an orphan of one of its children."""
     return _spawned.get(identity[0]) == identity[1]
 
 
@@ -525,7 +525,7 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def _open(pid: int) -> int | None:
-    """Open a pidfd; None without the process, on old kernels, under strict seccomp, without free descriptors."""
+    """Open a pidfd. None without the process, on old kernels, under strict seccomp, without free descriptors."""
     try:
         return os.pidfd_open(pid)
     except OSError:

@@ -70,7 +70,7 @@ def run(argv: Argv, pid: int) -> int:
 
 
 class _Program:
-    """A child; ``streams`` maps its standard streams to descriptors, others are inherited."""
+    """A child. ``streams`` maps its standard streams to descriptors, others are inherited."""
 
     def __init__(self, argv: list[str], streams: Mapping[int, int], inherited: int, *, new_session: bool) -> None:
         self._status: int | None = None
@@ -112,7 +112,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def in_terminal(argv: list[str]) -> int:
-    """Run a program, which alone gets interrupts; return its exit code, 128+N after signal N. Raises ``OSError``."""
+    """Run a program, which alone gets interrupts. Return its exit code, 128+N after signal N. Raises ``OSError``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
     return _code(os.waitpid(child, 0)[1])
@@ -183,7 +183,7 @@ def _write(descriptor: int, chunk: bytes) -> None:
 
 @contextlib.contextmanager
 def _raw(terminal: int | None) -> Iterator[None]:
-    """Pass every key to the program unprocessed; restore the terminal in any case."""
+    """Pass every key to the program unprocessed. Restore the terminal in any case."""
     if terminal is None:
         yield
         return
@@ -198,7 +198,7 @@ def _raw(terminal: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(terminal: int, master: int, running: _Program) -> Iterator[None]:
-    """Forward changes of the window size; signals that end us hang up the program and leave the block normally."""
+    """Forward changes of the window size. Signals that end us hang up the program and leave the block normally."""
 
     def resize(*_: object) -> None:
         with contextlib.suppress(OSError):

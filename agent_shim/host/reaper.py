@@ -58,7 +58,7 @@ def reaping() -> Iterator[None]:
 
 
 def reap_some() -> bool:
-    """Reap a limited number of dead children; return True if there may be more."""
+    """Reap a limited number of dead children. Return True if there may be more."""
     for _ in range(MAX_REAPED):
         try:
             # Peek first, then reap by pid: the pid cannot be reused before its status is delivered.

@@ -21,7 +21,7 @@ from agent_shim.host.descriptors import closing
 SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolvconf", "/run/systemd/resolve")
 """Directories that every process may read and execute."""
 NAMESPACES: Final = ("mnt", "pid", "ipc", "uts")
-"""Namespaces that bpm creates; the network of the container stays."""
+"""Namespaces that bpm creates. The network of the container stays."""
 INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
 """Paths of bpm's init in a container. The init of ``host.sandbox_exec`` needs some MB for each process."""
 OVERFLOW_UID: Final = 65534
@@ -34,7 +34,7 @@ sys.exit(main(sys.argv))"""
 
 
 class Isolation(NamedTuple):
-    """Isolation available to processes of bpm.yml; ``obstacle`` is the reason why the level is not 1.
+    """Isolation available to processes of bpm.yml. ``obstacle`` is the reason why the level is not 1.
 
     ``memory`` and ``processes`` are true if the kernel can enforce these limits (in a cgroup for each process).
     """
@@ -85,7 +85,7 @@ def launcher() -> list[str]:
 async def prepared(
     spec: sandbox_exec.ExecSpec, *, env: Mapping[str, str], stdout: int | Path | None, stderr: int | Path | None
 ) -> AsyncIterator[process.Process]:
-    """Yield the process that executes the program when the block ends; if the block fails, it exits instead.
+    """Yield the process that executes the program when the block ends. If the block fails, it exits instead.
 
     With namespaces it is their first one, with its pid in ours. Until the exec ``env`` applies. Raises ``HostError``.
     """
@@ -98,7 +98,7 @@ async def prepared(
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(process.PREPARE_TIMEOUT_S):
-                with contextlib.suppress(ConnectionError):  # it has exited; its status is the report
+                with contextlib.suppress(ConnectionError):  # it has exited. Its status is the report
                     await loop.sock_sendall(ours, json.dumps({**spec, "gate": True}).encode() + b"\n")
                     if spec["namespaces"]:
                         started = await _child(started, ours)
@@ -111,7 +111,7 @@ async def prepared(
 
 
 async def _child(parent: process.Process, gate: socket.socket) -> process.Process:
-    """Adopt the child that ``parent`` cloned; the gate reports its pid or the error that ended it."""
+    """Adopt the child that ``parent`` cloned. The gate reports its pid or the error that ended it."""
     loop = asyncio.get_running_loop()
     report = await loop.sock_recv(gate, 4096)
     status = await parent.wait()
@@ -132,7 +132,7 @@ async def isolation() -> Isolation:
 
 
 async def _try_namespaces() -> str:
-    """Run an empty program in new namespaces; return the reason of a failure, or ""."""
+    """Run an empty program in new namespaces. Return the reason of a failure, or ""."""
     if os.geteuid() != 0:
         return "only root can create namespaces"
     places = [place(each, run=True) for each in SYSTEM] + [place("/sys")]

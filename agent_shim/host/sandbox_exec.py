@@ -1,12 +1,12 @@
 """Last steps of a process before it executes a job's program: namespaces, limits, user, capabilities, mounts.
 
 A separate program, whose command is ``sandbox.launcher``: none of its code runs in the daemon between fork and exec,
-and none remains once the job's program runs, which keeps the pid; only a pid namespace keeps an init above it. ``FD``,
+and none remains once the job's program runs, which keeps the pid. Only a pid namespace keeps an init above it. ``FD``,
 its argument, holds the ``ExecSpec`` as a line of JSON. After a failed step, reported on stderr, the program is not run:
 127.
 
 With a ``gate`` FD 0 is a socket. The peer gets the pid (as text) if it differs from that of this program, or the reason
-for a failure, and sends one byte to let the program run; if it closes the socket, this process exits.
+for a failure, and sends one byte to let the program run. If it closes the socket, this process exits.
 
 Every mount source is opened once, before any privilege is dropped: links are followed only if root made them, and
 mounts and rules are made from descriptors. A job can replace a directory at any moment, but not an open one.
@@ -64,7 +64,7 @@ _REFER, _TRUNCATE = 1 << 13, 1 << 14
 _EVERYTHING: Final = (1 << 15) - 1
 _OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _SCOPE_SIGNAL: Final = 2
-"""Blocks signals to processes outside; since version 6. Abstract sockets belong to the network, which bpm shares."""
+"""Blocks signals to processes outside. Since version 6. Abstract sockets belong to the network, which bpm shares."""
 
 # Additions to a new root file system beside the mounts (bpm-release src/bpm/runc/specbuilder/specbuilder.go).
 _NODES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
@@ -109,9 +109,9 @@ class BindMount(TypedDict):
 
 
 class ExecSpec(TypedDict):
-    """A program and its confinement. ``uid`` and ``gid`` of None keep the current user; ``capabilities`` are numbers.
+    """A program and its confinement. ``uid`` and ``gid`` of None keep the current user. ``capabilities`` are numbers.
 
-    ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits; ``cgroups`` are directories to join.
+    ``limits`` maps names (``RLIMIT_NOFILE``) to one value for both limits. ``cgroups`` are directories to join.
     ``places`` of None allows every path. With ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) new ones are created
     and only the places are visible, each at its ``path``; without them Landlock restricts access to the sources, and
     ``may_signal`` allows signals to processes outside. With ``has_init`` the program runs below an init: the first
@@ -156,7 +156,7 @@ def _describe(exc: OSError) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read and execute a spec; return an exit code on failure, or when the child of ``enter`` ends."""
+    """Read and execute a spec. Return an exit code on failure, or when the child of ``enter`` ends."""
     descriptor = int(arguments[1])
     spec, is_open = _read(descriptor)
     try:
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read(descriptor: int) -> tuple[ExecSpec, bool]:
-    """Read the spec; True if the byte that opens the gate arrived with it."""
+    """Read the spec. True if the byte that opens the gate arrived with it."""
     text = b""
     while b"\n" not in text and (chunk := os.read(descriptor, 65536)):
         text += chunk
@@ -247,7 +247,7 @@ def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
         if spec["places"] is not None and not spec["namespaces"]:
             _restrict(rules, may_signal=spec["may_signal"])
         elif spec["namespaces"] and not may_mount and landlock_version():
-            # Landlock always forbids mounts, also in a new user namespace; this rule allows all else.
+            # Landlock always forbids mounts, also in a new user namespace. This rule allows all else.
             _restrict([(trusted_path.hold("/"), _EVERYTHING)], may_signal=True)
 
 
@@ -288,7 +288,7 @@ def _drop_bounding(kept: Iterable[int]) -> None:
 
 
 def _set_capabilities(wanted: Sequence[int]) -> None:
-    """Set exactly these capabilities, kept over exec by the ambient set; raises ``OSError`` for a missing one."""
+    """Set exactly these capabilities, kept over exec by the ambient set. Raises ``OSError`` for a missing one."""
     mask = sum(1 << number for number in wanted)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION, 0))
@@ -303,7 +303,7 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
 
 
 def _unshare(spec: ExecSpec) -> int:
-    """Clone a sibling in new namespaces with the mounts as its root; returns like fork: 0 in the child."""
+    """Clone a sibling in new namespaces with the mounts as its root. Returns like fork: 0 in the child."""
     places = spec["places"] or []
     with _step("share a volume"):
         for place in places:
@@ -402,7 +402,7 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
 
 
 def _tree(place: BindMount, *, is_masked: bool) -> int | None:
-    """Clone the mount tree of a place with its mount attributes; None if its source does not exist."""
+    """Clone the mount tree of a place with its mount attributes. None if its source does not exist."""
     try:
         tree = _open_tree(place["source"])
     except FileNotFoundError:
@@ -441,7 +441,7 @@ def _attach(tree: int, path: str) -> None:
 
 
 def _mask() -> None:
-    """Hide sensitive kernel files; make kernel controls read-only."""
+    """Hide sensitive kernel files. Make kernel controls read-only."""
     for path in _READ_ONLY:
         with contextlib.suppress(FileNotFoundError):
             tree = _open_tree(path)
@@ -462,7 +462,7 @@ def _make_point(path: str, *, is_directory: bool) -> None:
 
 
 def _enter(spec: ExecSpec, pid: int) -> int:
-    """Run the program in the namespaces of ``pid``, and forward signals to it; return its exit code as a shell does."""
+    """Run the program in the namespaces of ``pid``, and forward signals to it. Return its exit code as a shell does."""
     flags = functools.reduce(int.__or__, (_NAMESPACES[name] for name in spec["namespaces"]))
     with _step("enter its namespaces"):
         descriptor = os.pidfd_open(pid)
@@ -482,10 +482,10 @@ def _enter(spec: ExecSpec, pid: int) -> int:
 
 
 def _run_below_init(spec: ExecSpec) -> None:
-    """Run the program below an init, as scripts of releases expect; returns in the process that executes it.
+    """Run the program below an init, as scripts of releases expect. Returns in the process that executes it.
 
     Without an executable of ``inits`` this process becomes the init: it forwards signals to the program alone, reaps
-    orphans, and exits as the program does; in a pid namespace that ends all other processes.
+    orphans, and exits as the program does. In a pid namespace that ends all other processes.
     """
     program = spec["argv"][0]
     os.stat(program)  # noqa: PTH116 - raises
@@ -535,7 +535,7 @@ def _exit_code(status: int) -> int:
 
 
 def landlock_version() -> int:
-    """Return the Landlock version of this kernel; 0 without Landlock or if a sandbox forbids it."""
+    """Return the Landlock version of this kernel. 0 without Landlock or if a sandbox forbids it."""
     version: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     return max(0, version)
 

@@ -20,7 +20,7 @@ BEATS: Final = 3
 
 
 class Notifier(msgspec.Struct, frozen=True):
-    """Client of systemd's socket ``address`` ("" for none); ``patience`` is its watchdog timeout in seconds or 0."""
+    """Client of systemd's socket ``address`` ("" for none). ``patience`` is its watchdog timeout in seconds or 0."""
 
     address: str = ""
     patience: float = 0.0
@@ -35,11 +35,11 @@ class Notifier(msgspec.Struct, frozen=True):
 
     @property
     def period(self) -> float:
-        """Return the interval of beats in seconds; 0 without a watchdog."""
+        """Return the interval of beats in seconds. 0 without a watchdog."""
         return self.patience / BEATS
 
     def beat(self) -> None:
-        """Report that the agent is alive; called by ``host.watchdog`` from its thread until that ends the process."""
+        """Report that the agent is alive. Called by ``host.watchdog`` from its thread until that ends the process."""
         if self.patience:
             self._send("WATCHDOG=1")
 

@@ -18,7 +18,7 @@ _CAPABILITIES_VERSION: Final = 0x20080522
 
 
 def show_as_vcap(tree: Path) -> None:
-    """Show ``tree``, an existing directory, as ``/var/vcap``; raises ``OSError`` where that is forbidden."""
+    """Show ``tree``, an existing directory, as ``/var/vcap``. Raises ``OSError`` where that is forbidden."""
     tree, user, group = tree.resolve(), os.geteuid(), os.getegid()
     if user == 0:
         mounts.leave_mount_namespace()

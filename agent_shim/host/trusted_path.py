@@ -20,7 +20,7 @@ _HELD: Final = "/proc/self/fd/"
 
 
 def hold(path: str | os.PathLike[str], *, make: int | None = None) -> int:
-    """Hold the file at ``path`` without opening it (``O_PATH``); raises ``OSError`` with the path.
+    """Hold the file at ``path`` without opening it (``O_PATH``). Raises ``OSError`` with the path.
 
     With ``make``, the mode of the last one, missing directories are made (0777 above it, less the umask), and the last
     name may not be a link. The walk goes step by step: a link that replaces a directory is either met and named in the

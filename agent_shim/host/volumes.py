@@ -1,7 +1,7 @@
 """Volumes mounted by the container runtime, placed at a second path: by a bind mount or, where forbidden, by a link.
 
-The volume itself, its mount and its propagation are never changed; only mounts and links made here are removed.
-Everything blocks; failures are ``HostError`` with ``errno``.
+The volume itself, its mount and its propagation are never changed. Only mounts and links made here are removed.
+Everything blocks. Failures are ``HostError`` with ``errno``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FLAGS: Final = {
 
 
 def is_directory(path: Path) -> bool:
-    """Return True for a reachable directory; an unreachable one (dead NFS server) counts as missing."""
+    """Return True for a reachable directory. An unreachable one (dead NFS server) counts as missing."""
     return os.path.isdir(path)  # noqa: PTH112 - that of Path raises for it
 
 
@@ -49,7 +49,7 @@ def shows(place: Path, volume: Path) -> bool:
 
 
 def can_bind(scratch: Path) -> bool:
-    """Return True if this container may bind mount; found by trial below ``scratch``, in a new mount namespace."""
+    """Return True if this container may bind mount. Found by trial below ``scratch``, in a new mount namespace."""
     allowed = []
 
     def attempt() -> None:
@@ -58,7 +58,7 @@ def can_bind(scratch: Path) -> bool:
             mounts.try_bind(scratch)
             allowed.append(True)
 
-    # A mount namespace belongs to a thread; this one ends with it.
+    # A mount namespace belongs to a thread. This one ends with it.
     trial = threading.Thread(target=attempt, name="can_bind")
     trial.start()
     trial.join()
@@ -94,7 +94,7 @@ def show(volume: Path, place: Path, *, bind: bool) -> None:
 
 
 def take_away(place: Path) -> None:
-    """Undo ``show``: remove the link or the newest mount; EBUSY if it is in use."""
+    """Undo ``show``: remove the link or the newest mount. EBUSY if it is in use."""
     if place.is_symlink():
         files.remove_tree(place)
     elif mounts.is_mount_point(place):
@@ -122,7 +122,7 @@ def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A user of a volume; ``pid`` is 0 for the kernel itself (a mount, a loop device)."""
+    """A user of a volume. ``pid`` is 0 for the kernel itself (a mount, a loop device)."""
 
     pid: int
     start_ticks: int

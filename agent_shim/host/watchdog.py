@@ -43,7 +43,7 @@ def reading(service: str, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
-    """Watch the running loop for the block; each ``period`` seconds (0: any) call ``feed``, while it is blocked too."""
+    """Watch the running loop for the block. Each ``period`` seconds (0: any) call ``feed``, while it is blocked too."""
     loop, ident, over, beats = asyncio.get_running_loop(), threading.get_ident(), threading.Event(), 0
     beat_s = min(period or BEAT_S, BEAT_S)
     step_s = min(beat_s / 2, STEP_S)

@@ -17,13 +17,13 @@ from agent_shim.host import clock, network
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 30.0
-"""Poll interval; a poll takes some microseconds for each address."""
+"""Poll interval. A poll takes some microseconds for each address."""
 
 
 def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
-    """Return expected addresses, each with its source; ``applied`` are networks of the spec.
+    """Return expected addresses, each with its source. ``applied`` are networks of the spec.
 
-    A floating address (vip) is on no interface; a dynamic one counts if a spec was applied with it.
+    A floating address (vip) is on no interface. A dynamic one counts if a spec was applied with it.
     """
     found = {
         known.ip: f"network {name} of the settings"
@@ -40,7 +40,7 @@ def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
 
 
 class AddressWatch:
-    """Watches the expected addresses; ``missing`` maps those that no interface had at the last look to their sources.
+    """Watches the expected addresses. ``missing`` maps those that no interface had at the last look to their sources.
 
     ``report`` is called with a network and a text when another one is missing.
     """

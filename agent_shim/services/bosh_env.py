@@ -21,7 +21,7 @@ SETTINGS_SIZE: Final = "16m"
 
 
 class Key(NamedTuple):
-    """A key by its path ``name`` below ``env.bosh``; ``is_done`` is False if it is refused with ``outcome``."""
+    """A key by its path ``name`` below ``env.bosh``. ``is_done`` is False if it is refused with ``outcome``."""
 
     name: str
     outcome: str
@@ -49,7 +49,7 @@ KEYS: Final = (
 
 
 def refused(bosh: BoshEnv) -> str | None:
-    """Boot step: return the given keys that cannot be obeyed, with reasons; None without any."""
+    """Boot step: return the given keys that cannot be obeyed, with reasons. None without any."""
     given = {"ipv6.enable": bosh.ipv6.enable, "swap_size": bosh.swap_size}
     return "; ".join(f"env.bosh.{key.name}: {key.outcome}" for key in KEYS if given.get(key.name)) or None
 
@@ -82,7 +82,7 @@ def _remove_listed(listing: Path) -> None:
 
 
 async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
-    """Boot step: move the files with credentials to a tmpfs; return why not, or None. Raises ``HostError``."""
+    """Boot step: move the files with credentials to a tmpfs. Return why not, or None. Raises ``HostError``."""
     if not bosh.agent.settings.tmpfs:
         return "not asked for"
     await asyncio.to_thread(_move_to_memory, paths)

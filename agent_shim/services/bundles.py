@@ -33,7 +33,7 @@ from agent_shim.host import files
 Kind = Literal["job", "package"]
 
 MAX_SMALL_BYTES: Final = files.MAX_FILE_BYTES
-"""Limit of a blob read into memory; the DNS records of ten thousand instances take half."""
+"""Limit of a blob read into memory. The DNS records of ten thousand instances take half."""
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ def checked_name(kind: str, name: str) -> str:
 
 
 class Bundles:
-    """All bundles below one base directory. Methods raise ``ActionError``; callers serialize changes."""
+    """All bundles below one base directory. Methods raise ``ActionError``. Callers serialize changes."""
 
     def __init__(self, paths: Paths, work: protocol.Work = workers.work) -> None:
         self._paths = paths
@@ -62,7 +62,7 @@ class Bundles:
         self._links: dict[Kind, Path] = {"job": paths.jobs, "package": paths.packages}
 
     def path(self, bundle: Bundle) -> Path:
-        """Return the path of a bundle, installed or not; its directory has the sha1 of version and digest as its name.
+        """Return the path of a bundle, installed or not. Its directory has the sha1 of version and digest as its name.
 
         For a package compiled here, of the version alone (models/job.go, models/package.go). Raises ``ActionError`` for
         an invalid name or version.
@@ -117,7 +117,7 @@ class Bundles:
         return [bundle for bundle in wanted if not self.path(bundle).is_dir()]
 
     async def link(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Link these and every package into every job; other links stay."""
+        """Link these and every package into every job. Other links stay."""
         await self._in_thread(self._link_all, jobs, packages)
 
     async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:
@@ -136,7 +136,7 @@ class Bundles:
         return path
 
     async def make_job_dirs(self, names: Iterable[str]) -> None:
-        """Create directories for logs, run files and data of jobs; existing ones are not changed (models/job.go)."""
+        """Create directories for logs, run files and data of jobs. Existing ones are not changed (models/job.go)."""
         await self._in_thread(self._make_job_dirs, [checked_name("job", name) for name in names])
 
     # --- blobs that came to this machine -----------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Bundles:
             await asyncio.to_thread(files.write_atomic, path, content, mode=0o640)
 
     async def delete_source(self, blob_id: str) -> None:
-        """Delete the blob of an installed bundle; only blobs on this machine are deleted (cascading_blobstore.go)."""
+        """Delete the blob of an installed bundle. Only blobs on this machine are deleted (cascading_blobstore.go)."""
         if not blob_id:
             return
         protocol.checked_blob_id(blob_id)

@@ -18,17 +18,17 @@ from agent_shim.host.clock import until_beat
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 60.0
-"""Poll interval; the credentials of a new VM live for an hour or less."""
+"""Poll interval. The credentials of a new VM live for an hour or less."""
 DAY_S: Final = 86400.0
 WARNING_PERIOD_S: Final = 30 * DAY_S
 """Warning period: the last month, but at most the last fifth of a certificate's life."""
 WARNING_SHARE: Final = 0.2
 DOOR: Final = "server"
-"""The certificate of the HTTPS endpoint for the bosh CLI; all others are the agent's on the bus."""
+"""The certificate of the HTTPS endpoint for the bosh CLI. All others are the agent's on the bus."""
 
 
 class CertificateWatch:
-    """Watches certificates; ``ends`` maps their names to their ends (seconds since 1970) at the last look."""
+    """Watches certificates. ``ends`` maps their names to their ends (seconds since 1970) at the last look."""
 
     def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:
         """``certificates`` are PEM texts by name; of several in one text the last to end counts."""
@@ -44,7 +44,7 @@ class CertificateWatch:
             await asyncio.sleep(until_beat(POLL_S))
 
     def look(self) -> None:
-        """Look once; new warnings are logged."""
+        """Look once. New warnings are logged."""
         now, before = self._clock(), self.warnings
         lasting = {
             name: max(found, key=lambda validity: validity.ends)

@@ -30,7 +30,7 @@ GRACE_S: Final = 1.0
 KILL_TIMEOUT_S: Final = 5.0
 """For killed processes to disappear."""
 MARK: Final = "BOSH_COMPILE_TARGET"
-"""Variable of every process of a compilation; its value is the directory of the sources. It identifies processes that
+"""Variable of every process of a compilation. Its value is the directory of the sources. It identifies processes that
 left the process group, and those of a killed agent.
 """
 EARLIEST_S: Final = 315_532_800
@@ -54,7 +54,7 @@ class Package(msgspec.Struct, frozen=True):
 
 
 class Compiler:
-    """Compiles one package at a time; packaging scripts inherit ``environ``, with the agent's programs in PATH."""
+    """Compiles one package at a time. Packaging scripts inherit ``environ``, with the agent's programs in PATH."""
 
     def __init__(self, paths: Paths, environ: Mapping[str, str], work: protocol.Work = workers.work) -> None:
         self._paths = paths
@@ -65,7 +65,7 @@ class Compiler:
     async def compile(
         self, package: Package, target: Path, store: Blobstore, report: Callable[[str], None]
     ) -> protocol.Done:
-        """Compile into ``target``, an empty linked bundle, and upload it; return the blob id and the digests.
+        """Compile into ``target``, an empty linked bundle, and upload it. Return the blob id and the digests.
 
         Its dependencies are linked as well. ``report`` is called with each step. Raises ``ActionError``.
         """
@@ -113,7 +113,7 @@ class Compiler:
             return done.outcomes[0]
 
     async def _run(self, package: Package, newest: int) -> None:
-        """Run ``packaging``; the logs contain only its own output. Its process group ends with it in any case."""
+        """Run ``packaging``. The logs contain only its own output. Its process group ends with it in any case."""
         log = self._paths.log / "compilation"
         stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"
         try:
@@ -146,7 +146,7 @@ class Compiler:
         return self._paths.compile / package.name
 
     async def _end_strays(self) -> None:
-        """Kill processes with our mark and wait for their end; one stuck in the kernel for longer is abandoned."""
+        """Kill processes with our mark and wait for their end. One stuck in the kernel for longer is abandoned."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + KILL_TIMEOUT_S
         while loop.time() < deadline:

@@ -25,7 +25,7 @@ from agent_shim.host import clock, files, guarded, hostname, mounts, network
 logger = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S: Final = 45.0
-"""Timeout for the fetch of a blob; the Director waits for ten."""
+"""Timeout for the fetch of a blob. The Director waits for ten."""
 
 LOCALHOST: Final = "localhost"
 POLL_S: Final = 10.0
@@ -33,7 +33,7 @@ POLL_S: Final = 10.0
 
 
 class _Blob(msgspec.Struct, frozen=True):
-    """Parsed ``{"version": 3, "records": [["10.0.0.1", "name"], …], …}``; bosh-dns reads the other members."""
+    """Parsed ``{"version": 3, "records": [["10.0.0.1", "name"], …], …}``. bosh-dns reads the other members."""
 
     version: int = 0
     records: msgspec.Raw = msgspec.Raw(b"[]")
@@ -48,7 +48,7 @@ class Dns:
         self._forgetting = asyncio.Lock()
 
     async def sync(self, version: int, fetch: Callable[[], Awaitable[bytes]], *, agent_id: str) -> None:
-        """Bring the records to ``version`` or newer; ``fetch`` returns the verified blob if needed.
+        """Bring the records to ``version`` or newer. ``fetch`` returns the verified blob if needed.
 
         Raises ``ActionError`` in the words of agent/action/sync_dns.go, and the errors of ``fetch``.
         """
@@ -75,7 +75,7 @@ class Dns:
         return blob is not None
 
     async def forget_neighbours(self, addresses: list[str]) -> None:
-        """Forget the hardware addresses of these addresses as far as the container may; one program at a time."""
+        """Forget the hardware addresses of these addresses as far as the container may. One program at a time."""
         async with self._forgetting:
             await network.forget_neighbours(addresses)
 
@@ -124,7 +124,7 @@ class Dns:
             logger.warning("%s", exc)
 
     def _stored(self) -> _Blob | None:
-        """Return the records of the last ``sync_dns``; None without one."""
+        """Return the records of the last ``sync_dns``. None without one."""
         try:
             return wire.decode(files.read(self._paths.dns_records, is_own=True), _Blob)
         except FileNotFoundError:

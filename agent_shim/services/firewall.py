@@ -7,7 +7,7 @@ refused connection fails at once; with the Go agent it hangs.
 
 The rules must never cut off the agent itself. They would if a proxy of another user were between it and the bus (the
 sidecar of a service mesh): so they are tested, and removed again if the bus answers only without them. The evidence is
-the existing link and the attempts at one; a connection opened for a test would be logged as broken by the server.
+the existing link and the attempts at one. A connection opened for a test would be logged as broken by the server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROXIED: Final = "the bus is reached by way of a process of another user, which 
 
 
 class Firewall:
-    """Keeps jobs from the bus; ``obstacle`` is why they can reach it, "" while rules prevent that.
+    """Keeps jobs from the bus. ``obstacle`` is why they can reach it, "" while rules prevent that.
 
     ``mbus`` returns the addresses in use, ``is_linked`` is true with a link to one of them, ``is_heard`` if a server
     sends anything within the given seconds. With a ``refusal``, which becomes the obstacle, no rules are ever set.
@@ -93,7 +93,7 @@ class Firewall:
             logger.info("jobs cannot reach the bus")
 
     async def _apply(self) -> str:
-        """Set the right rules; return the obstacle, if any. Raises ``HostError``."""
+        """Set the right rules. Return the obstacle, if any. Raises ``HostError``."""
         urls = [url for url in self._mbus().urls if bus_address(url).scheme == "nats"]
         if not urls:
             return NO_BUS
@@ -136,7 +136,7 @@ def chains(targets: Targets, users: Collection[int]) -> str:
 
 
 async def _addresses(urls: Collection[str]) -> Targets:
-    """Resolve all names; names without an address are skipped."""
+    """Resolve all names. Names without an address are skipped."""
     found = set()
     for url in urls:
         parts = bus_address(url)

@@ -1,6 +1,6 @@
 """Name servers: ``dns`` of a network, from the Director's cloud-config, into the resolver of the container.
 
-The Go agent writes the base of resolvconf or a drop-in of systemd-resolved (platform/net/dnsresolver); a container has
+The Go agent writes the base of resolvconf or a drop-in of systemd-resolved (platform/net/dnsresolver). A container has
 neither, unless systemd is its process 1.
 """
 
@@ -55,7 +55,7 @@ def resolv_conf(before: str, servers: Sequence[str]) -> str:
     """Return a resolv.conf that uses ``servers``.
 
     A text that already names each of them is not changed: a job may have put its own server first. Else they replace
-    the servers of the container runtime; search domains and options stay, and a server that bosh-dns has put first.
+    the servers of the container runtime. Search domains and options stay, and a server that bosh-dns has put first.
     """
     lines = before.splitlines()
     named = [words[1] for line in lines if len(words := line.split()) > 1 and words[0] == "nameserver"]

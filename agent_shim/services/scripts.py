@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 """PATH of scripts, whatever that of the agent (agent/script/pathenv/pathenv.go)."""
 NICE: Final = 5
-"""Niceness of lifecycle scripts relative to the agent; drain and errands run with that of the agent."""
+"""Niceness of lifecycle scripts relative to the agent. Drain and errands run with that of the agent."""
 GRACE_S: Final = 10.0
 """Between TERM and KILL for a cancelled script."""
 MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
@@ -47,7 +47,7 @@ _NEXT_STATE: Final = "BOSH_JOB_NEXT_STATE"
 
 
 class Errand(msgspec.Struct, frozen=True):
-    """Outcome of an errand; ``exit_code`` is 128+N after signal N."""
+    """Outcome of an errand. ``exit_code`` is 128+N after signal N."""
 
     stdout: str
     stderr: str
@@ -82,7 +82,7 @@ def drain_environment(current: ApplySpec, new: ApplySpec | None) -> dict[str, st
 
 
 class Scripts:
-    """Runs scripts in ``jobs/<job>/bin``; every script inherits ``environ``."""
+    """Runs scripts in ``jobs/<job>/bin``. Every script inherits ``environ``."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Scripts:
     async def _ask_drain(
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bytes:
-        """Return the output of the script; its exit code is ignored."""
+        """Return the output of the script. Its exit code is ignored."""
         with tempfile.TemporaryFile(dir=self._paths.tmp, buffering=0) as stdout:
             argv, env = [str(self._script(job, "drain")), *arguments], {**self._environ, **environment}
             err = self._log_directory(job) / "drain.stderr.log"
@@ -177,7 +177,7 @@ class Scripts:
             return os.pread(stdout.fileno(), 4096, 0).strip()
 
     async def errand(self, job: str, cancelled: asyncio.Event) -> Errand:
-        """Run ``bin/run`` of ``job``; setting ``cancelled`` terminates it, and its exit is a result like any other.
+        """Run ``bin/run`` of ``job``. Setting ``cancelled`` terminates it, and its exit is a result like any other.
 
         An output too long for the reply is cut in the middle and kept in a file until the job's next errand.
         """
@@ -218,7 +218,7 @@ class Scripts:
         return log
 
     async def _end(self, script: Process, cancelled: asyncio.Event) -> int | None:
-        """Wait for the script; if ``cancelled`` is set, or this task is, terminate its process group first."""
+        """Wait for the script. If ``cancelled`` is set, or this task is, terminate its process group first."""
         ended = asyncio.ensure_future(script.wait())
         try:
             return ended.result() if await ended_before(cancelled, ended) else await script.terminate(self._grace)
@@ -230,7 +230,7 @@ class Scripts:
 
 
 async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awaitable[bool]]) -> None:
-    """Run all in parallel; the error lists jobs in the order of their end (agent/script/parallel_script.go)."""
+    """Run all in parallel. The error lists jobs in the order of their end (agent/script/parallel_script.go)."""
     passed: list[str] = []
     failed: list[str] = []
 
@@ -258,7 +258,7 @@ def _size(log: Path) -> int:
 
 
 def _last_line(log: Path, begin: int) -> str:
-    """Return the last line that was written to a log after byte ``begin``, shortened; "" if there is none."""
+    """Return the last line that was written to a log after byte ``begin``, shortened. "" if there is none."""
     try:
         with closing(guarded.open_file(log)) as file:
             size = os.fstat(file).st_size
@@ -291,7 +291,7 @@ def shown(path: Path, limit: int) -> tuple[str, bool]:
 
 
 def _head_and_tail(file: int, size: int, keep: int, path: Path) -> str:
-    """Read ``keep`` bytes of a file of ``size``, half from each end; invalid UTF-8 becomes replacement characters."""
+    """Read ``keep`` bytes of a file of ``size``, half from each end. Invalid UTF-8 becomes replacement characters."""
     if keep >= size:
         return os.pread(file, size, 0).decode(errors="replace")
     head = os.pread(file, keep // 2, 0)

@@ -25,13 +25,13 @@ from agent_shim.host import clock, files
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.5
-"""Poll interval of the files, which are few; a poll is a stat."""
+"""Poll interval of the files, which are few. A poll is a stat."""
 IDLE_POLL_FACTOR: Final = 20
 """Factor of the poll interval once settings are loaded."""
 
 
 class SettingsStore:
-    """Loads settings and stores ``update_settings``; ``current`` is the last result."""
+    """Loads settings and stores ``update_settings``. ``current`` is the last result."""
 
     def __init__(self, paths: Paths, sources: Sequence[Path], *, look: float = POLL_S, needs_bus: bool = True) -> None:
         self._paths = paths
@@ -47,7 +47,7 @@ class SettingsStore:
 
     @property
     def current(self) -> settings.Effective:
-        """The settings; available once ``wait`` has returned."""
+        """The settings. Available once ``wait`` has returned."""
         if self._current is None:
             raise SettingsError("cannot use the settings: none were read yet")
         return self._current
@@ -132,7 +132,7 @@ class SettingsStore:
         return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
 
     def _read_source(self) -> tuple[settings.Settings, bytes, Path]:
-        """Load the first usable source; the error is that of the first existing file."""
+        """Load the first usable source. The error is that of the first existing file."""
         problem: SettingsError | None = None
         for path in (*self._sources, self._paths.settings_cache):
             try:
@@ -164,7 +164,7 @@ class SettingsStore:
             return self._current.update if self._current else settings.UpdateSettings()
 
     async def _keep(self, raw: bytes) -> None:
-        """Cache the document, for use when its source is unavailable; the settings are used even if this fails."""
+        """Cache the document, for use when its source is unavailable. The settings are used even if this fails."""
         try:
             path, is_known = files.behind(self._paths.settings_cache), self._current is not None
             await asyncio.to_thread(files.write_atomic, path, raw, mode=0o600, if_changed=is_known)
@@ -178,7 +178,7 @@ class SettingsStore:
 
 
 def _read_mbus(path: Path) -> settings.Mbus | None:
-    """Load the kept credentials; None if they are missing or unreadable."""
+    """Load the kept credentials. None if they are missing or unreadable."""
     try:
         return wire.decode(files.read(path, is_own=True), settings.Mbus)
     except (OSError, ValueError):

@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class SpecStore:
-    """Stores the spec; ``current`` is that of the last ``apply``, empty before the first one."""
+    """Stores the spec. ``current`` is that of the last ``apply``, empty before the first one."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self.current = spec.ApplySpec()
 
     async def load(self) -> spec.ApplySpec:
-        """Load the file; an unreadable one is renamed and counts as missing, so that the agent stays reachable."""
+        """Load the file. An unreadable one is renamed and counts as missing, so that the agent stays reachable."""
         try:
             self.current = spec.decode(await asyncio.to_thread(files.read, self._paths.spec, is_own=True))
         except FileNotFoundError:
@@ -36,7 +36,7 @@ class SpecStore:
         return self.current
 
     async def save(self, wanted: spec.ApplySpec) -> None:
-        """Store ``wanted``; signed URLs in it are secrets, hence the mode."""
+        """Store ``wanted``. Signed URLs in it are secrets, hence the mode."""
         await asyncio.to_thread(files.write_atomic, self._paths.spec, msgspec.json.encode(wanted), mode=0o600)
         self.current = wanted
 

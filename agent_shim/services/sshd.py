@@ -22,7 +22,7 @@ from agent_shim.host import command, files, network, proc, process
 LISTEN_TIMEOUT_S: Final = 10.0
 """Limit for a started server to listen."""
 GRACE_S: Final = 2.0
-"""Between TERM and KILL; existing sessions continue, new ones are refused meanwhile."""
+"""Between TERM and KILL. Existing sessions continue, new ones are refused meanwhile."""
 POLL_S: Final = 0.02
 MAX_LOG_BYTES: Final = 10_000_000
 """Size at which the server's log is truncated."""
@@ -63,13 +63,13 @@ class Sshd:
         self._turn = asyncio.Lock()
 
     async def host_key(self) -> str:
-        """Return the public RSA host key; the pair is made if the image has none."""
+        """Return the public RSA host key. The pair is made if the image has none."""
         async with self._turn:
             with errors_as("Getting host public key"):
                 return (await asyncio.to_thread(files.read, await self._have_host_key())).decode(errors="replace")
 
     async def settle(self) -> None:
-        """Start a server if one is needed and none listens; end ours when it is no longer needed."""
+        """Start a server if one is needed and none listens. End ours when it is no longer needed."""
         if not self._paths.is_system:
             return
         async with self._turn:
@@ -116,7 +116,7 @@ class Sshd:
             raise HostError(f"it does not listen on port {self._port} after {LISTEN_TIMEOUT_S:.0f} seconds") from None
 
     async def _have_host_key(self) -> Path:
-        """Return the path of the public key; sshd does not start without the private one."""
+        """Return the path of the public key. sshd does not start without the private one."""
         public = self._key.with_suffix(".pub")
         if not await asyncio.to_thread(lambda: self._key.exists() and public.exists()):
             await _make_host_key(self._key, public)
@@ -138,7 +138,7 @@ class Sshd:
 
 
 async def _make_host_key(private: Path, public: Path) -> None:
-    """Derive the public key of an existing private key; make both if sshd could use none."""
+    """Derive the public key of an existing private key. Make both if sshd could use none."""
     try:
         derived = await command.run("ssh-keygen", "-y", "-P", "", "-f", str(private))
         await asyncio.to_thread(files.write_atomic, public, derived.encode())

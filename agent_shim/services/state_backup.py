@@ -37,7 +37,7 @@ from agent_shim.host import clock, files, proc
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-"""Version of all state files together; raised when an older version would misread a file of this one."""
+"""Version of all state files together. Raised when an older version would misread a file of this one."""
 STAMP: Final = "agent_shim.json"
 SET_ASIDE: Final = "set_aside"
 POLL_S: Final = 10.0
@@ -65,7 +65,7 @@ class BackedUpFile(msgspec.Struct, frozen=True):
 
 
 def backup_files(paths: Paths) -> list[BackedUpFile]:
-    """Return the files to back up; a copy has the name of its file."""
+    """Return the files to back up. A copy has the name of its file."""
     private = (paths.update_settings, paths.former_mbus, paths.spec, paths.tasks, paths.disk_hints, paths.managed_disk)
     return [
         *map(BackedUpFile, (*private, paths.shut_down)),
@@ -138,7 +138,7 @@ class StateBackup:
             self._restore()
             self.root_is_new = True
             ours = msgspec.structs.replace(ours, lineage=copy.lineage, is_prepared=False)
-        # The restore counts from here on; a kill before this repeats it.
+        # The restore counts from here on. A kill before this repeats it.
         _write(self._paths.stamp, ours)
         _write(self._copy_stamp, ours)
         self._stamp = ours
@@ -191,7 +191,7 @@ class StateBackup:
             await self.update()
 
     def _update(self) -> None:
-        """Make the copies of changed files equal to them; an equal copy is not written."""
+        """Make the copies of changed files equal to them. An equal copy is not written."""
         for file in self._files:
             if (seen := files.version(file.path)) == self._copied.get(file.path, ()):
                 continue
@@ -228,7 +228,7 @@ def forget(paths: Paths) -> None:
 
 
 def _read(path: Path) -> Stamp | None:
-    """Read a stamp; an unreadable one belongs to no agent, and its files are not used."""
+    """Read a stamp. An unreadable one belongs to no agent, and its files are not used."""
     try:
         return wire.decode(files.read(path, is_own=True), Stamp)
     except FileNotFoundError:
@@ -239,7 +239,7 @@ def _read(path: Path) -> Stamp | None:
 
 
 def _write(path: Path, stamp: Stamp) -> None:
-    """Write a stamp; on a full disk the agent starts without it."""
+    """Write a stamp. On a full disk the agent starts without it."""
     if _read(path) == stamp:
         return
     try:
@@ -266,7 +266,7 @@ def _plain(agent_id: str) -> str:
 
 
 def _empty(directory: Path) -> None:
-    """Remove the content of a directory; mount points stay."""
+    """Remove the content of a directory. Mount points stay."""
     with suppress(FileNotFoundError):
         for path in list(directory.iterdir()):
             try:

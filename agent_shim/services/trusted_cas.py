@@ -30,7 +30,7 @@ GRACE_S: Final = 5.0
 TRIES: Final = 3
 
 PENDING: Final = DIRECTORY / "bosh-trusted-certs.pending"
-"""Exists from before the first change until the command has succeeded; the command reads only ``*.crt``."""
+"""Exists from before the first change until the command has succeeded. The command reads only ``*.crt``."""
 
 _OURS: Final = "bosh-trusted-cert-"
 
@@ -72,7 +72,7 @@ def split(bundle: str) -> list[str]:
 
 
 def _write(wanted: Mapping[str, str]) -> bool:
-    """Write the files of ``wanted``; return True if that changed anything."""
+    """Write the files of ``wanted``. Return True if that changed anything."""
     new = {name: pem for name, pem in wanted.items() if not _holds(DIRECTORY / name, pem)}
     old = [path for path in DIRECTORY.glob(f"{_OURS}*") if path.name not in wanted]
     if not (new or old):

@@ -1,7 +1,7 @@
 """Users of the machine: temporary ones for ``bosh ssh``, and keys and passwords of vcap and root.
 
 Names, groups, paths and the prefixes of errors are the Go agent's (agent/action/ssh.go, platform/linux_platform.go).
-Files in a home directory are written as its owner, so that a link there leads nowhere the owner may not write; a
+Files in a home directory are written as its owner, so that a link there leads nowhere the owner may not write. A
 password hash never appears in argv.
 """
 
@@ -25,7 +25,7 @@ from agent_shim.host import command, files, guarded, proc
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "bosh_"
-"""Prefix of the users that may be removed; the Director's have it."""
+"""Prefix of the users that may be removed. The Director's have it."""
 GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
 NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
 """Instead of a hash: no password matches."""
@@ -56,7 +56,7 @@ rm -rf .ssh/authorized_keys.new && cat >.ssh/authorized_keys.new && mv -fT .ssh/
 
 
 class Users:
-    """Creates and removes users; one command at a time, since all write the same files."""
+    """Creates and removes users. One command at a time, since all write the same files."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -87,7 +87,7 @@ class Users:
                 raise
 
     async def cleanup(self, user_regex: str) -> list[str]:
-        """Remove the users that match the expression, with their homes; never one without our prefix."""
+        """Remove the users that match the expression, with their homes. Never one without our prefix."""
         async with self._turn:
             ours = self.made() if self._paths.is_system else []
             with errors_as("SSH Cleanup: Deleting Ephemeral Users", OSError, re.error):

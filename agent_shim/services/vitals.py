@@ -26,9 +26,9 @@ from agent_shim.host.host_stats import CpuTimes, Memory
 logger = logging.getLogger(__name__)
 
 CPU_PERIOD_S: Final = 10.0
-"""Minimum period over which CPU time is averaged; the first sample covers the whole time before it."""
+"""Minimum period over which CPU time is averaged. The first sample covers the whole time before it."""
 DISK_TIMEOUT_S: Final = 1.0
-"""Timeout of a disk; one on a dead file server never answers."""
+"""Timeout of a disk. One on a dead file server never answers."""
 
 UNREADABLE: Final = (OSError, ValueError, LookupError, ArithmeticError)
 """Errors of a file of ``/proc`` that is missing, hidden or of another form."""
@@ -47,7 +47,7 @@ class Figures(msgspec.Struct, frozen=True):
 
     memory: Mapping[str, Memory] = msgspec.field(default_factory=dict)
     cpu: Mapping[str, CpuTimes] = msgspec.field(default_factory=dict)
-    """Cumulative; ``total`` is 0 if the available time is unknown."""
+    """Cumulative. ``total`` is 0 if the available time is unknown."""
     processors: Mapping[str, float] = msgspec.field(default_factory=dict)
     load: Mapping[str, float] = msgspec.field(default_factory=dict)
     disks: Mapping[str, os.statvfs_result] = msgspec.field(default_factory=dict)
@@ -56,7 +56,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Vitals:
-    """Takes samples; ``persistent_mounted`` returns True with a disk on the store."""
+    """Takes samples. ``persistent_mounted`` returns True with a disk on the store."""
 
     def __init__(self, paths: Paths, persistent_mounted: Callable[[], bool], *, proc: Path = host_stats.PROC) -> None:
         self._paths = paths
@@ -70,7 +70,7 @@ class Vitals:
         self._usages: dict[str, os.statvfs_result] = {}
 
     async def sample(self) -> dict[str, Any]:
-        """Return the vitals; takes a millisecond, and at most :data:`DISK_TIMEOUT_S`."""
+        """Return the vitals. Takes a millisecond, and at most :data:`DISK_TIMEOUT_S`."""
         disks, figures = await self._disks(), self.figures()
         vitals: dict[str, Any] = {"disk": disks} if disks else {}
         with contextlib.suppress(*UNREADABLE):
@@ -111,7 +111,7 @@ class Vitals:
         return self._cpu
 
     def _age(self) -> float:
-        """Return the seconds since process 1 started, the container's age; if hidden, since the kernel's boot."""
+        """Return the seconds since process 1 started, the container's age. If hidden, since the kernel's boot."""
         now = clock.boot_time()
         try:
             return max(0.0, now - proc.parse((self._proc / "1/stat").read_bytes()).start_ticks / clock.TICKS)
@@ -166,7 +166,7 @@ def memory_vitals(memory: Memory) -> dict[str, Any]:
 
 
 def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
-    """Return the use of a disk; space reserved for root counts as free, and without inodes their use is 0 percent."""
+    """Return the use of a disk. Space reserved for root counts as free, and without inodes their use is 0 percent."""
     return {
         "percent": f"{_percent(usage.f_blocks - usage.f_bfree, usage.f_blocks):.0f}",
         "inode_percent": f"{_percent(usage.f_files - usage.f_ffree, usage.f_files):.0f}",

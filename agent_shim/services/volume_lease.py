@@ -47,7 +47,7 @@ _MAX_BYTES: Final = 4096
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Content of the file; ``holder`` differs for each agent process, ``count`` grows with every renewal."""
+    """Content of the file. ``holder`` differs for each agent process, ``count`` grows with every renewal."""
 
     schema: int
     holder: str
@@ -108,7 +108,7 @@ class VolumeLeases:
             self.renew(directory)
 
     def hold(self, directory: Path) -> str:
-        """Take the volume that contains our private ``directory``; return "" if it is ours, else its holder.
+        """Take the volume that contains our private ``directory``. Return "" if it is ours, else its holder.
 
         Blocks on the disk. Raises ``HostError``. A full or read-only volume is used without a lease.
         """
@@ -169,7 +169,7 @@ class VolumeLeases:
             self.release(directory)
 
     async def keep(self, lost: Callable[[str], None]) -> NoReturn:
-        """Renew the leases for ever; ``lost`` is called when another agent has taken a volume.
+        """Renew the leases for ever. ``lost`` is called when another agent has taken a volume.
 
         A hanging volume does not delay the others.
         """
@@ -189,7 +189,7 @@ class VolumeLeases:
                     renewing[directory] = asyncio.create_task(renew(directory), name="lease")
 
     def renew(self, directory: Path) -> str:
-        """Renew a lease once; return the agent that took the volume, or "". Blocks on the disk."""
+        """Renew a lease once. Return the agent that took the volume, or "". Blocks on the disk."""
         hold = self._held.get(directory)
         if hold is None:
             return ""
@@ -248,7 +248,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _decoded(raw: bytes) -> Lease | None:
-    """Decode a lease; None if it is empty or incomplete."""
+    """Decode a lease. None if it is empty or incomplete."""
     try:
         return wire.decode(raw, Lease)
     except ValueError:
@@ -260,7 +260,7 @@ def _decoded(raw: bytes) -> Lease | None:
 
 @contextmanager
 def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
-    """Lock this root file system for one agent; ``AlreadyRunningError`` "cannot WHAT" for a second one."""
+    """Lock this root file system for one agent. ``AlreadyRunningError`` "cannot WHAT" for a second one."""
     path = paths.bosh / "agent_shim.lock"
     with files.attempting(f"{what}: {path}"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

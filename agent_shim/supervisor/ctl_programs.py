@@ -31,7 +31,7 @@ MAX_DESCRIPTION_CHARS: Final = 236
 MAX_CONCURRENT_SPAWNS: Final = 3
 """Each takes a thread, a processor and turns of the event loop."""
 MAX_OUTPUT_BYTES: Final = 256 * 1024
-"""Approximate size of a service's output file; see ``trim``."""
+"""Approximate size of a service's output file. See ``trim``."""
 BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
 MAX_LAST_BYTES: Final = 400
@@ -49,7 +49,7 @@ _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error se
 class Programs:
     """Runs start and stop programs as monit does (monit 5.2.5 spawn.c, env.c).
 
-    Their environment holds monit's variables and the agent's mark, which identifies their processes; ``base`` keeps it
+    Their environment holds monit's variables and the agent's mark, which identifies their processes. ``base`` keeps it
     distinct from the mark of another agent. Their output goes to one file per service in ``output``.
 
     Their working directory, and that of scripts, is an empty one of root: stackdriver-nozzle of gcp-tools-release gives
@@ -77,7 +77,7 @@ class Programs:
         pid: int = 0,
         is_aside: bool = False,
     ) -> Process:
-        """Run a program for the service ``name``, whose process is ``pid``, after ``event``; raises ``HostError``.
+        """Run a program for the service ``name``, whose process is ``pid``, after ``event``. Raises ``HostError``.
 
         ``label`` is the mark, by default the name. A program ``is_aside`` (the exec of a rule) is no part of the
         service and survives its stop, which it may itself request.
@@ -142,12 +142,12 @@ class Programs:
     # --- program output ---------------------------------------------------------------------------------------------
 
     async def refused_limit(self, name: str) -> str:
-        """Return the last shell message about a limit that a script could not set; "" without one."""
+        """Return the last shell message about a limit that a script could not set. "" without one."""
         lines = await self.printed(name)
         return next((line[-MAX_LAST_BYTES:] for line in reversed(lines) if _LIMIT_REFUSED.match(line)), "")
 
     async def printed(self, name: str) -> list[str]:
-        """Return the last lines of a service's programs; most programs print nothing, and need no thread."""
+        """Return the last lines of a service's programs. Most programs print nothing, and need no thread."""
         path = self._output / f"{name.replace('/', '_')}.log"
         with contextlib.suppress(OSError):
             if not path.stat(follow_symlinks=False).st_size:
@@ -162,13 +162,13 @@ class Programs:
         with os.scandir(self._output) as entries:
             for entry in entries:
                 found = entry.stat(follow_symlinks=False)
-                # A job can allocate blocks beyond the end; file systems do so too, to twice the size.
+                # A job can allocate blocks beyond the end. File systems do so too, to twice the size.
                 taken = max(found.st_size, found.st_blocks * BLOCK_BYTES // 4)
                 if entry.name.endswith(".log") and taken > MAX_OUTPUT_BYTES:
                     await asyncio.to_thread(_cut, Path(entry.path), found.st_size)
 
     def _open(self, name: str, opened: contextlib.ExitStack) -> int | None:
-        """Open the output file; None if that fails, because a full disk must not prevent a start."""
+        """Open the output file. None if that fails, because a full disk must not prevent a start."""
         try:
             self._output.mkdir(mode=0o700, parents=True, exist_ok=True)
             output = guarded.open_log(self._output / f"{name.replace('/', '_')}.log", 0o640)
@@ -189,7 +189,7 @@ def _enter(cgroup: job_cgroups.JobCgroup | None, label: str, program: Process) -
 
 
 async def last_line(whose: str, path: Path, root: Path) -> str:
-    """Return the last meaningful line of a file below ``root``; "" if it cannot be read.
+    """Return the last meaningful line of a file below ``root``. "" if it cannot be read.
 
     ``whose`` is the label of the service that may write the file.
     """
@@ -197,7 +197,7 @@ async def last_line(whose: str, path: Path, root: Path) -> str:
 
 
 def last_word(lines: list[str]) -> str:
-    """Return the end of the last line; commands traced by ``set -x`` count only if there is nothing else."""
+    """Return the end of the last line. Commands traced by ``set -x`` count only if there is nothing else."""
     words = [line for line in lines if not _TRACE.match(line)] or lines
     return words[-1][-MAX_LAST_BYTES:] if words else ""
 

@@ -10,7 +10,7 @@ from agent_shim.supervisor.monit import ast as values
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """An event kind; ``bit`` is its ``status`` bit in the XML, the texts are its names in alerts."""
+    """An event kind. ``bit`` is its ``status`` bit in the XML, the texts are its names in alerts."""
 
     bit: int
     failed: str

@@ -36,7 +36,7 @@ MAX_CONTENT_BYTES: Final = 1_024_000
 """Length of a page that is searched, as in monit."""
 CHUNK: Final = 16 * 1024
 PROMPT_READS: Final = 64
-"""Reads of one answer without a pause before; an answer of many pieces, or without an end, costs the server more."""
+"""Reads of one answer without a pause before. An answer of many pieces, or without an end, costs the server more."""
 READ_PAUSE_S: Final = 0.005
 REFUSAL_S: Final = 2.0
 """Seconds that a port of UDP has to be refused: a server may stay silent."""
@@ -59,7 +59,7 @@ def where(connection: Connection) -> str:
 
 
 async def probe(connection: Connection) -> str:
-    """Return the reason of a failed connection; empty on success."""
+    """Return the reason of a failed connection. Empty on success."""
     place = where(connection)
     allowed = connection.timeout or NET_TIMEOUT
     try:
@@ -95,7 +95,7 @@ class _Line:
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
     async def more(self) -> bool:
-        """Wait for more data; False at the end."""
+        """Wait for more data. False at the end."""
         self._reads += 1
         if self._reads > PROMPT_READS:
             await asyncio.sleep(READ_PAUSE_S)
@@ -111,7 +111,7 @@ class _Line:
 
 @contextlib.asynccontextmanager
 async def _opened(connection: Connection) -> AsyncIterator[_Line]:
-    """Connect; raises ``OSError`` on failure."""
+    """Connect. Raises ``OSError`` on failure."""
     kind = socket.SOCK_DGRAM if connection.is_udp else socket.SOCK_STREAM
     if connection.unixsocket:
         places: list[tuple[socket.AddressFamily, Address]] = [(socket.AF_UNIX, connection.unixsocket)]
@@ -150,7 +150,7 @@ async def _connect(sock: socket.socket, address: Address) -> None:
 
 
 async def _addresses(host: str, port: int, kind: socket.SocketKind) -> list[tuple[socket.AddressFamily, Address]]:
-    """Look up the addresses of a host; a silent name server delays only this probe."""
+    """Look up the addresses of a host. A silent name server delays only this probe."""
     if family := network.family_of(host):
         return [(family, (host, port))]
     look_up = partial(socket.getaddrinfo, host, port, type=kind)
@@ -170,7 +170,7 @@ async def _unrefused(line: _Line) -> None:
 
 
 async def _dialogue(line: _Line, protocol: Protocol) -> None:
-    """Send and expect in turn; an expected answer may arrive in pieces."""
+    """Send and expect in turn. An expected answer may arrive in pieces."""
     for verb, text in protocol.dialogue:
         if verb == "send":
             await line.send(wire_text(text))
@@ -227,7 +227,7 @@ class _Response:
         self.is_whole = self.is_whole or self.has_head
 
     def read(self, data: bytes) -> None:
-        """Feed the parser; raises ``_WrongError`` if the data is not http."""
+        """Feed the parser. Raises ``_WrongError`` if the data is not http."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # status 101: http ends here, and monit accepts it as an answer
@@ -241,7 +241,7 @@ class _Response:
 
 
 async def _http(line: _Line, connection: Connection) -> None:
-    """Send one GET; follows no redirect, and fails on any status from 400 on, even a missing permission."""
+    """Send one GET. Follows no redirect, and fails on any status from 400 on, even a missing permission."""
     protocol, path = connection.protocol, requested(connection.protocol)
     shown = path.partition("?")[0]  # a query may be secret
     head = [f"GET {path} HTTP/1.1", f"Host: {protocol.hostheader or _host(connection)}", "Accept: */*"]
@@ -270,7 +270,7 @@ async def _http(line: _Line, connection: Connection) -> None:
 
 
 def requested(protocol: Protocol) -> str:
-    """Return the path of a request; encodes the characters that monit encodes, also ``%``."""
+    """Return the path of a request. Encodes the characters that monit encodes, also ``%``."""
     path = protocol.request or "/"
     return urllib.parse.quote(path.encode("utf-8", "surrogateescape"), safe="!$&'()*+,-./:;=?@_~")
 
@@ -309,7 +309,7 @@ async def echo(host: str, test: Echo) -> str | None:
 
 
 def _echoing() -> socket.socket | None:
-    """Open a socket for echo requests, a raw one only where the kernel offers no other; None without the privilege."""
+    """Open a socket for echo requests, a raw one only where the kernel offers no other. None without the privilege."""
     for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
         with contextlib.suppress(PermissionError):
             return socket.socket(socket.AF_INET, kind | socket.SOCK_NONBLOCK, socket.IPPROTO_ICMP)
@@ -317,7 +317,7 @@ def _echoing() -> socket.socket | None:
 
 
 async def _answered(sock: socket.socket, address: Address, number: int) -> None:
-    """Send a request and wait for its answer; other messages are passed over."""
+    """Send a request and wait for its answer. Other messages are passed over."""
     loop, mark = asyncio.get_running_loop(), os.urandom(16)
     ident = os.getpid() & 0xFFFF
     head = struct.pack("!BBHHH", ECHO_REQUEST, 0, 0, ident, number)

@@ -14,7 +14,7 @@ CLAIM_TIMEOUT_S: Final = 20.0
 
 
 class Kills:
-    """Counts OOM kills, each of which explains one exit; ``read`` returns the total, or None if unavailable."""
+    """Counts OOM kills, each of which explains one exit. ``read`` returns the total, or None if unavailable."""
 
     def __init__(self, read: Callable[[], int | None] | None = None) -> None:
         self._read = read or _of_container()
@@ -22,7 +22,7 @@ class Kills:
         self._open: list[float] = []
 
     def claim(self) -> bool:
-        """Claim a recent OOM kill as the cause of an exit just seen; False without one."""
+        """Claim a recent OOM kill as the cause of an exit just seen. False without one."""
         self.count()
         if not self._open:
             return False

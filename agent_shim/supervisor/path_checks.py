@@ -31,13 +31,13 @@ MAX_DIGEST_S: Final = 30.0
 """Seconds for the checksum of one file, which may grow faster than it is read."""
 DIGEST_CHUNK_BYTES: Final = 256 * 1024
 MAX_LOOK_BYTES: Final = 1024 * 1024
-"""New content of a file that is read in one cycle; the rest waits for the next."""
+"""New content of a file that is read in one cycle. The rest waits for the next."""
 MAX_LINES: Final = 20_000
 """Lines compared in one cycle: a megabyte of empty ones takes seconds."""
 MAX_LINE_BYTES: Final = 511
 """Bytes of a line that are compared, as in monit."""
 MAX_HITS: Final = 20
-"""Matching lines of one cycle, each of which may run a program; the next lines wait for the next cycle."""
+"""Matching lines of one cycle, each of which may run a program. The next lines wait for the next cycle."""
 
 Numbered: TypeAlias = tuple[int, Finding]
 """Finding of the rule of this number."""
@@ -52,7 +52,7 @@ _TYPES: Final = {
 
 
 class PathWatch:
-    """A check of a path, with its values of the last look; used by one thread at a time."""
+    """A check of a path, with its values of the last look. Used by one thread at a time."""
 
     def __init__(self, spec: ProcessSpec, path: Path) -> None:
         self._spec = spec
@@ -66,7 +66,7 @@ class PathWatch:
         """End of the lines that have been compared."""
 
     def look(self) -> list[Numbered]:
-        """Return the findings; none for a missing path, which the service reports itself."""
+        """Return the findings. None for a missing path, which the service reports itself."""
         troubles: list[str] = []
         found: list[Numbered] = []
         try:
@@ -148,7 +148,7 @@ class PathWatch:
         return test.value or self._seen.setdefault(number, actual), actual
 
     def _digest(self, opened: Opener, status: os.stat_result, algorithm: Algorithm) -> str:
-        """Return the checksum; an unchanged file is not read again."""
+        """Return the checksum. An unchanged file is not read again."""
         state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         known = self._digests.get(algorithm)
         if known is not None and known[0] == state:
@@ -165,7 +165,7 @@ class PathWatch:
     # --- lines --------------------------------------------------------------------------------------------------------
 
     def _matches(self, opened: Opener, status: os.stat_result) -> Iterator[Numbered]:
-        """Compare the lines written since the last look; the first look begins at the end of the file."""
+        """Compare the lines written since the last look. The first look begins at the end of the file."""
         quiet: dict[int, int] = {}
         hits = 0
         for line, end in itertools.islice(self._lines(opened, status), MAX_LINES):

@@ -16,7 +16,7 @@ from agent_shim.supervisor.monit import ast as values
 from agent_shim.supervisor.monit import parser
 
 VCAP: Final = "vcap"
-"""Group that the Director starts, stops and reports; services of other groups are supervised as well."""
+"""Group that the Director starts, stops and reports. Services of other groups are supervised as well."""
 
 MAX_FILES: Final = 100
 """Monit files of one job."""
@@ -57,7 +57,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     """One supervised unit; with an ``error`` it is unusable, and only its names are valid.
 
     ``kind`` is the type word of the check. A process is identified by ``pidfile`` or by ``pattern``, a regular
-    expression for its command line; ``path`` is the subject of a check of a file, directory, fifo or filesystem, and
+    expression for its command line. ``path`` is the subject of a check of a file, directory, fifo or filesystem, and
     ``address`` the subject of a host check.
     """
 
@@ -83,7 +83,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     """Reaction to a change of the process number."""
     limits: tuple[RestartLimit, ...] = ()
     rules: tuple[values.Rule, ...] = ()
-    """All other rules, evaluated every ``every`` cycles; monit's own for checks of paths are the last."""
+    """All other rules, evaluated every ``every`` cycles. monit's own for checks of paths are the last."""
     passed_over: tuple[values.Match, ...] = ()
     """Lines of the file that no ``if match`` sees."""
     every: int = 1
@@ -96,7 +96,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """Mark of its processes; the same for a bpm process whichever program starts it."""
+        """Mark of its processes. The same for a bpm process whichever program starts it."""
         parts = (self.pidfile or "").split("/")
         if parts[-4:-2] == ["run", "bpm"]:
             return bpm_label(parts[-2], Path(parts[-1]).stem)
@@ -117,7 +117,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def why_not_restarted(self) -> str:
-        """Reason against a restart after an exit; empty if it is restarted.
+        """Reason against a restart after an exit. Empty if it is restarted.
 
         monit restarts only processes with a start and a stop program, and never passive services.
         """
@@ -143,7 +143,7 @@ def bpm_label(job: str, process: str) -> str:
 
 
 def bpm_call(argv: Sequence[str]) -> BpmCall | None:
-    """Parse a bpm start or stop command; None for any other command."""
+    """Parse a bpm start or stop command. None for any other command."""
     if len(argv) < 3 or not argv[0].endswith(_BPM) or argv[1] not in ("start", "stop"):
         return None
     found = re.fullmatch(_BPM_ARGUMENTS, "\0".join(argv[2:]))
@@ -197,7 +197,7 @@ def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[st
 
 
 def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
-    """Build the services of a file; unsupported statements outside of checks are listed with the first."""
+    """Build the services of a file. Unsupported statements outside of checks are listed with the first."""
     found = []
     for number, check in enumerate(file.services):
         own = ("", check.name) if number == 0 else (check.name,)

@@ -16,7 +16,7 @@ from typing import Final
 
 MAX_PATTERN_BYTES: Final = 4096
 MAX_TEXT_BYTES: Final = 4096
-"""Maximum text searched; monit has room for less (1024 of a command line, 512 of a line)."""
+"""Maximum text searched. monit has room for less (1024 of a command line, 512 of a line)."""
 
 _REG_EXTENDED: Final = 1
 _REG_NOSUB: Final = 8
@@ -27,7 +27,7 @@ _PIECE: Final = rb"(?s)\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|."
 
 
 class Pattern:
-    """A compiled expression; thread-safe."""
+    """A compiled expression. Thread-safe."""
 
     def __init__(self, text: str) -> None:
         """Raises ``ValueError`` with the message of the C library."""
@@ -43,7 +43,7 @@ class Pattern:
         self._compile(pattern)
         depths = list(itertools.accumulate((piece == b"(") - (piece == b")") for piece in pieces))
         if min(depths, default=0) >= 0:  # an unmatched ")" is a plain character
-            # The library tries each start position in turn; an anchored pattern reads the text once.
+            # The library tries each start position in turn. An anchored pattern reads the text once.
             self._compile(b"^.*(" + pattern + b")")
 
     def _compile(self, pattern: bytes) -> None:
@@ -68,7 +68,7 @@ class Pattern:
 
 @functools.lru_cache(maxsize=256)
 def compiled(pattern: str) -> Pattern:
-    """Compile a pattern, cached; raises ``ValueError`` with the reason."""
+    """Compile a pattern, cached. Raises ``ValueError`` with the reason."""
     return Pattern(pattern)
 
 

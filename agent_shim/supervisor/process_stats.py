@@ -24,11 +24,11 @@ from agent_shim.supervisor.state import MONITORED, UP
 logger = logging.getLogger(__name__)
 
 MAX_INLINE_PROCESSES: Final = 1000
-"""Maximum number of processes read on the event loop; tens of thousands, which a job can start, take a thread."""
+"""Maximum number of processes read on the event loop. Tens of thousands, which a job can start, take a thread."""
 PASS_SHARE: Final = 0.05
 """Maximum share of a processor for passes over all processes: neighbours may ask, and a job decides on the number."""
 MIN_SAMPLE_S: Final = 1.0
-"""Minimum seconds between samples of processor time; shorter intervals are too imprecise."""
+"""Minimum seconds between samples of processor time. Shorter intervals are too imprecise."""
 PROCESSORS: Final = os.cpu_count() or 1
 MEMORY_TTL_S: Final = 10.0
 """Seconds for which the container's memory limit is cached: it rarely changes at run time."""
@@ -49,7 +49,7 @@ class ProcessInfo(msgspec.Struct, frozen=True):
 
 
 class ResponseInfo(msgspec.Struct, frozen=True):
-    """The last answer to a connection or echo request; ``seconds`` is -1 if there was none, 0 before the first."""
+    """The last answer to a connection or echo request. ``seconds`` is -1 if there was none, 0 before the first."""
 
     kind: str
     """``TCP``, ``UDP``, ``UNIX`` or ``ICMP``."""
@@ -62,7 +62,7 @@ class ResponseInfo(msgspec.Struct, frozen=True):
 
 
 class ServiceInfo(msgspec.Struct, frozen=True):
-    """A service as shown to operators; ``state`` is the agent's, ``process.state`` the Director's."""
+    """A service as shown to operators. ``state`` is the agent's, ``process.state`` the Director's."""
 
     process: ProcessInfo
     job: str
@@ -86,9 +86,9 @@ class ServiceInfo(msgspec.Struct, frozen=True):
     unheeded: tuple[str, ...] = ()
     """Statements of its file without effect."""
     started_at: float = 0.0
-    """Seconds since 1970; 0 without a process."""
+    """Seconds since 1970. 0 without a process."""
     retry_secs: float | None = None
-    """Seconds until its next start; None unless one is due."""
+    """Seconds until its next start. None unless one is due."""
     cpu_seconds: float = 0.0
     """Processor time of the tree, including exited descendants that were waited for."""
     threads: int = 0
@@ -158,7 +158,7 @@ class _Processes:
 
 
 class ProcessStats:
-    """Reads ``/proc`` per query; ``memory_total`` returns the bytes that percentages refer to."""
+    """Reads ``/proc`` per query. ``memory_total`` returns the bytes that percentages refer to."""
 
     def __init__(self) -> None:
         self.memory_total: Callable[[], int] = _ContainerMemory()
@@ -166,7 +166,7 @@ class ProcessStats:
         self._processes = _Processes()
 
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
-        """Describe services; figures are 0 where monit shows none: unmonitored, or without a process."""
+        """Describe services. Figures are 0 where monit shows none: unmonitored, or without a process."""
         services = list(services)
         processes, children = self._processes.now([each.process.pid for each in services if each.process is not None])
         total_kb = max(1, self.memory_total() // 1024)
@@ -250,7 +250,7 @@ def _responses(service: Service) -> Iterator[ResponseInfo]:
 
 
 def _percent(ticks: int, seconds: float) -> float:
-    """Return the percentage of all processors; exited descendants take their time with them."""
+    """Return the percentage of all processors. Exited descendants take their time with them."""
     share = 100 * ticks / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
     return min(100.0, max(0.0, share))
 

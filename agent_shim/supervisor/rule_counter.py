@@ -15,7 +15,7 @@ HISTORY_MASK: Final = (1 << MAX_HISTORY) - 1
 
 
 class Finding(NamedTuple):
-    """Result of one test; ``text`` describes it, good or bad."""
+    """Result of one test. ``text`` describes it, good or bad."""
 
     fails: bool
     text: str
@@ -69,7 +69,7 @@ class RuleCounter:
 
 
 class Cycles:
-    """The cycles of one service, which begin ``first_at`` and take ``period`` seconds; a missed cycle is left out."""
+    """The cycles of one service, which begin ``first_at`` and take ``period`` seconds. A missed cycle is left out."""
 
     def __init__(self, first_at: float, period: float, every: int) -> None:
         self._next_at, self._period, self._every = first_at, period, every

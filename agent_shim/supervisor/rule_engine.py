@@ -32,7 +32,7 @@ STEPS: Final = 10
 PASS_SHARE: Final = 0.05
 """Maximum share of a processor for passes over all processes, which a job can have by the thousand."""
 LOOK_TIMEOUT_S: Final = 60.0
-"""Timeout of a look in a thread; a path that hangs keeps its thread, and no other is started for it."""
+"""Timeout of a look in a thread. A path that hangs keeps its thread, and no other is started for it."""
 REMEMBERED: Final = MONITORED | {State.BOUNCING}
 """States that keep the counts and last values of a check."""
 
@@ -79,7 +79,7 @@ class _Watch:
         return self.spec is service.spec and self.identity == _identity(service)
 
     async def process(self, table: _Table, memory_total: int) -> list[Numbered]:
-        """Judge the figures of the process and its tree; nothing if it has just exited."""
+        """Judge the figures of the process and its tree. Nothing if it has just exited."""
         pid, start = self.identity
         root = table.processes.get(pid)
         if root is None or root.start_ticks != start:
@@ -121,10 +121,10 @@ class _Watch:
 
 
 class RuleEngine:
-    """Evaluates the rules of all services; ``run`` is endless."""
+    """Evaluates the rules of all services. ``run`` is endless."""
 
     def __init__(self, services: Callable[[], Iterable[Service]], memory_total: Callable[[], int], period: float):
-        """``memory_total`` returns the bytes that percentages refer to; ``period`` is the cycle in seconds."""
+        """``memory_total`` returns the bytes that percentages refer to. ``period`` is the cycle in seconds."""
         self._services = services
         self._memory_total = memory_total
         self._period = period
@@ -145,7 +145,7 @@ class RuleEngine:
                 cost = await self._step(checks)
 
     async def _step(self, checks: asyncio.TaskGroup) -> float:
-        """Begin the looks that are due; returns the processor time of its pass over all processes."""
+        """Begin the looks that are due. Returns the processor time of its pass over all processes."""
         services = [each for each in self._services() if each.spec.rules]
         before = self._watches
         kept = [each.name for each in services if each.state in REMEMBERED and each.name in before]
@@ -167,7 +167,7 @@ class RuleEngine:
         return table.cost if table is not None else 0.0
 
     def _looks(self, service: Service, watch: _Watch, table: _Table | None) -> Iterator[tuple[object, Look]]:
-        """List the looks at a service; each has a key, and looks with the same key never overlap."""
+        """List the looks at a service. Each has a key, and looks with the same key never overlap."""
         spec = watch.spec
         if spec.kind == "host":
             yield "host", partial(_ask_host, service, spec)

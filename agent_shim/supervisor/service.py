@@ -1,7 +1,7 @@
 """Service lifecycle: start, watch, restart, stop.
 
 ``Service.on`` takes every event and changes the state by the table of ``state``. ``Service.run`` is one coroutine that
-does the work of the states, one after the other; an event that the work does not expect ends it early. Cancellation
+does the work of the states, one after the other. An event that the work does not expect ends it early. Cancellation
 never kills: a cancelled service leaves its process running.
 
 Durations are seconds, ``*_at`` is monotonic time.
@@ -40,7 +40,7 @@ MAX_RECORDED_RESTARTS: Final = 64
 
 
 class Event(msgspec.Struct, frozen=True):
-    """An event for operators in monit's words (monit 5.2.5 event.c); ``action`` is the agent's reaction."""
+    """An event for operators in monit's words (monit 5.2.5 event.c). ``action`` is the agent's reaction."""
 
     service: str
     event: str
@@ -49,13 +49,13 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct):
-    """Persistent state of a service; outlives the agent."""
+    """Persistent state of a service. Outlives the agent."""
 
     state: State = State.STOPPED
     traces: ProcessRecord = msgspec.field(default_factory=ProcessRecord)
     restarts: int = 0
     failures: int = 0
-    """Consecutive failures; each lengthens the wait before the next restart."""
+    """Consecutive failures. Each lengthens the wait before the next restart."""
     last_exit: str = ""
     reason: str = ""
     """Why the service is not running although it should be."""
@@ -89,9 +89,9 @@ class ServiceContext(msgspec.Struct, frozen=True):
     changed: Callable[[], None]
     """Called after each change to persistent state."""
     was_oom: Callable[[], bool]
-    """Claims a kernel OOM kill that explains no other exit yet; False without one."""
+    """Claims a kernel OOM kill that explains no other exit yet. False without one."""
     may_start: asyncio.Event
-    """Cleared while no program may start; services wait in their starting state."""
+    """Cleared while no program may start. Services wait in their starting state."""
 
 
 USUAL_STOP: Final = StopRequest()
@@ -106,9 +106,9 @@ class Service:
         self.prerequisites: Sequence[Service] = ()
         self.dependants: Sequence[Service] = ()
         self.complaints: dict[int, Complaint] = {}
-        """Failed checks of the running service, by rule number; any of them makes the service ``failing``."""
+        """Failed checks of the running service, by rule number. Any of them makes the service ``failing``."""
         self.is_checked = False
-        """Its rules have been tested; a check without a process is ``starting`` before, as in monit."""
+        """Its rules have been tested. A check without a process is ``starting`` before, as in monit."""
         self.responses: dict[int, float] = {}
         """Seconds of the last connection by rule number, -1 for a failed one."""
         self._shared = shared
@@ -128,13 +128,13 @@ class Service:
         self._least_delay = 0.0
         """Seconds before the next start at least, after one whose process may still appear."""
         self._restarted_at: tuple[float, ...] = ()
-        """Times of the last restarts, monotonic; at most one in a cycle."""
+        """Times of the last restarts, monotonic. At most one in a cycle."""
         self._asked_at = float("-inf")
         """Time of the last request to start, monotonic."""
         self._is_counted = False
         """The restart in progress counts towards the restart limits."""
         self._is_failure_told = False
-        """Operators know of the failed start; monit alerts once until a success, a stop or the end of monitoring."""
+        """Operators know of the failed start. monit alerts once until a success, a stop or the end of monitoring."""
         self.take_spec(spec)
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -162,12 +162,12 @@ class Service:
 
     @property
     def retry_at(self) -> float | None:
-        """Monotonic time of the next start; None unless one is due."""
+        """Monotonic time of the next start. None unless one is due."""
         return self._retry_at if self.state is State.DOWN and self.spec.is_restartable else None
 
     @property
     def reported(self) -> str:
-        """The Director's process state; counts an exit that no step has handled yet."""
+        """The Director's process state. Counts an exit that no step has handled yet."""
         process = self._finder.process
         if self.record.state is State.RUNNING and self.spec.rules and not (self.spec.is_process or self.is_checked):
             return reported(State.STARTING)
@@ -279,7 +279,7 @@ class Service:
             record.traces = ProcessRecord()
 
     def _end_work(self) -> None:
-        """End the work in progress at its next turn; the work of the present state follows."""
+        """End the work in progress at its next turn. The work of the present state follows."""
         if self._work is not None and not self._work.expired():
             self._work.reschedule(0)
 
@@ -332,7 +332,7 @@ class Service:
             self._work = None
 
     def release(self) -> None:
-        """Drop the process handles; the processes stay alive."""
+        """Drop the process handles. The processes stay alive."""
         self._finder.release()
 
     # --- start ------------------------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ class Service:
         """True if the pidfile names another process.
 
         A start program that writes its own number and becomes a daemon (``echo $$``, ``exec nginx``) ends with 0 before
-        the daemon has written its number; monit looks at its next cycle only.
+        the daemon has written its number. monit looks at its next cycle only.
         """
         is_daemon = how == "exit 0" and self.spec.start_call is None
         give_up_at = self._finder.up_at + self._timing.linger if is_daemon else 0.0
@@ -515,7 +515,7 @@ class Service:
     # --- restart ----------------------------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
-        """Restart after a growing delay; adopt a process that appears meanwhile.
+        """Restart after a growing delay. Adopt a process that appears meanwhile.
 
         If nothing restarts the service, the file's reaction to a missing process is applied each cycle, as monit does.
         """
@@ -546,7 +546,7 @@ class Service:
         return max(least, min(backoff, limit))
 
     async def react(self, reaction: Action, event: str, description: str) -> None:
-        """Carry out the action of a rule after an event; does not return if that ends the calling step.
+        """Carry out the action of a rule after an event. Does not return if that ends the calling step.
 
         In passive mode only ``exec`` and ``unmonitor`` take effect. The restart of a process needs both programs, as in
         monit, and other checks restart by the programs that they have.
@@ -600,7 +600,7 @@ class Service:
         self.on(Trigger.EMPTIED)
 
     async def _unproven_left(self) -> list[Left]:
-        """Find remaining processes without proof that they belong to this service; they get no signal.
+        """Find remaining processes without proof that they belong to this service. They get no signal.
 
         These are a process that only a pidfile or pattern names and, for a service without a cgroup, orphans of any job
         since its start. ``Supervisor.stop`` ends those orphans once all jobs are stopped.
@@ -659,7 +659,7 @@ class Service:
         return f"{why} ({words})" if words else why
 
     def notify(self, event: str, action: str, description: str) -> None:
-        """Report an event to operators; a passive service is started, stopped and restarted by none."""
+        """Report an event to operators. A passive service is started, stopped and restarted by none."""
         if self.spec.mode == "passive" and action in ("start", "stop", "restart"):
             action = "alert"
         self._shared.notify(Event(self.spec.name, event, action, description))

@@ -1,6 +1,6 @@
 """State machine of a service, as data: the next state and the effect of each event in each state. Pure.
 
-``Service.on`` takes the events; the diagram in the documentation is drawn from the same table.
+``Service.on`` takes the events. The diagram in the documentation is drawn from the same table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 
 class State(enum.Enum):
-    """State of a service; the value is saved."""
+    """State of a service. The value is saved."""
 
     STOPPED = "stopped"
     """No process runs or should run."""
@@ -20,7 +20,7 @@ class State(enum.Enum):
     """Started, and not yet known to run."""
     RUNNING = "running"
     DOWN = "down"
-    """Exited or failed to start; due for a retry."""
+    """Exited or failed to start. Due for a retry."""
     RESTARTING = "restarting"
     SETTLING = "settling"
     """Running again, and not yet considered stable."""
@@ -41,7 +41,7 @@ class State(enum.Enum):
 
 
 class Trigger(enum.Enum):
-    """An event of a service; the value appears in the log."""
+    """An event of a service. The value appears in the log."""
 
     START_ASKED = "start asked"
     STOP_ASKED = "stop asked"
@@ -83,7 +83,7 @@ class Effect(enum.Flag):
 
 
 class Work(enum.Enum):
-    """Work of a service in a state; the value is the events that end it. A request interrupts it."""
+    """Work of a service in a state. The value is the events that end it. A request interrupts it."""
 
     REST = frozenset[Trigger]()
     LAUNCH = frozenset({Trigger.APPEARED, Trigger.FAILED})
@@ -170,7 +170,7 @@ NEXT: Final[Mapping[State, Mapping[Trigger, Move]]] = MappingProxyType(
         State.BROKEN: {Trigger.FILE_MENDED: Move(State.STOPPED, Effect.CLEAR_REASON)},
     }
 )
-"""Transitions; an event that is not listed has no effect."""
+"""Transitions. An event that is not listed has no effect."""
 
 WORK: Final[Mapping[State, Work]] = MappingProxyType(
     {
@@ -219,7 +219,7 @@ def reported(state: State, *, fails_a_check: bool = False) -> str:
 def job_state(processes: Iterable[str], *, is_stopped: bool) -> str:
     """Derive the instance state from its process states (jobsupervisor/monit_job_supervisor.go).
 
-    A starting process takes precedence over a failing one; an instance without processes is running.
+    A starting process takes precedence over a failing one. An instance without processes is running.
     """
     if is_stopped:
         return "stopped"

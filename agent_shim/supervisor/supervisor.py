@@ -40,11 +40,11 @@ __all__ = ["Event", "JobFile", "ProcessInfo", "ServiceInfo", "Supervisor", "Timi
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-"""Version of the saved state; other versions are ignored."""
+"""Version of the saved state. Other versions are ignored."""
 SAVE_DELAY_S: Final = 0.02
 """Seconds during which changes are gathered into one write."""
 STOP_TIMEOUT_S: Final = 300.0
-"""Seconds the Go agent allows for a stop (jobsupervisor/monit_job_supervisor.go); the Director waits no longer."""
+"""Seconds the Go agent allows for a stop (jobsupervisor/monit_job_supervisor.go). The Director waits no longer."""
 KILL_SHARE: Final = 0.9
 """Fraction of the budget after which remaining processes are killed."""
 KILL_RESERVE_S: Final = 1.5
@@ -69,7 +69,7 @@ class Saved(msgspec.Struct):
 
 
 class Supervisor:
-    """Keeps the processes of all jobs in the requested state; leaving its ``async with`` block leaves them running."""
+    """Keeps the processes of all jobs in the requested state. Leaving its ``async with`` block leaves them running."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Supervisor:
         await self.close()
 
     async def run(self) -> None:
-        """Run the endless work beside the services; raises the error of a service that failed with a bug.
+        """Run the endless work beside the services. Raises the error of a service that failed with a bug.
 
         The daemon then exits, and the next agent takes over the processes and determines the state of the service.
         """
@@ -190,7 +190,7 @@ class Supervisor:
                 service.doubt()
 
     async def _watch_memory(self) -> NoReturn:
-        """Kill processes above their memory limit in bpm.yml; they are restarted as after any exit."""
+        """Kill processes above their memory limit in bpm.yml. They are restarted as after any exit."""
         await self.bpm.used()  # never, on most instances
         while True:
             begun_at = time.monotonic()
@@ -264,7 +264,7 @@ class Supervisor:
         self._shared.may_start.set()
 
     async def configure(self, job_files: Sequence[JobFile], *, are_written: bool = True) -> None:
-        """Supervise the services in these files; a known service keeps its state under its name.
+        """Supervise the services in these files. A known service keeps its state under its name.
 
         A job with unusable files becomes one failing service named after the job. ``are_written`` leaves the files for
         operators, too.
@@ -275,7 +275,7 @@ class Supervisor:
             await self._take_plan(job_files, same_world=True)
 
     async def forget(self) -> None:
-        """Supervise nothing; processes keep running, and ``configure`` recognises them again."""
+        """Supervise nothing. Processes keep running, and ``configure`` recognises them again."""
         async with self._planning:
             await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
             await self._take_plan((), same_world=True)
@@ -327,7 +327,7 @@ class Supervisor:
     # --- requests to all services -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all jobs without waiting; includes services of other groups, as monit starts them at a reload."""
+        """Start all jobs without waiting. Includes services of other groups, as monit starts them at a reload."""
         self._is_wanted = True
         self._settled_at = time.monotonic() + self._settling()
         self._starting = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
@@ -352,7 +352,7 @@ class Supervisor:
     async def stop(self, *, wait: bool, timeout: float = STOP_TIMEOUT_S) -> None:
         """Stop all jobs and, unless sealed, write the marker; with ``wait``, return once no process of them is left.
 
-        Raises ``ActionError`` in the words of the Go agent (jobsupervisor/monit_job_supervisor.go); the Director
+        Raises ``ActionError`` in the words of the Go agent (jobsupervisor/monit_job_supervisor.go). The Director
         matches "Timed out waiting for service".
         """
         self._is_wanted = self._is_sealed and self._is_wanted
@@ -414,7 +414,7 @@ class Supervisor:
         self._named(name).bounce()
 
     async def monitor_one(self, name: str) -> None:
-        """Monitor a service and its prerequisites; starts those that do not run."""
+        """Monitor a service and its prerequisites. Starts those that do not run."""
         for each in _closure([self._named(name)], lambda it: it.prerequisites):
             each.start()
 
@@ -518,7 +518,7 @@ async def _each_beat(period: float, work: Callable[[], Awaitable[None]]) -> NoRe
 
 
 def read_saved(path: Path) -> Saved | None:
-    """Read the state of the last supervisor; None if it is unusable."""
+    """Read the state of the last supervisor. None if it is unusable."""
     try:
         saved = wire.decode(files.read(path, is_own=True), Saved)
     except FileNotFoundError:
@@ -536,7 +536,7 @@ def read_saved(path: Path) -> Saved | None:
 
 
 async def _stopped(services: Sequence[Service], timeout: float) -> None:
-    """Wait until no service is stopping; raises ``ActionError`` for those that did not stop."""
+    """Wait until no service is stopping. Raises ``ActionError`` for those that did not stop."""
     try:
         async with asyncio.timeout(timeout):
             for service in services:

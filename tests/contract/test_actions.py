@@ -1,4 +1,4 @@
-"""Answers and effects of each action of a deploy; A1 to A28 are lines of the protocol's checklist."""
+"""Answers and effects of each action of a deploy. A1 to A28 are lines of the protocol's checklist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mode_of(path: Path) -> int:
 
 
 async def deployed(world: World, *names: str, **files: dict[str, str]) -> dict[str, Any]:
-    """Apply sleeping jobs of these names (and of ``files``); returns the spec."""
+    """Apply sleeping jobs of these names (and of ``files``). Returns the spec."""
     wanted = jobs.spec(
         store_of(world),
         {name: jobs.sleeper(world.paths, name) | files.get(name, {}) for name in dict.fromkeys((*names, *files))},

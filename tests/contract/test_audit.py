@@ -1,4 +1,4 @@
-"""Every request leaves a line that says who asked for what, how it ended, how long it took; docs/logs.md says so."""
+"""Every request leaves a line that says who asked for what, how it ended, how long it took. Docs/logs.md says so."""
 
 from __future__ import annotations
 

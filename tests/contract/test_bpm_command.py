@@ -122,7 +122,7 @@ async def test_version(tmp_path: Path, line: str) -> None:
     ],
 )
 async def test_errors(tmp_path: Path, line: str, error: str) -> None:
-    """On stderr, with exit code 1; how it is used is not shown."""
+    """On stderr, with exit code 1. How it is used is not shown."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         status, out, err = await bpm(found, line.format(base=found.paths.base))
@@ -166,7 +166,7 @@ async def test_help(tmp_path: Path, line: str) -> None:
 
 
 async def test_stopping_an_unknown_process_succeeds(tmp_path: Path) -> None:
-    """Neither configured nor running; drain scripts and monit count on that."""
+    """Neither configured nor running. Drain scripts and monit count on that."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         for line in ("stop web", "stop web -p other", "stop nothing"):
@@ -196,7 +196,7 @@ async def test_bpm_without_an_agent_is_refused(tmp_path: Path) -> None:
 
 
 async def test_list_tells_of_bad_configurations(tmp_path: Path) -> None:
-    """On stderr; the others are listed."""
+    """On stderr. The others are listed."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         other = tmp_path / "vcap/jobs/bad/config"
@@ -223,7 +223,7 @@ async def test_run_shows_output_and_ends_as_the_process_does(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("terminals", [("stdout", "stderr"), ("stderr",), ("stdout",)], ids="+".join)
 async def test_what_run_shows_gives_no_orders_to_a_terminal(tmp_path: Path, terminals: tuple[str, ...]) -> None:
-    """Escape sequences of a process are shown by their numbers there; the stream that is none gets its bytes."""
+    """Escape sequences of a process are shown by their numbers there. The stream that is none gets its bytes."""
     async with machine(tmp_path) as found:
         orders = r"printf '\033]0;owned\007\n'"
         deploy(tmp_path, f"{orders}; {orders} >&2")

@@ -1,4 +1,4 @@
-"""Answers and effects of compilations; A16 and A17 are lines of the protocol's checklist."""
+"""Answers and effects of compilations. A16 and A17 are lines of the protocol's checklist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store_of(world: World) -> Path:
 
 
 def source(world: World, packaging: str, **files: str) -> tuple[str, str]:
-    """Put the source of a package into the blobstore; its id and digest."""
+    """Put the source of a package into the blobstore. Its id and digest."""
     blob = jobs.blob(store_of(world), archive({"packaging": packaging, **files}))
     return blob["blobstore_id"], blob["sha1"]
 
@@ -47,7 +47,7 @@ def dependency(world: World, name: str, version: str = "1", **files: str) -> dic
 
 
 def members(content: bytes) -> dict[str, bytes | None]:
-    """Return names and contents of an archive; None for an entry that is no file."""
+    """Return names and contents of an archive. None for an entry that is no file."""
     with tarfile.open(fileobj=io.BytesIO(content)) as packed:
         return {
             member.name: file.read() if (file := packed.extractfile(member)) else None for member in packed.getmembers()
@@ -110,7 +110,7 @@ async def test_a16_the_packaging_script_has_its_environment(world: World) -> Non
 
 
 async def test_a16_exactly_the_dependencies_and_the_package_are_in_use(world: World) -> None:
-    """Former files are removed; dependencies are complete."""
+    """Former files are removed. Dependencies are complete."""
     stray = world.paths.packages / "golang-1.19-linux"
     stray.mkdir()
     (stray / "compile.env").write_text("echo wrong")
@@ -162,7 +162,7 @@ async def test_a16_uncompressed_source_gives_an_uncompressed_package(world: Worl
 
 
 async def test_a17_from_url_to_url_with_the_headers_of_each(world: World, server: Server) -> None:
-    """The result goes where its URL leads; its id is only the Director's business."""
+    """The result goes where its URL leads. Its id is only the Director's business."""
     tool, src = archive({"bin/tool": "x"}), archive({"packaging": f"{INSTALL} cp {LINKS}/pcre/bin/tool src"})
     server.blobs = {"/pcre": tool, "/src": src}
     request = {
@@ -409,7 +409,7 @@ async def test_processes_of_a_script_end_with_it(world: World) -> None:
 
 
 async def test_a_file_that_is_older_than_the_source_keeps_its_time(world: World) -> None:
-    """Older compiled files keep their times and are not taken for stale; new ones get the time of the source."""
+    """Older compiled files keep their times and are not taken for stale. New ones get the time of the source."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as packed:
         for name, text, when in (

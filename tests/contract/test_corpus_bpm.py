@@ -13,7 +13,7 @@ ENTRIES = corpus.entries("bpm")
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_the_verdict_equals_the_index(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:
-    """``agent-shim check``: a valid file gives its processes; another is refused with the place."""
+    """``agent-shim check``: a valid file gives its processes. Another is refused with the place."""
     verdict = check.main([entry.path], "bpm")
 
     out, errors = capsys.readouterr()

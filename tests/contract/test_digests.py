@@ -18,7 +18,7 @@ ARGUMENT = "Extracting method arguments from payload: Unmarshalling action argum
 
 
 async def refused(world: World, checksum: str | None) -> str:
-    """Why the content is not taken under this digest; "" when it is."""
+    """Why the content is not taken under this digest. "" when it is."""
     upload = {"blob_id": "b", "checksum": checksum, "payload": base64.b64encode(CONTENT).decode()}
     reply = await world.run("upload_blob", upload)
     kept = world.paths.sensitive_blobs / "b"

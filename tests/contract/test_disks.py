@@ -1,6 +1,6 @@
-"""Answers about disks to the Director and the CLI (checklist A19 to A24); volumes are directories here.
+"""Answers about disks to the Director and the CLI (checklist A19 to A24). Volumes are directories here.
 
-``tests/root`` tests real file systems; here links represent disks, so that no test mounts anything visible elsewhere.
+``tests/root`` tests real file systems. Here links represent disks, so that no test mounts anything visible elsewhere.
 """
 
 from __future__ import annotations

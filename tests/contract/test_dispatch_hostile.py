@@ -159,7 +159,7 @@ def test_each_action_has_arguments(world: World) -> None:
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in WORKING)) for name in sorted(ACTIONS)]
 )
 async def test_a_hostile_value_gives_one_error_and_changes_nothing(world: World, method: str) -> None:
-    """The error has an end, and an expected reason; the next request is answered."""
+    """The error has an end, and an expected reason. The next request is answered."""
     valid = arguments(world)[method]
     outside, before = sorted(world.paths.base.parent.iterdir()), tree(world)
     findings = []

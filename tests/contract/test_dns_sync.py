@@ -1,4 +1,4 @@
-"""DNS records by either method; A26 and A27 are lines of the protocol's checklist."""
+"""DNS records by either method. A26 and A27 are lines of the protocol's checklist."""
 
 from __future__ import annotations
 

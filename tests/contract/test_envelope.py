@@ -1,4 +1,4 @@
-"""Shapes and texts of the envelope; T5 to E11 are lines of the protocol's checklist."""
+"""Shapes and texts of the envelope. T5 to E11 are lines of the protocol's checklist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs as the Director and the CLI ask for them; A4 to A6 are lines of the protocol's checklist."""
+"""Logs as the Director and the CLI ask for them. A4 to A6 are lines of the protocol's checklist."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class _Cpu(msgspec.Struct):
 
 
 class _Process(msgspec.Struct):
-    """Fields that the bosh CLI decodes; its integers are unsigned."""
+    """Fields that the bosh CLI decodes. Its integers are unsigned."""
 
     name: str
     state: str
@@ -142,7 +142,7 @@ async def test_s4_stopped_goes_before_failing_and_that_before_running(world: Wor
 
 
 async def test_s4_a_started_process_is_running_at_once_and_after_an_exit_once_settled(world: World) -> None:
-    """A first start counts as running, as with monit; a process that has died must stay up first."""
+    """A first start counts as running, as with monit. A process that has died must stay up first."""
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -210,7 +210,7 @@ async def test_s6_networks_come_back_exactly_and_stay_over_a_restart(world: Worl
 
 @pytest.fixture
 def dynamic(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[Address | None], None]:
-    """Settings with a dynamic network; a call sets the address of the default route."""
+    """Settings with a dynamic network. A call sets the address of the default route."""
     found = Network(type="dynamic", default=["dns", "gateway"])
     source = msgspec.structs.replace(world.agent.settings.current.source, networks={"default": found})
     world.agent.settings._current = Effective(source, UpdateSettings())

@@ -40,7 +40,7 @@ class CpiFailedError(AssertionError):
 
 
 class Cpi:
-    """One CPI with its configuration; ``request_id`` grows with each call, as a Director's does."""
+    """One CPI with its configuration. ``request_id`` grows with each call, as a Director's does."""
 
     def __init__(self, server: Server, directory: Path, **config: Any) -> None:
         self.server = server
@@ -73,7 +73,7 @@ class Cpi:
         return checked(done.stdout), done.stderr.decode()
 
     def __call__(self, method: str, *arguments: Any, request_id: str = "") -> Any:
-        """The result; ``CpiFailedError`` for an error."""
+        """The result. ``CpiFailedError`` for an error."""
         response = self.answer(self.request(method, arguments, request_id=request_id))
         if response["error"]:
             raise CpiFailedError(response["error"], response["log"])
@@ -126,7 +126,7 @@ class Killed(BaseException):
 
 @contextmanager
 def killed_after(count: int) -> Iterator[list[str]]:
-    """Kill the CPI in the block once its ``count``-th request was processed; requests and watches, in order."""
+    """Kill the CPI in the block once its ``count``-th request was processed. Requests and watches, in order."""
     made: list[str] = []
     exchange, watch = Client._exchange, Client._watch
 

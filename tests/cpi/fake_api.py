@@ -80,7 +80,7 @@ class Cluster:
     """Watches from a version that lies further back get 410, whatever they are about."""
     admission: list[Callable[[str, Object], None]] = field(default_factory=list)
     pod_status: Callable[[Object], Object | None] = lambda _: None
-    """The status that the kubelet gives a pod; None for a good one."""
+    """The status that the kubelet gives a pod. None for a good one."""
     start_after_s: float = STEP_S
     """A pod takes this long to start."""
     is_node_alive: bool = True
@@ -121,7 +121,7 @@ class Cluster:
     # --- verbs ----------------------------------------------------------------------------------------------------
 
     def admitted(self, key: Key, body: Object) -> Object:
-        """Refuse what ``create`` would refuse; keep nothing."""
+        """Refuse what ``create`` would refuse. Keep nothing."""
         _check_metadata(body["metadata"])
         if key[0] == "pods":
             _check_pod(body)
@@ -371,7 +371,7 @@ class Server:
         self.cluster.settle()
 
     def config(self, **more: Any) -> Object:
-        """A configuration of the CPI for this server; disks by recreation, which asks most of the CPI itself."""
+        """A configuration of the CPI for this server. Disks by recreation, which asks most of the CPI itself."""
         cluster = {"server": self.url, "token": self.token}
         agent = {"mbus": "nats://10.0.0.6:4222"}
         return {"cluster": cluster, "namespace": "bosh", "agent": agent, "disks": {"attach": "recreate"}, **more}

@@ -159,7 +159,7 @@ def test_refusal_that_stays_is_not_retried(cpi: Cpi, server: Server) -> None:
 
 
 def test_token_that_was_renewed(cpi: Cpi, server: Server) -> None:
-    """The file has the new one; the server forgot the old one between two requests."""
+    """The file has the new one. The server forgot the old one between two requests."""
     file = cpi.file.with_name("token")
     file.write_text("old")
     config = server.config()

@@ -15,7 +15,7 @@ from tests.structure.source import ROOT
 
 
 def command(cpi: Cpi, *arguments: str, given: str = "") -> tuple[str, int]:
-    """Output and exit code; standard error is no part of the output."""
+    """Output and exit code. Standard error is no part of the output."""
     line = [sys.executable, "-m", "kubernetes_cpi", arguments[0], "--config", str(cpi.file), *arguments[1:]]
     done = subprocess.run(line, input=given, capture_output=True, text=True, cwd=ROOT)
     return done.stdout or done.stderr, done.returncode

@@ -58,7 +58,7 @@ def director(method: str, *arguments: Any, vm_api: bool = False, api_version: in
 
 
 def test_info_of_a_director_and_of_the_cli() -> None:
-    """No `api_version` from the Director; 1 from the CLI, which clamps ours to 2 and insists on `stemcell_formats`."""
+    """No `api_version` from the Director. 1 from the CLI, which clamps ours to 2 and insists on `stemcell_formats`."""
     for raw in (
         director("info", api_version=None),
         b'{"method":"info","arguments":[],"context":{"director_uuid":"d"},"api_version":1}',

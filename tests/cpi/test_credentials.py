@@ -1,4 +1,4 @@
-"""Kubeconfigs, exec plugins, service accounts; TLS that is verified."""
+"""Kubeconfigs, exec plugins, service accounts. TLS that is verified."""
 
 from __future__ import annotations
 

@@ -722,7 +722,7 @@ def test_a_live_vm_of_an_older_version_keeps_the_paths_of_its_disks(cpi: Cpi, cl
 
 @pytest.mark.parametrize("way", ["at creation", "live"])
 def test_recreation_that_is_resumed_late_takes_no_disk_of_another_vm(cpi: Cpi, cluster: Cluster, way: str) -> None:
-    """Its record is of the time before the interruption; the disk was attached elsewhere meanwhile."""
+    """Its record is of the time before the interruption. The disk was attached elsewhere meanwhile."""
     vm, other = live_vm(cpi, ephemeral_disk={"type": "claim"}), live_vm(cpi, "agent-2")
     own, taken = (cpi("create_disk", 64, {}, None) for _ in range(2))
     cpi("attach_disk", vm, own)

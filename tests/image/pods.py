@@ -26,7 +26,7 @@ EXAMPLE = "localhost/agent-shim/example"
 BASE = "localhost/agent-shim/debian"
 
 SECRETS = {"pip_conf": Path("/etc/pip.conf"), "ca_bundle": Path("/etc/ssl/certs/ca-certificates.crt")}
-"""Options with which a build reaches a mirror; given where they exist, left in no image."""
+"""Options with which a build reaches a mirror. Given where they exist, left in no image."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Podman:
     config: Path
 
     def __call__(self, *arguments: str, stdin: bytes | None = None) -> str:
-        """Run to the end; the output, or a failed test with what podman said."""
+        """Run to the end. The output, or a failed test with what podman said."""
         result = self.run(*arguments, stdin=stdin)
         if result.returncode != 0:
             said = (result.stdout + result.stderr).decode(errors="replace")
@@ -50,7 +50,7 @@ class Podman:
 
 
 def podman(where: Path) -> Podman:
-    """podman with its configuration in ``where``; a failed test where something is not installed."""
+    """podman with its configuration in ``where``. A failed test where something is not installed."""
     missing = [name for name in ("podman", "mmdebstrap", "runc") if shutil.which(name) is None]
     if missing:
         pytest.fail(f"{' and '.join(missing)} missing: apt-get install --no-install-recommends {PACKAGES}")
@@ -86,7 +86,7 @@ def base_image(podman: Podman, where: Path) -> str:
 
 
 def build(podman: Podman, base: str, target: str = "") -> str:
-    """Our image from the Dockerfile without the compilers, or a stage of it; the one it replaces goes."""
+    """Our image from the Dockerfile without the compilers, or a stage of it. The one it replaces goes."""
     image = f"{IMAGE}-{target}" if target else IMAGE
     before = podman.run("image", "inspect", "--format", "{{.Id}}", image).stdout.decode().strip()
     secrets = [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
@@ -125,7 +125,7 @@ def network(podman: Podman, name: str) -> Iterator[Network]:
 
 @dataclass(frozen=True)
 class Container:
-    """A running container; every call goes to a thread, so that the bus in the test continues."""
+    """A running container. Every call goes to a thread, so that the bus in the test continues."""
 
     podman: Podman
     name: str
@@ -145,7 +145,7 @@ class Container:
         await asyncio.to_thread(self.podman, "kill", "--signal", name, self.name)
 
     async def ended(self) -> int:
-        """Wait for its end; its exit code."""
+        """Wait for its end. Its exit code."""
         return int(await asyncio.to_thread(self.podman, "wait", self.name))
 
     async def exec(self, *command: str, stdin: bytes | None = None) -> str:
@@ -157,7 +157,7 @@ class Container:
         return (await asyncio.to_thread(self.podman.run, "exec", self.name, *command)).returncode
 
     async def until(self, code: int, *command: str) -> None:
-        """Until a command inside ends with this exit code; a failed test when the container ends first."""
+        """Until a command inside ends with this exit code. A failed test when the container ends first."""
         async with asyncio.timeout(60):
             while await self.status_of(*command) != code:
                 if not await self.is_running():
@@ -183,7 +183,7 @@ class Container:
         await asyncio.to_thread(self.podman, "start", self.name)
 
     async def stop(self) -> int:
-        """Stop it as a runtime does, in order; its exit code."""
+        """Stop it as a runtime does, in order. Its exit code."""
         await self.signal("TERM")
         async with asyncio.timeout(60):
             return await self.ended()
@@ -203,7 +203,7 @@ class Container:
 async def running(
     podman: Podman, image: str, *command: str, options: tuple[str, ...] = (), files: dict[str, str] | None = None
 ) -> AsyncIterator[Container]:
-    """A container for the length of the block; ``files`` are put into it before it starts."""
+    """A container for the length of the block. ``files`` are put into it before it starts."""
     no_systemd = () if any(option.startswith("--systemd") for option in options) else ("--systemd=false",)
     create = ["create", *no_systemd, *options, image, *command]
     container = Container(podman, (await asyncio.to_thread(podman, *create)).strip())

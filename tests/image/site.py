@@ -20,7 +20,7 @@ SETTINGS: Final = "/var/vcap/bosh/warden-cpi-agent-env.json"
 AGENT_JSON: Final = "/var/vcap/bosh/agent.json"
 
 FULL: Final = ("--cap-add=all",)
-"""As near to ``--privileged`` as matters: CPIs give all capabilities; the devices of the machine stay out."""
+"""As near to ``--privileged`` as matters: CPIs give all capabilities. The devices of the machine stay out."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def project(directory: Path, name: str, content: str) -> None:
 
 
 async def get(container: Container, path: str) -> tuple[int, str]:
-    """Return status and body of a page of the agent; repeats until the port is open."""
+    """Return status and body of a page of the agent. Repeats until the port is open."""
     url = f"http://{await container.address()}:9190{path}"
 
     def ask() -> tuple[int, str]:

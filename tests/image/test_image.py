@@ -53,7 +53,7 @@ async def test_running_needs_nothing_from_outside(podman: Podman, image: str) ->
 
 
 def test_configuration_of_the_image(podman: Podman, image: str) -> None:
-    """No entry point precedes the command of a CPI; no volume and no port exists that a CPI has not requested."""
+    """No entry point precedes the command of a CPI. No volume and no port exists that a CPI has not requested."""
     config = json.loads(podman("image", "inspect", image))[0]["Config"]
 
     assert config.get("Entrypoint") is None

@@ -125,7 +125,7 @@ async def test_somebody_logs_in(site: Site) -> None:
 
 
 async def test_nothing_of_the_environment_reaches_the_agent(podman: Podman, image: str) -> None:
-    """Variables of a pod are no business of the agent's scripts; its own, by their name, are."""
+    """Variables of a pod are no business of the agent's scripts. Its own, by their name, are."""
     options = ("--network=none", "--env=SECRET=x", "--env=KUBERNETES_PORT=y", "--env=AGENT_SHIM_GRACE=9")
     async with pods.running(podman, image, options=options) as container:
         await container.until(0, *LIVE)

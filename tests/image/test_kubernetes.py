@@ -122,7 +122,7 @@ def mapped(text: str, pod: dict[str, Any], network: pods.Network, scratch: Path)
 async def played(
     podman: Podman, network: pods.Network, name: str, scratch: Path, secret: tuple[str, str] | None = None
 ) -> AsyncIterator[Container]:
-    """The container of an overlay's pod, for the length of the block; ``secret``: a file in the volume "settings"."""
+    """The container of an overlay's pod, for the length of the block. ``secret``: a file in the volume "settings"."""
     text, pod = playable(name, scratch)
     if secret:
         project(scratch / "settings", *secret)

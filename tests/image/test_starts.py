@@ -1,6 +1,6 @@
 """The ways in which CPIs start a container and hand it its settings, each until a deployed job runs.
 
-The commands are those of the CPIs, word for word; where one fails in a chain of ``&&`` the container is dead at birth.
+The commands are those of the CPIs, word for word. Where one fails in a chain of ``&&`` the container is dead at birth.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ async def test_recreation_by_the_docker_cpi(site: Site) -> None:
 
 @pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
 async def test_recreation_by_the_cpis_for_kubernetes(site: Site, name: str) -> None:
-    """A pod with the disk replaces one without; no Director sends a hint, only the settings have it.
+    """A pod with the disk replaces one without. No Director sends a hint, only the settings have it.
 
     When the pod is recreated once more, the disk is back before any request for it.
     """
@@ -319,7 +319,7 @@ async def test_recreation_by_the_cpis_for_kubernetes(site: Site, name: str) -> N
 
 
 async def test_a_restart_on_kept_files(site: Site) -> None:
-    """The LXD CPI stops the container and starts it again, to attach a disk or for a reboot; its hints are maps.
+    """The LXD CPI stops the container and starts it again, to attach a disk or for a reboot. Its hints are maps.
 
     No Director deploys again: the disk comes first, and then the jobs.
     """

@@ -49,7 +49,7 @@ async def shown(container: Container, member: str) -> str:
 
 
 async def test_unit(site: Site, container: Container) -> None:
-    """It is active without settings already, under its other name too; a restart of it restarts no job."""
+    """It is active without settings already, under its other name too. A restart of it restarts no job."""
     await container.until(0, "systemctl", "is-active", "--quiet", "bosh-agent")
     await container.put(SETTINGS, site.settings())
     await site.deploy()
@@ -71,7 +71,7 @@ async def test_an_ssh_server_of_systemd_has_host_keys(container: Container) -> N
 
 
 async def test_watchdog(container: Container) -> None:
-    """The watchdog is fed; an agent that hangs is killed and restarted."""
+    """The watchdog is fed. An agent that hangs is killed and restarted."""
     await container.until(0, "systemctl", "is-active", "--quiet", UNIT)
     first = await shown(container, "MainPID")
     await container.until(0, "sh", "-c", f"test $(ps -o etimes= -p {first}) -ge 5")

@@ -201,7 +201,7 @@ async def test_a_disk_that_takes_no_more_is_reported_at_once(
 
 
 async def test_a_signed_url_is_put_to_once(server: Server, blobs: Blobs, tmp_path: Path) -> None:
-    """As the Go agent does; the id is known to the sender alone."""
+    """As the Go agent does. The id is known to the sender alone."""
     (tmp_path / "file").write_bytes(b"result")
     assert await blobs.put(tmp_path / "file", f"{server.url}/new?sig=x", {"x-ms-blob-type": "blockblob"}) == ""
     server.plan = ["500"]

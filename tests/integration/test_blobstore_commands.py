@@ -54,7 +54,7 @@ def install(world: World, provider: str, *argv: str) -> None:
 
 
 async def through(world: World, source: str, digest: str) -> str:
-    """Compile a package whose source is in the store, and one that depends on the result; the id of the first."""
+    """Compile a package whose source is in the store, and one that depends on the result. The id of the first."""
     first = await world.value("compile_package", source, digest, "first", "1", {})
     compiled = {"name": "first", "version": "1", **first["result"]}
     second = await world.value("compile_package", source, digest, "second", "1", {"first": compiled})
@@ -77,7 +77,7 @@ def left(world: World) -> list[str]:
 
 @pytest.mark.parametrize("provider", OPTIONS)
 async def test_a_stored_blob_is_installed(tmp_path: Path, provider: str) -> None:
-    """Compiled, stored, fetched as a dependency, logs stored too; the options are in a file that only root reads."""
+    """Compiled, stored, fetched as a dependency, logs stored too. The options are in a file that only root reads."""
     store, options = tmp_path / "store", OPTIONS[provider]
     store.mkdir()
     (store / "source").write_bytes(SOURCE)
@@ -97,7 +97,7 @@ async def test_a_stored_blob_is_installed(tmp_path: Path, provider: str) -> None
 
 
 async def test_new_options_count_at_once(tmp_path: Path) -> None:
-    """Those that ``update_settings`` brings, those that the CPI writes, another provider; no restart, no new link."""
+    """Those that ``update_settings`` brings, those that the CPI writes, another provider. No restart, no new link."""
     store, options = tmp_path / "store", OPTIONS["gcs"]
     store.mkdir()
     (store / "source").write_bytes(SOURCE)

@@ -226,7 +226,7 @@ async def test_a_program_that_replaces_the_file_is_understood(paths: Paths) -> N
 
 
 async def test_a_program_gets_the_proxies_of_the_settings(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In both spellings, in place of those of the environment; the rest of that is ours."""
+    """In both spellings, in place of those of the environment. The rest of that is ours."""
     monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
     monkeypatch.setenv("NO_PROXY", "here")
     program(paths, 'echo "$https_proxy $HTTPS_PROXY $NO_PROXY" >"$to"')
@@ -235,7 +235,7 @@ async def test_a_program_gets_the_proxies_of_the_settings(paths: Paths, monkeypa
 
 
 async def test_a_failing_program_is_quoted_without_secrets(paths: Paths) -> None:
-    """Neither options nor signed queries nor users of URLs are in errors; hosts may be."""
+    """Neither options nor signed queries nor users of URLs are in errors. Hosts may be."""
     program(
         paths,
         'echo "Error: GET https://me:word@blobs.example/b?sig=s3cr3t said 403" >&2; cat "$config"; '

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 async def bpm(tmp_path: Path) -> AsyncIterator[Bpm]:
-    """A runner with a job ``web`` of two processes; ``errand`` prints its variable and ends with 7."""
+    """A runner with a job ``web`` of two processes. ``errand`` prints its variable and ends with 7."""
     world = World(tmp_path / "w")
     world.paths.log.mkdir(parents=True)
     world.paths.sys.symlink_to(world.paths.data_sys)

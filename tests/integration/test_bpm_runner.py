@@ -36,7 +36,7 @@ def world(world: World) -> World:
 
 
 def job(world: World, script: str, more: str = "", name: str = "web") -> JobFile:
-    """A job whose one process is a shell script; ``more`` are further keys of its process."""
+    """A job whose one process is a shell script. ``more`` are further keys of its process."""
     directory = world.paths.jobs / "web"
     (directory / "bin").mkdir(parents=True, exist_ok=True)
     (directory / "config").mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ async def said(world: World, text: str) -> None:
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 async def test_process_runs_as_bpm_says(world: World, level: int) -> None:
-    """Arguments, environment, directory, session, pid file and logs; nothing of the agent's environment."""
+    """Arguments, environment, directory, session, pid file and logs. Nothing of the agent's environment."""
     script = 'echo "args $*"; env | sort; pwd; umask; echo ready; exec sleep 600'
     more = "  env: {NAME: value, LANG: C}\n  ephemeral_disk: true\n  limits: {open_files: 123}\n"
     if (await sandbox.isolation()).level > level:
@@ -235,7 +235,7 @@ async def test_an_errand_leaves_no_process_and_returns_its_exit(world: World) ->
 
 
 async def test_rest_of_a_dead_process_ends_before_the_next_start(world: World) -> None:
-    """It may hold a port; an init that is killed ends nothing."""
+    """It may hold a port. An init that is killed ends nothing."""
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; kill -9 $PPID; exec sleep 605")
     async with world.supervising() as supervisor:
         bpm = supervisor.bpm
@@ -286,7 +286,7 @@ def started_at(pid: int) -> float:
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
 async def test_a_pidfile_alone_proves_no_process(world: World, later_s: float) -> None:
-    """The agent writes the pidfile right after a start; a process that started at another time has its mark."""
+    """The agent writes the pidfile right after a start. A process that started at another time has its mark."""
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
     async with world.supervising() as supervisor:
@@ -380,7 +380,7 @@ async def test_a_process_that_cannot_start_says_why(world: World, config: str | 
 
 
 async def test_volume_that_bpm_gives_anyway_is_passed_over(world: World) -> None:
-    """An unrestricted one cannot open the job's own directory or packages for writing; beside and above them it can."""
+    """An unrestricted one cannot open the job's own directory or packages for writing. Beside and above them it can."""
     file = job(world, "")
     own = world.paths.jobs / "web"
     (own / "config").mkdir(exist_ok=True)
@@ -399,7 +399,7 @@ async def test_volume_that_bpm_gives_anyway_is_passed_over(world: World) -> None
 async def test_unavailable_limits_and_capabilities_are_named(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
 ) -> None:
-    """In a warning, or as the reason why it does not run; a limit of processes needs a cgroup of its own."""
+    """In a warning, or as the reason why it does not run. A limit of processes needs a cgroup of its own."""
     limits = "{processes: 5, open_files: 101, core_file_size: 102}"
     file = job(
         world, "exec sleep 600", f"  limits: {limits}\n  capabilities: [NET_RAW]\n  unsafe: {{privileged: true}}\n"
@@ -439,7 +439,7 @@ def test_root_keeps_the_capabilities_of_the_file_alone(
     ids: tuple[int | None, int | None],
     names: list[str],
 ) -> None:
-    """A privileged process stays root; an agent without root has no capabilities to give. Limits need no privilege
+    """A privileged process stays root. An agent without root has no capabilities to give. Limits need no privilege
     where the container has none of its own.
     """
     more = f"  capabilities: [net_raw, SYS_ADMIN]\n  unsafe: {{privileged: {str(is_privileged).lower()}}}\n"
@@ -625,7 +625,7 @@ os.execv("/bin/sleep", ["sleep", "600"])
 
 @needs_landlock
 async def test_a_process_sees_the_paths_of_bpm_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Level 2: access to its own files and no others; processes outside cannot be signalled or read."""
+    """Level 2: access to its own files and no others. Processes outside cannot be signalled or read."""
     monkeypatch.setattr(runner, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test lies in /tmp itself
     script = world.paths.jobs / "web/look.py"
     extra = world.base / "extra"
@@ -647,7 +647,7 @@ async def test_a_process_sees_the_paths_of_bpm_alone(world: World, monkeypatch: 
 
 
 async def test_the_log_of_bpm_has_each_step_and_error(world: World) -> None:
-    """``sys/log/JOB/bpm.log``, a line of JSON for each step; nothing is made for a job that is not there."""
+    """``sys/log/JOB/bpm.log``, a line of JSON for each step. Nothing is made for a job that is not there."""
     file = job(world, "exec sleep 600")
     async with world.supervising(file) as supervisor:
         await in_state(supervisor, "web", "running")

@@ -56,7 +56,7 @@ async def test_the_fault_is_found_and_mended(tmp_path: Path) -> None:
 
 
 def fetched(port: int) -> bytes:
-    """Return the job's page; "" while it does not listen."""
+    """Return the job's page. "" while it does not listen."""
     try:
         with socket.create_connection(("127.0.0.1", port), 10) as client:
             client.sendall(b"GET / HTTP/1.0\r\n\r\n")

@@ -44,7 +44,7 @@ async def test_agent_hears_only_its_own(tmp_path: Path, subject: str) -> None:
 
 
 async def test_users(tmp_path: Path) -> None:
-    """Director and Health Monitor are there at once; an agent by the certificates it is let in with."""
+    """Director and Health Monitor are there at once. An agent by the certificates it is let in with."""
     async with NatsServer(tmp_path) as server:
         assert await lets_in(server.peer(DIRECTOR), "director.x.>")
         assert await lets_in(server.peer(HEALTH_MONITOR), "hm.agent.alert.*")

@@ -331,7 +331,7 @@ async def test_a_blob_has_a_plain_name(paths: Paths, bundles: Bundles, blob_id: 
 
 
 async def test_only_the_nearest_copy_of_a_blob_is_deleted(paths: Paths, bundles: Bundles) -> None:
-    """As in the Go agent; the other one may be the blobstore of create-env."""
+    """As in the Go agent. The other one may be the blobstore of create-env."""
     for directory in (paths.sensitive_blobs, paths.blobs):
         (directory / "id").touch()
     await bundles.delete_source("id")
@@ -380,7 +380,7 @@ async def test_a_small_blob_is_read(paths: Paths, bundles: Bundles) -> None:
 async def test_trouble_with_the_disk_is_a_failed_action(
     paths: Paths, bundles: Bundles, do: Callable[[Bundles, Bundle], asyncio.Future[None]]
 ) -> None:
-    """The Director receives the error; the agent continues."""
+    """The Director receives the error. The agent continues."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     for path in (paths.packages, paths.data / "web"):

@@ -77,7 +77,7 @@ def saying(words: bytes) -> Script:
     ],
 )
 async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:
-    """An error or nonsense on a link costs this link; the next one hears and answers."""
+    """An error or nonsense on a link costs this link. The next one hears and answers."""
     async with facing(saying(words + b"PING\r\n" * 3), asking) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
@@ -145,7 +145,7 @@ async def test_word_that_stops_the_reader_ends_the_link_before_its_next_ping(wor
 
 
 async def test_servers_of_a_cluster_are_forgotten() -> None:
-    """The settings have the addresses; nats-py remembers all that a server ever says, and compares each with them."""
+    """The settings have the addresses. nats-py remembers all that a server ever says, and compares each with them."""
 
     async def script(wire: Wire) -> None:
         await wire.greet()
@@ -164,7 +164,7 @@ async def test_servers_of_a_cluster_are_forgotten() -> None:
 
 
 async def test_pings_of_a_server_that_reads_nothing_end_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers to them wait in memory; the pongs it sends unasked would keep the link alive."""
+    """Answers to them wait in memory. The pongs it sends unasked would keep the link alive."""
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
     sent = 0
 
@@ -284,7 +284,7 @@ async def test_server_that_falls_silent_in_the_handshake(lines: int) -> None:
     ],
 )
 async def test_server_that_is_none(info: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """Something else that listens there is an error that lasts, not an end; the log has it once."""
+    """Something else that listens there is an error that lasts, not an end. The log has it once."""
     seen = []
 
     async def script(wire: Wire) -> None:
@@ -335,7 +335,7 @@ async def test_plain_server_is_not_talked_to() -> None:
 
 
 async def test_old_tls_is_not_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A man in the middle who offers only TLS 1.1 gets no bytes, though OpenSSL would speak it; others do."""
+    """A man in the middle who offers only TLS 1.1 gets no bytes, though OpenSSL would speak it. Others do."""
     real, seen = tls.client_context, list[str]()
 
     async def script(wire: Wire) -> None:

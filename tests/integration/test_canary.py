@@ -23,7 +23,7 @@ class NotRunningError(Exception):
 
 
 async def wait_until_running(instance: World) -> int:
-    """Poll the instance in its watch time until it runs, as the Director does; return the number of polls."""
+    """Poll the instance in its watch time until it runs, as the Director does. Return the number of polls."""
     least, most = WATCH
     step = min(15.0, max(1.0, (most - least) / INTERVALS))
     begun_at = time.monotonic()

@@ -51,7 +51,7 @@ def paths(tmp_path: Path) -> Paths:
 
 
 def release(path: Path, version: str = "1.10", **packages: tuple[str, list[str]]) -> Path:
-    """A release of ``NAME=(packaging, dependencies)``; each source has a file ``z.txt``."""
+    """A release of ``NAME=(packaging, dependencies)``. Each source has a file ``z.txt``."""
     blobs = {name: archive({"packaging": script, "z.txt": "zz\n"}) for name, (script, _) in packages.items()}
     refs = [
         SourcePackage(name, f"v-{name}", f"f-{name}", hashlib.sha1(blobs[name]).hexdigest(), needed)
@@ -138,7 +138,7 @@ Finished archiving compiled tarball {path}
 
 
 def test_the_same_sources_give_the_same_bytes(paths: Paths, tmp_path: Path) -> None:
-    """Two releases of one call; the flag with two dashes."""
+    """Two releases of one call. The flag with two dashes."""
     first = release(tmp_path / "1.tgz", "1", library=(LIBRARY, []))
     done = compile_with(paths, "--output-directory", tmp_path / "a", first)
     again = compile_with(paths, "--output-directory", tmp_path / "b", release(tmp_path / "2.tgz", "2"), first)
@@ -150,7 +150,7 @@ def test_the_same_sources_give_the_same_bytes(paths: Paths, tmp_path: Path) -> N
 
 
 def test_a_package_that_fails_is_reported(paths: Paths, tmp_path: Path) -> None:
-    """With what its script said; no release is written, nothing is left."""
+    """With what its script said. No release is written, nothing is left."""
     source = release(tmp_path / "in.tgz", good=(LIBRARY, []), worse=("echo so it is >&2; exit 3", ["good"]))
     done = compile_with(paths, "-output-directory", tmp_path / "out", source)
 

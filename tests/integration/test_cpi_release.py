@@ -72,7 +72,7 @@ class Installed:
             path.chmod(0o755 if "bin/" in place else 0o640)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """The response of bin/cpi; directories come by the two variables of create-env."""
+        """The response of bin/cpi. Directories come by the two variables of create-env."""
         request = {"method": method, "arguments": arguments, "context": {"director_uuid": "d", "request_id": "cpi-1"}}
         environment = {**BARE, "BOSH_PACKAGES_DIR": str(self.packages), "BOSH_JOBS_DIR": str(self.jobs)}
         done = subprocess.run(

@@ -115,7 +115,7 @@ async def test_the_certificate_that_begins_later_is_used_also_by_the_next_start(
 async def test_an_agent_returns_with_its_former_credentials_when_the_new_ones_fail(
     instance: World,
 ) -> None:
-    """As when a bus is restored from a backup that is older than the rotation; those of the CPI are old by then."""
+    """As when a bus is restored from a backup that is older than the rotation. Those of the CPI are old by then."""
     secret = Secret(instance)
     await instance.start_agent()
     await rotated(instance, cert(instance, age=MINUTE, bootstrap=True))

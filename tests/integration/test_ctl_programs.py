@@ -17,7 +17,7 @@ from agent_shim.supervisor.monit.ast import Program
 
 
 async def test_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None:
-    """One file for each service, for root alone; the agent itself keeps none of them open."""
+    """One file for each service, for root alone. The agent itself keeps none of them open."""
     output = tmp_path / "run/output"
     programs = Programs(tmp_path, output)
     for script in ("echo one", "echo two >&2; echo"):
@@ -102,7 +102,7 @@ async def test_a_program_runs_without_an_unusable_cgroup(
 
 
 async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
-    """The end is kept; a process that appends to the file can continue."""
+    """The end is kept. A process that appends to the file can continue."""
     programs = Programs(tmp_path, tmp_path)
     path = tmp_path / "web.log"
     with path.open("ab", buffering=0) as writer:
@@ -145,7 +145,7 @@ async def test_last_words_are_few(tmp_path: Path) -> None:
     ],
 )
 async def test_a_trace_of_commands_tells_no_cause(tmp_path: Path, printed: str, told: str) -> None:
-    """The last line of a script with ``set -x`` is the exit; the fault precedes it."""
+    """The last line of a script with ``set -x`` is the exit. The fault precedes it."""
     (tmp_path / "web.log").write_text(printed)
 
     assert last_word(await Programs(tmp_path, tmp_path).printed("web")) == told

@@ -51,7 +51,7 @@ async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(instance: World
 
 
 async def test_the_agent_may_open_more_files_than_its_jobs(instance: World) -> None:
-    """Jobs get the soft limit of the container, as under the Go agent and monit; a job may have thousands of processes,
+    """Jobs get the soft limit of the container, as under the Go agent and monit. A job may have thousands of processes,
     each a descriptor of the agent.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -172,7 +172,7 @@ async def test_s7_heartbeat_comes_at_once_and_again_after_the_bus_was_away(insta
 
 
 async def test_s7_heartbeat_tells_of_the_instance_its_state_and_how_many_processes_it_has(instance: World) -> None:
-    """Before the first apply nothing is known; afterwards the state is that of the jobs, whatever it is."""
+    """Before the first apply nothing is known. Afterwards the state is that of the jobs, whatever it is."""
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()
@@ -266,7 +266,7 @@ async def test_half_written_files_are_removed_at_the_next_start(instance: World)
 
 
 async def test_the_agent_leaves_no_core(instance: World) -> None:
-    """A core file would hold the key of the bus; a job that wants one may still ask for it."""
+    """A core file would hold the key of the bus. A job that wants one may still ask for it."""
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     before = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, unlimited if before[1] == resource.RLIM_INFINITY else (before[1],) * 2)
@@ -321,7 +321,7 @@ async def test_new_settings_of_the_cpi_are_taken_without_a_restart(instance: Wor
 
 @pytest.mark.slow
 async def test_t7_the_link_lasts_while_much_is_done(tmp_path: Path) -> None:
-    """Five pings of a server that drops who misses two; an errand, a compilation and an archive of logs meanwhile."""
+    """Five pings of a server that drops who misses two. An errand, a compilation and an archive of logs meanwhile."""
     burn = "#!/bin/sh\nend=$(($(date +%s) + 11))\nwhile [ $(date +%s) -lt $end ]; do :; done\n"
     async with NatsServer(tmp_path, ping_interval=2.0) as server, contract_world(tmp_path / "agent") as inside:
         await server.add_agent("agent-1")

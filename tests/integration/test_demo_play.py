@@ -46,7 +46,7 @@ def demo(where: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def until(started: subprocess.Popen[str], pattern: str) -> str:
-    """Read lines until one matches; return all."""
+    """Read lines until one matches. Return all."""
     assert started.stdout is not None
     said = ""
     for line in started.stdout:

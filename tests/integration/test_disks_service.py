@@ -443,7 +443,7 @@ async def test_a_disk_is_on_its_medium_before_it_is_taken_away(
 
 @each_way
 async def test_a_disk_on_the_migration_target_is_unmounted_from_there(instance: Instance) -> None:
-    """Once it is unused; the disk on the store stays."""
+    """Once it is unused. The disk on the store stays."""
     await instance.mount("a", "b")
     waited: list[Path] = []
 
@@ -639,7 +639,7 @@ async def test_the_director_decides_between_two_claims(instance: Instance) -> No
 
 @each_way
 async def test_a_disk_of_an_older_agent_is_taken_over(instance: Instance) -> None:
-    """It wrote managed_disk_settings.json and no marker; its link or mount may be there or not."""
+    """It wrote managed_disk_settings.json and no marker. Its link or mount may be there or not."""
     instance.attach("a")
     instance.paths.managed_disk.write_text("a")
 
@@ -702,7 +702,7 @@ async def test_an_associated_disk_is_not_taken_for_the_former_one(instance: Inst
 
 
 async def resizing(instance: Instance) -> dict[str, object]:
-    """Two disks mounted for a migration, the first with files; the expected content of the second at the end."""
+    """Two disks mounted for a migration, the first with files. The expected content of the second at the end."""
     (instance.attach("a") / "db").mkdir()
     (instance.volume("a") / "db/data").write_bytes(os.urandom(5000))
     instance.attach("b")
@@ -871,7 +871,7 @@ async def test_a_worker_copies_by_default_and_reports_its_progress(instance: Ins
 
 @each_way
 async def test_an_unfinished_copy_is_not_used_as_a_disk(instance: Instance) -> None:
-    """The resize failed; the Director detached the new disk and attached it elsewhere."""
+    """The resize failed. The Director detached the new disk and attached it elsewhere."""
     instance.attach("b")
     markers.write(instance.volume("b"), Marker("b", "", source="a", generation=1))
 

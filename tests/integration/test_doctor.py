@@ -42,7 +42,7 @@ def settled(base: Path, url: str, certificate: str, ca: str = "x", private_key: 
 
 
 def test_everything_is_looked_at_and_nothing_is_left(tmp_path: Path) -> None:
-    """The exit code says whether something is wrong; a check that breaks would say that it cannot look."""
+    """The exit code says whether something is wrong. A check that breaks would say that it cannot look."""
     (tmp_path / "data").mkdir()
     before = sorted(tmp_path.rglob("*"))
 

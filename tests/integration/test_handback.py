@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 async def test_jobs_run_on_and_are_described_to_monit(instance: World) -> None:
-    """State that the Go agent keeps itself stays as it is; ours alone is gone."""
+    """State that the Go agent keeps itself stays as it is. Ours alone is gone."""
     before = await instance.deploy(2, 1)
     kept = {path.name: path.read_bytes() for path in (instance.base / "bosh").glob("*s*.json")}
     await instance.stop_agent()
@@ -54,7 +54,7 @@ async def test_there_and_back_again(instance: World) -> None:
 
 
 async def test_stopped_jobs_are_not_described(instance: World) -> None:
-    """monit would start them; the Director still sees that they are stopped."""
+    """monit would start them. The Director still sees that they are stopped."""
     await instance.deploy(2, 1)
     await instance.director.run(AGENT, "stop")
     await instance.stop_agent()

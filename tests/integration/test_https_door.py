@@ -27,7 +27,7 @@ from tests.support.waiting import until
 
 
 class Agent:
-    """Answers ``ping`` at once, other requests when ``released``; records requests and results."""
+    """Answers ``ping`` at once, other requests when ``released``. Records requests and results."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -215,7 +215,7 @@ async def test_bodies_that_reach_their_bounds_are_taken(hasty: HttpsBus, tmp_pat
 
 
 async def test_bytes_and_messages_of_the_door_are_counted(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
-    """Requests and answers, for the metrics; none is an error."""
+    """Requests and answers, for the metrics. None is an error."""
     body = b'{"method": "ping"}'
     await Cli(bus.port).send("POST", "/agent", body)
 
@@ -227,7 +227,7 @@ async def test_bytes_and_messages_of_the_door_are_counted(bus: HttpsBus, caplog:
 
 
 async def test_the_end_waits_for_no_action(agent: Agent, tmp_path: Path) -> None:
-    """Its caller has gone or goes now; the action ends with the agent."""
+    """Its caller has gone or goes now. The action ends with the agent."""
     async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus, Cli(bus.port).connected() as (_, writer):
         writer.write(request("start"))
         await agent.begun.wait()

@@ -1,4 +1,4 @@
-"""A hung test fails alone, with the place where it waits; programs of a failed or killed test end."""
+"""A hung test fails alone, with the place where it waits. Programs of a failed or killed test end."""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ ABSENT: Final = {
 }
 """Modules of this package and of the standard library for other processes, or for single requests."""
 MEMORY: Final = 2.5
-"""Times a bare interpreter; 2.2 when written. A library that nothing at rest needs takes more than the difference."""
+"""Times a bare interpreter. 2.2 when written. A library that nothing at rest needs takes more than the difference."""
 WAKES: Final = 10
-"""In a window; 6 when written, 9 with a clock for the pings of the bus, 20 with beats of two seconds."""
+"""In a window. 6 when written, 9 with a clock for the pings of the bus, 20 with beats of two seconds."""
 WINDOW_S: Final = 10.0
 WINDOWS: Final = 4
 """The best one counts: a heartbeat, a renewal or a slow machine is in some of them, a poll is in all."""
@@ -114,7 +114,7 @@ async def test_a_daemon_at_rest_is_light(tmp_path: Path, monkeypatch: pytest.Mon
         bare.send(signal.SIGKILL)
         await bare.wait()
 
-    # Debian gives its interpreters a sitecustomize; msgspec takes typing_extensions where mypy has brought it.
+    # Debian gives its interpreters a sitecustomize. msgspec takes typing_extensions where mypy has brought it.
     known = {*sys.stdlib_module_names, "agent_shim", "cython_runtime", "sitecustomize", "typing_extensions"}
     libraries = {name.partition(".")[0] for name in modules if not name.startswith("_")} - known
     assert libraries == LIBRARIES

@@ -219,7 +219,7 @@ async def test_failed_pre_start_is_tried_again(instance: World) -> None:
 
 
 async def test_director_goes_first(instance: World) -> None:
-    """A hanging pre-start does not prevent a stop of the jobs; the script is ended."""
+    """A hanging pre-start does not prevent a stop of the jobs. The script is ended."""
     await instance.start_agent()
     await deploy(
         instance, {"job-web": job(instance, "job-web", f"echo $$ >{instance.base}/data/hanging; exec sleep 1000")}
@@ -367,7 +367,7 @@ async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: W
 
 @pytest.mark.slow
 async def test_an_agent_without_its_volume_ends_its_jobs_and_leaves_the_bus(instance: World) -> None:
-    """It was taken for dead, as a machine that sleeps for a minute is; the files are those of the other one now."""
+    """It was taken for dead, as a machine that sleeps for a minute is. The files are those of the other one now."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await snapshot(instance.base / "data")

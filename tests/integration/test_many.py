@@ -27,7 +27,7 @@ def are_up(w: World, starts: int) -> bool:
 
 
 async def test_all_services_return_and_survive_the_end_of_the_agent() -> None:
-    """Each has one successor; the next agent finds them all and starts none."""
+    """Each has one successor. The next agent finds them all and starts none."""
     async with world(COMMAND) as w:
         await w.start_agent()
         await w.director.run(AGENT, "apply", w.spec(JOBS, 0))

@@ -20,7 +20,7 @@ Where = tuple[str, int]
 
 
 class Readiness:
-    """Readings of the agent; a test sets them."""
+    """Readings of the agent. A test sets them."""
 
     def __init__(self) -> None:
         self.answers = {"jobs": (True, "ready"), "agent": (True, "connected")}
@@ -257,7 +257,7 @@ async def test_off() -> None:
 
 
 async def test_agent_runs_while_its_port_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
-    """A port in use is an error that names the address; the agent continues without it."""
+    """A port in use is an error that names the address. The agent continues without it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         async with listening(address, routes(Readiness())) as found:

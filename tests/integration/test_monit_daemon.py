@@ -91,7 +91,7 @@ class Vm:
         return await self.daemon.wait() or 0
 
     async def call(self, target: str, body: str = "", user: str = USER) -> tuple[int, str]:
-        """Status and body; a body makes it a POST. 0 without a daemon."""
+        """Status and body. A body makes it a POST. 0 without a daemon."""
         with contextlib.suppress(OSError, IndexError):
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             try:
@@ -106,7 +106,7 @@ class Vm:
         return 0, ""
 
     async def act(self, name: str, action: str, user: str = USER) -> int:
-        """The status of the answer; a busy machine may break connections off, which are repeated."""
+        """The status of the answer. A busy machine may break connections off, which are repeated."""
 
         async def answered() -> int | None:
             return (await self.call(f"/{name}", f"action={action}", user))[0] or None
@@ -318,7 +318,7 @@ async def test_strangers_and_readers_change_nothing(vm: Vm) -> None:
 
 @pytest.mark.parametrize("how", ["SIGHUP", "monit reload", "killed"])
 async def test_a_reload_takes_a_new_job_and_forgets_a_removed_one(vm: Vm, how: str) -> None:
-    """Its process runs on, as under monit; the incarnation is another one, within the same second too."""
+    """Its process runs on, as under monit. The incarnation is another one, within the same second too."""
     vm.add("web", "db")
     vm.start()
     await vm.until(web="running", db="running")

@@ -49,7 +49,7 @@ async def listening(world: World, *files: JobFile) -> AsyncIterator[tuple[Superv
 async def call(
     where: Where, target: str, body: str = "", *, user: str = USER, headers: tuple[str, ...] = ()
 ) -> tuple[int, str]:
-    """Status and body; a body makes it a POST."""
+    """Status and body. A body makes it a POST."""
     reader, writer = await asyncio.open_connection(*where)
     lines = [f"{'POST' if body else 'GET'} {target} HTTP/1.1", "Host: localhost:2822", *headers]
     if user:
@@ -142,7 +142,7 @@ async def test_other_checks_are_reported_with_their_answers(world: World) -> Non
 
 
 async def test_dead_and_broken_services_have_a_status_and_a_message(world: World) -> None:
-    """The bits of monit; a message in which anything may stand."""
+    """The bits of monit. A message in which anything may stand."""
     files = [
         world.job("dead", "echo 'no ]]> <way>' >&2; exit 1"),
         JobFile("broken", "", "check process broken with <nonsense>"),

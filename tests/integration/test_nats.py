@@ -77,7 +77,7 @@ async def test_request_that_breaks_breaks_alone(tmp_path: Path) -> None:
 
 
 async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
-    """The server denies a reply to another client's subject; the connection stays."""
+    """The server denies a reply to another client's subject. The connection stays."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return ("director.x.other.y", b"{}") if b"elsewhere" in data else await echo(data)
@@ -154,7 +154,7 @@ async def test_another_agent_neither_asks_us_nor_speaks_for_us(tmp_path: Path, s
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_REQUESTS", 3), ("MAX_REQUEST_BYTES", 4000)])
 async def test_flood_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
-    """Requests beyond the bound are dropped and counted; later ones are served."""
+    """Requests beyond the bound are dropped and counted. Later ones are served."""
     monkeypatch.setattr(nats, limit, value)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 0.3)) for _ in range(10)]
@@ -244,7 +244,7 @@ async def test_last_words_arrive(tmp_path: Path) -> None:
 
 
 async def test_drain_waits_for_answers(tmp_path: Path) -> None:
-    """After a stop the requests in progress are answered; those that take too long are abandoned."""
+    """After a stop the requests in progress are answered. Those that take too long are abandoned."""
     async with talking(tmp_path) as talk:
         answer = asyncio.create_task(talk.director.value("agent", "sleep", 0.1))
         await until(lambda: talk.bus.stats.received == 1)

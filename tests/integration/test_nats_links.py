@@ -104,7 +104,7 @@ async def test_bus_is_heard_while_its_server_answers(tmp_path: Path) -> None:
 
 
 async def test_settings_are_read_again_while_no_server_is_reached(tmp_path: Path) -> None:
-    """The bus may have moved; one failure says nothing yet."""
+    """The bus may have moved. One failure says nothing yet."""
     async with knowing(tmp_path) as server:
         good = server.mbus("agent")
         gone = replace_urls(good, "nats://127.0.0.1:1")
@@ -220,7 +220,7 @@ async def _flood(bus: NatsBus) -> None:
 
 
 async def test_t4_any_of_several_addresses_will_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Dead addresses are passed over; when the server in use dies, the next one takes its place."""
+    """Dead addresses are passed over. When the server in use dies, the next one takes its place."""
     caplog.set_level("INFO", "agent_shim.edges.bus")
     authority = Authority()
     async with NatsServer(tmp_path / "a", authority) as first, NatsServer(tmp_path / "b", authority) as second:
@@ -239,7 +239,7 @@ async def test_t4_any_of_several_addresses_will_do(tmp_path: Path, caplog: pytes
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: str | OSError) -> list[str | OSError]:
-    """Resolve names to these addresses in turn, the last one for ever; return the remaining answers."""
+    """Resolve names to these addresses in turn, the last one for ever. Return the remaining answers."""
     left = list(answers)
 
     def getaddrinfo(*_: object, **__: object) -> list[tuple[Any, ...]]:
@@ -268,7 +268,7 @@ async def test_names_are_looked_up_each_time(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_it_follows_a_name_to_another_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the server at the old one still answers; an answer that fails, or once is another, means nothing."""
+    """While the server at the old one still answers. An answer that fails, or once is another, means nothing."""
     old, new = "127.0.0.1", "127.0.0.2"
     async with (
         NatsServer(tmp_path) as server,

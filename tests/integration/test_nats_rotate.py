@@ -116,7 +116,7 @@ async def test_a_request_that_is_delivered_twice_is_one_task(tmp_path: Path, mon
 
 
 async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -> None:
-    """The bus pauses before its next attempt; each request is handled once, by the last connection."""
+    """The bus pauses before its next attempt. Each request is handled once, by the last connection."""
     handled = []
 
     async def handle(data: bytes) -> None:

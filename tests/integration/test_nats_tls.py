@@ -36,7 +36,7 @@ def with_pair(mbus: Mbus, pair: Pair) -> Mbus:
     ids=["name", "address", "no address", "forged", "authority", "expired", "not yet valid", "client's"],
 )
 async def test_t1_wrong_server(tmp_path: Path, pair: Pair, why: str) -> None:
-    """A server that cannot prove its identity does not learn the agent's; a genuine one in its place is accepted."""
+    """A server that cannot prove its identity does not learn the agent's. A genuine one in its place is accepted."""
     async with NatsServer(tmp_path / "wrong", AUTHORITY, pair=pair) as wrong:
         await wrong.add_agent("agent")
         async with on_bus(wrong.mbus("agent")) as bus:

@@ -171,7 +171,7 @@ async def test_signals_turn_the_log_up_and_down(instance: World) -> None:
 
 
 async def test_orders_of_operators_are_audited_with_their_process(instance: World) -> None:
-    """As requests of the bus are; questions are not."""
+    """As requests of the bus are. Questions are not."""
     orders = [("restart", "all"), ("call", "info"), ("stop", "nonexistent"), ("status",)]
     commands = [started(instance, *words)[0] for words in orders]
     async with asyncio.timeout(30):

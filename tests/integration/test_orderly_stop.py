@@ -133,7 +133,7 @@ async def test_actions_that_change_the_machine_are_refused_while_the_container_e
 
 
 def test_the_termination_log_is_written_over_and_never_made(tmp_path: Path) -> None:
-    """Kubernetes has mounted it; elsewhere there is none."""
+    """Kubernetes has mounted it. Elsewhere there is none."""
     log = tmp_path / "termination-log"
     write_termination_log("agent-shim: all jobs stopped in order\n", log)
     assert not log.exists()

@@ -245,7 +245,7 @@ def test_servers_of_a_link_precede_the_others_until_they_are_reverted(
 
 
 def test_name_servers_are_listed_and_a_link_becomes_a_file(top: Path) -> None:
-    """A mount of the file keeps its inode; a link to systemd-resolved's file leads nowhere in a container."""
+    """A mount of the file keeps its inode. A link to systemd-resolved's file leads nowhere in a container."""
     resolvectl, file = top / "opt/agent_shim/stand-ins/resolvectl", top / "etc/resolv.conf"
     file.write_text(BEFORE)
     inode = file.stat().st_ino

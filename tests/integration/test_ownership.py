@@ -260,7 +260,7 @@ async def test_a_subreaper_of_the_job_hides_nothing(world: World) -> None:
 
 
 async def test_a_session_that_a_daemon_begins_after_its_pidfile_is_its_service_s(world: World) -> None:
-    """Killed, it leaves a worker that nothing else proves; the next start ends it."""
+    """Killed, it leaves a worker that nothing else proves. The next start ends it."""
     go, child = world.base / "go", world.base / "child"
     job = world.job("web", f"echo start >>$log; rm -f {go}; exec {program('late_session.py', '$pidfile', go, child)}")
     async with world.supervising(job) as supervisor:

@@ -54,7 +54,7 @@ async def test_a_process_that_ended_its_first_thread_is_read_by_another_thread(t
 
 
 def test_who_keeps_a_reader_waiting_is_left_and_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are read; when the read ends the process can be read again."""
+    """The others are read. When the read ends the process can be read again."""
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.2)
     let_go = threading.Event()
     looked_at = []

@@ -133,7 +133,7 @@ async def test_child_becomes_its_user(user: str, group: str | None, ids: str, tm
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize(("user", "ids"), [("daemon", "1"), ("4711", "0"), ("nobody", "65534")])
 def test_groups_of_the_agent_are_not_handed_down(user: str, ids: str) -> None:
-    """An agent may have been started with more groups than that of root; a number without an entry has none."""
+    """An agent may have been started with more groups than that of root. A number without an entry has none."""
     program = f"""import asyncio, os, sys
 from agent_shim.host import process
 async def become():
@@ -257,7 +257,7 @@ async def test_a_program_whose_start_is_cancelled_does_not_run(env: dict[str, st
 async def test_a_program_whose_preparation_hangs_does_not_run(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one on a dead file server; each start would keep a thread and the turn of another job."""
+    """As one on a dead file server. Each start would keep a thread and the turn of another job."""
     monkeypatch.setattr(process, "PREPARE_TIMEOUT_S", 0.05)
     go = threading.Event()
 
@@ -347,7 +347,7 @@ asyncio.run(main())
 
 
 def test_an_agent_with_more_open_files_gives_its_children_the_former_limit() -> None:
-    """Programs with ``select`` fail above 1024; those of the Go agent and of monit have the limit of the container."""
+    """Programs with ``select`` fail above 1024. Those of the Go agent and of monit have the limit of the container."""
     done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True, check=True)
 
     assert done.stdout == "True\n100\n100\n200\n", "what prlimit sets is that of the jobs"
@@ -541,7 +541,7 @@ async def test_adoption_needs_a_living_process(env: dict[str, str]) -> None:
 
 
 async def test_adopted_process_of_another_parent_tells_its_status(env: dict[str, str], tmp_path: Path) -> None:
-    """The kernel keeps the status from 6.15 on; older ones give None."""
+    """The kernel keeps the status from 6.15 on. Older ones give None."""
     pidfile = tmp_path / "pid"
     script = f"sh -c 'echo $$ >{pidfile}; while [ ! -e {pidfile}.go ]; do sleep 0.01; done; exit 5' & wait"
     parent = process.spawn(shell(script), env=env)

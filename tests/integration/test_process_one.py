@@ -18,7 +18,7 @@ START = "echo start >>$log; echo 1 >>$pidfile"
 
 @pytest.fixture(autouse=True)
 def signalled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of processes and groups that a signal was meant for; process 1 gets none."""
+    """Numbers of processes and groups that a signal was meant for. Process 1 gets none."""
     meant: list[int] = []
     real_send, real_killpg = process._send, os.killpg
 
@@ -38,7 +38,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("stop", ["echo stop >>$log; rm $pidfile", "echo stop >>$log", None])
 async def test_a_job_that_names_process_1_runs_and_stops(world: World, signalled: list[int], stop: str | None) -> None:
-    """With the pidfile left behind too; its figures are not those of process 1."""
+    """With the pidfile left behind too. Its figures are not those of process 1."""
     stops = ["stop"] if stop else []
     async with world.supervising(world.job("rules", START, stop)) as supervisor:
         found = await in_state(supervisor, "rules", "running")

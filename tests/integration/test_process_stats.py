@@ -37,7 +37,7 @@ async def test_percent_of_memory_is_of_what_the_agent_says(world: World) -> None
 
 
 async def test_processor_share_is_that_since_the_last_question(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share is of all processors together; a process without use gets none."""
+    """The share is of all processors together. A process without use gets none."""
     monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 0.05)
     busy = world.job("busy", "echo $$ >$pidfile; while :; do :; done", "kill -9 $(cat $pidfile)")
     async with world.supervising(busy, world.job("idle")) as supervisor:
@@ -59,7 +59,7 @@ def _stat(pid: int) -> proc.Stat:
 
 
 async def test_unmonitored_process_has_no_numbers(world: World) -> None:
-    """As monit shows none for it; its pid is known all the same, while it lives."""
+    """As monit shows none for it. Its pid is known all the same, while it lives."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()

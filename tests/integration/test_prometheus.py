@@ -99,7 +99,7 @@ def free_port() -> int:
 
 @dataclass
 class Agent:
-    """One that runs; ``port`` is where it is scraped."""
+    """One that runs. ``port`` is where it is scraped."""
 
     paths: Paths
     port: int
@@ -108,7 +108,7 @@ class Agent:
 
 @asynccontextmanager
 async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIterator[Agent]:
-    """An agent below ``scratch`` for the length of the block; its jobs end with it."""
+    """An agent below ``scratch`` for the length of the block. Its jobs end with it."""
     scratch.mkdir(exist_ok=True)
     port = free_port()
     written = scratch / "agent.json"
@@ -144,7 +144,7 @@ def laid(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
-    """A Prometheus with our rules, which wait less than in life, and one scrape a second; yields its port."""
+    """A Prometheus with our rules, which wait less than in life, and one scrape a second. Yields its port."""
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())
     for group in rules["groups"]:
         group["interval"] = "1s"
@@ -179,7 +179,7 @@ async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
 
 
 def asked(port: int, path: str) -> bytes:
-    """Return a server's response; "" while it does not listen."""
+    """Return a server's response. "" while it does not listen."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
             content: bytes = answer.read()
@@ -217,7 +217,7 @@ async def until(port: int, wanted: tuple[str, str]) -> None:
 
 
 async def test_rules_fire_where_a_job_crash_loops_a_disk_fills_and_a_certificate_nears_its_end(scratch: Path) -> None:
-    """And for nothing else; a crash loop is also more than six restarts in two hours."""
+    """And for nothing else. A crash loop is also more than six restarts in two hours."""
     crashing, filling, ending = scratch / "crashing", scratch / "filling", scratch / "ending"
     dies = jobs.process(Paths(crashing / "vcap"), "dies", "echo $$ >$pidfile; sleep 0.3; exit 3", "true")
     fills = jobs.sleeper(Paths(filling / "vcap"), "fills")

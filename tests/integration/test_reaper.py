@@ -1,4 +1,4 @@
-"""Orphans come to us; the rest of what the reaper does is in test_process."""
+"""Orphans come to us. The rest of what the reaper does is in test_process."""
 
 from __future__ import annotations
 

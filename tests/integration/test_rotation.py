@@ -51,7 +51,7 @@ def archived(log: Path, number: int = 1) -> bytes:
 
 
 async def test_large_logs_are_packed_and_cut(logs: Path) -> None:
-    """Logs in three levels, hidden ones too, are rotated; small, deeper and other files stay."""
+    """Logs in three levels, hidden ones too, are rotated. Small, deeper and other files stay."""
     large = [logs / "top.log", logs / "web/web.stdout.log", logs / "web/deep/.hidden.log"]
     left = [logs / "web/small.log", logs / "web/data.txt", logs / "web/deep/deeper/x.log"]
     left[2].parent.mkdir()
@@ -138,7 +138,7 @@ def test_what_comes_while_a_slow_disk_syncs_is_kept(logs: Path, monkeypatch: pyt
 
 
 async def test_of_a_huge_log_the_end_is_kept(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its archive counts among the existing ones; a loss is logged, and noted in the archive too."""
+    """Its archive counts among the existing ones. A loss is logged, and noted in the archive too."""
     log, older = logs / "web/runaway.log", logs / "web/older.log.1.gz"
     older.write_bytes(os.urandom(400_000))
     content = os.urandom(5_000_000)
@@ -211,7 +211,7 @@ async def test_hole_of_a_writer_without_append_does_not_count(logs: Path) -> Non
 
 
 async def test_what_the_deployment_says_goes_first(logs: Path) -> None:
-    """``properties.logging.max_log_file_size``; an invalid size is ignored."""
+    """``properties.logging.max_log_file_size``. An invalid size is ignored."""
     log = logs / "web/web.log"
     log.write_text("x" * 5000)
 
@@ -258,7 +258,7 @@ async def test_links_and_second_names_are_left_alone(logs: Path, tmp_path: Path)
 
 
 async def test_no_second_one_rotates(logs: Path) -> None:
-    """The Go agent's rule for logrotate is out of force while this agent rotates; handback brings it back."""
+    """The Go agent's rule for logrotate is out of force while this agent rotates. Handback brings it back."""
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
     rule.write_text("the Go agent's")
@@ -296,7 +296,7 @@ async def test_logrotate_goes_on_alone_where_it_cannot_be_stopped(logs: Path, ca
 
 
 def test_logrotate_may_have_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the options disable it, its rule is active again; a failure to do so is a logged error."""
+    """If the options disable it, its rule is active again. A failure to do so is a logged error."""
     rule = Paths(tmp_path).logrotate_rule
     rule.parent.mkdir(parents=True)
     out_of_force = rule.with_name("vcap.disabled")
@@ -341,7 +341,7 @@ def test_invalid_size_is_refused(text: str) -> None:
 
 
 async def test_a_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is rotated as any other; in the log of the agent it is one line."""
+    """It is rotated as any other. In the log of the agent it is one line."""
     caplog.set_level("INFO")
     evil = logs / "web" / os.fsdecode(b"\xff\n\x1b[2J.log")
     for path in (evil, logs / "web/good.log"):

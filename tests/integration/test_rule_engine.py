@@ -57,7 +57,7 @@ async def test_rules_that_come_with_another_file_are_looked_at(world: World) -> 
 
 
 async def test_tree_is_counted(world: World) -> None:
-    """Children are processes of the service; its own figures are of the process alone."""
+    """Children are processes of the service. Its own figures are of the process alone."""
     start = "echo $$ >$pidfile; sleep 600 & sleep 600 & sleep 600 & wait"
     job = world.job("web", start, "kill $(cat $pidfile)", "if children = 3 then alert", "if totalmem < 1 Gb then alert")
     async with world.checking(job) as supervisor:
@@ -70,7 +70,7 @@ async def test_tree_is_counted(world: World) -> None:
 
 
 async def test_busy_process_is_seen_by_its_processor_time(world: World) -> None:
-    """The time between two cycles counts; a process that sleeps uses none."""
+    """The time between two cycles counts. A process that sleeps uses none."""
     rule = "if cpu > 5 % then alert"
     jobs = [
         world.job("busy", "echo $$ >$pidfile; while :; do :; done", None, rule),
@@ -135,7 +135,7 @@ async def test_recovery_is_reported_and_acted_on(world: World) -> None:
 
 
 async def test_exec_runs_at_each_bad_cycle(world: World) -> None:
-    """monit does it too; the program may call us and outlives the service."""
+    """monit does it too. The program may call us and outlives the service."""
     bad = world.script("web", "bad", 'echo "$MONIT_SERVICE $MONIT_EVENT" >>$log')
     job = world.job("web", None, "exit 0", f'if memory > 1 kb then exec "{bad}"')
     async with world.checking(job):
@@ -174,7 +174,7 @@ async def test_stop_and_unmonitor_end_the_looking(world: World) -> None:
 
 
 async def test_silent_port_is_found_and_a_hung_check_delays_nobody(world: World) -> None:
-    """One socket accepts no connection, and its rule has a minute; the rules of others continue meanwhile."""
+    """One socket accepts no connection, and its rule has a minute. The rules of others continue meanwhile."""
     with socket.socket(socket.AF_UNIX) as full, socket.socket() as free:
         full.bind(str(world.base / "full.sock"))
         full.listen(0)
@@ -278,7 +278,7 @@ check device lost with path {world.base}/absent
 
 
 async def test_death_for_want_of_memory_is_reported_as_one(world: World) -> None:
-    """When the counter of the container has risen; the next death is an ordinary one again."""
+    """When the counter of the container has risen. The next death is an ordinary one again."""
     kills = [7]
     async with world.checking(world.job("web")) as supervisor:
         supervisor._kills._read = lambda: kills[0]

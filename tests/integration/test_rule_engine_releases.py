@@ -65,7 +65,7 @@ def states(supervisor: Supervisor) -> dict[str, str]:
 
 
 async def test_a_dead_haproxy_behind_check_host_fails_the_instance(world: World, web: Web) -> None:
-    """haproxy-boshrelease: the process runs, and its health page decides; the Health Monitor gets an alert."""
+    """haproxy-boshrelease: the process runs, and its health page decides. The Health Monitor gets an alert."""
     health = f"""
     check host haproxy-health with address localhost
       if failed host localhost port {web.port} protocol http and request "/health"
@@ -261,7 +261,7 @@ async def test_a_file_of_another_type_is_restarted(world: World) -> None:
 
 
 async def test_a_missing_file_is_made_by_its_start_program_alone(world: World) -> None:
-    """capi-release, nfs_mounter, and os-conf-release, iptables; monit needs no stop program for it."""
+    """capi-release, nfs_mounter, and os-conf-release, iptables. monit needs no stop program for it."""
     crontab = world.base / "crontab"
     start = world.script("mounter", "start", f"echo start >>$log; touch {crontab}")
     text = f'check file mounter path {crontab}\n start program "{start}"\n group vcap\n'

@@ -77,7 +77,7 @@ async def test_an_alert_that_found_no_bus_comes_after_the_reconnect(instance: Wo
 
 
 async def test_a_reconnect_sends_a_further_heartbeat(instance: World) -> None:
-    """The others come at one phase of the period; an extra one has another phase, sooner or later."""
+    """The others come at one phase of the period. An extra one has another phase, sooner or later."""
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()

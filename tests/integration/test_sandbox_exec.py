@@ -120,7 +120,7 @@ async def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
 
 
 async def test_program_waits_until_it_is_known(tmp_path: Path) -> None:
-    """Its parent has recorded its process id by then; after a failure nothing runs."""
+    """Its parent has recorded its process id by then. After a failure nothing runs."""
     marker = tmp_path / "marker"
     wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
     with pytest.raises(ValueError, match="full"):
@@ -151,12 +151,12 @@ async def test_a_program_that_is_not_isolated_in_time_is_ended(monkeypatch: pyte
 
 @pytest.mark.parametrize(("inherited", "own"), [("-500", 0), ("0", 0), ("300", 300)])
 def test_job_is_not_spared_when_memory_runs_out(tmp_path: Path, inherited: str, own: int) -> None:
-    """Though the agent may be; one that goes first still does."""
+    """Though the agent may be. One that goes first still does."""
     score = tmp_path / "oom_score_adj"
     score.write_text(inherited)
     sandbox_exec._reset_oom_score(str(score))
 
-    # Each write to a kernel file is one value; the second starts where the first was read.
+    # Each write to a kernel file is one value. The second starts where the first was read.
     assert int(score.read_text().removeprefix(inherited) or inherited) == own
 
 

@@ -94,7 +94,7 @@ async def test_a_script_has_its_environment_directory_and_niceness(paths: Paths,
 
 
 async def test_scripts_run_side_by_side_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
-    """Each waits for the one before it; the lists are in the order in which they ended."""
+    """Each waits for the one before it. The lists are in the order in which they ended."""
     wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; touch {}; exit {}'
     done = [paths.tmp / name for name in "abcd"]
     script(paths, "a", "post-start", wait.format(done[1], done[0], 1))
@@ -109,7 +109,7 @@ async def test_scripts_run_side_by_side_and_failures_are_listed(paths: Paths, ru
 
 
 async def test_the_error_ends_with_the_last_line_of_each_failed_script(paths: Paths, runner: Scripts) -> None:
-    """In one line, without control characters, and short; lines of an earlier run are no reason of this one."""
+    """In one line, without control characters, and short. Lines of an earlier run are no reason of this one."""
     script(paths, "dns", "pre-start", "echo first >&2; printf 'ip: \\033[1mnot permitted\\n\\n' >&2; exit 2")
     with pytest.raises(ActionError) as failed:
         await runner.run_all("pre-start", ["dns"], {})
@@ -138,7 +138,7 @@ async def test_a_script_ends_before_the_processes_it_leaves(paths: Paths, runner
 
 @pytest.mark.slow
 async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts) -> None:
-    """The group gets TERM, and KILL if it ignores that; the cancellation continues."""
+    """The group gets TERM, and KILL if it ignores that. The cancellation continues."""
     started = paths.tmp / "started"
     script(paths, "web", "pre-start", f"trap '' TERM; sleep 600 & echo $! >{started}; wait; wait")
     running = asyncio.create_task(impatient.run_all("pre-start", ["web"], {}))
@@ -205,7 +205,7 @@ async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event |
 
 
 async def test_errand_tells_its_output_and_its_exit_code(paths: Paths, runner: Scripts) -> None:
-    """A failure is a result; nothing is left on disk."""
+    """A failure is a result. Nothing is left on disk."""
     script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(pwd) $(nice)"; echo err >&2; exit 3')
 
     assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes / {os.nice(0)}\n", "err\n", 3)

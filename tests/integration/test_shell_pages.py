@@ -1,4 +1,4 @@
-"""Completion in a real bash and zsh (Debian package ``zsh``) with a running agent; the manual page in a real groff."""
+"""Completion in a real bash and zsh (Debian package ``zsh``) with a running agent. The manual page in a real groff."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 
 
 async def test_jobs_are_deployed_as_a_director_would(place: Place) -> None:
-    """pre-start, start, post-start, links to packages, names of the instance; ready only when all of it is done."""
+    """pre-start, start, post-start, links to packages, names of the instance. Ready only when all of it is done."""
     place.job("web")
     place.lay("packages/tool", {"bin/tool": "x"})
     place.lay("", {"instance.json": '{"name": "front", "id": "front-0", "deployment": "shop"}'})
@@ -186,7 +186,7 @@ async def test_the_end_is_orderly(place: Place) -> None:
 
 
 async def test_an_empty_directory_is_waited_for(place: Place) -> None:
-    """A volume that is filled late is fine; the agent lives meanwhile."""
+    """A volume that is filled late is fine. The agent lives meanwhile."""
     place.start()
     await place.until_ready((1, f"cannot deploy {place.rendered}: no job lies in {place.rendered / 'jobs'}"))
     place.job("web")
@@ -212,7 +212,7 @@ def test_jobs_of_a_config_map(tmp_path: Path) -> None:
 
 
 def test_a_new_version_is_seen(tmp_path: Path) -> None:
-    """Each file counts; nothing else does."""
+    """Each file counts. Nothing else does."""
     (tmp_path / "jobs/web").mkdir(parents=True)
     monit = tmp_path / "jobs/web/monit"
     monit.write_text("a")

@@ -1,6 +1,6 @@
 """Services whose processes a script of their job started, as the pre-start of bosh-dns-release does.
 
-That script runs the ctl scripts of three services, as root and as vcap; a later start finds their processes and exits.
+That script runs the ctl scripts of three services, as root and as vcap. A later start finds their processes and exits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def adopted(world: World) -> AsyncIterator[tuple[Supervisor, list[int]]]:
 
 
 def dns(world: World, pre_start: str = "") -> JobFile:
-    """A job of three services; its pre-start runs their ctl scripts."""
+    """A job of three services. Its pre-start runs their ctl scripts."""
     is_root = os.geteuid() == 0
     lines, ctls = [], []
     for name in NAMES:

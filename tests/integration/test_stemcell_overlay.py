@@ -125,7 +125,7 @@ def test_manifest_and_rootfs_hold_the_same() -> None:
 
 
 def test_users_and_groups(debian: Path) -> None:
-    """vcap has its number, its groups and no password; entries and members that were there stay."""
+    """vcap has its number, its groups and no password. Entries and members that were there stay."""
     applied(debian)
     groups = {line.split(":")[0]: line for line in (debian / "etc/group").read_text().splitlines()}
 
@@ -237,7 +237,7 @@ def test_homes_get_the_skeleton_and_keep_their_files(debian: Path) -> None:
 
 
 def test_traces_of_the_machine_that_built_the_base_are_gone(debian: Path) -> None:
-    """mmdebstrap takes along resolver and host name, apt and dpkg write logs; a link is the distribution's."""
+    """mmdebstrap takes along resolver and host name, apt and dpkg write logs. A link is the distribution's."""
     for path in ("etc/resolv.conf", "etc/hostname", "etc/hosts", "var/log/apt/history.log", "var/log/dpkg.log"):
         put(debian, path, "builder-7")
     put(debian, "var/log/postgresql/dpkg.log", "kept")
@@ -286,7 +286,7 @@ def test_a_stand_in_for_a_program_of_the_base_is_left_out(debian: Path, name: st
 
 
 def test_a_stemcell_keeps_its_own_settings(debian: Path) -> None:
-    """On a stemcell its own agent.json and version stay; the programs that are replaced are kept for the way back."""
+    """On a stemcell its own agent.json and version stay. The programs that are replaced are kept for the way back."""
     put(debian, "var/vcap/bosh/agent.json", '{"Platform": {}}')
     put(debian, "var/vcap/bosh/etc/stemcell_version", "1.25")
     put(debian, "var/vcap/bosh/bin/bosh-agent", "the Go agent", 0o755)
@@ -356,7 +356,7 @@ def test_built_overlay_brings_the_program(debian: Path, built: Path) -> None:
 
 
 def test_program_in_a_volume_stays_as_it_is(debian: Path) -> None:
-    """The volume is read-only, and its top directory may have any mode; all the rest of the overlay is applied."""
+    """The volume is read-only, and its top directory may have any mode. All the rest of the overlay is applied."""
     (debian / "opt/agent_shim").chmod(0o555)
     before = snapshot(debian / "opt")
     applied(debian, "--without-program")
@@ -387,7 +387,7 @@ def test_a_user_number_in_use_is_an_error(debian: Path) -> None:
 
 
 def test_links_of_the_image_stay_inside(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """An absolute link, or one that climbs, leads where it would lead inside the image; nothing outside is written."""
+    """An absolute link, or one that climbs, leads where it would lead inside the image. Nothing outside is written."""
     outside = tmp_path_factory.mktemp("outside")
     (debian / "var").symlink_to(outside)
     (debian / "opt").rename(debian / "elsewhere")

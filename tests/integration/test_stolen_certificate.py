@@ -92,7 +92,7 @@ async def test_a_thief_answers_before_the_agent_and_the_director_believes_it(tmp
 
 
 async def test_a_thief_that_never_reads_holds_up_no_request(tmp_path: Path) -> None:
-    """The server closes its connection alone; each request and reply between Director and agent arrives."""
+    """The server closes its connection alone. Each request and reply between Director and agent arrives."""
     async with talking(tmp_path) as talk:
         async with joined(talk.server.mbus("agent"), ("agent.agent",), lambda *_: None) as thief:
             assert thief._writer is not None
@@ -129,7 +129,7 @@ async def test_a_thief_of_the_first_certificate_is_shut_out_by_the_change_to_the
 
 
 async def test_a_thief_is_not_admitted_as_someone_else(tmp_path: Path) -> None:
-    """The name is that of the certificate, whatever the client claims; one from another authority is none."""
+    """The name is that of the certificate, whatever the client claims. One from another authority is none."""
     async with talking(tmp_path) as talk:
         pair = Authority().client(DIRECTOR)
         forged = replace(talk.server.peer(), certificate=pair.certificate, private_key=pair.private_key)

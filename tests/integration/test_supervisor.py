@@ -30,7 +30,7 @@ from tests.support.waiting import until
     ids=["becomes the daemon", "forks it twice", "stays beside it"],
 )
 async def test_a_start_program_starts_a_daemon_in_each_way(world: World, start: str | None) -> None:
-    """The pidfile names the process; a program that does not return is neither ended nor waited for."""
+    """The pidfile names the process. A program that does not return is neither ended nor waited for."""
     async with world.supervising(world.job("web", start)) as supervisor:
         found = await in_state(supervisor, "web", "running")
 
@@ -53,7 +53,7 @@ async def test_process_is_starting_until_it_is_there(world: World) -> None:
 
 
 async def test_the_environment_equals_monits(world: World) -> None:
-    """Nothing but PATH, what begins with MONIT_, and our mark; new session, empty input, umask 022, / to be in."""
+    """Nothing but PATH, what begins with MONIT_, and our mark. New session, empty input, umask 022, / to be in."""
     start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
     start += "; echo $$ >>$log.new; mv $log.new $log; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)):
@@ -81,7 +81,7 @@ async def test_the_environment_equals_monits(world: World) -> None:
     ],
 )
 async def test_failed_start_says_why(world: World, start: str, why: str) -> None:
-    """The reason has the last line that was printed; the start is tried again."""
+    """The reason has the last line that was printed. The start is tried again."""
     job = world.job("web", start, timeout=60)
     script = world.base / "jobs/web/bin/start"
     if "cannot run" in why:
@@ -117,7 +117,7 @@ async def test_a_start_that_fails_again_is_reported_once_more_after_a_change(wor
 
 
 async def test_a_refused_limit_is_reported_with_the_running_process(world: World) -> None:
-    """In the container's bounds a script's own ``ulimit`` may fail; the process runs all the same, with less."""
+    """In the container's bounds a script's own ``ulimit`` may fail. The process runs all the same, with less."""
     drop = "setpriv --bounding-set=-sys_resource" if os.geteuid() == 0 else ""
     start = f"{drop} sh -c 'ulimit -n 64; ulimit -n 100000'; sleep 600 & echo $! >$pidfile"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -265,7 +265,7 @@ async def test_the_dependant_of_a_failed_service_is_started(world: World) -> Non
 
 
 async def test_bad_file_is_one_failing_process(world: World) -> None:
-    """The others run; the instance is failing."""
+    """The others run. The instance is failing."""
     files = [world.job("web"), JobFile("bad", "", "check process bad with pidfile"), world.job("worker")]
     async with world.supervising(*files) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -301,7 +301,7 @@ async def test_other_groups_are_not_the_directors(world: World) -> None:
 
 
 async def test_stop_runs_the_stop_program(world: World) -> None:
-    """The stop waits for it and the process; the marker outlives the agent until the next start."""
+    """The stop waits for it and the process. The marker outlives the agent until the next start."""
     stop = "kill $(cat $pidfile); sleep 0.1; echo done >>$log"
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -363,7 +363,7 @@ async def test_a_job_starts_though_its_monit_file_cannot_be_written(
 
 
 async def test_stop_runs_the_stop_program_though_the_process_is_gone(world: World) -> None:
-    """A drain script may have ended it; the stop program has more to do."""
+    """A drain script may have ended it. The stop program has more to do."""
     async with world.supervising(world.job("web", None, "echo stopped >>$log")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
@@ -482,7 +482,7 @@ async def test_a_child_forked_in_the_last_moment_is_ended_before_the_successor_s
 
 
 async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
-    """Before the stop program runs; nothing comes up after it."""
+    """Before the stop program runs. Nothing comes up after it."""
     stop = "kill -0 $(cat $log) && echo beside >>$log"
     async with world.supervising(world.job("web", "echo $$ >>$log; sleep 600; echo $$ >$pidfile", stop)) as supervisor:
         pid = int((await until(world.lines))[0])
@@ -578,7 +578,7 @@ async def test_unmonitored_process_goes_on(world: World) -> None:
 
 
 async def test_apply_between_leaves_processes_alone(world: World) -> None:
-    """The plan is wiped and made again, as apply and start do; the monit files with it."""
+    """The plan is wiped and made again, as apply and start do. The monit files with it."""
     job, more = world.job("web"), world.job("more", file="x")
     async with world.supervising(job) as supervisor:
         found = await in_state(supervisor, "web", "running")

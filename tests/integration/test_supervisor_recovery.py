@@ -34,7 +34,7 @@ def pids(supervisor: Supervisor) -> dict[str, int]:
 
 
 async def test_processes_are_adopted(world: World) -> None:
-    """Processes of any origin are adopted; their restarts are remembered, their state is restored at once."""
+    """Processes of any origin are adopted. Their restarts are remembered, their state is restored at once."""
     files = [
         world.job("web", "echo $name >>$log; echo $$ >$pidfile; exec sleep 600"),
         world.job("worker", f"echo $name >>$log; {program('fork_twice.py', world.pidfile('worker'))}"),
@@ -54,7 +54,7 @@ async def test_processes_are_adopted(world: World) -> None:
 
 
 async def test_killed_agent_costs_no_job(world: World) -> None:
-    """No handler has run; the next agent finds all processes, sees their ends and restarts them."""
+    """No handler has run. The next agent finds all processes, sees their ends and restarts them."""
     (world.base / "files.json").write_bytes(msgspec.json.encode([world.job("a"), world.job("b"), world.job("c")]))
     with reaper.reaping():
         agent = process.spawn(
@@ -123,7 +123,7 @@ async def test_start_that_goes_on_is_not_begun_again(world: World, monkeypatch: 
 
 @pytest.mark.parametrize(("request_", "state"), [("stop", "stopped"), ("restart", "running")])
 async def test_stop_that_goes_on_is_finished(world: World, request_: str, state: str) -> None:
-    """The agent ended in the middle of it; the start of a restart still follows."""
+    """The agent ended in the middle of it. The start of a restart still follows."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await (supervisor.stop(wait=False) if request_ == "stop" else supervisor.restart_one("web"))
@@ -248,7 +248,7 @@ async def test_processes_that_live_are_adopted_while_it_is_held(world: World) ->
 
 
 async def test_container_with_the_numbers_of_its_predecessor_is_another_one(world: World) -> None:
-    """Where containers of a pod share process numbers, the root file system alone tells; files for people are back."""
+    """Where containers of a pod share process numbers, the root file system alone tells. Files for people are back."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid

@@ -22,7 +22,7 @@ STOP = "echo stop $name >>$log; kill $(cat $pidfile)"
 
 
 async def killed(supervisor: Supervisor, name: str) -> int:
-    """Kill the process of a service; the pid of the next."""
+    """Kill the process of a service. The pid of the next."""
     before = (await in_state(supervisor, name, "running")).pid
     kill(before)
     await until(lambda: info(supervisor, name).pid not in (0, before))
@@ -134,7 +134,7 @@ async def test_successor_is_followed(world: World, cycle: float, told: list[tupl
 
 
 async def test_a_service_without_a_stop_program_is_not_restarted(world: World) -> None:
-    """monit restarts nothing either; a process that another program starts is adopted."""
+    """monit restarts nothing either. A process that another program starts is adopted."""
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         assert found.unheeded == ("restart when it ends (it has no stop program)",)
@@ -196,7 +196,7 @@ async def test_absence_may_need_several_looks(world: World) -> None:
 
 
 async def test_manual_process_waits_for_its_start(world: World) -> None:
-    """One that no Director asks for stays down; the Director's are started."""
+    """One that no Director asks for stays down. The Director's are started."""
     files = [
         world.job("web", None, None, "mode manual"),
         world.job("own", None, None, "mode manual", group="group own"),
@@ -212,7 +212,7 @@ async def test_manual_process_waits_for_its_start(world: World) -> None:
 
 
 async def chain(world: World) -> list[JobFile]:
-    """c depends on b, b on a; d depends on none."""
+    """c depends on b, b on a. D depends on none."""
     return [
         world.job("a", COUNTED, STOP),
         world.job("b", COUNTED, STOP, "depends on a"),
@@ -312,7 +312,7 @@ async def test_one_is_left_alone_and_watched_again(world: World) -> None:
 
 
 async def test_file_must_be_there(world: World) -> None:
-    """A check of a file has programs and a state like a process; monit restarts it by both."""
+    """A check of a file has programs and a state like a process. monit restarts it by both."""
     flag = world.base / "flag"
     text = f"""
     check file rules with path {flag}

@@ -73,7 +73,7 @@ def open_files() -> int:
 
 
 async def test_a_url_is_asked_for_as_it_stands(server: Server, transfer: Transfer) -> None:
-    """Another spelling of the same URL would have another signature; given headers are set as they are."""
+    """Another spelling of the same URL would have another signature. Given headers are set as they are."""
     query = "a=%2f%2F&b=1+2%20&c=~%7e&X=%3d=&sig=a%2Bb%3D"
     assert await got(transfer, f"{server.url}/b?{query}", extra="header") == BLOB
 
@@ -98,7 +98,7 @@ async def test_a_body_is_taken_as_it_is(server: Server, transfer: Transfer) -> N
 
 
 async def test_a_redirect_is_followed(server: Server, transfer: Transfer) -> None:
-    """To where the blob is; the password stays with the host it was for."""
+    """To where the blob is. The password stays with the host it was for."""
     async with http_server() as other:
         other.blobs["/c"] = b"there"
         server.plan = [f"redirect:{other.url}/c?{SECRET}"]
@@ -202,7 +202,7 @@ async def test_an_empty_file_is_put(server: Server, transfer: Transfer, tmp_path
 async def test_a_refused_put_is_reported_by_its_status(
     server: Server, transfer: Transfer, tmp_path: Path, how: str
 ) -> None:
-    """Also when the server refuses before it has read anything; a redirect counts as refused."""
+    """Also when the server refuses before it has read anything. A redirect counts as refused."""
     server.plan = [how]
     with pytest.raises(BlobError) as caught:
         await put(transfer, f"{server.url}/new?{SECRET}", os.urandom(5_000_000), tmp_path)

@@ -1,4 +1,4 @@
-"""``./dev try-kubernetes`` with programs that record how they are called; the node is kind's.
+"""``./dev try-kubernetes`` with programs that record how they are called. The node is kind's.
 
 ``bosh int`` is the one command of the CLI whose output the trial reads.
 """

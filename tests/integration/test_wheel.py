@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requirements(wheel: Path, extra: str = "") -> set[str]:
-    """Distributions that pip would install with it, by the metadata of each; raises if one is not there to link."""
+    """Distributions that pip would install with it, by the metadata of each. Raises if one is not there to link."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         wanted = HeaderParser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
@@ -49,7 +49,7 @@ def requirements(wheel: Path, extra: str = "") -> set[str]:
 
 
 def installed(wheel: Path, place: Path, extra: str = "") -> Path:
-    """An environment with the wheel and what it requires; returns its directory of programs.
+    """An environment with the wheel and what it requires. Returns its directory of programs.
 
     The wheel is installed by pip, its requirements are links to those of this environment: that needs no registry.
     """
@@ -74,7 +74,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(program: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
-    """Run a program that finds neither another program of ours nor a module of this checkout; return its output."""
+    """Run a program that finds neither another program of ours nor a module of this checkout. Return its output."""
     surroundings = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/", "LANG": "C.UTF-8"}
     done = subprocess.run([program, *words], capture_output=True, text=True, env=surroundings, cwd="/", timeout=120)
     assert done.returncode in codes, done.stdout + done.stderr
@@ -125,7 +125,7 @@ def test_completion_and_manual_are_installed(programs: Path) -> None:
 
 
 def test_its_commands_run(programs: Path, tmp_path: Path) -> None:
-    """Each under its name; `doctor` ends with 1 where the machine lacks something."""
+    """Each under its name. `doctor` ends with 1 where the machine lacks something."""
     monit = tmp_path / "web.monit"
     monit.write_text('check process web with pidfile /var/vcap/sys/run/web.pid\n  start program "/bin/true"\n')
 
@@ -135,7 +135,7 @@ def test_its_commands_run(programs: Path, tmp_path: Path) -> None:
 
 
 def test_it_brings_one_command(programs: Path) -> None:
-    """On a workstation, `monit`, `bpm` and `bosh-agent` would hide others; the image links these names to it."""
+    """On a workstation, `monit`, `bpm` and `bosh-agent` would hide others. The image links these names to it."""
     assert {path.name for path in programs.glob("*")} & {"agent-shim", "bosh-agent", "bpm", "monit"} == {"agent-shim"}
     for name in ("bosh-agent", "bpm", "monit"):
         (programs / name).symlink_to("agent-shim")

@@ -359,7 +359,7 @@ async def test_cancelling_ends_the_worker(paths: Paths, server: Server, started:
 
 
 async def test_a_terminated_worker_tidies_up_while_it_unpacks(paths: Paths, started: list[process.Process]) -> None:
-    """Threads cannot be ended from outside; they notice that their file is closed."""
+    """Threads cannot be ended from outside. They notice that their file is closed."""
     source = kept(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
     task = asyncio.create_task(install(paths, package(paths, "p", source)))
     await until(lambda: left_half_made(paths))
@@ -409,7 +409,7 @@ async def test_a_killed_worker_leaves_no_half_of_an_archive(
 
 
 async def test_a_killed_worker_leaves_nothing_of_a_command(paths: Paths, started: list[process.Process]) -> None:
-    """Files fetched so far are removed; those of another worker stay."""
+    """Files fetched so far are removed. Those of another worker stay."""
     paths.bosh_bin.mkdir(parents=True)
     command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(protocol.scratch(paths, 1))
     command.write_text('#!/bin/sh\necho $$ >"$5"\nexec sleep 600\n')

@@ -66,7 +66,7 @@ async def test_a_worker_has_the_niceness_of_its_requests(tmp_path: Path, started
 async def test_a_worker_without_a_request_leaves(
     tmp_path: Path, started: list[process.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory returns to the system; the next request has a new one."""
+    """Its memory returns to the system. The next request has a new one."""
     monkeypatch.setattr(workers, "STAY_S", 0.0)
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
@@ -142,7 +142,7 @@ def test_a_worker_whose_parent_is_gone_ends() -> None:
 
 
 async def test_blobs_are_counted_by_their_outcome(counted: Transfers, tmp_path: Path) -> None:
-    """Bytes are those of blobs that arrived; other work is not counted."""
+    """Bytes are those of blobs that arrived. Other work is not counted."""
     base, path = str(tmp_path), tmp_path / "blob"
     path.write_bytes(b"12345")
     await workers.work(Put(base, Blobstore(), str(path)))

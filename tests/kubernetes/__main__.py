@@ -51,7 +51,7 @@ exec catatonit -- "$@"
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments; return its exit code, or 1 with a message about a missing prerequisite."""
+    """Run pytest with these arguments. Return its exit code, or 1 with a message about a missing prerequisite."""
     options = [
         "-qm",
         "kubernetes",
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_as_node(command: list[str]) -> int:
-    """Run a command in the namespaces of a node, which it starts (``node.Node``); its exit code, or 1 without one."""
+    """Run a command in the namespaces of a node, which it starts (``node.Node``). Its exit code, or 1 without one."""
     if os.geteuid() != 0:
         print("cannot start a node: it takes root", file=sys.stderr)
         return 1
@@ -106,7 +106,7 @@ def _save_images(node: Path) -> None:
 
 @contextmanager
 def _cgroup(name: str) -> Iterator[None]:
-    """Create a group for all pods in every hierarchy; remove it afterwards with its remains."""
+    """Create a group for all pods in every hierarchy. Remove it afterwards with its remains."""
     roots = [path for path in CGROUPS.iterdir() if (path / "cgroup.procs").exists() and path.name != "unified"]
     groups = [root / name for root in (roots if not (CGROUPS / "cgroup.controllers").exists() else [CGROUPS])]
     for group in groups:

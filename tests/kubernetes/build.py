@@ -1,6 +1,6 @@
 """A real Kubernetes from Debian's source package, which carries all that it is made of: nothing else is fetched.
 
-Only bookworm's package does; Debian's later ones are made for libraries of the distribution. It is an old version
+Only bookworm's package does. Debian's later ones are made for libraries of the distribution. It is an old version
 without security support: for tests on one machine, never for a product.
 """
 
@@ -25,12 +25,12 @@ SUITE: Final = "bookworm"
 PROGRAMS: Final = ("kubelet", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 KEYS: Final = "/usr/share/keyrings/debian-archive-keyring.gpg"
 TAGS: Final = "providerless,dockerless"
-"""Left out: what asks clouds for volumes and addresses, and Docker as a runtime; half of the work."""
+"""Left out: what asks clouds for volumes and addresses, and Docker as a runtime. Half of the work."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The entry of a package in Debian's signed index; ``digest`` is that of its .dsc."""
+    """The entry of a package in Debian's signed index. ``digest`` is that of its .dsc."""
 
     version: str
     digest: str
@@ -44,9 +44,9 @@ class Source:
 
 
 def cached(cache: Path) -> Path:
-    """Return the directory of the four programs, one for each source, compiler and set of flags; build it if missing.
+    """Return the directory of the four programs, one for each source, compiler and set of flags. Build it if missing.
 
-    Needs golang-go, dpkg-dev, jq, rsync and make; ``ShimError`` if one is not available.
+    Needs golang-go, dpkg-dev, jq, rsync and make. ``ShimError`` if one is not available.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=cache) as scratch:

@@ -24,7 +24,7 @@ LIMIT_S: Final = 180.0
 
 
 class CpiError(Exception):
-    """An error that a response tells; ``kind`` is its type without ``Bosh::Clouds::``."""
+    """An error that a response tells. ``kind`` is its type without ``Bosh::Clouds::``."""
 
     def __init__(self, kind: str, message: str, *, ok_to_retry: bool) -> None:
         super().__init__(f"{kind}: {message}")
@@ -44,7 +44,7 @@ class Call:
 
 @dataclass
 class Cpi:
-    """The program with its configuration; ``home`` is the directory of the worker's user."""
+    """The program with its configuration. ``home`` is the directory of the worker's user."""
 
     command: Sequence[str]
     home: Path
@@ -54,7 +54,7 @@ class Cpi:
     calls: list[Call] = field(default_factory=list)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The result of an operation; raises ``CpiError``."""
+        """The result of an operation. Raises ``CpiError``."""
         info, _, _ = await self._run("info", [])
         assert _result(info)["api_version"] == 3
         response, seconds, said = await self._run(method, list(arguments))

@@ -86,7 +86,7 @@ class Site:
 
     @contextmanager
     def vm_type(self, **properties: Any) -> Iterator[None]:
-        """Other cloud properties of VMs for the length of the block; None takes one away."""
+        """Other cloud properties of VMs for the length of the block. None takes one away."""
         before = self.deployments.vm_type
         self.deployments.vm_type = {key: one for key, one in (before | properties).items() if one is not None}
         try:

@@ -32,7 +32,7 @@ NETWORKS: Final = {
 }
 """As the Director sends a dynamic network (deployment_plan/network_settings.rb)."""
 READY_S: Final = 90.0
-"""Bound for an agent to answer; the Director waits 600 s."""
+"""Bound for an agent to answer. The Director waits 600 s."""
 KEPT: Final = "written-at-the-beginning"
 """The file that no flow may lose."""
 
@@ -63,7 +63,7 @@ class World:
         return {"ca": made.ca, "certificate": made.certificate, "private_key": made.private_key}
 
     def blob(self, content: bytes) -> dict[str, str]:
-        """Put content into the blobstore; its id and digest as a spec names them."""
+        """Put content into the blobstore. Its id and digest as a spec names them."""
         name = f"blob-{hashlib.sha1(content).hexdigest()[:12]}"
         self.blobs.blobs[f"/{hashlib.sha1(name.encode()).hexdigest()[:2]}/{name}"] = content
         return {"blobstore_id": name, "sha1": hashlib.sha1(content).hexdigest()}
@@ -71,7 +71,7 @@ class World:
 
 @asynccontextmanager
 async def world(address: str, scratch: Path) -> AsyncIterator[World]:
-    """One for the length of the block; ``address`` is one of this machine that pods reach."""
+    """One for the length of the block. ``address`` is one of this machine that pods reach."""
     authority = Authority()
     async with (
         NatsServer(scratch / "bus", authority, pair=authority.server(hosts=("127.0.0.1", address))) as server,
@@ -85,7 +85,7 @@ async def world(address: str, scratch: Path) -> AsyncIterator[World]:
 
 @dataclass
 class Instance:
-    """An instance as the Director's database has it; ``vm`` and ``agent`` are "" while it has no VM."""
+    """An instance as the Director's database has it. ``vm`` and ``agent`` are "" while it has no VM."""
 
     group: str
     index: int = 0
@@ -95,11 +95,11 @@ class Instance:
     disk: str = ""
     kept: str = ""
     networks: dict[str, Any] = field(default_factory=lambda: NETWORKS)
-    """As the agent of its last VM has reported them; the Director sends them to the next (network_settings.rb)."""
+    """As the agent of its last VM has reported them. The Director sends them to the next (network_settings.rb)."""
 
 
 class Deployments:
-    """Instances on a cluster; ``vms`` and ``disks`` are all cids that this Director knows."""
+    """Instances on a cluster. ``vms`` and ``disks`` are all cids that this Director knows."""
 
     def __init__(self, cpi: Cpi, world: World, stemcell: str, vm_type: dict[str, Any]) -> None:
         self.cpi = cpi
@@ -295,7 +295,7 @@ class Deployments:
         await self.new_vm(instance)
 
     async def create_swap_delete(self, instance: Instance) -> None:
-        """A second VM comes up while the first still has the disk; the orphaned VM is deleted afterwards."""
+        """A second VM comes up while the first still has the disk. The orphaned VM is deleted afterwards."""
         old = Instance(instance.group, instance.index, instance.id, instance.vm, instance.agent, instance.disk)
         await self.create_vm(instance, [instance.disk])
         await self.connect(instance)
@@ -309,7 +309,7 @@ class Deployments:
         await self.delete_vm(old)
 
     async def grow_by_migration(self, instance: Instance, size_mib: int) -> str:
-        """A disk of another size, copied by the agent; the cid of the old one, which is orphaned."""
+        """A disk of another size, copied by the agent. The cid of the old one, which is orphaned."""
         old = instance.disk
         await self.stop(instance)
         new = await self.create_disk(instance, size_mib)

@@ -30,7 +30,7 @@ IMAGES: Final = "images.tar"
 PAUSE: Final = "localhost/agent-shim/pause:latest"
 CGROUPS: Final = Path("/sys/fs/cgroup")
 ADDRESS: Final = "192.0.2.2"
-"""Address of the node; pods can reach servers on it."""
+"""Address of the node. Pods can reach servers on it."""
 PODS: Final = "192.0.2.128/25"
 NAME: Final = "node"
 SECOND: Final = "second"
@@ -73,7 +73,7 @@ exec sleep infinity
 
 
 class Worker:
-    """A kubelet with its runtime; ``where`` holds their state and logs, ``cluster`` what all nodes share."""
+    """A kubelet with its runtime. ``where`` holds their state and logs, ``cluster`` what all nodes share."""
 
     def __init__(self, cluster: Path, where: Path, name: str, address: str) -> None:
         self.cluster = cluster
@@ -215,7 +215,7 @@ class Node(Worker):
         self.workers: list[Worker] = [self]
 
     def start(self) -> None:
-        """Until a pod can be made; a failed test with the log of the part that is in the way."""
+        """Until a pod can be made. A failed test with the log of the part that is in the way."""
         began = time.monotonic()
         for step in (self._connect, self._start_control_plane, self._start_runtime, self._start_kubelet):
             step()
@@ -223,7 +223,7 @@ class Node(Worker):
 
     @contextmanager
     def second(self) -> Iterator[Worker]:
-        """Another node for the length of the block, ready for pods; its pods must be gone at the end."""
+        """Another node for the length of the block, ready for pods. Its pods must be gone at the end."""
         made = Second(self)
         self.workers.append(made)
         try:

@@ -165,12 +165,12 @@ class Pod:
         return await self.namespace.kubectl("exec", self.name, "--", *command)
 
     async def logs(self) -> str:
-        """Return the output of the container; "" without one."""
+        """Return the output of the container. "" without one."""
         done = await asyncio.to_thread(self.namespace.node.kubectl, "-n", self.namespace.name, "logs", self.name)
         return done.stdout
 
     async def get(self, path: str, port: int = 9190) -> tuple[int, str]:
-        """Return status and body of a page of the pod; repeats until the port is open."""
+        """Return status and body of a page of the pod. Repeats until the port is open."""
         url = f"http://{(await self.look())['status']['podIP']}:{port}{path}"
 
         def ask() -> tuple[int, str]:
@@ -196,7 +196,7 @@ class Pod:
         await self.until(lambda pod: _restarts(pod) > before["restartCount"], "restarted")
 
     async def _processes(self, container: Document) -> list[int]:
-        """Return the pid of process 1 of a container; empty without one."""
+        """Return the pid of process 1 of a container. Empty without one."""
         number = container["containerID"].removeprefix("containerd://")
         tasks = await asyncio.to_thread(self.namespace.node.ctr, "tasks", "list")
         return [

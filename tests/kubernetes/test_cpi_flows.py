@@ -1,6 +1,6 @@
 """Deployments on a real cluster, for each way in which disks reach VMs (a scripted Director, real agents).
 
-Each flow begins and ends with an instance that has a disk with a file on it; ``Site.check`` looks for the file, and for
+Each flow begins and ends with an instance that has a disk with a file on it. ``Site.check`` looks for the file, and for
 objects on the cluster that the Director does not know. The next flow continues with the instance. After a failed flow,
 everything is deleted and deployed again.
 """
@@ -49,7 +49,7 @@ async def db(site: Site) -> Instance:
 
 
 async def _deployed_in_two(site: Site) -> Instance:
-    """If disks come only at creation, attach_disk fails with the reason; a stopped instance takes one later."""
+    """If disks come only at creation, attach_disk fails with the reason. A stopped instance takes one later."""
     director = site.deployments
     instance = Instance("db")
     await director.create_vm(instance)

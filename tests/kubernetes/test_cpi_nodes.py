@@ -77,7 +77,7 @@ async def drained(site: Site) -> str:
 
 
 async def resurrect_until(site: Site, instances: list[Instance], drain: asyncio.Task[str]) -> list[int]:
-    """Bring each missing VM back, as the Health Monitor does; return how many VMs of the group served each time."""
+    """Bring each missing VM back, as the Health Monitor does. Return how many VMs of the group served each time."""
     served = []
     while not drain.done():
         served.append(await ready_of(site, "web"))

@@ -173,7 +173,7 @@ def status_of(url: str) -> int:
 
 
 async def test_vms_of_the_trial_run(node: Node, tmp_path: Path) -> None:
-    """Director and instances of ``./dev try-kubernetes``; a port of the Director's pod is one of the node."""
+    """Director and instances of ``./dev try-kubernetes``. A port of the Director's pod is one of the node."""
     director, minimal = (
         yaml.safe_load((ROOT / f"trial/bosh/{name}.yml").read_text())[0]["value"] for name in ("director", "cloud")
     )
@@ -211,7 +211,7 @@ async def writable_volumes() -> AsyncIterator[None]:
 
 
 async def test_vm_without_root_has_a_job_that_writes_to_its_disk(node: Node, tmp_path: Path) -> None:
-    """The namespace enforces the level `restricted`; the runtime must make no directory that the agent writes to."""
+    """The namespace enforces the level `restricted`. The runtime must make no directory that the agent writes to."""
     async with cpi_site.site(node, RESTRICTED, tmp_path) as site, writable_volumes():
         db = await site.deployments.first_deploy()
         await site.write(db)

@@ -42,7 +42,7 @@ def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[D
 
 
 def set_grace(documents: list[Document], seconds: int) -> None:
-    """Another grace than the minute of the manifests; the hook ends a second before it."""
+    """Another grace than the minute of the manifests. The hook ends a second before it."""
     spec = pod_spec(documents)
     spec["terminationGracePeriodSeconds"] = seconds
     spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] = str(seconds - 1)
@@ -70,7 +70,7 @@ async def test_a_job_answers_without_a_director(namespace: Namespace, name: str)
 
 
 async def test_readiness_follows_the_job(namespace: Namespace) -> None:
-    """A pod whose job is stopped gets no more requests, and gets them again when it is back; nothing is restarted."""
+    """A pod whose job is stopped gets no more requests, and gets them again when it is back. Nothing is restarted."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -113,7 +113,7 @@ async def test_a_restarted_agent_keeps_the_jobs(namespace: Namespace) -> None:
 
 
 async def test_a_hung_agent_is_a_reason_to_restart_the_container(namespace: Namespace) -> None:
-    """The kubelet gives up on an agent that does not answer; the next one has the job again."""
+    """The kubelet gives up on an agent that does not answer. The next one has the job again."""
     documents = overlay("base")
     set_grace(documents, 10)
     probe = pod_spec(documents)["containers"][0]["livenessProbe"]
@@ -152,7 +152,7 @@ async def test_a_restart_in_place_brings_disk_and_jobs_back(namespace: Namespace
 
 
 async def test_a_disk_comes_with_a_new_pod(namespace: Namespace, bosh: Environment) -> None:
-    """A CPI attaches by deleting the pod without grace and making one with the volume; the Director does the rest."""
+    """A CPI attaches by deleting the pod without grace and making one with the volume. The Director does the rest."""
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
     await bosh.director.run(AGENT, "stop")

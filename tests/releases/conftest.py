@@ -1,4 +1,4 @@
-"""Jobs that behave as jobs of public releases do, each played once in each world at hand; the tests look at the lives.
+"""Jobs that behave as jobs of public releases do, each played once in each world at hand. The tests look at the lives.
 
 A world is this agent, and the Go agent with monit 5.2.5 where BOSH_AGENT and MONIT name them: the same assertions hold
 in both. Lives run side by side, with a monit cycle of two seconds.

@@ -1,4 +1,4 @@
-"""Effects of twenty habits of public releases; each test names the release and file that its job is modelled on."""
+"""Effects of twenty habits of public releases. Each test names the release and file that its job is modelled on."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 @pytest.fixture
 def inside(box: Machine) -> Inside:
-    """``inside("return 1 + 1") == 2``: the body of a coroutine, run on the machine; an expected failure is a text."""
+    """``inside("return 1 + 1") == 2``: the body of a coroutine, run on the machine. An expected failure is a text."""
     root = Path(__file__).parents[2]
 
     def run(body: str, *prefix: str) -> Any:

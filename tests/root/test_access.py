@@ -68,7 +68,7 @@ async def test_a3_an_operator_comes_in_by_the_director_and_is_gone_after_the_cle
 
 
 async def test_keys_and_passwords_of_the_settings(fleet: Fleet, key: Path) -> None:
-    """vcap's keys and password are there before the agent answers; the password is root's too unless it says no."""
+    """vcap's keys and password are there before the agent answers. The password is root's too unless it says no."""
     public = key.with_suffix(".pub").read_text().strip()
     hashed = "$6$salt$" + "x" * 86
     one = await fleet.add(AGENT, NETWORKS, bosh={"authorized_keys": [public], "password": hashed})

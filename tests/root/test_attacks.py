@@ -69,7 +69,7 @@ MANY: Final = jobs.process(
     "many",
     f"setsid {AS_VCAP} perl -e 'for (1 .. 6000) {{ fork or last }} sleep 1000' >/dev/null 2>&1 & echo $! >$pidfile",
 )
-"""Six thousand processes; those that a stop program overlooks are left."""
+"""Six thousand processes. Those that a stop program overlooks are left."""
 EXCHANGE: Final = """
 mv jobs others && cp -rL others jobs
 for ctl in jobs/web/bin/ctl jobs/web/*/bin/ctl; do
@@ -99,7 +99,7 @@ check process stopped{number}
 
 
 def liar(start: str) -> dict[str, str]:
-    """A job whose pidfile names a process of others; its stop program ends nothing."""
+    """A job whose pidfile names a process of others. Its stop program ends nothing."""
     return jobs.process(Paths(), "liar", start, stop=start, within="with timeout 1 seconds")
 
 
@@ -132,7 +132,7 @@ async def test_who_is_named_in_a_foreign_pidfile_lives(pod: Pod, victim: str) ->
 
 
 async def test_a_pidfile_of_vcap_that_names_an_operators_program_makes_no_dead_job_running(pod: Pod) -> None:
-    """A program of root with our directory in its arguments; the Director's stop succeeds too."""
+    """A program of root with our directory in its arguments. The Director's stop succeeds too."""
     await pod.start()
     pod.machine.run("tail -f /var/vcap/data/log --retry >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
     victim = int((pod.vcap / "data/victim").read_text())
@@ -224,7 +224,7 @@ async def test_what_is_put_where_bpm_keeps_its_pidfiles_leads_nowhere_and_stops_
 
 
 async def test_a_pidfile_that_a_job_has_put_where_bpm_keeps_them_names_nobody(pod: Pod) -> None:
-    """Before the first process of bpm.yml runs, any user can make that directory; its name and times fit."""
+    """Before the first process of bpm.yml runs, any user can make that directory. Its name and times fit."""
     await pod.start()
     await pod.apply({"caged": BPM})
     pod.machine.run("sleep 1000 >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
@@ -388,7 +388,7 @@ async def test_thousands_of_processes_of_a_job_hold_no_loop(pod: Pod) -> None:
         assert (await pod.run("get_state", "full"))["job_state"] == "running"
     await pod.run("stop")
 
-    # A zombie is dead; the agent reaps a few in each turn of its loop.
+    # A zombie is dead. The agent reaps a few in each turn of its loop.
     assert pod.machine.run(f"{living} || true") == "0\n"
     pod.machine.run("until ! pgrep -u vcap perl >/dev/null; do sleep 0.1; done")
     assert re.findall("the event loop was blocked: a callback computed.*", pod.log) == []
@@ -434,7 +434,7 @@ async def test_a_job_makes_no_directory_where_the_ssh_server_needs_one_of_root(p
 def test_what_root_makes_in_the_directory_of_a_job_is_not_the_jobs_to_read(
     tmp_path: Path, kind: str, planted: str
 ) -> None:
-    """Logs of root's scripts hold secrets; the directory of logs of a bpm job belongs to vcap."""
+    """Logs of root's scripts hold secrets. The directory of logs of a bpm job belongs to vcap."""
     place = tmp_path / "log"
     place.mkdir(0o750)
     os.chown(place, VCAP, VCAP)

@@ -397,7 +397,7 @@ def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None
         assert each["ids"] == [1000, 1000, 1000, 1000, []]
         assert (each["nothing gained"], each["umask"], each["own session"]) == ("1", 0o22, True)
         assert each["spared"] == 0
-        # A signal that Python ignores is not ignored by the program after it; this is Python again.
+        # A signal that Python ignores is not ignored by the program after it. This is Python again.
         assert (each["blocked"], each["ignored"]) == (0, 1 << 12 | 1 << 24)
         assert "packages/tool/bin/tool" in each["runs"]
     assert [int(each, 16) for each in web["capabilities"]] == [0, 0, 0]
@@ -415,7 +415,7 @@ def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None
 
 
 def test_what_no_job_has_to_see_is_covered(look: Callable[[int], Any]) -> None:
-    """Level 1, as bpm masks it: empty, or not to be written; a privileged process sees it as it is."""
+    """Level 1, as bpm masks it: empty, or not to be written. A privileged process sees it as it is."""
     masked = {"/etc/sv", "/proc/kcore", "/proc/timer_list", "/sys/firmware"}
     web, free = look(1)["web"]["closed"], look(1)["free"]["closed"]
 
@@ -427,7 +427,7 @@ def test_what_no_job_has_to_see_is_covered(look: Callable[[int], Any]) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_job_cannot_leave_its_place(look: Callable[[int], Any], level: int) -> None:
-    """No word with strangers, no mounts, no other user; in level 3 a user's own processes are open to it."""
+    """No word with strangers, no mounts, no other user. In level 3 a user's own processes are open to it."""
     assert look(level)["web"]["does"] == []
     assert "signal" in look(3)["web"]["does"]
 
@@ -473,7 +473,7 @@ def test_who_passes_the_limit_of_memory_is_killed_and_named(inside: Inside, leve
         description,
     )
     assert said is not None
-    # The kernel lets no process exceed the limit; a watchdog acts afterwards.
+    # The kernel lets no process exceed the limit. A watchdog acts afterwards.
     assert float(said[1]) == 64 if has_cgroups else float(said[1]) > 64
 
 
@@ -514,7 +514,7 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_volume_may_be_everything(inside: Inside, level: int, is_writable: bool) -> None:
-    """It is a root below bpm's view; rules of Landlock cannot close a path below such a volume again."""
+    """It is a root below bpm's view. Rules of Landlock cannot close a path below such a volume again."""
     said, errors, reason = run(inside, level, VOLUME_OF_EVERYTHING.replace("IS_WRITABLE", str(is_writable).lower()))
 
     assert (errors, reason) == ("", "")
@@ -550,7 +550,7 @@ return [await supervisor.bpm.run(BpmCall("start", "web", name), [], {}) for name
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_package_that_is_used_in_place_can_be_run(inside: Inside, level: int) -> None:
-    """They are those of a directory that is deployed without a Director; files beside it stay closed."""
+    """They are those of a directory that is deployed without a Director. Files beside it stay closed."""
     assert run(inside, level, PACKAGE_IN_PLACE) == [0, 1]
 
 
@@ -574,7 +574,7 @@ return [await supervisor.bpm.run(BpmCall("start", "web", "web"), [], {}), log("w
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_volume_may_be_the_directory_of_the_links_to_all_jobs(inside: Inside, level: int) -> None:
-    """So it is for health_monitor; bpm mounts the job where its link leads."""
+    """So it is for health_monitor. bpm mounts the job where its link leads."""
     code, said, errors = run(inside, level, ALL_JOBS)
 
     assert (code, errors) == (0, "")
@@ -620,7 +620,7 @@ return [outside, inside, log("web", "stderr")]
 
 
 def test_mounts_below_shared_volumes_travel(inside: Inside) -> None:
-    """To the machine and back; those below others stay where they are made, or come in only as the machine's do."""
+    """To the machine and back. Those below others stay where they are made, or come in only as the machine's do."""
     outside, inner, errors = run(inside, 1, SHARED)
 
     assert errors == ""
@@ -634,7 +634,7 @@ def test_mounts_below_shared_volumes_travel(inside: Inside) -> None:
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_number_of_processes_is_limited(inside: Inside, level: int) -> None:
-    """With those that are there already; only with a cgroup."""
+    """With those that are there already. Only with a cgroup."""
     out, errors, has_limit = run(inside, level, PROCESSES)
 
     assert has_limit

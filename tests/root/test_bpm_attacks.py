@@ -89,7 +89,7 @@ def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
 @pytest.mark.parametrize("more", ["mount_only: true", "mount_only: true, shared: true"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, more: str) -> None:
-    """With the link, its user and the volume named; nothing is mounted on the machine for it either."""
+    """With the link, its user and the volume named. Nothing is mounted on the machine for it either."""
     volume = "/var/vcap/data/shown/volume"
     said, reason, is_unchanged = run(inside, level, planted(volume, 1000, more))
 
@@ -302,7 +302,7 @@ def test_shell_cannot_type_for_the_operator(inside: Inside, level: int) -> None:
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_shell_is_one_for_people(inside: Inside, level: int) -> None:
-    """It has a terminal with a name, job control, the size of the window and its changes; interrupts stay in it."""
+    """It has a terminal with a name, job control, the size of the window and its changes. Interrupts stay in it."""
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo code $?; echo EN''D"
     typed: list[tuple[bytes, Any]] = [
         (b"% ", b"tty; stty size; echo fir''st\n"),

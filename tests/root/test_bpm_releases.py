@@ -328,7 +328,7 @@ outcome["errors"] = [line for line in says("nginx", "nginx", "stderr").splitline
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.skipif(not shutil.which("nginx"), reason="needs the package nginx")
 def test_nginx(inside: Inside, level: int, unsafe: str) -> None:
-    """A master and its workers, on a low port, as vcap; the stop leaves none of them."""
+    """A master and its workers, on a low port, as vcap. The stop leaves none of them."""
     found = deployed(inside, level, NGINX.replace("UNSAFE", unsafe))
 
     assert found["served"] == "served"

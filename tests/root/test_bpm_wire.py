@@ -63,7 +63,7 @@ def release() -> dict[str, str | bytes]:
 
 @pytest.mark.parametrize("has_release", [False, True])
 async def test_scripts_that_call_bpm(fleet: Fleet, has_release: bool) -> None:
-    """Deployed, drained, stopped, deployed again; a release of bpm on the same instance is not what they meet."""
+    """Deployed, drained, stopped, deployed again. A release of bpm on the same instance is not what they meet."""
     machine = await fleet.add(AGENT, {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}})
 
     async def run(method: str, *arguments: Any) -> Any:

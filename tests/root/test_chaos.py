@@ -1,4 +1,4 @@
-"""The cases of the scorecard that are short; `./dev chaos` plays all of them."""
+"""The cases of the scorecard that are short. `./dev chaos` plays all of them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CALL = "import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bos
 
 
 def test_a_release_is_compiled_for_the_stemcell(box: Machine, tmp_path: Path) -> None:
-    """The script has ``/var/vcap/packages/NAME``; the image's os-release and stemcell_version name the result."""
+    """The script has ``/var/vcap/packages/NAME``. The image's os-release and stemcell_version name the result."""
     script = f"set -e; {LIBRARY}; stat -Lc %U:%G:%a $BOSH_INSTALL_TARGET > /var/vcap/packages/library/owner"
     source = release(tmp_path / "in.tgz", library=(script, []))
     (box.root / "tmp/in.tgz").write_bytes(source.read_bytes())
@@ -49,7 +49,7 @@ def test_a_release_is_compiled_for_the_stemcell(box: Machine, tmp_path: Path) ->
     [("compile r.tgz", "bosh-agent compile r.tgz in {caller}"), ("-P ubuntu", "init -P ubuntu in {caller}")],
 )
 def test_the_compiler_as_process_1_is_no_init(tmp_path: Path, words: str, expected: str) -> None:
-    """Relative paths are those of the caller; the daemon's flags still get the init."""
+    """Relative paths are those of the caller. The daemon's flags still get the init."""
     image, caller = tmp_path / "image", tmp_path / "caller"
     for path, name in (("init/start", "init"), ("bin/bosh-agent", "bosh-agent")):
         program = image / path

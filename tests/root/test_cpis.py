@@ -106,7 +106,7 @@ class Site:
     # --- the Director ---------------------------------------------------------------------------------------------
 
     async def attach_and_mount(self, cid: str) -> None:
-        """As the Director does it (attach_disk_step.rb, mount_disk_step.rb); a live volume may come late."""
+        """As the Director does it (attach_disk_step.rb, mount_disk_step.rb). A live volume may come late."""
         await self.attach(cid)
         if self.cpi.tells_the_agent:
             await self.pod.run("add_persistent_disk", cid, self.cpi.hint(cid))
@@ -159,7 +159,7 @@ async def site(scratch: Path, cpi: Cpi, prefix: tuple[str, ...]) -> AsyncIterato
 
 
 async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
-    """Everything that is hard to copy, as jobs may have left it; vcap writes as well."""
+    """Everything that is hard to copy, as jobs may have left it. vcap writes as well."""
     run = one.pod.machine.run
     run("mkdir /var/vcap/store/of-vcap; chown vcap:vcap /var/vcap/store/of-vcap")
     if one.jobs_reach_disks:
@@ -175,7 +175,7 @@ async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
 async def test_a_disk_is_used_kept_and_moved_to_another_instance(
     tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]
 ) -> None:
-    """create_vm, attach, mount; recreate of the instance: unmount, detach, another VM, attach, mount."""
+    """create_vm, attach, mount. Recreate of the instance: unmount, detach, another VM, attach, mount."""
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -258,7 +258,7 @@ async def test_a_volume_that_the_manifest_mounts_on_the_store(tmp_path: Path, pr
 
 
 async def test_names_after_warden_has_unmounted_the_hosts_file(tmp_path: Path) -> None:
-    """Its last step uncovers the image's own file when the agent is up; sudo and compilations look up both names."""
+    """Its last step uncovers the image's own file when the agent is up. sudo and compilations look up both names."""
     async with made(tmp_path, cpis.WARDEN_WITH_SYSTEMD) as pod:
         await pod.start()
         names = ("localhost", pod.machine.run("hostname").strip())

@@ -1,6 +1,6 @@
 """``bosh create-env`` and ``delete-env`` with a disk: requests of a client of the wire to a root agent.
 
-``integration/test_create_env.py`` tests jobs and packages; the order is that of the bosh CLI
+``integration/test_create_env.py`` tests jobs and packages. The order is that of the bosh CLI
 (``deployment/disk/manager.go``, ``deployment/vm/vm.go``).
 """
 
@@ -88,7 +88,7 @@ async def attach(cli: Cli, cid: str) -> None:
 
 
 async def test_create_env_with_a_disk_a_larger_one_and_delete_env(env: Env) -> None:
-    """The disk is there before the job; its data moves to the larger one, which is taken down in the end."""
+    """The disk is there before the job. Its data moves to the larger one, which is taken down in the end."""
     cli = env.cli
     await attach(cli, "disk-1")
     await cli.run("apply", EMPTY)

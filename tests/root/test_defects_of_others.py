@@ -166,7 +166,7 @@ async def summary(pod: Pod, words: str) -> None:
 
 
 async def test_pending_ordering(pod: Pod) -> None:
-    """An action is pending until its program has ended, not monitored meanwhile; one more waits and is not lost.
+    """An action is pending until its program has ended, not monitored meanwhile. One more waits and is not lost.
 
     There a second request is refused with 503 until the first is done.
     """

@@ -165,7 +165,7 @@ async def test_a_whole_resize_as_an_ordinary_user(tmp_path: Path) -> None:
 
 
 def test_a_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
-    """Provisioners make volumes that jobs of other users cannot pass; a later mode is the choice of a job."""
+    """Provisioners make volumes that jobs of other users cannot pass. A later mode is the choice of a job."""
     volume = tmp_path / "volume"
     volume.mkdir(mode=0o750)
     (volume / markers.DIRECTORY).mkdir(mode=0o700)  # a lease is taken before the marker is written
@@ -364,7 +364,7 @@ async def test_a_swap_over_a_mount_of_the_manifest_goes_on_after_a_kill(instance
 @pytest.mark.parametrize("read_only", [False, True])
 @alone
 async def test_a_volume_mounted_twice_counts_as_unmounted_where_it_must_stay(tmp_path: Path, read_only: bool) -> None:
-    """The manifest mounts it on the store and at its hint; this container may not unmount."""
+    """The manifest mounts it on the store and at its hint. This container may not unmount."""
     instance = Instance(tmp_path, bind=False)
     instance.attach("a", mount_tmpfs)
     mounts.bind(instance.volume("a"), instance.paths.store)
@@ -422,7 +422,7 @@ SIZE = int(os.environ.get("SHIM_TEST_BYTES", str(8 << 20)))
 
 
 def in_a_process(instance: Instance, *cids: str) -> int:
-    """An agent, with its worker, that migrates; its number."""
+    """An agent, with its worker, that migrates. Its number."""
     pid = os.fork()
     if pid == 0:
         instance.start_agent()

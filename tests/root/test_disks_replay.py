@@ -1,4 +1,4 @@
-"""A real Director's disk requests, replayed: a recreated machine and a resize; each reply as the Go agent gave it."""
+"""A real Director's disk requests, replayed: a recreated machine and a resize. Each reply as the Go agent gave it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attach(point: Path) -> None:
 
 
 async def ask(instance: Instance, step: Step) -> Any:
-    """Through the binding of the dispatcher; hints name the volumes that exist here."""
+    """Through the binding of the dispatcher. Hints name the volumes that exist here."""
     volumes = instance.scratch / "volumes of others"
     arguments = json.loads(json.dumps(step.arguments).replace('"/dev/', f'"{volumes}/'))
     action = ACTIONS[step.method]

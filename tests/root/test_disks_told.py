@@ -31,7 +31,7 @@ def status(pod: Pod) -> dict[str, Any]:
 
 
 async def metric(pod: Pod, name: str) -> float | None:
-    """A value of the page, which is kept for a second; None where there is none."""
+    """A value of the page, which is kept for a second. None where there is none."""
 
     def read() -> str:
         with urllib.request.urlopen(f"http://{pod.http}/metrics", timeout=10) as page:
@@ -42,7 +42,7 @@ async def metric(pod: Pod, name: str) -> float | None:
 
 
 async def test_progress_of_a_migration_is_in_status_and_metrics(pod: Pod) -> None:
-    """While it is copied; before and after it there is no such figure."""
+    """While it is copied. Before and after it there is no such figure."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         pod.http = f"127.0.0.1:{free.getsockname()[1]}"
@@ -107,7 +107,7 @@ async def test_persistent_vitals_of_a_volume_unknown_to_the_director(pod: Pod) -
 
 
 async def test_start_is_refused_without_the_disk(pod: Pod) -> None:
-    """With the reason, which ``status`` says too; nothing of the jobs runs."""
+    """With the reason, which ``status`` says too. Nothing of the jobs runs."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")

@@ -57,7 +57,7 @@ def pod(pod: Pod) -> Pod:
 
 @contextmanager
 def go_agent_and_monit(pod: Pod) -> Iterator[None]:
-    """Both run for the length of the block; the jobs go on after it."""
+    """Both run for the length of the block. The jobs go on after it."""
     pod.machine.run(START)
     search = "PATH=/var/vcap/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     options = ["-P", "dummy", "-M", "monit", "-C", "/var/vcap/bosh/agent.json"]
@@ -86,7 +86,7 @@ async def ready(pod: Pod) -> None:
 
 
 async def deploy(pod: Pod) -> dict[str, Any]:
-    """Three jobs that write down each start; the state once they run."""
+    """Three jobs that write down each start. The state once they run."""
     files = {name: {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)} for name in NAMES}
     spec = jobs.spec(pod.scratch / "blobs", files, {"tool": {"bin/tool": "x"}})
     reloading = asyncio.create_task(reload_when_asked(pod))
@@ -112,7 +112,7 @@ async def reload_when_asked(pod: Pod) -> None:
 
 
 async def running(pod: Pod, seconds: float = 60) -> dict[str, Any]:
-    """The state once all jobs run; monit takes its time."""
+    """The state once all jobs run. monit takes its time."""
     async with asyncio.timeout(seconds):
         while True:
             try:
@@ -125,7 +125,7 @@ async def running(pod: Pod, seconds: float = 60) -> dict[str, Any]:
 
 
 async def keep_credentials(pod: Pod) -> None:
-    """As a Director does for a new instance; the Go agent ends after that and is started by its service manager."""
+    """As a Director does for a new instance. The Go agent ends after that and is started by its service manager."""
     settings = json.loads((pod.machine.vcap / "bosh/warden-cpi-agent-env.json").read_text())
     mbus = settings["env"]["bosh"]["mbus"]
     await pod.run("update_settings", {"mbus": mbus, "trusted_certs": "", "blobstores": None})
@@ -159,7 +159,7 @@ async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: Pod) -> None:
 
 
 async def test_jobs_of_the_go_agent_continue_under_this_agent_and_back(pod: Pod) -> None:
-    """Twice; every process is the one that monit has started."""
+    """Twice. Every process is the one that monit has started."""
     with go_agent_and_monit(pod):
         await ready(pod)
         theirs = await deploy(pod)

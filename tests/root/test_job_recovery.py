@@ -29,7 +29,7 @@ def writer(name: str) -> dict[str, str | bytes]:
 
 
 async def deploy(pod: Pod, *names: str) -> dict[str, Any]:
-    """Deploy as the Director does, without pre-start; return the spec."""
+    """Deploy as the Director does, without pre-start. Return the spec."""
     return await pod.deploy({name: writer(name) for name in names}, {"tool": {"bin/tool": "#!/bin/sh"}})
 
 
@@ -66,7 +66,7 @@ async def with_a_disk(pod: Pod) -> None:
 
 @pytest.mark.parametrize("prefix", [(), WITHOUT_MOUNTS], ids=["by mount", "by link"])
 async def test_restart_in_place(pod: Pod, prefix: tuple[str, ...]) -> None:
-    """Disk, then pre-start, then the jobs; users and names are those of before, and nothing stale is left."""
+    """Disk, then pre-start, then the jobs. Users and names are those of before, and nothing stale is left."""
     pod.prefix = prefix
     await with_a_disk(pod)
     await deploy(pod, "web", "worker")
@@ -111,7 +111,7 @@ async def test_reboot_with_the_root_file_system(pod: Pod) -> None:
 
 
 async def test_recreation_with_the_disk_alone(pod: Pod) -> None:
-    """As under the Docker and Kubernetes CPIs the disk is on the store before any request; nothing else is known."""
+    """As under the Docker and Kubernetes CPIs the disk is on the store before any request. Nothing else is known."""
     await with_a_disk(pod)
     spec = await deploy(pod, "web")
     events(pod)

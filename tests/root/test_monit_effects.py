@@ -1,6 +1,6 @@
 """Side by side with a monit 5.2.5, if this machine has one: states and programs of rules after each change.
 
-``MONIT_525`` names the program; stemcells have it as ``/var/vcap/bosh/bin/monit-actual``.
+``MONIT_525`` names the program. Stemcells have it as ``/var/vcap/bosh/bin/monit-actual``.
 """
 
 from __future__ import annotations

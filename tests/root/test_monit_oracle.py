@@ -143,13 +143,13 @@ MISTAKES = (
     "check nothing",
     "{",
 )
-"""Both refuse each of them; the check around it is called ``itself``."""
+"""Both refuse each of them. The check around it is called ``itself``."""
 
 BLANKS = ("\n", "\n  ", " ", "\n\n", "\t", " ; ", " # a comment\n", "\r\n")
 
 
 def statements(random: random.Random) -> Iterator[str]:
-    """Some checks that both accept; one in three files has a mistake somewhere."""
+    """Some checks that both accept. One in three files has a mistake somewhere."""
     yield "check process first with pidfile /tmp/first"
     for number in range(random.randrange(3)):
         kind = random.choice(sorted(HEADS))
@@ -168,7 +168,7 @@ def statements(random: random.Random) -> Iterator[str]:
 
 
 def spelled(random: random.Random) -> str:
-    """A file; keywords and blanks vary, and lists of dependencies end with their line."""
+    """A file. Keywords and blanks vary, and lists of dependencies end with their line."""
     text = ""
     for statement in statements(random):
         text += statement + ("\n" if statement.startswith("depends") else random.choice(BLANKS))
@@ -176,7 +176,7 @@ def spelled(random: random.Random) -> str:
 
 
 def ours(text: str) -> str:
-    """Return this parser's error for a file that is loaded alone; "" without one."""
+    """Return this parser's error for a file that is loaded alone. "" without one."""
     try:
         return "\n".join(map(str, parser.problems([parser.parse(text, origin="ours")])))
     except ConfigError as exc:
@@ -185,7 +185,7 @@ def ours(text: str) -> str:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Callable[[str], str]:
-    """Return monit's error for a file; "" without one. monit requires to be the only reader, and writes an id."""
+    """Return monit's error for a file. "" without one. monit requires to be the only reader, and writes an id."""
     monit = shutil.which("monit")
     assert monit, "no monit to compare with: apt-get install monit"
     control = tmp_path / "monitrc"

@@ -2,7 +2,7 @@
 
 Run by ``MONIT_525=… ./dev test-monit-place BINARY``. Each machine has a network of its own, so the ports are monit's.
 The Go agent's platform leaves the machine alone and has no password for monit. Its service manager is a loop that
-starts monit again whenever it ends, as runit does; a task here kills monit when the Go agent waits for a reload.
+starts monit again whenever it ends, as runit does. A task here kills monit when the Go agent waits for a reload.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 async def test_life_under_the_go_agent(place: Place) -> None:
-    """Apply, start, a death with its alert, stop, another start with a job less; the figures are printed."""
+    """Apply, start, a death with its alert, stop, another start with a job less. The figures are printed."""
     pod, monitor, figures = place.pod, HealthMonitor(), place.figures
     await pod.director.wait_until_ready(AGENT, timeout=90)
     await place.until("running")  # without jobs, once monit answers

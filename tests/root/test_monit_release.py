@@ -87,7 +87,7 @@ class Vm:
             (self.vcap / f"data/sys/run/{name}").mkdir()
             self._write(f"jobs/{name}/bin/ctl", CTL.format(name))
             self._write(f"monit/job/0000_{name}.monitrc", jobs.sleeper(Paths(), name)["monit"])
-        # As monit starts them, but at once; those of two digits without monit's mark, as in a container of runc.
+        # As monit starts them, but at once. Those of two digits without monit's mark, as in a container of runc.
         for jobs_of, mark in (("job?", "MONIT_SERVICE=${job##*/}"), ("job??", "")):
             start = f"{mark} $job/bin/ctl start >/dev/null 2>&1"
             self.machine.run(f"for job in /var/vcap/jobs/{jobs_of}; do {start}; done")
@@ -124,7 +124,7 @@ class Vm:
         self.machine.run("PATH=/var/vcap/bosh/bin:$PATH; sv kill monit; sv start monit")
 
     def pre_start(self, step: int = 0) -> bool:
-        """Run it, killed before a step if one is given; True if it came to its end."""
+        """Run it, killed before a step if one is given. True if it came to its end."""
         text = (TEMPLATES / "pre-start").read_text()
         script = self.vcap / "data/pre-start"
         script.write_text(KILLED.format(step=step) + text if step else text)

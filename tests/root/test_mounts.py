@@ -20,7 +20,7 @@ for place in (source, target):
 
 
 def test_a_bind_shows_the_source(inside: Inside) -> None:
-    """Until it is taken down; the table knows it, blank and all."""
+    """Until it is taken down. The table knows it, blank and all."""
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
 during = [(target / "file").read_text(), mounts.is_mount_point(target), mounts.mount_of(target / "file").root]
@@ -96,7 +96,7 @@ def test_own_mounts_are_invisible_to_other_processes(box: Machine, inside: Insid
 
 
 def test_whether_binds_are_allowed_is_tried(box: Machine, inside: Inside) -> None:
-    """Root here may, without the capability it may not, nor may others; nothing is left behind either way."""
+    """Root here may, without the capability it may not, nor may others. Nothing is left behind either way."""
     box.run("mkdir -p -m 777 /var/vcap/probe")
     ask = "from agent_shim.host import volumes\nreturn volumes.can_bind(Path('/var/vcap/probe'))"
 

@@ -128,7 +128,7 @@ def test_what_a_started_process_runs_is_reached_by_the_test_that_started_it(stor
 def test_its_end_is_the_end_of_all_that_it_started(
     end: Callable[[subprocess.Popen[bytes]], None], tmp_path: Path
 ) -> None:
-    """Also of a process with a session of its own; the scratch directory keeps its files."""
+    """Also of a process with a session of its own. The scratch directory keeps its files."""
     command = confined.command(
         tmp_path, ["sh", "-c", 'setsid sleep 1000 & echo $! >"$1/pid"; echo up; wait', "sh", str(tmp_path)]
     )

@@ -41,7 +41,7 @@ def found(routes: str) -> list[dict[str, str] | None]:
 
 
 def test_interface_of_the_default_route_has_the_address() -> None:
-    """The global one is reported; other routes that begin with zeros are none by default."""
+    """The global one is reported. Other routes that begin with zeros are none by default."""
     routes = """
 ip route add 0.0.0.0/1 via 10.1.0.1
 ip route add default via 10.0.0.1

@@ -85,7 +85,7 @@ def tool(pod: Pod, command: str) -> str:
 
 
 async def with_a_job(pod: Pod) -> str:
-    """Deploy a job; its process."""
+    """Deploy a job. Its process."""
     await answers(pod)
     await pod.deploy()
     return number(pod)

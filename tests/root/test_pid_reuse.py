@@ -17,7 +17,7 @@ ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
 
 
 def test_no_stranger_is_signalled(tmp_path: Path) -> None:
-    """The process, its session or the start program ends; a stranger gets the number, then the job is stopped."""
+    """The process, its session or the start program ends. A stranger gets the number, then the job is stopped."""
     seed = os.environ.get("SHIM_PID_REUSE_SEED", "6")
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(tmp_path / "world"), str(ROUNDS), seed]
     # The shell is process 1: other orphans become its children.

@@ -58,7 +58,7 @@ class Operator:
         self._running: subprocess.Popen[bytes] | None = None
 
     def call(self, script: str | list[str], streams: tuple[int, ...] = (0, 1, 2), what: str = "run") -> None:
-        """Begin; streams that are not on the terminal are pipes."""
+        """Begin. Streams that are not on the terminal are pipes."""
         argv = ["/bin/sh", "-c", script] if isinstance(script, str) else script
         pipes = {
             name: self.terminal if number in streams else subprocess.PIPE
@@ -231,7 +231,7 @@ def test_size_of_the_window_and_its_changes_are_passed_on(operator: Operator) ->
 
 
 def catches(pid: int, number: int) -> bool:
-    """True if a process has a handler of its own; Python has one for SIGINT from the beginning."""
+    """True if a process has a handler of its own. Python has one for SIGINT from the beginning."""
     status = Path(f"/proc/{pid}/status").read_text()
     [caught] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
     return bool(int(caught, 16) >> (number - 1) & 1)

@@ -27,7 +27,7 @@ LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "l
 
 @dataclass
 class Played:
-    """The machines of a chapter as they come and go; ``history`` is everything that was recorded, in its order."""
+    """The machines of a chapter as they come and go. ``history`` is everything that was recorded, in its order."""
 
     fleet: Fleet
     history: list[Step]

@@ -99,7 +99,7 @@ def test_mounts_are_those_of_the_places_with_their_rights(told: Callable[[str], 
 
 
 def test_view_is_made_of_directories_links_and_devices(told: Callable[[str], Any]) -> None:
-    """As bpm makes it; a place without a source is left out."""
+    """As bpm makes it. A place without a source is left out."""
     script = (
         "ls /; ls /volume; stat -c '%a %U %n' / /volume /dev /dev/pts /dev/shm;"
         "cd /dev; for each in fd stdin stdout stderr ptmx; do readlink $each; done;"
@@ -183,7 +183,7 @@ async def entered(pid, script, **members):
 
 
 def test_program_that_enters_is_as_confined_as_the_job(told: Callable[[str], Any]) -> None:
-    """Its view, its processes, its user; nothing gained."""
+    """Its view, its processes, its user. Nothing gained."""
     script = (
         "ls /volume; grep -E '^(Uid|Groups|Cap(Prm|Eff|Bnd|Amb)|NoNewPrivs)' /proc/self/status;"
         "ls /proc | grep ^1$; readlink /proc/self/ns/*"

@@ -1,4 +1,4 @@
-"""OpenSSH logs in as the user that ``ssh`` has made, to a server that the agent has started; a network of its own."""
+"""OpenSSH logs in as the user that ``ssh`` has made, to a server that the agent has started. A network of its own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ agent = SimpleNamespace(users=users, sshd=sshd, settings=settings)
 
 @dataclass
 class Alone:
-    """The machine with a private network; a newly started agent answers each request."""
+    """The machine with a private network. A newly started agent answers each request."""
 
     box: Machine
     inside: Inside
@@ -285,7 +285,7 @@ def test_passwords_do_not_count(alone: Alone) -> None:
 
 
 def test_another_port(alone: Alone) -> None:
-    """The port is that of agent.json; a server that already listens there stays."""
+    """The port is that of agent.json. A server that already listens there stays."""
     key = alone.setup("bosh_port", port=2222)["host_public_key"]
 
     assert alone.login("bosh_port", key, "echo yes", port=2222).stdout == "yes\n"
@@ -391,7 +391,7 @@ def test_a_server_being_stopped_does_not_count(alone: Alone) -> None:
 
 
 def test_requests_at_once(alone: Alone) -> None:
-    """Ten set-ups start one server; ten clean-ups beside one set-up leave it for the one."""
+    """Ten set-ups start one server. Ten clean-ups beside one set-up leave it for the one."""
     key = alone.key.with_suffix(".pub").read_text()
     alone.agent(f"await asyncio.gather(*(ssh(agent, 'setup', SshParams(f'bosh_n{{i}}', {key!r})) for i in range(10)))")
     assert len(alone.servers()) == 1

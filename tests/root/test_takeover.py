@@ -31,7 +31,7 @@ def pod(pod: Pod) -> Pod:
 
 
 async def test_from_monit_and_back(pod: Pod) -> None:
-    """There and back twice; each process is started once, by the first supervisor."""
+    """There and back twice. Each process is started once, by the first supervisor."""
     machine = pod.machine
     leave_as_the_go_agent(machine)
     monit = start_monit(machine)

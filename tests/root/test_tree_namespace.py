@@ -44,7 +44,7 @@ PREFIXES = {
 
 @contextmanager
 def agent(where: Path, prefix: list[str]) -> Iterator[Path]:
-    """An agent without a Director, with a job that names ``/var/vcap``; yields its tree."""
+    """An agent without a Director, with a job that names ``/var/vcap``. Yields its tree."""
     for name, text in sleeper(Paths(), "web").items():
         path = where / "rendered/jobs/web" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def command(word: str, tree: Path, *words: str) -> subprocess.CompletedProcess[s
 
 
 def until(tree: Path, state: str) -> dict[str, object]:
-    """Wait until the job has a state; return its line of the status."""
+    """Wait until the job has a state. Return its line of the status."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         done = command("status", tree, "--json")

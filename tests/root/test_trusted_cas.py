@@ -63,7 +63,7 @@ def names(box: Machine) -> list[str]:
 
 
 def test_exactly_the_given_authorities_are_trusted(box: Machine, inside: Inside) -> None:
-    """Each request replaces the former certificates; the authorities of the image stay."""
+    """Each request replaces the former certificates. The authorities of the image stay."""
     (box.root / PLACE / "own.crt").write_text(THIRD.ca)
     assert inside(install(FIRST, SECOND)) is None
     assert names(box) == ["bosh-trusted-cert-1.crt", "bosh-trusted-cert-2.crt", "own.crt"]

@@ -75,7 +75,7 @@ def test_a_user_for_an_operator(box: Machine, inside: Inside) -> None:
 
 
 def test_a_name_without_our_beginning(box: Machine, inside: Inside) -> None:
-    """A free one is taken, with a word for a key too, as by the Go agent; a cleanup leaves that user."""
+    """A free one is taken, with a word for a key too, as by the Go agent. A cleanup leaves that user."""
     inside(setup("jane_doe", "public-key"))
     inside(setup("jane_doe", KEY))
 
@@ -115,7 +115,7 @@ def test_two_requests_at_once(box: Machine, inside: Inside) -> None:
 
 
 def test_clean_up_removes_those_that_match(box: Machine, inside: Inside) -> None:
-    """They are removed with their homes; users without the prefix stay, and none is removed twice."""
+    """They are removed with their homes. Users without the prefix stay, and none is removed twice."""
     for user in ("bosh_x1", "bosh_x2", "bosh_y1"):
         inside(setup(user))
 
@@ -128,7 +128,7 @@ def test_clean_up_removes_those_that_match(box: Machine, inside: Inside) -> None
 
 
 def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside) -> None:
-    """Neither a process in another session nor one that forks without end; the next user may get the number."""
+    """Neither a process in another session nor one that forks without end. The next user may get the number."""
     inside(setup("bosh_stays"))
     number = box.run("id -u bosh_stays").strip()
     forking = "while :; do (sleep 0.01 &) ; done"

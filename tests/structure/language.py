@@ -46,7 +46,7 @@ class Habit:
 
 
 def _words(pattern: str) -> re.Pattern[str]:
-    """Words in any case; a space stands for a line break as well."""
+    """Words in any case. A space stands for a line break as well."""
     return re.compile(rf"\b(?:{pattern})\b".replace(" ", r"\s"), re.IGNORECASE)
 
 
@@ -120,7 +120,7 @@ def findings(pieces: Iterator[Text]) -> Iterator[Finding]:
 
 
 def _prose(text: str) -> str:
-    """Without code spans, which are the words of others; line breaks within a sentence become spaces of equal length.
+    """Without code spans, which are the words of others. Line breaks within a sentence become spaces of equal length.
 
     Lines are kept, so that a place can be named.
     """
@@ -232,7 +232,7 @@ def excess(now: Mapping[str, int], known: Mapping[str, int], there: frozenset[st
 
 
 def main(argv: list[str]) -> int:
-    """List files, or places in files; ``--write`` lowers the figures."""
+    """List files, or places in files. ``--write`` lowers the figures."""
     found = counted()
     names = [name for name in argv if not name.startswith("-")]
     for name in names:

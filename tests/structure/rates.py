@@ -65,7 +65,7 @@ def names(text: str) -> Iterator[str]:
 
 
 def measured(of: Iterable[tuple[str, str]], tests: tuple[str, ...] = TESTS) -> Figures:
-    """The table: for each habit its rate in code, tests and pages; the last row is the share of test names."""
+    """The table: for each habit its rate in code, tests and pages. The last row is the share of test names."""
     code: list[str] = []
     ours: list[str] = []
     pages: list[str] = []
@@ -106,7 +106,7 @@ def limits(style: str) -> Figures:
 
 
 def lowered(style: str, now: Figures) -> str:
-    """The page with the present figures where they are lower; a figure never rises."""
+    """The page with the present figures where they are lower. A figure never rises."""
     for habit, known in limits(style).items():
         cells = [f"{min(known[one], ceil(now[habit][one])):g}" if one in known else "" for one in COLUMNS]
         style = row_of(habit).sub(f"| {habit} | {' | '.join(cells)} |", style)

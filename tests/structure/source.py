@@ -29,7 +29,7 @@ FLOORS: Mapping[str, int] = {
     "core": 0,
     "": 0,
 }
-"""The floor of each package; docs/architecture.md shows the table."""
+"""The floor of each package. Docs/architecture.md shows the table."""
 NOT_OURS = frozenset({".git", ".guest", ".mutate", ".venv", ".tools", ".hypothesis", "__pycache__", "dist", "build"})
 
 
@@ -73,7 +73,7 @@ def modules() -> Mapping[str, Module]:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Every text file of the project with its name; binary files are passed over."""
+    """Every text file of the project with its name. Binary files are passed over."""
     for directory, below, files in os.walk(ROOT):
         below[:] = [
             name
@@ -139,7 +139,7 @@ def _origin(module: Module, node: ast.ImportFrom) -> str:
 
 
 def _dotted(node: ast.AST) -> str:
-    """``a.b.c`` for a chain of names; "" for anything else."""
+    """``a.b.c`` for a chain of names. "" for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

@@ -16,7 +16,7 @@ COMMANDS = frozenset({"cli.check", "cli.commands", "cli.compile_release", "cli.m
 
 @dataclass(frozen=True)
 class Ban:
-    """Names (and all below them) that only some places may use; a package stands for all its modules."""
+    """Names (and all below them) that only some places may use. A package stands for all its modules."""
 
     names: tuple[str, ...]
     why: str
@@ -48,7 +48,7 @@ BROAD: Mapping[str, str] = {
     "core.lean_imports": "a library that fails with stand-ins is imported whole",
     "actions.tasks": "the lane outlives whatever a task raises",
 }
-"""Modules that may catch any exception; the line itself must also carry a comment."""
+"""Modules that may catch any exception. The line itself must also carry a comment."""
 
 BANS = (
     Ban(
@@ -58,7 +58,7 @@ BANS = (
     Ban(
         ("os.fork", "os.forkpty", "os.posix_spawn", "os.posix_spawnp", "pty", "multiprocessing", "subprocess"),
         "only host makes processes",
-        frozenset({"host", "bulk.copytree", "cli.render"}),  # tar in a worker; ruby, for which a user waits
+        frozenset({"host", "bulk.copytree", "cli.render"}),  # tar in a worker. Ruby, for which a user waits
     ),
     Ban(("os.kill", "os.killpg", "signal.pidfd_send_signal"), "only host sends signals", frozenset({"host"})),
     Ban(("os.system", "os.popen"), "a shell reads the string"),

@@ -29,7 +29,7 @@ class _Plain(ast.NodeTransformer):
 
 
 def shape(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Return the body of a function without names; "" if it is too small to matter."""
+    """Return the body of a function without names. "" if it is too small to matter."""
     if sum(1 for _ in ast.walk(function)) < SMALLEST:
         return ""
     # Parsed again: the transformer writes into the tree, which other tests share.

@@ -10,7 +10,7 @@ import pytest
 from tests.structure.source import FLOORS, PACKAGE, Module, imports, modules
 
 STRANGERS = frozenset({3})
-"""Floors whose services do not know each other; on the others a neighbour may be imported."""
+"""Floors whose services do not know each other. On the others a neighbour may be imported."""
 
 LIBRARIES: Mapping[str, frozenset[str]] = {
     "agent_shim_demo": frozenset({"cli.commands"}),
@@ -24,11 +24,11 @@ LIBRARIES: Mapping[str, frozenset[str]] = {
     "yaml": frozenset({"cli.release_tarball", "cli.render", "supervisor.bpm.config"}),
     "yarl": frozenset({"bulk.transfer"}),
 }
-"""Allowed imports from outside; a package includes all its modules, and all others are forbidden."""
+"""Allowed imports from outside. A package includes all its modules, and all others are forbidden."""
 
 
 def floor_of(name: str) -> int | None:
-    """The floor of a module; None for one outside the packages of FLOORS."""
+    """The floor of a module. None for one outside the packages of FLOORS."""
     return FLOORS.get(name.partition(".")[0])
 
 
@@ -38,7 +38,7 @@ def service_of(name: str) -> str:
 
 
 def violations(module: Module, known: Collection[str]) -> Iterator[str]:
-    """Return forbidden imports of ``module``; ``known`` are the names of all modules."""
+    """Return forbidden imports of ``module``. ``known`` are the names of all modules."""
     here = floor_of(module.name)
     if here is None:
         yield f"{module.name} is on no floor: move it into a package of FLOORS"
@@ -70,7 +70,7 @@ def _is_allowed(name: str, library: str) -> bool:
 
 
 def cycle(of: Mapping[str, Module]) -> list[str]:
-    """Modules that import each other in a circle, in order; empty when there is none."""
+    """Modules that import each other in a circle, in order. Empty when there is none."""
     graph = {
         name: {
             found

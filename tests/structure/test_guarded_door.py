@@ -1,4 +1,4 @@
-"""Only ``host.guarded`` opens paths that a job can influence; every other opening has a reason."""
+"""Only ``host.guarded`` opens paths that a job can influence. Every other opening has a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code and docs have no more of the habits in ``language.HABITS`` than the baseline allows; each file may only lose."""
+"""Code and docs have no more of the habits in ``language.HABITS`` than the baseline allows. Each file may only lose."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_plain_english_passes(kind: str, text: str) -> None:
 
 
 def test_places_of_prose_are_known() -> None:
-    """Docstrings, comments in one piece, strings where they are wanted; neither headings nor code blocks."""
+    """Docstrings, comments in one piece, strings where they are wanted. Neither headings nor code blocks."""
     module = '"""One."""\n\nLIMIT = 3\n"""Two."""\n# three\n# four\nlog("five of six", f"seven {LIMIT} eight")\n'
 
     assert [(one.kind, one.line, one.text) for one in language.python(module, with_strings=True)] == [

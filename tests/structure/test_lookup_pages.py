@@ -58,5 +58,5 @@ def test_exit_codes() -> None:
 
 @pytest.mark.parametrize("name", ["start", "doctor", "check"])
 def test_commands_page_has_each_command(name: str) -> None:
-    """Its page is generated; see ``test_drawn`` for when it is stale."""
+    """Its page is generated. See ``test_drawn`` for when it is stale."""
     assert f"\n## {name}\n" in (ROOT / "docs/commands.md").read_text()

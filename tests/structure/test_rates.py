@@ -1,4 +1,4 @@
-"""The rates of habits of language only fall; STYLE.md has their limits."""
+"""The rates of habits of language only fall. STYLE.md has their limits."""
 
 from __future__ import annotations
 

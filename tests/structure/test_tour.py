@@ -23,7 +23,7 @@ def walks(page: str) -> dict[str, list[str]]:
 
 
 def defined(body: list[ast.stmt], before: str = "") -> Iterator[str]:
-    """Functions and classes of a file; methods as ``Class.method``."""
+    """Functions and classes of a file. Methods as ``Class.method``."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield before + node.name

@@ -1,4 +1,4 @@
-"""The version is written once, in ``agent_shim/__init__.py``; every other place reads it or is held to it here."""
+"""The version is written once, in ``agent_shim/__init__.py``. Every other place reads it or is held to it here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READERS = {"agent_shim/__init__.py"}
 """The place of the version."""
 
 WRITTEN = re.findall(r'__version__ = "(.*)"', (ROOT / "agent_shim/__init__.py").read_text())[0]
-"""The version of the checkout; tests may run a build of it, which adds the commit."""
+"""The version of the checkout. Tests may run a build of it, which adds the commit."""
 NEXT = WRITTEN.removesuffix(".dev0")
 
 BY_HAND = {
@@ -72,7 +72,7 @@ def test_no_other_file_repeats_it() -> None:
 
 
 def test_the_repository_has_one_address() -> None:
-    """The address in ``hatch_build.py``; the registry of images has the same name."""
+    """The address in ``hatch_build.py``. The registry of images has the same name."""
     home = hatch_build.HOME.removeprefix("https://github.com/")
     named = re.compile(r"(?:github\.com|ghcr\.io)/(?!you/)([\w-]+/agent-shim)\b")
     found = {name: set(named.findall(text)) for name, text in texts() if not name.startswith("tests/")}
@@ -82,7 +82,7 @@ def test_the_repository_has_one_address() -> None:
 
 
 def test_the_test_group_has_the_demo() -> None:
-    """Tests use its certificates and its bus; a group cannot name an extra of its own project everywhere."""
+    """Tests use its certificates and its bus. A group cannot name an extra of its own project everywhere."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
     assert set(project["project"]["optional-dependencies"]["demo"]) <= set(project["dependency-groups"]["test"])

@@ -33,7 +33,7 @@ HONOURED: Final[Mapping[str, tuple[str, str, str]]] = {
 
 
 def table() -> str:
-    """Render ``HONOURED`` as a Markdown table; keys with the same support share a row."""
+    """Render ``HONOURED`` as a Markdown table. Keys with the same support share a row."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for key, levels in HONOURED.items():
         grouped.setdefault(levels, []).append(f"`{key}`")

@@ -48,7 +48,7 @@ class NatsServer(broker.NatsServer):
         await self.reload()
 
     async def remove_agent(self, agent_id: str) -> None:
-        """Remove an agent; its connection is cut."""
+        """Remove an agent. Its connection is cut."""
         del self._agents[agent_id]
         await self.reload()
 

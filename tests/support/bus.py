@@ -35,7 +35,7 @@ FAST = Timing(
 
 
 async def echo(data: bytes) -> tuple[str, bytes] | None:
-    """Answers a request with its method; ``sleep`` with one argument takes that many seconds."""
+    """Answers a request with its method. ``sleep`` with one argument takes that many seconds."""
     request = json.loads(data)
     if request["method"] == "sleep":
         await asyncio.sleep(request["arguments"][0])
@@ -139,7 +139,7 @@ INFO = b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576,"tls_req
 
 
 class FakeServer:
-    """Plays one script for each connection, the last one again and again; failures of a script fail the test."""
+    """Plays one script for each connection, the last one again and again. Failures of a script fail the test."""
 
     def __init__(self, *scripts: Script, info: bytes = INFO, authority: Authority, pair: Pair | None = None) -> None:
         self.port = 0

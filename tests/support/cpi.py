@@ -1,6 +1,6 @@
 """Effects of each CPI on its containers: its settings file, the places of its disks, and its way to attach one.
 
-Names, paths and modes are those of the CPIs; ``/mnt`` precedes paths at the top of their file trees, where a machine of
+Names, paths and modes are those of the CPIs. ``/mnt`` precedes paths at the top of their file trees, where a machine of
 the tests cannot create directories.
 """
 

@@ -64,7 +64,7 @@ async def on_https(handle: Handle, blobs: Path, wanted: Mbus | None = None, **bo
 
 @dataclass
 class Answer:
-    """A response; header names in lower case."""
+    """A response. Header names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -98,7 +98,7 @@ class Cli:
             writer.transport.abort()
 
     async def send(self, method: str, path: str, body: bytes = b"", auth: str | None = None, **headers: str) -> Answer:
-        """One request; ``auth`` is the header to send, "" for none."""
+        """One request. ``auth`` is the header to send, "" for none."""
         auth = basic() if auth is None else auth
         async with asyncio.timeout(60), self.connected() as (reader, writer):
             writer.write(head(method, path, len(body), auth, **headers) + body)

@@ -43,7 +43,7 @@ def mermaid() -> str:
     """Render the transitions as a diagram for the documentation.
 
     An arrow names all events that lead along it. Events with the same target in all states of a service that should run
-    leave the box around them; an unusable file may be found in any state.
+    leave the box around them. An unusable file may be found in any state.
     """
     inner = [state for state in State if state in ACTIVE | {State.DOWN}]
     arrows: dict[State, dict[Trigger, State]] = {
@@ -170,7 +170,7 @@ FILES: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def regenerated(page: str, text: str) -> str:
-    """The text of a page with current generated parts; raises ``ValueError`` if a marker is missing."""
+    """The text of a page with current generated parts. Raises ``ValueError`` if a marker is missing."""
     for (where, name), generate in GENERATED.items():
         if where == page:
             begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"

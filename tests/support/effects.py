@@ -31,7 +31,7 @@ class Effects:
         return Paths(self.machine.vcap)
 
     def check(self, method: str, arguments: list[Any], value: Any) -> bool:
-        """Assert that a request that was answered with ``value`` did what it says; False where it leaves nothing."""
+        """Assert that a request that was answered with ``value`` did what it says. False where it leaves nothing."""
         found: Callable[..., None] | None = getattr(self, f"_{method}", None)
         if found is not None:
             found(value, *arguments)
@@ -183,7 +183,7 @@ class Effects:
         assert not self._is_there(self.paths.store_migration_target, old)
 
     def _is_there(self, place: Path, cid: str) -> bool:
-        """Return True if a disk is at a place, by a mount or a link; the agent's marker on it decides."""
+        """Return True if a disk is at a place, by a mount or a link. The agent's marker on it decides."""
         if place.is_symlink():
             place = self._seen(place)
         marker = place / ".agent_shim/disk.json"

@@ -39,7 +39,7 @@ class Environment:
         return self.scratch / "blobs"
 
     def settings(self, *, bootstrap: bool = True, **members: Any) -> str:
-        """Return the settings of a CPI; ``bootstrap``: with the credentials for the first contact only."""
+        """Return the settings of a CPI. ``bootstrap``: with the credentials for the first contact only."""
         mbus = self.server.mbus(AGENT, bootstrap=bootstrap)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         store = {"provider": "local", "options": {"blobstore_path": BLOBS}}
@@ -79,7 +79,7 @@ class Environment:
         await self.until_state("running")
 
     async def until_state(self, wanted: str) -> None:
-        """Wait until the jobs have the state; the first request after a restart must reach an agent."""
+        """Wait until the jobs have the state. The first request after a restart must reach an agent."""
         await self.until_pong()
         async with asyncio.timeout(60):
             while (await self.director.value(AGENT, "get_state"))["job_state"] != wanted:
@@ -88,7 +88,7 @@ class Environment:
 
 @asynccontextmanager
 async def environment(address: str, scratch: Path) -> AsyncIterator[Environment]:
-    """One for the length of the block, with a bus that lets ``AGENT`` in; ``address`` need not be there yet."""
+    """One for the length of the block, with a bus that lets ``AGENT`` in. ``address`` need not be there yet."""
     authority = Authority()
     pair = authority.server(hosts=("127.0.0.1", address))
     async with NatsServer(scratch / "bus", authority, pair=pair) as server:

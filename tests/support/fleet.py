@@ -36,7 +36,7 @@ def _free_port() -> int:
 
 @dataclass
 class Fleet:
-    """``machines`` by agent id; everything ends with ``fleet``'s block."""
+    """``machines`` by agent id. Everything ends with ``fleet``'s block."""
 
     scratch: Path
     server: NatsServer
@@ -64,7 +64,7 @@ class Fleet:
         bosh: Mapping[str, Any] = MappingProxyType({}),
         **members: Any,
     ) -> Machine:
-        """One more machine, whose agent answers; ``volumes`` as ``machine`` has them, ``bosh`` joins env.bosh."""
+        """One more machine, whose agent answers. ``volumes`` as ``machine`` has them, ``bosh`` joins env.bosh."""
         self.blobs(agent_id).mkdir(parents=True)
         await self.server.add_agent(agent_id)
         stack = self.stack.enter_context(ExitStack())

@@ -117,7 +117,7 @@ TASK: Final = "task-of-before"
 
 
 def write_all_state_files(machine: Machine, disk: str) -> None:
-    """Everything else that it keeps below ``bosh``, in its shapes; ``disk`` is the one that it had mounted.
+    """Everything else that it keeps below ``bosh``, in its shapes. ``disk`` is the one that it had mounted.
 
     agent/task/concrete_manager.go, platform/linux_platform.go, platform/bootstrap_state.go, agent/bootonce.
     """

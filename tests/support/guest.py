@@ -36,7 +36,7 @@ PACKAGES: Final = (
 LOCK: Final = ROOT / "requirements/dev.lock"
 PLATFORMS: Final = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 34)))
 PLACE: Final = "/opt/agent_shim"
-"""Its virtual environment, at the path of the image; its Python imports the project in its packed form."""
+"""Its virtual environment, at the path of the image. Its Python imports the project in its packed form."""
 LIMIT: Final = 1800.0
 """Seconds from power on to power off."""
 OUT: Final = 1 << 30
@@ -91,9 +91,9 @@ class GuestError(Exception):
 
 
 def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
-    """Run a command in a fresh guest, with this project as its directory; return its exit code.
+    """Run a command in a fresh guest, with this project as its directory. Return its exit code.
 
-    Its output goes to standard output at once; files in its ``/out`` are copied to ``out``. Raises ``GuestError``.
+    Its output goes to standard output at once. Files in its ``/out`` are copied to ``out``. Raises ``GuestError``.
     """
     base = _base()
     with tempfile.TemporaryDirectory(prefix="agent-shim-guest-") as name:
@@ -113,7 +113,7 @@ def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
 
 
 def _boot(base: Path, scratch: Path, limit: float) -> int | None:
-    """Until it powers off; the exit code of the emulator, None where its time was up."""
+    """Until it powers off. The exit code of the emulator, None where its time was up."""
     disks = [f"file={base / 'root'},snapshot=on", f"file={scratch / 'in'},readonly=on", f"file={scratch / 'out'}"]
     line = "root=/dev/vda rw console=ttyS0 quiet panic=-1 init=/usr/lib/systemd/systemd"
     argv: list[str | Path] = [

@@ -30,7 +30,7 @@ ENDLESS = "endless"
 DRIBBLE = "dribble"
 """Sends a byte every 50 milliseconds."""
 NO_LENGTH = "no length"
-"""Does not say how long the body is; its end is the end of the connection."""
+"""Does not say how long the body is. Its end is the end of the connection."""
 WRONG = "wrong"
 """Sends other bytes, as many as it should."""
 ENCODED = "encoded"
@@ -41,7 +41,7 @@ THINK = "think"
 
 @dataclass
 class Request:
-    """A request; header names in lower case."""
+    """A request. Header names in lower case."""
 
     method: str
     target: str
@@ -52,7 +52,7 @@ class Request:
 @dataclass
 class Server:
     """``blobs`` by path without query. ``plan`` says how to answer the coming requests, one entry each: a status
-    (refused before the body is read), ``redirect:URL`` or one of the words above; when it is empty the server behaves.
+    (refused before the body is read), ``redirect:URL`` or one of the words above. When it is empty the server behaves.
     """
 
     blobs: dict[str, bytes] = field(default_factory=dict)
@@ -183,7 +183,7 @@ async def http_server(where: Path | None = None, pair: Pair | None = None) -> As
 
 @dataclass
 class Proxy:
-    """A forward proxy: hands requests on and opens tunnels; ``seen`` are the requests made to it."""
+    """A forward proxy: hands requests on and opens tunnels. ``seen`` are the requests made to it."""
 
     seen: list[Request] = field(default_factory=list)
     port: int = 0

@@ -14,7 +14,7 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 
 def blob(store: Path, content: bytes, name: str = "") -> dict[str, str]:
-    """Put content into a local blobstore; its id and digest as a spec names them."""
+    """Put content into a local blobstore. Its id and digest as a spec names them."""
     digest = hashlib.sha1(content).hexdigest()
     blob_id = name or f"blob-{digest[:8]}"
     store.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def spec(
     version: str = "1",
     **members: Any,
 ) -> dict[str, Any]:
-    """A full apply spec; ``jobs`` and ``packages`` map names to their files."""
+    """A full apply spec. ``jobs`` and ``packages`` map names to their files."""
     files = {f"{job}/{path}": text for job, content in jobs.items() for path, text in content.items()}
     templates = [{"name": name, "version": version} for name in jobs]
     first = next(iter(jobs), "")
@@ -53,7 +53,7 @@ def spec(
 
 
 def monit(name: str, pidfile: Path, start: str, stop: str, within: str = "") -> str:
-    """A monit file of one process; ``within`` follows the start program."""
+    """A monit file of one process. ``within`` follows the start program."""
     return f"""check process {name}
   with pidfile {pidfile}
   start program "{start}" {within}
@@ -63,7 +63,7 @@ def monit(name: str, pidfile: Path, start: str, stop: str, within: str = "") -> 
 
 
 def process(paths: Paths, job: str, start: str, stop: str = "kill $(cat $pidfile)", within: str = "") -> dict[str, str]:
-    """The files of a job of one process; ``start`` and ``stop`` are shell scripts that know ``$pidfile``."""
+    """The files of a job of one process. ``start`` and ``stop`` are shell scripts that know ``$pidfile``."""
     pidfile = paths.run / job / f"{job}.pid"
     ctl = paths.jobs / job / "bin/ctl"
     script = f"#!/bin/sh\npidfile={pidfile}\ncase $1 in\nstart)\n{start}\n;;\nstop)\n{stop}\n;;\nesac\n"

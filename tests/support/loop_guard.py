@@ -50,7 +50,7 @@ class _Clock(NamedTuple):
 
 
 def _now(*, is_end: bool) -> _Clock:
-    """Read the clocks; a wait for the processor between two of them must not look like sleep.
+    """Read the clocks. A wait for the processor between two of them must not look like sleep.
 
     So the wall clock is read last at the beginning and first at the end.
     """
@@ -79,7 +79,7 @@ def spawning() -> Iterator[None]:
 
 
 def _waited_for_processor() -> float:
-    """Return the seconds that this thread waited for a CPU; 0 where the kernel does not report it."""
+    """Return the seconds that this thread waited for a CPU. 0 where the kernel does not report it."""
     descriptor = getattr(_per_thread, "schedstat", None)
     if descriptor is None:
         try:
@@ -104,7 +104,7 @@ def judge(before: _Clock, after: _Clock, seen: str) -> str:
 
 
 def install(reports: Path | None = None) -> None:
-    """Guard all loops of this process from now on; each violation is logged and becomes a file in ``reports``."""
+    """Guard all loops of this process from now on. Each violation is logged and becomes a file in ``reports``."""
     if _installed:
         return
     run = asyncio.Handle._run
@@ -178,7 +178,7 @@ class _Witness(threading.Thread):
         callback.begun_at = time.perf_counter()
 
     def end(self) -> str:
-        """Note its end; return the system call and the place where the thread was seen asleep, or ""."""
+        """Note its end. Return the system call and the place where the thread was seen asleep, or ""."""
         callback: _Callback = _per_thread.callback
         callback.begun_at = 0.0
         return callback.seen
@@ -195,7 +195,7 @@ class _Witness(threading.Thread):
 
 
 def _sleep(native: int, locks: range) -> str:
-    """Return the number of the system call in which a thread sleeps; "" if none or one that waits for other threads."""
+    """Return the number of the system call in which a thread sleeps. "" if none or one that waits for other threads."""
     try:
         state = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0]
         call, *arguments = Path(f"/proc/self/task/{native}/syscall").read_text().split()
@@ -208,7 +208,7 @@ def _sleep(native: int, locks: range) -> str:
 
 
 def _locks_of_the_interpreter() -> range:
-    """Return the addresses of its state; all addresses where it has no symbol."""
+    """Return the addresses of its state. All addresses where it has no symbol."""
     import ctypes  # late: only guarded agents need it
 
     try:

@@ -2,7 +2,7 @@
 
 It shares the rest of the disk with the machine that runs the tests, and a tool with a wrong name could remove a home:
 so all else is read-only except fresh ``/home``, ``/tmp``, ``/var/log`` and similar directories, and no home is at its
-real place. The scratch directory of the test is at ``/mnt``. PID 1 is a small reaper; its end takes every process of
+real place. The scratch directory of the test is at ``/mnt``. PID 1 is a small reaper. Its end takes every process of
 the machine with it. ``Machine.root`` shows the inside from outside. Volumes outlive it: with the same ones the next
 machine is the same container, restarted in place or created again.
 """
@@ -101,7 +101,7 @@ class Machine:
         return subprocess.Popen(joining(self.cgroups, inside), **options)
 
     def run(self, command: str) -> str:
-        """Run a shell command inside; its output, and a test failure if it fails."""
+        """Run a shell command inside. Its output, and a test failure if it fails."""
         done = self.popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, err = done.communicate(timeout=COMMAND_TIMEOUT_S)
         assert done.returncode == 0, f"{command}: {err.decode()}"
@@ -125,7 +125,7 @@ def _namespace(pid: int) -> Path | None:
 def machine(
     scratch: Path, volumes: Mapping[str, Path] = MappingProxyType({}), *, has_network: bool = False
 ) -> Iterator[Machine]:
-    """A machine for the length of the block; everything that runs in it is killed at the end.
+    """A machine for the length of the block. Everything that runs in it is killed at the end.
 
     ``volumes`` maps absolute paths inside, below ``/var/vcap``, to directories that are mounted there.
     With ``has_network`` it has one of its own, with a loopback and nothing else; without, it can filter no packets of

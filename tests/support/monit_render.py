@@ -200,7 +200,7 @@ def _path(path: str) -> str:
 
 
 def _string(text: str) -> str:
-    """Quote a string; a leading ``/`` is escaped, as it would make a path."""
+    """Quote a string. A leading ``/`` is escaped, as it would make a path."""
     escaped = _escaped(text)
     return f'"{_hex("/")}{escaped[1:]}"' if escaped.startswith("/") else f'"{escaped}"'
 

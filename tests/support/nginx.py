@@ -3,7 +3,7 @@
 Blobs are in ``store/XX/ID``. Under ``/`` the user ``agent`` may GET and PUT with a password. Under ``/signed/`` no
 password is needed, and a link is valid for one method, one blob and a limited time.
 
-The Director's nginx checks links with a module for HMACs, which Debian lacks; here a module of nginx itself does, with
+The Director's nginx checks links with a module for HMACs, which Debian lacks. Here a module of nginx itself does, with
 the same arguments in the same positions.
 """
 
@@ -87,7 +87,7 @@ def shard(blob_id: str) -> str:
 
 @dataclass
 class Nginx:
-    """One server; ``ca`` is what its clients have to trust."""
+    """One server. ``ca`` is what its clients have to trust."""
 
     where: Path
     port: int
@@ -112,7 +112,7 @@ class Nginx:
         self.path(blob_id).write_bytes(content)
 
     def users(self, **passwords: str) -> None:
-        """The allowed users; read again at every request."""
+        """The allowed users. Read again at every request."""
         lines = [f"{name}:{{PLAIN}}{password}\n" for name, password in passwords.items()]
         (self.where / "users").write_text("".join(lines))
 

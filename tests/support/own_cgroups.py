@@ -19,7 +19,7 @@ _END_TIMEOUT_S: Final = 10
 
 @contextlib.contextmanager
 def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
-    """Make a cgroup in each hierarchy that tracks processes; yield its directory and the top of the hierarchy.
+    """Make a cgroup in each hierarchy that tracks processes. Yield its directory and the top of the hierarchy.
 
     All are removed at the end, as are those of the same ``kind`` that a killed process left.
     """
@@ -47,7 +47,7 @@ def joining(directories: list[tuple[Path, Path]], argv: list[str]) -> list[str]:
 
 
 def _remove(cgroup: Path, *, timeout: float) -> None:
-    """Remove a cgroup and those below it; its processes have been killed and may still be ending."""
+    """Remove a cgroup and those below it. Its processes have been killed and may still be ending."""
     give_up_at = time.monotonic() + timeout
     while cgroup.exists():
         with contextlib.suppress(FileNotFoundError):  # another run removes it too

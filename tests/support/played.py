@@ -57,7 +57,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Played:
-    """A process or program; ``over`` is set when it has ended."""
+    """A process or program. ``over`` is set when it has ended."""
 
     def __init__(self, pid: int, *, is_in_cgroup: bool = True) -> None:
         self.pid = pid
@@ -90,7 +90,7 @@ class Played:
 
 @dataclass
 class Machine:
-    """The true state of the machine, apart from the agent's view; asserts the invariants."""
+    """The true state of the machine, apart from the agent's view. Asserts the invariants."""
 
     process: Played | None = None
     starter: Played | None = None
@@ -273,7 +273,7 @@ class PlayedPrograms:
 
 
 def service_on(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> Service:
-    """Make a service on a played machine; ``members`` replace members of its context."""
+    """Make a service on a played machine. ``members`` replace members of its context."""
     may_start = asyncio.Event()
     may_start.set()
     usual: dict[str, Any] = {

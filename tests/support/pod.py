@@ -58,7 +58,7 @@ def _cable(pid: int, gateway: str) -> None:
 
 
 class Pod:
-    """``disks`` are the cids of attached volumes; ``keeps_root`` has containers share their root file system.
+    """``disks`` are the cids of attached volumes. ``keeps_root`` has containers share their root file system.
 
     ``prefix`` is a command that runs the agent: the beginning of an argument list. ``seen`` are further directories of
     containers, by their place there.
@@ -169,12 +169,12 @@ class Pod:
         return agent
 
     async def start(self) -> float:
-        """A new container and its agent; when that was executed (monotonic)."""
+        """A new container and its agent. When that was executed (monotonic)."""
         self.start_container()
         return await self.start_agent()
 
     async def start_agent(self) -> float:
-        """An agent that answers; when it was executed (monotonic)."""
+        """An agent that answers. When it was executed (monotonic)."""
         begun_at = time.monotonic()
         self.exec_agent()
         if self.cpi.is_late:
@@ -191,7 +191,7 @@ class Pod:
         return begun_at
 
     def end_agent(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Stop the agent, as its service manager does; the container continues."""
+        """Stop the agent, as its service manager does. The container continues."""
         end(self._agents.pop(), number)
 
     def kill(self) -> None:
@@ -239,13 +239,13 @@ class Pod:
         return await self.director.run(self.agent_id, method, *arguments)
 
     async def apply(self, files: Files = SLEEPER, packages: Files | None = None, version: str = "1") -> dict[str, Any]:
-        """Apply jobs with these files; return the spec."""
+        """Apply jobs with these files. Return the spec."""
         spec = jobs.spec(self.scratch / "blobs", files, packages, version=version)
         await self.run("apply", spec)
         return spec
 
     async def deploy(self, files: Files = SLEEPER, packages: Files | None = None) -> dict[str, Any]:
-        """Apply and start as the Director does, without pre-start, until the jobs run; return the spec."""
+        """Apply and start as the Director does, without pre-start, until the jobs run. Return the spec."""
         spec = await self.apply(files, packages)
         await self.run("start")
         await self.until("running")

@@ -31,7 +31,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Example:
-    """A dialogue; ``kind`` says where: ``deployed`` with a job, ``root`` of a machine, "" on a fresh agent."""
+    """A dialogue. ``kind`` says where: ``deployed`` with a job, ``root`` of a machine, "" on a fresh agent."""
 
     method: str
     number: int
@@ -43,7 +43,7 @@ class Example:
 
     @property
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield each line with its mark (``>``, ``<`` or ``=``); an indented line continues it."""
+        """Yield each line with its mark (``>``, ``<`` or ``=``). An indented line continues it."""
         for line in re.sub(r"\n +", " ", self.text.strip()).splitlines():
             mark, _, rest = line.partition(" ")
             assert mark in ("<", ">", "="), line
@@ -72,7 +72,7 @@ def is_running(reply: dict[str, Any]) -> bool:
 
 
 def matches(told: Any, value: Any, names: dict[str, Any]) -> bool:
-    """Return True if a value matches an example; a new ``$NAME`` is bound to the value."""
+    """Return True if a value matches an example. A new ``$NAME`` is bound to the value."""
     if isinstance(told, dict) and isinstance(value, dict):
         more = ANYTHING in told
         wanted = {name: member for name, member in told.items() if name != ANYTHING}

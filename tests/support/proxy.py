@@ -13,7 +13,7 @@ ESTABLISHED: Final = 1  # include/net/tcp_states.h
 
 
 class Proxy:
-    """Passes connections on to a port of the loopback until told otherwise; an async context manager.
+    """Passes connections on to a port of the loopback until told otherwise. An async context manager.
 
     It listens on the loopback or another ``address``, which need not be there yet, at a free ``port`` or a given one.
     """
@@ -61,7 +61,7 @@ class Proxy:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     def cut(self) -> None:
-        """Reset every connection; new ones are accepted."""
+        """Reset every connection. New ones are accepted."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()

@@ -68,7 +68,7 @@ cp server.py ${BOSH_INSTALL_TARGET}/bin/
 
 @dataclass(frozen=True)
 class Step:
-    """One recorded request; ``reply`` is None where the Director got none."""
+    """One recorded request. ``reply`` is None where the Director got none."""
 
     agent_id: str
     method: str
@@ -111,7 +111,7 @@ def _is_running(reply: dict[str, Any]) -> bool:
 
 @dataclass
 class Replay:
-    """Sends steps to an agent; ``blobs`` is the directory of its local blobstore."""
+    """Sends steps to an agent. ``blobs`` is the directory of its local blobstore."""
 
     director: Director
     blobs: Path
@@ -120,7 +120,7 @@ class Replay:
     final_spec: dict[str, Any] = field(default_factory=dict)
 
     async def play(self, step: Step) -> tuple[list[Any], Any]:
-        """Send one step and hold its reply against the recorded one; the arguments sent and the value that came."""
+        """Send one step and hold its reply against the recorded one. The arguments sent and the value that came."""
         arguments = self._fit(step)
         if step.reply is None:
             await self.director.send(step.agent_id, step.method, *arguments)
@@ -210,7 +210,7 @@ def _settled(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(value: Any) -> Any:
-    """The JSON types of a value; whole and broken numbers are one type, as they are in JSON."""
+    """The JSON types of a value. Whole and broken numbers are one type, as they are in JSON."""
     if isinstance(value, dict):
         return {name: shape(member) for name, member in value.items()}
     if isinstance(value, list):

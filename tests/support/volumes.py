@@ -115,7 +115,7 @@ def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
 
 
 def drop_capabilities() -> None:
-    """Lay down every capability, for good, as ``capabilities: drop: [ALL]`` does; the user stays root."""
+    """Lay down every capability, for good, as ``capabilities: drop: [ALL]`` does. The user stays root."""
     libc = ctypes.CDLL(None, use_errno=True)
     for number in range(64):
         libc.prctl(24, number, 0, 0, 0)  # PR_CAPBSET_DROP
@@ -142,7 +142,7 @@ def mount_overlay(point: Path, layers: Path) -> Path:
 
 
 def mount_ext4(point: Path, image: Path, size: int = 16 << 20, *more: str) -> Path:
-    """Provide a block volume; skips the test without a loop device. ``more`` are options of mkfs."""
+    """Provide a block volume. Skips the test without a loop device. ``more`` are options of mkfs."""
     with image.open("wb") as file:
         file.truncate(size)
     subprocess.run(["mkfs.ext4", "-q", "-F", *more, str(image)], check=True)
@@ -199,13 +199,13 @@ async def copy_here(source: Path, target: Path, report: Callable[[Progress], Non
 class Instance:
     """An instance with volumes, whose agent can be restarted and whose container can be created again.
 
-    ``bind``: disks reach their places by mounts; ``persistent``: their description in the settings.
+    ``bind``: disks reach their places by mounts. ``persistent``: their description in the settings.
     """
 
     def __init__(
         self, scratch: Path, *, bind: bool | None, copy: Copy | None = copy_here, system: bool = False
     ) -> None:
-        """``bind`` None has the agent find out; ``copy`` None has a worker copy."""
+        """``bind`` None has the agent find out. ``copy`` None has a worker copy."""
         self.holder: Callable[[Path], str] = lambda _: ""
         """Returns the other agent that holds a volume."""
         self.released: list[Path] = []
@@ -223,7 +223,7 @@ class Instance:
         self.start_container()
 
     def start_container(self) -> None:
-        """An empty tree as an image has it; the real ``/var/vcap`` is in memory."""
+        """An empty tree as an image has it. The real ``/var/vcap`` is in memory."""
         if self.paths.is_system:
             mount_tmpfs(self.paths.base)
         for path in (self.paths.bosh, self.paths.data, self.paths.store, self.paths.shim_run):
@@ -254,7 +254,7 @@ class Instance:
         return Effective(settings.parse(json.dumps(document).encode(), origin="test"), self.update)
 
     def remake_container(self) -> None:
-        """Attach a disk as a CPI does: root file system, data and mounts are lost; volumes are not."""
+        """Attach a disk as a CPI does: root file system, data and mounts are lost. Volumes are not."""
         for place in (self.paths.store, self.paths.store_migration_target, self.paths.base):
             while not place.is_symlink() and mounts.is_mount_point(place):
                 mounts.unmount(place)
@@ -281,7 +281,7 @@ class Instance:
             await self.disks.mount(cid)
 
     def cid_at(self, place: Path) -> str:
-        """The attached disk whose volume is seen at ``place``; "" for none."""
+        """The attached disk whose volume is seen at ``place``. "" for none."""
         return next((cid for cid in self.persistent if volumes.shows(place, self.volume(cid))), "")
 
     def mounts_on_store(self) -> int:
@@ -328,7 +328,7 @@ MORE_THAN_ALL = 22
 
 
 async def migrate_until(step: int, instance: Instance, old: str = "a", new: str = "b") -> bool:
-    """Migrate, killed before the change number ``step``; True if it came to its end before."""
+    """Migrate, killed before the change number ``step``. True if it came to its end before."""
     left = step
 
     def until_then(real: Callable[..., object]) -> Callable[..., object]:
@@ -418,7 +418,7 @@ def fill(tree: Path, *, as_root: bool = False) -> None:
 
 
 def fingerprint(tree: Path, *, spared: frozenset[str] = frozenset({"lost+found", ".agent_shim"})) -> dict[str, Any]:
-    """Everything that has to survive a copy, by path; files with several names carry all of them."""
+    """Everything that has to survive a copy, by path. Files with several names carry all of them."""
     found: dict[str, Any] = {}
     names: dict[tuple[int, int], list[str]] = {}
     for here, below, inside in os.walk(tree):

@@ -22,7 +22,7 @@ Fact = TypeVar("Fact")
 async def until(
     fact: Callable[[], Fact | Awaitable[Fact | None] | None], what: str = "", *, timeout: float = TIMEOUT_S
 ) -> Fact:
-    """Look until ``fact()`` is true, and return it; ``fact`` may be a coroutine function."""
+    """Look until ``fact()`` is true, and return it. ``fact`` may be a coroutine function."""
     pause = FIRST_S
     try:
         async with asyncio.timeout(timeout):

@@ -1,4 +1,4 @@
-"""An agent with real services in a scratch tree, asked through the real dispatch; no bus."""
+"""An agent with real services in a scratch tree, asked through the real dispatch. No bus."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def write_settings(base: Path, **members: Any) -> Path:
 
 @asynccontextmanager
 async def world(base: Path, *, timing: Timing | None = None, **members: Any) -> AsyncIterator[World]:
-    """A booted agent for the length of the block; its jobs are stopped at the end."""
+    """A booted agent for the length of the block. Its jobs are stopped at the end."""
     paths = Paths(base / "vcap")
     await boot.boot([boot.tree_step(paths)])
     store = SettingsStore(paths, [write_settings(base, **members)])

@@ -156,7 +156,7 @@ def test_a_pidfile_of_bpm_that_a_stop_of_the_dead_leaves_is_listed(tmp_path: Pat
 
 
 def test_a_process_that_a_restart_leaves_beside_the_next_one_is_listed(tmp_path: Path) -> None:
-    """The stop program of rabbitmq-server-boshrelease takes its pidfile away; here the stop's timeout is an alert."""
+    """The stop program of rabbitmq-server-boshrelease takes its pidfile away. Here the stop's timeout is an alert."""
     begun, ended = [2.0, "lives", "server"], [0.5, "SIGTERM", "server"]
     alert = ["web - Execution failed - alert"]
     go, shim = phase("monit restart", events=[begun]), phase("monit restart", events=[ended, begun], alerts=alert)

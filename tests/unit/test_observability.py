@@ -109,7 +109,7 @@ def test_the_dashboard_can_show_one_deployment() -> None:
 
 @pytest.mark.parametrize("name", ["podmonitor", "servicemonitor"])
 def test_monitors_ask_the_port_of_this_agent_alone(name: str) -> None:
-    """Each selects labels that the manifests or the CPI set; a port named ``agent`` alone is anyone's."""
+    """Each selects labels that the manifests or the CPI set. A port named ``agent`` alone is anyone's."""
     pod = yaml.safe_load((DEPLOY / "kubernetes/base/statefulset.yaml").read_text())["spec"]["template"]
     service = yaml.safe_load((DEPLOY / "kubernetes/base/service.yaml").read_text())
     ports = {port["name"] for one in pod["spec"]["containers"] for port in one["ports"]}

@@ -15,7 +15,7 @@ CHANGELOG = "# Changelog\n\nAll.\n\n## Unreleased\n\n- new\n\n## 0.2.0\n\nFirst.
 
 
 def test_unreleased_changes_are_no_release() -> None:
-    """Their notes say so; a release without a section of its own is refused, as is one with changes left over."""
+    """Their notes say so. A release without a section of its own is refused, as is one with changes left over."""
     assert texts.notes(CHANGELOG, "0.3.0-dev.g1") == "# agent_shim 0.3.0-dev.g1, not a release\n\n- new\n"
     with pytest.raises(ValueError, match=r"no section 0.3.0; write one"):
         texts.notes(CHANGELOG, "0.3.0")

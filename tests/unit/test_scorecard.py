@@ -43,7 +43,7 @@ def test_a_case_that_held_keeps_when_it_was_played_in_full(before: str, now: str
 
 
 def test_a_failed_case_loses_its_date(tmp_path: Path) -> None:
-    """And the other way round; rows are read back from the document as they were written."""
+    """And the other way round. Rows are read back from the document as they were written."""
     document = tmp_path / "rows.md"
     for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):
         write(document, [one])

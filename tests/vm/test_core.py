@@ -24,7 +24,7 @@ os.abort()
 
 @pytest.fixture
 def handler(tmp_path: Path) -> Iterator[Path]:
-    """A program that gets core dumps through a pipe; the number of what crashed is a file beside it."""
+    """A program that gets core dumps through a pipe. The number of what crashed is a file beside it."""
     program, dumps = tmp_path / "handler", tmp_path / "dumps"
     dumps.mkdir()
     program.write_text(f"#!/bin/sh\ncat >{dumps}/$1\n")

@@ -182,7 +182,7 @@ async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 async def test_restart_restarts_no_job(guest: Guest) -> None:
-    """Active, the agent in a group of its own; a restart leaves every process, those with limits too."""
+    """Active, the agent in a group of its own. A restart leaves every process, those with limits too."""
     await guest.deploy()
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
     assert systemctl("is-active", UNIT) == "active"
@@ -198,7 +198,7 @@ async def test_restart_restarts_no_job(guest: Guest) -> None:
 
 
 async def test_who_passes_its_limit_is_killed_by_the_kernel_with_its_helpers(guest: Guest) -> None:
-    """The whole group of that process is killed and no other; the alert names it."""
+    """The whole group of that process is killed and no other. The alert names it."""
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
     members: list[str] = await eventually(helped)
@@ -225,7 +225,7 @@ async def test_watchdog_kills_where_nothing_is_delegated(guest: Guest) -> None:
 
 @pytest.mark.parametrize("guest", ["MemoryMax=400M"], indirect=True)
 async def test_vitals_are_those_of_the_unit(guest: Guest) -> None:
-    """Memory of what it may have, not of the machine; the same that the kernel counts."""
+    """Memory of what it may have, not of the machine. The same that the kernel counts."""
     await guest.deploy()
     vitals = (await guest.state("full"))["vitals"]["mem"]
     current = int((GROUP / "memory.current").read_text())

@@ -62,14 +62,14 @@ from agent_shim.services import address_watch
 ANSWER_TIMEOUT_S: Final = 3.0
 """Timeout of an answer over the network."""
 MAX_GREETING_BYTES: Final = 65536
-"""Maximum length of a NATS server's greeting; a typical line has 500 bytes."""
+"""Maximum length of a NATS server's greeting. A typical line has 500 bytes."""
 INITS: Final = frozenset({"s6-svscan", "systemd", "runsvdir", "init", "tini", "dumb-init", "catatonit"})
 LOGIN_PROGRAMS: Final = ("useradd", "usermod", "userdel", "sshd", "ssh-keygen")
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(etc-hosts|containers/)")
 """The directory on a node from which a kubelet mounts the hosts file and the termination log into containers."""
 DISKS_OF_WARDEN: Final = Path("/warden-cpi-dev")
-"""The directory of the host below which the warden CPI mounts disks; other CPIs mount each disk below that path."""
+"""The directory of the host below which the warden CPI mounts disks. Other CPIs mount each disk below that path."""
 RESOLV_CONF: Final = Path("/etc/resolv.conf")
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -94,7 +94,7 @@ class ContainerView:
         return os.geteuid() == 0
 
     def judged(self, topic: str, found: str, limit: str | Limit = "", *, good: str = "", **words: str) -> Finding:
-        """Make a finding, good without a ``limit`` or an observation of one; a text is the name of a row in ``LIMITS``.
+        """Make a finding, good without a ``limit`` or an observation of one. A text is the name of a row in ``LIMITS``.
 
         The change is the one for the creator of this container.
         """
@@ -106,7 +106,7 @@ class ContainerView:
 
 
 def examine(paths: Paths, config: Path | None) -> Report:
-    """Examine the container; ``config`` is agent.json, by default the one of stemcells."""
+    """Examine the container. ``config`` is agent.json, by default the one of stemcells."""
     with _scratch(paths) as scratch:
         view = ContainerView(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
         findings: list[Finding] = []
@@ -131,7 +131,7 @@ def runtime(settings: Effective | None) -> Runtime:
 
 
 def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
-    """A directory for probes; a pod with a read-only root file system may lack /tmp."""
+    """A directory for probes. A pod with a read-only root file system may lack /tmp."""
     for place in (None, paths.data, paths.base):
         with contextlib.suppress(OSError):
             return tempfile.TemporaryDirectory(prefix="agent-shim-doctor-", dir=place)
@@ -149,7 +149,7 @@ def _config(paths: Paths, config: Path | None) -> AgentConfig:
 
 
 def _settings(paths: Paths) -> Effective | None:
-    """The settings that the agent read last; None if there are none or they are unreadable."""
+    """The settings that the agent read last. None if there are none or they are unreadable."""
     try:
         source = parse(files.read(paths.settings_cache, is_own=True), origin=str(paths.settings_cache))
     except (OSError, ConfigError):
@@ -289,7 +289,7 @@ def _directories(view: ContainerView) -> Iterator[Finding]:
 
 
 def _volume(view: ContainerView, path: Path, needs: str) -> Finding:
-    """Judge a directory that should be a volume; ``needs`` names its content."""
+    """Judge a directory that should be a volume. ``needs`` names its content."""
     mount, found, limit = mounts.mount_of(path, mounts.mounts()), "", ""
     if error := error_of(privilege_probes.write, path):
         found = f"cannot be written: {'read-only' if error == errno.EROFS else os.strerror(error)}"
@@ -314,7 +314,7 @@ def _space(view: ContainerView) -> Iterator[Finding]:
 
 
 def _free(view: ContainerView, path: Path) -> Finding:
-    """Judge the bytes and inodes of a file system; one without inodes reports 0 of them."""
+    """Judge the bytes and inodes of a file system. One without inodes reports 0 of them."""
     status = os.statvfs(path)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     found = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -399,7 +399,7 @@ def _connect(host: str, port: int) -> None:
 
 
 def _failure(call: Callable[..., object], *arguments: Any) -> str:
-    """The text of the error of a call; "" if it succeeds."""
+    """The text of the error of a call. "" if it succeeds."""
     try:
         call(*arguments)
     except OSError as exc:
@@ -468,7 +468,7 @@ def _bus_places(view: ContainerView) -> list[SplitResult]:
 
 
 def _bus_error(view: ContainerView, place: SplitResult) -> str:
-    """The error of the running agent's link, or of a handshake as it would make it; "" without one.
+    """The error of the running agent's link, or of a handshake as it would make it. "" without one.
 
     A handshake is completed: the server logs an earlier disconnect as an error.
     """
@@ -495,7 +495,7 @@ def _read_line(one: socket.socket) -> None:
 
 
 def _firewall_obstacle(view: ContainerView) -> str:
-    """The reason the rules do not, or could not, keep jobs from the bus; "" if they do or could."""
+    """The reason the rules do not, or could not, keep jobs from the bus. "" if they do or could."""
     if held := view.status.get("firewall"):
         return str(held["why"])
     if not view.is_root:
@@ -525,4 +525,4 @@ PROBES: Final[Mapping[str, Callable[[ContainerView], Iterator[Finding]]]] = {
     "addresses": _addresses,
     "bus": _bus,
 }
-"""The probes, in the order of the report; each yields what it found."""
+"""The probes, in the order of the report. Each yields what it found."""

@@ -11,7 +11,7 @@ from agent_shim.core import safetext
 
 GOOD: Final = "good"
 LIMITED: Final = "limited"
-"""A feature works with limits; jobs may never notice."""
+"""A feature works with limits. Jobs may never notice."""
 WRONG: Final = "wrong"
 """A required feature does not work."""
 
@@ -28,7 +28,7 @@ ON_HOST: Final = "the host of Garden: the warden CPI has no cloud property but p
 
 
 class Limit(NamedTuple):
-    """The consequence of a limit, and the change for a pod, a CPI and an engine; "" is the change for a pod."""
+    """The consequence of a limit, and the change for a pod, a CPI and an engine. "" is the change for a pod."""
 
     verdict: str
     follows: str
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All findings; ``tier`` is the kind of this container."""
+    """All findings. ``tier`` is the kind of this container."""
 
     tier: str
     findings: Sequence[Finding]

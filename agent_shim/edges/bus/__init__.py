@@ -9,7 +9,7 @@ from agent_shim.core.bus_stats import Stats
 from agent_shim.core.settings import Mbus
 
 Handle = Callable[[bytes], Awaitable[tuple[str, bytes] | None]]
-"""Handles a request; returns reply subject and reply, or None to drop it."""
+"""Handles a request. Returns reply subject and reply, or None to drop it."""
 
 
 class Bus(Protocol):

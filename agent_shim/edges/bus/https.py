@@ -1,7 +1,7 @@
 """HTTPS server for ``bosh create-env``: requests at ``/agent``, blobs below ``/blobs/``.
 
 Paths, statuses and bodies are those of the Go agent (``mbus/https_handler.go``, ``mbus/https_dispatcher.go``). Only
-callers with the user and password of the address are served; others get short answers and little time, and make way for
+callers with the user and password of the address are served. Others get short answers and little time, and make way for
 new connections. The server never sends unsolicited messages. All times are seconds.
 
 This module imports aiohttp, which an agent on NATS never loads.
@@ -45,19 +45,19 @@ TEXT: Final = {"Content-Type": "text/plain; charset=utf-8"}
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Limits for callers; tests shrink them."""
+    """Limits for callers. Tests shrink them."""
 
     request: int = 16 * 1024 * 1024
     """Maximum size of a request to ``/agent``."""
     requests: int = 64 * 1024 * 1024
-    """Maximum size of all requests in progress; further ones get 503."""
+    """Maximum size of all requests in progress. Further ones get 503."""
     blob: int = 16 * 1024**3
     """Maximum size of a blob."""
     connections: int = 128
     """Maximum number. One more closes the oldest unauthenticated one of the address with most of them, or itself."""
     handshake: float = 10.0
     idle: float = 30.0
-    """Time before a connection without a complete request head is closed; the CLI polls every second."""
+    """Time before a connection without a complete request head is closed. The CLI polls every second."""
     stall: float = 30.0
     """Time without progress of a request or response body before the connection is closed."""
     retry: float = 2.0
@@ -74,7 +74,7 @@ class _Caller(NamedTuple):
 
 
 class HttpsBus:
-    """HTTPS server at the address of the settings; ``run`` is its root task.
+    """HTTPS server at the address of the settings. ``run`` is its root task.
 
     ``handle`` answers requests; ``blobs`` is the directory of the blobs; ``on_connected`` is called at each bind.
     """
@@ -119,7 +119,7 @@ class HttpsBus:
 
     @property
     def port(self) -> int:
-        """Port of the server; 0 while it does not listen."""
+        """Port of the server. 0 while it does not listen."""
         return self._server.sockets[0].getsockname()[1] if self._server is not None else 0
 
     async def drain(self, timeout_s: float) -> None:
@@ -131,7 +131,7 @@ class HttpsBus:
         """Do nothing: there is no Health Monitor here (``Send`` in mbus/https_handler.go)."""
 
     async def run(self) -> NoReturn:
-        """Serve endlessly; retries a port in use. Cancellation leaves the last answers a moment to be sent."""
+        """Serve endlessly. Retries a port in use. Cancellation leaves the last answers a moment to be sent."""
         try:
             while True:
                 async with self._changing:
@@ -149,7 +149,7 @@ class HttpsBus:
             await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def rotate(self, mbus: Mbus) -> None:
-        """Switch certificate or address, keeping connections; ``ActionError`` and no change if they are unusable."""
+        """Switch certificate or address, keeping connections. ``ActionError`` and no change if they are unusable."""
         async with self._changing:
             before, self.mbus = self.mbus, mbus
             try:
@@ -194,7 +194,7 @@ class HttpsBus:
         self._server = None
 
     def _admit(self, context: ssl.SSLContext, caller: socket.socket) -> None:
-        """Start TLS with a caller; at the limit, closes an unauthenticated connection."""
+        """Start TLS with a caller. At the limit, closes an unauthenticated connection."""
         connections = self._web.connections
         self._known.intersection_update(connections)
         callers = self._callers.items()
@@ -225,7 +225,7 @@ class HttpsBus:
     # --- requests ---
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request completely; a client that does not read its answer in time loses the connection."""
+        """Answer one request completely. A client that does not read its answer in time loses the connection."""
         try:
             response = await self._answer(request)
             async with asyncio.timeout(self._bounds.stall):
@@ -256,7 +256,7 @@ class HttpsBus:
         return web.Response(status=404)
 
     def _is_known(self, request: web.BaseRequest) -> bool:
-        """True if the caller has the password; takes constant time."""
+        """True if the caller has the password. Takes constant time."""
         shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         expected = _credentials(self.mbus)
         if not expected or not hmac.compare_digest(shown, expected):
@@ -315,7 +315,7 @@ class HttpsBus:
         return web.Response(status=201)
 
     async def _write_blob(self, path: Path, body: AsyncIterator[bytes]) -> int:
-        """Write all of ``body``; returns its size."""
+        """Write all of ``body``. Returns its size."""
         size = 0
         with ExitStack() as stack:
             file = stack.enter_context(files.replacing(path, mode=0o640))
@@ -398,7 +398,7 @@ def _host_port(mbus: Mbus) -> tuple[str | None, int]:
 
 
 def _credentials(mbus: Mbus) -> bytes:
-    """Return the header required of callers; empty without a password."""
+    """Return the header required of callers. Empty without a password."""
     user, _, password = urlsplit(mbus.urls[0]).netloc.rpartition("@")[0].partition(":")
     if not password:
         return b""

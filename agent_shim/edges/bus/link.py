@@ -39,10 +39,10 @@ NEVER_S: Final = 10 * 365 * 24 * 3600
 MAX_SUBJECT_BYTES: Final = 1024
 """nats-server closes a connection that sends a line of more than 4096 characters (max_control_line)."""
 MAX_UNREAD_BYTES: Final = 8 * 1024 * 1024
-"""Bytes of a server without the end of a message (1 MiB at most) or an answer to a ping; beyond that, the connection
+"""Bytes of a server without the end of a message (1 MiB at most) or an answer to a ping. Beyond that, the connection
 ends. nats-py scans an unfinished line again with each piece, which holds the loop."""
 MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
-"""Bytes queued for a slow server; beyond that, publishing fails, as in nats.go."""
+"""Bytes queued for a slow server. Beyond that, publishing fails, as in nats.go."""
 
 GREETING: Final = b'INFO {"tls_required":true,"max_payload":%d}\r\n' % MAX_REPLY_BYTES
 """Replaces the server's greeting, which comes before TLS and may be written by anyone on the way."""
@@ -64,7 +64,7 @@ def host_port(url: str) -> str:
 
 
 class _Stream(asyncio.StreamReaderProtocol):
-    """Closes the connection when the server closes its half; TLS knows no half-closed state, and asyncio logs it."""
+    """Closes the connection when the server closes its half. TLS knows no half-closed state, and asyncio logs it."""
 
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()
@@ -130,7 +130,7 @@ class _Wire(Transport):
         self._is_secure = True
 
     async def readline(self) -> bytes:
-        """Read the next line of the handshake; news amid it are skipped."""
+        """Read the next line of the handshake. News amid it are skipped."""
         while True:
             line = await self._reader.readline()
             self.has_greeted = self.has_greeted or line != b""
@@ -193,7 +193,7 @@ class _Wire(Transport):
 
 
 class Link:
-    """One connection with its subscription, from handshake to close; never reused."""
+    """One connection with its subscription, from handshake to close. Never reused."""
 
     def __init__(self, url: str, on_message: Callable[[bytes], None], on_denied: Callable[[str], None]) -> None:
         self.url = bus_address(url)
@@ -214,7 +214,7 @@ class Link:
         self._client._transport = self.wire  # noqa: SLF001
 
     async def open(self, context: ssl.SSLContext, agent_id: str, dial_timeout_s: float) -> None:
-        """Connect and subscribe; returns once the server has confirmed the subscription."""
+        """Connect and subscribe. Returns once the server has confirmed the subscription."""
         if not self.url.hostname:
             raise BusError("the address must be nats://HOST:PORT, with a percent-encoded password")
         await self.wire.dial(self.url, dial_timeout_s)
@@ -243,12 +243,12 @@ class Link:
         return self._ended.done()
 
     async def over(self) -> str:
-        """Wait for the end of the connection; returns the reason."""
+        """Wait for the end of the connection. Returns the reason."""
         await asyncio.wait({self._ended})
         return self._ended.result()
 
     def end(self, why: str) -> None:
-        """Mark the connection as ended; the first reason counts, and the last word of the server more than that."""
+        """Mark the connection as ended. The first reason counts, and the last word of the server more than that."""
         if not self._ended.done():
             told = self._client.last_error
             self._ended.set_result(why if told in (None, self._denial) else str(told))
@@ -282,7 +282,7 @@ class Link:
         return asked.done() and self._answers > before and not self.is_over
 
     async def watch(self, interval: float, unanswered: int) -> None:
-        """Ping on the common beat; end the connection after so many intervals without an answer."""
+        """Ping on the common beat. End the connection after so many intervals without an answer."""
         silent = 0
         await asyncio.sleep(clock.until_beat(interval))
         while silent < unanswered:
@@ -313,7 +313,7 @@ class Link:
         return task
 
     def _ask(self) -> asyncio.Task[None]:
-        """Send a ping after all queued data; returns what waits for the answer."""
+        """Send a ping after all queued data. Returns what waits for the answer."""
         return self.begin(self._round_trip(), "bus ping")
 
     async def _round_trip(self) -> None:

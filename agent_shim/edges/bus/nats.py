@@ -34,23 +34,23 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS: Final = 10_000
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
-"""Concurrent requests, in number and size in memory; requests beyond that are dropped, as in nats.go."""
+"""Concurrent requests, in number and size in memory. Requests beyond that are dropped, as in nats.go."""
 PINGS: Final = 1000
 MAX_PING_BYTES: Final = 512
 """Pings beyond that number: other requests may wait for long, and an agent without a pong counts as lost."""
 OF_A_DIRECTOR: Final = re.compile(rb'"reply_to" ?: ?"director\.[^"]*\.[0-9a-f-]{36}"')
 """A reply subject that names one request (``nats_rpc.rb``): the same bytes again are a copy."""
 COPY_WINDOW_S: Final = 60.0
-"""Seconds during which a copy is recognised; the second connection of a rotation delivers it at once."""
+"""Seconds during which a copy is recognised. The second connection of a rotation delivers it at once."""
 MAX_SEEN: Final = 10_000
-"""Requests remembered for that; a copy of an older one is another request."""
+"""Requests remembered for that. A copy of an older one is another request."""
 
 REREAD_AFTER_FAILURES: Final = 3
 """Consecutive failures before the settings are read again: the bus may have moved."""
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Timeouts and intervals of the bus; tests shrink them."""
+    """Timeouts and intervals of the bus. Tests shrink them."""
 
     connect: float = 10.0
     """Timeout of one attempt at one address: look-up, TCP, TLS, subscription."""
@@ -59,7 +59,7 @@ class Timing(msgspec.Struct, frozen=True):
     and may be back for the next attempt. The kernel tries thrice in it.
     """
     ping: float = 5.0
-    """Interval between pings; after ``unanswered`` missed replies the connection counts as dead: 10 to 15 s."""
+    """Interval between pings. After ``unanswered`` missed replies the connection counts as dead: 10 to 15 s."""
     unanswered: int = 2
     step: float = 2.0
     longest: float = 10.0
@@ -73,7 +73,7 @@ class Timing(msgspec.Struct, frozen=True):
     early_step: float = 1.0
     """Period after the start with a fixed pause of about ``early_step``: the server may not know the agent yet."""
     reply: float = 45.0
-    """Time a reply waits for a connection; the Director then gives up."""
+    """Time a reply waits for a connection. The Director then gives up."""
     overlap: float = 2.0
     """Time the old connection stays open beside the new one during a rotation."""
     refused: float = 20.0
@@ -83,10 +83,10 @@ class Timing(msgspec.Struct, frozen=True):
     """Time for the last replies to be sent."""
     look: float = 20.0
     gone: int = 3
-    """Interval between look-ups of the server's name; after ``gone`` of them without our peer, reconnect."""
+    """Interval between look-ups of the server's name. After ``gone`` of them without our peer, reconnect."""
 
     def pause(self, failures: int, slow: int = 0) -> float:
-        """Pause after consecutive failures; 0 failures means that a working connection broke.
+        """Pause after consecutive failures. 0 failures means that a working connection broke.
 
         Each of up to two ``slow`` attempts, which a server greeted but did not complete in time, adds the pause once
         more, and likewise the next attempt's timeout: a server to which thousands of agents return at once would
@@ -107,7 +107,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class NatsBus:
-    """Keeps the agent connected to the bus; ``run`` is its root task.
+    """Keeps the agent connected to the bus. ``run`` is its root task.
 
     ``handle`` answers requests, each in a task of its own, started in order of arrival. ``on_connected`` is called for
     each new connection. ``reread`` receives refused credentials and returns those to try next.
@@ -190,7 +190,7 @@ class NatsBus:
         await self._changed.wait()
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Send a message immediately or raise ``BusError``; nothing is queued, since it would be outdated later."""
+        """Send a message immediately or raise ``BusError``. Nothing is queued, since it would be outdated later."""
         if self._link is None:
             raise BusError(f"cannot publish to {subject!r}: not connected to the bus")
         try:
@@ -332,7 +332,7 @@ class NatsBus:
         self._on_connected()
 
     async def _wait_for_loss(self) -> bool:
-        """Wait for the end of the current connection; True if it lasted longer than a ping."""
+        """Wait for the end of the current connection. True if it lasted longer than a ping."""
         link, began = self._link, time.monotonic()
         assert link is not None
         why = await link.over()
@@ -343,7 +343,7 @@ class NatsBus:
         return time.monotonic() - began > self._timing.ping
 
     async def _follow(self, link: Link) -> None:
-        """Reconnect when the server's name resolves elsewhere; the server that lost the name may still answer."""
+        """Reconnect when the server's name resolves elsewhere. The server that lost the name may still answer."""
         gone = 0
         while link is self._link:
             await asyncio.sleep(clock.until_beat(self._timing.look))
@@ -441,7 +441,7 @@ class NatsBus:
 
 
 def _failure(url: str, exc: Exception) -> BusError:
-    """Describe a failed attempt; ``CredentialsError`` if other credentials might help."""
+    """Describe a failed attempt. ``CredentialsError`` if other credentials might help."""
     if isinstance(exc, CredentialsError):
         return CredentialsError(f"cannot use the bus credentials: {exc}")
     where = f"cannot connect to the bus at {host_port(url)}"

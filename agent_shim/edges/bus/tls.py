@@ -49,7 +49,7 @@ def client_context(mbus: Mbus) -> ssl.SSLContext:
 
 @functools.lru_cache(maxsize=8)
 def authorities(ca: str) -> tuple[str, ...]:
-    """Return the readable certificates of a CA; logs the others, once. Raises ``CredentialsError`` if there is none."""
+    """Return the readable certificates of a CA. Logs the others, once. Raises ``CredentialsError`` if there is none."""
     good, bad = x509.readable(ca)
     if not good:
         raise CredentialsError("the CA is not a PEM certificate")
@@ -61,7 +61,7 @@ def authorities(ca: str) -> tuple[str, ...]:
 def server_context(mbus: Mbus) -> ssl.SSLContext:
     """Build the server context for the bosh CLI. Raises ``CredentialsError``.
 
-    The two TLS 1.2 suites are those of the Go agent (``mbus/https_dispatcher.go``); no client certificate is requested.
+    The two TLS 1.2 suites are those of the Go agent (``mbus/https_dispatcher.go``). No client certificate is requested.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -59,7 +59,7 @@ class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
 
     @property
     def place(self) -> Path | None:
-        """Path of the volume: the first member that is an absolute path; None if the CPI named none."""
+        """Path of the volume: the first member that is an absolute path. None if the CPI named none."""
         named = (self.path, self.volume_id, self.device_id)
         return next((Path(os.path.normpath(text)) for text in named if text.startswith("/")), None)
 
@@ -75,7 +75,7 @@ _ISCSI_MEMBERS: Final = {name: name for name in ("initiator_name", "username", "
 def from_hint(cid: str, hint: Any, env: Env) -> DiskSettings:
     """Parse a hint: a string is path and volume id, an object has members, anything else is ignored.
 
-    Members that are not strings are converted (the Go agent crashes on them); null counts as absent.
+    Members that are not strings are converted (the Go agent crashes on them). Null counts as absent.
     """
     options, partitioner = env.persistent_disk_mount_options or None, env.persistent_disk_partitioner
     disk = DiskSettings(cid, file_system=env.persistent_disk_fs, mount_options=options, partitioner=partitioner)

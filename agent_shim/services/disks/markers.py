@@ -42,7 +42,7 @@ OURS: Final = frozenset({DIRECTORY, "lost+found"})
 _MAX_BYTES: Final = 65536
 
 Role = Literal["store", "target", ""]
-"""Place of a disk; "" means that it was mounted once and then unmounted."""
+"""Place of a disk. "" means that it was mounted once and then unmounted."""
 
 
 class Marker(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def read(volume: Path) -> Marker | None:
-    """Read the marker of a volume; None if an agent wrote none that is readable.
+    """Read the marker of a volume. None if an agent wrote none that is readable.
 
     Jobs own the top of many volumes, and may put a directory of their own in the place of the marker's.
     """
@@ -130,7 +130,7 @@ def remove(volume: Path) -> None:
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """A disk named by the settings or a hint; ``volume`` is None while no volume is at ``place``."""
+    """A disk named by the settings or a hint. ``volume`` is None while no volume is at ``place``."""
 
     cid: str
     place: Path | None
@@ -150,14 +150,14 @@ class Disk(msgspec.Struct, frozen=True):
 
     @property
     def role(self) -> Role | None:
-        """Role in its own marker; None without one."""
+        """Role in its own marker. None without one."""
         return None if self.marker is None or self.is_another else self.marker.role
 
 
 class Plan(msgspec.Struct, frozen=True):
     """Disks (cids, or "") that belong on the store and on the migration target.
 
-    ``replaced`` are disks that claim the store although a finished copy of them does too; ``problem`` forbids a start.
+    ``replaced`` are disks that claim the store although a finished copy of them does too. ``problem`` forbids a start.
     """
 
     store: str = ""

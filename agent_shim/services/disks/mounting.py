@@ -110,7 +110,7 @@ class DiskMounts:
         """Return True for a directory that is not a mount point: its volume is missing.
 
         The mount below it is irrelevant. A directory of the node into which volumes are mounted while the pod runs is
-        itself a mount; a file written there before the volume arrives, or after it left, would stay on the node.
+        itself a mount. A file written there before the volume arrives, or after it left, would stay on the node.
         """
         return self._paths.is_system and volumes.is_directory(place) and not mounts.is_mount_point(place)
 
@@ -170,7 +170,7 @@ class DiskMounts:
             self._put(view.disks[decided.target], place)
 
     def _make_way(self, view: View, decided: Plan) -> None:
-        """Unmount a disk that an interrupted swap left on the store; any other disk stays."""
+        """Unmount a disk that an interrupted swap left on the store. Any other disk stays."""
         there = view.disks.get(view.store)
         if there is None or not (there.role == "target" or there.cid in decided.replaced):
             raise ActionError(f"disk {decided.store} belongs on {self._paths.store}, but disk {view.store} is there")
@@ -194,7 +194,7 @@ class DiskMounts:
             logger.warning("%s", exc)
 
     def binds(self) -> bool:
-        """Return True if this container may mount; detected once."""
+        """Return True if this container may mount. Detected once."""
         if self._binds is None:
             self._binds = volumes.can_bind(self._paths.bosh)
             logger.info("disks are placed with %s", "bind mounts" if self._binds else "links")
@@ -256,7 +256,7 @@ class DiskMounts:
         self._claim(disk, "store")
 
     def _mount_older(self, view: View, new: Disk) -> str:
-        """Mount the former disk when a new, empty one arrives and no marker identifies it; return its cid, or "".
+        """Mount the former disk when a new, empty one arrives and no marker identifies it. Return its cid, or "".
 
         CPIs that recreate the container to attach a second disk remove all state of an agent without markers.
         """
@@ -305,7 +305,7 @@ class DiskMounts:
             except HostError as exc:
                 if exc.errno != errno.EPERM:
                     raise
-                # The container was made with a second mount of it; a mount that may not be removed counts as unmounted.
+                # The container was made with a second mount of it. A mount that may not be removed counts as unmounted.
                 logger.warning("%s; the disk is no longer counted as mounted", exc)
         self._taken_down.add(cid)
         if view.managed == cid:
@@ -316,7 +316,7 @@ class DiskMounts:
             self._release(volume / markers.DIRECTORY)
 
     def place_of(self, view: View, cid: str) -> Path | None:
-        """Return the mount point of a disk; None if it is not mounted, and for the empty cid, which names no disk."""
+        """Return the mount point of a disk. None if it is not mounted, and for the empty cid, which names no disk."""
         if not cid:
             return None
         if cid == view.store:

@@ -60,9 +60,9 @@ class Timeouts(msgspec.Struct, frozen=True):
 class Disks:
     """Persistent and dynamic disks of this instance.
 
-    ``settings`` and ``instance`` (the id in the apply spec, or "") are called each time; ``of_jobs`` returns the pids
+    ``settings`` and ``instance`` (the id in the apply spec, or "") are called each time. ``of_jobs`` returns the pids
     that may be terminated to release a disk. ``hold`` gets a private directory on a volume, locks the volume against
-    other agents, and returns the agent that holds it, or ""; ``release`` unlocks it.
+    other agents, and returns the agent that holds it, or "". ``release`` unlocks it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Disks:
     # --- restarts ---------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Mount every disk where it was before a restart; ``problem`` reports failures."""
+        """Mount every disk where it was before a restart. ``problem`` reports failures."""
         await self._restored()
         for wanted in self._settings().update.disk_associations:
             try:
@@ -162,7 +162,7 @@ class Disks:
     # --- list, mount, unmount ---------------------------------------------------------------------------------------
 
     async def list(self) -> list[str]:
-        """Return the mounted disks, the one on the store first; missing mounts are restored before."""
+        """Return the mounted disks, the one on the store first. Missing mounts are restored before."""
         view = await (self._look() if self._running else self._restored())
         linked = await asyncio.to_thread(self._places.linked, view)
         return list(dict.fromkeys(cid for cid in (view.store, view.target, *linked) if cid))
@@ -186,7 +186,7 @@ class Disks:
                 await asyncio.sleep(self._timeouts.look)
 
     async def unmount(self, cid: str) -> str:
-        """Unmount a disk wherever it is mounted; return the text of the reply."""
+        """Unmount a disk wherever it is mounted. Return the text of the reply."""
         known = await self.find(cid)
         with self._exclusively(f"unmount_disk {cid}"):
             view = await self._look()
@@ -234,7 +234,7 @@ class Disks:
             await asyncio.sleep(self._timeouts.look)
 
     async def _wait_until_unused(self, place: Path, disk: Disk | None) -> None:
-        """Wait until no process uses a disk; only processes of jobs are terminated."""
+        """Wait until no process uses a disk. Only processes of jobs are terminated."""
         used = [path for path in {place, disk.volume if disk else None} if path is not None]
         deadline = time.monotonic() + self._timeouts.use
         while holders := await asyncio.to_thread(volumes.holders, used):
@@ -257,7 +257,7 @@ class Disks:
     async def migrate(self, old: str = "", new: str = "") -> None:
         """Copy the disk on the store to the one on the migration target, and swap them.
 
-        Empty cids stand for the disks mounted there. An interrupted migration begins again; a finished one is not
+        Empty cids stand for the disks mounted there. An interrupted migration begins again. A finished one is not
         repeated.
         """
 
@@ -280,7 +280,7 @@ class Disks:
                 await self._restored()
 
     def _pair(self, view: View, old: str, new: str) -> tuple[Disk, Disk]:
-        """Return the disks to copy from and to; the requested cids must be the mounted ones."""
+        """Return the disks to copy from and to. The requested cids must be the mounted ones."""
         found = []
         places = (self._paths.store, view.store, old), (self._paths.store_migration_target, view.target, new)
         for place, there, wanted in places:

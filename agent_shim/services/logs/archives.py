@@ -23,16 +23,16 @@ from agent_shim.core.settings import Blobstore
 from agent_shim.host import files
 
 REMARKS: Final = "agent_shim.remarks.txt"
-"""Entry of an archive that lists its deviations from the files on disk; absent without any."""
+"""Entry of an archive that lists its deviations from the files on disk. Absent without any."""
 MAX_AGE_S: Final = 24 * 3600.0
 """Age at which an archive on disk is removed."""
 MAX_BUNDLES: Final = 20
-"""Archives on disk; one more removes the oldest."""
+"""Archives on disk. One more removes the oldest."""
 NICE: Final = 5
 """Niceness of packing relative to the agent: jobs have priority."""
 
 PACK_TIMEOUT_S: Final = 1500.0
-"""Timeout for a whole archive; the packer ends before it unless a disk hangs."""
+"""Timeout for a whole archive. The packer ends before it unless a disk hangs."""
 
 _BUNDLE: Final = r"logs-[0-9a-f]{16}\.tgz"
 
@@ -55,7 +55,7 @@ class Logs:
         signed_url: str = "",
         headers: Mapping[str, str] = {},
     ) -> protocol.Done:
-        """Upload an archive to the signed URL, else to the blobstore; return its digests and the blob id.
+        """Upload an archive to the signed URL, else to the blobstore. Return its digests and the blob id.
 
         ``kinds`` is a comma-separated list of ``job``, ``agent``, ``system``; without patterns all files are packed.
         ``report`` is called with each step.
@@ -71,7 +71,7 @@ class Logs:
             await asyncio.to_thread(files.remove_tree, archive)
 
     async def bundle(self, kinds: str, patterns: Sequence[str], owner: str) -> tuple[Path, str]:
-        """Leave an archive on disk for ``owner`` (a user or ``user:group``); return its path and its sha512 (hex).
+        """Leave an archive on disk for ``owner`` (a user or ``user:group``). Return its path and its sha512 (hex).
 
         Calls run one after another.
         """
@@ -88,7 +88,7 @@ class Logs:
             return archive, done.sha512
 
     async def remove(self, path: str) -> None:
-        """Remove an archive of ``bundle`` or a temporary file; a missing file is no error, whatever its path.
+        """Remove an archive of ``bundle`` or a temporary file. A missing file is no error, whatever its path.
 
         A link is removed itself, its target stays.
         """

@@ -16,13 +16,13 @@ from typing import Final
 from agent_shim.host import guarded
 
 MAX_LINE_BYTES: Final = 16 * 1024
-"""Limit of a line; the rest follows as the next one."""
+"""Limit of a line. The rest follows as the next one."""
 MAX_TAIL_BYTES: Final = 16 * 1024 * 1024
 """Part at the end of a file in which the last lines are searched."""
 
 
 class LogFile:
-    """The log at ``path`` below the directory ``root``; closed until :meth:`open`, and while there is no such file.
+    """The log at ``path`` below the directory ``root``. Closed until :meth:`open`, and while there is no such file.
 
     An open file stays open: a renamed one is read to its end before the new one of its name, and a truncated one
     (copytruncate) starts again.
@@ -42,7 +42,7 @@ class LogFile:
         return self._descriptor >= 0
 
     def open(self, *, at_end: bool = True) -> bool:
-        """Open the file; False if it is missing. Raises ``OSError`` if it is refused."""
+        """Open the file. False if it is missing. Raises ``OSError`` if it is refused."""
         try:
             self._descriptor = guarded.open_file(self.path, self._root)
         except OSError as exc:
@@ -68,7 +68,7 @@ class LogFile:
         yield from self._split(chain((chunk for _, chunk in found), [b""]))
 
     def lines(self, allowed: int | None = None) -> Iterator[bytes]:
-        """Yield whole lines written since the last read; long ones are split.
+        """Yield whole lines written since the last read. Long ones are split.
 
         The first bytes of more than ``allowed`` are skipped, which a line reports.
         """

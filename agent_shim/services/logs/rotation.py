@@ -2,7 +2,7 @@
 
 A stemcell has logrotate and cron for that, with rules that the Go agent writes at each apply
 (platform/linux_platform.go): ``*.log`` in three levels below ``sys/log``, larger than 50 MB, seven archives,
-copytruncate. Here a worker process does the same every minute; in addition, all archives together have a size limit.
+copytruncate. Here a worker process does the same every minute. In addition, all archives together have a size limit.
 
 Two programs that copy and truncate the same file lose lines for each other: so the Go agent's rule is disabled while
 this agent runs, and enabled again by ``handback``.
@@ -40,7 +40,7 @@ MAX_JOB_ENTRIES: Final = 20_000
 """Entries read in the directories of one job."""
 MAX_DUE: Final = 500
 MAX_REMOVED: Final = 500
-"""Logs rotated and archives removed in one round; others wait for the next."""
+"""Logs rotated and archives removed in one round. Others wait for the next."""
 LOOK_TIMEOUT_S: Final = 10.0
 ROTATE_TIMEOUT_S: Final = 1800.0
 BLOCK_BYTES: Final = 512
@@ -60,7 +60,7 @@ def size(text: str) -> int:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Rotation limits: ``size`` of a file, ``keep`` archives of each, ``total`` bytes of all; ``period`` in seconds."""
+    """Rotation limits: ``size`` of a file, ``keep`` archives of each, ``total`` bytes of all. ``period`` in seconds."""
 
     size: int = 50 << 20
     keep: int = 7
@@ -77,7 +77,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Found(NamedTuple):
-    """A file below ``sys/log``; ``size`` is its content without holes."""
+    """A file below ``sys/log``. ``size`` is its content without holes."""
 
     path: str
     size: int
@@ -170,7 +170,7 @@ class Rotation:
 
 
 def _put_out_of_force(rule: Path) -> bool:
-    """Disable the rule of the Go agent; False on failure, which leaves rotation to logrotate. Blocks."""
+    """Disable the rule of the Go agent. False on failure, which leaves rotation to logrotate. Blocks."""
     try:
         rule.rename(f"{rule}{OUT_OF_FORCE}")
     except (FileNotFoundError, NotADirectoryError):

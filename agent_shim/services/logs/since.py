@@ -1,7 +1,7 @@
 """Selection of log lines by time: those written at or after a moment.
 
 The time is read from the line itself, in the forms of RFC 3339, Go's log package and nginx, or from a member of a JSON
-line, also as seconds since 1970. A line without a time belongs to the line before it; in a file without times the last
+line, also as seconds since 1970. A line without a time belongs to the line before it. In a file without times the last
 change of the file decides. Times without a zone are UTC, as in stemcells.
 """
 
@@ -73,7 +73,7 @@ class Since:
         self._is_wanted: dict[str, bool] = {}
 
     def is_wanted(self, file: str, line: bytes, changed_at: Callable[[], float]) -> bool:
-        """Return True for a line of ``file`` at or after the moment; ``changed_at`` is the file's last change."""
+        """Return True for a line of ``file`` at or after the moment. ``changed_at`` is the file's last change."""
         at = written_at(line)
         if at is not None:
             self._is_wanted[file] = at >= self._moment

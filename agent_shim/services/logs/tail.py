@@ -18,7 +18,7 @@ from agent_shim.host.descriptors import closing
 from agent_shim.services.logs.log_file import LogFile
 
 RATE_BYTES_PER_S: Final = 256 * 1024
-"""Bytes per second of one file that reach a stream; the excess is skipped, and its size reported."""
+"""Bytes per second of one file that reach a stream. The excess is skipped, and its size reported."""
 POLL_S: Final = 0.5
 """Poll interval of files."""
 SEARCH_PERIOD_S: Final = 2.0
@@ -31,12 +31,12 @@ MAX_DEPTH: Final = 8
 MAX_JOB_ENTRIES: Final = 5_000
 """Entries read in the directories of one job."""
 JOB_FILES: Final = (".log", ".out", ".err")
-"""Suffixes of files that are being written; rotated ones have others."""
+"""Suffixes of files that are being written. Rotated ones have others."""
 AGENT_FILES: Final = ("current",)
 
 
 class Line(NamedTuple):
-    """A line of a log; ``file`` is the path below the directory of the job, ``raw`` the line without its line break."""
+    """A line of a log. ``file`` is the path below the directory of the job, ``raw`` the line without its line break."""
 
     job: str
     file: str
@@ -74,7 +74,7 @@ class Follower:
         clock: Callable[[], float] = time.monotonic,
         refused: Callable[[str, str], object] = lambda _path, _why: None,
     ) -> None:
-        """Follow files whose names end in one of ``names``; ``refused`` gets each path that is not read, and why."""
+        """Follow files whose names end in one of ``names``. ``refused`` gets each path that is not read, and why."""
         self._refused = refused
         self._directory = directory
         self._job = job
@@ -88,7 +88,7 @@ class Follower:
         self._looked_at = clock()
 
     def last(self, count: int) -> Iterator[Line]:
-        """Yield the last ``count`` lines of each file, file by file; ``poll`` continues after them."""
+        """Yield the last ``count`` lines of each file, file by file. ``poll`` continues after them."""
         yield from self._search(at_end=True)
         for name in sorted(self._files):
             yield from (self._line(name, text) for text in self._files[name].last(count))
@@ -121,7 +121,7 @@ class Follower:
         return Line(job, guarded.shown(file), text)
 
     def _search(self, *, at_end: bool) -> Iterator[Line]:
-        """Open new files, in each job the most recently written; yields a line for a job with too many."""
+        """Open new files, in each job the most recently written. Yields a line for a job with too many."""
         self._searched_at = self._clock()
         with self._refusing(self._job), guarded.held(self._directory) as top:
             jobs = [self._job] if self._job else self._jobs(top)

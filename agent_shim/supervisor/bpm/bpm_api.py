@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def answer(runner: Bpm, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``{"value": …}`` or ``{"error": …}``; ``request`` has a verb and, except ``list``, job and process."""
+    """Return ``{"value": …}`` or ``{"error": …}``. ``request`` has a verb and, except ``list``, job and process."""
     verb = str(request.get("verb"))
     if verb == "list":
         rows, complaints = await asyncio.to_thread(runner.rows)
@@ -93,7 +93,7 @@ def _texts(request: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _volume(text: str) -> config.Volume:
-    """Parse ``PATH[:OPTION,…]``; raises ``ConfigError``."""
+    """Parse ``PATH[:OPTION,…]``. Raises ``ConfigError``."""
     from agent_shim.supervisor.bpm import config
 
     path, colon, options = text.partition(":")

@@ -1,6 +1,6 @@
 """Parser of bpm.yml: the processes of a job and their permissions. Pure.
 
-Schema and rules follow bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``); scalars have the
+Schema and rules follow bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``). Scalars have the
 meaning of Go's yaml.v3, bpm's parser. Text fields take the literal text: ``- 1.10``, ``- 0x1f``, ``- yes`` and ``-
 true`` are arguments as written. Unknown keys are ignored, duplicate keys are errors. Unlike bpm, quoted flags and
 numbers are accepted, since some templates quote everything.
@@ -32,7 +32,7 @@ MAX_MISTAKES: Final = 20
 class Volume(msgspec.Struct, frozen=True):
     """An extra directory or file visible to the process.
 
-    A missing one is created as a directory owned by vcap; an unrestricted one is left out, and without a ``mount_only``
+    A missing one is created as a directory owned by vcap. An unrestricted one is left out, and without a ``mount_only``
     one the process does not start. With ``shared``, mounts below it propagate both ways.
     """
 
@@ -61,9 +61,9 @@ class Unsafe(msgspec.Struct, frozen=True):
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One process. ``env`` overrides the defaults; an empty ``workdir`` is the job's directory.
+    """One process. ``env`` overrides the defaults. An empty ``workdir`` is the job's directory.
 
-    ``pre_start`` runs before it, as root and outside the sandbox; "" is none. ``capabilities`` have no ``CAP_`` prefix.
+    ``pre_start`` runs before it, as root and outside the sandbox. "" is none. ``capabilities`` have no ``CAP_`` prefix.
     ``ephemeral_disk`` and ``persistent_disk`` grant ``data/JOB`` and ``store/JOB``. ``shutdown_signal`` begins a stop.
     """
 
@@ -83,7 +83,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class BpmFile(msgspec.Struct, frozen=True):
-    """Processes of a job; an empty file runs nothing."""
+    """Processes of a job. An empty file runs nothing."""
 
     processes: tuple[Process, ...] = ()
 
@@ -200,19 +200,19 @@ def check_volume(path: str, *, job: str, root: PurePosixPath = ROOT) -> None:
 
 
 def _clean(path: str) -> str:
-    """Return the shortest equivalent path; unlike Go, Python keeps two leading slashes."""
+    """Return the shortest equivalent path. Unlike Go, Python keeps two leading slashes."""
     return re.sub("^//", "/", posixpath.normpath(path))
 
 
 # --- YAML as Go's yaml.v3 decodes it --------------------------------------------------------------------------------
 
 MAX_DEPTH: Final = 100
-"""Maximum nesting of a file; the schema has six levels."""
+"""Maximum nesting of a file. The schema has six levels."""
 
 _SIGNED: Final = 2**63 - 1
 _UNSIGNED: Final = 2**64 - 1
 _MAX_ENTRIES: Final = 100_000
-"""Bound of keys and items, counted wherever an alias repeats them; yaml.v3 refuses excessive aliases, too."""
+"""Bound of keys and items, counted wherever an alias repeats them. Yaml.v3 refuses excessive aliases, too."""
 _MAX_DIGITS: Final = 80
 """Maximum digits of a number: enough for 64 bits in base 2."""
 
@@ -293,7 +293,7 @@ class _Map:
         return tuple(self._text(path, node) for path, node in self._items(key) if not _is_null(node))
 
     def text_map(self, key: str) -> dict[str, str]:
-        """Return texts by name; null is an empty text."""
+        """Return texts by name. Null is an empty text."""
         found = self.map(key)
         return {name: found.text(name) for name in found.entries}
 
@@ -303,7 +303,7 @@ class _Map:
         return _Map(self.notes, self.at(key), node)
 
     def maps(self, key: str, *, has_holes: bool = True) -> list[_Map]:
-        """Return a list of mappings; skips null items if ``has_holes`` allows them."""
+        """Return a list of mappings. Skips null items if ``has_holes`` allows them."""
         found = []
         for path, node in self._items(key):
             if not _is_null(node):
@@ -313,7 +313,7 @@ class _Map:
         return found
 
     def flag(self, key: str) -> bool:
-        """Return a flag, false if absent; a quoted number is true unless 0."""
+        """Return a flag, false if absent. A quoted number is true unless 0."""
         if not self.has(key):
             return False
         node = self.entries[key]
@@ -396,7 +396,7 @@ class _Map:
 
 
 def _line_of(node: yaml.Node | yaml.Event) -> int:
-    """Return the line of a node or event; PyYAML marks all of them."""
+    """Return the line of a node or event. PyYAML marks all of them."""
     mark = node.start_mark
     assert mark is not None
     return mark.line + 1
@@ -416,7 +416,7 @@ def _found(node: yaml.Node | None) -> str:
 
 
 def _decoded(node: yaml.ScalarNode) -> str | None:
-    """Return the text of a scalar; None for invalid base64."""
+    """Return the text of a scalar. None for invalid base64."""
     if node.tag != f"{_TAG}binary":
         return cast("str", node.value)
     try:
@@ -426,7 +426,7 @@ def _decoded(node: yaml.ScalarNode) -> str | None:
 
 
 def _number(node: yaml.Node) -> int | None:
-    """Parse a number, also in base 2, 8 (``0o17`` and ``017``) or 16, or with underscores; truncates a fraction."""
+    """Parse a number, also in base 2, 8 (``0o17`` and ``017``) or 16, or with underscores. Truncates a fraction."""
     if not isinstance(node, yaml.ScalarNode):
         return None
     digits = node.value[:1] + node.value[1:].replace("_", "")
@@ -443,7 +443,7 @@ _NOTHING: Final = yaml.ScalarNode(f"{_TAG}null", "")
 
 
 def _composed(text: str, origin: str) -> yaml.Node | None:
-    """Compose the first document; later ones are ignored."""
+    """Compose the first document. Later ones are ignored."""
     try:
         _measure(text, origin)
         loader = _LOADER(text)

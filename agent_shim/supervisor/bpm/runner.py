@@ -61,7 +61,7 @@ class UnknownProcessError(ConfigError):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A line of ``bpm list``; ``pid`` is 0 unless it is running."""
+    """A line of ``bpm list``. ``pid`` is 0 unless it is running."""
 
     name: str
     pid: int
@@ -69,7 +69,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class MemoryKill(msgspec.Struct, frozen=True):
-    """A process killed because its tree exceeded its memory limit; sizes in bytes."""
+    """A process killed because its tree exceeded its memory limit. Sizes in bytes."""
 
     job: str
     process: str
@@ -101,9 +101,9 @@ class Entry:
 
 
 class Bpm:
-    """Starts, finds and stops processes of bpm.yml; one operation at a time per process.
+    """Starts, finds and stops processes of bpm.yml. One operation at a time per process.
 
-    ``user`` owns the processes if the agent is root; None keeps the agent's user, as below another base than /var/vcap.
+    ``user`` owns the processes if the agent is root. None keeps the agent's user, as below another base than /var/vcap.
     With ``is_strict`` an unsupported request is an error, else a warning.
     """
 
@@ -133,7 +133,7 @@ class Bpm:
         return self._entries.get((job, name)) or self._entries.setdefault((job, name), Entry(self._paths, job, name))
 
     async def isolation(self) -> sandbox.Isolation:
-        """Return the isolation available to new processes; probes the container once."""
+        """Return the isolation available to new processes. Probes the container once."""
         from agent_shim.host import sandbox
 
         async with self._trying:
@@ -145,7 +145,7 @@ class Bpm:
     # --- state ------------------------------------------------------------------------------------------------------
 
     def definition(self, job: str, name: str) -> bpm.Process:
-        """Look up the process in its bpm.yml; raises ``ConfigError`` or ``HostError``."""
+        """Look up the process in its bpm.yml. Raises ``ConfigError`` or ``HostError``."""
         found = self._file(job).process(name)
         if found is None:
             config = self._paths.jobs / job / "config/bpm.yml"
@@ -195,14 +195,14 @@ class Bpm:
         return rows, complaints
 
     async def last_words(self, call: BpmCall) -> str:
-        """Return the last line of the process's error log; the process may have replaced the file."""
+        """Return the last line of the process's error log. The process may have replaced the file."""
         entry = self._entry(call.job, call.process)
         return await last_line(entry.label, entry.logs["stderr"], self._paths.sys / "log")
 
     # --- start and stop ---------------------------------------------------------------------------------------------
 
     async def start(self, call: BpmCall) -> process.Process:
-        """Start the process unless it runs; returns once it runs. Raises ``HostError`` or ``ConfigError``."""
+        """Start the process unless it runs. Returns once it runs. Raises ``HostError`` or ``ConfigError``."""
         async with self._only(call, "start"):
             if (found := self.find(call.job, call.process)) and (running := process.adopt(*found)):
                 return running
@@ -228,7 +228,7 @@ class Bpm:
             await asyncio.to_thread(_remove, entry.pidfile)
 
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
-        """Run the process as an errand, without a pidfile, to its exit code; 0 immediately if it already runs."""
+        """Run the process as an errand, without a pidfile, to its exit code. 0 immediately if it already runs."""
         async with self._only(call, "run"):
             if self.find(call.job, call.process):
                 return 0
@@ -252,7 +252,7 @@ class Bpm:
 
     @contextlib.asynccontextmanager
     async def _only(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
-        """Exclude other operations on the process; log the start, the end and any failure of this one in bpm's log."""
+        """Exclude other operations on the process. Log the start, the end and any failure of this one in bpm's log."""
         async with self._entry(call.job, call.process).turn:
             await asyncio.to_thread(self._note, call, f"{verb}.starting")
             try:
@@ -311,7 +311,7 @@ class Bpm:
         return running
 
     async def _run_hook(self, entry: Entry, wanted: bpm.Process) -> None:
-        """Run the pre_start hook as root without isolation; raises ``HostError`` if it fails."""
+        """Run the pre_start hook as root without isolation. Raises ``HostError`` if it fails."""
         env = {**self._env(entry.job, wanted), MARK: entry.mark}
         hook = process.spawn([wanted.pre_start], env=env, stdout=entry.logs["stdout"], stderr=entry.logs["stderr"])
         status = await hook.wait_or_terminate(QUIT_TIMEOUT_S)
@@ -358,7 +358,7 @@ class Bpm:
         )
 
     async def shell_order(self, job: str, wanted: bpm.Process) -> sandbox_exec.ExecSpec:
-        """Build the exec spec of a shell beside the running process; raises ``HostError`` if none runs."""
+        """Build the exec spec of a shell beside the running process. Raises ``HostError`` if none runs."""
         isolation = await self.isolation()
         found = self.find(job, wanted.name)
         if found is None:
@@ -385,7 +385,7 @@ class Bpm:
         paths, place = self._paths, sandbox.place
         temporary = str(paths.data / job / "tmp")
         found = [place(each, run=True) for each in sandbox.SYSTEM]
-        # bosh-dns reads the records and the health of the instance; nothing there is secret. bpm hides it.
+        # bosh-dns reads the records and the health of the instance. Nothing there is secret. bpm hides it.
         found += [place("/sys"), place(str(paths.instance))]
         if not is_apart:
             found += [place(each, write=True) for each in SCRATCH]
@@ -434,7 +434,7 @@ class Bpm:
         return MemoryKill(entry.job, entry.name, peak, self._memory_limit(entry))
 
     def _make_directories(self, entry: Entry, wanted: bpm.Process) -> None:
-        """Make directories and log files with bpm's modes; raises ``HostError``."""
+        """Make directories and log files with bpm's modes. Raises ``HostError``."""
         paths, job = self._paths, entry.job
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
         files.make_own_dir(entry.pidfile.parent.parent, 0o755, own)  # its parent is writable by all users
@@ -499,7 +499,7 @@ class Bpm:
         await self._has_started.wait()
 
     def kill_hogs(self) -> list[MemoryKill]:
-        """Kill the trees of processes above their memory limit, and return them; blocks for some milliseconds.
+        """Kill the trees of processes above their memory limit, and return them. Blocks for some milliseconds.
 
         Where the kernel enforces the limit, it has already killed one process of the tree.
         """
@@ -524,7 +524,7 @@ class Bpm:
         below = proc.children(processes)
         for entry, limit, found in limited:
             tree = proc.descent(below, [found[0]]) & processes.keys()
-            # Resident memory counts shared pages once per process; count exactly only if the sum exceeds the limit.
+            # Resident memory counts shared pages once per process. Count exactly only if the sum exceeds the limit.
             if sum(processes[pid].resident_kb for pid in tree) * 1024 > limit:
                 used = sum(proc.proportional_kb(pid) or processes[pid].resident_kb for pid in tree) * 1024
                 if used > limit:
@@ -545,7 +545,7 @@ class Bpm:
         return is_victim
 
     def _memory_limit(self, entry: Entry) -> int:
-        """Return the limit in bytes, 0 without one; reads the file again when it changed."""
+        """Return the limit in bytes, 0 without one. Reads the file again when it changed."""
         try:
             modified = (self._paths.jobs / entry.job / "config/bpm.yml").stat().st_mtime_ns
             if entry.limit[1] != modified:
@@ -557,7 +557,7 @@ class Bpm:
 
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
-    """Signal the process in bpm's sequence; its init passes signals to it alone. Returns True if it was killed."""
+    """Signal the process in bpm's sequence. Its init passes signals to it alone. Returns True if it was killed."""
     steps = (first, SIGNAL_TIMEOUT_S), (signal.SIGQUIT, QUIT_TIMEOUT_S), (signal.SIGKILL, process.KILL_TIMEOUT_S)
     try:
         for sig, patience in steps:
@@ -579,12 +579,12 @@ def _most(which: int, wanted: int, held: Container[str]) -> int:
 
 
 def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
-    """Expand the glob of each volume; no match is no error."""
+    """Expand the glob of each volume. No match is no error."""
     return [msgspec.structs.replace(volume, path=path) for volume in volumes for path in glob.glob(volume.path)]  # noqa: PTH207 - text
 
 
 def _make_kept(path: Path, mode: int, owner: str | None) -> None:
-    """Make a directory; an existing one keeps its mode."""
+    """Make a directory. An existing one keeps its mode."""
     files.make_dir(path, path.stat().st_mode & 0o7777 if path.is_dir() else mode, owner)
 
 

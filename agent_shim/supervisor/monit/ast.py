@@ -31,7 +31,7 @@ class Program(msgspec.Struct, frozen=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """An action; ``program`` belongs to ``exec``. ``ignore`` has no effect and no syntax."""
+    """An action. ``program`` belongs to ``exec``. ``ignore`` has no effect and no syntax."""
 
     kind: ActionKind
     program: Program | None = None
@@ -52,7 +52,7 @@ ONCE: Final = Rate()
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """The subject does not exist; a process does not run. Replaces the built-in restart."""
+    """The subject does not exist. A process does not run. Replaces the built-in restart."""
 
 
 class PidChanged(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """Another value than at the last check; ``algorithm`` belongs to a checksum."""
+    """Another value than at the last check. ``algorithm`` belongs to a checksum."""
 
     what: Literal["checksum", "fsflag", "ppid", "size", "timestamp"]
     algorithm: Algorithm = "md5"
@@ -121,7 +121,7 @@ class Protocol(msgspec.Struct, frozen=True):
     """Protocol of a connection: a name of monit, ``default`` (connect only) or ``generic`` (the ``dialogue``).
 
     A ``send`` text may contain ``\\0xHH`` for bytes, including zero. The others belong to http: ``checksum`` is the
-    checksum of the page, which must have ``content``, a regular expression, or must lack it if ``is_negated``;
+    checksum of the page, which must have ``content``, a regular expression, or must lack it if ``is_negated``.
     ``credentials`` are a user and a password.
     """
 
@@ -212,13 +212,13 @@ class Ignored(_Placed, frozen=True):
 
     @property
     def first_words(self) -> str:
-        """Words that name the statement; the others may be secret."""
+        """Words that name the statement. The others may be secret."""
         words = self.statement.split()
         return " ".join(words[: 3 if words[1].lower() in ("changed", "failed", "not") else 2])
 
 
 class MonitFile(_Placed, frozen=True):
-    """A control file; ``ignored`` lists the statements outside checks first."""
+    """A control file. ``ignored`` lists the statements outside checks first."""
 
     services: tuple[Check, ...] = ()
     ignored: tuple[Ignored, ...] = ()

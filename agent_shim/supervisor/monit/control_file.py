@@ -27,13 +27,13 @@ from agent_shim.supervisor.plan import JobFile
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH: Final = 8
-"""Levels of files that include others; monit allows ten."""
+"""Levels of files that include others. monit allows ten."""
 _NUMBERED: Final = re.compile(r"[0-9]{4}_(?=.)")
 """Prefix of the Go agent before the name of a job (applier/jobs/rendered_job_applier.go)."""
 
 
 class Control(msgspec.Struct):
-    """Values of the ``set`` statements, with monit's defaults; ``job_files`` are all files that may have checks."""
+    """Values of the ``set`` statements, with monit's defaults. ``job_files`` are all files that may have checks."""
 
     path: Path
     poll: int = 30
@@ -57,14 +57,14 @@ class Control(msgspec.Struct):
     queue: Path | None = None
     """Directory of events that wait for the mail server."""
     slots: int = 0
-    """Most of them; 0 is monit's default, no limit."""
+    """Most of them. 0 is monit's default, no limit."""
     pidfile: Path | None = None
     idfile: Path | None = None
     statefile: Path | None = None
     job_files: list[JobFile] = msgspec.field(default_factory=list)
 
     def credentials(self) -> Mapping[bytes, bool] | None:
-        """``user:password`` and whether it may act, None if none is needed; reads the files. Raises ``OSError``."""
+        """``user:password`` and whether it may act, None if none is needed. Reads the files. Raises ``OSError``."""
         if self.allows_neighbours and not self.users and not self.user_files:
             return None
         found = {text.encode(): may_act for text, may_act in self.users.items()}
@@ -77,7 +77,7 @@ class Control(msgspec.Struct):
 
 
 def read(path: Path) -> Control:
-    """Read the control file and all that it includes. Raises ``ConfigError`` that names file and line; blocks."""
+    """Read the control file and all that it includes. Raises ``ConfigError`` that names file and line. Blocks."""
     control = Control(path)
     _take(control, path, 0)
     root, home = os.geteuid() == 0, Path(pwd.getpwuid(os.geteuid()).pw_dir)
@@ -110,7 +110,7 @@ def _take(control: Control, path: Path, depth: int) -> None:
 
 
 def _settings(control: Control, reader: Reader) -> list[str]:
-    """Take each ``set`` of a file; return the mistakes. Checks are read by ``plan``."""
+    """Take each ``set`` of a file. Return the mistakes. Checks are read by ``plan``."""
     mistakes = []
     while reader.kind != "END":
         if not reader.take("set"):

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 
 class Token(NamedTuple):
-    """One token; ``start`` and ``end`` are offsets into the text.
+    """One token. ``start`` and ``end`` are offsets into the text.
 
     ``kind`` is a keyword in canonical spelling, a value (``STRING PATH NUMBER REAL MAIL NAME URL INCLUDE FROM REPLY-TO
     SUBJECT MESSAGE``), ``END`` of the text, ``BAD``, or any other character itself. ``value`` is the text of a value
@@ -70,7 +70,7 @@ URL: Final = (
     r"(?P<scheme>[a-z0-9]+)://(?:(?P<credentials>[^:@ ]+:[^@ \t\r\n]+)@)?(?P<host>[^/?:# \t\r\n]+)"
     r"(?::(?P<port>[0-9]+))?(?P<path>/[^?# \t\r\n]*)?(?:\?(?P<query>[^# \t\r\n]*))?(?:#[^ \t\r\n]*)?"
 )
-"""A URL; a blank or line end follows it, also after ``)``, which is a part of its path."""
+"""A URL. A blank or line end follows it, also after ``)``, which is a part of its path."""
 
 _TOKEN: Final = rf"""
   (?P<skip>(?: [ \r\t;,()]+ | (?:\#[^\n]*)? \\? \n )+)
@@ -106,10 +106,10 @@ _GROUP: Final = _mode(skip=r"\n", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}'")
 """After ``group``: the same, but without blanks on the next line."""
 
 _DEPENDS: Final = _mode(skip=r"[ \r\t;,()]+", line=r"[ \r\t;,()]*\n[ \r\t;,()]*", bare=WORD, over=r"[ \r\n\t]+[^,]")
-"""After ``depends on``: names separated by commas; ends at a blank or a line break without one."""
+"""After ``depends on``: names separated by commas. Ends at a blank or a line break without one."""
 
 _ARGUMENTS: Final = _mode(skip=r"[ \r\t]+", line=r"\n", over=r"\"", quoted=r"'[^']*'", quote=r"'", bare=r"[^ \t\n\"]+")
-"""Inside the quotes of a program: no shell; ``'`` is special only at the start of an argument."""
+"""Inside the quotes of a program: no shell. ``'`` is special only at the start of an argument."""
 
 _PATTERN: Final = _mode(skip=r"[ \t\r\n]+", quoted=r"\"[^\"\r\n]+\"|'[^'\r\n]+'", bare=r"[^ \t\r\n]+")
 """After ``include``: a pattern of file names."""
@@ -123,7 +123,7 @@ NO_NAME: Final = "a quote that no single word follows"
 
 
 def lex(text: str) -> list[Token]:
-    """Tokenise ``text`` without noise words, with a final ``END``. Invalid text becomes ``BAD``; nothing is raised."""
+    """Tokenise ``text`` without noise words, with a final ``END``. Invalid text becomes ``BAD``. Nothing is raised."""
     tokens: list[Token] = []
     at = 0
     token = re.compile(_TOKEN, re.VERBOSE | re.IGNORECASE | re.ASCII | re.DOTALL)
@@ -168,7 +168,7 @@ def _word(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _program(match: re.Match[str], tokens: list[Token]) -> int:
-    """Tokenise ``start "``, ``stop "`` and ``exec "``; the end of the text also closes the quote."""
+    """Tokenise ``start "``, ``stop "`` and ``exec "``. The end of the text also closes the quote."""
     text, at = match.string, match.end()
     tokens.append(Token(match.lastgroup or "", "", match.start(), at - 1))
     while at < len(text):
@@ -195,7 +195,7 @@ def _named(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _one(mode: _Mode, wanted: str, match: re.Match[str], tokens: list[Token]) -> int:
-    """Append the single value after ``match``; any other text is tokenised as usual."""
+    """Append the single value after ``match``. Any other text is tokenised as usual."""
     text, at = match.string, match.end()
     kind = "skip"
     while kind == "skip":
@@ -222,7 +222,7 @@ def _depends(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
-    """Return kind and end of the longest match at ``at``, the first of equals; "" without one."""
+    """Return kind and end of the longest match at ``at``, the first of equals. "" without one."""
     best = "", at
     for kind, pattern in mode:
         match = re.compile(pattern).match(text, at)

@@ -50,7 +50,7 @@ def describe(service: ServiceInfo) -> dict[str, Any]:
 
 
 def _meant(services: list[ServiceInfo], request: Mapping[str, Any]) -> list[str]:
-    """Select the names in the spelling of the files; raises ``ActionError`` in monit's words for an unknown one."""
+    """Select the names in the spelling of the files. Raises ``ActionError`` in monit's words for an unknown one."""
     known = {service.process.name.lower(): service for service in services}
     named = request.get("names", [])
     if not isinstance(named, list):

@@ -21,7 +21,7 @@ from agent_shim.supervisor.monit.reader import MonitSyntaxError, Reader
 from agent_shim.supervisor.monit.rules import ALL, STATUS, SYSTEM, read_ignore, read_program, read_regex, read_rule
 
 MAX_BYTES: Final = 256 * 1024
-"""Size of one file; a parse takes longer than linear time."""
+"""Size of one file. A parse takes longer than linear time."""
 
 MAX_MISTAKES: Final = 20
 """Mistakes of one file that its error names."""
@@ -70,7 +70,7 @@ def parse(text: str, *, origin: str, without_effect: list[Ignored] | None = None
 
 
 def _set(reader: Reader) -> None:
-    """Skip a ``set`` for the daemon, up to the next ``set`` or ``check``; no known release has one."""
+    """Skip a ``set`` for the daemon, up to the next ``set`` or ``check``. No known release has one."""
     reader.skip()
     first = reader.next
     while reader.kind not in ("set", "END", "BAD") and not reader.kind.startswith("check "):
@@ -96,7 +96,7 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
 
 
 def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]) -> Check:
-    """Parse a check; after a mistake in its head, a nameless one for the mistakes in its options."""
+    """Parse a check. After a mistake in its head, a nameless one for the mistakes in its options."""
     check = Check(cast("Kind", reader.kind.removeprefix("check ")), "", line=reader.line(reader.next))
     first, before = reader.at, len(reader.mistakes)
     try:
@@ -112,7 +112,7 @@ def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]
 
 
 def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
-    """Parse the head of a check; ``services`` are the preceding ones, by lower-case name."""
+    """Parse the head of a check. ``services`` are the preceding ones, by lower-case name."""
     head = reader.skip()
     token = reader.need("a name of one word", "NAME")
     name = token.value
@@ -137,7 +137,7 @@ def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
 
 
 def _options(reader: Reader, check: Check, ignored: list[Ignored]) -> Check:
-    """Parse the options of a check, in any order and number; appends those without effect to ``ignored``."""
+    """Parse the options of a check, in any order and number. Appends those without effect to ``ignored``."""
     kind = f"check {check.kind}"
     while reader.kind not in ("END", "set") and not reader.kind.startswith("check "):
         first, token = reader.at, reader.next
@@ -201,7 +201,7 @@ def _alert(reader: Reader, check: Check) -> Check:
 
 
 def skip_alert(reader: Reader) -> str:
-    """Parse what follows ``alert``; return the address."""
+    """Parse what follows ``alert``. Return the address."""
     address = reader.need("a mail address", "MAIL").value
     if reader.take("not") or reader.kind == "{":
         _braces(reader, "events")
@@ -258,7 +258,7 @@ _OPTIONS: Final[Mapping[str, _Option]] = {
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A conflict between files; ``service`` is at ``origin`` and ``line``.
+    """A conflict between files. ``service`` is at ``origin`` and ``line``.
 
     A ``duplicate`` is the later definition; a ``missing`` dependency names an undefined service; a ``cycle`` is
     reported at one of its services.
@@ -298,7 +298,7 @@ def problems(files: Iterable[MonitFile]) -> list[Problem]:
 
 
 def _circles(depends: Mapping[str, list[str]]) -> Iterator[list[str]]:
-    """Yield circular dependencies, each in order from its first name; no two of them share a name."""
+    """Yield circular dependencies, each in order from its first name. No two of them share a name."""
     left = dict(depends)
     while True:
         try:

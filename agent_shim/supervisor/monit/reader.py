@@ -7,7 +7,7 @@ from typing import Final
 from agent_shim.supervisor.monit.lexer import KEYWORDS, Token, lex
 
 MAX_DIGITS: Final = 36
-"""Maximum digits of an integer. monit counts in 32 bits; this only keeps sizes in bytes exact."""
+"""Maximum digits of an integer. monit counts in 32 bits. This only keeps sizes in bytes exact."""
 
 MAX_REAL: Final = 1e18
 """Maximum of a number with a decimal point."""
@@ -21,7 +21,7 @@ class MonitSyntaxError(ValueError):
 
 
 class Reader:
-    """Token reader of one text. ``kind`` is the kind of the ``next`` token; ``include`` statements are set aside."""
+    """Token reader of one text. ``kind`` is the kind of the ``next`` token. ``include`` statements are set aside."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -95,7 +95,7 @@ class Reader:
         return value
 
     def timeout(self, default: int) -> int:
-        """Read ``timeout N seconds``, no other unit; ``default`` if absent."""
+        """Read ``timeout N seconds``, no other unit. ``default`` if absent."""
         if not self.take("timeout"):
             return default
         seconds = self.number("a number of seconds")

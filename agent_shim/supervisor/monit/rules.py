@@ -68,7 +68,7 @@ def read_program(reader: Reader, *, timed: bool = True) -> values.Program:
 
 
 def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | None:
-    """Parse a rule of a check of this kind; None for a test that the agent does not act on. ``address`` is the host of
+    """Parse a rule of a check of this kind. None for a test that the agent does not act on. ``address`` is the host of
     a connection that names none.
 
     A rule without a rate has none. (monit 5.2.5 applies the rate of the preceding rule if that one tests existence or a
@@ -91,7 +91,7 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | 
 
 
 def read_ignore(reader: Reader) -> values.Match | None:
-    """Parse ``ignore [not] match PATTERN``; None for the path of a file with patterns, without effect."""
+    """Parse ``ignore [not] match PATTERN``. None for the path of a file with patterns, without effect."""
     reader.skip()
     is_negated = reader.take("not") is not None
     reader.need("'match' or 'not match' after 'ignore'", "match")
@@ -104,7 +104,7 @@ def read_ignore(reader: Reader) -> values.Match | None:
 def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
     wanted = _wanted(reader, kind)
     test = _read_test(reader, wanted)
-    # Resource tests may follow each other; monit keeps the last.
+    # Resource tests may follow each other. monit keeps the last.
     while wanted in RESOURCES and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
         test = _read_test(reader, reader.kind)
     return test
@@ -140,7 +140,7 @@ def _owner(reader: Reader, expected: str) -> str:
 
 
 def _rate(reader: Reader) -> values.Rate:
-    """Parse ``N cycles`` or ``N times within M cycles``; once if absent."""
+    """Parse ``N cycles`` or ``N times within M cycles``. Once if absent."""
     if reader.kind != "NUMBER":
         return values.ONCE
     token = reader.next
@@ -217,7 +217,7 @@ def _checksum(reader: Reader, word: str) -> values.Unlike:
 
 
 def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[str, values.Algorithm]:
-    """Parse a checksum, of ``algorithm`` if that is known; other characters than hexadecimal digits do not count."""
+    """Parse a checksum, of ``algorithm`` if that is known. Other characters than hexadecimal digits do not count."""
     token = reader.next
     digits = "".join(re.findall("[0-9a-f]", reader.string("a checksum").lower()))
     found = DIGESTS.get(len(digits))
@@ -227,7 +227,7 @@ def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[
 
 
 def _matched(reader: Reader, *, is_negated: bool) -> values.Match | None:
-    """Parse the pattern after ``match``; None for a path, which remains to be read."""
+    """Parse the pattern after ``match``. None for a path, which remains to be read."""
     if reader.kind == "PATH":
         return None
     if reader.kind != "STRING":
@@ -236,7 +236,7 @@ def _matched(reader: Reader, *, is_negated: bool) -> values.Match | None:
 
 
 def _limit(reader: Reader, metric: str) -> values.Limit:
-    """Parse ``[OPERATOR] VALUE``; the metric decides about the unit."""
+    """Parse ``[OPERATOR] VALUE``. The metric decides about the unit."""
     taken = reader.take(">", "<", "=", "!=", "changed")
     sign = taken.kind if taken else "="
     operator = cast("values.Operator", "!=" if sign == "changed" else sign)
@@ -306,7 +306,7 @@ def _url(reader: Reader, _: str) -> values.Connection:
 
 
 def _connection(reader: Reader, word: str) -> values.Connection | None:
-    """Parse ``[host H] port P`` or ``unixsocket PATH`` after its first word; None for a protocol that is not spoken."""
+    """Parse ``[host H] port P`` or ``unixsocket PATH`` after its first word. None for a protocol that is not spoken."""
     host, port, path = "", 0, ""
     if word == "unixsocket":
         path = reader.path("a path")
@@ -415,4 +415,4 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "… protocol ftp, mysql and others without options": "the connection alone decides; no known release has one",
     "if match PATH, ignore match PATH": "no known release has one; patterns that the file itself holds are compared",
 }
-"""Statements that are read and listed, with the reason; any words may stand up to the ``then`` of a rule."""
+"""Statements that are read and listed, with the reason. Any words may stand up to the ``then`` of a rule."""

@@ -35,7 +35,7 @@ MAX_ANCESTORS: Final = 64
 GATHER_ROUNDS: Final = 8
 """Looks for processes outside a cgroup that they should enter: each may have forked before it did."""
 PROGRAMS: Final = ("packages/", "jobs/", "data/packages/", "data/jobs/")
-"""Directories below the base with the programs of jobs; only root can write to them."""
+"""Directories below the base with the programs of jobs. Only root can write to them."""
 
 Records: TypeAlias = Iterable[tuple[str, ProcessRecord]]
 """The label and the process record of each service."""
@@ -48,7 +48,7 @@ class Tie(enum.Enum):
     SHARED = "shared"
     """Owned, started by a script of the job: other services may be in its session."""
     NAMED = "named"
-    """Watched although started by hand or by another program; never signalled."""
+    """Watched although started by hand or by another program. Never signalled."""
     NONE = "none"
 
 
@@ -60,11 +60,11 @@ class Row(NamedTuple):
     kept_by: str
     tie: Tie
     why: str = ""
-    """Why it does not count; ``{}`` stands for the owner."""
+    """Why it does not count. ``{}`` stands for the owner."""
 
 
 class Evidence(enum.Enum):
-    """Evidence about a process that a pidfile names; the first that there is decides."""
+    """Evidence about a process that a pidfile names. The first that there is decides."""
 
     STALE = Row(
         "the pidfile has not changed since the process that it named ended, or since the start program",
@@ -122,7 +122,7 @@ class Evidence(enum.Enum):
 
 
 class Left(NamedTuple):
-    """A process that survived a stop; ``pid`` 0 represents processes that exit before they can be listed."""
+    """A process that survived a stop. ``pid`` 0 represents processes that exit before they can be listed."""
 
     pid: int
     start: int
@@ -169,7 +169,7 @@ class Members(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The process that a pattern names; ``leads`` as in ``Members``."""
+    """The process that a pattern names. ``leads`` as in ``Members``."""
 
     process: proc.Stat
     tie: Tie
@@ -191,13 +191,13 @@ def kinship(
 ) -> dict[int, Verdict]:
     """Attribute the ``wanted`` processes of a pass, by default all, and their ancestors.
 
-    ``in_cgroup`` maps a process to the label of the service whose cgroup it is in; ``marked`` maps a label to the
+    ``in_cgroup`` maps a process to the label of the service whose cgroup it is in. ``marked`` maps a label to the
     processes that carry its mark, as evidence that a session is still the same.
     """
     own_evidence = _proofs(processes, records, in_cgroup, marked)
     verdicts: dict[int, Verdict] = {}
     for pid in processes if wanted is None else wanted:
-        # The nearest ancestor with evidence decides; evidence of a service counts before evidence of its job's scripts.
+        # The nearest ancestor with evidence decides. Evidence of a service counts before evidence of its job's scripts.
         way: list[int] = []
         of_scripts: list[int] = []
         script = ""
@@ -226,7 +226,7 @@ def _proofs(
     in_cgroup: Mapping[int, str],
     marked: Mapping[str, Collection[int]],
 ) -> Callable[[proc.Stat], Verdict | None]:
-    """Return the function that attributes a process by its own evidence, the strongest; its None defers to the parent.
+    """Return the function that attributes a process by its own evidence, the strongest. Its None defers to the parent.
 
     The order: the cgroup of a service, its identity and sessions, the cgroup of scripts, its parent.
     """
@@ -265,14 +265,14 @@ def _proofs(
 
 
 def _doubtful(look: Look, verdicts: Mapping[int, Verdict], owners: Collection[Verdict]) -> frozenset[int] | None:
-    """Return the unread processes of a pass whose children may be of ``owners``; None if not known."""
+    """Return the unread processes of a pass whose children may be of ``owners``. None if not known."""
     if look.unread is None:
         return None
     return frozenset(pid for pid in look.unread if pid not in verdicts or verdicts[pid] in owners)
 
 
 class Ownership:
-    """Attributes processes to the services of one supervisor; ``records`` returns their labels and records."""
+    """Attributes processes to the services of one supervisor. ``records`` returns their labels and records."""
 
     def __init__(self, base: Path) -> None:
         self.records: Callable[[], Records] = tuple
@@ -285,7 +285,7 @@ class Ownership:
         return job_cgroups.JobCgroup(mark(label, self._base))
 
     def gather(self, label: str, pid: int) -> bool:
-        """Move a process and its descendants into the cgroup of a service; False if some are elsewhere. Blocks."""
+        """Move a process and its descendants into the cgroup of a service. False if some are elsewhere. Blocks."""
         cgroup = self.cgroup(label)
         with contextlib.suppress(OSError):
             for _ in range(GATHER_ROUNDS):
@@ -394,7 +394,7 @@ class Ownership:
         return self.verdict(leader) == label
 
     def tie(self, each: proc.Stat, label: str, job: str, traces: ProcessRecord, pidfile: Pidfile) -> tuple[Tie, str]:
-        """Relate a process to the service of ``job`` whose ``pidfile`` names it; explain ``Tie.NONE``. Blocks."""
+        """Relate a process to the service of ``job`` whose ``pidfile`` names it. Explain ``Tie.NONE``. Blocks."""
         if each.identity == traces.known:
             return (Tie.NAMED if traces.is_only_named else Tie.OWNED), ""
         found, owner = self.evidence(each, label, script_label(job), traces, pidfile)
@@ -433,7 +433,7 @@ class Ownership:
         return Evidence.NOTHING, ""
 
     def _mark_of(self, pid: int) -> str:
-        """Return the label that a process carries; "" without a mark, the mark itself if it is another agent's."""
+        """Return the label that a process carries. "" without a mark, the mark itself if it is another agent's."""
         if marked := proc.variable(pid, MARK) or "":
             return marked.removesuffix(mark("", self._base))
         return proc.variable(pid, MONIT_MARK) or ""
@@ -479,7 +479,7 @@ class Ownership:
 
 
 def is_job_user(user: int | None) -> bool:
-    """True for a user of jobs: not root and no ``bosh_`` account; any user if the agent itself is not root."""
+    """True for a user of jobs: not root and no ``bosh_`` account. Any user if the agent itself is not root."""
     if user is None:
         return False
     if user == 0 or os.geteuid() != 0:

@@ -24,7 +24,7 @@ from agent_shim.supervisor.plan import ProcessSpec
 
 MIN_POLL_S: Final = 0.001
 MAX_POLL_S: Final = 0.05
-"""Poll interval during a start; grows from the minimum to the maximum."""
+"""Poll interval during a start. Grows from the minimum to the maximum."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -33,9 +33,9 @@ class Timing(msgspec.Struct, frozen=True):
     settle: float = 8.0
     """Uptime after which a process restarted after an unexpected exit counts as running."""
     backoff_first: float = 0.5
-    """Wait before the second restart in a row; the first is immediate."""
+    """Wait before the second restart in a row. The first is immediate."""
     backoff_limit: float = 10.0
-    """Longest wait; a longer uptime resets the back-off. No longer than a cycle of monit."""
+    """Longest wait. A longer uptime resets the back-off. No longer than a cycle of monit."""
     eager: float = 60.0
     """Time after a requested start in which a Director may wait for a process that fails until another one is up."""
     eager_limit: float = 1.0
@@ -62,9 +62,9 @@ class LateError(HostError):
 
 
 class ProcessFinder:
-    """Finds and tracks the process of a service; ``program`` is the start program during a start.
+    """Finds and tracks the process of a service. ``program`` is the start program during a start.
 
-    ``traces`` is the record of the service's processes; ``changed`` is called after each change to it.
+    ``traces`` is the record of the service's processes. ``changed`` is called after each change to it.
     """
 
     def __init__(self, ownership: Ownership, timing: Timing, changed: Callable[[], None]) -> None:
@@ -88,7 +88,7 @@ class ProcessFinder:
         return self.process.pid if self.process is not None else 0
 
     async def look(self, spec: ProcessSpec, traces: ProcessRecord) -> bool:
-        """True if the process or path exists; adopts a process of another agent, a late pidfile or a successor.
+        """True if the process or path exists. Adopts a process of another agent, a late pidfile or a successor.
 
         Records living and exited processes, and drops the handle of an exited one.
         """
@@ -162,7 +162,7 @@ class ProcessFinder:
         return f"{spec.path} is missing"
 
     async def look_at_path(self, spec: ProcessSpec) -> bool:
-        """Return True if the path of a check without a process exists; an unreadable path does not.
+        """Return True if the path of a check without a process exists. An unreadable path does not.
 
         If no thread is available for the look, the last result stands.
         """
@@ -207,7 +207,7 @@ class ProcessFinder:
             self._take_up(known)
 
     def release_program(self) -> None:
-        """Release the start program; any remaining processes of it keep running."""
+        """Release the start program. Any remaining processes of it keep running."""
         if self.program is not None and self.program is not self.process:
             self.program.release()
         self.program = None
@@ -266,7 +266,7 @@ KINDS: Final = ("success", "error", "signal", "unknown")
 
 
 def kind_of(how: str) -> str:
-    """Return the kind of an exit that ``describe`` described; a missing path is an error."""
+    """Return the kind of an exit that ``describe`` described. A missing path is an error."""
     if how == "unknown":
         return how
     return "success" if how == "exit 0" else "signal" if how.startswith("SIG") else "error"

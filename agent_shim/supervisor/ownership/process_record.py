@@ -23,7 +23,7 @@ MONIT_MARK: Final = "MONIT_SERVICE"
 """monit's own variable: identifies processes that monit itself started before the agent took over."""
 _SCRIPTS: Final = "scripts of job "
 MAX_SESSIONS: Final = 32
-"""Maximum number of recorded sessions; processes in older ones have been swept."""
+"""Maximum number of recorded sessions. Processes in older ones have been swept."""
 
 Identity: TypeAlias = tuple[int, int]
 """Process number and start ticks."""
@@ -55,7 +55,7 @@ class Pidfile(NamedTuple):
 
 
 def read(path: Path | str | None) -> Pidfile | None:
-    """Read a pidfile as monit does: a regular file that starts with a number above 0; None otherwise."""
+    """Read a pidfile as monit does: a regular file that starts with a number above 0. None otherwise."""
     if path is None:
         return None
     try:
@@ -88,7 +88,7 @@ def _read(path: Path | str) -> Pidfile | None:
 
 
 def read_own(path: Path) -> Pidfile | None:
-    """Read a pidfile that the agent wrote, in a directory that only it can write; None otherwise.
+    """Read a pidfile that the agent wrote, in a directory that only it can write. None otherwise.
 
     Jobs can make directories in ``sys/run``.
     """
@@ -127,7 +127,7 @@ _SAVED_NAMES: Final = {
 
 
 class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
-    """Record of a service's processes; part of the agent's saved state."""
+    """Record of a service's processes. Part of the agent's saved state."""
 
     known: Identity | None = None
     """The service's process, while it may be alive."""
@@ -138,7 +138,7 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
     program: Identity | None = None
     """The start program, while it may be alive."""
     descendants: list[Identity] = []
-    """Living descendants seen so far; they still belong to the service after the process exits."""
+    """Living descendants seen so far. They still belong to the service after the process exits."""
     sessions: list[Session] = []
     """Sessions of the last start programs."""
     begun: int = 0
@@ -151,7 +151,7 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
     """Session of ``known`` if a script of the job began it: other services of the job may be in it."""
 
     def begin(self, program: Identity, pidfile: Pidfile | None) -> None:
-        """Record a started start program; ``pidfile`` preceded it."""
+        """Record a started start program. ``pidfile`` preceded it."""
         self.program, self.begun = program, program[1]
         self.before = pidfile
         self.sessions = [*self.sessions, Session(*program)][-MAX_SESSIONS:]
@@ -197,7 +197,7 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
         return self.begun > 0 and pidfile != self.before
 
     def lasting(self, by_session: Mapping[int, Iterable[proc.Stat]], marked: Collection[int]) -> dict[int, int]:
-        """Map number to start tick of sessions that our start programs still have; ``marked`` carry our mark."""
+        """Map number to start tick of sessions that our start programs still have. ``marked`` carry our mark."""
         return {
             session.pid: session.start
             for session in self.sessions

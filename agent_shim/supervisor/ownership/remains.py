@@ -36,10 +36,10 @@ KILL_ROUNDS: Final = 3
 MAX_PROOF_PASSES: Final = 40
 """Passes tried for one during which no process of the service ends."""
 QUICK_PROOF_PASSES: Final = 10
-"""Passes without a pause between them; PROOF_PAUSE_S precedes each of the others."""
+"""Passes without a pause between them. PROOF_PAUSE_S precedes each of the others."""
 PROOF_PAUSE_S: Final = 0.05
 MAX_REAPING_TURNS: Final = 100
-"""Turns of the event loop that reap orphans after a pass; more can exit at the same time."""
+"""Turns of the event loop that reap orphans after a pass. More can exit at the same time."""
 EXIT_WAIT_S: Final = 0.25
 """Seconds that remaining processes of an exited process have before they are signalled."""
 NAMELESS: Final = Left(0, 0, "processes that exit before they can be listed")
@@ -71,7 +71,7 @@ class Remains:
     # --- finding ----------------------------------------------------------------------------------------------------
 
     async def look(self) -> Look:
-        """Take a pass over all processes that starts after this call; concurrent callers share one."""
+        """Take a pass over all processes that starts after this call. Concurrent callers share one."""
 
         async def take() -> Look:
             async with self._passing:
@@ -103,7 +103,7 @@ class Remains:
         return found
 
     async def strays(self, since: int) -> list[Left]:
-        """List orphans of an unknown job since the tick ``since``; an empty list is proven as in ``sweep``."""
+        """List orphans of an unknown job since the tick ``since``. An empty list is proven as in ``sweep``."""
 
         async def find() -> Members:
             return await asyncio.to_thread(self.ownership.strays, await self.look(), since)
@@ -111,7 +111,7 @@ class Remains:
         return await self._proven(find, since, [Unproven.ORPHAN])
 
     async def doubtful(self, since: int) -> str:
-        """Describe orphans of root and of operators since the tick ``since``; "" without any.
+        """Describe orphans of root and of operators since the tick ``since``. "" without any.
 
         Without a cgroup a job's process that forked twice in a new session and wiped its environment is one of these.
         """
@@ -141,7 +141,7 @@ class Remains:
     async def sweep(
         self, label: str, traces: ProcessRecord, known: Iterable[Identity], grace: float, *, is_usual: bool = False
     ) -> list[Left]:
-        """Send TERM, and KILL after ``grace`` seconds, to all processes of the service; returns the survivors.
+        """Send TERM, and KILL after ``grace`` seconds, to all processes of the service. Returns the survivors.
 
         An empty result is proven by a pass that no process can outrun. ``is_usual`` keeps a kill out of ``killed``.
         """
@@ -166,7 +166,7 @@ class Remains:
         return alive or await self._left_over(label, traces, cgroup)
 
     async def sweep_strays(self, since: int, grace: float) -> list[Left]:
-        """End orphans of unknown jobs like ``sweep`` once all jobs are stopped; returns the survivors."""
+        """End orphans of unknown jobs like ``sweep`` once all jobs are stopped. Returns the survivors."""
         strays = await self.strays(since)
         for sig, timeout in _rounds(grace):
             if not strays:
@@ -178,14 +178,14 @@ class Remains:
         return strays
 
     async def dismiss(self, spec: ProcessSpec) -> None:
-        """Remove the cgroup of a stopped service; the cgroup of a bpm process stays until its counters are read."""
+        """Remove the cgroup of a stopped service. The cgroup of a bpm process stays until its counters are read."""
         if spec.start is not None and spec.start_call is None:
             await asyncio.to_thread(self.ownership.cgroup(spec.label).remove)
 
     # --- proof ------------------------------------------------------------------------------------------------------
 
     async def _left_over(self, label: str, traces: ProcessRecord, cgroup: job_cgroups.JobCgroup) -> list[Left]:
-        """Return the remaining processes of a service after a pass found none; an empty list is proof.
+        """Return the remaining processes of a service after a pass found none. An empty list is proof.
 
         The kernel answers for a cgroup.
         """
@@ -201,7 +201,7 @@ class Remains:
     async def _proven(
         self, find: Callable[[], Awaitable[Members]], since: int, owners: Collection[Verdict]
     ) -> list[Left]:
-        """Return what ``find`` finds of the processes of ``owners`` since the tick ``since``; an empty list is proof.
+        """Return what ``find`` finds of the processes of ``owners`` since the tick ``since``. An empty list is proof.
 
         A process that escapes a pass must start and exit during it. So a pass that finds none counts if it could read
         every process that it listed, or if meanwhile no orphan of ``owners`` has exited or begun to. The second holds

@@ -19,7 +19,7 @@ def argv(name: str, *arguments: object) -> list[str]:
 
 
 def foreign(*command: object, **env: str) -> int:
-    """Start a program that does not descend from us, with ``env`` alone; its number."""
+    """Start a program that does not descend from us, with ``env`` alone. Its number."""
     script = '"$@" >/dev/null 2>&1 & echo $!'
     arguments = ["/bin/sh", "-c", script, "sh", *map(str, command)]
     return int(subprocess.run(arguments, env=env, capture_output=True, check=True).stdout)
@@ -35,7 +35,7 @@ def number_in(path: Path) -> int | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if a process lives; a zombie does not."""
+    """Return True if a process lives. A zombie does not."""
     found = proc.stat(pid)
     return found is not None and found.is_alive
 

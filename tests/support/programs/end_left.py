@@ -15,7 +15,7 @@ MAX_ENVIRON_BYTES = 1 << 20
 
 
 def end_left(base: str) -> list[int]:
-    """Kill the processes with ``base`` in command line or environment; return those that live after 10 s."""
+    """Kill the processes with ``base`` in command line or environment. Return those that live after 10 s."""
     give_up_at = time.monotonic() + WITHIN_S
     while (left := _processes_of(os.fsencode(base) + b"/")) and time.monotonic() < give_up_at:
         for pid in left:

@@ -1,6 +1,6 @@
 """Print the members of a dashboard that the schema of Grafana does not know: ``grafana_losses.py FILE``.
 
-Runs with the interpreter of ``.tools``. Grafana's library reads the file into its types and writes it again; a member
+Runs with the interpreter of ``.tools``. Grafana's library reads the file into its types and writes it again. A member
 that it does not know is lost, and one of a wrong type is an error.
 """
 

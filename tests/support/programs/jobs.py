@@ -19,7 +19,7 @@ LASTING = "exec sleep 600"
 
 
 class World:
-    """Jobs below one directory; ``log`` is what their scripts write to."""
+    """Jobs below one directory. ``log`` is what their scripts write to."""
 
     def __init__(self, base: Path, timing: Timing = FAST) -> None:
         self.base = base
@@ -41,7 +41,7 @@ class World:
         timeout: int = 5,
         file: str = "",
     ) -> JobFile:
-        """A job of one process; ``start`` and ``stop`` are shell scripts that know ``$pidfile``, ``$log``, ``$name``.
+        """A job of one process. ``start`` and ``stop`` are shell scripts that know ``$pidfile``, ``$log``, ``$name``.
 
         Without ``start`` it becomes a process that writes its own pidfile and stays.
         """
@@ -72,7 +72,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def supervising(self, *files: JobFile) -> AsyncIterator[Supervisor]:
-        """A supervisor that keeps these jobs; orphans come to us."""
+        """A supervisor that keeps these jobs. Orphans come to us."""
         with reaper.reaping():
             async with self.supervisor() as supervisor:
                 await supervisor.configure(files)

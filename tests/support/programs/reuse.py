@@ -130,7 +130,7 @@ class Rounds:
 
 
 def kill(pid: int) -> None:
-    """End it from outside; the number belongs to a process that was reported alive."""
+    """End it from outside. The number belongs to a process that was reported alive."""
     found = proc.stat(pid)
     if found is not None:
         process.send(found.identity, 9)

@@ -1,7 +1,7 @@
 """strangers.py: forks processes with requested numbers, and reports the signals that they got.
 
 Root of a pid namespace. It reads lines: ``take PID HOW`` is answered with the number of the process that counts, or 0
-if the number is not free; ``end PID`` with the signals that this one got, in a line. HOW is ``plain``, ``leader`` (of
+if the number is not free. ``end PID`` with the signals that this one got, in a line. HOW is ``plain``, ``leader`` (of
 its own session) or ``member`` (of a session whose leader had the number and is gone).
 """
 

@@ -50,7 +50,7 @@ def pax(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
 
 
 def record(key: str, value: str) -> bytes:
-    """A pax record; its length counts its own digits."""
+    """A pax record. Its length counts its own digits."""
     rest = f" {key}={value}\n".encode()
     length = len(rest)
     while len(str(length)) + len(rest) != length:
@@ -181,7 +181,7 @@ def test_a_missing_job_is_told_in_the_words_of_the_go_agent(tmp_path: Path, pack
     ],
 )
 def test_odd_but_honest_archives_are_unpacked(tmp_path: Path, packed: bytes) -> None:
-    """The later of two members with one name wins; an archive may lack its end or have more after it."""
+    """The later of two members with one name wins. An archive may lack its end or have more after it."""
     unpack(packed, tmp_path / "o")
 
     assert {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()} == {"a": b"new"}
@@ -198,7 +198,7 @@ def test_a_file_whose_name_ends_like_a_directory_is_one(tmp_path: Path, kind: by
 
 @pytest.mark.parametrize("subtree", ["", "d"])
 def test_links_may_point_anywhere(tmp_path: Path, subtree: str) -> None:
-    """Compiled packages are full of absolute links; GNU tar makes those of jobs too. They are made, not followed."""
+    """Compiled packages are full of absolute links. GNU tar makes those of jobs too. They are made, not followed."""
     packed = link("d/a", "/var/vcap/packages/x") + link("d/b", "../../y") + link("d/c", "d/b", hard=True) + END
     unpack(zipped(packed), tmp_path / "o", subtree=subtree)
 

@@ -1,4 +1,4 @@
-"""Archives of one log; ``integration/test_rotation.py`` rotates logs that are written meanwhile."""
+"""Archives of one log. ``integration/test_rotation.py`` rotates logs that are written meanwhile."""
 
 from __future__ import annotations
 

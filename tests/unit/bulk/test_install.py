@@ -1,4 +1,4 @@
-"""Order in which an install brings bundles to disk; the rest is in ``integration/test_worker.py``."""
+"""Order in which an install brings bundles to disk. The rest is in ``integration/test_worker.py``."""
 
 from __future__ import annotations
 

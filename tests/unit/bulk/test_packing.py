@@ -102,7 +102,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("compressed", [True, False])
 def test_gnu_tar_gets_back_what_was_packed(tmp_path: Path, tree: Path, compressed: bool) -> None:
-    """Contents, modes, times, links of both kinds, empty directories; the names begin with ``./``."""
+    """Contents, modes, times, links of both kinds, empty directories. The names begin with ``./``."""
     (tmp_path / "a.tgz").write_bytes(packed(Tree(str(tree)), compressed=compressed))
     (tmp_path / "out").mkdir()
     subprocess.run(["tar", "-xf", tmp_path / "a.tgz", "-C", tmp_path / "out"], check=True)
@@ -229,7 +229,7 @@ def test_a_compiled_package_belongs_to_root_by_name(tmp_path: Path) -> None:
 def test_a_file_swapped_for_something_else_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """It happens between the scan and the open; a FIFO would block a process that opens it."""
+    """It happens between the scan and the open. A FIFO would block a process that opens it."""
     make(tmp_path, ["logs/a", "logs/b", "secret"])
 
     def swap() -> None:
@@ -324,7 +324,7 @@ def test_patterns_that_invite_endless_matching_do_not_get_it(tmp_path: Path) -> 
 
 
 def test_a_rotated_log_is_found_under_its_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every line is in the archive, whichever moment the names were changed at; a shrinking number of files too."""
+    """Every line is in the archive, whichever moment the names were changed at. A shrinking number of files too."""
     make(tmp_path, ["a.log", "b.log", "b.log.1", "b.log.2", "c.log"])
 
     def rotate() -> None:
@@ -409,7 +409,7 @@ def test_growth_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_cut_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The archive is whole; zeros are no log."""
+    """The archive is whole. Zeros are no log."""
     (tmp_path / "a").write_bytes(b"x" * 600)
     after_seeing_the_size(monkeypatch, 600, lambda: os.truncate(tmp_path / "a", 5))
     data = logs(tmp_path)
@@ -421,7 +421,7 @@ def test_a_cut_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_disk_that_fails_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the tree is live; a package is not half packed."""
+    """Where the tree is live. A package is not half packed."""
     make(tmp_path, ["a", "b"])
     honest = os.pread
 
@@ -443,7 +443,7 @@ def test_a_disk_that_fails_costs_one_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_may_not_be_read_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the tree is live; elsewhere it is an error."""
+    """Where the tree is live. Elsewhere it is an error."""
     make(tmp_path, ["logs/a", "logs/closed/b", "logs/c", "shut/x"])
     monkeypatch.chdir(tmp_path)
     closed = [tmp_path / "logs" / "c", tmp_path / "logs" / "closed", tmp_path / "shut"]
@@ -536,7 +536,7 @@ def test_a_bound_on_the_output_of_a_compilation_is_none_on_logs(
 
 
 def test_a_sparse_log_is_packed_without_its_hole(tmp_path: Path) -> None:
-    """It costs its writer nothing; read as zeros, terabytes would keep every later task waiting."""
+    """It costs its writer nothing. Read as zeros, terabytes would keep every later task waiting."""
     with (tmp_path / "a.log").open("wb") as file:
         file.write(b"first")
         file.truncate(1 << 43)

@@ -1,4 +1,4 @@
-"""Proxies by the rules of Go; the trust in authorities is tested with the transfers."""
+"""Proxies by the rules of Go. The trust in authorities is tested with the transfers."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_every_limit_says_what_follows_and_what_to_change(name: str) -> None:
         said = limit.change(runtime)
         if runtime != "pod" and limit.cpi:
             assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", said)
-    # The Docker CPI sets privileges and bind mounts of a container; other keys are not its own.
+    # The Docker CPI sets privileges and bind mounts of a container. Other keys are not its own.
     assert not re.search(r"\b(Privileged|CapAdd|Binds|User|Cmd|Entrypoint)\b", limit.cpi)
     assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", "" if limit.cpi else limit.pod)
 

@@ -112,7 +112,7 @@ def test_an_unknown_job_is_answered_with_the_known_ones(tree: Path, capsys: pyte
 
 @contextlib.contextmanager
 def answering(base: Path, *names: str) -> Iterator[list[Any]]:
-    """A server in place of an agent with these services; yields the requests."""
+    """A server in place of an agent with these services. Yields the requests."""
     seen: list[Any] = []
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:

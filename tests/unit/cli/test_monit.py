@@ -245,7 +245,7 @@ def test_reload_and_quit_say_what_monit_says(asked: list[dict[str, Any]], capfd:
 def test_validate_ends_with_the_codes_of_monit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], members: dict[str, Any], status: int, said: str
 ) -> None:
-    """Exit code 1 without an error, as 5.2.5 has it; a closed port is none."""
+    """Exit code 1 without an error, as 5.2.5 has it. A closed port is none."""
     monkeypatch.setattr(control_client, "ask", lambda *_: shown(service(**members)))
 
     assert monit.main(["validate"]) == status

@@ -137,7 +137,7 @@ def test_a_release_that_cannot_be_compiled_is_refused(tmp_path: Path, manifest: 
 
 
 def test_packages_are_copied_and_checked(tmp_path: Path) -> None:
-    """A file with another digest is not kept; an unknown or missing one is an error."""
+    """A file with another digest is not kept. An unknown or missing one is an error."""
     manifest = Manifest("a", "1", packages=[source("p"), source("q")])
     good = tarball(tmp_path / "good.tgz", ("packages/", None), ("./packages/q.tgz", b"q"), ("packages/p.tgz", b"p"))
     into = tmp_path / "blobs"
@@ -180,7 +180,7 @@ REST = [("license.tgz", b"license"), ("LICENSE", b"free")]
 def test_compiled_packages_take_the_place_of_the_sources(
     tmp_path: Path, packages: list[tuple[str, bytes | None]]
 ) -> None:
-    """With or without an entry for the directory; files 0644, everything of root and without a time."""
+    """With or without an entry for the directory. Files 0644, everything of root and without a time."""
     before = [("release.MF", b"name: a"), ("jobs/", None), ("jobs/web.tgz", b"web")]
     path = tarball(tmp_path / "r.tgz", *before, *packages, *REST)
     (tmp_path / "blob").write_bytes(b"compiled")

@@ -208,7 +208,7 @@ def test_details_end_with_the_next_start_and_the_log() -> None:
 
 
 def test_reasons_and_warnings_are_wrapped_not_cut() -> None:
-    """At words, to the width of the terminal; a pipe gets each in one line."""
+    """At words, to the width of the terminal. A pipe gets each in one line."""
     status = shown() | {"warnings": ["the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. web: x"]}
     narrow = status_text.render(status, columns=60).splitlines()
     wide = status_text.render(status).splitlines()

@@ -18,7 +18,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
-    """Work that fails so often and then lasts; ``then`` tells that."""
+    """Work that fails so often and then lasts. ``then`` tells that."""
     count = 0
 
     async def run() -> None:

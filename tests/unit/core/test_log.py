@@ -29,7 +29,7 @@ def root_logger() -> Iterator[None]:
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Set the log up with a file in the place of stderr; returns the path of that file."""
+    """Set the log up with a file in the place of stderr. Returns the path of that file."""
     with (tmp_path / "stderr").open("w") as stream:
 
         def begin(**options: Any) -> Path:

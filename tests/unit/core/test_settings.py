@@ -145,7 +145,7 @@ def test_of_certificates_that_began_together_the_stored_one_counts() -> None:
 
 
 def test_all_credentials_there_are_may_lead_to_the_bus() -> None:
-    """The present ones first; those of the CPI with the addresses of the CPI."""
+    """The present ones first. Those of the CPI with the addresses of the CPI."""
     source = parsed(env={"bosh": {"mbus": {"cert": since(60), "urls": ["nats://old:1"]}}})
     found = effective(source, mbus={"cert": since(120), "urls": ["nats://new:2"]})
     known = found.known_mbus

@@ -134,7 +134,7 @@ HOLDS: Mapping[str, bytes] = {
 def test_a_megabyte_that_holds_the_interpreter_is_refused_before_any_repair(
     document: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The repair of defects took seconds; a thread would not help, because the decoders hold the interpreter."""
+    """The repair of defects took seconds. A thread would not help, because the decoders hold the interpreter."""
     monkeypatch.delattr(wire, "_ESCAPE")
 
     with pytest.raises(wire.RequestError):

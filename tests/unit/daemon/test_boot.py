@@ -54,7 +54,7 @@ def test_directories_of_the_agent_are_closed_to_others(tmp_path: Path) -> None:
 
 
 def test_jobs_find_their_directories_with_the_modes_of_the_go_agent(tmp_path: Path) -> None:
-    """``SetupLogDir``, ``SetupRunDir`` and ``SetupDataDir`` of platform/linux_platform.go; any job may use sys/run."""
+    """``SetupLogDir``, ``SetupRunDir`` and ``SetupDataDir`` of platform/linux_platform.go. Any job may use sys/run."""
     paths = Paths(tmp_path)
     boot.make_tree(paths)
 

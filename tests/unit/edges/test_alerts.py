@@ -43,7 +43,7 @@ KINDS = (
     ],
 )
 def test_s8_severity(event: str, severity: int) -> None:
-    """Severities are the Go agent's, in any case; an unknown event is critical."""
+    """Severities are the Go agent's, in any case. An unknown event is critical."""
     message = alert_of("web", event, "restart", "", [], 0)
 
     assert message is not None
@@ -174,7 +174,7 @@ async def test_giving_way_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_storm_is_one_alert() -> None:
-    """The same again within the quiet time is counted; another process or event is another alert."""
+    """The same again within the quiet time is counted. Another process or event is another alert."""
     bus = Bus()
     async with sending(bus) as queue:
         for _ in range(50):

@@ -115,7 +115,7 @@ def test_s7_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) ->
 
 
 def test_extra_beats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats out of turn come on top, no later than the wait for the vitals allows; one in progress delays the next."""
+    """Beats out of turn come on top, no later than the wait for the vitals allows. One in progress delays the next."""
     world = World()
     world.slowness = 5.0
     told_at = [3.0, 29.5, 45.0, 89.999, 90.001]
@@ -141,7 +141,7 @@ def test_extra_beats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a pause of the whole machine missed beats are not sent later; the grid continues."""
+    """After a pause of the whole machine missed beats are not sent later. The grid continues."""
     world = World()
     began = 0.0
 
@@ -160,7 +160,7 @@ def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_slow_vitals_delay_no_heartbeat() -> None:
-    """A measurement that hangs leaves the last vitals in the message; the state in it is current."""
+    """A measurement that hangs leaves the last vitals in the message. The state in it is current."""
     world = World()
     async with beating(world, period=0.05) as heart:
         await until(lambda: bool(world.vitals) and world.vitals[-1] is not None)

@@ -1,4 +1,4 @@
-"""The mail of an event, as monit 5.2.5 writes it and the Go agent reads it; its way is in test_monit_daemon.py."""
+"""The mail of an event, as monit 5.2.5 writes it and the Go agent reads it. Its way is in test_monit_daemon.py."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_the_agent_itself_has_the_customary_metrics_of_a_process() -> None:
 
 
 def test_what_is_unknown_is_left_out() -> None:
-    """A reading that could not be taken has no sample; zero would be a lie."""
+    """A reading that could not be taken has no sample. Zero would be a lie."""
     readings = Readings(bus=BusReading(None), processes=[service("web")])
     found = samples(asyncio.run(Metrics(lambda: readings).render()))
 
@@ -241,7 +241,7 @@ def test_any_process_name_leaves_the_page_whole(name: str) -> None:
 
 
 def test_page_is_kept_for_a_second() -> None:
-    """Ten scrapers at once cost one reading; a second later it is taken again."""
+    """Ten scrapers at once cost one reading. A second later it is taken again."""
     clock, taken = Clock(), []
 
     def read() -> Readings:

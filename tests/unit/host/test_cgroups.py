@@ -24,7 +24,7 @@ def write(directory: Path, files: Mapping[str, object]) -> None:
 
 
 def version_2(top: Path, *below: str) -> cgroups.Cgroup:
-    """A unified hierarchy mounted at ``top``; the process sits in the last of ``below``."""
+    """A unified hierarchy mounted at ``top``. The process sits in the last of ``below``."""
     levels = [top]
     for name in below:
         levels.append(levels[-1] / name)
@@ -40,7 +40,7 @@ def version_1(top: Path) -> cgroups.Cgroup:
 
 
 def test_memory_of_version_2(tmp_path: Path) -> None:
-    """The tightest level counts, also when the agent sits below it; idle page cache is not in use."""
+    """The tightest level counts, also when the agent sits below it. Idle page cache is not in use."""
     write(tmp_path, {"memory.max": 600 * MIB, "memory.current": 500 * MIB})
     write(
         tmp_path / "pod",
@@ -153,7 +153,7 @@ def test_without_a_quota_below_the_machine_nothing_is_said(tmp_path: Path, quota
 
 
 def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
-    """In version 2 the counter of a level holds what happened below it; no file, no answer."""
+    """In version 2 the counter of a level holds what happened below it. No file, no answer."""
     write(tmp_path, {"memory.max": MIB, "memory.events": "low 0\noom 4\noom_kill 3\noom_group_kill 0"})
     write(tmp_path / "leaf", {"memory.events": "oom_kill 0"})
     write(tmp_path / "memory", {"memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2"})
@@ -185,7 +185,7 @@ TOP = "/sys/fs/cgroup"
     ],
 )
 def test_own_cgroup_is_found(membership: str, table: bytes, version: int, memory: list[str], cpu: list[str]) -> None:
-    """The levels from the own one to the top of the mount; an unmounted level is represented by a mounted one."""
+    """The levels from the own one to the top of the mount. An unmounted level is represented by a mounted one."""
     found = cgroups.parse_membership(membership, mounts.parse(table))
 
     assert found.memory == cgroups.Hierarchy(version, tuple(map(Path, memory)))
@@ -204,7 +204,7 @@ MOUNTS = """\
 
 
 def test_hierarchies_that_track_processes_are_found_best_first(tmp_path: Path) -> None:
-    """Version 2 kills, the freezer freezes; a mount that is no hierarchy of ours and one without a mount are none."""
+    """Version 2 kills, the freezer freezes. A mount that is no hierarchy of ours and one without a mount are none."""
     write(
         tmp_path / "self",
         {
@@ -236,7 +236,7 @@ def test_any_text_is_a_membership(text: str) -> None:
 
 
 def test_the_real_cgroup_can_be_read() -> None:
-    """The answer is valid on any machine; unreadable values are empty."""
+    """The answer is valid on any machine. Unreadable values are empty."""
     host = host_stats.memory()
     found = cgroups.memory(cgroups.find(), host)
 

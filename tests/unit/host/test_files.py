@@ -179,7 +179,7 @@ def test_a_directory_gets_its_mode_whatever_the_umask(tmp_path: Path) -> None:
 
 
 def test_links_of_our_own_lead_to_where_a_directory_is_made(tmp_path: Path) -> None:
-    """Relative and absolute ones; a file in the way is named."""
+    """Relative and absolute ones. A file in the way is named."""
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "file").touch()
     (tmp_path / "relative").symlink_to("real/deep")
@@ -217,7 +217,7 @@ def test_a_link_where_a_directory_should_be_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 def test_an_owner_is_a_user_and_a_group(tmp_path: Path) -> None:
-    """Files and directories get both; a link gets them itself."""
+    """Files and directories get both. A link gets them itself."""
     files.make_dir(tmp_path / "d", 0o700, "daemon:bin")
     files.write_atomic(tmp_path / "f", b"", owner="daemon:bin")
     (tmp_path / "l").symlink_to("f")
@@ -341,7 +341,7 @@ def test_a_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_tree_without_write_permission_is_removed() -> None:
-    """Module caches come read-only; an ordinary user is kept out by that, root is not."""
+    """Module caches come read-only. An ordinary user is kept out by that, root is not."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
         directories = [tree / "a/b/c", tree / "a/b", tree / "a", tree]

@@ -108,7 +108,7 @@ def test_a_path_beside_its_root_is_refused(tree: Path) -> None:
     ],
 )
 def test_no_link_and_no_way_up_is_taken(tree: Path, path: str, flags: int) -> None:
-    """Not at the end of the path and not on the way; nothing stays open."""
+    """Not at the end of the path and not on the way. Nothing stays open."""
     before = open_files()
     with pytest.raises(HostError, match="cannot open"):
         beneath(tree, path, flags)
@@ -170,7 +170,7 @@ def test_a_name_in_an_error_is_one_line(tree: Path) -> None:
 
 
 def test_links_of_our_own_are_followed(tree: Path) -> None:
-    """As ``/var/vcap/sys``; below a root that was named they are not."""
+    """As ``/var/vcap/sys``. Below a root that was named they are not."""
     assert guarded.read(tree / "dir-link" / "b" / "file", 100) == b"inside"
     assert guarded.read(tree / "up" / "secret", 100) == b"secret"
     with pytest.raises(OSError, match="cannot open file-link"):

@@ -23,7 +23,7 @@ SwapFree:         450 kB
 
 
 def test_processor_times(tmp_path: Path) -> None:
-    """User holds nice; the total holds steal and leaves the guests out."""
+    """User holds nice. The total holds steal and leaves the guests out."""
     (tmp_path / "stat").write_text(STAT)
     times = host_stats.cpu_times(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Cgroups for single processes, in version 2; those of version 1 are made for real by the tests that need root."""
+"""Cgroups for single processes, in version 2. Those of version 1 are made for real by the tests that need root."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_nothing_is_made_where_nothing_may_be(own: Path, monkeypatch: pytest.Mon
 
 
 def test_members_of_a_cgroup_and_of_those_below_it(own: Path) -> None:
-    """A job may have made some; the name is that of ours."""
+    """A job may have made some. The name is that of ours."""
     job_cgroups.JobCgroup("a/b@/c").make()
     below = own / "agent_shim/a%2fb@%2fc/theirs"
     below.mkdir()
@@ -152,7 +152,7 @@ def test_what_the_kernel_counted(own: Path) -> None:
 
 
 def test_controller_that_is_not_handed_down_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where processes sit in our own cgroup the kernel refuses; nothing is left of the attempt."""
+    """Where processes sit in our own cgroup the kernel refuses. Nothing is left of the attempt."""
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("memory", hierarchy),))
     (tmp_path / "cgroup.subtree_control").mkdir()  # cannot be written
@@ -165,7 +165,7 @@ def test_controller_that_is_not_handed_down_is_not_offered(tmp_path: Path, monke
 def test_place_is_beside_us_where_the_group_above_is_marked_as_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, marked: bool, beside: bool
 ) -> None:
-    """As systemd marks what a unit may divide; a group that is not ours is left alone."""
+    """As systemd marks what a unit may divide. A group that is not ours is left alone."""
 
     def mark(path: Path, name: str) -> bytes:
         if path == tmp_path and marked and name == "user.delegate":

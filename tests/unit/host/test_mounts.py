@@ -27,7 +27,7 @@ def table() -> list[mounts.Mount]:
 
 
 def test_fields_are_read(table: list[mounts.Mount]) -> None:
-    """Optional tags before the dash do not shift what follows; escapes are undone."""
+    """Optional tags before the dash do not shift what follows. Escapes are undone."""
     vol = table[2]
 
     assert (vol.device, vol.root, vol.point, vol.kind, vol.source) == (

@@ -26,7 +26,7 @@ CHEAPER = "eth1\t00000000\tFE01A8C0\t0003\t0\t0\t20\t00000000\t0\t0\t0\n"
     ],
 )
 def test_default_route(text: str, route: tuple[str, str] | None) -> None:
-    """The default route with the lowest metric counts; a machine without one has none."""
+    """The default route with the lowest metric counts. A machine without one has none."""
     assert network.parse_route(text) == route
 
 
@@ -53,12 +53,12 @@ TCP = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrns
     ],
 )
 def test_listeners(line: str, ports: dict[int, set[int]]) -> None:
-    """Those that others can reach; a connection is none."""
+    """Those that others can reach. A connection is none."""
     assert network.parse_listeners((TCP + line).splitlines()) == ports
 
 
 def test_reading_of_sockets_ends_after_the_listeners() -> None:
-    """The kernel lists listeners first; a job can have a million connections."""
+    """The kernel lists listeners first. A job can have a million connections."""
     connection = "   0: 00000000:0016 0500000A:9C40 01 00000000:00000000 00:00000000 00000000     0        0 1 1\n"
     lines = iter([TCP, *[connection] * 3])
 

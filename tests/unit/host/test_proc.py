@@ -135,7 +135,7 @@ def test_a_variable_is_found_between_nuls(monkeypatch: pytest.MonkeyPatch, text:
     ],
 )
 def test_descent(parents: Mapping[int, int], roots: list[int], found: set[int]) -> None:
-    """Children, grandchildren and so on; a circle, which numbers used again can make, ends."""
+    """Children, grandchildren and so on. A circle, which numbers used again can make, ends."""
     processes = {pid: proc.Stat(pid, "S", parent, 0, 0, 0, 0, 0) for pid, parent in parents.items()}
 
     assert proc.descent(proc.children(processes), roots) == found
@@ -148,7 +148,7 @@ def test_incarnation_stays_while_we_live() -> None:
 
 
 def test_container_that_gets_the_namespace_number_of_another_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel gives a free number again; the first process of the two is not of the same age."""
+    """The kernel gives a free number again. The first process of the two is not of the same age."""
     first = proc.stat(os.getpid())
     assert first is not None
     before = proc.incarnation()

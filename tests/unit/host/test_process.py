@@ -1,4 +1,4 @@
-"""Groups and handles of processes, from tables as they are given; ``integration/test_process.py`` runs programs."""
+"""Groups and handles of processes, from tables as they are given. ``integration/test_process.py`` runs programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links on the way to a file; ``test_files.py`` makes directories, ``root/test_attacks.py`` has links of real users."""
+"""Links on the way to a file. ``test_files.py`` makes directories, ``root/test_attacks.py`` has links of real users."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_in_a_user_namespace_links_of_users_from_outside_are_followed(monkeypatc
 
 
 def test_as_many_links_are_followed_as_by_the_kernel(tmp_path: Path) -> None:
-    """Relative and absolute ones; no descriptor stays open, and the error names the path."""
+    """Relative and absolute ones. No descriptor stays open, and the error names the path."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     (tmp_path / "0").mkdir()
     for number in range(41):

@@ -1,4 +1,4 @@
-"""Reports and timer of the watchdog; ``integration/test_watchdog.py`` has agents whose loop is blocked."""
+"""Reports and timer of the watchdog. ``integration/test_watchdog.py`` has agents whose loop is blocked."""
 
 from __future__ import annotations
 

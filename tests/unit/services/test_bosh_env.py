@@ -18,7 +18,7 @@ OF_THE_GO_AGENT = (
     "agent.settings.tmpfs authorized_keys blobstores ipv6.enable job_dir.tmpfs job_dir.tmpfs_size keep_root_password "
     "mbus.cert mbus.urls ntp parallel password remove_dev_tools remove_static_libraries run_dir.tmpfs_size swap_size"
 ).split()
-"""Leaves of ``BoshEnv`` (settings/settings.go, August 2026); certificates and blobstores count as leaves."""
+"""Leaves of ``BoshEnv`` (settings/settings.go, August 2026). Certificates and blobstores count as leaves."""
 
 
 def leaves(of: type, before: str = "") -> Iterator[str]:
@@ -57,7 +57,7 @@ def test_a_key_that_is_not_done_is_refused_by_its_name(name: str) -> None:
 
 
 async def test_files_of_a_list_are_removed_where_that_is_asked_for(tmp_path: Path) -> None:
-    """Links are removed, not their targets; directories and missing files cost nothing."""
+    """Links are removed, not their targets. Directories and missing files cost nothing."""
     paths = Paths(tmp_path)
     paths.bosh_etc.mkdir(parents=True)
     compiler, kept, link, library = (tmp_path / name for name in ("cc", "kept", "link", "lib.a"))

@@ -112,7 +112,7 @@ async def test_records_that_cannot_be_written_do_matter(dns: Dns, paths: Paths) 
 
 @pytest.mark.parametrize("records", [b"7", b"null", b'[["10.0.0.1",5]]', b'"\\n"', b'[["\xff","a"]]'])
 async def test_records_of_another_shape_are_for_bosh_dns(dns: Dns, paths: Paths, records: bytes) -> None:
-    """Records of a newer Director are passed on; only the hosts file omits them."""
+    """Records of a newer Director are passed on. Only the hosts file omits them."""
     raw = b'{"version":3,"records":' + records + b"}"
     await dns.sync(3, Source(raw), agent_id=AGENT)
 
@@ -146,7 +146,7 @@ async def test_a_fetch_that_hangs_holds_up_no_old_request(dns: Dns) -> None:
 
 
 async def test_the_line_of_the_container_itself_is_kept(dns: Dns, paths: Paths) -> None:
-    """A pod finds its own address by its host name; old records go."""
+    """A pod finds its own address by its host name. Old records go."""
     own = f"10.9.9.9\t{socket.gethostname()}.ns {socket.gethostname()}"
     paths.etc.mkdir()
     stale = f"10.0.0.9 old.bosh\n10.0.0.8 x # {socket.gethostname()}\n"
@@ -247,7 +247,7 @@ def resolve(text: str, name: str) -> list[str]:
 async def test_localhost_and_the_host_name_have_an_address_before_the_director_tells_any(
     dns: Dns, paths: Paths, text: str | None, host_name: list[str]
 ) -> None:
-    """Some CPIs unmount the hosts file of the runtime; the one below is empty, or another machine's."""
+    """Some CPIs unmount the hosts file of the runtime. The one below is empty, or another machine's."""
     if text is not None:
         paths.etc.mkdir()
         (paths.etc / "hosts").write_text(text.replace("HOST", socket.gethostname()))

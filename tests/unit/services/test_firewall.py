@@ -90,7 +90,7 @@ def test_the_network_is_the_machines_where_its_devices_are_seen_from_a_container
     "url", ["nats://[", "nats://127.0.0.1:99999", "nats://u:a#b@127.0.0.1:4222", "nats://\0:1", "nats://:4222", "nats"]
 )
 async def test_an_address_that_cannot_be_read_has_no_rule(url: str, rules: list[str]) -> None:
-    """It raises nothing either; the next address counts."""
+    """It raises nothing either. The next address counts."""
     assert await obstacle(Firewall(lambda: mbus(url, "nats://127.0.0.1:4222"), lambda: True, heard)) == ""
 
     assert rules == [chains(frozenset({("127.0.0.1", 4222)}), {0, os.geteuid()})]

@@ -74,7 +74,7 @@ def test_other_calls_are_refused(kind: str, new: ApplySpec | None, text: str) ->
 
 
 def test_environment_tells_the_disks() -> None:
-    """JSON without blanks, as Go writes it; no next state without a new spec."""
+    """JSON without blanks, as Go writes it. No next state without a new spec."""
     assert drain_environment(NOW, FRESH) == {
         "BOSH_JOB_STATE": '{"persistent_disk":1024}',
         "BOSH_JOB_NEXT_STATE": '{"persistent_disk":0}',

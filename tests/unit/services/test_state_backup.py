@@ -194,7 +194,7 @@ async def test_run_files_stay_when_another_agent_worked_here_before(paths: Paths
 async def test_kill_before_everything_is_back_has_it_restored_once_more(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However far it came; nothing is copied from a root file system that is not whole yet."""
+    """However far it came. Nothing is copied from a root file system that is not whole yet."""
     contents = fill(paths)
     await start(paths)
     reset_root(paths)

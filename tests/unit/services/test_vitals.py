@@ -25,7 +25,7 @@ LOAD = "0.39 0.51 0.48 1/2 3\n"
 
 
 def write(proc: Path, **files: str | bytes) -> Path:
-    """Files of a ``/proc``; dots in names stand for slashes."""
+    """Files of a ``/proc``. Dots in names stand for slashes."""
     for name, content in files.items():
         path = proc / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ async def test_a_sample(paths: Paths, proc: Path) -> None:
 async def test_processor_is_averaged_over_ten_seconds(
     paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier request gets the last figures; later ones cover the time since then."""
+    """An earlier request gets the last figures. Later ones cover the time since then."""
     now = 1000.0
     monkeypatch.setattr(clock, "boot_time", lambda: now)
     taken = Vitals(paths, lambda: False, proc=proc)
@@ -153,7 +153,7 @@ async def test_a_hanging_disk_delays_no_other_figure(paths: Paths, proc: Path, m
 
 @pytest.mark.parametrize("start_ticks", [10**15, 10**400, -5])
 async def test_an_uptime_of_zero_is_left_out(paths: Paths, proc: Path, start_ticks: int) -> None:
-    """A process 1 that begins in the future has no age (lxcfs, wrong clocks); the member is there, empty."""
+    """A process 1 that begins in the future has no age (lxcfs, wrong clocks). The member is there, empty."""
     write(proc, **{"1__stat": stat_of_init(start_ticks)})
 
     uptime = (await Vitals(paths, lambda: False, proc=proc).sample())["uptime"]
@@ -250,7 +250,7 @@ async def test_a_disk_is_asked_each_time(paths: Paths, proc: Path, monkeypatch: 
     [(1000, 745, 200, 198, "26", "1"), (0, 0, 0, 0, "0", "0"), (10, 20, 10, 20, "0", "0"), (9, 0, 9, 0, "100", "100")],
 )
 def test_disk_in_use(blocks: int, free: int, files: int, files_free: int, percent: str, inode_percent: str) -> None:
-    """Space reserved for root counts as free; no inodes means none in use."""
+    """Space reserved for root counts as free. No inodes means none in use."""
     usage = os.statvfs_result((4096, 4096, blocks, free, 0, files, files_free, 0, 0, 255))
 
     assert vitals.disk_vitals(usage) == {"percent": percent, "inode_percent": inode_percent}

@@ -62,7 +62,7 @@ def lease(directory: Path) -> Lease:
 
 
 async def until_held(one: VolumeLeases, directory: Path) -> float:
-    """Try until the volume is ours; seconds that took."""
+    """Try until the volume is ours. Seconds that took."""
     begun_at = asyncio.get_running_loop().time()
     await until(lambda: not one.hold(directory))
     return asyncio.get_running_loop().time() - begun_at
@@ -125,7 +125,7 @@ async def test_volume_that_was_given_back_is_taken_at_once(tmp_path: Path, witho
 
 
 def test_a_refused_agent_does_not_take_the_volume_during_a_restart(tmp_path: Path, clock: Clock) -> None:
-    """The jobs of that container run on without their agent; the lock is free for a moment."""
+    """The jobs of that container run on without their agent. The lock is free for a moment."""
     first, waiting = leases(), leases("pod-1")
     first.hold(tmp_path)
     assert waiting.hold(tmp_path)

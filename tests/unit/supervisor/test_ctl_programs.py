@@ -1,4 +1,4 @@
-"""The budget of restarts, and the size of output; ``integration/test_ctl_programs.py`` runs programs."""
+"""The budget of restarts, and the size of output. ``integration/test_ctl_programs.py`` runs programs."""
 
 from __future__ import annotations
 

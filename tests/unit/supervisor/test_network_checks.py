@@ -1,4 +1,4 @@
-"""Texts and answers of network checks; ``integration/test_network_checks.py`` asks real listeners."""
+"""Texts and answers of network checks. ``integration/test_network_checks.py`` asks real listeners."""
 
 from __future__ import annotations
 

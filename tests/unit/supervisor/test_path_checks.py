@@ -1,4 +1,4 @@
-"""Tests of paths, one look after the other; ``integration/test_rule_engine_releases.py`` has their effects."""
+"""Tests of paths, one look after the other. ``integration/test_rule_engine_releases.py`` has their effects."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_each_kind_has_its_type(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_link_of_a_job_tells_no_content(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through it root would read any file; its size is no secret."""
+    """Through it root would read any file. Its size is no secret."""
     link = path.with_name("link")
     link.symlink_to(path)
     monkeypatch.setattr(trusted_path, "trusted_users", lambda: {12345})
@@ -184,7 +184,7 @@ def append(path: Path, text: str) -> None:
 
 
 def test_new_whole_lines_are_compared(path: Path) -> None:
-    """From the end that the first look found; a line waits for its end."""
+    """From the end that the first look found. A line waits for its end."""
     watch = made(path, "match 'o'", "not match 'o'")
     assert fails(watch) == []
     append(path, "two\nthree\nfo")
@@ -225,7 +225,7 @@ def test_a_long_line_is_compared_by_its_beginning(path: Path) -> None:
 
 
 def test_a_line_ends_at_a_null_byte(path: Path) -> None:
-    """As in C; no environment of a program can have one."""
+    """As in C. No environment of a program can have one."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "x\0y\ny\0x\n")
@@ -234,7 +234,7 @@ def test_a_line_ends_at_a_null_byte(path: Path) -> None:
 
 
 def test_matching_lines_of_a_cycle_have_a_bound(path: Path) -> None:
-    """Each may run a program; the others wait for the next cycle."""
+    """Each may run a program. The others wait for the next cycle."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "x\n" * (path_checks.MAX_HITS + 5))

@@ -173,7 +173,7 @@ def test_more_files_than_a_job_may_have_fail_it() -> None:
 
 
 def test_duplicate_fails_the_later_job() -> None:
-    """monit would load none of them; names are compared without case."""
+    """monit would load none of them. Names are compared without case."""
     files = [JobFile("one", "", check("web")), JobFile("two", "", check("WEB") + check("own"))]
 
     assert names(*files) == ["web", "two"]
@@ -231,7 +231,7 @@ BPM = "/var/vcap/jobs/bpm/bin/bpm"
     ],
 )
 def test_a_command_of_bpm_is_known(argv: tuple[str, ...], call: BpmCall | None) -> None:
-    """Its start and stop; the process is the job's own without a name."""
+    """Its start and stop. The process is the job's own without a name."""
     assert bpm_call(argv) == call
 
 

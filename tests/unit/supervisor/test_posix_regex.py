@@ -144,7 +144,7 @@ def test_the_lock_of_the_interpreter_is_free_meanwhile() -> None:
 
 
 def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
-    """Which of the texts ``regcomp`` and ``regexec`` find; None if the pattern is refused."""
+    """Which of the texts ``regcomp`` and ``regexec`` find. None if the pattern is refused."""
     library = ctypes.CDLL(None)
     compiled = ctypes.create_string_buffer(1024)
     if library.regcomp(compiled, pattern.encode(), REG_EXTENDED | REG_NOSUB):
@@ -155,7 +155,7 @@ def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
 
 
 def found_by_ours(pattern: str, texts: list[str]) -> list[bool] | None:
-    """The same of our own; skips back references, which the library takes."""
+    """The same of our own. Skips back references, which the library takes."""
     try:
         compiled = posix_regex.compiled(pattern)
     except ValueError as refusal:

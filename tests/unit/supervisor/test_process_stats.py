@@ -1,4 +1,4 @@
-"""Figures of processes, from tables as they are given; ``integration/test_process_stats.py`` reads real ones."""
+"""Figures of processes, from tables as they are given. ``integration/test_process_stats.py`` reads real ones."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_share_of_the_processors_is_since_the_last_question(
 
 
 def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leaders are there at once, their descendants with the next answer; one thread reads, and not too often."""
+    """The leaders are there at once, their descendants with the next answer. One thread reads, and not too often."""
     reads: list[int] = []
     go = threading.Event()
 
@@ -151,7 +151,7 @@ def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.
 def test_passes_over_all_processes_have_a_share_of_a_processor(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any neighbour may ask for the readiness thousands of times; the process itself is read each time."""
+    """Any neighbour may ask for the readiness thousands of times. The process itself is read each time."""
     now, used, passes = [1000.0], [0.0], []
 
     def small_table(_: int) -> dict[int, proc.Stat]:

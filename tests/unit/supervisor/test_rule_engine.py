@@ -1,4 +1,4 @@
-"""Checks of services that are played; ``integration/test_rule_engine.py`` checks real processes."""
+"""Checks of services that are played. ``integration/test_rule_engine.py`` checks real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions of a service over minutes; ``integration/test_supervisor_service.py`` has real processes."""
+"""Decisions of a service over minutes. ``integration/test_supervisor_service.py`` has real processes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_where_an_event_leads(state: State, trigger: Trigger, target: State | No
 
 
 def test_table_is_complete() -> None:
-    """Every state and every event is in it, in both directions; every state has work."""
+    """Every state and every event is in it, in both directions. Every state has work."""
     assert {(state, trigger) for state, trigger, _ in EXPECTED} == {(s, t) for s in State for t in Trigger}
     assert set(NEXT) == set(WORK) == set(State)
     assert {trigger for moves in NEXT.values() for trigger in moves} == set(Trigger)
@@ -118,7 +118,7 @@ def test_job_state(processes: list[str], text: str) -> None:
 
 
 def test_diagram_shows_every_transition() -> None:
-    """Each event of each state is on an arrow of the state, or on one of the box around it; readable by mermaid."""
+    """Each event of each state is on an arrow of the state, or on one of the box around it. Readable by mermaid."""
     lines = mermaid().splitlines()
     events: dict[tuple[str, str], str] = {}
     for line in lines:

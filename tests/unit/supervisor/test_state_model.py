@@ -2,7 +2,7 @@
 
 The table is played on a small machine: at most a process and a start program that the service's record knows, and
 others that it does not. The machine is finite, so all sequences are covered once every world that one can lead to has
-been visited. The work of a state is a model here; ``test_walk`` plays long sequences on the real one.
+been visited. The work of a state is a model here. ``test_walk`` plays long sequences on the real one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class World:
 
     state: State = State.STOPPED
     asked: str = "down"
-    """By the last request; nothing since a file was unusable."""
+    """By the last request. Nothing since a file was unusable."""
     process: bool = False
     """A process is alive that the record knows."""
     starter: bool = False

@@ -1,4 +1,4 @@
-"""Requests to the supervisor and its saved state; ``integration/test_supervisor.py`` runs jobs."""
+"""Requests to the supervisor and its saved state. ``integration/test_supervisor.py`` runs jobs."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ async def test_a_start_during_a_stop_leaves_no_marker(supervisor: Supervisor, pa
 async def test_remaining_processes_are_killed_before_the_timeout(
     supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch, timeout: float, kill_after: float
 ) -> None:
-    """A tenth of the time of a stop, at most a second and a half, is for that; half of a short one."""
+    """A tenth of the time of a stop, at most a second and a half, is for that. Half of a short one."""
     requests: list[StopRequest] = []
     now = asyncio.get_running_loop().time()
     monkeypatch.setattr(Service, "stop", lambda _, request: requests.append(request))

@@ -1,6 +1,6 @@
 """Long random walks: after any requests and events, the state of a service is the state of a simple model.
 
-The service is the real one; its process and programs are played, and time jumps from timer to timer. The model has no
+The service is the real one. Its process and programs are played, and time jumps from timer to timer. The model has no
 transitions: it derives the state from the last request and the living processes.
 """
 
@@ -39,7 +39,7 @@ PAUSES: Final[Mapping[str, float]] = {"moment": 0.3, "while": 4.1, "age": TIMING
 
 @dataclass
 class Model:
-    """The last request and whether the process is trusted; the rest are facts of the machine."""
+    """The last request and whether the process is trusted. The rest are facts of the machine."""
 
     machine: Machine
     wanted: Literal["up", "down", "left alone", "stuck", "nothing usable"] = "down"
@@ -87,7 +87,7 @@ class Model:
             self.wanted, self.is_ending = "down", True
 
     def boot(self) -> None:
-        """No process survived; wanted services start again, and are trusted."""
+        """No process survived. Wanted services start again, and are trusted."""
         self.wanted = "left alone" if self.wanted == "stuck" else self.wanted
         self.watched, self.is_trusted = None, True
         if self.is_ending:
@@ -95,7 +95,7 @@ class Model:
             self.again = False
 
     def look(self, state: State, now: float) -> None:
-        """Take up the facts; ``state`` tells only that a stop is through, and how, and the exact moment of trust."""
+        """Take up the facts. ``state`` tells only that a stop is through, and how, and the exact moment of trust."""
         machine = self.machine
         if self.is_ending and state not in ENDING:
             self.is_ending, self.watched = False, None
@@ -144,13 +144,13 @@ class Walk:
             await self.running
 
     async def next_agent(self, *, same_world: bool) -> None:
-        """The agent has died, perhaps with all processes; its successor reads the saved record."""
+        """The agent has died, perhaps with all processes. Its successor reads the saved record."""
         saved = msgspec.json.encode(self.service.record)
         await self.end()
         self.service.release()
         if not same_world:
             self.machine.kill_all()
-        # The stop program is unknown if the file broke meanwhile; an unfinished stop is repeated.
+        # The stop program is unknown if the file broke meanwhile. An unfinished stop is repeated.
         self.machine.stopper = None
         self.service = self.made()
         self.service.resume(msgspec.json.decode(saved, type=Record), same_world=same_world)

@@ -77,7 +77,7 @@ def test_the_rules_equal_gos() -> None:
 
 
 def test_old_versions_and_renegotiation_are_refused() -> None:
-    """The defaults of the library do not count; a CA of the settings may be an intermediate one."""
+    """The defaults of the library do not count. A CA of the settings may be an intermediate one."""
     client, server = tls.client_context(mbus()), tls.server_context(mbus())
 
     assert client.minimum_version == server.minimum_version == ssl.TLSVersion.TLSv1_2

@@ -187,7 +187,7 @@ def test_a_name_in_invalid_utf_8_is_escaped(tmp_path: Path, follower: Follower, 
 
 
 def test_files_of_one_job_keep_no_other_out(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """Each job has its share, of the files written to last; surplus files are reported once."""
+    """Each job has its share, of the files written to last. Surplus files are reported once."""
     (tmp_path / "evil").mkdir()
     for number in range(tail.MAX_FILES + 100):
         path = tmp_path / f"evil/{number}.log"

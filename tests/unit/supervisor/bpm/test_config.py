@@ -55,7 +55,7 @@ def parse(text: str) -> BpmFile:
 
 
 def one(text: str) -> Process:
-    """The process of a file that has ``text`` among its keys; each line of it is one."""
+    """The process of a file that has ``text`` among its keys. Each line of it is one."""
     lines = "".join(f"  {line}\n" for line in text.splitlines())
     (process,) = parse(f"processes:\n- name: p\n  executable: x\n{lines}").processes
     return process
@@ -72,12 +72,12 @@ def refusal(text: str) -> str:
 
 @pytest.mark.parametrize(("written", "limit"), [(1, 1), (0, None), (-1, None)])
 def test_a_number_of_processes_below_one_is_no_limit(written: int, limit: int | None) -> None:
-    """As runc has it; the kernel refuses -1."""
+    """As runc has it. The kernel refuses -1."""
     assert one(f"limits: {{processes: {written}}}").limits.processes == limit
 
 
 def test_every_key() -> None:
-    """Each key of the schema has its place in the value; unknown ones are ignored."""
+    """Each key of the schema has its place in the value. Unknown ones are ignored."""
     file = parse(WHOLE)
 
     assert file.processes[0] == Process(
@@ -135,7 +135,7 @@ def test_the_first_document_counts() -> None:
     ],
 )
 def test_texts_keep_their_spelling(written: str, expected: str) -> None:
-    """Other readers would parse them differently; only null is left out."""
+    """Other readers would parse them differently. Only null is left out."""
     assert " ".join(one(f"args: {written}").args) == expected
 
 
@@ -211,7 +211,7 @@ def test_numbers(written: str, expected: int | None) -> None:
     ],
 )
 def test_memory(written: str, expected: int | None) -> None:
-    """A number and a unit without a blank between; each unit is 1024 of the one before."""
+    """A number and a unit without a blank between. Each unit is 1024 of the one before."""
     if expected is None and written != "~":
         assert "expected a number and a unit" in refusal(
             f"processes:\n- {{name: a, executable: b, limits: {{memory: {written}}}}}"

@@ -157,7 +157,7 @@ def test_include(text: str, expected: list[str]) -> None:
     ],
 )
 def test_escapes(text: str, expected: str) -> None:
-    """Only these are decoded; a byte that is no character survives until it is encoded again."""
+    """Only these are decoded. A byte that is no character survives until it is encoded again."""
     assert unescape(text) == expected
 
 

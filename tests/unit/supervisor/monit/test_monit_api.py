@@ -1,4 +1,4 @@
-"""Requests of the ``monit`` command; ``integration/test_monit_command.py`` runs it."""
+"""Requests of the ``monit`` command. ``integration/test_monit_command.py`` runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = ["Web", "db", "own"]
 
 
 class Supervisor:
-    """Notes requests; a service is ``busy`` until one waits for it."""
+    """Notes requests. A service is ``busy`` until one waits for it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -88,7 +88,7 @@ def test_a_whole_check() -> None:
 
 
 def test_lines_are_kept() -> None:
-    """Checks, rules and ignored statements know their line; equality does not."""
+    """Checks, rules and ignored statements know their line. Equality does not."""
     check = parse(WORKER).services[0]
 
     assert (check.line, [rule.line for rule in check.rules]) == (3, [11, 12, 14])
@@ -246,7 +246,7 @@ def test_problems_of_several_files() -> None:
 
 
 def test_every_circle_is_found() -> None:
-    """Circles without a common service are separate errors; a service that only leads into one is not blamed."""
+    """Circles without a common service are separate errors. A service that only leads into one is not blamed."""
     found = problems(service("z", "a") + service("a", "a") + service("b", "c") + service("c", "b"))
 
     assert found == [

@@ -1,4 +1,4 @@
-"""Rules: each test with its order of words, rates, actions and recovery; programs and their users."""
+"""Rules: each test with its order of words, rates, actions and recovery. Programs and their users."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_rates_and_actions(text: str, expected: Rule) -> None:
 
 
 def test_what_cannot_recover() -> None:
-    """A change and a count of restarts happen; nothing follows when they do not."""
+    """A change and a count of restarts happen. Nothing follows when they do not."""
     assert rule("if changed pid then stop") == Rule(PidChanged(), Action("stop"), recovery=IGNORE)
     assert rule("if 2 restarts 3 cycles then exec '/x'").recovery == IGNORE
     assert rule("if 2 restarts 3 cycles then timeout") == rule("if 2 restarts 3 cycles then unmonitor")

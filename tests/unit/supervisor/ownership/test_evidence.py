@@ -347,7 +347,7 @@ def test_session_lasts_while_one_of_ours_is_in_it() -> None:
 
 
 def test_kin_of_a_process_that_has_ended() -> None:
-    """Descendants belong to the service while they live; another process with such a number does not."""
+    """Descendants belong to the service while they live. Another process with such a number does not."""
     table = {process.pid: process for process in (stat(10, start=100), stat(11, parent=10), stat(12, parent=11))}
     traces = ProcessRecord(known=(10, 100))
     verdicts = kinship(table, [("web", traces)], {})
@@ -421,7 +421,7 @@ def test_pidfile_names_one_process(kernel: dict[int, tuple[proc.Stat, Mapping[st
 def test_pattern_prefers_the_known_then_the_oldest(
     kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
 ) -> None:
-    """The start program only where nothing else fits; never what carries the mark of another."""
+    """The start program only where nothing else fits. Never what carries the mark of another."""
     kernel[40] = stat(40, start=100), {MARK: mark("web", BASE)}, "sh web start"
     kernel[41] = stat(41, start=101), {}, "web --serve"
     kernel[42] = stat(42, start=102), {}, "web --serve"
@@ -512,7 +512,7 @@ def test_a_cgroup_alone_is_proof(
 def test_users_of_jobs(
     monkeypatch: pytest.MonkeyPatch, ours: int, user: int | None, name: str | None, is_of_a_job: bool
 ) -> None:
-    """Orphans of root and of operators are no job's; an agent without root has one user for all."""
+    """Orphans of root and of operators are no job's. An agent without root has one user for all."""
 
     def account(number: int) -> SimpleNamespace:
         if name is None:
@@ -576,7 +576,7 @@ def test_the_cgroup_of_a_process_tells_its_service_alone(monkeypatch: pytest.Mon
 
 
 def test_members_without_a_guest_and_with_their_sessions() -> None:
-    """A guest is watched and not a member; a session is recorded if its leader is a member or gone."""
+    """A guest is watched and not a member. A session is recorded if its leader is a member or gone."""
     processes = [
         stat(10, session=10),
         stat(11, parent=10, session=10),
@@ -609,7 +609,7 @@ def test_the_oldest_member_begins_a_session_and_its_leader_before_others() -> No
 
 
 def test_a_guest_that_carries_the_mark_is_no_member() -> None:
-    """A mark is what a process says of itself; a member would be killed by a stop."""
+    """A mark is what a process says of itself. A member would be killed by a stop."""
     table = {10: stat(10), 11: stat(11, parent=10), 12: stat(12)}
     guest = ProcessRecord(known=(10, 1000), is_only_named=True)
 

@@ -1,4 +1,4 @@
-"""How an end is described and recorded; the rest of presence is in test_supervisor."""
+"""How an end is described and recorded. The rest of presence is in test_supervisor."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_the_end_of_the_start_program_is_recorded(tmp_path: Path, is_alive
 
 
 def finder_of(tie: Tie, changes: list[object]) -> ProcessFinder:
-    """A finder over an ``Ownership`` with one answer; no process leads its session."""
+    """A finder over an ``Ownership`` with one answer. No process leads its session."""
     ownership: Any = SimpleNamespace(tie=lambda *_: (tie, "it is foreign"), leads_session=lambda *_: False)
     return ProcessFinder(ownership, Timing(), lambda: changes.append(1))
 
@@ -166,7 +166,7 @@ async def test_a_process_may_come_within_the_time_of_its_start_program() -> None
 
 
 class Handle:
-    """A handle of a process; ``calls`` are those with an effect."""
+    """A handle of a process. ``calls`` are those with an effect."""
 
     def __init__(self, name: str, calls: list[str], *, is_alive: bool = True, status: int | None = None) -> None:
         self.identity, self.pid, self.session, self.seen_ticks = (7, 70), 7, 7, 75

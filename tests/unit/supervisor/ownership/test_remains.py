@@ -1,4 +1,4 @@
-"""Ends of services whose ``Ownership`` is scripted; ``integration/test_ownership.py`` has processes."""
+"""Ends of services whose ``Ownership`` is scripted. ``integration/test_ownership.py`` has processes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NONE = Members([], [], (), None)
 WEB = Members([(9, 90)], [])
 NAMELESS = "processes that exit before they can be listed"
 BEGUN = 60
-"""Start tick of the service; the agent counts orphans since tick 50."""
+"""Start tick of the service. The agent counts orphans since tick 50."""
 
 
 class Scripted(Ownership):
-    """``passes`` are the results of the searches, the last for all further ones; ``each_pass`` is called in each."""
+    """``passes`` are the results of the searches, the last for all further ones. ``each_pass`` is called in each."""
 
     def __init__(self) -> None:
         super().__init__(Path("/var/vcap"))
@@ -66,7 +66,7 @@ def ownership() -> Scripted:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, signal.Signals]]:
-    """Signals that were sent; each process has exited afterwards."""
+    """Signals that were sent. Each process has exited afterwards."""
     found: list[tuple[int, signal.Signals]] = []
     monkeypatch.setattr(process, "send", lambda identity, sig: found.append((identity[0], sig)))
     monkeypatch.setattr(proc, "stat", lambda _: None)
@@ -267,7 +267,7 @@ async def test_remaining_process_of_the_last_run_prevents_a_start(
 async def test_orphans_are_attributed_only_during_a_search(
     remains: Remains, ownership: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At other times one costs only its reaping; searches overlap."""
+    """At other times one costs only its reaping. Searches overlap."""
     attributed: list[proc.Stat] = []
 
     def attribute(each: proc.Stat, _: object) -> Verdict:
