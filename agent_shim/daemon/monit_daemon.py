@@ -209,9 +209,11 @@ class MonitDaemon:
             _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)
             for name, record in msgspec.json.decode(saved, type=Saved).services.items()
         ]
-        files.write_atomic(control.statefile, _COUNT.pack(len(rows)) + b"".join(rows), mode=0o600, is_synced=False)
-        with suppress(OSError):
-            os.utime(control.statefile, (clock.wall_time() - OLDER_S,) * 2)
+        what = f"write {control.statefile}"
+        with files.attempting(what), files.replacing(control.statefile, mode=0o600, is_synced=False) as file:
+            file.write(_COUNT.pack(len(rows)) + b"".join(rows))
+            file.flush()
+            os.utime(file.fileno(), (clock.wall_time() - OLDER_S,) * 2)
 
     # --- mails ------------------------------------------------------------------------------------------------------
 

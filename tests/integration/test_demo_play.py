@@ -86,8 +86,8 @@ def test_a_kept_demo_can_be_tried_and_ends_with_all_its_processes(short: Path, n
         assert len(processes_of(where)) >= 5
         started.send_signal(number)
         assert "all processes have ended" in until(started, "have ended")
+        assert started.wait(60) == 0
 
-    assert started.returncode == 0
     assert processes_of(where) == []
     assert list(where.iterdir()) == []
 

@@ -111,7 +111,7 @@ async def test_exit_status_of_a_double_fork_is_known(world: World) -> None:
         assert info(supervisor, "web").last_exit == "SIGKILL"
 
 
-@pytest.mark.parametrize(("cycle", "told"), [(0.01, [("PID changed", "alert")]), (600, [])])
+@pytest.mark.parametrize(("cycle", "told"), [(0.001, [("PID changed", "alert")]), (600, [])])
 async def test_successor_is_followed(world: World, cycle: float, told: list[tuple[str, str]]) -> None:
     """A daemon that replaces itself and rewrites its pidfile is not restarted, and told after its first cycle only."""
     world.timing = replace(world.timing, backoff_first=600, cycle=cycle)
@@ -128,9 +128,9 @@ async def test_successor_is_followed(world: World, cycle: float, told: list[tupl
         kill(before.pid)
         await until(lambda: info(supervisor, "web").pid not in (0, before.pid))
 
+        await until(lambda: [(e.event, e.action) for e in world.events] == told)
         assert info(supervisor, "web").state == "running"
         assert world.lines() == ["once"]
-        assert [(e.event, e.action) for e in world.events] == told
 
 
 async def test_a_service_without_a_stop_program_is_not_restarted(world: World) -> None:
