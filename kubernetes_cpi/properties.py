@@ -171,7 +171,9 @@ class VmProperties(Strict, frozen=True):
     ] = True
     host_aliases: Annotated[dict[str, list[str]], doc("Names by address, in `/etc/hosts`.")] = {}
     service_account: Annotated[str, doc("Service account of the pod. Empty: `default`.")] = ""
-    service_account_token: Annotated[bool, doc("Mount the account's token, as a Director VM needs it.")] = False
+    service_account_token: Annotated[
+        bool, doc("Mount the account's token, as a Director VM needs it. All users of the VM can read it.")
+    ] = False
     grace: Annotated[Count, doc("Seconds for jobs to drain and stop when the pod is deleted.")] = 50
 
     def __post_init__(self) -> None:
