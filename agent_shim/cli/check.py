@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -121,6 +123,11 @@ def _wrong_programs(check: Check) -> Iterator[str]:
             hint = f", expected '{verb} program \"/…\"'" if len(program.argv) > 1 else ""
             name = f"the {verb} program of {check.name}, '{program.argv[0]}'"
             yield f"line {check.line}: {name}, is no absolute path{hint}"
+        missing = "stop" if check.stop is None else "start" if check.start is None else ""
+        for word, path in pairwise(program.argv[1:] if program is not None and missing else ()):
+            if path.startswith("/") and get_close_matches(word, [missing]):
+                why = f"'{word}' is an argument of the {verb} program of {check.name}"
+                yield f"line {check.line}: {why}, expected '{missing} program \"{path} …\"'"
     for rule in check.rules:
         for action in (rule.action, rule.recovery):
             if action.program is not None and not action.program.argv[0].startswith("/"):

@@ -221,6 +221,14 @@ def test_a_good_agent_json_is_reported_with_the_next_step_of_the_agent(
         ),
         ('stop porgram "/x stop"', "the stop program of web, 'porgram', is no absolute path"),
         ('start program "x"', "the start program of web, 'x', is no absolute path"),
+        (
+            'start program "/x"\nstp program "/x stop"',
+            "'stp' is an argument of the start program of web, expected 'stop",
+        ),
+        (
+            'stop program "/x"\nstrat program "/x a"',
+            "'strat' is an argument of the stop program of web, expected 'start",
+        ),
         ('if not exist then exec "reboot now"', "line 2: the program 'reboot' is no absolute path"),
         ('strat program "/x start"', "line 2 column 1: found 'strat', expected an option of check process"),
     ],
