@@ -10,7 +10,6 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Iterator
 from typing import Final
 
 from agent_shim.core import safetext
@@ -21,11 +20,9 @@ from agent_shim.supervisor.monit.control_file import Control
 DEFAULT_FORMAT: Final = {
     "from": "monit@$HOST",
     "subject": "monit alert --  $EVENT $SERVICE",
-    "message": "$EVENT Service $SERVICE\n\n\tDate:        $DATE\n\tAction:      $ACTION\n\tHost:        $HOST\n"
-    "\tDescription: $DESCRIPTION\n\nYour faithful employee,\nmonit\n",
+    "message": "Service: $SERVICE\nEvent: $EVENT\nAction: $ACTION\nDate: $DATE\nHost: $HOST\nDescription: $DESCRIPTION",
 }
-"""Where the control file has no ``set mail-format`` (alert.h)."""
-MAX_REPLY_BYTES: Final = 4096
+"""Where the control file has no ``set mail-format``: sender and subject of monit (alert.h), the Go agent's lines."""
 
 
 def compose(control: Control, service: str, event: str, action: str, description: str, now: float) -> bytes | None:
@@ -59,46 +56,22 @@ def compose(control: Control, service: str, event: str, action: str, description
 
 
 async def deliver(control: Control, mail: bytes) -> None:
-    """Send a mail to the first server that takes a connection. Raises ``BusError``."""
+    """Send a mail to the first server that takes it. Raises ``BusError``."""
     why = "the control file names no mail server"
     for host, port in control.mail_servers:
         try:
-            async with asyncio.timeout(control.mail_timeout):
-                reader, writer = await asyncio.open_connection(host, port, limit=MAX_REPLY_BYTES)
-                try:
-                    await _talk(reader, writer, _dialogue(control.recipients, mail))
-                finally:
-                    writer.close()
-        except (OSError, TimeoutError, ValueError) as exc:
-            why = f"{host}:{port}: {str(exc) or 'no answer in time'}"
+            await asyncio.to_thread(_send, control, host, port, mail)
+        except (OSError, ValueError) as exc:  # an address beyond ASCII is the latter
+            why = f"{host}:{port}: {safetext.line(str(exc))}"
         else:
             return
     raise BusError(f"cannot send a mail: {why}")
 
 
-def _dialogue(recipients: Iterable[str], mail: bytes) -> Iterator[bytes]:
-    sender = mail.partition(b"\r\n")[0].removeprefix(b"From: ")
-    yield b"HELO " + socket.gethostname().encode()
-    yield b"MAIL FROM: <%s>" % sender
-    for each in recipients:
-        yield b"RCPT TO: <%s>" % each.encode()
-    yield b"DATA"
-    yield b"\r\n".join(b"." + line if line.startswith(b".") else line for line in mail.split(b"\r\n")) + b"."
+def _send(control: Control, host: str, port: int, mail: bytes) -> None:
+    import smtplib
 
-
-async def _talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dialogue: Iterator[bytes]) -> None:
-    """Say each line once the server has agreed to the one before. Raises ``OSError`` for a refusal."""
-    await _agreed(reader)
-    for line in dialogue:
-        writer.write(line + b"\r\n")
-        await writer.drain()
-        await _agreed(reader)
-    writer.write(b"QUIT\r\n")
-
-
-async def _agreed(reader: asyncio.StreamReader) -> None:
-    """Read a reply, which may have several lines."""
-    while (line := await reader.readline())[3:4] == b"-":
-        pass
-    if not line[:3].isdigit() or int(line[:3]) >= 400:
-        raise OSError(f"the mail server says {safetext.line(line.decode('latin-1').strip()) or 'nothing'}")
+    sender = mail.partition(b"\r\n")[0].removeprefix(b"From: ").decode("latin-1")
+    with smtplib.SMTP(host, port, socket.gethostname(), control.mail_timeout) as server:
+        server.helo()  # as monit: a server for it may not know ESMTP
+        server.sendmail(sender, control.recipients, mail)

@@ -199,7 +199,7 @@ async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 here\r\n")
-        while line := (await reader.readline()).decode().strip():
+        while line := (await reader.readline()).decode().strip().upper():
             if line == "DATA":
                 writer.write(b"354 go on\r\n")
                 mail = []

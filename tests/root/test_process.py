@@ -124,6 +124,9 @@ def inherited(found: Mapping[str, Path], name: str) -> dict[str, object]:
     }
 
 
+DIRECTORIES = {"caged": "/var/vcap/jobs/web", "hook": "/", "packaging": "/var/vcap/data/compile/p"}
+
+
 def expected(name: str) -> dict[str, object]:
     """Root keeps its groups, and the score is that of the container."""
     return {
@@ -135,5 +138,5 @@ def expected(name: str) -> dict[str, object]:
         "umask": "0022",
         "oom score": "300",
         "groups": [] if name == "caged" else ["0", "4", "1001"],
-        "directory": {"caged": "/var/vcap/jobs/web", "packaging": "/var/vcap/data/compile/p"}.get(name, "/"),
+        "directory": DIRECTORIES.get(name, "/var/vcap/monit/service"),
     }
