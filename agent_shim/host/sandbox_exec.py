@@ -354,6 +354,12 @@ def _unescaped(field: bytes) -> str:
 # --- the view -------------------------------------------------------------------------------------------------------
 
 
+def _is_our_link(path: str) -> bool:
+    """True for a link of root. One of the job may lead elsewhere at any moment."""
+    found = os.lstat(path)
+    return stat.S_ISLNK(found.st_mode) and found.st_uid == os.getuid()
+
+
 def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     """Build and enter a root file system with only the places and the kernel's own mounts.
 
@@ -363,7 +369,8 @@ def _make_root(places: Sequence[BindMount], *, is_masked: bool) -> None:
     shown = sorted([*places, *nodes], key=lambda place: place["path"].count("/"))  # parents before their children
     trees = {place["path"]: tree for place in shown if (tree := _tree(place, is_masked=is_masked)) is not None}
     # A place above may show a link of that name, as /var/vcap/jobs does: the mount is made where the link leads.
-    ends = {path: os.path.realpath(path) for path in trees if any(path.startswith(f"{each}/") for each in trees)}
+    below = [path for path in trees if any(path.startswith(f"{each}/") for each in trees)]
+    ends = {path: os.path.realpath(path) for path in below if _is_our_link(path)}
     is_writable = any(place["write"] for place in places if place["path"] == "/")
     root = trees.pop("/", None)
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)

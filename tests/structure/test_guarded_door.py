@@ -168,6 +168,7 @@ RAW: Mapping[str, Raw] = {
             {
                 "_reset_oom_score",
                 "_enter",
+                "_is_our_link",
                 "_join",
                 "_make_point",
                 "_make_shared",
