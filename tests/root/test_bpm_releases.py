@@ -329,7 +329,8 @@ outcome["errors"] = [line for line in says("nginx", "nginx", "stderr").splitline
 @pytest.mark.skipif(not shutil.which("nginx"), reason="needs the package nginx")
 def test_nginx(inside: Inside, level: int, unsafe: str) -> None:
     """A master and its workers, on a low port, as vcap. The stop leaves none of them."""
-    found = deployed(inside, level, NGINX.replace("UNSAFE", unsafe))
+    port = str(880 + 2 * level + bool(unsafe))  # machines share the network, and tests run side by side
+    found = deployed(inside, level, NGINX.replace("UNSAFE", unsafe).replace("881", port))
 
     assert found["served"] == "served"
     assert found["below the init"] == ["nginx:"]
