@@ -356,7 +356,10 @@ def _unescaped(field: bytes) -> str:
 
 def _is_our_link(path: str) -> bool:
     """True for a link of root. One of the job may lead elsewhere at any moment."""
-    found = os.lstat(path)
+    try:
+        found = os.lstat(path)
+    except OSError:  # a place may have a path of its own
+        return False
     return stat.S_ISLNK(found.st_mode) and found.st_uid == os.getuid()
 
 
