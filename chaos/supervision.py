@@ -486,7 +486,7 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
 async def hanging_checks(stand: Stand) -> str:
     await stand.boot()
 
-    # Cancelled at the end of the case. Python 3.11 logs that of a handler as an error.
+    # Cancelled at the end of the case. Python 3.11 logs a cancelled handler as an error.
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(600)

@@ -351,7 +351,7 @@ class Witness:
         return found[:3]
 
     def _blobs(self, spec: Mapping[str, Any]) -> dict[str, dict[str, dict[str, str] | None]]:
-        """Return the files of jobs and packages by their blobs. None for one that is too large."""
+        """Return the files of jobs and packages by their blobs. None for a large file."""
         kept = self._stand.world.kept
         assert kept is not None
 

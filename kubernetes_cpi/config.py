@@ -23,7 +23,7 @@ AttachWay = Literal["auto", "live", "recreate", "never"]
 
 
 class Cluster(Strict, frozen=True):
-    """Address and credentials of the API server. If empty, those of the pod in which the CPI runs."""
+    """Address and credentials of the API server, by default of the pod in which the CPI runs."""
 
     server: Annotated[str, doc("URL of the API server. Empty: `https://kubernetes.default.svc`.")] = ""
     ca: Annotated[str, doc("CA of the API server, PEM. Empty: the one mounted into the pod.")] = ""

@@ -55,7 +55,7 @@ class DiskNotAttachedError(CpiError):
 
 
 class ApiError(CpiError):
-    """A request refused by the API server. ``status`` and ``reason`` are those of its Status object."""
+    """A request refused by the API server. ``status`` and ``reason`` are members of its Status object."""
 
     def __init__(self, message: str, *, status: int, reason: str = "", ok_to_retry: bool | None = None) -> None:
         super().__init__(message, ok_to_retry=ok_to_retry)

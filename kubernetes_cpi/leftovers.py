@@ -51,7 +51,7 @@ def _of_director(session: Session, resource: Resource) -> Iterator[Object]:
 
 
 def _owner(one: Object) -> str:
-    """Return the VM, disk or snapshot of an object. "" for one that several VMs share."""
+    """Return the VM, disk or snapshot of an object, or "" if several VMs share it."""
     labels, name = one["metadata"]["labels"], one["metadata"]["name"]
     if labels.get(names.KIND) in (names.KIND_DISK, names.KIND_SNAPSHOT):
         return str(name)

@@ -1,6 +1,6 @@
 """Pods, Secrets and claims as documents. Pure: equal requests make equal documents.
 
-Fields are those of Kubernetes 1.20. Newer ones appear only where a tier or a property needs them.
+Fields exist since Kubernetes 1.20. Newer fields appear only where a tier or a property needs them.
 """
 
 from __future__ import annotations

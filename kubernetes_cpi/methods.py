@@ -35,7 +35,7 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "snapshot_disk": snapshots.create,
     "delete_snapshot": snapshots.delete,
 }
-"""The arguments of a method are those of its function, after the session."""
+"""A method takes the arguments of its function after the session."""
 LOCAL: Final = frozenset({"create_stemcell", "delete_stemcell", "calculate_vm_cloud_properties"})
 """Methods without a cluster: their functions get the configuration instead of a session."""
 ENV: Final = slice(5, 6)

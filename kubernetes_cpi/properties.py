@@ -109,7 +109,7 @@ class AgentImage(Strict, frozen=True):
 
 
 class NetworkPolicy(Strict, frozen=True):
-    """A NetworkPolicy of an instance group, beside those of the namespace. The agent needs its way to the bus."""
+    """A NetworkPolicy of an instance group, beside those in the namespace. The agent needs its way to the bus."""
 
     ingress: Annotated[
         list[dict[str, Any]] | None, doc("Rules as in a NetworkPolicy. Absent: no limit; empty: nothing is admitted.")

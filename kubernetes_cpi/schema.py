@@ -55,7 +55,7 @@ def nearest(key: str, known: list[str]) -> str:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two documents: hashes key by key. Any other value of ``above`` replaces that of ``below``."""
+    """Merge two documents: hashes key by key. Any other value of ``above`` replaces the value of ``below``."""
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)

@@ -49,7 +49,7 @@ _BROKEN: Final[tuple[type[Exception], ...]] = (  # type: ignore[assignment]  # i
     *(ArchiveError, tarfile.TarError, isal_zlib.error, OSError, EOFError),
     *(ValueError, OverflowError, MemoryError, RecursionError),
 )
-"""Exceptions of a broken archive. The last four are those of numbers without sense and of headers without end."""
+"""Exceptions of a broken archive. Senseless numbers and endless headers raise the last four."""
 
 
 def is_gzip(source: BinaryIO) -> bool:

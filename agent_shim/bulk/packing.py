@@ -304,7 +304,7 @@ class _Archive:
         return known
 
     def _target(self, name: str, entry: _Entry, target: str) -> str:
-        """Return the target of a link as it is written. "" for one that leads out of a live tree."""
+        """Return the target of a link as it is written, or "" if it leads out of a live tree."""
         if not self._is_live:
             return target
         inner = _inner_target(entry, target)

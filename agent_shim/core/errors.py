@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class ShimError(Exception):
-    """Any deliberate error. ``exit_code`` is that of a command that ends with it."""
+    """Any deliberate error. A command that ends with it exits with ``exit_code``."""
 
     exit_code = 70
 

@@ -27,7 +27,7 @@ CPI_SETTINGS: Final = (
     Path("/var/vcap/bosh/instance_settings.json"),
     Path("/var/vcap/bosh/settings-source-file/config.json"),
 )
-"""Settings files of container CPIs. All CPIs but those of Kubernetes write the first."""
+"""Settings files of container CPIs. Every CPI writes the first, except for Kubernetes."""
 MAX_MISTAKES: Final = 20
 """Mistakes of a document in its error."""
 _PORT: Final = "(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"

@@ -26,7 +26,7 @@ Lenient = Annotated[T, msgspec.Meta(extra={"lenient": True})]
 Internal = Annotated[T, msgspec.Meta(extra={"internal": True})]
 """A member that documents cannot set."""
 DigestText = Annotated[str, msgspec.Meta(extra={"digest": True})]
-"""A digest string. One that cannot be parsed has a wrong type. As in the Go agent, null means the digest ``null``."""
+"""A digest string. Text without a digest is a wrong type. Null means the digest ``null``, for the Go agent too."""
 INT64: Final = msgspec.Meta(ge=-(2**63), le=2**63 - 1)
 UINT64: Final = msgspec.Meta(ge=0, extra={"most": 2**64 - 1})
 """Ranges of Go's integers. msgspec compares only with signed 64-bit numbers."""

@@ -1,6 +1,6 @@
 """The boot: named idempotent steps, each timed and logged with its outcome or the reason it was skipped.
 
-Order and modes are those of the Go agent (agent/bootstrap.go, platform/linux_platform.go). Steps that
+Order and modes follow the Go agent (agent/bootstrap.go, platform/linux_platform.go). Steps that
 configure machines (interfaces, partitions, mounts over system directories) are omitted in a container.
 """
 

@@ -79,7 +79,7 @@ class Alerts:
     """Queues alerts while disconnected. ``run`` is the root task.
 
     ``publish`` sends to a subject and raises ``BusError`` while it cannot. ``encode`` makes the message of an event,
-    or None of one that is not sent.
+    or None to send nothing.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ OTHER: Final = "other"
 
 
 class Taken(Collector):
-    """Samples of one scrape. Made in a thread: those of 500 processes take 60 ms, and any neighbour may ask."""
+    """Samples of one scrape. A thread makes them: 500 processes take 60 ms, and any neighbour may ask."""
 
     def __init__(self, readings: Readings) -> None:
         self._readings = readings

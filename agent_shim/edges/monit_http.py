@@ -51,7 +51,7 @@ Users: TypeAlias = Callable[[], Mapping[bytes, bool] | None]
 
 
 class About(msgspec.Struct, frozen=True):
-    """The daemon in the document, by default that of a stemcell."""
+    """The daemon in the document, by default as on a stemcell."""
 
     control_file: str = "/var/vcap/bosh/etc/monitrc"
     poll: int = 10

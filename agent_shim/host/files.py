@@ -69,7 +69,7 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
 
 
 def text(path: Path) -> str:
-    """Return the text of a file. "" for one that cannot be read."""
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return read(path).decode(errors="replace")
     except OSError:

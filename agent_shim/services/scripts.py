@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 """PATH of scripts, whatever that of the agent (agent/script/pathenv/pathenv.go)."""
 NICE: Final = 5
-"""Niceness of lifecycle scripts relative to the agent. Drain and errands run with that of the agent."""
+"""Niceness of lifecycle scripts relative to the agent. Drain and errands run as nice as the agent."""
 GRACE_S: Final = 10.0
 """Between TERM and KILL for a cancelled script."""
 MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096

@@ -132,7 +132,7 @@ class SettingsStore:
         return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
 
     def _read_source(self) -> tuple[settings.Settings, bytes, Path]:
-        """Load the first usable source. The error is that of the first existing file."""
+        """Load the first usable source. Without one, report the error of the first existing file."""
         problem: SettingsError | None = None
         for path in (*self._sources, self._paths.settings_cache):
             try:

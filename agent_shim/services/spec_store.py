@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpecStore:
-    """Stores the spec. ``current`` is that of the last ``apply``, empty before the first one."""
+    """Stores the spec. ``current`` is the spec of the last ``apply``, empty before the first."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths

@@ -226,7 +226,7 @@ async def test_a_program_that_replaces_the_file_is_understood(paths: Paths) -> N
 
 
 async def test_a_program_gets_the_proxies_of_the_settings(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In both spellings, in place of those of the environment. The rest of that is ours."""
+    """Both spellings are set. They replace the proxies of the environment, which is otherwise kept."""
     monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
     monkeypatch.setenv("NO_PROXY", "here")
     program(paths, 'echo "$https_proxy $HTTPS_PROXY $NO_PROXY" >"$to"')

@@ -62,7 +62,7 @@ async def test_a_program_is_in_the_cgroup_of_its_service_before_it_runs(
     assert procs.read_text() == str(program.pid)
 
 
-async def test_programs_and_scripts_run_where_there_is_nothing(tmp_path: Path) -> None:
+async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
     """gcp-tools-release's stackdriver-nozzle gives ``.`` to vcap, with all that is below it."""
     nowhere = tmp_path / "monit/service"
     nowhere.mkdir(parents=True)

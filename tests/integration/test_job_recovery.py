@@ -367,7 +367,7 @@ async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: W
 
 @pytest.mark.slow
 async def test_an_agent_without_its_volume_ends_its_jobs_and_leaves_the_bus(instance: World) -> None:
-    """It was taken for dead, as a machine that sleeps for a minute is. The files are those of the other one now."""
+    """Another agent took it for dead, as after a minute of sleep. The files belong to the other agent now."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await snapshot(instance.base / "data")

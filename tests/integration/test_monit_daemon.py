@@ -300,7 +300,7 @@ async def test_stop_and_start_by_http(vm: Vm) -> None:
     assert await vm.act("web", "dance") == 400
 
 
-async def test_strangers_and_readers_change_nothing(vm: Vm) -> None:
+async def test_callers_without_the_right_cannot_act(vm: Vm) -> None:
     vm.control.write_text(vm.control.read_text().replace("\n\ninclude", '\n  allow look:"only" read-only\n\ninclude'))
     vm.add("web")
     vm.start()
@@ -441,7 +441,7 @@ async def test_quit_ends_it_and_only_one_runs(vm: Vm) -> None:
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-async def test_operators_see_what_they_see_of_an_agent(vm: Vm) -> None:
+async def test_operators_get_status_summary_and_metrics(vm: Vm) -> None:
     vm.add("web")
     where = await free_port()
     vm.start("--http", where)
@@ -461,7 +461,7 @@ async def test_operators_see_what_they_see_of_an_agent(vm: Vm) -> None:
     assert "agent_shim_bus_connected" not in [line.split(" ")[0] for line in text.splitlines()]
 
 
-def test_it_imports_nothing_of_the_bus() -> None:
+def test_the_daemon_does_not_import_the_bus() -> None:
     """Neither of the bus, nor of actions, blobs and disks: memory that an agent needs, and monit's place does not."""
     script = "import sys; import agent_shim.daemon.monit_daemon; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()

@@ -133,7 +133,7 @@ async def test_child_becomes_its_user(user: str, group: str | None, ids: str, tm
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize(("user", "ids"), [("daemon", "1"), ("4711", "0"), ("nobody", "65534")])
 def test_groups_of_the_agent_are_not_handed_down(user: str, ids: str) -> None:
-    """An agent may have been started with more groups than that of root. A number without an entry has none."""
+    """An agent may have more groups than root. A number without an entry has none."""
     program = f"""import asyncio, os, sys
 from agent_shim.host import process
 async def become():

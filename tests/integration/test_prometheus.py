@@ -99,7 +99,7 @@ def free_port() -> int:
 
 @dataclass
 class Agent:
-    """One that runs. ``port`` is where it is scraped."""
+    """A running agent, scraped at ``port``."""
 
     paths: Paths
     port: int

@@ -151,7 +151,7 @@ async def test_a_program_that_is_not_isolated_in_time_is_ended(monkeypatch: pyte
 
 @pytest.mark.parametrize(("inherited", "own"), [("-500", 0), ("0", 0), ("300", 300)])
 def test_job_is_not_spared_when_memory_runs_out(tmp_path: Path, inherited: str, own: int) -> None:
-    """Though the agent may be. One that goes first still does."""
+    """The agent may be spared. A job that is killed first remains so."""
     score = tmp_path / "oom_score_adj"
     score.write_text(inherited)
     sandbox_exec._reset_oom_score(str(score))

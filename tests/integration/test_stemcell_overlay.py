@@ -387,7 +387,7 @@ def test_a_user_number_in_use_is_an_error(debian: Path) -> None:
 
 
 def test_links_of_the_image_stay_inside(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """An absolute link, or one that climbs, leads where it would lead inside the image. Nothing outside is written."""
+    """Absolute links and ``..`` lead where they would lead inside the image. Nothing outside is written."""
     outside = tmp_path_factory.mktemp("outside")
     (debian / "var").symlink_to(outside)
     (debian / "opt").rename(debian / "elsewhere")

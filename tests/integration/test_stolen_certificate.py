@@ -129,7 +129,7 @@ async def test_a_thief_of_the_first_certificate_is_shut_out_by_the_change_to_the
 
 
 async def test_a_thief_is_not_admitted_as_someone_else(tmp_path: Path) -> None:
-    """The name is that of the certificate, whatever the client claims. One from another authority is none."""
+    """The certificate gives the name, whatever the client claims. Certificates of other authorities do not count."""
     async with talking(tmp_path) as talk:
         pair = Authority().client(DIRECTOR)
         forged = replace(talk.server.peer(), certificate=pair.certificate, private_key=pair.private_key)

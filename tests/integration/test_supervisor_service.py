@@ -196,7 +196,7 @@ async def test_absence_may_need_several_looks(world: World) -> None:
 
 
 async def test_manual_process_waits_for_its_start(world: World) -> None:
-    """One that no Director asks for stays down. The Director's are started."""
+    """A process outside the group vcap stays down. The Director starts the others."""
     files = [
         world.job("web", None, None, "mode manual"),
         world.job("own", None, None, "mode manual", group="group own"),

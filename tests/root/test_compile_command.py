@@ -48,7 +48,7 @@ def test_a_release_is_compiled_for_the_stemcell(box: Machine, tmp_path: Path) ->
     ("words", "expected"),
     [("compile r.tgz", "bosh-agent compile r.tgz in {caller}"), ("-P ubuntu", "init -P ubuntu in {caller}")],
 )
-def test_the_compiler_as_process_1_is_no_init(tmp_path: Path, words: str, expected: str) -> None:
+def test_the_compiler_as_process_1_starts_without_the_init(tmp_path: Path, words: str, expected: str) -> None:
     """Relative paths are those of the caller. The daemon's flags still get the init."""
     image, caller = tmp_path / "image", tmp_path / "caller"
     for path, name in (("init/start", "init"), ("bin/bosh-agent", "bosh-agent")):

@@ -305,7 +305,7 @@ ctypes.CDLL(None).syscall(60, 0)
 """
 
 
-def test_process_whose_first_thread_has_ended_is_one_of_the_vm() -> None:
+def test_process_whose_first_thread_has_ended_belongs_to_the_vm() -> None:
     """With cgroup v1, such a thread is in no cgroup."""
     with own_cgroups("pod") as places:
         uid = places[0][0].name

@@ -159,7 +159,7 @@ async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: Pod) -> None:
 
 
 async def test_jobs_of_the_go_agent_continue_under_this_agent_and_back(pod: Pod) -> None:
-    """Twice. Every process is the one that monit has started."""
+    """The change is made twice. Every process remains as monit started it."""
     with go_agent_and_monit(pod):
         await ready(pod)
         theirs = await deploy(pod)

@@ -47,7 +47,7 @@ def cage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 async def test_frozen_processes_fork_no_child_and_continue_afterwards(
     cage: job_cgroups.JobCgroup, tmp_path: Path
 ) -> None:
-    """Even one that forks without end. A kill reaches it."""
+    """A process that forks without end is killed, too."""
     counter = tmp_path / "counter"
     [place] = map(Path, cage.make())
 

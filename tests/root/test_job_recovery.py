@@ -66,7 +66,7 @@ async def with_a_disk(pod: Pod) -> None:
 
 @pytest.mark.parametrize("prefix", [(), WITHOUT_MOUNTS], ids=["by mount", "by link"])
 async def test_restart_in_place(pod: Pod, prefix: tuple[str, ...]) -> None:
-    """Disk, then pre-start, then the jobs. Users and names are those of before, and nothing stale is left."""
+    """Disk, pre-start and jobs come back in this order, with the former users and names, and without stale files."""
     pod.prefix = prefix
     await with_a_disk(pod)
     await deploy(pod, "web", "worker")

@@ -115,9 +115,7 @@ def test_a_mutant_in_a_fork_leaves_the_machine_unchanged(
     assert bystanders.are_unharmed()
 
 
-def test_what_a_started_process_runs_is_reached_by_the_test_that_started_it(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_a_started_process_are_reached_by_its_test(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     stage = mutate.Stage("imports", ("tests/integration/test_lean_imports.py",), float("inf"), is_forked=False)
 

@@ -48,7 +48,7 @@ async def test_a26_programs_resolve_names_of_the_director(fleet: Fleet) -> None:
 
 
 async def test_a26_records_are_stored_though_hosts_cannot_be_written(fleet: Fleet) -> None:
-    """A file that the runtime mounted stays the same file. One that is read-only stays as it is."""
+    """A file that the runtime mounted stays the same file. A read-only file stays as it is."""
     machine = await fleet.add(AGENT, NETWORKS)
     machine.run("cp /etc/hosts /mnt/hosts && mount --bind /mnt/hosts /etc/hosts")
     stored = machine.vcap / "instance/dns/records.json"

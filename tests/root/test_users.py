@@ -128,7 +128,7 @@ def test_clean_up_removes_those_that_match(box: Machine, inside: Inside) -> None
 
 
 def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside) -> None:
-    """Neither a process in another session nor one that forks without end. The next user may get the number."""
+    """Processes in other sessions and endless forks end, too. The next user may get the number."""
     inside(setup("bosh_stays"))
     number = box.run("id -u bosh_stays").strip()
     forking = "while :; do (sleep 0.01 &) ; done"

@@ -195,7 +195,7 @@ class _Witness(threading.Thread):
 
 
 def _sleep(native: int, locks: range) -> str:
-    """Return the number of the system call in which a thread sleeps. "" if none or one that waits for other threads."""
+    """Return the number of the system call in which a thread sleeps, or "" if it waits for other threads."""
     try:
         state = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0]
         call, *arguments = Path(f"/proc/self/task/{native}/syscall").read_text().split()

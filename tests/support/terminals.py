@@ -34,7 +34,7 @@ class Terminal:
 
 
 def on_terminal(argv: Sequence[str], seen: Callable[[bytes], bool] = lambda _: False) -> bytes:
-    """Output of a command whose stdout and stderr are a terminal. One that follows is ended when ``seen`` holds."""
+    """Output of a command whose stdout and stderr are a terminal. An endless command is ended when ``seen`` holds."""
     with Terminal() as terminal, subprocess.Popen(argv, stdout=terminal.theirs, stderr=terminal.theirs) as child:
         while child.poll() is None and not seen(terminal.read()):
             with contextlib.suppress(subprocess.TimeoutExpired):

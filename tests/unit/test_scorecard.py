@@ -50,7 +50,7 @@ def test_a_failed_case_loses_its_date(tmp_path: Path) -> None:
         assert earlier(document.read_text()) == {"D-07": one}
 
 
-async def test_a_row_that_does_not_hold_says_only_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_row_names_only_the_broken_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words of its figures would pass for the reason that a saboteur expects."""
     seen = SimpleNamespace(broken=AsyncMock(return_value=["I16: job7 has no process"]))
 

@@ -61,7 +61,7 @@ def authorities(ca: str) -> tuple[str, ...]:
 def server_context(mbus: Mbus) -> ssl.SSLContext:
     """Build the server context for the bosh CLI. Raises ``CredentialsError``.
 
-    The two TLS 1.2 suites are those of the Go agent (``mbus/https_dispatcher.go``). No client certificate is requested.
+    The Go agent has the same two TLS 1.2 suites (``mbus/https_dispatcher.go``). No client certificate is requested.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -66,7 +66,7 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def read(volume: Path) -> Marker | None:
-    """Read the marker of a volume. None if an agent wrote none that is readable.
+    """Read the marker of a volume. None without a readable marker of an agent.
 
     Jobs own the top of many volumes, and may put a directory of their own in the place of the marker's.
     """

@@ -1,6 +1,6 @@
 """Reads monit's control file (``/var/vcap/bosh/etc/monitrc`` of a stemcell) for a daemon in monit's place.
 
-Statements are those of monit 5.2.5 (``p.y``), in the order in which it reads included files (``include_file`` in
+Reads the statements of monit 5.2.5 (``p.y``), in the order in which it reads included files (``include_file`` in
 ``l.l``: the last name first). A mistake in the control file itself ends the daemon, as monit does. One in an included
 file costs only the services of that file, or that ``set``: job files come from releases.
 """
@@ -44,7 +44,7 @@ class Control(msgspec.Struct):
     port: int = 0
     """0: no HTTP."""
     users: dict[str, bool] = msgspec.field(default_factory=dict)
-    """``user:password``, and True for one that may act."""
+    """``user:password``, and whether this user may act."""
     user_files: list[tuple[Path, frozenset[str], bool]] = msgspec.field(default_factory=list)
     """Files of such lines, with the users meant (all if empty)."""
     allows_neighbours: bool = False

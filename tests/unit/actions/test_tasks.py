@@ -208,7 +208,7 @@ async def test_persistent_task_goes_on_under_its_id_after_a_restart(tmp_path: Pa
 
 
 async def test_a_task_that_ends_its_agent_again_and_again_fails(tmp_path: Path) -> None:
-    """Begun by the agent that accepted it, and by one that resumed it. One that only waited is no evidence."""
+    """Two agents have begun it: by acceptance and by resumption. A task that only waited is no evidence."""
     journal = tmp_path / "tasks.json"
     begun: list[bytes] = []
 

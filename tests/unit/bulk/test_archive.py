@@ -198,7 +198,7 @@ def test_a_file_whose_name_ends_like_a_directory_is_one(tmp_path: Path, kind: by
 
 @pytest.mark.parametrize("subtree", ["", "d"])
 def test_links_may_point_anywhere(tmp_path: Path, subtree: str) -> None:
-    """Compiled packages are full of absolute links. GNU tar makes those of jobs too. They are made, not followed."""
+    """Compiled packages are full of absolute links. GNU tar makes the links of jobs, too, and follows none."""
     packed = link("d/a", "/var/vcap/packages/x") + link("d/b", "../../y") + link("d/c", "d/b", hard=True) + END
     unpack(zipped(packed), tmp_path / "o", subtree=subtree)
 

@@ -80,7 +80,7 @@ async def test_steps_that_the_bus_does_not_need_are_late_and_not_vital(tmp_path:
     assert not [step for step in steps if step.late and step.vital]
 
 
-async def test_what_a_killed_agent_had_begun_is_removed(tmp_path: Path) -> None:
+async def test_leftovers_of_a_killed_agent_are_removed(tmp_path: Path) -> None:
     """Unfinished packages, sources of a compilation, and archives of logs."""
     async with world(tmp_path) as made:
         paths = made.agent.paths

@@ -53,7 +53,7 @@ def test_nothing_is_made_where_nothing_may_be(own: Path, monkeypatch: pytest.Mon
 
 
 def test_members_of_a_cgroup_and_of_those_below_it(own: Path) -> None:
-    """A job may have made some. The name is that of ours."""
+    """A job may make cgroups below its own. Their processes count for the job."""
     job_cgroups.JobCgroup("a/b@/c").make()
     below = own / "agent_shim/a%2fb@%2fc/theirs"
     below.mkdir()

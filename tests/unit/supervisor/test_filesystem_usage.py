@@ -48,7 +48,7 @@ def test_a_device_has_the_figures_of_its_mount_point(
 
 
 def test_a_device_means_its_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own name or by that of a link. A device that is not mounted means its own path."""
+    """The device may be named by a link. Without a mount it means its own path."""
     (tmp_path / "disk").touch()
     (tmp_path / "by-id").symlink_to(tmp_path / "disk")
     mount = mounts.Mount(1, 0, "8:1", "/", Path("/store"), frozenset(), "ext4", str(tmp_path / "disk"), frozenset())

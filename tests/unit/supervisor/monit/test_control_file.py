@@ -75,7 +75,7 @@ def test_control_file_of_a_stemcell(tmp_path: Path) -> None:
         ("", {}),
     ],
 )
-def test_who_may_ask(tmp_path: Path, text: str, users: dict[bytes, bool] | None) -> None:
+def test_credentials_of_the_control_file(tmp_path: Path, text: str, users: dict[bytes, bool] | None) -> None:
     """Without any ``allow`` no caller."""
     assert read(tmp_path, f"set httpd port 2822 {text}").credentials() == users
 
