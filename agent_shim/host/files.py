@@ -17,6 +17,7 @@ import os
 import pwd
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -370,8 +371,14 @@ def _empty(top: int) -> None:
         name = waiting.pop()
         with closing(os.open(name, _DIRECTORY, dir_fd=top)) as here:
             for below in _without_files(here):
-                os.rename(below, to := next(moved), src_dir_fd=here, dst_dir_fd=top)
-                waiting.append(to)
+                try:
+                    os.rename(below, to := next(moved), src_dir_fd=here, dst_dir_fd=top)
+                except OSError as exc:
+                    if exc.errno != errno.EXDEV:
+                        raise
+                    shutil.rmtree(below, dir_fd=here)  # a directory of an image layer cannot be moved
+                else:
+                    waiting.append(to)
         os.rmdir(name, dir_fd=top)
 
 
