@@ -6,15 +6,16 @@ The Go agent listens on port 2825 for them and reads the lines ``Service:`` to `
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import socket
 import time
+from functools import partial
 from typing import Final
 
 from agent_shim.core import safetext
 from agent_shim.core.errors import BusError
 from agent_shim.edges.monit_text import VERSION
+from agent_shim.host import guarded
 from agent_shim.supervisor.monit.control_file import Control
 
 DEFAULT_FORMAT: Final = {
@@ -60,7 +61,8 @@ async def deliver(control: Control, mail: bytes) -> None:
     why = "the control file names no mail server"
     for host, port in control.mail_servers:
         try:
-            await asyncio.to_thread(_send, control, host, port, mail)
+            send = partial(_send, control, host, port, mail)
+            await guarded.aside(f"mail server {host}:{port}", send, timeout=control.mail_timeout)
         except (OSError, ValueError) as exc:  # an address beyond ASCII is the latter
             why = f"{host}:{port}: {safetext.line(str(exc))}"
         else:

@@ -1,0 +1,31 @@
+"""Mails to servers that misbehave. The usual way of a mail is in test_monit_daemon.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import BusError
+from agent_shim.edges.mail import deliver
+from agent_shim.supervisor.monit.control_file import Control
+
+
+async def test_a_mail_server_that_drips_is_given_up() -> None:
+    """Each byte comes in time, the greeting never ends."""
+
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                writer.write(b"2")
+                await writer.drain()
+                await asyncio.sleep(0.1)
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    control = Control(Path("monitrc"), recipients=["agent@local"], mail_servers=[("127.0.0.1", port)], mail_timeout=1)
+    async with server, asyncio.timeout(60):
+        with pytest.raises(BusError, match=f"cannot send a mail: 127.0.0.1:{port}: .*no answer within 1 s"):
+            await deliver(control, b"From: monit@here\r\n\r\nx")
