@@ -16,12 +16,16 @@ from agent_shim.supervisor.monit.control_file import Control
 async def test_a_mail_server_that_drips_is_given_up() -> None:
     """Each byte comes in time, the greeting never ends."""
 
+    enough, ended = asyncio.Event(), asyncio.Event()
+
     async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while True:
+            while not enough.is_set():
                 writer.write(b"2")
                 await writer.drain()
                 await asyncio.sleep(0.1)
+        writer.close()
+        ended.set()
 
     server = await asyncio.start_server(drip, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -29,3 +33,5 @@ async def test_a_mail_server_that_drips_is_given_up() -> None:
     async with server, asyncio.timeout(60):
         with pytest.raises(BusError, match=f"cannot send a mail: 127.0.0.1:{port}: .*no answer within 1 s"):
             await deliver(control, b"From: monit@here\r\n\r\nx")
+        enough.set()
+        await ended.wait()
