@@ -45,6 +45,8 @@ READ_TIMEOUT_S: Final = 2.0
 """Time that one process may block a reader."""
 MAX_HUNG_READS: Final = 4
 """Limit of reads that hang at the same time. Beyond it no process is read in this way."""
+_KERNEL_THREAD: Final = 0x0020_0000
+"""``PF_KTHREAD`` of the kernel's ``include/linux/sched.h``."""
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
@@ -65,6 +67,9 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
     threads: int = 0
     reaped_ticks: int = 0
     """CPU time of reaped children and of their reaped children."""
+    is_kernel: bool = False
+    """True for a thread of the kernel. Its session is 0, as is that of a process whose session began in a pid namespace
+    above this one."""
 
     @property
     def is_alive(self) -> bool:
@@ -84,11 +89,21 @@ def parse(line: bytes) -> Stat:
     """Parse a stat line. The name may contain blanks and parentheses, so fields count from its last parenthesis."""
     number, _, rest = line.partition(b" (")
     fields = rest.rpartition(b") ")[2].decode().split(None, 22)
-    state, parent, group, session, _, _, _, _, _, _, _, user, system, of_dead, of_dead_system, *fields = fields
+    state, parent, group, session, _, _, flags, _, _, _, _, user, system, of_dead, of_dead_system, *fields = fields
     _, _, threads, _, start, _, resident, *_ = fields
     ticks, reaped, resident_kb = int(user) + int(system), int(of_dead) + int(of_dead_system), int(resident) * PAGE_KB
     return Stat(
-        int(number), state, int(parent), int(group), int(session), ticks, int(start), resident_kb, int(threads), reaped
+        int(number),
+        state,
+        int(parent),
+        int(group),
+        int(session),
+        ticks,
+        int(start),
+        resident_kb,
+        int(threads),
+        reaped,
+        is_kernel=bool(int(flags) & _KERNEL_THREAD),
     )
 
 
@@ -179,8 +194,8 @@ def census(mark: str, known: Collection[int] = ()) -> Census:
     values, blank = variables(living, mark)
     for pid, value in values.items():
         marked.setdefault(value, set()).add(pid)
-    # Threads of the kernel have no environment either, and no session.
-    unread = {pid for pid in blank if processes[pid].session and is_leaving(pid)}
+    # Threads of the kernel have no environment either.
+    unread = {pid for pid in blank if not processes[pid].is_kernel and is_leaving(pid)}
     unread.update(pid for pid in pids if pid not in processes or not processes[pid].is_alive)
     is_known = last is None or (last_number() or 0) >= last
     return Census(processes, children(processes), marked, frozenset(unread) if is_known else None)

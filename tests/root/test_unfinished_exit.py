@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,24 @@ from agent_shim.supervisor.ownership.process_record import MARK, ProcessRecord, 
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
+
+CENSUS_OF_LEAVING = """
+import json, os
+from agent_shim.host import proc
+proc.variables = lambda pids, mark: ({}, list(pids))
+proc.is_leaving = lambda pid: True
+print(json.dumps([os.getsid(0), os.getpid(), list(proc.census("MARK").unread)]))
+"""
+
+
+def test_a_process_whose_session_began_outside_its_pid_namespace_is_unread_while_it_exits() -> None:
+    """The kernel shows its session as 0, as it shows that of its own threads."""
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", CENSUS_OF_LEAVING]
+
+    session, pid, unread = json.loads(subprocess.run(inside, stdout=subprocess.PIPE, check=True).stdout)
+
+    assert session == 0
+    assert pid in unread
 
 
 async def test_an_orphan_in_the_midst_of_its_exit_has_lost_its_mark_and_says_so(tmp_path: Path) -> None:

@@ -29,6 +29,15 @@ def test_name_does_not_shift_the_fields(name: str) -> None:
     assert stat == proc.Stat(41, "S", 7, 41, 40, 33, 98765, 250 * proc.PAGE_KB, threads=1, reaped_ticks=77)
 
 
+@pytest.mark.parametrize(("flags", "is_kernel"), [("4194560", False), ("2129984", True)])
+def test_a_thread_of_the_kernel_is_known_by_its_flags(flags: str, is_kernel: bool) -> None:
+    """A session of 0 is also that of a process whose session began outside its pid namespace, as below ``unshare``."""
+    line = (LINE % "41 (a)").replace(" 40 ", " 0 ", 1).replace(" 4194560 ", f" {flags} ")
+
+    assert proc.parse(line.encode()).session == 0
+    assert proc.parse(line.encode()).is_kernel is is_kernel
+
+
 @pytest.mark.parametrize(("state", "is_alive"), [("R", True), ("S", True), ("D", True), ("T", True), ("Z", False)])
 def test_zombie_is_dead(state: str, is_alive: bool) -> None:
     """It only waits to be reaped."""
