@@ -48,7 +48,9 @@ async def test_nothing_can_be_gained(tmp_path: Path) -> None:
     """No capability in any set, none to come. Signals that Python ignores reach the program."""
     status, found = await run(tmp_path, order())
 
-    assert (status, found["NoNewPrivs"], int(found["SigIgn"], 16)) == (0, "1", 0)
+    # The C library has two signals of its own, and leaves them ignored in a child.
+    ignored = {each for each in signal.valid_signals() if int(found["SigIgn"], 16) >> (each - 1) & 1}
+    assert (status, found["NoNewPrivs"], ignored) == (0, "1", set())
     assert {found[f"Cap{name}"].strip("0") for name in ("Inh", "Prm", "Eff", "Amb")} == {""}
 
 
