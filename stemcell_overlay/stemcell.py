@@ -52,12 +52,14 @@ FACTS: Final = """
 echo "os=$ID-$VERSION_CODENAME"
 echo "version=$(cat /var/vcap/bosh/etc/stemcell_version)"
 echo --
-dpkg-query --show --showformat '${Package} ${Version} ${Architecture}\\n'
+dpkg-query --show --showformat '${Package}\\t${Version}\\t${Architecture}\\t${Provides}\\t${Pre-Depends}, ${Depends}\\n'
 echo --
 /opt/agent_shim/bin/python3 -c '
+import re
 from importlib import metadata
 for found in sorted(metadata.distributions(), key=lambda found: found.name):
-    print(found.name, found.version)
+    needs = [line for line in found.requires or () if "extra ==" not in line]
+    print(found.name, found.version, *(re.match("[A-Za-z0-9._-]+", line)[0] for line in needs))
 '
 echo --
 cd /usr/share/doc
@@ -68,7 +70,9 @@ echo --
 dpkg --list
 """
 """Script for an image that prints its system, its packages, those of the agent, names of licences in Debian's copyright
-files, files of compilers, and ``dpkg -l``."""
+files, files of compilers, and ``dpkg -l``. Packages are with what they provide and need."""
+_NAMES: Final = re.compile(r"(?:^|[,|])\s*([^\s,|(:]+)")
+"""Names in a field such as ``Depends`` of a Debian package."""
 _SYNOPSIS: Final = re.compile(r"[^ ,]+(,? (or|and|with|/) [^ ,]+( exception)?)*")
 """Short names of licences in the field ``License`` of a copyright file, where some files have the text of a licence."""
 
@@ -81,7 +85,8 @@ def main() -> int:
             return 0
         made = light(arguments) if arguments.light else heavy(arguments)
     except subprocess.CalledProcessError as exc:
-        print(f"stemcell: cannot make a stemcell: {exc}", file=sys.stderr)
+        done = f"{Path(exc.cmd[0]).name} {exc.cmd[1]}"
+        print(f"stemcell: cannot make a stemcell: `{done}` ended with {exc.returncode}", file=sys.stderr)
         return 1
     except OSError as exc:
         print(f"stemcell: cannot make a stemcell: {exc.strerror}: {exc.filename}", file=sys.stderr)
@@ -175,21 +180,53 @@ class Part:
     version: str
     url: str
     licences: tuple[str, ...]
+    needs: tuple[str, ...]
+    """URLs of those on which it depends."""
 
 
 def _facts(tool: str, image: str) -> tuple[dict[str, str], list[Part], str, str]:
     """Return the system, its parts, the files of compilers and the output of ``dpkg -l``."""
     run = [tool, "run", "--rm", "--network=none", image, "sh", "-c", FACTS]
-    said = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split("--\n", 5)
+    said = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout.split("--\n", 5)
     facts = dict(line.split("=", 1) for line in said[0].split())
-    distribution, known = facts["os"].partition("-")[0], licences(said[3].splitlines())
-    parts = []
-    for name, version, architecture in (line.split() for line in said[1].splitlines()):
-        url = f"pkg:deb/{distribution}/{name}@{version}?arch={architecture}"
-        parts.append(Part(name, version, url, known.get(name, ())))
-    for name, version in (line.split() for line in said[2].splitlines()):
-        parts.append(Part(name, version, f"pkg:pypi/{name.lower()}@{version}", (sbom.licence(name),)))
+    parts = [
+        *packages(facts["os"].partition("-")[0], said[1].splitlines(), licences(said[3].splitlines())),
+        *modules(said[2].splitlines()),
+    ]
     return facts, parts, said[4], said[5]
+
+
+def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str, ...]]) -> list[Part]:
+    """Return Debian packages. Of alternatives and of virtual packages, all that are installed count as needed."""
+    rows = [line.split("\t") for line in lines]
+    urls = [f"pkg:deb/{distribution}/{name}@{version}?arch={architecture}" for name, version, architecture, *_ in rows]
+    there: dict[str, list[str]] = {}
+    for url, (name, _, _, provides, _) in zip(urls, rows, strict=True):
+        for each in (name, *_NAMES.findall(provides)):
+            there.setdefault(each, []).append(url)
+    return [
+        Part(name, version, url, known.get(name, ()), _those(there, _NAMES.findall(depends), url))
+        for url, (name, version, _, _, depends) in zip(urls, rows, strict=True)
+    ]
+
+
+def modules(lines: Iterable[str]) -> list[Part]:
+    """Return the agent and its modules from their names, versions and needs."""
+    rows = [line.split() for line in lines]
+    there = {_normal(name): [f"pkg:pypi/{_normal(name)}@{version}"] for name, version, *_ in rows}
+    return [
+        Part(name, version, url, (sbom.licence(name),), _those(there, map(_normal, needs), url))
+        for name, version, *needs in rows
+        for url in there[_normal(name)]
+    ]
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _those(there: dict[str, list[str]], names: Iterable[str], own: str) -> tuple[str, ...]:
+    return tuple(sorted({url for name in names for url in there.get(name, ())} - {own}))
 
 
 def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -260,15 +297,21 @@ def digests(chunks: Iterator[bytes]) -> str:
 
 
 def cyclonedx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
-    """Return the components of the stemcell in CycloneDX 1.5."""
+    """Return the components of the stemcell in CycloneDX 1.5. The stemcell depends on all of them."""
+    name = name_of(system)
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
         "version": 1,
-        "metadata": {"component": {"type": "operating-system", "name": name_of(system), "version": version}},
+        "metadata": {"component": {"type": "operating-system", "bom-ref": name, "name": name, "version": version}},
+        "dependencies": [
+            {"ref": name, "dependsOn": [part.url for part in parts]},
+            *({"ref": part.url, "dependsOn": part.needs} for part in parts),
+        ],
         "components": [
             {
                 "type": "library",
+                "bom-ref": part.url,
                 "name": part.name,
                 "version": part.version,
                 "purl": part.url,
@@ -285,6 +328,9 @@ def spdx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
     Debian's short names of licences are no identifiers of SPDX, so they are in the comments.
     """
     name = f"{name_of(system)}-{version}"
+    ids = {part.url: f"SPDXRef-{number}" for number, part in enumerate(parts)}
+    relations = [("SPDXRef-DOCUMENT", "DESCRIBES", one) for one in ids.values()]
+    relations += [(ids[part.url], "DEPENDS_ON", ids[need]) for part in parts for need in part.needs]
     return {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
@@ -294,7 +340,7 @@ def spdx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
         "creationInfo": {"creators": ["Tool: agent-shim"], "created": "1980-01-01T00:00:00Z"},
         "packages": [
             {
-                "SPDXID": f"SPDXRef-{number}",
+                "SPDXID": ids[part.url],
                 "name": part.name,
                 "versionInfo": part.version,
                 "downloadLocation": "NOASSERTION",
@@ -304,7 +350,11 @@ def spdx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
                     {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": part.url}
                 ],
             }
-            for number, part in enumerate(parts)
+            for part in parts
+        ],
+        "relationships": [
+            {"spdxElementId": one, "relationshipType": kind, "relatedSpdxElement": other}
+            for one, kind, other in relations
         ],
     }
 
@@ -315,7 +365,7 @@ def spdx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
 def _export(tool: str, image: str, target: Path) -> None:
     """Write the root file system of an image as a packed tarball."""
     create = [tool, "create", image, "true"]
-    container = subprocess.run(create, check=True, capture_output=True, text=True).stdout.strip()
+    container = subprocess.run(create, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     try:
         export = subprocess.Popen([tool, "export", container], stdout=subprocess.PIPE)
         assert export.stdout is not None

@@ -63,6 +63,14 @@ def test_members(taken_apart: Path) -> None:
     assert (licences["nats-py"], licences["agent-shim"]) == (["Apache-2.0"], ["Apache-2.0"])
     assert "BSD-3-clause" in licences["openssh-server"]
     assert sum(bool(found) for found in licences.values()) > 0.9 * len(licences)
+    below = {one["ref"]: one["dependsOn"] for one in cyclonedx["dependencies"]}
+    refs = {one["name"]: one["bom-ref"] for one in cyclonedx["components"]}
+    assert set(below) == {manifest["name"], *refs.values()}
+    assert {refs["nats-py"], refs["aiohttp"]} < set(below[refs["agent-shim"]])
+    assert refs["libc6"] in below[refs["openssh-server"]]
+    known = {"SPDXRef-DOCUMENT", *(one["SPDXID"] for one in spdx["packages"])}
+    ends = ("spdxElementId", "relatedSpdxElement")
+    assert {one[end] for one in spdx["relationships"] for end in ends} == known
 
 
 def test_the_tarball_is_no_larger_than_what_it_packs(taken_apart: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from stemcell_overlay.stemcell import licences
+from stemcell_overlay.stemcell import licences, modules, packages
 from tests.structure.source import ROOT
 
 DIGEST = f"sha256:{'ab' * 32}"
@@ -71,3 +71,32 @@ def test_licences_are_those_of_the_copyright_files() -> None:
     )
 
     assert found == {"tini": ("Expat",), "bash": ("GPL-3+", "GPL-3+ with Bison exception"), "zip": ("BSD",)}
+
+
+def test_debian_packages_need_installed_alternatives_and_virtual_packages() -> None:
+    lines = (
+        "cron\t3.0\tamd64\tcron-daemon\tdpkg (>= 1.15), libc6 (>= 2.36), exim4 | mail-agent, cron\n"
+        "libc6\t2.36\tamd64\t\t, \n"
+        "python3\t3.11\tamd64\t\tlibc6:any, \n"
+        "postfix\t3.7\tall\tdefault-mta, mail-agent (= 1)\t, cron-daemon\n"
+    ).splitlines()
+
+    needs = {part.name: part.needs for part in packages("debian", lines, {"cron": ("GPL-2+",)})}
+
+    cron, libc6 = "pkg:deb/debian/cron@3.0?arch=amd64", "pkg:deb/debian/libc6@2.36?arch=amd64"
+    assert needs == {
+        "cron": (libc6, "pkg:deb/debian/postfix@3.7?arch=all"),
+        "libc6": (),
+        "python3": (libc6,),
+        "postfix": (cron,),
+    }
+
+
+def test_modules_need_installed_modules_under_any_spelling() -> None:
+    found = modules(["agent-shim 0.3 PyYAML prometheus_client tzdata", "prometheus-client 1", "pyyaml 6"])
+
+    assert {part.name: part.needs for part in found} == {
+        "agent-shim": ("pkg:pypi/prometheus-client@1", "pkg:pypi/pyyaml@6"),
+        "prometheus-client": (),
+        "pyyaml": (),
+    }
