@@ -23,7 +23,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,13 +89,20 @@ def main(*, keep: bool = False) -> int:
 async def _play(scratch: Path, *, keep: bool) -> None:
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     assert me is not None
-    loop.add_signal_handler(signal.SIGTERM, me.cancel)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, _ended_by, number, me.cancel)
     async with NatsServer(scratch / "bus") as server:
         await server.add_agent(AGENT)
         monitor, director = HealthMonitor(), Director()
         async with monitor.on(server.peer(HEALTH_MONITOR)), director.on(server.peer()):
             story = Story(scratch, server, director, monitor)
             await (story.stay() if keep else story.run())
+
+
+def _ended_by(number: signal.Signals, end: Callable[[], object]) -> None:
+    if number == signal.SIGHUP:  # the terminal is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    end()
 
 
 def _log(scratch: Path) -> Path:
@@ -149,14 +156,14 @@ class Story:
         print("\nNext: `agent-shim demo --keep` deploys the same and leaves it to you.")
 
     async def stay(self) -> None:
-        """Deploy, print commands to try, then the alerts of the agent until SIGINT or SIGTERM."""
+        """Deploy, print commands to try, then the alerts of the agent until a signal ends it."""
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         async with self._agent_for_the_block():
             async with asyncio.timeout(LIMIT_S):
                 await self._deploy()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, ended.set)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                loop.add_signal_handler(number, _ended_by, number, ended.set)
             self._lay_commands()
             words = {"scratch": shlex.quote(str(self.scratch)), "url": self.release.url}
             print(TO_TRY.format(http=f"http://127.0.0.1:{self.http}", **words), flush=True)

@@ -40,8 +40,9 @@ def main(question: tuple[str, str]) -> int:
 
         answer = json.loads(reply)
     except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or exc
         hint = "(is it running, and are you root or its user?)"
-        sys.stderr.write(f"agent-shim: cannot ask the agent at {path}: {exc} {hint}\n")
+        sys.stderr.write(f"agent-shim: cannot ask the agent at {path}: {why} {hint}\n")
         return NO_AGENT
     sys.stdout.write(f"{answer['reason']}\n")
     return 0 if answer["ok"] else NO

@@ -2,7 +2,8 @@
 
 The manifest describes a deployment and has all variables filled (``bosh interpolate``). Releases are directories with
 ``jobs``, or tarballs. Packages of compiled tarballs are unpacked, too. Ruby evaluates the templates (``render.rb``). A
-link has the values that ``consumes`` of the manifest gives it: only a Director finds others.
+link has the values that ``consumes`` of the manifest gives it: only a Director finds others. Warnings name
+packages that are not there: those of source releases.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from agent_shim.bulk import archive
 from agent_shim.core.errors import ConfigError, NotThereError
 
 EXECUTABLE = 0o755
+COMPILE = "give its compiled release (`bosh-agent compile` makes it), or put it into `packages`"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -43,6 +46,10 @@ def main(args: argparse.Namespace) -> int:
             _unpack(package, args.out / "packages" / package.stem)
     about = {"deployment": manifest.get("name", "standalone"), "name": group["name"], "id": f"{group['name']}-0"}
     (args.out / "instance.json").write_text(json.dumps(about))
+    for job in jobs:
+        for package in sorted(job["packages"]):
+            if not (args.out / "packages" / package).exists():
+                sys.stderr.write(f"warning: {job['name']} needs the package {package}: {COMPILE}\n")
     return 0
 
 
@@ -86,6 +93,7 @@ def _job(manifest: Mapping[str, Any], group: Mapping[str, Any], job: Mapping[str
         "links": {name: given for name, given in (job.get("consumes") or {}).items() if isinstance(given, dict)},
         "templates": {target: path.read_text(encoding="utf-8") for target, path in templates.items() if path.is_file()},
         "spec": _spec(manifest, group, name),
+        "packages": spec.get("packages") or [],
     }
 
 

@@ -20,5 +20,7 @@ def ask(path: str | os.PathLike[str], request: dict[str, Any], *, timeout: float
             with connection.makefile("rb") as stream:
                 return json.loads(stream.readline())
     except (OSError, ValueError) as exc:
-        why = "the reply is not JSON" if isinstance(exc, json.JSONDecodeError) else exc
+        why = (
+            "the reply is not JSON" if isinstance(exc, json.JSONDecodeError) else getattr(exc, "strerror", None) or exc
+        )
         raise NoAgentError(f"cannot ask the agent at {path}: {why} (is it running, and are you root?)") from exc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -104,6 +105,24 @@ def test_ctrl_c_ends_all_processes(short: Path) -> None:
         started.wait(60)
 
     assert started.returncode == -signal.SIGINT
+    assert processes_of(short) == []
+    assert list(short.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "waited"), [(("--keep",), "Alerts to the"), ((), "the deployed web service answers")]
+)
+def test_a_closed_terminal_ends_all_processes(short: Path, words: tuple[str, ...], waited: str) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["TMPDIR"] = str(short)
+        os.execv(sys.executable, [sys.executable, "-m", "agent_shim", "demo", *words])
+    said = b""
+    while waited.encode() not in said:
+        said += os.read(terminal, 1 << 16)
+    os.close(terminal)
+    os.waitpid(pid, 0)
+
     assert processes_of(short) == []
     assert list(short.iterdir()) == []
 
