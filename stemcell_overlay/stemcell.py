@@ -70,7 +70,7 @@ echo --
 dpkg --list
 """
 """Script for an image that prints its system, its packages, those of the agent, names of licences in Debian's copyright
-files, files of compilers, and ``dpkg -l``. Packages are with what they provide and need."""
+files, files of compilers, and ``dpkg -l``. Packages have the names that they provide and need."""
 _NAMES: Final = re.compile(r"(?:^|[,|])\s*([^\s,|(:]+)")
 """Names in a field such as ``Depends`` of a Debian package."""
 _SYNOPSIS: Final = re.compile(r"[^ ,]+(,? (or|and|with|/) [^ ,]+( exception)?)*")
@@ -197,7 +197,7 @@ def _facts(tool: str, image: str) -> tuple[dict[str, str], list[Part], str, str]
 
 
 def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str, ...]]) -> list[Part]:
-    """Return Debian packages. Of alternatives and of virtual packages, all that are installed count as needed."""
+    """Return Debian packages. A package needs each installed alternative, and all that provide a virtual package."""
     rows = [line.split("\t") for line in lines]
     urls = [f"pkg:deb/{distribution}/{name}@{version}?arch={architecture}" for name, version, architecture, *_ in rows]
     there: dict[str, list[str]] = {}
