@@ -149,8 +149,9 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
     shutil.copy(HERE / "packages" / name / "packaging", target / "packaging")
     python = target / "python"
     subprocess.run([sys.executable, ROOT / "stemcell_overlay/make/interpreter", python], check=True)
-    if sysconfig.get_config_var("Py_ENABLE_SHARED"):
-        shared = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
+    shared = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
+    # Debian's interpreter says that it is shared, and has its library in itself.
+    if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.exists():
         shutil.copy(shared, python / "lib")
         _look_beside(python / "bin", shared.parent)
     # Libraries go beside the standard library: every build of Python searches this directory, wherever it is.

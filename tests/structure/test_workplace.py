@@ -17,7 +17,7 @@ HOMES = re.compile(r"/(home|Users)/(?!vcap\b)[a-z]" + r"|(?<![\w.])/root/")
 
 def violations(name: str, text: str, root: Path) -> Iterator[str]:
     """Lines of the file ``name`` that speak of the machine it was written on. ``root`` is where the project lies."""
-    here = re.compile(re.escape(str(root)) + r"\b")
+    here = re.compile(re.escape(str(root)) + r"(?![\w-])")
     for number, line in enumerate(text.splitlines(), 1):
         if here.search(line) or HOMES.search(line) or NEIGHBOUR.search(line):
             yield f"{name}:{number} {line.strip()}"
