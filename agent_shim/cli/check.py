@@ -30,6 +30,7 @@ GOOD: Final = 0
 USAGE: Final = 2
 MISSING: Final = 66
 WRONG: Final = 78
+UNMANAGED: Final = "lacks `group vcap`: a Director does not start, stop or report it"
 
 
 def kind_of(name: str) -> str:
@@ -93,6 +94,8 @@ def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None
             unknown += [f"line {each.line}: not acted on: {each.first_words}" for each in ignored]
         parsed.append(file)
         for each in file.services:
+            if each.kind == "process" and plan.VCAP not in each.groups:
+                report.warnings.append(f"{origin}: line {each.line}: {each.name} {UNMANAGED}")
             if plan.is_never_restarted(plan.spec_of("", each)):
                 unknown.append(f"line {each.line}: not acted on: {plan.NEVER_RESTARTED}")
             unknown += [

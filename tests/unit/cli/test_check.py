@@ -244,7 +244,7 @@ def test_a_misspelt_program_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_strict_refuses_statements_without_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A service of another job is none of this."""
     (tmp_path / "monit").write_text(
-        "check process web with pidfile /x\n start program '/x'\n alert a@b\n depends on other\n"
+        "check process web with pidfile /x group vcap\n start program '/x'\n alert a@b\n depends on other\n"
         " if failed port 5 protocol mysql then alert\n if failed port 5 protocol http then alert\n"
     )
     found = (
@@ -269,10 +269,20 @@ def test_keys_of_the_go_agent_are_no_unknown_keys(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
+def test_a_process_outside_of_the_group_of_the_director_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "monit"
+    path.write_text(GOOD.replace("  group vcap\n", "  group other\ncheck file f with path /f\n"))
+
+    assert check.main([path], None, is_strict=True) == check.GOOD
+    assert capsys.readouterr().err.startswith(f"warning: {path}: line 1: web lacks `group vcap`: a Director ")
+
+
 def test_a_rule_that_is_not_acted_on_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With its first words alone: the others may be secret."""
     path = tmp_path / "monit"
-    path.write_text("check process a pidfile /p\n  if failed port 1 protocol radius secret s then alert\n")
+    path.write_text("check process a pidfile /p group vcap\n  if failed port 1 protocol radius secret s then alert\n")
 
     assert check.main([path], None) == check.GOOD
     assert capsys.readouterr().err == f"warning: {path}: line 2: not acted on: if failed port\n"
