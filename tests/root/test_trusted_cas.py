@@ -15,6 +15,12 @@ pytestmark = pytest.mark.root
 PLACE = "usr/local/share/ca-certificates"
 TRUSTED = "etc/ssl/certs/ca-certificates.crt"
 COMMAND = "/usr/sbin/update-ca-certificates"
+TELLING = """\
+import logging
+said = []
+trusting = logging.getLogger("agent_shim.services.trusted_cas")
+trusting.addFilter(lambda record: said.append(record.getMessage()) is None)
+"""
 FIRST, SECOND, THIRD = (Authority(f"authority {number}") for number in range(3))
 
 
@@ -35,8 +41,8 @@ def fake(box: Machine) -> Iterator[None]:
     box.run(f"umount {COMMAND}")
 
 
-def install(*authorities: Authority, tries: int = 3, patience: float = 60) -> str:
-    bundle = "and then\n".join(authority.ca for authority in authorities)
+def install(*authorities: Authority, tries: int = 3, patience: float = 60, between: str = "and then\n") -> str:
+    bundle = between.join(authority.ca for authority in authorities)
     return (
         "from agent_shim.services import trusted_cas\n"
         f"trusted_cas.UPDATE_TIMEOUT_S = {patience}\n"
@@ -76,6 +82,16 @@ def test_exactly_the_given_authorities_are_trusted(box: Machine, inside: Inside)
     assert inside(install()) is None
     assert names(box) == ["own.crt"]
     assert [is_trusted(box, each) for each in (FIRST, SECOND, THIRD)] == [False, False, True]
+
+
+def test_a_certificate_that_cannot_be_read_is_named_and_left_out(box: Machine, inside: Inside) -> None:
+    """The Go agent installs the others too; the bad one would make the whole bundle unreadable for some clients."""
+    bad = "-----BEGIN CERTIFICATE-----\nbm9uc2Vuc2U=\n-----END CERTIFICATE-----\n"
+    said = inside(TELLING + install(FIRST, SECOND, between=bad).replace("return await", "await") + "\nreturn said")
+
+    assert said == ["cannot trust certificate 2 of the Director: it is not a certificate; the others are used"]
+    assert names(box) == ["bosh-trusted-cert-1.crt", "bosh-trusted-cert-2.crt"]
+    assert [is_trusted(box, each) for each in (FIRST, SECOND)] == [True, True]
 
 
 def test_a_repeated_bundle_is_not_installed_again(box: Machine, inside: Inside) -> None:
