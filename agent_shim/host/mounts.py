@@ -123,11 +123,9 @@ def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:
     return mount is not None and mount.point == real
 
 
-def bind(source: Path, target: Path, *, read_only: bool = False) -> None:
+def bind(source: Path, target: Path) -> None:
     """Bind mount ``source`` (a file or a directory) at ``target``, without the mounts below it."""
     _mount(source, target, MS_BIND, f"bind {source} on {target}")
-    if read_only:  # the kernel ignores the flag on the first call
-        _mount(source, target, MS_BIND | MS_REMOUNT | MS_RDONLY, f"make {target} read-only")
 
 
 def bind_all(source: Path, target: Path) -> None:

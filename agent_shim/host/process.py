@@ -183,7 +183,7 @@ class Process:
         await self.wait()
         while self._leads and _group_exists(self.pid):
             begun_at = time.monotonic()
-            if not await self._members_aside():
+            if not await self._members_by_thread():
                 break
             await asyncio.sleep(max(POLL_S, time.monotonic() - begun_at))
         return self._status
@@ -191,15 +191,16 @@ class Process:
     async def _signal_group(self, sig: int) -> None:
         """As ``send_group``, with no look at all processes on the event loop: a job can make thousands."""
         if self._leads and not self._holds_pid:
-            for member in await self._members_aside():
+            for member in await self._members_by_thread():
                 send(member.identity, sig)
         else:
             self.send_group(sig)
 
-    async def _members_aside(self) -> list[proc.Stat]:
+    async def _members_by_thread(self) -> list[proc.Stat]:
+        """``_members``, off the event loop while a further thread can start."""
         try:
             return await run_in_daemon_thread(self._members, f"group of {self.pid}")
-        except OSError:  # no further thread
+        except OSError:
             return self._members()
 
     def _members(self) -> list[proc.Stat]:

@@ -23,7 +23,7 @@ from agent_shim.host import files, mounts, proc
 logger = logging.getLogger(__name__)
 
 FLAGS: Final = {
-    "ro": 1,
+    "ro": mounts.MS_RDONLY,
     "nosuid": 1 << 1,
     "nodev": 1 << 2,
     "noexec": 1 << 3,

@@ -370,7 +370,8 @@ async def test_a_volume_mounted_twice_counts_as_unmounted_where_it_must_stay(tmp
     mounts.bind(instance.volume("a"), instance.paths.store)
     if read_only:
         for place in (instance.volume("a"), instance.paths.store):
-            mounts.bind(place, place, read_only=True)
+            mounts.bind(place, place)
+            mounts.set_flags(place, mounts.MS_RDONLY)
     drop_capabilities()
     await instance.disks.mount("a")
     assert (instance.marker("a") is None) == read_only

@@ -34,7 +34,8 @@ return [*during, (target / "file").exists(), mounts.is_mount_point(target)]
 def test_a_read_only_bind(inside: Inside) -> None:
     """The source stays writable."""
     seen = inside(f"""{PLACES}
-mounts.bind(source, target, read_only=True)
+mounts.bind(source, target)
+mounts.set_flags(target, mounts.MS_RDONLY)
 try:
     (target / "new").write_text("")
     refused = ""

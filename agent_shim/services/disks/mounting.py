@@ -123,6 +123,10 @@ class DiskMounts:
         return real != self._paths.store and any(path.is_relative_to(real) for path in ours)
 
     def _mounted_on(self, place: Path, disks: dict[str, Disk], managed: str) -> str:
+        """Return the cid of the disk that is mounted on a place and should be; "" without one.
+
+        A mount of the platform stays after ``unmount_disk``, which removes the role.
+        """
         for disk in disks.values():
             if disk.volume is None or disk.is_another or not volumes.shows(place, disk.volume):
                 continue

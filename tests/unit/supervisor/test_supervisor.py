@@ -192,6 +192,16 @@ async def test_the_last_of_two_plans_at_once_holds(supervisor: Supervisor, paths
     assert len(list(paths.monit_job.iterdir())) == 1
 
 
+async def test_an_unusable_file_is_reported_once_and_again_for_another_reason(paths: Paths) -> None:
+    events: list[Event] = []
+    async with Supervisor(paths, on_event=events.append) as supervisor:
+        for text in ("check", "check", "nonsense"):
+            await supervisor.configure([WEB, JobFile("bad", "", text)])
+
+    assert [(event.service, event.event) for event in events] == [("bad", "Execution failed")] * 2
+    assert "nonsense" in events[1].description
+
+
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
