@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 import unicodedata
 from collections.abc import Callable
+from itertools import chain
 from typing import Final, TextIO
 
 Paint = Callable[[str, str], str]
@@ -48,6 +50,21 @@ def width(text: str) -> int:
     return sum(
         0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text
     )
+
+
+def wrapped(text: str, columns: int, indent: str) -> list[str]:
+    """The text in indented lines, broken between words and in those longer than a line. Colours take no room."""
+    if not columns:
+        return [f"{indent}{text}"]
+    lines, room = [indent], max(columns - len(indent), 20)
+    words = [[word] if _COLOUR.search(word) else textwrap.wrap(word, room) for word in text.split()]
+    for word in chain.from_iterable(words):
+        longer = lines[-1] + word if lines[-1] == indent else f"{lines[-1]} {word}"
+        if lines[-1] == indent or width(_COLOUR.sub("", longer)) <= columns:
+            lines[-1] = longer
+        else:
+            lines.append(indent + word)
+    return lines
 
 
 def clipped(line: str, columns: int) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from agent_shim.cli.ansi import Paint, clipped, plain, width
+from agent_shim.cli.ansi import Paint, clipped, plain, width, wrapped
 
 _COLUMNS: Final = ("PROCESS", "STATE", "PID", "UPTIME", "MEMORY", "CPU", "RESTARTS", "LAST EXIT")
+_INDENT: Final = " " * 11
 _NUMBERS: Final = frozenset({"PID", "UPTIME", "MEMORY", "CPU", "RESTARTS"})
 _COLOURS: Final = {
     "running": "good",
@@ -23,27 +23,19 @@ _COLOURS: Final = {
 def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines: int = 0) -> str:
     """Header lines and a table of processes, failing ones first, from the control socket's answer to ``status``.
 
-    Reasons and warnings are wrapped, other lines clipped to the ``columns`` and ``lines`` of a terminal. 0 is no limit.
+    The table is clipped, other lines are wrapped to the ``columns`` and ``lines`` of a terminal. 0 is no limit.
     """
-    page = [
-        f"{paint(f'{label:<11}', 'faint')}{text}"
-        for label, text in (*_header(status, paint), *_machine(status.get("vitals", {}), paint))
-    ]
-    for text in status["warnings"]:
-        lines_of = _wrapped(text, columns, " " * 11)
-        page += [paint(line, "limited") for line in (f"{'warning':<11}{lines_of[0][11:]}", *lines_of[1:])]
+    page: list[str] = []
+    header = [*_header(status, paint), *_machine(status.get("vitals", {}), paint)]
+    for label, text in (*header, *(("warning", paint(text, "limited")) for text in status["warnings"])):
+        first, *further = wrapped(text, columns, _INDENT)
+        colour = "limited" if label == "warning" else "faint"
+        page += [paint(f"{label:<{len(_INDENT)}}", colour) + first.removeprefix(_INDENT), *further]
     page += ["", *_table(status["processes"], paint, columns)]
     if lines and len(page) > lines:
         hidden = len(page) - lines + 1
         page = [*page[: lines - 1], paint(f"… {hidden} more lines", "faint")]
     return "\n".join(clipped(line, columns) if columns else line for line in page)
-
-
-def _wrapped(text: str, columns: int, indent: str = "  ") -> list[str]:
-    """Break a text at words into lines of ``columns``. 0 is no limit."""
-    if not columns:
-        return [f"{indent}{text}"]
-    return textwrap.wrap(text, max(columns, 20), initial_indent=indent, subsequent_indent=indent)
 
 
 def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = ()) -> str:
@@ -146,9 +138,10 @@ def _table(processes: list[dict[str, Any]], paint: Paint, columns: int = 0) -> l
     for process, cells in zip(processes, rows, strict=True):
         lines.append(line(cells, _COLOURS.get(shown_state(process), "")))
         if process["reason"]:
-            lines += [paint(line, "limited") for line in _wrapped(process["reason"], columns)]
+            lines += [paint(line, "limited") for line in wrapped(process["reason"], columns, "  ")]
         if process["unheeded"]:
-            lines.append(paint(f"  not acted on: {', '.join(process['unheeded'])}", "faint"))
+            unheeded = f"not acted on: {', '.join(process['unheeded'])}"
+            lines += [paint(line, "faint") for line in wrapped(unheeded, columns, "  ")]
     return lines if processes else [paint("no processes: nothing is deployed yet", "faint")]
 
 

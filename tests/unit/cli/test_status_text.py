@@ -209,11 +209,18 @@ def test_details_end_with_the_next_start_and_the_log() -> None:
 
 def test_reasons_and_warnings_are_wrapped_not_cut() -> None:
     """At words, to the width of the terminal. A pipe gets each in one line."""
-    status = shown() | {"warnings": ["the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. web: x"]}
+    status = shown() | {
+        "warnings": ["the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. web: x"],
+        "firewall": {"why": f"not root of a container with the real /var/vcap {'/long' * 20}"},
+    }
     narrow = status_text.render(status, columns=60).splitlines()
     wide = status_text.render(status).splitlines()
 
     assert [line for line in narrow if len(line) > 60] == []
-    for text in ("the process ended by itself: exit code 1 (no such table)", status["warnings"][0]):
-        assert text in " ".join(line.strip() for line in narrow)
+    for text in (
+        "the process ended by itself: exit code 1 (no such table)",
+        status["warnings"][0],
+        status["firewall"]["why"],
+    ):
+        assert text.replace(" ", "") in "".join(line.replace(" ", "") for line in narrow)
         assert any(text in line for line in wide)
