@@ -108,7 +108,6 @@ class MonitDaemon:
             stack.enter_context(watchdog.watching(systemd.beat, systemd.period))
             await stack.enter_async_context(self._observed())
             stack.enter_context(reaper.reaping())
-            assert control.pidfile is not None
             files.write_atomic(control.pidfile, b"%d\n" % os.getpid(), is_synced=False)
             stack.callback(control.pidfile.unlink, missing_ok=True)
             await stack.enter_async_context(self._supervisor)
@@ -137,7 +136,7 @@ class MonitDaemon:
                 self._tell(Event(name, "Monit instance changed", action, f"Monit {action}ed"))
             action, known, control = "", None, self._control
             address = f"{control.address or ANY}:{control.port}" if control.port else "off"
-            async with monit_http.listening(address, self.answer, control.credentials, self._described) as where:
+            async with monit_http.listening(address, self.answer, control.credentials, lambda: self._about) as where:
                 # A killed predecessor may hold the port for a moment.
                 pause = self._reload.wait() if where or not control.port else asyncio.sleep(RETRY_S)
                 waiting = asyncio.ensure_future(pause)
@@ -167,7 +166,6 @@ class MonitDaemon:
     def _describe(self) -> monit_http.About:
         """The daemon as the document shows it. Each incarnation is another number, also within a second."""
         control, path = self._control, self._paths.mirror / "monit.incarnation"
-        assert control.idfile is not None
         try:
             before = int(files.read(path, is_own=True))
         except (OSError, ValueError):
@@ -179,23 +177,13 @@ class MonitDaemon:
         except (OSError, UnicodeDecodeError):
             identity = secrets.token_hex(16)
             files.write_atomic(control.idfile, f"{identity}\n".encode())
-        return monit_http.About(
-            str(control.path),
-            control.poll,
-            control.address or ANY,
-            control.port,
-            identity,
-            incarnation,
-        )
-
-    def _described(self) -> monit_http.About:
-        return self._about
+        where = control.address or ANY
+        return monit_http.About(str(control.path), control.poll, where, control.port, identity, incarnation)
 
     # --- monit's state ----------------------------------------------------------------------------------------------
 
     def _monitored_by_monit(self) -> dict[str, bool]:
         """Names of the services in the state file that monit has left, and whether each is monitored."""
-        assert self._control.statefile is not None
         with suppress(OSError):
             found = _STATE.iter_unpack(files.read(self._control.statefile)[_COUNT.size :])
             with suppress(struct.error):
@@ -204,7 +192,6 @@ class MonitDaemon:
 
     def _write_state_of_monit(self, saved: bytes) -> None:
         control = self._control
-        assert control.statefile is not None
         rows = [
             _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)
             for name, record in msgspec.json.decode(saved, type=Saved).services.items()

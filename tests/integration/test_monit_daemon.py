@@ -132,8 +132,7 @@ class Vm:
 
     async def until(self, **states: str) -> None:
         async def reached() -> dict[str, str] | None:
-            assert self.daemon is not None
-            assert not self.daemon.is_over, self.out.read_text()
+            assert self.daemon is None or not self.daemon.is_over, self.out.read_text()
             found = await self.states()
             return found if found == states else None
 

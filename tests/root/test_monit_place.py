@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -220,6 +220,74 @@ async def test_life_under_the_go_agent(place: Place) -> None:
         figures["second start, running"] = time.monotonic() - begun_at
         assert [each["name"] for each in state["processes"]] == list(NAMES[:2])
     sys.stdout.write(json.dumps({place.kind: {name: round(value, 2) for name, value in figures.items()}}) + "\n")
+
+
+BPM: Final = os.environ.get("BPM", "")
+"""A directory with the programs of bpm's package: bpm, runc and tini."""
+BPM_JOBS: Final = {
+    "bpm": {"monit": "", "bin/bpm": '#!/bin/sh\nexec /var/vcap/packages/bpm/bin/bpm "$@"\n'},
+    "web": {
+        "monit": """check process web with pidfile /var/vcap/sys/run/bpm/web/web.pid
+  start program "/var/vcap/jobs/bpm/bin/bpm start web" with timeout 60 seconds
+  stop program "/var/vcap/jobs/bpm/bin/bpm stop web" with timeout 60 seconds
+  group vcap
+""",
+        "config/bpm.yml": "processes: [{name: web, executable: /bin/sleep, args: ['100000']}]\n",
+    },
+}
+
+
+@pytest.mark.skipif(not BPM, reason="no bpm: set BPM to a directory with bpm, runc and tini")
+async def test_real_bpm_and_runc_go_on_as_they_are(place: Place) -> None:
+    """Pidfile and cgroup outlive a reload and a killed daemon, a death is a new container, and a stop leaves none."""
+    pod = place.pod
+    pidfile = pod.vcap / "data/sys/run/bpm/web/web.pid"
+
+    def bpm(words: str) -> str:
+        return pod.machine.run(f"/var/vcap/jobs/bpm/bin/bpm {words}")
+
+    def pid() -> int:
+        with suppress(OSError, ValueError):
+            number = int(pidfile.read_text())
+            return number if (pod.machine.root / f"proc/{number}").exists() else 0
+        return 0
+
+    def groups() -> set[str]:
+        lines = (pod.machine.root / f"proc/{pid()}/cgroup").read_text().splitlines()
+        return {line.rpartition("/")[2] for line in lines} - {""}
+
+    async def until(fact: Callable[[], bool]) -> None:
+        async with asyncio.timeout(90):
+            while not fact():
+                await asyncio.sleep(0.05)
+
+    await pod.director.wait_until_ready(AGENT, timeout=90)
+    await place.until("running")
+    await pod.run("apply", jobs.spec(pod.scratch / "blobs", BPM_JOBS, {"tool": {"bin/tool": "x"}}))
+    shutil.copytree(BPM, pod.vcap / "data/packages/bpm/bin")
+    (pod.vcap / "packages/bpm").symlink_to("/var/vcap/data/packages/bpm")
+    await pod.run("start")
+    await place.until("running")
+    first, named = pid(), groups()
+    assert bpm("pid web").strip() == str(first)
+    assert any(name.startswith("bpm-") for name in named), named
+
+    daemon = place.daemon()
+    pod.machine.run(f"kill -9 {daemon}")
+    await until(lambda: place.daemon() != daemon)
+    await place.until("running")
+    assert (pid(), groups()) == (first, named)
+
+    pod.machine.run(f"kill -9 {first}")
+    await until(lambda: pid() not in (0, first))
+    await place.until("running")
+    assert bpm("pid web").strip() == str(pid())
+    assert groups() == named
+
+    await pod.run("stop")
+    await until(lambda: not pid())
+    await place.until("stopped")
+    assert "running" not in bpm("list")
 
 
 def at_rest(place: Place) -> dict[str, float]:

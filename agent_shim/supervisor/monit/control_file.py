@@ -36,6 +36,9 @@ class Control(msgspec.Struct):
     """Values of the ``set`` statements, with monit's defaults. ``job_files`` are all files that may have checks."""
 
     path: Path
+    pidfile: Path = Path()
+    idfile: Path = Path()
+    statefile: Path = Path()
     poll: int = 30
     """Seconds of a cycle."""
     start_delay: int = 0
@@ -58,9 +61,6 @@ class Control(msgspec.Struct):
     """Directory of events that wait for the mail server."""
     slots: int = 0
     """Most of them. 0 is monit's default, no limit."""
-    pidfile: Path | None = None
-    idfile: Path | None = None
-    statefile: Path | None = None
     job_files: list[JobFile] = msgspec.field(default_factory=list)
 
     def credentials(self) -> Mapping[bytes, bool] | None:
@@ -78,12 +78,10 @@ class Control(msgspec.Struct):
 
 def read(path: Path) -> Control:
     """Read the control file and all that it includes. Raises ``ConfigError`` that names file and line. Blocks."""
-    control = Control(path)
-    _take(control, path, 0)
     root, home = os.geteuid() == 0, Path(pwd.getpwuid(os.geteuid()).pw_dir)
-    control.pidfile = control.pidfile or (Path("/var/run/monit.pid") if root else home / ".monit.pid")
-    control.idfile = control.idfile or home / ".monit.id"
-    control.statefile = control.statefile or home / ".monit.state"
+    pidfile = Path("/var/run/monit.pid") if root else home / ".monit.pid"
+    control = Control(path, pidfile, home / ".monit.id", home / ".monit.state")
+    _take(control, path, 0)
     return control
 
 

@@ -1,0 +1,183 @@
+"""In monit's place under real service managers: runit and s6 where installed, systemd in the virtual machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+from agent_shim.host import process
+from tests.integration.test_monit_daemon import Vm, free_ports
+from tests.support import guest
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Manager(NamedTuple):
+    """Shell commands. ``{service}`` is the directory of the service, ``{services}`` the one that has all."""
+
+    run: str
+    is_up: str
+    up: str
+    restart: str
+    kill: str
+    down: str
+
+
+MANAGERS: Final = {
+    "runit": Manager(
+        run="runsvdir {services}",
+        is_up="sv status {service} | grep -q ^run",
+        up="sv -w 100 start {service}",
+        restart="sv -w 100 restart {service}",
+        kill="sv kill {service}",
+        down="sv -w 100 stop {service}",
+    ),
+    "s6": Manager(
+        run="s6-svscan {services}",
+        is_up="[ $(s6-svstat -o up {service}) = true ]",
+        up="s6-svc -wu -T 100000 -u {service}",
+        restart="s6-svc -t {service}",
+        kill="s6-svc -k {service}",
+        down="s6-svc -wd -T 100000 -d {service}",
+    ),
+    "systemd": Manager(
+        run="systemctl daemon-reload; exec sleep 1000",
+        is_up="systemctl -q is-active monit",
+        up="systemctl start monit",
+        restart="systemctl restart monit",
+        kill="systemctl kill -s KILL monit",
+        down="systemctl stop monit",
+    ),
+}
+UNIT: Final = Path("/etc/systemd/system/monit.service")
+UNIT_TEXT: Final = """[Service]
+ExecStart={service}/run
+Restart=always
+RestartSec=0
+KillMode=process
+StartLimitIntervalSec=0
+"""
+RUN: Final = """#!/bin/sh
+cd {here} && exec {python} -m agent_shim.cli monit -I -c {control} -b {base} >>{out} 2>&1
+"""
+
+
+class Place:
+    """A machine's service ``monit``, not started at boot, as stemcells have it."""
+
+    def __init__(self, vm: Vm, name: str, services: Path) -> None:
+        self.vm, self.manager, self.service = vm, MANAGERS[name], services / "monit"
+        self.words = {"service": str(self.service), "services": str(services)}
+        self.service.mkdir(parents=True)
+        values = {"control": vm.control, "base": vm.base, "out": vm.out, "python": sys.executable, "here": Path.cwd()}
+        (self.service / "run").write_text(RUN.format(**values))
+        (self.service / "run").chmod(0o755)
+        (self.service / "down").touch()
+        if name == "systemd":
+            UNIT.write_text(UNIT_TEXT.format(**self.words))
+        argv = ["sh", "-c", self.manager.run.format(**self.words)]
+        self.process = process.spawn(argv, env=dict(os.environ), stdout=vm.out, stderr=vm.out)
+
+    async def ask(self, command: str) -> int:
+        """Run a command of the manager. Its exit code."""
+        asked = await asyncio.create_subprocess_shell(command.format(**self.words))
+        return await asked.wait()
+
+    async def daemon(self) -> int:
+        """The number of the process that answers."""
+
+        async def answering() -> int:
+            number = self.number()
+            return number if number and await self.vm.document() is not None and number == self.number() else 0
+
+        return await until(answering)
+
+    def number(self) -> int:
+        """Process of the pidfile, 0 without one."""
+        with suppress(OSError, ValueError):
+            return int((self.vm.base / "monit.pid").read_text())
+        return 0
+
+    async def another_than(self, former: int) -> int:
+        async def found() -> int:
+            number = await self.daemon()
+            return number if number != former else 0
+
+        return await until(found)
+
+
+def params() -> list[object]:
+    """Each manager, with the reason where it cannot be played here."""
+    programs = {"runit": "runsvdir", "s6": "s6-svscan"}
+    here = [
+        pytest.param(name, marks=pytest.mark.skipif(not shutil.which(program), reason=f"needs the package {name}"))
+        for name, program in programs.items()
+    ]
+    is_here = pytest.mark.skipif(not guest.is_here(), reason="a part of ./dev test-vm")
+    return [*here, pytest.param("systemd", marks=(pytest.mark.vm, is_here))]
+
+
+@pytest.fixture(params=params())
+async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Place]:
+    vm = Vm(tmp_path / "vcap", *free_ports())
+    made = Place(vm, request.param, tmp_path / "services")
+    yield made
+    await made.ask(made.manager.down)
+    made.process.send(signal.SIGHUP if request.param == "runit" else signal.SIGTERM)
+    await made.process.wait()
+    vm.world.end()
+
+
+async def test_life_under_a_service_manager(place: Place) -> None:
+    """Start, the agent's reload, restart, quit, a death, a stop: each process is started once and lives through all."""
+    vm, manager = place.vm, place.manager
+
+    async def is_known() -> bool:
+        return await place.ask(f"({manager.is_up} || {manager.kill}) >/dev/null 2>&1") == 0
+
+    has_manager: bool = await until(is_known)
+    assert has_manager
+    assert place.number() == 0  # nothing runs until the agent asks
+    assert await place.ask(manager.up) == 0
+    daemon = await place.daemon()
+    assert await vm.states() == {}
+    assert await place.ask(manager.is_up) == 0
+
+    vm.add("web", "db")
+    await place.ask(manager.kill)  # the agent's way to reload
+    await vm.until(web="running", db="running")
+    daemon = await place.another_than(daemon)
+    pids = vm.pid("web"), vm.pid("db")
+    for how in ("restart", "quit", "death"):
+        match how:
+            case "restart":
+                assert await place.ask(manager.restart) == 0
+            case "quit":
+                assert (await asyncio.to_thread(vm.command, "quit")).returncode == 0
+            case _:
+                os.kill(daemon, signal.SIGKILL)
+        daemon = await place.another_than(daemon)
+        await vm.until(web="running", db="running")
+        assert (vm.pid("web"), vm.pid("db")) == pids, how
+
+    await vm.act("web", "stop")
+    await vm.until(web="unknown", db="running")
+    assert await place.ask(manager.down) == 0
+    assert place.number() == 0
+    assert not Path(f"/proc/{daemon}").exists()
+    os.kill(pids[1], 0)
+
+    assert await place.ask(manager.up) == 0
+    await place.daemon()
+    await vm.until(web="unknown", db="running")
+    assert (vm.pid("db"), vm.starts()) == (pids[1], 2)
