@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +33,11 @@ mount --move "$copy" /var
 ! [ -e /var/vcap ]
 exec "$@"
 """
+BPM_MONIT = """check process web with pidfile /var/vcap/sys/run/bpm/web/web.pid
+  start program "{bpm} start web"
+  stop program "{bpm} stop web"
+  group vcap
+"""
 NONE_LEFT = 'echo 0 >/proc/sys/user/max_mnt_namespaces; exec "$@"'
 PREFIXES = {
     "root": [],
@@ -43,9 +48,9 @@ PREFIXES = {
 
 
 @contextmanager
-def agent(where: Path, prefix: list[str]) -> Iterator[Path]:
+def agent(where: Path, prefix: list[str], job: Mapping[str, str] | None = None) -> Iterator[Path]:
     """An agent without a Director, with a job that names ``/var/vcap``. Yields its tree."""
-    for name, text in sleeper(Paths(), "web").items():
+    for name, text in (job or sleeper(Paths(), "web")).items():
         path = where / "rendered/jobs/web" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.lstrip("\n"))
@@ -98,6 +103,16 @@ def test_jobs_find_the_tree_at_var_vcap(tmp_path: Path, kind: str) -> None:
             (line,) = [one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("CapEff")]
             assert int(line.split()[1], 16) == 0
     assert listed() == before
+
+
+def test_an_isolated_process_of_bpm_finds_its_job_there(tmp_path: Path) -> None:
+    monit = BPM_MONIT.format(bpm="/var/vcap/jobs/bpm/bin/bpm")
+    config = "processes: [{name: web, executable: /var/vcap/jobs/web/bin/run}]"
+    run = "#!/bin/sh\necho here >/var/vcap/sys/log/web/own && exec sleep 1000\n"
+    with agent(tmp_path, [], {"monit": monit, "config/bpm.yml": config, "bin/run": run}) as tree:
+        until(tree, "running")
+
+        assert (tree / "sys/log/web/own").read_text() == "here\n"
 
 
 def test_the_first_line_says_why_there_is_no_namespace(tmp_path: Path) -> None:

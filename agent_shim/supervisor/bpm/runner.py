@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from agent_shim.core.errors import ConfigError, HostError
-from agent_shim.core.paths import Paths
+from agent_shim.core.paths import VCAP, Paths
 from agent_shim.host import capabilities, clock, files, guarded, job_cgroups, proc, process, trusted_path
 from agent_shim.host.descriptors import closing
 from agent_shim.supervisor.ctl_programs import Programs, last_line
@@ -407,6 +407,9 @@ class Bpm:
         free = [each for each in unrestricted if not any(f"{each.path}/".startswith(f"{place}/") for place in given)]
         for volume in (*wanted.additional_volumes, *free):
             found.append(place(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
+        if is_apart and not paths.is_system:  # releases name the tree at /var/vcap
+            inside = [each for each in found if Path(each["path"]).is_relative_to(paths.base)]
+            found += [{**each, "path": str(VCAP / Path(each["path"]).relative_to(paths.base))} for each in inside]
         return list({each["path"]: each for each in reversed(found)}.values())
 
     def _packages_elsewhere(self) -> list[str]:
