@@ -132,7 +132,8 @@ def test_claim_that_never_gets_a_volume_is_reported_within_seconds(
     """An account that may not read StorageClasses learns it from the events of the claim."""
     cluster.forbidden.add("storageclasses")
     cluster.pod_status = lambda _: status
-    cpi.write(server.config() | {"timeouts": {"retry": 2, "unschedulable": 1}})
+    # Only its events can end the wait before the time limit of a test.
+    cpi.write(server.config() | {"timeouts": {"retry": 2, "unschedulable": 600, "volume": 600}})
     event(cluster, f"data-{VM}", "ProvisioningFailed", message)
 
     with pytest.raises(CpiFailedError) as failed:
