@@ -43,6 +43,8 @@ WAY: Final = Way("live", "live", "base", "privileged")
 POD_TIMEOUT_S: Final = 60.0
 STEPS: Final = ("to the pod", "to its volume and node", "to its container", "to its agent")
 """Sections of a create_vm, between the times of ``Bare.steps_of_next``."""
+STEPS_OF_ATTACHMENT: Final = ("to the pod", "to its mount")
+"""Sections of a live attach_disk. The kubelet tells a container and the end of its hook at once."""
 START: Final = "import json, msgspec"
 START_OF_A_CLIENT: Final = "import http.client, json, msgspec, ssl"
 
@@ -109,7 +111,7 @@ class Bare:
             link.close()
 
     def steps_of_next(self, watch: http.client.HTTPSConnection) -> dict[str, float]:
-        """Return the times at which the server tells the steps of the next new VM, up to its running container."""
+        """Return the times at which the server tells the steps of the next new pod, up to its running container."""
         told: dict[str, float] = {}
         for line in watch.getresponse():
             event = json.loads(line)
@@ -131,11 +133,11 @@ class Bare:
         watch.close()
         return told
 
-    def watch_vms(self) -> http.client.HTTPSConnection:
-        """Return a connection whose response tells each VM that is made from now on."""
+    def watch(self, kind: str) -> http.client.HTTPSConnection:
+        """Return a connection whose response tells each pod of a kind that is made from now on."""
         link = self.connection()
         version = self.ask(link, "GET", "pods?limit=1")["metadata"]["resourceVersion"]
-        query = f"watch=1&labelSelector=cpi.bosh.io/kind=vm&resourceVersion={version}"
+        query = f"watch=1&labelSelector={names.KIND}={kind}&resourceVersion={version}"
         headers = {"Authorization": f"Bearer {self.token}"}
         link.request("GET", f"/api/v1/namespaces/{self.namespace}/pods?{query}", None, headers)
         return link
@@ -268,6 +270,14 @@ def _seconds(made: Sequence[float], floor: Sequence[float], what: str) -> Figure
     return figure([one * 1000 for one in made], "ms", floor=[one * 1000 for one in floor], floor_is=what)
 
 
+def _sections(what: str, steps: Sequence[str], times: Sequence[Sequence[float]]) -> Figures:
+    """Return the figures of the sections between the times of each call."""
+    return {
+        f"{what}, {step}": figure([(one[number + 1] - one[number]) * 1000 for one in times], "ms")
+        for number, step in enumerate(steps)
+    }
+
+
 async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     director = site.deployments
     instance = await director.first_deploy()
@@ -288,16 +298,15 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         by_hand.append(await asyncio.to_thread(bare.make, *made, claims))
         await _remove(site, bare, other)
         fresh = Instance("one")
-        telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch_vms()))
+        telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch(names.KIND_VM)))
         began = time.monotonic()
         await _create_vm(site, fresh)
         by_cpi.append(time.monotonic() - began)
         steps.append([began, *(await telling).values(), began + by_cpi[-1]])
         await site.cpi.call("delete_vm", fresh.vm)
     figures["cpi create_vm"] = _seconds(by_cpi, by_hand, "the same objects made by hand, until ready")
-    for number, step in enumerate(STEPS):
-        figures[f"cpi create_vm, {step}"] = figure([(one[number + 1] - one[number]) * 1000 for one in steps], "ms")
-    by_hand, by_cpi = [], []
+    figures |= _sections("cpi create_vm", STEPS, steps)
+    by_hand, by_cpi, steps = [], [], []
     for _ in range(count):
         disk = await director.create_disk(instance)
         # The claim is bound by its first user, which is the storage's time.
@@ -305,15 +314,18 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         await site.cpi.call("detach_disk", instance.vm, disk)
         # A pod of the same name waits for the end of the former one, which is the kubelet's time.
         await asyncio.to_thread(bare.until_gone, names.attachment(instance.vm, disk))
+        telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch(names.KIND_ATTACHMENT)))
         began = time.monotonic()
         await site.cpi.call("attach_disk", instance.vm, disk)
         by_cpi.append(time.monotonic() - began)
+        steps.append([began, (await telling)["pod"], began + by_cpi[-1]])
         await site.cpi.call("detach_disk", instance.vm, disk)
         other = f"by-hand-{uuid.uuid4().hex[:16]}"
         made_by_hand = copied(json.loads(json.dumps(attachment).replace(instance.disk, disk)), name, other)
         by_hand.append(await asyncio.to_thread(bare.make, None, made_by_hand))
         await _remove(site, bare, other)
     figures["cpi attach_disk, live"] = _seconds(by_cpi, by_hand, "the same attachment pod made by hand, until ready")
+    figures |= _sections("cpi attach_disk, live", STEPS_OF_ATTACHMENT, steps)
     await _life(site, figures, instance, count)
 
 
@@ -407,6 +419,9 @@ class ByHand(Cpi):
 async def _deploys(site: Site, bare: Bare, figures: Figures) -> None:
     """The first deploy of some instances with disks, by the CPI and by hand: all else is the same."""
     director, real = site.deployments, site.cpi
+    began = time.monotonic()
+    await director.compile("package")
+    figures["cpi compilation on a VM of its own"] = figure([(time.monotonic() - began) * 1000], "ms")
     began = time.monotonic()
     deployed = await asyncio.gather(*(director.first_deploy(f"db{number}") for number in range(INSTANCES)))
     by_cpi = time.monotonic() - began
