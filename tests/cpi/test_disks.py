@@ -605,21 +605,28 @@ def test_pod_ends_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Ser
     assert sorted(cluster.of("persistentvolumeclaims")) == sorted(disks)
 
 
-@pytest.mark.parametrize("is_admitted", [True, False])
+@pytest.mark.parametrize(
+    ("refusal", "has_hint"),
+    [
+        ("", False),
+        ('violates PodSecurity "baseline:latest": privileged', True),
+        ('User "bosh-cpi" cannot create resource "pods"', False),
+    ],
+    ids=["no image", "policy", "no right"],
+)
 def test_live_attach_that_fails_leaves_no_attachment(
-    cpi: Cpi, cluster: Cluster, server: Server, is_admitted: bool
+    cpi: Cpi, cluster: Cluster, server: Server, refusal: str, has_hint: bool
 ) -> None:
     vm = live_vm(cpi)
     disk = cpi("create_disk", 64, {}, vm)
-    why = f"cannot attach the disk {disk} to {vm}"
-    if not is_admitted:
-        why = "PodSecurity.*namespace that admits privileged pods"
-        server.fail("POST pods/attach", status=403, message='violates PodSecurity "baseline:latest": privileged')
+    if refusal:
+        server.fail("POST pods/attach", status=403, message=refusal)
     cluster.pod_status = lambda pod: waiting("ErrImagePull", "not found") if "attach-" in str(pod["metadata"]) else None
 
-    with pytest.raises(CpiFailedError, match=why):
+    with pytest.raises(CpiFailedError, match=refusal or f"cannot attach the disk {disk} to {vm}") as failed:
         cpi("attach_disk", vm, disk)
 
+    assert ("namespace that admits privileged pods" in failed.value.message) == has_hint
     assert attachments(cluster) == []
     assert holder(cluster, disk) is None
 
