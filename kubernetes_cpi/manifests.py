@@ -225,11 +225,16 @@ GROUP_PREFIX: Final = "group-"
 
 def group_policy(policy: NetworkPolicy, vm: Vm) -> Object:
     """Return the NetworkPolicy of the VM's group."""
-    given = {"Ingress": policy.ingress, "Egress": policy.egress}
-    rules = {key: value for key, value in given.items() if value is not None}
-    spec: Object = {"podSelector": {"matchLabels": _members(vm)}, "policyTypes": list(rules)}
-    spec |= {key.lower(): value for key, value in rules.items()}
+    rules = _rules(policy)
+    types = [direction.capitalize() for direction in rules]
+    spec: Object = {"podSelector": {"matchLabels": _members(vm)}, "policyTypes": types, **rules}
     return POLICIES.document(_policy_name(vm), _labels_of_group(names.KIND_POLICY, vm), spec)
+
+
+def _rules(policy: NetworkPolicy | None) -> Mapping[str, list[dict[str, Any]]]:
+    """Return the rules of a group by direction, of those that it has rules for."""
+    given = {"ingress": policy.ingress, "egress": policy.egress} if policy else {}
+    return {direction: rules for direction, rules in given.items() if rules is not None}
 
 
 def _labels_of_group(kind: str, vm: Vm) -> dict[str, str]:
@@ -311,6 +316,7 @@ def pod(vm: Vm) -> Object:
         if value:
             spec[key] = value
     labels = properties.labels | _group_labels(vm) | names.labels(names.KIND_VM, vm.director, **{names.VM: vm.cid})
+    labels |= {names.OWN_RULES[direction]: "true" for direction in _rules(properties.network_policy)}
     annotations = properties.annotations | vm.networks.annotations
     annotations |= {names.ATTACH: vm.attach, names.DISKS_AT: DISKS_AT_CREATION}
     return PODS.document(vm.cid, labels, spec, annotations)

@@ -109,13 +109,13 @@ class AgentImage(Strict, frozen=True):
 
 
 class NetworkPolicy(Strict, frozen=True):
-    """A NetworkPolicy of an instance group, beside those in the namespace. The agent needs its way to the bus."""
+    """A NetworkPolicy of an instance group, in the place of the namespace's. The agent needs its way to the bus."""
 
     ingress: Annotated[
-        list[dict[str, Any]] | None, doc("Rules as in a NetworkPolicy. Absent: no limit; empty: nothing is admitted.")
+        list[dict[str, Any]] | None, doc("Rules as in a NetworkPolicy. Absent: those of the namespace; empty: none.")
     ] = None
     egress: Annotated[
-        list[dict[str, Any]] | None, doc("Rules as in a NetworkPolicy. Absent: no limit; empty: nothing is admitted.")
+        list[dict[str, Any]] | None, doc("Rules as in a NetworkPolicy. Absent: those of the namespace; empty: none.")
     ] = None
 
 

@@ -134,6 +134,8 @@ def test_policy_is_that_of_the_group_and_ends_with_its_last_vm(cpi: Cpi, cluster
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     assert policy["spec"]["ingress"] == POLICY["network_policy"]["ingress"]
+    # Policies add up: the one of the namespace must not select these pods for this direction.
+    assert {"cpi.bosh.io/own-ingress", "cpi.bosh.io/own-egress"} & labels.keys() == {"cpi.bosh.io/own-ingress"}
     cpi("delete_vm", vms[0])
     assert len(cluster.of("networkpolicies")) == 1
     cpi("delete_vm", vms[1])

@@ -13,6 +13,7 @@ import yaml
 
 from kubernetes_cpi import attachments, names, reference, schema
 from kubernetes_cpi.config import Config
+from kubernetes_cpi.names import OWN_RULES
 from kubernetes_cpi.properties import DiskProperties, NetworkProperties, VmProperties
 from tests.structure.source import ROOT
 
@@ -68,7 +69,12 @@ def test_the_properties_of_the_operations_are_known() -> None:
 
 def test_the_cloud_properties_of_the_director_are_known() -> None:
     (found,) = values("cpi.yml", "cloud_properties")
-    assert schema.read(found, VmProperties, origin="cpi.yml").service_account_token
+    director = schema.read(found, VmProperties, origin="cpi.yml")
+    assert director.service_account_token
+    assert director.network_policy
+    assert director.network_policy.ingress
+    (admitted,) = director.network_policy.ingress
+    assert [port["port"] for port in admitted["ports"]] == [port.port for port in director.services[0].ports]
 
 
 def test_the_cpi_config_is_known() -> None:
@@ -103,6 +109,15 @@ def test_an_unknown_property_is_noticed() -> None:
 def test_a_namespace_enforces_its_level(level: str) -> None:
     (namespace,) = yaml.safe_load_all((ROOT / "deploy/cpi" / level / "namespace.yaml").read_text())
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == level
+
+
+def test_policies_of_the_namespace_leave_vms_with_rules_of_their_own() -> None:
+    policies = list(yaml.safe_load_all((ROOT / "deploy/cpi/base/networkpolicy.yaml").read_text()))
+    assert sorted(kind for one in policies for kind in one["spec"]["policyTypes"]) == ["Egress", "Ingress"]
+    for one in policies:
+        (direction,) = one["spec"]["policyTypes"]
+        (condition,) = one["spec"]["podSelector"]["matchExpressions"]
+        assert condition == {"key": OWN_RULES[direction.lower()], "operator": "DoesNotExist"}
 
 
 def test_the_role_reads_no_list_of_secrets() -> None:
