@@ -43,7 +43,7 @@ hello runs on BOSH on Kubernetes. `./dev try-kubernetes --shell` gives a shell w
   kubectl -n bosh exec $POD -- getent ahosts q-s0.hello.default.hello.bosh      all instances, by bosh-dns
   kubectl -n bosh exec $POD -- pkill -KILL -f counter.pl                          the agent restarts it at once
   bosh -d hello recreate hello/0                    another pod, the same disk
-  kubectl -n bosh delete $POD --wait=false          the Health Monitor brings it back; or at once: bosh -d hello cck
+  kubectl -n bosh delete $POD                       the Health Monitor brings it back, or: bosh -d hello cck
   bosh -d hello deploy .try-kubernetes/hello.yml -v disk=256                    a larger disk, copied by the agent
 
 docs/try-kubernetes.md tells more. `./dev try-kubernetes --remove` takes everything away.

@@ -4,7 +4,8 @@ The whole node, which is etcd, the API server, containerd, the kubelet and the c
 and pid namespace beside pytest, and ends with it. This machine sees none of its mounts, addresses and ports.
 
 ``KUBERNETES_PROGRAMS`` names a directory with the four programs of another version, and with etcd, containerd and runc
-where the version needs newer ones than this machine has.
+where the version needs newer ones than this machine has. With CoreDNS and kube-router there, the cluster has a DNS and
+enforces NetworkPolicies.
 """
 
 from __future__ import annotations

@@ -32,11 +32,16 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 ADDRESS: Final = "192.0.2.2"
 """Address of the node. Pods can reach servers on it."""
 PODS: Final = "192.0.2.128/25"
+DNS: Final = "192.0.2.53"
+"""Address of the cluster's DNS, where CoreDNS is among the programs."""
 NAME: Final = "node"
 SECOND: Final = "second"
 SECOND_ADDRESS: Final = "192.0.2.3"
 SECOND_PODS: Final = "203.0.113.0/25"
+SERVICES: Final = "198.51.100.0/24"
 API: Final = f"https://{ADDRESS}:6443"
+API_SERVICE: Final = "198.51.100.1:443"
+"""Address of the API server for pods, ``kubernetes.default.svc``."""
 ETCD: Final = "http://127.0.0.1:2379"
 CONTAINERD: Final = "/run/containerd/containerd.sock"
 TIMEOUT_S: Final = 120.0
@@ -53,6 +58,16 @@ root = "{where}/containerd"
     conf_dir = "{where}/cni"
   [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
     runtime_type = "io.containerd.runc.v2"
+"""
+
+COREFILE: Final = """
+. {{
+    bind {address}
+    kubernetes cluster.local {{
+        kubeconfig {kubeconfig}
+        ttl 0
+    }}
+}}
 """
 
 # Logs, leases of addresses and sockets have fixed places. Volumes are those of the first node, as on a network storage.
@@ -119,7 +134,7 @@ class Worker:
 
     def _network(self, addresses: str) -> None:
         """Write how pods get their addresses: from a bridge, by which they reach the node."""
-        (self.where / "resolv.conf").write_text("nameserver 192.0.2.53\n")
+        (self.where / "resolv.conf").write_text(f"nameserver {DNS}\n")
         ipam = {"type": "host-local", "ranges": [[{"subnet": addresses}]], "routes": [{"dst": "0.0.0.0/0"}]}
         bridge = {"type": "bridge", "bridge": "pods", "isGateway": True, "hairpinMode": True, "ipam": ipam}
         # Pods with ports of the node.
@@ -150,7 +165,7 @@ class Worker:
             # Not every machine lets it raise these.
             "oomScoreAdj": 0,
             "maxOpenFiles": 16384,
-            "clusterDNS": ["192.0.2.53"],
+            "clusterDNS": [DNS],
             "clusterDomain": "cluster.local",
             "resolvConf": str(self.where / "resolv.conf"),
             # The pods must not see the disk of the machine.
@@ -217,7 +232,13 @@ class Node(Worker):
     def start(self) -> None:
         """Until a pod can be made. A failed test with the log of the part that is in the way."""
         began = time.monotonic()
-        for step in (self._connect, self._start_control_plane, self._start_runtime, self._start_kubelet):
+        for step in (
+            self._connect,
+            self._start_control_plane,
+            self._start_runtime,
+            self._start_kubelet,
+            self._start_network_programs,
+        ):
             step()
             self.times[step.__name__.removeprefix("_")] = time.monotonic() - began
 
@@ -261,7 +282,7 @@ class Node(Worker):
             "service-account-issuer": API,
             "service-account-key-file": key,
             "service-account-signing-key-file": key,
-            "service-cluster-ip-range": "198.51.100.0/24",
+            "service-cluster-ip-range": SERVICES,
             "allow-privileged": "true",
             "kubelet-preferred-address-types": "InternalIP",
         }
@@ -280,6 +301,28 @@ class Node(Worker):
             manager["port"] = "0"
         self._spawn([self._program("kube-controller-manager"), *_options(manager)])
         self._spawn([self._program("kube-scheduler"), *_options({**client, "cert-dir": self.where / "scheduler"})])
+
+    def _start_network_programs(self) -> None:
+        """Start the cluster's DNS and a program that enforces NetworkPolicies, where they are among the programs."""
+        kubeconfig = self.where / "kubeconfig"
+        if self.has("coredns"):
+            _ip(f"address add {DNS}/32 dev {NAME}")
+            file = self._write("Corefile", COREFILE.format(address=DNS, kubeconfig=kubeconfig))
+            self._spawn([self._program("coredns"), "-conf", str(file)])
+            # Nothing here is a proxy of Services: this one alone has a way.
+            address, _, port = API_SERVICE.partition(":")
+            to = ["-d", address, "-p", "tcp", "--dport", port, "-j", "DNAT", "--to-destination", f"{ADDRESS}:6443"]
+            subprocess.run(["iptables", "-t", "nat", "-A", "PREROUTING", *to], check=True)
+        if self.has("kube-router"):
+            # Packets between pods cross the bridge alone.
+            Path("/proc/sys/net/bridge/bridge-nf-call-iptables").write_text("1")
+            parts = {"run-router": "false", "run-service-proxy": "false", "run-firewall": "true"}
+            options = {**parts, "kubeconfig": kubeconfig, "hostname-override": NAME, "iptables-sync-period": "1s"}
+            self._spawn([self._program("kube-router"), *_options(options)])
+
+    def has(self, program: str) -> bool:
+        """True if a program that not every cluster has is among the programs."""
+        return Path(self._program(program)).exists()
 
     def _write_credentials(self) -> None:
         token = secrets.token_hex()

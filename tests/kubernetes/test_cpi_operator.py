@@ -146,6 +146,65 @@ async def test_names_and_ways_in_follow_the_vms_and_end_with_the_last(node: Node
         await site.check()
 
 
+async def until_resolves_to(site: Site, name: str, asking: Instance, wanted: Instance) -> None:
+    """Wait until a VM gets the address of another by a name of the cluster's DNS."""
+    pod = await site.namespace.pod(wanted.vm).look()
+    async with asyncio.timeout(LIMIT):
+        while pod["status"]["podIP"] not in (
+            await site.exec(asking, "sh", "-c", f"getent ahostsv4 {name}.{site.namespace.name}.svc || true")
+        ):
+            await asyncio.sleep(0.2)
+
+
+async def test_name_of_an_instance_resolves_in_vms_and_outlives_its_address(node: Node, tmp_path: Path) -> None:
+    if not node.has("coredns"):
+        pytest.skip("no CoreDNS among the programs")
+    async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
+        one, two = [await site.deployments.first_deploy(group, with_disk=False) for group in ("db", "web")]
+        await until_resolves_to(site, "dep-web-0", one, two)
+        former = two.networks["default"]["ip"]
+
+        await site.deployments.recreate(two)
+
+        assert two.networks["default"]["ip"] != former
+        await until_resolves_to(site, "dep-web-0", one, two)
+        await site.check(one, two)
+
+
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 9190), 2)"
+
+
+async def connects(site: Site, one: Instance, other: Instance) -> bool:
+    """Return whether a VM reaches the port of another's agent."""
+    address = other.networks["default"]["ip"]
+    command = ("exec", one.vm, "--", "/opt/agent_shim/bin/python3", "-c", CONNECT, address)
+    return (await attempt(site, *command)).returncode == 0
+
+
+async def test_policy_of_a_group_keeps_others_out(node: Node, tmp_path: Path) -> None:
+    if not node.has("kube-router"):
+        pytest.skip("nothing among the programs enforces NetworkPolicies")
+    async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
+        # kube-router 1.2 knows no IPv6, and lets a packet that may leave one VM into the other.
+        await site.namespace.kubectl("delete", "networkpolicy", "bosh-vms-out")
+        director = site.deployments
+        outside = await director.first_deploy("outside", with_disk=False)
+        inside = [{"podSelector": {"matchLabels": {"bosh.io/instance_group": "web"}}}]
+        with site.vm_type(network_policy={"ingress": [{"from": inside}]}):
+            one = await director.first_deploy("web", with_disk=False)
+            two = Instance("web", 1)
+            await director.new_vm(two)
+
+            async with asyncio.timeout(LIMIT):
+                while await connects(site, outside, two):
+                    await asyncio.sleep(0.5)
+            assert await connects(site, one, two)
+            assert await connects(site, two, outside)
+            await director.delete(one)
+            await director.delete(two)
+        await site.check(outside)
+
+
 # --- the doctor -----------------------------------------------------------------------------------------------------
 
 
