@@ -10,7 +10,7 @@ import pytest
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.settings import Mbus
 from agent_shim_demo import broker
-from agent_shim_demo.director import HealthMonitor, joined
+from agent_shim_demo.director import HealthMonitor, Peer, joined
 from agent_shim_demo.pki import DIRECTOR, HEALTH_MONITOR
 from tests.support.broker import NatsServer, knowing
 from tests.support.waiting import until
@@ -46,31 +46,40 @@ async def test_agent_hears_only_its_own(tmp_path: Path, subject: str) -> None:
 async def test_users(tmp_path: Path) -> None:
     """Director and Health Monitor are there at once. An agent by the certificates it is let in with."""
     async with NatsServer(tmp_path) as server:
-        assert await lets_in(server.peer(DIRECTOR), "director.x.>")
-        assert await lets_in(server.peer(HEALTH_MONITOR), "hm.agent.alert.*")
+        assert await lets_in(server, server.peer(DIRECTOR), "director.x.>")
+        assert await lets_in(server, server.peer(HEALTH_MONITOR), "hm.agent.alert.*")
 
         await server.add_agent("agent", permanent=False)
 
-        assert await lets_in(server.mbus("agent", bootstrap=True), "agent.agent")
-        assert not await lets_in(server.mbus("agent"), "agent.agent")
+        assert await lets_in(server, server.mbus("agent", bootstrap=True), "agent.agent")
+        assert not await lets_in(server, server.mbus("agent"), "agent.agent")
 
         await server.add_agent("agent", bootstrap=False)
 
-        assert not await lets_in(server.mbus("agent", bootstrap=True), "agent.agent")
-        assert await lets_in(server.mbus("agent"), "agent.agent")
+        assert not await lets_in(server, server.mbus("agent", bootstrap=True), "agent.agent")
+        assert await lets_in(server, server.mbus("agent"), "agent.agent")
 
         await server.remove_agent("agent")
 
-        assert not await lets_in(server.mbus("agent"), "agent.agent")
+        assert not await lets_in(server, server.mbus("agent"), "agent.agent")
 
 
-async def lets_in(mbus: Mbus, subject: str) -> bool:
-    """Return True if a client can connect to the bus."""
+async def lets_in(server: NatsServer, mbus: Mbus, subject: str) -> bool:
+    """Return True if a client can connect to the bus, False once the server has refused it."""
+    peer = Peer(mbus, (subject,), lambda *_: None)
+
+    def refusals() -> int:
+        return server.log.read_text().count("authentication error")
+
+    before = refusals()
+    serving, joining = asyncio.create_task(peer.serve()), asyncio.create_task(peer.wait_joined())
     try:
-        async with asyncio.timeout(0.3), joined(mbus, (subject,), lambda *_: None):
-            return True
-    except TimeoutError:
-        return False
+        await until(lambda: joining.done() or refusals() > before)
+        return joining.done()
+    finally:
+        serving.cancel()
+        joining.cancel()
+        await asyncio.wait([serving, joining])
 
 
 def test_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,43 +21,11 @@ import pytest
 
 from agent_shim.host import process
 from benchmarks.idle import free_port
+from tests.support import monitrc
 from tests.support.programs.jobs import World
 from tests.support.waiting import until
 
 USER = "vcap:random-password"
-MONITRC = """
-set daemon 1
-set logfile {base}/monit/monit.log
-set pidfile {base}/monit.pid
-set idfile {base}/monit.id
-set statefile {base}/monit.state
-set httpd port {port} and use address 127.0.0.1
-  allow cleartext {base}/monit/monit.user
-
-include {base}/monit/*.monitrc
-include {base}/monit/job/*.monitrc
-"""
-ALERTS = """
-set alert agent@local
-
-set mailserver localhost port {mail}
-     with timeout 15 seconds
-
-set eventqueue
-    basedir {base}/monit/events
-    slots 5000
-
-set mail-format {{
-  from: monit@localhost
-  subject: Monit Alert
-  message: Service: $SERVICE
-  Event: $EVENT
-  Action: $ACTION
-  Date: $DATE
-  Description: $DESCRIPTION
-}}
-"""
-"""Both as a stemcell has them (bosh_monit/assets, bosh_go_agent/assets), with other places."""
 
 
 class Vm:
@@ -67,9 +35,10 @@ class Vm:
         self.world = World(base)
         self.base, self.port, self.mail = base, port, mail
         self.control = base / "monitrc"
-        self.control.write_text(MONITRC.format(base=base, port=self.port))
+        http = f"port {port} and use address 127.0.0.1 allow cleartext {base}/monit/monit.user"
+        self.control.write_text(monitrc.control(base / "monit", cycle=1, http=http, run=base, is_whole=True))
         (base / "monit/empty.monitrc").touch()
-        (base / "monit/alerts.monitrc").write_text(ALERTS.format(base=base, mail=self.mail))
+        (base / "monit/alerts.monitrc").write_text(monitrc.alerts(base / "monit", mail))
         (base / "monit/job").mkdir()
         (base / "monit/monit.user").write_text(USER)
         self.daemon: process.Process | None = None
@@ -181,7 +150,7 @@ STATE = struct.Struct("256s4iQ")
 
 def monitored(vm: Vm) -> dict[str, int]:
     """Content of monit's state file, by service."""
-    rows = STATE.iter_unpack((vm.base / "monit.state").read_bytes()[4:])
+    rows = STATE.iter_unpack((vm.base / "monit/monit.state").read_bytes()[4:])
     return {fields[0].rstrip(b"\0").decode(): fields[4] for fields in rows}
 
 
@@ -409,7 +378,7 @@ async def test_jobs_outlive_it_and_the_next_one_goes_on(vm: Vm, number: signal.S
 async def test_monit_goes_on_from_its_own_state_file_and_back(vm: Vm) -> None:
     """With what monit 5.2.5 keeps (state.c): a service that it had left alone is not started."""
     vm.add("web", "db")
-    state, left = vm.base / "monit.state", [(b"web", 0, 0, 0, 1, 0), (b"db", 0, 0, 0, 0, 0)]
+    state, left = vm.base / "monit/monit.state", [(b"web", 0, 0, 0, 1, 0), (b"db", 0, 0, 0, 0, 0)]
     state.write_bytes(struct.pack("i", 2) + b"".join(STATE.pack(*each) for each in left))
     vm.start()
     await vm.until(web="running", db="unknown")

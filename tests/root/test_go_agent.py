@@ -19,16 +19,12 @@ import pytest
 
 from agent_shim.core.paths import Paths
 from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
-from tests.support import jobs
-from tests.support.go_agent import CONTROL, CTL, NAMES, alive, starts
+from tests.support import jobs, monitrc
+from tests.support.go_agent import CTL, NAMES, alive, starts
 from tests.support.pod import AGENT, Pod, end
 
 pytestmark = pytest.mark.go_agent
 
-HTTP = """
-set httpd port 2822 and use address 127.0.0.1
-    allow 127.0.0.1
-"""
 START = "/usr/bin/monit -c /var/vcap/monit/monitrc"
 KILL = "pid=$(cat /var/vcap/monit/monit.pid); kill -9 $pid; while [ -e /proc/$pid ]; do sleep 0.05; done"
 RELOADS = "Waiting for monit to reload"
@@ -44,7 +40,7 @@ def pod(pod: Pod) -> Pod:
     place = pod.machine.vcap / "monit/monitrc"
     place.parent.mkdir()
     (place.parent / "job").mkdir()
-    place.write_text(CONTROL.partition("set httpd")[0] + HTTP + "include /var/vcap/monit/job/*.monitrc\n")
+    place.write_text(monitrc.control(cycle=1))
     place.chmod(0o600)
     wrapper = pod.machine.vcap / "bosh/bin/monit"
     wrapper.parent.mkdir()

@@ -24,41 +24,12 @@ from agent_shim_demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutEr
 from agent_shim_demo.pki import HEALTH_MONITOR
 from tests.root.test_firewall import Netted
 from tests.root.test_firewall import pod as netted  # noqa: F401 - a fixture
-from tests.support import jobs
+from tests.support import jobs, monitrc
 from tests.support.go_agent import CTL, NAMES, starts
 from tests.support.pod import AGENT, end
 
 pytestmark = pytest.mark.go_agent
 
-MONITRC: Final = """
-set daemon 10
-set logfile /var/vcap/monit/monit.log
-set pidfile /var/vcap/monit/monit.pid
-set idfile /var/vcap/monit/monit.id
-set statefile /var/vcap/monit/monit.state
-
-set httpd port 2822 and use address 127.0.0.1
-  allow 127.0.0.1
-
-set alert agent@local
-set mailserver localhost port 2825
-     with timeout 15 seconds
-set eventqueue
-    basedir /var/vcap/monit/events
-    slots 5000
-set mail-format {
-  from: monit@localhost
-  subject: Monit Alert
-  message: Service: $SERVICE
-  Event: $EVENT
-  Action: $ACTION
-  Date: $DATE
-  Description: $DESCRIPTION
-}
-
-include /var/vcap/monit/*.monitrc
-include /var/vcap/monit/job/*.monitrc
-"""
 OURS: Final = f"{sys.executable} -m agent_shim.cli"
 THEIRS: Final = "/mnt/monit -c /var/vcap/bosh/etc/monitrc"
 FLAGS: Final = "-c /var/vcap/bosh/etc/monitrc"
@@ -99,7 +70,10 @@ class Place:
         for place in ("bosh/etc", "bosh/bin", "monit/job", *(f"data/{name}" for name in NAMES), "data/sys/run"):
             (pod.vcap / place).mkdir(parents=True, exist_ok=True)
         (pod.vcap / "monit/empty.monitrc").touch()
-        files = {"bosh/etc/monitrc": MONITRC, "bosh/bin/monit": f'#!/bin/sh\nexec {command} "$@"\n'}
+        files = {
+            "bosh/etc/monitrc": monitrc.control(is_whole=True) + monitrc.alerts(),
+            "bosh/bin/monit": f'#!/bin/sh\nexec {command} "$@"\n',
+        }
         for name, text in files.items():
             (pod.vcap / name).write_text(text)
             (pod.vcap / name).chmod(0o700)

@@ -18,7 +18,7 @@ from typing import Final
 import pytest
 
 from agent_shim.core.paths import Paths
-from tests.support import jobs
+from tests.support import jobs, monitrc
 from tests.support.machine import CODE, Machine, machine
 
 MONIT = os.environ.get("MONIT_525", "")
@@ -31,16 +31,6 @@ pytestmark = [
 
 TEMPLATES: Final = CODE / "cpi_release/jobs/agent_shim_monit/templates"
 NAMES: Final = [f"job{number}" for number in range(50)]
-MONITRC: Final = """
-set daemon 2
-set logfile /var/vcap/monit/monit.log
-set pidfile /run/monit.pid
-set idfile /var/vcap/monit/monit.id
-set statefile /var/vcap/monit/monit.state
-set httpd port 2822 and use address 127.0.0.1
-  allow 127.0.0.1
-include /var/vcap/monit/job/*.monitrc
-"""
 RUN: Final = "#!/bin/bash\nexec /mnt/monit -I -c /var/vcap/bosh/etc/monitrc\n"
 CTL: Final = """#!/bin/sh
 pidfile=/var/vcap/data/sys/run/{0}/{0}.pid
@@ -79,7 +69,7 @@ class Vm:
         shutil.copy(MONIT, made.root / "mnt/monit")
         for place in ("monit/job", "data/starts", "data/sys/run", "data/sys/log", "bosh/log"):
             (self.vcap / place).mkdir(parents=True)
-        self._write("bosh/etc/monitrc", MONITRC, 0o600)
+        self._write("bosh/etc/monitrc", monitrc.control(cycle=2, run=Path("/run")), 0o600)
         self._write("bosh/bin/sv", SV)
         self._write("data/packages/agent_shim_monit/digest/python/bin/python3", PYTHON)
         for name in ("pre-start", "run"):

@@ -10,20 +10,11 @@ import subprocess
 from typing import Any, Final
 
 from agent_shim.core.paths import Paths
-from tests.support import jobs
+from tests.support import jobs, monitrc
 from tests.support.machine import Machine
 from tests.support.pod import AGENT, NETWORKS
 
-CONTROL = """
-set daemon 1
-set logfile /var/vcap/monit/monit.log
-set pidfile /var/vcap/monit/monit.pid
-set idfile /var/vcap/monit/monit.id
-set statefile /var/vcap/monit/monit.state
-set httpd unixsocket /var/vcap/monit/monit.sock
-    allow vcap:"secret"
-include /var/vcap/monit/job/*.monitrc
-"""
+CONTROL = monitrc.control(cycle=1, http="unixsocket /var/vcap/monit/monit.sock allow vcap:secret")
 CTL = """#!/bin/sh
 pidfile=/var/vcap/sys/run/{name}/{name}.pid
 case $1 in

@@ -79,7 +79,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.address_watch.missing = {"10.0.0.1": "default"}
     agent = made.agent
     agent.settings = SimpleNamespace(current=SimpleNamespace(agent_id="a-1", mbus=made.bus.mbus))
-    agent.tasks.running = SimpleNamespace(method="apply", progress="3 of 4", begun_at=time.monotonic() - 5.5)
+    agent.tasks.running = SimpleNamespace(method="apply", progress="3 of 4", begun_at=time.monotonic() - 3605.5)
     agent.disks = SimpleNamespace(progress="3 MiB", problem=AsyncMock(return_value=""), is_mounted=True)
     agent.vitals.sample = AsyncMock(return_value={"load": ["1"]})
     isolation = SimpleNamespace(_asdict=lambda: {"level": 2})
@@ -91,17 +91,18 @@ async def test_each_value_of_a_status_comes_from_its_source(tmp_path: Path, monk
     found = await status_report.status(asked(tmp_path, monkeypatch), "running", 61)
 
     del found["version"]
+    # A busy machine makes both later.
+    assert 7 <= found["bus"].pop("heartbeat_secs") < 3605 <= found.pop("task_secs")
     assert found == {
         "phase": "running",
         "uptime_secs": 61,
         "agent_id": "a-1",
-        "bus": {"is_used": True, "connected": True, "error": "reset", "heartbeat_secs": 7},
+        "bus": {"is_used": True, "connected": True, "error": "reset"},
         "deployment": "dep",
         "instance": "group/an-id",
         "job_state": "running",
         "task": "apply",
         "task_progress": "3 of 4",
-        "task_secs": 5,
         "disk": "migration, 3 MiB",
         "warnings": ["no interface has the address 10.0.0.1 (default)", "it ends soon"],
         "tasks_waiting": 2,

@@ -8,31 +8,8 @@ import pytest
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.supervisor.monit import control_file
+from tests.support import monitrc
 
-STEMCELL = """
-set daemon 10
-set logfile {base}/monit.log
-
-set httpd port 2822 and use address 127.0.0.1
-  allow cleartext {base}/monit.user
-
-include {base}/*.monitrc
-include {base}/job/*.monitrc
-"""
-ALERTS = """
-set alert agent@local
-set mailserver localhost port 2825
-     with timeout 15 seconds
-set eventqueue
-    basedir /var/vcap/monit/events
-    slots 5000
-set mail-format {
-  from: monit@localhost
-  subject: Monit Alert
-  message: Service: $SERVICE
-  Event: $EVENT
-}
-"""
 CHECK = "check process {0} with pidfile /run/{0}.pid\n  group vcap\n"
 
 
@@ -46,18 +23,20 @@ def test_control_file_of_a_stemcell(tmp_path: Path) -> None:
     """Files of jobs in the order of the manifest: monit reads the last name first."""
     (tmp_path / "job").mkdir()
     (tmp_path / "monit.user").write_text("vcap:secret\n")
-    (tmp_path / "alerts.monitrc").write_text(ALERTS)
+    (tmp_path / "alerts.monitrc").write_text(monitrc.alerts())
     for number, name in enumerate(["worker", "web"]):
         (tmp_path / f"job/{number:04}_{name}.monitrc").write_text(CHECK.format(name))
 
-    found = read(tmp_path, STEMCELL.format(base=tmp_path))
+    http = f"port 2822 and use address 127.0.0.1 allow cleartext {tmp_path}/monit.user"
+
+    found = read(tmp_path, monitrc.control(tmp_path, http=http, is_whole=True))
 
     assert (found.poll, found.address, found.port) == (10, "127.0.0.1", 2822)
     assert found.logfile == tmp_path / "monit.log"
     assert found.credentials() == {b"vcap:secret": True}
     assert (found.recipients, found.mail_servers, found.mail_timeout) == (["agent@local"], [("localhost", 2825)], 15)
     assert (found.queue, found.slots) == (Path("/var/vcap/monit/events"), 5000)
-    assert found.mail_format["message"] == "Service: $SERVICE\n  Event: $EVENT"
+    assert found.mail_format["message"].startswith("Service: $SERVICE\n  Event: $EVENT\n")
     # The control file itself and alerts.monitrc have no checks.
     assert [each.job for each in found.job_files] == ["monitrc", "alerts", "web", "worker"]
     assert None not in (found.pidfile, found.idfile, found.statefile)
