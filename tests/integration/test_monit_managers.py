@@ -26,6 +26,7 @@ class Manager(NamedTuple):
     """Shell commands. ``{service}`` is the directory of the service, ``{services}`` the one that has all."""
 
     run: str
+    is_known: str
     is_up: str
     up: str
     restart: str
@@ -36,6 +37,7 @@ class Manager(NamedTuple):
 MANAGERS: Final = {
     "runit": Manager(
         run="runsvdir {services}",
+        is_known="sv status {service} >/dev/null",
         is_up="sv status {service} | grep -q ^run",
         up="sv -w 100 start {service}",
         restart="sv -w 100 restart {service}",
@@ -44,6 +46,7 @@ MANAGERS: Final = {
     ),
     "s6": Manager(
         run="s6-svscan {services}",
+        is_known="s6-svok {service}",
         is_up="[ $(s6-svstat -o up {service}) = true ]",
         up="s6-svc -wu -T 100000 -u {service}",
         restart="s6-svc -t {service}",
@@ -52,10 +55,11 @@ MANAGERS: Final = {
     ),
     "systemd": Manager(
         run="systemctl daemon-reload; exec sleep 1000",
+        is_known="systemctl -q cat monit >/dev/null",
         is_up="systemctl -q is-active monit",
         up="systemctl start monit",
         restart="systemctl restart monit",
-        kill="systemctl kill -s KILL monit",
+        kill="systemctl kill --kill-whom=main -s KILL monit",
         down="systemctl stop monit",
     ),
 }
@@ -143,7 +147,7 @@ async def test_life_under_a_service_manager(place: Place) -> None:
     vm, manager = place.vm, place.manager
 
     async def is_known() -> bool:
-        return await place.ask(f"({manager.is_up} || {manager.kill}) >/dev/null 2>&1") == 0
+        return await place.ask(manager.is_known) == 0
 
     has_manager: bool = await until(is_known)
     assert has_manager
