@@ -8,7 +8,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-TIMEOUT_S: Final = 60.0 * float(os.environ.get("SHIM_TEST_SLOW", "1"))
+TIMEOUT_S: Final = 120.0 * float(os.environ.get("SHIM_TEST_SLOW", "1"))
 """Seconds after which a fact that was waited for counts as missing."""
 
 FIRST_S: Final = 0.003
