@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -105,6 +106,14 @@ def _ended_by(number: signal.Signals, end: Callable[[], object]) -> None:
     end()
 
 
+def _print(text: str, end: str = "\n") -> None:
+    try:
+        print(text, end=end, flush=True)
+    except OSError as exc:
+        if exc.errno != errno.EIO:  # else the terminal is gone, and its signal is on the way
+            raise
+
+
 def _log(scratch: Path) -> Path:
     return scratch / "agent.log"
 
@@ -128,9 +137,9 @@ class Story:
         """The step that runs, or the last one."""
 
     def say(self, what: str, *details: str) -> None:
-        print(f"{time.monotonic() - self.begun_at:7.2f} s  {what}", flush=True)
+        _print(f"{time.monotonic() - self.begun_at:7.2f} s  {what}")
         for detail in details:
-            print("".join(f"           {line}\n" for line in detail.splitlines()), end="", flush=True)
+            _print("".join(f"           {line}\n" for line in detail.splitlines()), end="")
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
@@ -139,7 +148,7 @@ class Story:
         details: list[str] = []
         self._now = name
         if sys.stdout.isatty():
-            print(f"{'…':>7}    {name}", end="\r", flush=True)
+            _print(f"{'…':>7}    {name}", end="\r")
         yield details
         self.steps += 1
         self.say(f"{name:<42} {(time.monotonic() - begun_at) * 1000:8.1f} ms", *details)
@@ -153,7 +162,7 @@ class Story:
             await self._errand()
             await self._stop()
         self.say(f"the agent ended with status 0: all {self.steps} steps passed")
-        print("\nNext: `agent-shim demo --keep` deploys the same and leaves it to you.")
+        _print("\nNext: `agent-shim demo --keep` deploys the same and leaves it to you.")
 
     async def stay(self) -> None:
         """Deploy, print commands to try, then the alerts of the agent until a signal ends it."""
@@ -166,11 +175,11 @@ class Story:
                 loop.add_signal_handler(number, _ended_by, number, ended.set)
             self._lay_commands()
             words = {"scratch": shlex.quote(str(self.scratch)), "url": self.release.url}
-            print(TO_TRY.format(http=f"http://127.0.0.1:{self.http}", **words), flush=True)
+            _print(TO_TRY.format(http=f"http://127.0.0.1:{self.http}", **words))
             alerts = asyncio.create_task(self._print_alerts())
             await ended.wait()
             alerts.cancel()
-            print("\nThe jobs, the agent and the bus end.", flush=True)
+            _print("\nThe jobs, the agent and the bus end.")
         self.say("all processes have ended, and the directory is removed")
 
     def _lay_commands(self) -> None:
