@@ -196,7 +196,11 @@ def test_a_dead_url_restarts_the_process(life: Phases) -> None:
     trials=("port closed",),
 )
 def test_a_dead_port_restarts_after_its_cycles(life: Phases) -> None:
-    assert starts(life["port closed"]) == 1
+    """Three cycles of two seconds have two pauses. monit's count survives a restart: its next cycle may be another."""
+    begun = [at for at, event, name in life["port closed"]["events"] if (event, name) == ("lives", "serve")]
+
+    assert begun
+    assert begun[0] > 4
     assert runs(life["port open again"])
 
 
