@@ -31,8 +31,11 @@ REST_S: Final = 1.0
 class Listener:
     """Listening sockets, from ``listen``."""
 
-    def __init__(self, protocol: Callable[[], asyncio.BaseProtocol], sockets: Sequence[socket.socket]) -> None:
+    def __init__(
+        self, protocol: Callable[[], asyncio.BaseProtocol], sockets: Sequence[socket.socket], *, bounded: bool
+    ) -> None:
         self.sockets = sockets
+        self._bounded = bounded
         self._protocol = protocol
         self._loop = asyncio.get_running_loop()
         self._arriving: set[asyncio.Task[object]] = set()
@@ -65,7 +68,7 @@ class Listener:
                 self._loop.remove_reader(listener)
                 self._loop.call_later(REST_S, self._serve, listener)
                 return
-            if not self._has_share(address):
+            if self._bounded and not self._has_share(address):
                 caller.close()
                 continue
             caller.setblocking(False)
@@ -81,11 +84,18 @@ class Listener:
         return self._accepted[address] <= PER_SECOND
 
 
-async def listen(protocol: Callable[[], asyncio.BaseProtocol], host: str | None, port: int) -> Listener:
-    """Serve an address (None: all) with a protocol. Raises ``OSError``."""
+async def listen(
+    protocol: Callable[[], asyncio.BaseProtocol], host: str | None, port: int, *, bounded: bool = True
+) -> Listener:
+    """Serve an address (None: all) with a protocol. Raises ``OSError``.
+
+    Unless ``bounded``, no connection is closed unread: where all have one address, a flood would shut out the others.
+    """
     bound = await asyncio.get_running_loop().create_server(protocol, host, port, start_serving=False)
     try:
-        return Listener(protocol, [socket.socket(fileno=os.dup(each.fileno())) for each in bound.sockets])
+        return Listener(
+            protocol, [socket.socket(fileno=os.dup(each.fileno())) for each in bound.sockets], bounded=bounded
+        )
     finally:
         bound.close()
 

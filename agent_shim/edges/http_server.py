@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final, TypeAlias
 
 import httptools
@@ -228,11 +229,12 @@ def parse_address(text: str) -> tuple[str, int] | None:
 
 @asynccontextmanager
 async def listening(
-    address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD")
+    address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD"), *, bounded: bool = True
 ) -> AsyncIterator[tuple[str, int] | None]:
     """Serve on ``address`` for the duration of the block. Yields the bound address, or None if off or unavailable."""
     connections: dict[_Connection, str] = {}
-    async with serving(address, lambda: _Connection(answer, methods, connections), purpose) as where:
+    protocol = partial(_Connection, answer, methods, connections)
+    async with serving(address, protocol, purpose, bounded=bounded) as where:
         try:
             yield where
         finally:
@@ -242,12 +244,12 @@ async def listening(
 
 @asynccontextmanager
 async def serving(
-    address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str
+    address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str, *, bounded: bool = True
 ) -> AsyncIterator[tuple[str, int] | None]:
     """Listen with a protocol. An address in use is logged and not fatal, because jobs matter more."""
     where = parse_address(address)
     try:
-        server = where and await accepting.listen(protocol, *where)
+        server = where and await accepting.listen(protocol, *where, bounded=bounded)
     except OSError as exc:
         why = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
         logger.error("cannot listen on %s for %s: %s", address, purpose, why)
