@@ -1,8 +1,8 @@
 """The orderly stop of all jobs at the end of a container, run by a preStop hook, SIGTERM to process 1 and ``drain``.
 
 All steps fit into the grace: pre-stop and drain scripts of all jobs (every process stays up until the last drain has
-ended), stop, post-stop. The last seconds are reserved for KILL. The Director's wanted state is unchanged: no marker is
-written, and the jobs return with the container.
+ended), stop, post-stop. No script of jobs runs that a ``stop`` has stopped. The last seconds are reserved for KILL. The
+Director's wanted state is unchanged: no marker is written, and the jobs return with the container.
 
 ``main`` handles SIGTERM and decides between this stop and an exit that leaves the jobs running.
 """
@@ -51,7 +51,9 @@ class OrderlyStop(msgspec.Struct):
         """Stop the jobs. Always returns within the grace."""
         ends_at = self.ends_at = time.monotonic() + self.grace
         reserve = min(KILL_RESERVE_S, self.grace / 2)
-        jobs = agent.spec.current.job_names
+        is_stopped = await asyncio.to_thread(agent.paths.stopped_marker.exists)
+        # A Director has run their scripts; a drain of one waits for a database that is stopped.
+        jobs = [] if is_stopped else agent.spec.current.job_names
         scripts = ends_at - reserve
         await self._script("pre-stop", agent.scripts.run_all("pre-stop", jobs, NEXT_STATES), scripts)
         await agent.supervisor.seal()

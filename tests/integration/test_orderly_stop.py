@@ -77,6 +77,18 @@ async def test_a_drain_beyond_the_grace_is_cut_short_and_everything_is_down_in_t
     assert stop.summary == "not clean: " + "; ".join(stop.reasons)
 
 
+async def test_jobs_that_the_director_has_stopped_are_not_drained_again(world: World) -> None:
+    """A second drain of a Director waits for its database, which is stopped, until the grace is over."""
+    await started(world, web=traced(world, "web", "echo 0\n"))
+    await world.value("stop")
+
+    stop = OrderlyStop(20)
+    await stop.run(world.agent)
+
+    assert stop.reasons == []
+    assert not (world.paths.base / "trace").exists()
+
+
 async def test_a_process_that_its_drain_has_ended_is_not_started_again(world: World) -> None:
     """Drain scripts of many releases end their process themselves: that counts as no crash."""
     gate = world.paths.base / "gate"
