@@ -82,6 +82,7 @@ RAW: Mapping[str, Raw] = {
     "edges.bus.tls": Raw(OWN, frozenset({"load_pair"})),
     "services.trusted_cas": Raw(KERNEL, frozenset({"_holds", "_is_stale", "_write"})),
     "daemon.job_recovery": Raw(OWN, frozenset({"JobRecovery._take_over"})),
+    "daemon.orderly_stop": Raw(OWN, frozenset({"OrderlyStop.run"})),
     "cli.commands": Raw(
         "which jobs have a directory of logs, /dev/null, and files of the program",
         frozenset({"_completion", "_refuse_missing", "main"}),
