@@ -173,6 +173,16 @@ def test_server_under_another_name(authority: pki.Authority, directory: Path) ->
         server.close()
 
 
+def test_server_that_need_not_be_verified(authority: pki.Authority, directory: Path) -> None:
+    server = serving(authority, directory, ("api.example",))
+    try:
+        given = kubeconfig({"token": server.token})
+        given["clusters"][0]["cluster"] |= {"server": server.url, "insecure-skip-tls-verify": True}
+        assert call(server, directory, kubeconfig=given) is False
+    finally:
+        server.close()
+
+
 def test_client_certificate(authority: pki.Authority, directory: Path) -> None:
     server = serving(authority, directory, ("127.0.0.1",), asks_client=True)
     server.token = ""
