@@ -792,7 +792,9 @@ def test_update_disk(cpi: Cpi, cluster: Cluster) -> None:
     assert cpi("update_disk", disk, 128, {"storage_class": "fast", "volume_attributes_class": "gold"}) is None
     spec = cluster.of("persistentvolumeclaims")[disk]["spec"]
     assert (spec["volumeAttributesClassName"], spec["resources"]["requests"]["storage"]) == ("gold", "128Mi")
+    assert cpi("update_disk", disk, 128, {"access_mode": spec["accessModes"][0]}) is None
     cpi.refused("NotSupported", "update_disk", disk, 128, {"storage_class": "slow"})
+    cpi.refused("NotSupported", "update_disk", disk, 128, {"access_mode": "ReadWriteMany"})
 
 
 def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
