@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Final, TypeAlias
 
 import httptools
@@ -229,12 +228,11 @@ def parse_address(text: str) -> tuple[str, int] | None:
 
 @asynccontextmanager
 async def listening(
-    address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD"), *, bounded: bool = True
+    address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD")
 ) -> AsyncIterator[tuple[str, int] | None]:
     """Serve on ``address`` for the duration of the block. Yields the bound address, or None if off or unavailable."""
     connections: dict[_Connection, str] = {}
-    protocol = partial(_Connection, answer, methods, connections)
-    async with serving(address, protocol, purpose, bounded=bounded) as where:
+    async with serving(address, lambda: _Connection(answer, methods, connections), purpose) as where:
         try:
             yield where
         finally:
@@ -244,12 +242,12 @@ async def listening(
 
 @asynccontextmanager
 async def serving(
-    address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str, *, bounded: bool = True
+    address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str
 ) -> AsyncIterator[tuple[str, int] | None]:
     """Listen with a protocol. An address in use is logged and not fatal, because jobs matter more."""
     where = parse_address(address)
     try:
-        server = where and await accepting.listen(protocol, *where, bounded=bounded)
+        server = where and await accepting.listen(protocol, *where)
     except OSError as exc:
         why = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
         logger.error("cannot listen on %s for %s: %s", address, purpose, why)

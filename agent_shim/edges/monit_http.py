@@ -330,9 +330,7 @@ def listening(
     address: str, ask: Ask, users: Users, about: Callable[[], About] = About
 ) -> AbstractAsyncContextManager[tuple[str, int] | None]:
     """Serve on ``address`` for the duration of the block, see ``http_server.listening``."""
-    answer, methods = Api(ask, users, about).answer, ("GET", "HEAD", "POST")
-    # The Go agent and scripts of releases ask from the address that a flooding job has.
-    return http_server.listening(address, answer, "clients of monit", methods, bounded=False)
+    return http_server.listening(address, Api(ask, users, about).answer, "clients of monit", ("GET", "HEAD", "POST"))
 
 
 class _NoMail(asyncio.Protocol):

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 
 import pytest
 
-from agent_shim.edges import accepting, http_server, monit_http
+from agent_shim.edges import http_server
 from agent_shim.edges.http_server import Request, Response
 
 Where = tuple[str, int]
@@ -197,42 +197,6 @@ async def test_idle_connections_of_one_address_do_not_close_those_of_another(whe
         writer.write(b"GET / HTTP/1.0\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
     writer.close()
-
-
-async def test_a_flood_of_one_address_is_closed_unread_and_others_are_answered(
-    where: Where, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An answer to each took two thirds more of a processor than the flood itself."""
-    monkeypatch.setattr(accepting, "PER_SECOND", 3)
-
-    async def get(address: str) -> bytes:
-        reader, writer = await asyncio.open_connection(*where, local_addr=(address, 0))
-        try:
-            with suppress(ConnectionError):
-                writer.write(b"GET / HTTP/1.0\r\n\r\n")
-                return await reader.read()
-            return b""
-        finally:
-            writer.close()
-
-    async with asyncio.timeout(60):
-        while await get("127.0.0.1"):
-            pass
-        assert (await get("127.0.0.2")).startswith(b"HTTP/1.1 200 ")
-        while not await get("127.0.0.1"):
-            await asyncio.sleep(0.01)
-
-
-async def test_a_flood_of_the_address_that_all_callers_of_monit_have_shuts_out_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The Go agent asks there beside any job."""
-    monkeypatch.setattr(accepting, "PER_SECOND", 3)
-    async with monit_http.listening("127.0.0.1:0", None, dict) as found:  # type: ignore[arg-type]
-        assert found is not None
-        answers = [await ask(found, b"GET /_status2?format=xml HTTP/1.0\r\n\r\n") for _ in range(20)]
-
-    assert {answer.partition(b"\r\n")[0] for answer in answers} == {b"HTTP/1.1 401 Unauthorized"}
 
 
 async def test_a_trailer_is_not_read_as_a_header(where: Where, heard: list[Request]) -> None:

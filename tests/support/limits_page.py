@@ -18,7 +18,6 @@ LIMITS: Final = (
     ("results of tasks that are remembered", "actions.tasks.MAX_OUTCOME_BYTES", "the oldest are forgotten"),
     ("alerts that wait for the bus", "edges.alerts.MAX_QUEUED", "the oldest is dropped and counted"),
     ("connections to port 9190", "edges.http_server.MAX_CONNECTIONS", "the oldest of the busiest address is closed"),
-    ("connections of an address in a second, not to 2822", "edges.accepting.PER_SECOND", "others are closed unread"),
     ("a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is refused"),
     ("a request over the control socket", "edges.control_server.MAX_REQUEST_BYTES", "it is refused"),
     ("DNS records of `sync_dns`", "services.bundles.MAX_SMALL_BYTES", "the request fails"),

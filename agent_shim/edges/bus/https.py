@@ -103,7 +103,7 @@ class HttpsBus:
             access_log=None,
             logger=logger,
         )
-        self._server: accepting.Listener | None = None
+        self._server: asyncio.Server | None = None
         self._changing = asyncio.Lock()
         self._callers: dict[web.RequestHandler, _Caller] = {}
         """Connections in order of arrival."""
