@@ -367,8 +367,9 @@ class Supervisor:
             await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
         if wait:
             await _stopped(vcap, timeout)
-            if self._is_dirty:
-                await self._save()  # now, and not beside the next request, which would wait for it
+            # Now, and not beside the next request, which would wait. A save under way may be that of the last change.
+            if self._is_dirty or self._writing.locked():
+                await self._save()
             # Orphans of unknown service belong to one of the services stopped now.
             if is_outside and all(each.state not in ACTIVE for each in self._services.values()):
                 left = await self._programs.remains.sweep_strays(begun, self._shared.timing.grace)

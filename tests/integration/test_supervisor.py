@@ -8,14 +8,18 @@ import os
 import re
 import shutil
 import signal
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agent_shim.core.errors import ActionError
-from agent_shim.host import clock, job_cgroups, proc, process
+from agent_shim.host import clock, files, job_cgroups, proc, process
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.ownership.process_finder import ProcessFinder
 from agent_shim.supervisor.plan import ProcessSpec
+from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.supervisor import JobFile, read_saved
 from tests.support.programs import foreign, is_alive, number_in
 from tests.support.programs.jobs import LASTING, World, in_state, info, program
@@ -348,6 +352,32 @@ async def test_answered_stop_is_saved(world: World) -> None:
         saved = read_saved(world.paths.supervisor_state)
         assert saved is not None
         assert {record.state.value for record in saved.services.values()} == {"stopped"}
+
+
+async def test_a_stop_is_answered_after_the_save_that_is_under_way(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have begun between the end of the last service and the answer."""
+    write, leave = files.write_atomic, Service.has_left
+
+    def slowly(path: Path, content: bytes, **options: Any) -> None:
+        if b'"stopped"' in content:
+            time.sleep(0.3)
+        write(path, content, **options)
+
+    async def late(service: Service, states: Any) -> None:
+        await leave(service, states)
+        await asyncio.sleep(0.1)
+
+    async with world.supervising(world.job("web")) as supervisor:
+        await in_state(supervisor, "web", "running")
+        monkeypatch.setattr(files, "write_atomic", slowly)
+        monkeypatch.setattr(Service, "has_left", late)
+        await supervisor.stop(wait=True)
+
+        saved = read_saved(world.paths.supervisor_state)
+        assert saved is not None
+        assert [record.state.value for record in saved.services.values()] == ["stopped"]
 
 
 async def test_a_job_starts_though_its_monit_file_cannot_be_written(
