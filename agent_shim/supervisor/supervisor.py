@@ -367,7 +367,7 @@ class Supervisor:
             await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
         if wait:
             await _stopped(vcap, timeout)
-            # Now, and not beside the next request, which would wait. A save under way may be that of the last change.
+            # Now, and not beside the next request, which would wait. A save under way may hold the last change.
             if self._is_dirty or self._writing.locked():
                 await self._save()
             # Orphans of unknown service belong to one of the services stopped now.
