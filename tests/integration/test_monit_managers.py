@@ -46,7 +46,7 @@ MANAGERS: Final = {
     ),
     "s6": Manager(
         run="s6-svscan {services}",
-        is_known="s6-svok {service}",
+        is_known="s6-svok {service} && s6-svstat {service} >/dev/null",
         is_up="[ $(s6-svstat -o up {service}) = true ]",
         up="s6-svc -wu -T 100000 -u {service}",
         restart="s6-svc -t {service}",
