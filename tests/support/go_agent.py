@@ -14,7 +14,7 @@ from tests.support import jobs, monitrc
 from tests.support.machine import Machine
 from tests.support.pod import AGENT, NETWORKS
 
-CONTROL = monitrc.control(cycle=1, http="unixsocket /var/vcap/monit/monit.sock allow vcap:secret")
+CONTROL = monitrc.control(cycle=1, http='unixsocket /var/vcap/monit/monit.sock allow vcap:"secret"')
 CTL = """#!/bin/sh
 pidfile=/var/vcap/sys/run/{name}/{name}.pid
 case $1 in
