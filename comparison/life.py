@@ -26,6 +26,7 @@ from agent_shim_demo.director import Director, HealthMonitor, RpcRemoteError, Rp
 from agent_shim_demo.pki import HEALTH_MONITOR
 from comparison import plan as plans
 from comparison.releases import ADDRESS
+from tests.support import monitrc
 from tests.support.broker import NatsServer
 
 AGENT: Final = "instance"
@@ -40,29 +41,6 @@ SCRIPT_LIMIT_S: Final = 60.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
 
-MONITRC: Final = """
-set daemon {cycle}
-set logfile /var/vcap/monit/monit.log
-set pidfile /run/monit.pid
-set idfile /var/vcap/monit/monit.id
-set statefile /var/vcap/monit/monit.state
-set httpd port 2822 and use address 127.0.0.1
-  allow 127.0.0.1
-set alert agent@local
-set mailserver localhost port 2825 with timeout 15 seconds
-set eventqueue basedir /var/vcap/monit/events slots 5000
-set mail-format {{
-  from: monit@localhost
-  subject: Monit Alert
-  message: Service: $SERVICE
-  Event: $EVENT
-  Action: $ACTION
-  Date: $DATE
-  Description: $DESCRIPTION
-}}
-include /var/vcap/monit/*.monitrc
-include /var/vcap/monit/job/*.monitrc
-"""
 ETC: Final = (
     *(
         "rsyslog.d",
@@ -157,7 +135,7 @@ class GoWorld(World):
         (VCAP / "monit/job").mkdir(parents=True)
         (VCAP / "monit/empty.monitrc").touch()
         rc = VCAP / "bosh/etc/monitrc"
-        rc.write_text(MONITRC.format(cycle=self.cycle))
+        rc.write_text(monitrc.control(cycle=self.cycle, run=Path("/run"), is_whole=True) + monitrc.alerts())
         rc.chmod(0o600)
         wrapper = VCAP / "bosh/bin/monit"
         wrapper.write_text(f'#!/bin/sh\nexec {SCRATCH}/monit -c {rc} "$@"\n')

@@ -232,7 +232,7 @@ def group_policy(policy: NetworkPolicy, vm: Vm) -> Object:
 
 
 def _rules(policy: NetworkPolicy | None) -> Mapping[str, list[dict[str, Any]]]:
-    """Return the rules of a group by direction, of those that it has rules for."""
+    """Return the rules of a group by direction, without directions that it leaves to the namespace."""
     given = {"ingress": policy.ingress, "egress": policy.egress} if policy else {}
     return {direction: rules for direction, rules in given.items() if rules is not None}
 

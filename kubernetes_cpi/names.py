@@ -49,7 +49,7 @@ INGRESS: Final = "cpi.bosh.io/ingress"
 """Annotation of a Service with an Ingress of the same name."""
 
 OWN_RULES: Final = {"ingress": "cpi.bosh.io/own-ingress", "egress": "cpi.bosh.io/own-egress"}
-"""Labels of a VM's pod: its group has rules for this direction. Policies add up, so those of the namespace leave it."""
+"""Labels of pods whose group has rules for the direction. Policies add up, so the namespace's policy skips them."""
 KEEP: Final = "cpi.bosh.io/keep"
 """Label of a Service that outlives the VMs behind it."""
 

@@ -109,13 +109,15 @@ class AgentImage(Strict, frozen=True):
 
 
 class NetworkPolicy(Strict, frozen=True):
-    """A NetworkPolicy of an instance group, in the place of the namespace's. The agent needs its way to the bus."""
+    """A NetworkPolicy of an instance group. It replaces the namespace's policy. The agent needs its way to the bus."""
 
     ingress: Annotated[
-        list[dict[str, Any]] | None, doc("Rules as in a NetworkPolicy. Absent: those of the namespace; empty: none.")
+        list[dict[str, Any]] | None,
+        doc("Rules of a NetworkPolicy. Absent: the namespace's rules. An empty list blocks all."),
     ] = None
     egress: Annotated[
-        list[dict[str, Any]] | None, doc("Rules as in a NetworkPolicy. Absent: those of the namespace; empty: none.")
+        list[dict[str, Any]] | None,
+        doc("Rules of a NetworkPolicy. Absent: the namespace's rules. An empty list blocks all."),
     ] = None
 
 

@@ -70,7 +70,7 @@ echo --
 dpkg --list
 """
 """Script for an image that prints its system, its packages, those of the agent, names of licences in Debian's copyright
-files, files of compilers, and ``dpkg -l``. Packages have the names that they provide and need."""
+files, files of compilers, and ``dpkg -l``. Each package is printed with the names that it provides and needs."""
 _NAMES: Final = re.compile(r"(?:^|[,|])\s*([^\s,|(:]+)")
 """Names in a field such as ``Depends`` of a Debian package."""
 _SYNOPSIS: Final = re.compile(r"[^ ,]+(,? (or|and|with|/) [^ ,]+( exception)?)*")
@@ -181,7 +181,7 @@ class Part:
     url: str
     licences: tuple[str, ...]
     needs: tuple[str, ...]
-    """URLs of those on which it depends."""
+    """URLs of the parts on which it depends."""
 
 
 def _facts(tool: str, image: str) -> tuple[dict[str, str], list[Part], str, str]:
@@ -205,7 +205,7 @@ def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str
         for each in (name, *_NAMES.findall(provides)):
             there.setdefault(each, []).append(url)
     return [
-        Part(name, version, url, known.get(name, ()), _those(there, _NAMES.findall(depends), url))
+        Part(name, version, url, known.get(name, ()), _urls(there, _NAMES.findall(depends), url))
         for url, (name, version, _, _, depends) in zip(urls, rows, strict=True)
     ]
 
@@ -215,7 +215,7 @@ def modules(lines: Iterable[str]) -> list[Part]:
     rows = [line.split() for line in lines]
     there = {_normal(name): [f"pkg:pypi/{_normal(name)}@{version}"] for name, version, *_ in rows}
     return [
-        Part(name, version, url, (sbom.licence(name),), _those(there, map(_normal, needs), url))
+        Part(name, version, url, (sbom.licence(name),), _urls(there, map(_normal, needs), url))
         for name, version, *needs in rows
         for url in there[_normal(name)]
     ]
@@ -225,7 +225,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _those(there: dict[str, list[str]], names: Iterable[str], own: str) -> tuple[str, ...]:
+def _urls(there: dict[str, list[str]], names: Iterable[str], own: str) -> tuple[str, ...]:
     return tuple(sorted({url for name in names for url in there.get(name, ())} - {own}))
 
 

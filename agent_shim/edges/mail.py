@@ -63,7 +63,7 @@ async def deliver(control: Control, mail: bytes) -> None:
         try:
             send = partial(_send, control, host, port, mail)
             await guarded.aside(f"mail server {host}:{port}", send, timeout=control.mail_timeout)
-        except (OSError, ValueError) as exc:  # an address beyond ASCII is the latter
+        except (OSError, ValueError) as exc:  # ValueError: an address beyond ASCII
             why = f"{host}:{port}: {safetext.line(str(exc))}"
         else:
             return
@@ -75,5 +75,5 @@ def _send(control: Control, host: str, port: int, mail: bytes) -> None:
 
     sender = mail.partition(b"\r\n")[0].removeprefix(b"From: ").decode("latin-1")
     with smtplib.SMTP(host, port, socket.gethostname(), control.mail_timeout) as server:
-        server.helo()  # as monit: a server for it may not know ESMTP
+        server.helo()  # as monit does: its mail servers may lack ESMTP
         server.sendmail(sender, control.recipients, mail)

@@ -17,7 +17,6 @@ import os
 import pwd
 import re
 import secrets
-import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -376,7 +375,10 @@ def _empty(top: int) -> None:
                 except OSError as exc:
                     if exc.errno != errno.EXDEV:
                         raise
-                    shutil.rmtree(below, dir_fd=here)  # a directory of an image layer cannot be moved
+                    # A directory of an image layer cannot be moved. Layers are no deeper than their image.
+                    with closing(os.open(below, _DIRECTORY, dir_fd=here)) as layer:
+                        _empty(layer)
+                    os.rmdir(below, dir_fd=here)
                 else:
                     waiting.append(to)
         os.rmdir(name, dir_fd=top)

@@ -52,7 +52,7 @@ class Programs:
     Their environment holds monit's variables and the agent's mark, which identifies their processes. ``base`` keeps it
     distinct from the mark of another agent. Their output goes to one file per service in ``output``.
 
-    They and scripts start in an empty directory of root: stackdriver-nozzle of gcp-tools-release gives
+    Programs and scripts start in an empty directory that root owns: stackdriver-nozzle of gcp-tools-release gives
     ``.`` to vcap, which is monit's service directory under runit.
     """
 

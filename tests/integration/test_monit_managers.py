@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Manager(NamedTuple):
-    """Shell commands. ``{service}`` is the directory of the service, ``{services}`` the one that has all."""
+    """Shell commands. ``{service}`` is the directory of the service ``monit``, and ``{services}`` its parent."""
 
     run: str
     is_known: str

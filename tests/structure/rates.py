@@ -21,7 +21,7 @@ OPENING: Final = r"(?:\A|(?<=[.!?]\s)|(?<=\n\n)|(?<=\| )|(?<=^- ))"
 
 PATTERNS: Final[Mapping[str, re.Pattern[str]]] = {
     "`that of`, `those of`": re.compile(r"\b(?:that|those)\s+of\b", re.IGNORECASE),
-    "`one that`, `another is`": re.compile(
+    "`one` or `another` without a noun": re.compile(
         r"\bone\s+(?:that|which|who|of\s+which)\b|\banother\s+(?:is|has)\b", re.IGNORECASE
     ),
     "semicolons": re.compile(r";(?=\s|$)"),
