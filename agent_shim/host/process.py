@@ -31,7 +31,7 @@ from typing import Final
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, files, guarded, proc
 from agent_shim.host.daemon_thread import run_in_daemon_thread
-from agent_shim.host.descriptors import closing
+from agent_shim.host.descriptors import Shared, closing
 
 logger = logging.getLogger(__name__)
 
@@ -329,19 +329,21 @@ async def spawn_prepared(
     """As ``spawn``. ``prepare`` is called in a thread before the program runs, which it does not if that fails.
 
     The child is a shell of root that waits for a line: code of ours between fork and exec needs a copy of this process,
-    and the loop waits for it. The program does not run either if this process dies. ``env`` has names of shell
-    variables only.
+    and the loop waits for it. A call that is cancelled leaves the shell until ``prepare`` has ended, so that its number
+    is no other process's. The program does not run either if this process dies. ``env`` has names of shell variables
+    only.
     """
     with files.attempting(f"run {argv[0]}"):
         reading, writing = os.pipe2(os.O_CLOEXEC)
-    with closing(writing):
+    with (line := Shared(writing)):
         with closing(reading):
             command = ["/bin/sh", "-c", _HELD, "sh", *_as_user(argv[0], user, group), *argv]
             waiting = spawn(command, env=env, cwd=cwd, stdin=reading, stdout=stdout, stderr=stderr, nice=nice)
 
         def work() -> None:
             _require_executable(argv[0])
-            prepare(waiting)
+            with line:
+                prepare(waiting)
 
         try:
             await guarded.aside(" ".join(argv), work, timeout=PREPARE_TIMEOUT_S)

@@ -235,22 +235,27 @@ async def test_a_program_whose_preparation_fails_does_not_run(env: dict[str, str
 
 
 async def test_a_program_whose_start_is_cancelled_does_not_run(env: dict[str, str], tmp_path: Path) -> None:
-    """As one that is stopped while the kernel keeps the lock of its cgroups."""
+    """As one that is stopped while the kernel keeps the lock of its cgroups. Until then its number is its own."""
     begun: asyncio.Queue[Process] = asyncio.Queue()
     go, loop = threading.Event(), asyncio.get_running_loop()
+    numbered: list[bool] = []
 
     def prepare(each: Process) -> None:
         loop.call_soon_threadsafe(begun.put_nowait, each)
         go.wait(30)
+        numbered.append(is_alive(each.pid))
 
     start = asyncio.ensure_future(process.spawn_prepared(prepare, ["/usr/bin/touch", str(tmp_path / "ran")], env=env))
     waiting = await begun.get()
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(waiting.wait(), 0.3)
     go.set()
 
     assert await waiting.wait() != 0
+    assert numbered == [True]
     assert not (tmp_path / "ran").exists()
 
 
