@@ -507,6 +507,7 @@ async def test_a_user_of_the_disk_is_named_and_left_alone(instance: Instance) ->
 
 @each_way
 async def test_a_user_that_leaves_is_waited_for(instance: Instance) -> None:
+    instance.timeouts = msgspec.structs.replace(instance.timeouts, use=60.0)
     await instance.mount("a")
     instance.write("file", "x")
     with holding(instance.paths.store) as program:

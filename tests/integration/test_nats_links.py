@@ -76,7 +76,7 @@ async def behind(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Pr
 
 async def test_black_hole_is_noticed(tmp_path: Path) -> None:
     """A dead link is let go at once, without the farewell of TLS that takes half a minute, and then replaced."""
-    async with behind(tmp_path, timing=replace(FAST, connect=0.2)) as (bus, proxy):
+    async with behind(tmp_path, timing=replace(FAST, connect=0.2, ping=0.2)) as (bus, proxy):
         sockets = _sockets_to(proxy.port)
         assert len(sockets) == 1
         proxy.swallow()
@@ -92,7 +92,7 @@ async def test_black_hole_is_noticed(tmp_path: Path) -> None:
 
 async def test_bus_is_heard_while_its_server_answers(tmp_path: Path) -> None:
     """The packet filter asks. A connection without an answer in time is closed, and another one is heard again."""
-    async with talking(tmp_path, timing=replace(FAST, ping=600.0)) as talk:
+    async with talking(tmp_path) as talk:
         assert await talk.bus.is_heard(20)
         talk.server.pause()
         assert not await talk.bus.is_heard(0.1)
@@ -189,7 +189,7 @@ async def test_connections_that_do_not_last_are_paced(is_greeted: bool) -> None:
             await wire.greet()
             await wire.expect("PING")
 
-    async with facing(slam, timing=replace(FAST, step=0.2, longest=10)) as bus:
+    async with facing(slam, timing=replace(FAST, ping=0.2, step=0.2, longest=10)) as bus:
         began_at = time.monotonic()
         await until(lambda: bus.stats.attempts >= 5)
 
@@ -356,7 +356,7 @@ async def test_link_whose_client_has_stopped_is_replaced_or_works(tmp_path: Path
     """nats-py calls itself connected when one of its tasks has died: it reads, sends or hands over nothing."""
     async with (
         knowing(tmp_path) as server,
-        on_bus(server.mbus("agent")) as bus,
+        on_bus(server.mbus("agent"), timing=replace(FAST, ping=0.2)) as bus,
         Director(poll=0.01).on(server.peer()) as director,
     ):
         await connected(bus)

@@ -22,7 +22,7 @@ from tests.support.serving import serving
 
 FAST = Timing(
     connect=10.0,
-    ping=0.2,
+    ping=60.0,
     step=0.02,
     longest=0.1,
     early_step=0.02,
