@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Final
 
 import pytest
 import yaml
@@ -171,14 +173,18 @@ async def test_name_of_an_instance_resolves_in_vms_and_outlives_its_address(node
         await site.check(one, two)
 
 
-CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 9190), 2)"
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 2)"
+
+
+async def reaches(site: Site, one: Instance, address: str, port: int) -> bool:
+    """Return whether a VM gets a connection."""
+    command = ("exec", one.vm, "--", "/opt/agent_shim/bin/python3", "-c", CONNECT, address, str(port))
+    return (await attempt(site, *command)).returncode == 0
 
 
 async def connects(site: Site, one: Instance, other: Instance) -> bool:
     """Return whether a VM reaches the port of another's agent."""
-    address = other.networks["default"]["ip"]
-    command = ("exec", one.vm, "--", "/opt/agent_shim/bin/python3", "-c", CONNECT, address)
-    return (await attempt(site, *command)).returncode == 0
+    return await reaches(site, one, other.networks["default"]["ip"], 9190)
 
 
 async def test_policy_of_a_group_keeps_others_out(node: Node, tmp_path: Path) -> None:
@@ -203,6 +209,48 @@ async def test_policy_of_a_group_keeps_others_out(node: Node, tmp_path: Path) ->
             await director.delete(one)
             await director.delete(two)
         await site.check(outside)
+
+
+METADATA: Final = "169.254.169.254"
+ELSEWHERE: Final = "198.18.0.1"
+
+
+@contextmanager
+def listener() -> Iterator[int]:
+    """The port of a server that the node has at its own address and at those of a metadata service and a stranger."""
+    ip = ("ip", "address")
+    with socket.create_server(("", 0), backlog=4096) as server:
+        for address in (METADATA, ELSEWHERE):
+            subprocess.run([*ip, "add", f"{address}/32", "dev", "lo"], check=True)
+        try:
+            yield server.getsockname()[1]
+        finally:
+            for address in (METADATA, ELSEWHERE):
+                subprocess.run([*ip, "delete", f"{address}/32", "dev", "lo"], check=True)
+
+
+async def test_vm_gets_out_where_a_policy_lets_it(node: Node, tmp_path: Path) -> None:
+    if not node.has("kube-router"):
+        pytest.skip("nothing among the programs enforces NetworkPolicies")
+    async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
+        # kube-router 1.2 knows no IPv6.
+        only_4 = json.dumps([{"op": "remove", "path": "/spec/egress/0/to/1"}])
+        await site.namespace.kubectl("patch", "networkpolicy", "bosh-vms-out", "--type=json", f"--patch={only_4}")
+        blocks = [{"ipBlock": {"cidr": f"{address}/32"}} for address in (ADDRESS, METADATA)]
+        with listener() as port:
+            common = await site.deployments.first_deploy("common", with_disk=False)
+            with site.vm_type(network_policy={"egress": [{"to": blocks}]}):
+                own = await site.deployments.first_deploy("own", with_disk=False)
+
+            async with asyncio.timeout(LIMIT):
+                while await reaches(site, common, METADATA, port) or await reaches(site, own, ELSEWHERE, port):
+                    await asyncio.sleep(0.5)
+            assert await reaches(site, common, ADDRESS, port)
+            assert await reaches(site, common, ELSEWHERE, port)
+            assert await reaches(site, own, ADDRESS, port)
+            assert await reaches(site, own, METADATA, port)
+        await site.deployments.delete(own)
+        await site.check(common)
 
 
 # --- the doctor -----------------------------------------------------------------------------------------------------
