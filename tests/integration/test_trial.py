@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -70,12 +71,16 @@ class Played:
         (self.programs / name).write_text(text)
         (self.programs / name).chmod(0o755)
 
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "trial", f"--state={self.state}", f"--bosh-deployment={self.deployments}"]
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return {**os.environ, "PATH": f"{self.programs}:{os.environ['PATH']}", "STATE": str(self.state), **more}
+
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "trial", f"--state={self.state}", f"--bosh-deployment={self.deployments}"]
-        environment = {"PATH": f"{self.programs}:{os.environ['PATH']}", "STATE": str(self.state), **environment}
-        return subprocess.run(
-            [*command, *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
-        )
+        environment = self.environment(**environment)
+        return subprocess.run([*self.command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
     def calls(self) -> list[list[str]]:
         return [json.loads(line) for line in self._calls.read_text().splitlines()]
@@ -176,6 +181,22 @@ def test_remove_takes_the_node_and_the_state_away(played: Played) -> None:
     assert played.run("--remove").returncode == 0
     assert [call[:3] for call in played.calls()] == [["kind", "delete", "cluster"]]
     assert not played.state.exists()
+
+
+def test_workflow_tries_it_and_fails_with_a_command(played: Played) -> None:
+    steps = yaml.safe_load((ROOT / ".github/workflows/trial.yml").read_text())["jobs"]["kind"]["steps"]
+    (step,) = [one["run"] for one in steps if "--shell" in one.get("run", "")]
+    script = step.replace("./dev try-kubernetes", shlex.join(played.command))
+    played.state.mkdir()
+    (played.state / "creds.yml").write_text("{admin_password: word, director_ssl: {ca: CA}}")
+
+    def play(**environment: str) -> int:
+        argv = ["bash", "-e", "-c", script]
+        return subprocess.run(argv, cwd=ROOT, env=played.environment(**environment), capture_output=True).returncode
+
+    assert play() == 0
+    assert [call[0] for call in played.calls() if call[0] != "docker"] == ["kubectl"] * 3 + ["bosh"] * 2
+    assert play(FAILS="recreate") != 0
 
 
 def test_missing_programs_are_named(played: Played) -> None:
