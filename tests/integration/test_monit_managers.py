@@ -16,10 +16,13 @@ import pytest
 
 from agent_shim.host import process
 from tests.integration.test_monit_daemon import Vm, free_ports
+from tests.root.test_monit_release import PYTHON, TEMPLATES
 from tests.support import guest
+from tests.support.machine import CODE
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
+IS_IN_GUEST: Final = pytest.mark.skipif(not guest.is_here(), reason="a part of ./dev test-vm")
 
 
 class Manager(NamedTuple):
@@ -59,18 +62,19 @@ MANAGERS: Final = {
         is_up="systemctl -q is-active monit",
         up="systemctl start monit",
         restart="systemctl restart monit",
-        kill="systemctl kill --kill-whom=main -s KILL monit",
+        kill="systemctl kill monit",
         down="systemctl stop monit",
     ),
 }
 UNIT: Final = Path("/etc/systemd/system/monit.service")
-UNIT_TEXT: Final = """[Service]
-ExecStart={service}/run
-Restart=always
-RestartSec=0
-KillMode=process
+UNIT_TEXT: Final = """[Unit]
 StartLimitIntervalSec=0
+[Service]
+ExecStart=/bin/bash -c 'PATH=/var/vcap/bosh/bin:$PATH exec nice -n -10 {service}/run'
+Restart=always
+KillMode=process
 """
+"""As stemcells have it (bosh_monit/assets/monit.service)."""
 RUN: Final = """#!/bin/sh
 cd {here} && exec {python} -m agent_shim.cli monit -I -c {control} -b {base} >>{out} 2>&1
 """
@@ -127,8 +131,7 @@ def params() -> list[object]:
         pytest.param(name, marks=pytest.mark.skipif(not shutil.which(program), reason=f"needs the package {name}"))
         for name, program in programs.items()
     ]
-    is_here = pytest.mark.skipif(not guest.is_here(), reason="a part of ./dev test-vm")
-    return [*here, pytest.param("systemd", marks=(pytest.mark.vm, is_here))]
+    return [*here, pytest.param("systemd", marks=(pytest.mark.vm, IS_IN_GUEST))]
 
 
 @pytest.fixture(params=params())
@@ -185,3 +188,66 @@ async def test_life_under_a_service_manager(place: Place) -> None:
     await place.daemon()
     await vm.until(web="unknown", db="running")
     assert (vm.pid("db"), vm.starts()) == (pids[1], 2)
+
+
+@pytest.mark.vm
+@IS_IN_GUEST
+async def test_the_release_takes_monits_place_under_systemd_and_gives_it_back() -> None:
+    """Over a stemcell's unit, whose monit is this checkout without ``--http``. The agent's kill ends jobs, too."""
+    vm = Vm(Path("/var/vcap"), *free_ports())
+
+    async def ask(command: str) -> None:
+        asked = await asyncio.create_subprocess_shell(command)
+        assert await asked.wait() == 0, command
+
+    async def runs(*, is_ours: bool) -> None:
+        """Both jobs run, below the daemon that is meant."""
+
+        async def found() -> bool:
+            with suppress(OSError, ValueError):
+                words = Path(f"/proc/{int((vm.base / 'monit.pid').read_text())}/cmdline").read_text().split("\0")
+                return ("--http" in words) == is_ours and await vm.states() == {"web": "running", "db": "running"}
+            return False
+
+        are_there: bool = await until(found)
+        assert are_there
+
+    def pids() -> tuple[int, int]:
+        return vm.pid("web"), vm.pid("db")
+
+    def write(name: str, text: str) -> Path:
+        place = vm.base / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+        place.chmod(0o755)
+        return place
+
+    write("bosh/etc/monitrc", vm.control.read_text())
+    monit = f"{sys.executable} -m agent_shim.cli monit -I -c {vm.control}"
+    write("bosh/bin/run", f"#!/bin/sh\ncd {CODE} && exec {monit}\n")
+    write("packages/agent_shim_monit/python/bin/python3", PYTHON)
+    for name in ("pre-start", "run"):
+        write(f"jobs/agent_shim_monit/bin/{name}", (TEMPLATES / name).read_text())
+    write("jobs/agent_shim_monit/config/http", "off")
+    UNIT.write_text(UNIT_TEXT.format(service=vm.base / "bosh/bin"))
+    vm.add("web", "db")
+    await ask("systemctl daemon-reload; systemctl start monit")
+    await runs(is_ours=False)
+    before = pids()
+
+    for _ in range(2):
+        await ask("/var/vcap/jobs/agent_shim_monit/bin/pre-start")
+        await runs(is_ours=True)
+        assert (pids(), vm.starts()) == (before, 2)
+
+    await ask("systemctl kill monit; systemctl start monit")
+    await runs(is_ours=True)
+    assert not set(pids()) & set(before)
+
+    shutil.rmtree(vm.base / "jobs/agent_shim_monit")
+    await ask("systemctl kill --kill-whom=main monit; systemctl start monit")
+    before = pids()
+    await runs(is_ours=False)
+    assert pids() == before
+    await ask("systemctl stop monit")
+    vm.world.end()
