@@ -1,7 +1,8 @@
 """``./dev monit-release`` builds a BOSH release that puts the supervisor in monit's place, for ``bosh upload-release``.
 
 Its job ``agent_shim_monit`` is an addon without processes. Its pre-start takes monit's place, and its removal gives it
-back (docs/monit.md). The package is made as for the CPI (``release``).
+back (docs/monit.md). Its job ``bpm`` is for those who want this bpm, too. The package is made as for the CPI
+(``release``).
 """
 
 from __future__ import annotations
@@ -25,10 +26,8 @@ PROPERTIES: Final = {
 
 def release(version: str, out: Path) -> Path:
     """Build the tarball in ``out`` and return its path."""
-    files = files_of_job(JOB, TEMPLATES, PROPERTIES)
-    return write(
-        out, NAME, version, JOB, files, lambda content: package_tree(content, JOB, "runtime.lock", "agent_shim")
-    )
+    jobs = {JOB: files_of_job(JOB, TEMPLATES, PROPERTIES), "bpm": files_of_job("bpm", {"bpm": "bin/bpm"}, {}, JOB)}
+    return write(out, NAME, version, jobs, lambda content: package_tree(content, JOB, "runtime.lock", "agent_shim"))
 
 
 def main() -> int:

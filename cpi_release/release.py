@@ -74,32 +74,33 @@ def command(name: str, description: str, build: Callable[[str, Path], Path]) -> 
 
 def release(version: str, out: Path) -> Path:
     """Build the tarball in ``out`` and return its path."""
-    return write(out, NAME, version, JOB, job_files(), lambda content: package_tree(content, JOB, "cpi.lock", JOB))
+    return write(out, NAME, version, {JOB: job_files()}, lambda content: package_tree(content, JOB, "cpi.lock", JOB))
 
 
 def write(
-    out: Path, name: str, version: str, job: str, files: Iterable[Member], make_package: Callable[[Path], None]
+    out: Path, name: str, version: str, jobs: Mapping[str, Iterable[Member]], make_package: Callable[[Path], None]
 ) -> Path:
-    """Build a release of one job and one package of its name."""
+    """Build a release of jobs and one package, which has the name of the first."""
+    job = next(iter(jobs))
     with tempfile.TemporaryDirectory() as scratch:
         content = Path(scratch)
         make_package(content)
         package = tarball(tree(content))
-    packed = tarball(files)
-    of_job = _entry(job, packed) | {"packages": [job]}
+    packed = {each: tarball(files) for each, files in jobs.items()}
+    of_jobs = [_entry(each, content) | {"packages": [job]} for each, content in packed.items()]
     of_package = _entry(job, package) | {"dependencies": []}
     manifest = {
         "name": name,
         "version": version,
         "commit_hash": _commit(),
         "uncommitted_changes": False,
-        "jobs": [of_job],
+        "jobs": of_jobs,
         "packages": [of_package],
     }
     whole = tarball(
         [
             ("release.MF", as_yaml(manifest), 0o644),
-            (f"jobs/{job}.tgz", packed, 0o644),
+            *((f"jobs/{each}.tgz", content, 0o644) for each, content in packed.items()),
             (f"packages/{job}.tgz", package, 0o644),
             ("LICENSE", (ROOT / "LICENSE").read_bytes(), 0o644),
         ],
@@ -131,10 +132,12 @@ def job_files() -> Iterator[Member]:
     return files_of_job(JOB, TEMPLATES, properties())
 
 
-def files_of_job(name: str, templates: Mapping[str, str], known: Mapping[str, dict[str, Any]]) -> Iterator[Member]:
-    """Return the files of a job without processes."""
+def files_of_job(
+    name: str, templates: Mapping[str, str], known: Mapping[str, dict[str, Any]], package: str = ""
+) -> Iterator[Member]:
+    """Return the files of a job without processes. Its package has its name by default."""
     where = HERE / "jobs" / name
-    manifest = {"name": name, "templates": dict(templates), "packages": [name], "properties": dict(known)}
+    manifest = {"name": name, "templates": dict(templates), "packages": [package or name], "properties": dict(known)}
     yield "job.MF", as_yaml(manifest), 0o644
     yield "monit", b"", 0o644
     for template in templates:

@@ -256,6 +256,7 @@ def _add_daemon(command: Command) -> None:
     monit.add_argument(
         "--http", default="off", metavar="ADDR:PORT|off", help="address of metrics and probes (default: off)"
     )
+    monit.add_argument("--bpm", action="store_true", help="run the processes of bpm.yml, without a program bpm")
     monit.add_argument("--log-level", choices=levels, default="info", help="lowest level that is logged")
 
 
@@ -376,7 +377,8 @@ def _monit(args: argparse.Namespace) -> int:
     from agent_shim.daemon import monit_daemon
 
     paths = Paths(args.base.absolute())
-    return monit_daemon.main(monit_daemon.Options(args.control_file.absolute(), paths, args.http, args.log_level))
+    options = monit_daemon.Options(args.control_file.absolute(), paths, args.http, args.log_level, args.bpm)
+    return monit_daemon.main(options)
 
 
 def _complain(text: str, program: str = "agent-shim") -> None:

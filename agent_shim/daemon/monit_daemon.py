@@ -32,6 +32,7 @@ from agent_shim.edges import alerts, control_server, mail, monit_http
 from agent_shim.host import clock, daemon_thread, files, process, reaper, sd_notify, watchdog
 from agent_shim.services.vitals import Vitals
 from agent_shim.services.volume_lease import exclusive_agent
+from agent_shim.supervisor.bpm import bpm_api
 from agent_shim.supervisor.monit import control_file, monit_api
 from agent_shim.supervisor.state import MONITORED
 from agent_shim.supervisor.supervisor import Event, Saved, Supervisor, Timing
@@ -53,12 +54,13 @@ OLDER_S: Final = 10
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The command line. ``http`` is the address of metrics and probes."""
+    """The command line. ``http`` is the address of metrics and probes. Without ``has_bpm`` bpm is a program."""
 
     control_file: Path
     paths: Paths
     http: str = "off"
     log_level: str = "info"
+    has_bpm: bool = False
 
 
 def main(options: Options) -> int:
@@ -84,7 +86,7 @@ class MonitDaemon:
             self._paths,
             on_event=self._tell,
             timing=Timing(cycle=float(control.poll)),
-            has_bpm=False,
+            has_bpm=options.has_bpm,
             on_saved=self._write_state_of_monit,
         )
         self._alerts = alerts.Alerts("", self._mail, encode=self._compose)
@@ -249,6 +251,8 @@ class MonitDaemon:
             case {"command": "probe", "kind": kind}:
                 ok, reason = (True, "alive") if kind == "live" else self._ready("")
                 return msgspec.json.encode({"ok": ok, "reason": reason})
+            case {"command": "bpm"} if self._options.has_bpm:
+                return msgspec.json.encode(await bpm_api.answer(self._supervisor.bpm, request))
             case {"command": "services"}:
                 return msgspec.json.encode(await self.answer(request))
         return wire.encode_exception("cannot answer: this is monit's place, and the BOSH agent has all else")

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.core.paths import Paths
 from agent_shim.host import process
 from benchmarks.idle import free_port
-from tests.support import monitrc
+from tests.support import jobs, monitrc
 from tests.support.programs.jobs import World
 from tests.support.waiting import until
 
@@ -407,6 +408,37 @@ async def test_quit_ends_it_and_only_one_runs(vm: Vm) -> None:
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
+
+
+async def test_it_is_bpm_too_where_the_operator_asks(vm: Vm) -> None:
+    """Without a program bpm. Its command, as drain scripts call it, asks the daemon."""
+    config = "processes:\n- name: web\n  executable: /bin/sleep\n  args: ['600']\n"
+    made = jobs.of_bpm(Paths(vm.base), "web", config)
+    (vm.base / "sys").symlink_to("data/sys")
+    (vm.base / "jobs/web/config").mkdir(parents=True)
+    (vm.base / "jobs/web/config/bpm.yml").write_text(config)
+    (vm.base / "monit/job/0000_web.monitrc").write_text(made["monit"])
+
+    def bpm(*words: str) -> str:
+        argv = [sys.executable, "-m", "agent_shim.cli.bpm", *words]
+        env = {**os.environ, "BPM_BOSH_ROOT": str(vm.base)}
+        return subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout.strip()
+
+    vm.start("--bpm")
+    await vm.until(web="running")
+    pid = await asyncio.to_thread(bpm, "pid", "web")
+    assert (vm.base / "sys/run/bpm/web/web.pid").read_text().strip() == pid
+
+    await asyncio.to_thread(bpm, "stop", "web")
+    await vm.until(web="running")
+    assert await asyncio.to_thread(bpm, "pid", "web") != pid
+    await vm.act("web", "stop")
+
+    async def is_stopped() -> bool:
+        return (await asyncio.to_thread(bpm, "list")).endswith("stopped")
+
+    has_stopped: bool = await until(is_stopped)
+    assert has_stopped
 
 
 async def test_operators_get_status_summary_and_metrics(vm: Vm) -> None:

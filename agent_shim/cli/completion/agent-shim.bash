@@ -8,7 +8,7 @@
 _shtab_agent_shim_subparsers=(run monit status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version)
 
 _shtab_agent_shim_run_option_strings=(-h --help -C -b -P -M --http --log-format --log-level --job-logs)
-_shtab_agent_shim_monit_option_strings=(-h --help -c -I -b --http --log-level)
+_shtab_agent_shim_monit_option_strings=(-h --help -c -I -b --http --bpm --log-level)
 _shtab_agent_shim_status_option_strings=(-h --help --json --watch --every -b)
 _shtab_agent_shim_logs_option_strings=(-h --help -f --follow -n --lines --since --agent -b)
 _shtab_agent_shim_doctor_option_strings=(-h --help --json -C -b)
@@ -71,6 +71,7 @@ _shtab_agent_shim_run___job_logs_nargs=0
 _shtab_agent_shim_monit__h_nargs=0
 _shtab_agent_shim_monit___help_nargs=0
 _shtab_agent_shim_monit__I_nargs=0
+_shtab_agent_shim_monit___bpm_nargs=0
 _shtab_agent_shim_status_pos_0_nargs='*'
 _shtab_agent_shim_status__h_nargs=0
 _shtab_agent_shim_status___help_nargs=0
