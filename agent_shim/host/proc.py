@@ -43,6 +43,12 @@ MAX_THREADS: Final = 16
 """Threads of one process that are tried in the place of its first."""
 READ_TIMEOUT_S: Final = 2.0
 """Time that one process may block a reader."""
+LAST_NUMBERS: Final = "/proc/sys/kernel/ns_last_pid", "/proc/loadavg"
+"""Files that end with the pid given last. The first needs CONFIG_CHECKPOINT_RESTORE; lxcfs replaces the second."""
+MAX_CATCHES: Final = 20
+"""Times that a census reads the processes that began since it last did."""
+MAX_YOUNGER: Final = 10_000
+"""Limit of their number."""
 MAX_HUNG_READS: Final = 4
 """Limit of reads that hang at the same time. Beyond it no process is read in this way."""
 _KERNEL_THREAD: Final = 0x0020_0000
@@ -176,29 +182,49 @@ class Census(msgspec.Struct, frozen=True):
     children: Mapping[int, list[int]]
     marked: Mapping[str, set[int]]
     unread: frozenset[int] | None
-    """Listed processes that had exited or were exiting when they were read, zombies included. None if not known.
+    """Empty if all that lived at the end are in ``processes``. Else listed processes that had exited or were exiting.
 
     A process that forks and exits without end is in ``processes`` or here: the list ascends, as the pids of children
-    do until they begin again, and then it is None.
+    do until they begin again, and then it is None: not known.
     """
 
 
 def census(mark: str, known: Collection[int] = ()) -> Census:
-    """Read all processes, and the environment variable ``mark`` of all but ``known``. About 20 µs each. Blocks."""
-    last = last_number()
+    """Read all processes, and the environment variable ``mark`` of all but ``known``. About 20 µs each. Blocks.
+
+    Then it reads those that began meanwhile, until none begins while it does: then it has read all.
+    """
+    begun = last = last_number()
     # The newest first: they exit soonest.
     pids = sorted(map(int, _numbers("/proc")), reverse=True)
     processes = _stats(pids)
     marked: dict[str, set[int]] = {}
     living = [pid for pid, process in processes.items() if process.is_alive and pid not in known]
-    values, blank = variables(living, mark)
+    has_all = False
+
+    def younger() -> Iterator[int]:
+        nonlocal last, has_all
+        for _ in range(MAX_CATCHES):
+            before, last = last, last_number()
+            if before is None or last is None or not 0 <= last - before <= MAX_YOUNGER:
+                return
+            found = _stats(pid for pid in range(last, before, -1) if not _is_further_thread(pid))
+            processes.update(found)
+            yield from (pid for pid, each in found.items() if each.is_alive)
+            if has_all := last_number() == last:
+                return
+
+    values, blank = variables(living, mark, younger())
     for pid, value in values.items():
         marked.setdefault(value, set()).add(pid)
-    # Threads of the kernel have no environment either.
-    unread = {pid for pid in blank if not processes[pid].is_kernel and is_leaving(pid)}
-    unread.update(pid for pid in pids if pid not in processes or not processes[pid].is_alive)
-    is_known = last is None or (last_number() or 0) >= last
-    return Census(processes, children(processes), marked, frozenset(unread) if is_known else None)
+    unread: frozenset[int] | None = frozenset()
+    if not has_all:
+        # Threads of the kernel have no environment either.
+        leaving = (pid for pid in blank if not processes[pid].is_kernel and is_leaving(pid))
+        ended = (pid for pid in pids if pid not in processes or not processes[pid].is_alive)
+        is_known = begun is None or (last_number() or 0) >= begun
+        unread = frozenset((*leaving, *ended)) if is_known else None
+    return Census(processes, children(processes), marked, unread)
 
 
 def command_line(pid: int) -> str:
@@ -221,7 +247,7 @@ def variable(pid: int, name: str) -> str | None:
     return variables([pid], name)[0].get(pid)
 
 
-def variables(pids: Collection[int], name: str) -> tuple[dict[int, str], list[int]]:
+def variables(pids: Collection[int], name: str, more: Iterable[int] = ()) -> tuple[dict[int, str], list[int]]:
     """Return the ``variable`` of many processes that have it, and the processes whose environment is empty. Blocks."""
     begin = b"\0" + name.encode() + b"="
     left = MAX_PASS_BYTES
@@ -237,7 +263,7 @@ def variables(pids: Collection[int], name: str) -> tuple[dict[int, str], list[in
         _, is_there, rest = (b"\0" + environ).partition(begin)
         return rest.partition(b"\0")[0].decode(errors="replace") if is_there else None
 
-    return {pid: found for pid, found in of_each(pids, value).items() if found is not None}, blank
+    return {pid: found for pid, found in of_each(pids, value, more).items() if found is not None}, blank
 
 
 def open_files(pid: int) -> int:
@@ -349,10 +375,18 @@ def is_leaving(pid: int) -> bool:
 
 def last_number() -> int | None:
     """Return the pid given last to a process or thread of this pid namespace. None where it is hidden."""
-    try:
-        return int(Path("/proc/loadavg").read_text().split()[-1])
-    except (OSError, ValueError, IndexError):
-        return None
+    for name in LAST_NUMBERS:
+        try:
+            return int(Path(name).read_text().split()[-1])
+        except (OSError, ValueError, IndexError):
+            continue
+    return None
+
+
+def _is_further_thread(pid: int) -> bool:
+    """Return True for the number of a thread that is not the first of its process: /proc opens it, and lists it not."""
+    _, is_there, rest = _read(pid, "status").partition(b"\nTgid:")
+    return bool(is_there) and int(rest.split(None, 1)[0]) != pid
 
 
 def incarnation() -> str:
@@ -454,7 +488,7 @@ def _content(descriptor: int, limit: int) -> bytes:
 class _Pass(Generic[T]):
     """One thread's pass over some processes. Once abandoned, it ends after the current process."""
 
-    def __init__(self, pids: Collection[int], work: Callable[[int], T]) -> None:
+    def __init__(self, pids: Iterable[int], work: Callable[[int], T]) -> None:
         self.found: dict[int, T] = {}
         self.at: int | None = None
         self.count = 0
@@ -483,8 +517,11 @@ _hung: dict[int, threading.Event] = {}
 _hung_lock = threading.Lock()
 
 
-def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
-    """Apply ``work`` to each process in a thread, which is abandoned if one process blocks it for too long."""
+def of_each(pids: Collection[int], work: Callable[[int], T], more: Iterable[int] = ()) -> dict[int, T]:
+    """Apply ``work`` to each process in a thread, which is abandoned if one process blocks it for too long.
+
+    ``more`` is run in the thread after the last of ``pids``.
+    """
     found: dict[int, T] = {}
     ahead = list(pids)
     while ahead:
@@ -494,7 +531,7 @@ def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
             ahead = [pid for pid in ahead if pid not in _hung]
             if len(_hung) >= MAX_HUNG_READS:
                 break
-        way = _Pass(ahead, work)
+        way = _Pass(itertools.chain(ahead, more), work)
         try:
             threading.Thread(target=way.run, name="reads of processes", daemon=True).start()
         except RuntimeError:

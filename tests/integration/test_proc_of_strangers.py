@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import threading
@@ -102,10 +103,10 @@ def test_census_tells_what_it_could_not_read(monkeypatch: pytest.MonkeyPatch) ->
     """A process that exited after it was listed may have left a child that is not in the list."""
 
     def unread() -> frozenset[int]:
-        while (found := proc.census("MARK").unread) is None:
-            pass  # the numbers of processes began again meanwhile
-        return found
+        return proc.census("MARK").unread or frozenset()
 
+    numbers = itertools.count(proc.last_number() or 0)
+    monkeypatch.setattr(proc, "last_number", lambda: next(numbers))  # some process begins in each of its glances
     with subprocess.Popen(["sleep", "60"], env={}) as nameless:
         assert not unread() & {os.getpid(), os.getppid(), nameless.pid}
         with monkeypatch.context() as patched:
@@ -117,3 +118,36 @@ def test_census_tells_what_it_could_not_read(monkeypatch: pytest.MonkeyPatch) ->
     real = proc.stat
     monkeypatch.setattr(proc, "stat", lambda pid: None if pid == os.getppid() else real(pid))
     assert os.getppid() in unread()
+
+
+def test_census_reads_what_begins_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listed process forks and exits before it is read: its child is read, so its own end leaves no doubt."""
+    with subprocess.Popen(["sleep", "60"]) as listed:
+        real, born = proc.stat, list[subprocess.Popen[bytes]]()
+
+        def stat(pid: int) -> proc.Stat | None:
+            if pid == listed.pid and not born:
+                born.append(subprocess.Popen(["sleep", "60"], env={"MARK": "of a child"}))
+                listed.kill()
+                listed.wait()
+            return real(pid)
+
+        monkeypatch.setattr(proc, "stat", stat)
+        monkeypatch.setattr(proc, "last_number", lambda: (born or [listed])[0].pid)
+        found = proc.census("MARK")
+
+        with born[0] as child:
+            child.kill()
+    assert found.marked["of a child"] == {child.pid}
+    assert child.pid in found.processes
+    assert listed.pid not in found.processes
+    assert found.unread == frozenset()
+
+
+def test_census_has_doubts_while_processes_begin_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        numbers = itertools.count(ended.pid)
+        monkeypatch.setattr(proc, "last_number", lambda: next(numbers))
+
+        assert ended.pid in (proc.census("MARK").unread or ())

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.root
 CENSUS_OF_LEAVING = """
 import json, os
 from agent_shim.host import proc
-proc.variables = lambda pids, mark: ({}, list(pids))
+proc.variables = lambda pids, mark, more: ({}, list(pids))
 proc.is_leaving = lambda pid: True
+proc.last_number = lambda: None
 print(json.dumps([os.getsid(0), os.getpid(), list(proc.census("MARK").unread)]))
 """
 

@@ -203,9 +203,10 @@ class Remains:
     ) -> list[Left]:
         """Return what ``find`` finds of the processes of ``owners`` since the tick ``since``. An empty list is proof.
 
-        A process that escapes a pass must start and exit during it. So a pass that finds none counts if it could read
-        every process that it listed, or if meanwhile no orphan of ``owners`` has exited or begun to. The second holds
-        only for orphans that come to this agent: those of services that an earlier agent started may go elsewhere.
+        A process that escapes a pass must start and exit during it. So a pass that finds none counts if it has read all
+        that lived at its end, if it could read every process that it listed, or if meanwhile no orphan of ``owners``
+        has exited or begun to. The last holds only for orphans that come to this agent: those of services that an
+        earlier agent started may go elsewhere.
         """
         is_counted = process.takes_orphans and since >= self._counts_since
         leaving: Collection[Identity] = ()

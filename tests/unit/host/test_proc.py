@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import resource
@@ -241,13 +242,47 @@ def test_the_path_of_a_cgroup_may_have_colons() -> None:
 
 def test_the_number_given_last_is_the_last_field(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proc.last_number() is not None
-    monkeypatch.setattr(Path, "read_text", lambda _: "0.10 0.20 0.30 1/234 5678\n")
+    texts = {"/proc/loadavg": "0.10 0.20 0.30 1/234 5678\n"}
 
+    def read(path: Path) -> str:
+        try:
+            return texts[str(path)]
+        except KeyError:
+            raise FileNotFoundError from None
+
+    monkeypatch.setattr(Path, "read_text", read)
     assert proc.last_number() == 5678
+
+    texts["/proc/sys/kernel/ns_last_pid"] = "5679\n"
+    assert proc.last_number() == 5679
+    texts.clear()
+    assert proc.last_number() is None
+
+
+def test_a_thread_that_begins_during_a_census_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc opens the number of each thread."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    real, last = proc.stat, proc.last_number()
+
+    def stat(pid: int) -> proc.Stat | None:
+        if thread.native_id is None:
+            thread.start()
+        return real(pid)
+
+    monkeypatch.setattr(proc, "stat", stat)
+    monkeypatch.setattr(proc, "last_number", lambda: thread.native_id or last)
+    try:
+        found = proc.census("MARK")
+        assert real(thread.native_id or 0) is not None
+    finally:
+        over.set()
+        thread.join()
+    assert thread.native_id not in found.processes
 
 
 def test_census_proves_nothing_while_pids_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = iter([4_000_000, 301])
+    numbers = itertools.chain([4_000_000], itertools.repeat(301))
     monkeypatch.setattr(proc, "last_number", lambda: next(numbers))
 
     assert proc.census("MARK").unread is None
