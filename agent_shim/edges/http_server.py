@@ -205,7 +205,8 @@ class _Connection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
         fields = {"Content-Type": response.kind, "Content-Length": str(len(response.body)), **response.headers}
         lines = [f"{name}: {value}" for name, value in fields.items()]
-        status = f"HTTP/1.1 {response.status} {_STATUS[response.status]}"
+        version = "1.0" if self._request.version == "1.0" else "1.1"  # some clients of 1.0 know no other
+        status = f"HTTP/{version} {response.status} {_STATUS[response.status]}"
         head = "\r\n".join([status, *lines, "Connection: close", "", ""]).encode("latin-1", "replace")
         self.transport.write(head + (b"" if self._request.method == "HEAD" else response.body))
         self.transport.write_eof()

@@ -76,6 +76,17 @@ def number(element: ET.Element, path: str) -> int:
     return int(element.findtext(path, "missing"))
 
 
+async def test_an_old_request_is_answered_in_its_version(world: World) -> None:
+    """The command of monit 5.2.5 takes nothing but ``HTTP/1.0 200`` (status.c)."""
+    async with listening(world, world.job("web")) as (_, where):
+        reader, writer = await asyncio.open_connection(*where)
+        user = base64.b64encode(USER.encode()).decode()
+        lines = ["GET /_status?format=text&level=summary HTTP/1.0", f"Authorization: Basic {user}", "", ""]
+        writer.write("\r\n".join(lines).encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.0 200")
+        writer.close()
+
+
 # --- what the Go agent reads ------------------------------------------------------------------------------------------
 
 
