@@ -67,6 +67,16 @@ def test_exec_plugin(tmp_path: Path) -> None:
     assert credentials.access(Cluster(kubeconfig=kubeconfig({"exec": given}))).token == "of-the-plugin"
 
 
+def test_exec_plugin_that_gives_a_certificate(tmp_path: Path) -> None:
+    """It comes before one of the file, as its key does."""
+    given = plugin(tmp_path, """echo '{"status": {"clientCertificateData": "CERT", "clientKeyData": "KEY"}}'""")
+    of_file = {"client-certificate-data": "b2xk", "client-key-data": "b2xk"}
+
+    access = credentials.access(Cluster(kubeconfig=kubeconfig({"exec": given, **of_file})))
+
+    assert (access.certificate, access.key) == ("CERT", "KEY")
+
+
 @pytest.mark.parametrize(
     ("text", "words"), [("echo 'not logged in' >&2; exit 1", "not logged in"), ("echo x", "printed no ExecCredential")]
 )
