@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 POLL_S: Final = 30.0
 """Poll interval. A poll takes some microseconds for each address."""
 
+MAX_TOLD: Final = 10
+"""Addresses that a look reports. ``missing`` has all: an alert for each of thousands would hold the loop."""
+
 
 def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
     """Return expected addresses, each with its source. ``applied`` are networks of the spec.
@@ -60,7 +63,10 @@ class AddressWatch:
         """Compare the addresses once."""
         before = self.missing
         self.missing = {ip: where for ip, where in self._expected().items() if not network.has_address(ip)}
-        for ip in self.missing.keys() - before.keys():
+        gone = [ip for ip in self.missing if ip not in before]
+        if len(gone) > MAX_TOLD:
+            logger.warning("%d addresses are on no interface; the first %d follow", len(gone), MAX_TOLD)
+        for ip in gone[:MAX_TOLD]:
             text = f"no interface has the address {ip} ({self.missing[ip]})"
             logger.warning("%s", text)
             self._report(self.missing[ip].split(" of ")[0], text)

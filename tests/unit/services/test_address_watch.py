@@ -79,6 +79,18 @@ def test_missing_address_is_reported_again_after_its_return() -> None:
     assert len(told) == 2
 
 
+def test_of_many_missing_addresses_the_first_are_told() -> None:
+    """An alert names every address of the instance: one for each of thousands would hold the loop for minutes."""
+    wanted = {f"203.0.113.{n}": f"network {n} of the settings" for n in range(100)}
+    told: list[str] = []
+    found = AddressWatch(lambda: wanted, lambda _, text: told.append(text))
+    found.look()
+
+    assert len(found.missing) == 100
+    assert len(told) == address_watch.MAX_TOLD
+    assert told[0] == "no interface has the address 203.0.113.0 (network 0 of the settings)"
+
+
 async def test_addresses_are_watched_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """An address may go at any time."""
     monkeypatch.setattr(address_watch, "POLL_S", 0.01)
