@@ -786,8 +786,11 @@ async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
     (instance.attach("b") / "data").write_text("precious")
     await instance.disks.mount("b")
 
-    with pytest.raises(ActionError, match="disk b holds files that are not a copy of disk a"):
-        await instance.disks.migrate("a", "b")
+    for marker in (None, Marker("b", "target", "c")):
+        if marker is not None:
+            markers.write(instance.volume("b"), marker)
+        with pytest.raises(ActionError, match="disk b holds files that are not a copy of disk a"):
+            await instance.disks.migrate("a", "b")
     markers.write(instance.volume("b"), Marker("b", "target", "a"))
     with pytest.raises(ActionError, match="disk a is empty and disk b is not"):
         await instance.disks.migrate("a", "b")
