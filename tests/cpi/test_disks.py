@@ -785,7 +785,7 @@ def test_class_that_does_not_grow(cpi: Cpi, cluster: Cluster, server: Server, ca
     cpi.refused("NotSupported", "resize_disk", disk, 128)
 
 
-def test_update_disk(cpi: Cpi, cluster: Cluster) -> None:
+def test_update_disk(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     make_class(cluster, "fast", allowVolumeExpansion=True)
     disk = cpi("create_disk", 64, {"storage_class": "fast"}, None)
 
@@ -795,6 +795,8 @@ def test_update_disk(cpi: Cpi, cluster: Cluster) -> None:
     assert cpi("update_disk", disk, 128, {"access_mode": spec["accessModes"][0]}) is None
     cpi.refused("NotSupported", "update_disk", disk, 128, {"storage_class": "slow"})
     cpi.refused("NotSupported", "update_disk", disk, 128, {"access_mode": "ReadWriteMany"})
+    cpi.write(server.config(disks={"storage_class": "slow"}))
+    cpi.refused("NotSupported", "update_disk", disk, 128, {})
 
 
 def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
