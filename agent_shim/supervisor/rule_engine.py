@@ -1,8 +1,9 @@
 """Evaluates the rules of services every ten seconds: check, count, act.
 
-The cycles of a process count from its start, and other checks begin at once, as in monit. Services due at about the
-same time share one pass over ``/proc``. Each slow test (a connection, a path) runs in its own task and never overlaps
-itself, so a hanging test delays no other. ``rule_counter`` counts failures. docs/monit-deviations.md lists differences.
+The cycles of a process count from its start, and other checks begin at once, as in monit. A new process is ``running``
+once its ports answer: they are asked in each part of its first cycle. Services due at about the same time share one
+pass over ``/proc``. Each slow test (a connection, a path) runs in its own task and never overlaps itself, so a hanging
+test delays no other. ``rule_counter`` counts failures. docs/monit-deviations.md lists differences.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ PASS_SHARE: Final = 0.05
 """Maximum share of a processor for passes over all processes, which a job can have by the thousand."""
 LOOK_TIMEOUT_S: Final = 60.0
 """Timeout of a look in a thread. A path that hangs keeps its thread, and no other is started for it."""
+ANSWERS: Final = "answers"
+"""Key of the looks before the first cycle."""
 REMEMBERED: Final = MONITORED | {State.BOUNCING}
 """States that keep the counts and last values of a check."""
 
@@ -159,6 +162,8 @@ class RuleEngine:
                 self._watches[service.name] = watch
                 if watch.cycles.is_due(time.monotonic()):
                     due.append((service, watch))
+                elif service.awaits_answers and ANSWERS not in watch.busy:
+                    checks.create_task(_await_answers(service, watch), name="check")
         table = await asyncio.to_thread(_Table) if any(service.spec.is_process for service, _ in due) else None
         for service, watch in due:
             for key, look in self._looks(service, watch, table):
@@ -206,7 +211,20 @@ async def _check(service: Service, watch: _Watch, key: object, look: Look) -> No
         elif turn is RuleTransition.RECOVERED and rule.recovery.kind != "ignore":
             service.notify(kind.succeeded, rule.recovery.kind, finding.text)
             await service.react(rule.recovery, kind.succeeded, finding.text)
-    service.is_checked = True
+    if not watch.busy - {ANSWERS}:
+        service.is_checked = True
+
+
+async def _await_answers(service: Service, watch: _Watch) -> None:
+    """Ask the ports of a young process. No rule counts that."""
+    watch.busy.add(ANSWERS)
+    try:
+        tests = [rule.test for rule in watch.spec.rules if isinstance(rule.test, Connection)]
+        whys = await asyncio.gather(*map(network_checks.probe, tests))
+    finally:
+        watch.busy.discard(ANSWERS)
+    if watch.is_of(service) and not any(whys):
+        service.is_checked = True
 
 
 async def _ask_host(service: Service, spec: ProcessSpec) -> list[Numbered]:

@@ -25,7 +25,7 @@ from agent_shim.host.process import Process
 from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket, last_word
 from agent_shim.supervisor.event_kinds import Complaint
-from agent_shim.supervisor.monit.ast import Action, Program
+from agent_shim.supervisor.monit.ast import Action, Connection, Program
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.evidence import Left, left
 from agent_shim.supervisor.ownership.process_finder import VOID, LateError, ProcessFinder, Timing, kind_of
@@ -108,7 +108,7 @@ class Service:
         self.complaints: dict[int, Complaint] = {}
         """Failed checks of the running service, by rule number. Any of them makes the service ``failing``."""
         self.is_checked = False
-        """Its rules have been tested. A check without a process is ``starting`` before, as in monit."""
+        """Its rules have been tested, or its ports have answered."""
         self.responses: dict[int, float] = {}
         """Seconds of the last connection by rule number, -1 for a failed one."""
         self._shared = shared
@@ -169,10 +169,17 @@ class Service:
     def reported(self) -> str:
         """The Director's process state. Counts an exit that no step has handled yet."""
         process = self._finder.process
-        if self.record.state is State.RUNNING and self.spec.rules and not (self.spec.is_process or self.is_checked):
-            return reported(State.STARTING)
         fails_a_check = bool(self.complaints) or (process is not None and process.is_over)
+        is_unknown = self.awaits_answers if self.spec.is_process else self.spec.rules and not self.is_checked
+        if self.record.state is State.RUNNING and is_unknown and not fails_a_check:
+            return reported(State.STARTING)
         return reported(self.record.state, fails_a_check=fails_a_check)
+
+    @property
+    def awaits_answers(self) -> bool:
+        """True for a new process until its ports answer or were checked: the service is ``starting``, as in monit."""
+        is_new = not self.is_checked and time.monotonic() - self.up_at < 2 * self._timing.cycle
+        return is_new and self.spec.is_process and any(isinstance(rule.test, Connection) for rule in self.spec.rules)
 
     async def has_left(self, states: frozenset[State]) -> None:
         """Wait until the state is none of these."""

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from agent_shim.host import clock, proc, process
-from agent_shim.supervisor.supervisor import JobFile, ServiceInfo
+from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
 
@@ -44,6 +46,54 @@ async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
 
         # Each of the two times is known to a tick of the kernel's clock.
         assert time.monotonic() - supervisor._services["web"].up_at >= world.timing.cycle - 2 / clock.TICKS
+
+
+LATE = (
+    "import socket, sys, time; time.sleep(0.5);"
+    " s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); time.sleep(600)"
+)
+"""Program that listens after half a second."""
+
+
+async def states_until(supervisor: Supervisor, last: str) -> list[str]:
+    """The states of the instance that follow each other, from ``starting`` to ``last``."""
+    states = ["starting"]
+    while states[-1] != last:
+        await asyncio.sleep(0.01)
+        if (state := supervisor.job_state()) != states[-1]:
+            states.append(state)
+    return states
+
+
+async def test_process_is_starting_until_its_socket_answers(world: World) -> None:
+    """Long before its first cycle. A Director that sees it running ends its wait."""
+    world.timing = replace(world.timing, cycle=60)
+    there = world.base / "socket"
+    start = f'echo $$ >$pidfile; exec {sys.executable} -S -c "{LATE}" {there}'
+    job = world.job("web", start, "kill $(cat $pidfile)", f"if failed unixsocket {there} then alert")
+    async with world.checking(job) as supervisor:
+        assert await states_until(supervisor, "running") == ["starting", "running"]
+
+        assert there.is_socket()
+        assert world.events == []
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_process_whose_socket_never_answers_is_never_running(world: World, is_there: bool) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    world.timing = replace(world.timing, cycle=2)
+    there = world.base / "socket"
+    rule = f"if failed unixsocket {there} protocol http timeout 1 seconds then alert"
+    async with contextlib.AsyncExitStack() as opened:
+        if is_there:
+            await opened.enter_async_context(await asyncio.start_unix_server(silent, there))
+        job = world.job("web", None, "kill $(cat $pidfile)", rule)
+        supervisor = await opened.enter_async_context(world.checking(job))
+
+        assert await states_until(supervisor, "failing") == ["starting", "failing"]
 
 
 async def test_rules_that_come_with_another_file_are_looked_at(world: World) -> None:
@@ -212,7 +262,7 @@ async def test_result_of_a_check_counts_for_the_process_it_began_with(world: Wor
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = asyncio.Event()
         asked.append(first)
-        if len(asked) == 1:
+        if len(asked) <= 2:  # of the start, and of the first cycle
             await reader.read()  # silent, until the check gives up
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         writer.close()
@@ -224,17 +274,17 @@ async def test_result_of_a_check_counts_for_the_process_it_began_with(world: Wor
     port = server.sockets[0].getsockname()[1]
     rule = f"if failed port {port} protocol http timeout 2 seconds then restart"
     async with server, world.checking(world.job("web", None, "kill $(cat $pidfile)", rule)) as supervisor:
-        await until(lambda: asked)
+        await until(lambda: len(asked) == 2)
         await asyncio.sleep(5 * world.timing.cycle)
-        assert len(asked) == 1
+        assert len(asked) == 2
         before = info(supervisor, "web").pid
         found = proc.stat(before)
         assert found is not None
         process.send(found.identity, signal.SIGKILL)
         await until(lambda: info(supervisor, "web").pid not in (0, before))
         after = info(supervisor, "web").pid
-        await until(asked[0].is_set)
-        await until(lambda: len(asked) > 3)
+        await until(asked[1].is_set)
+        await until(lambda: len(asked) > 5)
 
         assert info(supervisor, "web").pid == after
         assert world.told("Connection failed") == []

@@ -34,6 +34,7 @@ def service(path: Path, *rules: Rule, **changes: Any) -> Any:
         "state": State.RUNNING,
         "complaints": {},
         "is_checked": False,
+        "awaits_answers": False,
         "events": events,
         "notify": lambda event, *_: events.append(event),
         "react": react,

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from agent_shim.core.errors import HostError
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
-from agent_shim.supervisor.monit.ast import ALERT, Action, Limit, Program, Rule
+from agent_shim.supervisor.monit.ast import ALERT, Action, Connection, Limit, Program, Rule
 from agent_shim.supervisor.ownership.evidence import Left
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, RestartLimit
 from agent_shim.supervisor.service import Event, Record, Service, StopRequest
@@ -361,6 +361,20 @@ async def test_a_path_with_rules_is_starting_until_it_was_checked(is_checked: bo
         await up(service)
         service.is_checked = is_checked
         assert service.reported == reported
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+@played
+async def test_a_new_process_with_a_port_is_starting_until_it_was_checked(is_checked: bool) -> None:
+    """One that an earlier agent has started is not."""
+    service = service_on(machine := Machine(), replace(SPEC, rules=(Rule(Connection(port=1), ALERT),)))
+    machine.appear()
+    async with running(service):
+        await up(service)
+        service.is_checked = is_checked
+        assert service.reported == ("running" if is_checked else "starting")
+        await asyncio.sleep(2 * TIMING.cycle)
+        assert service.reported == "running"
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
