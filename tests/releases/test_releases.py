@@ -108,7 +108,7 @@ case $1 in
 start)
     echo $$ >{RUN}/web.pid
     (while kill -0 $$; do sleep 0.05; done; echo $BASHPID >{RUN}/web.pid; exec {PROGRAM}/serve) >/dev/null 2>&1 &
-    sleep 0.6 ;;
+    sleep 1.2 ;;
 stop) kill $(cat {RUN}/web.pid); rm {RUN}/web.pid ;;
 esac
 """
