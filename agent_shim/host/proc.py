@@ -200,6 +200,7 @@ def census(mark: str, known: Collection[int] = ()) -> Census:
     processes = _stats(pids)
     marked: dict[str, set[int]] = {}
     living = [pid for pid, process in processes.items() if process.is_alive and pid not in known]
+    late: dict[int, Stat] = {}
     has_all = False
 
     def younger() -> Iterator[int]:
@@ -209,12 +210,13 @@ def census(mark: str, known: Collection[int] = ()) -> Census:
             if before is None or last is None or not 0 <= last - before <= MAX_YOUNGER:
                 return
             found = _stats(pid for pid in range(last, before, -1) if not _is_further_thread(pid))
-            processes.update(found)
+            late.update(found)
             yield from (pid for pid, each in found.items() if each.is_alive)
             if has_all := last_number() == last:
                 return
 
     values, blank = variables(living, mark, younger())
+    processes |= dict(late)  # a copy: an abandoned thread may still write
     for pid, value in values.items():
         marked.setdefault(value, set()).add(pid)
     unread: frozenset[int] | None = frozenset()

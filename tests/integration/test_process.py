@@ -235,7 +235,7 @@ async def test_a_program_whose_preparation_fails_does_not_run(env: dict[str, str
 
 
 async def test_a_program_whose_start_is_cancelled_does_not_run(env: dict[str, str], tmp_path: Path) -> None:
-    """As one that is stopped while the kernel keeps the lock of its cgroups. Until then its number is its own."""
+    """The kernel can keep the lock of its cgroups for long. Its shell lives, and keeps its pid, until then."""
     begun: asyncio.Queue[Process] = asyncio.Queue()
     go, loop = threading.Event(), asyncio.get_running_loop()
     numbered: list[bool] = []

@@ -259,7 +259,7 @@ def test_the_number_given_last_is_the_last_field(monkeypatch: pytest.MonkeyPatch
     assert proc.last_number() is None
 
 
-def test_a_thread_that_begins_during_a_census_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_census_lists_no_thread_that_starts_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc opens the number of each thread."""
     over = threading.Event()
     thread = threading.Thread(target=over.wait)

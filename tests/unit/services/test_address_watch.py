@@ -79,7 +79,7 @@ def test_missing_address_is_reported_again_after_its_return() -> None:
     assert len(told) == 2
 
 
-def test_of_many_missing_addresses_the_first_are_told() -> None:
+def test_a_look_reports_ten_of_a_hundred_missing_addresses() -> None:
     """An alert names every address of the instance: one for each of thousands would hold the loop for minutes."""
     wanted = {f"203.0.113.{n}": f"network {n} of the settings" for n in range(100)}
     told: list[str] = []

@@ -366,7 +366,7 @@ async def test_a_path_with_rules_is_starting_until_it_was_checked(is_checked: bo
 @pytest.mark.parametrize("is_checked", [False, True])
 @played
 async def test_a_new_process_with_a_port_is_starting_until_it_was_checked(is_checked: bool) -> None:
-    """One that an earlier agent has started is not."""
+    """After two cycles it is running without a check: an earlier agent may have started it."""
     service = service_on(machine := Machine(), replace(SPEC, rules=(Rule(Connection(port=1), ALERT),)))
     machine.appear()
     async with running(service):
