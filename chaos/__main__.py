@@ -166,30 +166,28 @@ def _sabotage(chosen: Sequence[str], on: Sequence[str], into: Path, logs: Path |
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     playing = [one for one in SABOTEURS if {"all", one.row, one.row[0]} & set(chosen)]
-    playing += [
-        replace(one, case=case.id)
-        for one in GENERAL
-        if {"all", one.row, one.row[0]} & set(chosen)
-        for case in CASES.values()
-        if {"all", case.id, case.id[0]} & set(on) and not case.guest
-    ]
-    if not playing:
+    general = [one for one in GENERAL if {"all", one.row, one.row[0]} & set(chosen)]
+    cases = [each.id for each in CASES.values() if {"all", each.id, each.id[0]} & set(on) and not each.guest]
+    if not playing and not (general and cases):
         sys.stderr.write(f"cannot sabotage {' '.join(chosen)}: no such row\n")
         return 2
 
-    def played(saboteur: Saboteur) -> bool:
+    def played(saboteur: Saboteur) -> int:
         cell = sabotage.report(saboteur, logs)
-        if not into.exists():
-            pass
-        elif saboteur.row.startswith("G"):
-            enter_general(into, saboteur.row, saboteur.case, cell)
-        else:
+        if into.exists():
             enter_saboteur(into, saboteur.row, cell)
-        return cell.startswith((sabotage.CAUGHT, sabotage.NOT_RUN))
+        return not cell.startswith(sabotage.CAUGHT)
+
+    def enter(saboteur: Saboteur, outcome: str) -> None:
+        if into.exists():
+            enter_general(into, saboteur.row, saboteur.case, outcome)
+
+    def told(case: str) -> int:
+        return sabotage.tell([replace(one, case=case) for one in general], enter, logs)
 
     with ThreadPoolExecutor(at_once) as pool:
-        missed = [*pool.map(played, playing)].count(False)
-    sys.stdout.write(f"{len(playing) - missed} caught or not run, {missed} not caught\n")
+        missed = sum(pool.map(played, playing)) + (sum(pool.map(told, cases)) if general else 0)
+    sys.stdout.write(f"{missed} not caught\n")
     return 1 if missed else 0
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -63,29 +64,32 @@ class Saboteur:
         count = text.count(self.before)
         if count != 1:
             raise SabotageError(f"cannot sabotage {self.row}: its text is {count} times in {self.path}")
-        return text.replace(self.before, self.after)
+        return text.replace(self.before, self.after.replace('".ran"', f'".{self.row}"'))
 
 
-def play(saboteur: Saboteur, keep_log: Path | None = None) -> tuple[bool, bool, str]:
-    """Play the case with the change. Return if the row failed as it must, if the wrong code ran, and the figures."""
+def play(playing: Sequence[Saboteur], keep_log: Path | None = None) -> tuple[Row | None, list[Saboteur], str]:
+    """Play a case with the changes of its saboteurs. Return its row, those whose wrong code ran, and the figures.
+
+    The row is None where the case was not played.
+    """
+    case = playing[0].played
     with tempfile.TemporaryDirectory(prefix="agent-shim-sabotage-", ignore_cleanup_errors=True) as name:
         copy = Path(name)
         _copy(copy)
-        target = copy / saboteur.path
-        target.write_text(saboteur.applied(target.read_text()))
+        for one in playing:
+            (copy / one.path).write_text(one.applied((copy / one.path).read_text()))
         into = copy / "rows.md"
         environment = {key: value for key, value in os.environ.items() if key != namespaces.INSIDE}
         environment["PYTHONPATH"] = str(copy)
-        argv = [sys.executable, "-m", "chaos", saboteur.played, "--into", str(into)]
+        argv = [sys.executable, "-m", "chaos", case, "--into", str(into)]
         done = subprocess.run(argv, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         if keep_log is not None:
             keep_log.write_text(done.stdout + done.stderr)
-        rows = earlier(into.read_text()) if into.exists() else {}
-        has_run = target.with_name(f"{target.name}.ran").exists()
-    row = rows.get(saboteur.played)
+        row = earlier(into.read_text()).get(case) if into.exists() else None
+        ran = [one for one in playing if Path(f"{copy / one.path}.{one.row}").exists()]
     if row is None:
-        return False, has_run, f"the case was not played: {done.stderr.strip().rpartition(chr(10))[2]}"
-    return is_caught(saboteur, row), has_run, f"{row.verdict}: {row.figures}"
+        return None, ran, f"the case was not played: {done.stderr.strip().rpartition(chr(10))[2]}"
+    return row, ran, f"{row.verdict}: {row.figures}"
 
 
 def is_caught(saboteur: Saboteur, row: Row) -> bool:
@@ -114,22 +118,37 @@ def _copy(target: Path) -> None:
 
 
 def report(saboteur: Saboteur, logs: Path | None = None) -> str:
-    """Play one and report on standard error.
-
-    Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``, and for a general one ``caught``, ``did not run`` or
-    ``held``.
-    """
+    """Play one and report on standard error. Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``."""
     begun_at = time.monotonic()
     name = f"{saboteur.row} {saboteur.case}".strip()
     try:
-        caught, has_run, figures = play(saboteur, logs / f"{name}.log" if logs is not None else None)
+        row, _, figures = play([saboteur], logs / f"{name}.log" if logs is not None else None)
     except SabotageError as exc:
-        caught, has_run, figures = False, True, str(exc)
-    took = time.monotonic() - begun_at
-    if saboteur.row.startswith("G"):
-        word = cell = (CAUGHT if caught else HELD) if has_run else NOT_RUN
-    else:
-        word = CAUGHT if caught else "NOT CAUGHT"
-        cell = f"{word} {time.strftime('%Y-%m-%d')}"
-    sys.stderr.write(f"{name} {word} {took:.0f} s  {saboteur.does} -> {figures}\n")
-    return cell
+        row, figures = None, str(exc)
+    word = CAUGHT if row is not None and is_caught(saboteur, row) else "NOT CAUGHT"
+    sys.stderr.write(f"{name} {word} {time.monotonic() - begun_at:.0f} s  {saboteur.does} -> {figures}\n")
+    return f"{word} {time.strftime('%Y-%m-%d')}"
+
+
+def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None], logs: Path | None = None) -> int:
+    """Play general saboteurs of one case and enter ``caught``, ``did not run`` or ``held`` for each.
+
+    They are played all at once. Where the case holds and no wrong code ran, none of them ever runs in it. Otherwise
+    each that ran is played alone, and the rest once more. Return how many held or could not be played.
+    """
+    begun_at = time.monotonic()
+    name = f"{' '.join(one.row for one in playing)} {playing[0].case}"
+    row, ran, figures = play(playing, logs / f"{name}.log" if logs is not None else None)
+    took = f"{time.monotonic() - begun_at:.0f} s"
+    if len(playing) > 1 and ran:
+        sys.stderr.write(f"{name} ran {' '.join(one.row for one in ran)} {took}\n")
+        rest = [one for one in playing if one not in ran]
+        return sum(tell(each, enter, logs) for each in [[one] for one in ran] + ([rest] if rest else []))
+    if not ran and (row is None or row.verdict != "held"):
+        sys.stderr.write(f"{name} NOT PLAYED {took}  {figures}\n")
+        return len(playing)
+    word = NOT_RUN if not ran else CAUGHT if row is not None and is_caught(ran[0], row) else HELD
+    sys.stderr.write(f"{name} {word} {took}  {'; '.join(one.does for one in playing)} -> {figures}\n")
+    for one in playing:
+        enter(one, word)
+    return int(word == HELD)
