@@ -351,22 +351,23 @@ class Supervisor:
 
     async def stop(self, *, wait: bool, timeout: float = STOP_TIMEOUT_S) -> None:
         """Stop all jobs and, unless sealed, write the marker; with ``wait``, return once no process of them is left.
+        A sealed supervisor also stops the services that the Director does not know.
 
         Raises ``ActionError`` in the words of the Go agent (jobsupervisor/monit_job_supervisor.go). The Director
         matches "Timed out waiting for service".
         """
         self._is_wanted = self._is_sealed and self._is_wanted
         kill_after = min(timeout * KILL_SHARE, timeout - min(KILL_RESERVE_S, timeout / 2))
-        vcap = [service for service in self._services.values() if service.spec.is_vcap]
-        begun = min((each.record.traces.begun for each in vcap if each.record.traces.begun), default=0)
-        is_outside = any(each.record.traces.begun and not each.record.traces.is_in_cgroup for each in vcap)
-        for service in vcap:
+        concerned = self._concerned()
+        begun = min((each.record.traces.begun for each in concerned if each.record.traces.begun), default=0)
+        is_outside = any(each.record.traces.begun and not each.record.traces.is_in_cgroup for each in concerned)
+        for service in concerned:
             service.stop(StopRequest(time.monotonic() + kill_after, is_one_of_all=True))
         await self._save()
         if not (self._is_sealed or self._is_wanted):  # a start may have come meanwhile
             await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
         if wait:
-            await _stopped(vcap, timeout)
+            await _stopped(concerned, timeout)
             # Now, and not beside the next request, which would wait. A save under way may hold the last change.
             if self._is_dirty or self._writing.locked():
                 await self._save()
@@ -390,9 +391,12 @@ class Supervisor:
 
     async def unmonitor(self) -> None:
         """Stop monitoring all jobs, as the Director requests before a drain."""
-        for service in self._services.values():
-            if service.spec.is_vcap:
-                service.unmonitor()
+        for service in self._concerned():
+            service.unmonitor()
+
+    def _concerned(self) -> list[Service]:
+        """Services that a request to all concerns: those of group vcap, and at the end of the container each."""
+        return [service for service in self._services.values() if self._is_sealed or service.spec.is_vcap]
 
     # --- requests to one service ------------------------------------------------------------------------------------
 

@@ -120,6 +120,26 @@ async def test_a_killed_process_is_named_and_the_stop_is_not_clean(
     assert stop.reasons == ["killed, as the time was up: web"]
 
 
+async def test_processes_of_no_group_end_with_the_others(world: World) -> None:
+    """The Director does not know them. Its start has started them, as monit does at a reload."""
+    pidfiles = {name: world.paths.run / f"{name}/{name}.pid" for name in ("drained", "stopped")}
+    files = {name: jobs.sleeper(world.paths, name) for name in pidfiles}
+    for each in files.values():
+        each["monit"] = each["monit"].replace("  group vcap\n", "")
+    files["drained"]["bin/drain"] = f"#!/bin/sh\nkill $(cat {pidfiles['drained']})\nsleep 0.5\necho 0\n"
+    await deployed(world, **files)
+    await world.value("start")
+    await until(lambda: {each.state for each in world.agent.supervisor.services()} == {"running"})
+    pids = [int(each.read_text()) for each in pidfiles.values()]
+
+    stop = OrderlyStop(20)
+    await stop.run(world.agent)
+
+    assert stop.reasons == []
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert [event.event for event in world.events if event.event == "Does not exist"] == []
+
+
 async def test_a_second_signal_hurries(world: World) -> None:
     await started(world, slow=traced(world, "slow", "echo 1000\n"))
     pid = int((world.paths.run / "slow/slow.pid").read_text())
