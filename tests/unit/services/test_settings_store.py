@@ -30,7 +30,13 @@ class Files:
         self.store = SettingsStore(self.paths, [self.source], look=0.01)
 
     def write(self, **members: Any) -> None:
-        self.source.write_text(json.dumps({"agent_id": "a-1", "mbus": "nats://h:1", **members}))
+        self.put(json.dumps({"agent_id": "a-1", "mbus": "nats://h:1", **members}))
+
+    def put(self, text: str) -> None:
+        """Replace the source at once: a look sees no empty file."""
+        new = self.source.with_suffix(".new")
+        new.write_text(text)
+        new.rename(self.source)
 
 
 @pytest.fixture
@@ -86,7 +92,7 @@ async def test_each_problem_is_logged_once(
     waiting = asyncio.ensure_future(files.store.wait())
     async with asyncio.timeout(60):
         await until(lambda: looks >= 5)
-        files.source.write_text("{")
+        files.put("{")
         seen = looks
         await until(lambda: looks >= seen + 5)
         files.write()

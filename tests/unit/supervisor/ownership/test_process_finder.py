@@ -57,6 +57,10 @@ async def test_the_end_of_the_start_program_is_recorded(tmp_path: Path, is_alive
     assert recorded == ([((77, 5), 77, 9)] if ended else [])
 
 
+UNUSED = 2**22 + 8
+"""A number above all that Linux gives, so never that of the test."""
+
+
 def finder_of(tie: Tie, changes: list[object]) -> ProcessFinder:
     """A finder over an ``Ownership`` with one answer. No process leads its session."""
     ownership: Any = SimpleNamespace(tie=lambda *_: (tie, "it is foreign"), leads_session=lambda *_: False)
@@ -69,15 +73,15 @@ async def test_a_process_that_was_found_is_recorded_and_saved(
 ) -> None:
     """One that ends before it is taken up is not there."""
     path, changes = tmp_path / "pid", list[object]()
-    path.write_text("8")
+    path.write_text(str(UNUSED))
     finder = finder_of(tie, changes)
-    monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, "S", 1, 8, 6, 0, 80, 0))
+    monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, "S", 1, number, 6, 0, 80, 0))
     monkeypatch.setattr(process, "adopt", lambda *_: Handle("process", []) if is_there else None)
     traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(path), start=Program(("ctl",)))
 
     assert await finder.look(spec, traces) is is_there
 
-    expected = ProcessRecord(known=(8, 80), named_by=read(path), is_only_named=tie is Tie.NAMED)
+    expected = ProcessRecord(known=(UNUSED, 80), named_by=read(path), is_only_named=tie is Tie.NAMED)
     assert traces == (expected if is_there else ProcessRecord())
     assert changes == [1] * is_there
     assert (finder.process.session if finder.process else None) == (6 if is_there else None)
@@ -97,9 +101,9 @@ async def test_a_living_process_proves_its_session_at_each_look() -> None:
 @pytest.mark.parametrize(
     ("pid", "state", "start", "is_only_named"),
     [
-        (8, "S", None, True),
-        (8, "S", Program(("ctl",)), False),
-        (8, "Z", None, None),
+        (UNUSED, "S", None, True),
+        (UNUSED, "S", Program(("ctl",)), False),
+        (UNUSED, "Z", None, None),
         (1, "S", None, True),
         (0, "S", None, None),
     ],

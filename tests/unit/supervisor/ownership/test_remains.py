@@ -289,11 +289,15 @@ async def test_orphans_of_operators_are_described(remains: Remains) -> None:
     assert await remains.doubtful(0) == "stopped, but may have started 5 (5)"
 
 
+UNUSED = 2**22 + 8
+"""A number above all that Linux gives, so never that of the test."""
+
+
 async def test_descendants_are_recorded_while_any_are_known(
     remains: Remains, ownership: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is read for services in a cgroup or without processes."""
-    table = {8: proc.Stat(8, "S", 1, 8, 8, 0, 1000, 0)}
+    table = {UNUSED: proc.Stat(UNUSED, "S", 1, UNUSED, UNUSED, 0, 1000, 0)}
     looks: list[Look] = []
 
     def look() -> Look:
@@ -304,13 +308,13 @@ async def test_descendants_are_recorded_while_any_are_known(
     traces = ProcessRecord()
     ownership.records = lambda: [("web", traces)]
     await remains.record_descendants()
-    traces.is_in_cgroup, traces.known = True, (8, 1000)
+    traces.is_in_cgroup, traces.known = True, (UNUSED, 1000)
     await remains.record_descendants()
     assert looks == []
 
-    traces.is_in_cgroup, traces.known, traces.descendants = False, None, [(8, 1000), (9, 1000)]
+    traces.is_in_cgroup, traces.known, traces.descendants = False, None, [(UNUSED, 1000), (UNUSED + 1, 1000)]
     await remains.record_descendants()
-    assert (len(looks), traces.descendants) == (1, [(8, 1000)])
+    assert (len(looks), traces.descendants) == (1, [(UNUSED, 1000)])
 
 
 @pytest.mark.parametrize(("is_bpm", "removed"), [(False, 1), (True, 0)])
