@@ -90,6 +90,9 @@ class Cluster:
     busy_disks: set[str] = field(default_factory=set)
     """Disks that a VM does not let go of: their attachments do not end."""
     has_snapshots: bool = True
+    snapshot_status: Object = field(
+        default_factory=lambda: {"creationTime": "2001-01-01T00:00:02Z", "readyToUse": True}
+    )
     denied: set[str] = field(default_factory=lambda: {"list secrets"})
     """Verbs and plurals that access reviews deny."""
     forbidden: set[str] = field(default_factory=set)
@@ -309,8 +312,7 @@ class Cluster:
     def _cut(self, key: Key) -> None:
         with self.changed:
             if key in self.objects:
-                status = {"status": {"creationTime": "2001-01-01T00:00:02Z", "readyToUse": True}}
-                self._store(key, _merge(self.objects[key], status), "MODIFIED")
+                self._store(key, _merge(self.objects[key], {"status": self.snapshot_status}), "MODIFIED")
 
     def _users(self, claim: Key) -> list[Object]:
         """Pods that run and mount a claim."""

@@ -41,6 +41,9 @@ def test_kubeconfig_file(tmp_path: Path, write: Any) -> None:
 
     assert (access.server, access.ca, access.token) == ("https://192.0.2.1:6443", "CA", "secret-token")
     assert access.namespace == "bosh"
+    given = kubeconfig({"token": "secret-token"})
+    del given["contexts"][0]["context"]["namespace"]
+    assert credentials.access(Cluster(kubeconfig=given)).namespace == "default"
 
 
 @pytest.mark.parametrize("form", [dict, json.dumps, yaml.safe_dump])
@@ -181,6 +184,12 @@ def test_server_under_another_name(authority: pki.Authority, directory: Path) ->
         assert call(server, directory, kubeconfig=given) is False
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("address", ["https://", "ftp://127.0.0.1", "https://a:b@127.0.0.1", "https://[127.0.0.1"])
+def test_server_at_no_address(server: Server, directory: Path, address: str) -> None:
+    with pytest.raises(CpiFailedError, match="cannot reach the API server: its address is no URL"):
+        call(server, directory, kubeconfig=kubeconfig({"token": server.token}, server=address))
 
 
 def test_server_that_need_not_be_verified(authority: pki.Authority, directory: Path) -> None:

@@ -809,6 +809,9 @@ def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
     assert body["metadata"]["labels"]["bosh.io/index"] == "0"
     cpi("delete_snapshot", snapshot)
     cpi("delete_snapshot", snapshot)
+    cluster.snapshot_status = {"error": {"message": "quota"}}
+    with pytest.raises(CpiFailedError, match=f"cannot take a snapshot of {disk}: quota"):
+        cpi("snapshot_disk", disk, {})
     assert cluster.of("volumesnapshots") == {}
 
 

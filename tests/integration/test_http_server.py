@@ -199,6 +199,15 @@ async def test_idle_connections_of_one_address_do_not_close_those_of_another(whe
     writer.close()
 
 
+async def test_callers_that_have_gone_take_no_room(where: Where) -> None:
+    reader, writer = await asyncio.open_connection(*where)
+    for _ in range(http_server.MAX_CONNECTIONS):
+        await ask(where, b"GET / HTTP/1.0\r\n\r\n")
+    writer.write(b"GET / HTTP/1.0\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.0 200 ")
+    writer.close()
+
+
 async def test_a_trailer_is_not_read_as_a_header(where: Where, heard: list[Request]) -> None:
     """A proxy may have looked for a password in the head alone."""
     head = b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
