@@ -15,8 +15,8 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -89,8 +89,15 @@ class MonitDaemon:
             has_bpm=options.has_bpm,
             on_saved=self._write_state_of_monit,
         )
-        self._alerts = alerts.Alerts("", self._mail, encode=self._compose)
-        self._alerts.waiting.extend(_kept_mails(control.queue))
+        self._alerts = alerts.Alerts(
+            "",
+            lambda _, message: mail.deliver(self._control, message),
+            encode=lambda *event: mail.compose(self._control, *event),
+        )
+        with suppress(OSError, ValueError):
+            if control.queue is not None:
+                kept = files.read(control.queue / QUEUE, is_own=True)
+                self._alerts.waiting.extend(msgspec.json.decode(kept, type=list[bytes]))
         self._vitals = Vitals(self._paths, self._paths.store.is_mount)
 
     async def serve(self) -> int:
@@ -108,7 +115,8 @@ class MonitDaemon:
         async with AsyncExitStack() as stack:
             stack.enter_context(exclusive_agent(self._paths, "start"))
             stack.enter_context(watchdog.watching(systemd.beat, systemd.period))
-            await stack.enter_async_context(self._observed())
+            if self._options.http != "off":
+                await stack.enter_async_context(self._observed())
             stack.enter_context(reaper.reaping())
             files.write_atomic(control.pidfile, b"%d\n" % os.getpid(), is_synced=False)
             stack.callback(control.pidfile.unlink, missing_ok=True)
@@ -127,7 +135,7 @@ class MonitDaemon:
     async def _serve_control_file(self) -> None:
         """Take the control file and its jobs, again after each request to reload."""
         self._supervisor.hold()
-        known = None if await self._supervisor.recover() else await asyncio.to_thread(self._monitored_by_monit)
+        known = {} if await self._supervisor.recover() else await asyncio.to_thread(self._monitored_by_monit)
         await ended_before(self._stop, asyncio.ensure_future(asyncio.sleep(self._control.start_delay)))
         action = "start"
         while not self._stop.is_set():
@@ -136,7 +144,7 @@ class MonitDaemon:
                 await self._take_files(known)
                 name = f"system_{socket.gethostname()}"
                 self._tell(Event(name, "Monit instance changed", action, f"Monit {action}ed"))
-            action, known, control = "", None, self._control
+            action, known, control = "", {}, self._control
             address = f"{control.address or ANY}:{control.port}" if control.port else "off"
             async with monit_http.listening(address, self.answer, control.credentials, lambda: self._about) as where:
                 # A killed predecessor may hold the port for a moment.
@@ -151,14 +159,14 @@ class MonitDaemon:
                 except ConfigError as exc:
                     logger.error("the former files stay in force: %s", exc)
 
-    async def _take_files(self, monitored: Mapping[str, bool] | None) -> None:
+    async def _take_files(self, monitored: Mapping[str, bool]) -> None:
         """Supervise the services of the files. New ones start, unless monit has left them alone (``monitored``)."""
         before = {service.process.name.lower() for service in self._supervisor.services()}
         await self._supervisor.configure(self._control.job_files, are_written=False)
         for service in self._supervisor.services():
-            name = service.process.name
-            if name.lower() not in before and service.mode != "manual" and (monitored or {}).get(name.lower(), True):
-                if name.lower() in (monitored or {}):
+            name = service.process.name.lower()
+            if name not in before and service.mode != "manual" and monitored.get(name, True):
+                if name in monitored:
                     self._supervisor.trust_pidfile(name)
                 await self._supervisor.monitor_one(name)
         self._about = await asyncio.to_thread(self._describe)
@@ -209,39 +217,30 @@ class MonitDaemon:
     def _tell(self, event: Event) -> None:
         self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
 
-    def _compose(
-        self, service: str, event: str, action: str, description: str, _ips: object, now: float
-    ) -> bytes | None:
-        return mail.compose(self._control, service, event, action, description, now)
-
-    async def _mail(self, _subject: str, message: bytes) -> None:
-        await mail.deliver(self._control, message)
-
     async def _retry_mails(self) -> NoReturn:
         """Send what waits once a cycle, and keep it for the next daemon."""
         kept: list[bytes] | None = None
         while True:
-            if self._control.queue is not None and kept != (waiting := list(self._alerts.waiting)):
+            queue, waiting = self._control.queue, list(self._alerts.waiting)[-self._control.slots :]
+            if queue is not None and kept != waiting:
                 kept = waiting
-                await asyncio.to_thread(_keep_mails, self._control.queue, waiting[-self._control.slots :])
+                with suppress(HostError):
+                    await asyncio.to_thread(files.make_dir, queue, 0o700)
+                    content = msgspec.json.encode(waiting)
+                    await asyncio.to_thread(files.write_atomic, queue / QUEUE, content, mode=0o600)
             await asyncio.sleep(clock.until_beat(float(self._control.poll)))
-            if self._alerts.waiting:
-                self._alerts.flush()
+            self._alerts.flush()
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer the command ``monit`` and clients of its API (see ``supervisor.monit.monit_api``)."""
-        match request.get("action"):
-            case "reload":
-                self._reload.set()
-                found: dict[str, Any] = {"services": []}
-            case "quit":
-                self._stop.set()
-                found = {"services": []}
-            case _:
-                obstacle = "" if self._is_loaded else "monit is starting"
-                found = await monit_api.answer(self._supervisor, request, obstacle=obstacle)
+        if asked := {"reload": self._reload, "quit": self._stop}.get(str(request.get("action"))):
+            asked.set()
+            found: dict[str, Any] = {"services": []}
+        else:
+            obstacle = "" if self._is_loaded else "monit is starting"
+            found = await monit_api.answer(self._supervisor, request, obstacle=obstacle)
         return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}
 
     async def _answer_operator(self, request: dict[str, Any], _line: bytes, _peer: control_server.Peer) -> bytes:
@@ -275,12 +274,8 @@ class MonitDaemon:
         state = self._supervisor.job_state() if self._is_loaded else "starting"
         return state in ("running", "stopped"), f"jobs are {state}"
 
-    @asynccontextmanager
-    async def _observed(self) -> AsyncIterator[None]:
-        """Serve metrics and probes for the length of the block, if the command line asks for them."""
-        if self._options.http == "off":
-            yield
-            return
+    def _observed(self) -> AbstractAsyncContextManager[object]:
+        """Serve metrics and probes for the length of the block."""
         from agent_shim.edges import metrics  # late: its libraries take a third of the start, and 4 MB
 
         def read() -> metrics.Readings:
@@ -296,18 +291,4 @@ class MonitDaemon:
             )
 
         made = metrics.Metrics(read)
-        async with metrics.listening(self._options.http, metrics.Routes(made.render, self._ready, made.recent)):
-            yield
-
-
-def _kept_mails(queue: Path | None) -> list[bytes]:
-    with suppress(OSError, ValueError):
-        if queue is not None:
-            return msgspec.json.decode(files.read(queue / QUEUE, is_own=True), type=list[bytes])
-    return []
-
-
-def _keep_mails(queue: Path, waiting: list[bytes]) -> None:
-    with suppress(HostError):
-        files.make_dir(queue, 0o700)
-        files.write_atomic(queue / QUEUE, msgspec.json.encode(waiting), mode=0o600)
+        return metrics.listening(self._options.http, metrics.Routes(made.render, self._ready, made.recent))

@@ -26,25 +26,22 @@ DEFAULT_FORMAT: Final = {
 """Where the control file has no ``set mail-format``: sender and subject of monit (alert.h), the Go agent's lines."""
 
 
-def compose(control: Control, service: str, event: str, action: str, description: str, now: float) -> bytes | None:
+def compose(
+    control: Control, service: str, event: str, action: str, description: str, _ips: object, now: float
+) -> bytes | None:
     """The mail for an event. None if the control file names no recipient."""
     if not control.recipients:
         return None
     host, date = socket.gethostname(), time.strftime("%a, %d %b %Y %H:%M:%S %z", time.localtime(now))
     values = {"HOST": host, "DATE": date, "SERVICE": service, "EVENT": event, "ACTION": action}
-    values["DESCRIPTION"] = description
-
-    def filled(part: str) -> str:
-        text = (DEFAULT_FORMAT | control.mail_format).get(part, "")
-        for name, value in values.items():
-            text = text.replace(f"${name}", safetext.line(value))
-        return text
-
+    form = DEFAULT_FORMAT | control.mail_format
+    for name, value in (values | {"DESCRIPTION": description}).items():
+        form = {part: text.replace(f"${name}", safetext.line(value)) for part, text in form.items()}
     head = {
-        "From": filled("from"),
-        "Reply-To": filled("reply-to"),
+        "From": form["from"],
+        "Reply-To": form.get("reply-to"),
         "To": ", ".join(control.recipients),
-        "Subject": filled("subject"),
+        "Subject": form["subject"],
         "Date": date,
         "X-Mailer": f"monit {VERSION}",
         "Mime-Version": "1.0",
@@ -53,7 +50,7 @@ def compose(control: Control, service: str, event: str, action: str, description
         "Message-id": f"<{int(now)}.{secrets.randbelow(1 << 62)}@{host}>",
     }
     lines = [f"{name}: {value}" for name, value in head.items() if value]
-    return "\r\n".join([*lines, "", *filled("message").split("\n"), ""]).encode("latin-1", "replace")
+    return "\r\n".join([*lines, "", *form["message"].split("\n"), ""]).encode("latin-1", "replace")
 
 
 async def deliver(control: Control, mail: bytes) -> None:

@@ -13,6 +13,8 @@ import os
 import pwd
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +23,7 @@ import msgspec
 from agent_shim.core.errors import ConfigError
 from agent_shim.host import files
 from agent_shim.supervisor.monit import parser
-from agent_shim.supervisor.monit.reader import MonitSyntaxError, Reader
+from agent_shim.supervisor.monit.reader import Reader
 from agent_shim.supervisor.plan import JobFile
 
 logger = logging.getLogger(__name__)
@@ -88,17 +90,13 @@ def read(path: Path) -> Control:
 def _take(control: Control, path: Path, depth: int) -> None:
     try:
         text = files.read(path).decode("utf-8", "surrogateescape")
-        if depth == 0:
-            parser.parse(text, origin=str(path))
-        if mistakes := _settings(control, Reader(text)):
-            raise ConfigError(f"cannot read {path}: {'; '.join(mistakes)}")
-    except (OSError, ConfigError) as exc:
-        error = exc if isinstance(exc, ConfigError) else ConfigError(f"cannot read {path}: {exc.strerror}")
-        if depth == 0:
-            raise error from exc
-        logger.error("%s", error)
-        if isinstance(exc, OSError):
-            return
+    except OSError as exc:
+        _complain(ConfigError(f"cannot read {path}: {exc.strerror}"), depth)
+        return
+    try:
+        parser.parse(text, origin=str(path), read_set=partial(_set, control))
+    except ConfigError as exc:
+        _complain(exc, depth)
     control.job_files.append(JobFile(_NUMBERED.sub("", path.stem, count=1), "", text))
     for token in Reader(text).includes if depth < MAX_DEPTH else ():
         pattern = token.value.strip("\"'")
@@ -107,31 +105,25 @@ def _take(control: Control, path: Path, depth: int) -> None:
             _take(control, found, depth + 1)
 
 
-def _settings(control: Control, reader: Reader) -> list[str]:
-    """Take each ``set`` of a file. Return the mistakes. Checks are read by ``plan``."""
-    mistakes = []
-    while reader.kind != "END":
-        if not reader.take("set"):
-            reader.skip()
-            continue
-        try:
-            _set(control, reader)
-        except MonitSyntaxError as exc:
-            mistakes.append(str(exc))
-    return mistakes
+def _complain(error: ConfigError, depth: int) -> None:
+    if depth == 0:
+        raise error
+    logger.error("%s", error)
 
 
 def _set(control: Control, reader: Reader) -> None:
-    token = reader.skip()
-    if read_statement := _STATEMENTS.get(token.kind):
-        read_statement(control, reader)
-        return
-    if token.kind in ("pidfile", "idfile", "statefile"):
-        setattr(control, token.kind, Path(reader.path("a path")))
-        return
-    while reader.kind not in ("set", "END", "BAD") and not reader.kind.startswith("check "):
+    """Take what follows ``set``."""
+    word = reader.next.kind
+    if word in ("pidfile", "idfile", "statefile", "logfile"):
         reader.skip()
-    logger.warning("not acted on: set %s", token.kind)
+        is_syslog = word == "logfile" and reader.take("syslog")
+        setattr(control, word, None if is_syslog else Path(reader.path("a path")))
+    elif read_statement := _STATEMENTS.get(word):
+        reader.skip()
+        read_statement(control, reader)
+    else:
+        parser.skip_set(reader)
+        logger.warning("not acted on: set %s", word)
 
 
 def _daemon(control: Control, reader: Reader) -> None:
@@ -139,10 +131,6 @@ def _daemon(control: Control, reader: Reader) -> None:
     if reader.take("start"):
         reader.need("'delay'", "delay")
         control.start_delay = reader.number("a number of seconds")
-
-
-def _logfile(control: Control, reader: Reader) -> None:
-    control.logfile = None if reader.take("syslog") else Path(reader.path("'syslog' or a path"))
 
 
 def _mail_servers(control: Control, reader: Reader) -> None:
@@ -159,10 +147,6 @@ def _mail_format(control: Control, reader: Reader) -> None:
     while not reader.take("}"):
         token = reader.need("a part of a mail, or '}'", "FROM", "REPLY-TO", "SUBJECT", "MESSAGE")
         control.mail_format[token.kind.lower()] = token.value
-
-
-def _recipient(control: Control, reader: Reader) -> None:
-    control.recipients.append(parser.skip_alert(reader))
 
 
 def _queue(control: Control, reader: Reader) -> None:
@@ -195,7 +179,8 @@ def _allow(control: Control, reader: Reader) -> None:
             names.add(token.value)
         control.user_files.append((path, frozenset(names), not reader.take("readonly")))
         return
-    token = reader.need("USER:PASSWORD, 'cleartext' or an address of this machine", "STRING")
+    expected = "USER:PASSWORD, 'cleartext' or an address of this machine"
+    token = reader.need(expected, "STRING")
     if reader.take(":"):
         if reader.kind == "BAD":
             raise reader.error("a password", token)
@@ -203,22 +188,20 @@ def _allow(control: Control, reader: Reader) -> None:
         password = given.value or reader.text[given.start : given.end]  # it may be a keyword
         control.users[f"{token.value}:{password}"] = not reader.take("readonly")
         return
-    try:
-        is_here = token.value == "localhost" or ipaddress.ip_network(token.value).is_loopback
-    except ValueError:
-        is_here = False
+    is_here = token.value == "localhost"
+    with suppress(ValueError):
+        is_here = is_here or ipaddress.ip_network(token.value).is_loopback
     if not is_here:
-        raise reader.error("USER:PASSWORD, 'cleartext' or an address of this machine", token)
+        raise reader.error(expected, token)
     control.allows_neighbours = True
 
 
 _STATEMENTS: Final[Mapping[str, Callable[[Control, Reader], None]]] = {
     "daemon": _daemon,
-    "logfile": _logfile,
     "httpd": _httpd,
     "mailserver": _mail_servers,
     "mail-format": _mail_format,
-    "alert": _recipient,
+    "alert": lambda control, reader: control.recipients.append(parser.skip_alert(reader)),
     "eventqueue": _queue,
 }
 """Readers of what follows ``set`` and this word."""

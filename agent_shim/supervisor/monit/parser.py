@@ -30,11 +30,18 @@ LATER: Final = ("program", "network")
 """Check types of newer monit versions."""
 
 
-def parse(text: str, *, origin: str, without_effect: list[Ignored] | None = None) -> MonitFile:
+def parse(
+    text: str,
+    *,
+    origin: str,
+    without_effect: list[Ignored] | None = None,
+    read_set: Callable[[Reader], None] | None = None,
+) -> MonitFile:
     """Parse a control file; raises ``ConfigError`` with the mistakes of all statements:
     ``cannot read ORIGIN: line L column C: found X, expected Y; line …``.
 
-    ``without_effect`` gets the statements without effect, even if the file has mistakes.
+    ``without_effect`` gets the statements without effect, even if the file has mistakes. ``read_set`` reads what
+    follows ``set`` (default: ``skip_set``).
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")
@@ -53,7 +60,8 @@ def parse(text: str, *, origin: str, without_effect: list[Ignored] | None = None
                 check = _check(reader, services, ignored)
                 services.setdefault(check.name.lower(), check)
             elif token.kind == "set":
-                _set(reader)
+                reader.skip()
+                (read_set or skip_set)(reader)
                 outside.append((token.start, Ignored(reader.written(first), line=reader.line(token))))
                 expected = "'check', 'set' or the end of the file"
             else:
@@ -69,9 +77,8 @@ def parse(text: str, *, origin: str, without_effect: list[Ignored] | None = None
     return MonitFile(tuple(services.values()), tuple(without_effect), origin)
 
 
-def _set(reader: Reader) -> None:
+def skip_set(reader: Reader) -> None:
     """Skip a ``set`` for the daemon, up to the next ``set`` or ``check``. No known release has one."""
-    reader.skip()
     first = reader.next
     while reader.kind not in ("set", "END", "BAD") and not reader.kind.startswith("check "):
         reader.skip()

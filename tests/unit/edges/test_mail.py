@@ -17,7 +17,7 @@ FORMAT = {
 
 def lines(**options: object) -> list[str]:
     control = Control(Path("monitrc"), recipients=["agent@local"], **options)  # type: ignore[arg-type]
-    mail = compose(control, "web", "Does not exist", "restart", "process is\nnot running", 0.0)
+    mail = compose(control, "web", "Does not exist", "restart", "process is\nnot running", (), 0.0)
     assert mail is not None
     return mail.decode().split("\r\n")
 
@@ -46,4 +46,4 @@ def test_mail_without_a_format() -> None:
 
 
 def test_no_mail_without_a_recipient() -> None:
-    assert compose(Control(Path("monitrc")), "web", "Exists", "alert", "", 0.0) is None
+    assert compose(Control(Path("monitrc")), "web", "Exists", "alert", "", (), 0.0) is None

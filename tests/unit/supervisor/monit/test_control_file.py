@@ -63,6 +63,7 @@ def test_credentials_of_the_control_file(tmp_path: Path, text: str, users: dict[
     ("text", "mistake"),
     [
         ("set daemon 10\nset httpd port 2822\n  allow 10.0.0.1\n", "line 3 column 9: found '10.0.0.1'"),
+        ("set httpd port 2822 allow localhost allow 10.0.0.1", "line 1 column 43: found '10.0.0.1'"),
         ("set httpd port 2822 allow crypt /x", "line 1 column 27: found 'crypt'"),
         ("set httpd port x", "line 1 column 16: found 'x', expected a port"),
         ("set daemon\n  ten", "line 2 column 3: found 'ten'"),
