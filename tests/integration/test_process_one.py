@@ -91,7 +91,7 @@ async def test_a_restarted_agent_finds_the_job_running(world: World) -> None:
 
 async def test_process_1_in_a_pidfile_older_than_the_start_is_not_believed(world: World) -> None:
     """An earlier container gave that number to a job."""
-    job = world.job("rules", "echo start >>$log; exit 1")
+    job = world.job("rules", "echo start >>$log; exit 1", None)
     world.pidfile("rules").parent.mkdir(parents=True, exist_ok=True)
     world.pidfile("rules").write_text("1\n")
     async with world.supervising(job) as supervisor:
