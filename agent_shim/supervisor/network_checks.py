@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -150,11 +151,15 @@ async def _connect(sock: socket.socket, address: Address) -> None:
 
 
 async def _addresses(host: str, port: int, kind: socket.SocketKind) -> list[tuple[socket.AddressFamily, Address]]:
-    """Look up the addresses of a host. A silent name server delays only this probe."""
+    """Look up the addresses of a host. A silent name server delays only this probe. Raises ``OSError``."""
+    port &= 0xFFFF  # as htons of monit and the C library do
     if family := network.family_of(host):
         return [(family, (host, port))]
     look_up = partial(socket.getaddrinfo, host, port, type=kind)
-    found = await run_in_daemon_thread(look_up, f"look up {host}")
+    try:
+        found = await run_in_daemon_thread(look_up, f"look up {host}")
+    except UnicodeError as exc:  # a label that is empty or too long
+        raise OSError(errno.EINVAL, "no host can have this name") from exc
     return [(family, address) for family, _, _, _, address in found]
 
 

@@ -77,11 +77,14 @@ async def test_closed_port_is_named() -> None:
         )
 
 
-async def test_unknown_host_fails() -> None:
-    """Its name is looked up within the time of the probe."""
-    assert "cannot connect to no-such-host.invalid port 1" in await network_checks.probe(
-        Connection("no-such-host.invalid", 1)
-    )
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [("no-such-host.invalid", 1), ("no..such", 1), ("n" * 64, 1), ("127.0.0.1", 0x10001), ("::1", 1 << 40)],
+)
+async def test_unknown_host_fails(host: str, port: int) -> None:
+    """Its name is looked up within the time of the probe. An error would end the rules of all jobs."""
+    assert f"cannot connect to {host} port {port}: " in await network_checks.probe(Connection(host, port))
+    assert host in (await network_checks.echo(host, Echo(1)) or host)
 
 
 async def test_a_time_of_zero_is_the_usual_one() -> None:
