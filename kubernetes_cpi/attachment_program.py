@@ -5,13 +5,14 @@ standard library alone, and no module imports it.
 
     attach DISK TARGET POD_UID              mount DISK on TARGET. End only when it is unmounted again, after SIGTERM
     detach TARGET POD_UID HOLDER PATIENCE   unmount the disk of the attachment whose pod has the UID HOLDER
+    bound DIRECTORY                         leave no room in the VM's directory to root of a user namespace
     reboot POD_UID GRACE                    end process 1 of the VM's container, which the kubelet starts again
 
 DISK is where the claim is mounted here. TARGET lies below a directory that is shared with the node, and from there with
 the VM. The VM's processes are found by the UID of its pod in their cgroups, which takes the node's pid namespace.
 
-Root of a VM that may mount can move a mount, bind it elsewhere and rename its directory: a disk is known by device and
-root, in the mount tables of this program and of all threads of the VM.
+Root of a VM that may mount can move a mount, bind it elsewhere, clone it and rename its directory: a disk is known by
+device and root, in the mount tables of this program and of all threads of the VM, and by device in their descriptors.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ REPORT_S = 5.0
 STALE_S = 24 * 3600.0
 """Age of an empty directory of a VM that is gone."""
 IN_USE = "the VM uses it"
+UNMAPPED = 2**32 - 2
+"""A group that no user namespace of a pod maps: its root may change nothing in such a directory (inode_permission)."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -76,6 +79,10 @@ def main(arguments: list[str]) -> None:
     elif what == "detach":
         target, uid, holder, patience = rest
         detach(disk_of(holder), target, uid, float(patience))
+        done()
+        signal.pause()
+    elif what == "bound":
+        bound(rest[0])
         done()
         signal.pause()
     else:
@@ -161,13 +168,39 @@ def points(disk: Mount, target: str) -> list[str]:
 
 
 def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
-    """Return the mounts below which threads of the VM have the disk mounted, or a part of it."""
-    for thread in (thread for pid in processes(uid) for thread in threads(pid)):
+    """Return the mounts below which threads of the VM have the disk mounted, or a part of it.
+
+    One that is in no table, and of which a thread has a descriptor, is below none.
+    """
+    found = [thread for pid in processes(uid) for thread in threads(pid)]
+    numbers: set[str] = set()
+    for thread in found:
         table = {one.number: one for one in mounts(thread)}
+        numbers |= table.keys()
         for one in table.values():
             if one.device == disk.device and (one.root + "/").startswith(disk.root.rstrip("/") + "/"):
                 above = table.get(one.parent, one)
                 yield View(above.device, above.root)
+    # A job in a jail has descriptors of mounts that its own table lacks.
+    if any(number not in numbers for thread in found for number in numbers_of_open_mounts(disk, thread)):
+        yield View("", "")
+
+
+def numbers_of_open_mounts(disk: Mount, thread: str) -> Iterator[str]:
+    """Return the mounts of the disk's device that a thread has in its descriptors, or as a directory."""
+    links = [f"/proc/{thread}/cwd", f"/proc/{thread}/root"]
+    with contextlib.suppress(OSError):
+        links += (f"/proc/{thread}/fd/{name}" for name in os.listdir(f"/proc/{thread}/fd"))
+    for link in links:
+        with contextlib.suppress(OSError):
+            device = os.stat(link).st_dev
+            if f"{os.major(device)}:{os.minor(device)}" == disk.device:
+                fd = os.open(link, os.O_PATH | os.O_CLOEXEC)
+                try:
+                    with open(f"/proc/self/fdinfo/{fd}") as file:
+                        yield next(line.split()[1] for line in file if line.startswith("mnt_id:"))
+                finally:
+                    os.close(fd)
 
 
 def directory_of(path: str) -> View:
@@ -246,6 +279,16 @@ def foreign_userns(uid: str) -> int | None:
             os.close(fd)
             return None
     return None
+
+
+def bound(directory: str) -> None:
+    """Close the directory of the VM to root of its user namespace, who can mount it writable and would fill the node.
+
+    Directories that the kubelet makes beside it for later VMs inherit the group.
+    """
+    for path in (os.path.dirname(directory), directory):
+        os.chown(path, -1, UNMAPPED)
+        os.chmod(path, 0o2755)
 
 
 def reboot(uid: str, grace: float) -> None:

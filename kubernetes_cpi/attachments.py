@@ -27,6 +27,7 @@ WAIT_UNTIL_DONE: Final = {"exec": {"command": ["/bin/sh", "-c", "until [ -e /tmp
 """The kubelet reports a pod as ready when this hook returns, a second before it would report an end."""
 GRACE_S: Final = 365 * 24 * 3600
 """Grace of an attachment, which waits until the VM no longer uses the disk and must not be killed before."""
+KINDS: Final = (names.KIND_ATTACHMENT, names.KIND_DETACHMENT, names.KIND_REBOOT, names.KIND_BOUND)
 TRIES: Final = 3
 POLICY: Final = "PodSecurity|denied the request"
 """Words of a refusal by Pod Security or a webhook. Quotas and Roles refuse with 403 too."""
@@ -107,9 +108,6 @@ def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None
     arguments = ["detach", f"{TARGET}/{cid}/{disk}", *uids, patience]
     body = _helper(session, attachment, cid, name, names.KIND_DETACHMENT, arguments)
     body["metadata"]["labels"][names.DISK] = names.value(disk)
-    body["spec"]["volumes"].append(_target(session))
-    body["spec"]["containers"][0]["volumeMounts"].append(TARGET_MOUNT)
-    body["spec"]["containers"][0]["lifecycle"] = {"postStart": WAIT_UNTIL_DONE}
     try:
         _run(session, namespace, body, session.config.timeouts.unmount)
     except CpiError as exc:
@@ -117,6 +115,19 @@ def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None
             f"cannot detach the disk {disk} from {cid}: {exc}. It stays attached; `bosh recreate` ends the VM first",
             ok_to_retry=exc.ok_to_retry,
         ) from exc
+
+
+def bound(session: Session, vm: Object) -> None:
+    """Leave root of a VM's user namespace no room on the node, beside its live disks. Call this before a job runs."""
+    if not manifests.live_disks(vm) or vm["spec"].get("hostUsers", True):
+        return
+    cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
+    name = f"bound-{names.tail(cid)}"
+    body = _helper(session, vm, cid, name, names.KIND_BOUND, ["bound", f"{TARGET}/{cid}"])
+    try:
+        _run(session, namespace, body, 0)
+    except CpiError as exc:
+        raise CpiError(f"cannot bound the room of {cid} on its node: {exc}", ok_to_retry=exc.ok_to_retry) from exc
 
 
 def end(session: Session, vm: str, disk: str) -> None:
@@ -141,8 +152,7 @@ def find(session: Session, vm: str, disk: str) -> Object | None:
 
 def of(session: Session, vm: str) -> list[Object]:
     """Return all attachments and other helpers of a VM."""
-    kinds = f"{names.KIND_ATTACHMENT},{names.KIND_DETACHMENT},{names.KIND_REBOOT}"
-    selector = f"{names.VM}={vm},{names.KIND} in ({kinds})"
+    selector = f"{names.VM}={vm},{names.KIND} in ({','.join(KINDS)})"
     return list(session.client.list(PODS, session.namespace_of(vm), labels=selector))
 
 
@@ -195,8 +205,12 @@ def reboot(session: Session, vm: Object) -> None:
 
 
 def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> None:
-    """Run a helper until its work is done, and remove it. ``CpiError`` with its last words if it fails."""
+    """Run a helper below `disks.host_path`, and remove it. ``CpiError`` with its last words if it fails."""
     name = body["metadata"]["name"]
+    container = body["spec"]["containers"][0]
+    body["spec"]["volumes"].append(_target(session))
+    container["volumeMounts"].append(TARGET_MOUNT)
+    container["lifecycle"] = {"postStart": WAIT_UNTIL_DONE}
     pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
     made = _made(session, namespace, body)
     try:

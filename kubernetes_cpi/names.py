@@ -66,6 +66,7 @@ KIND_POLICY: Final = "network-policy"
 KIND_INSTANCE: Final = "instance"
 KIND_REBOOT: Final = "reboot"
 KIND_DETACHMENT: Final = "detachment"
+KIND_BOUND: Final = "bound"
 
 _CID: Final = re.compile(r"(?:vm|disk|snapshot)-(?P<namespace>.+)-[0-9a-f]{16}")
 

@@ -117,6 +117,7 @@ def carry_on(
         raise VMNotFoundError(f"cannot make the pod of {vm} again: its VM was deleted meanwhile")
     timeout_s = session.config.timeouts.create_vm
     ready = pods.until_ready(session, namespace, made, timeout_s=timeout_s, is_enough=is_enough)
+    attachments.bound(session, ready)
     for disk in intent.live:
         if claims.is_held(session, disk, vm):
             attachments.attach(session, ready, disk)

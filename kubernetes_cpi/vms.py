@@ -99,8 +99,10 @@ def create(
         services.make(session, vm)
         if vm.group and vm.properties.disruption_budget:
             budgets.keep(session, vm.namespace, vm.group)
-        _check_address(_until_up(session, vm, pod, bus), vm.networks.address)
+        up = _until_up(session, vm, pod, bus)
+        _check_address(up, vm.networks.address)
         _check_bus(session, vm, bus)
+        attachments.bound(session, up)
     except CpiError as exc:
         _clean_up(session, vm.cid, held, exc)
         if isinstance(exc, ApiError | UnreachableError):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kubernetes_cpi import manifests, names
+from kubernetes_cpi import attachments, manifests, names
 from tests.cpi.calls import DIRECTOR, DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
 from tests.cpi.fake_api import Cluster, Object, Server, merged, unscheduled, waiting
 from tests.structure.source import ROOT
@@ -318,6 +318,33 @@ def test_propagated_mount_is_no_empty_dir(cpi: Cpi, cluster: Cluster) -> None:
     (name,) = [one["name"] for one in mounts if one["mountPath"] == manifests.LIVE_DISKS]
     (volume,) = [one for one in cluster.of("pods")[vm]["spec"]["volumes"] if one["name"] == name]
     assert "hostPath" in volume
+
+
+def helpers(cluster: Cluster) -> list[str]:
+    """Commands of all pods of the program of attachments, also of those that are gone."""
+    made = [body for _, event, (plural, *_), body in cluster.events if (event, plural) == ("ADDED", "pods")]
+    containers = [pod["spec"]["containers"][0] for pod in made]
+    return [" ".join(one["command"][5:]) for one in containers if one["name"] == attachments.CONTAINER]
+
+
+@pytest.mark.parametrize("tier", ["userns", "privileged", "base"])
+def test_room_on_the_node_is_bounded_before_a_job_runs(cpi: Cpi, cluster: Cluster, tier: str) -> None:
+    """Root of a user namespace mounts the directory of its live disks writable. Root of the node does what it wants."""
+    vm = cpi.create_vm(attach="live", tier=tier)
+
+    assert helpers(cluster) == ([f"bound /target/{vm}"] if tier == "userns" else [])
+    assert list(cluster.of("pods")) == [vm]
+
+
+def test_vm_whose_room_cannot_be_bounded_leaves_nothing(cpi: Cpi, cluster: Cluster) -> None:
+    told = {"exitCode": 1, "message": "Operation not permitted"}
+    failed = {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
+    cluster.pod_status = lambda pod: failed if pod["metadata"]["name"].startswith("bound-") else None
+
+    with pytest.raises(CpiFailedError, match="cannot bound the room of .* on its node: Operation not permitted"):
+        cpi.create_vm(attach="live", tier="userns")
+
+    assert cluster.snapshot() == {}
 
 
 def security(spec: Object) -> Object:

@@ -403,6 +403,52 @@ async def test_disk_that_root_of_a_vm_hides_is_not_reported_as_detached(node: No
         await site.check()
 
 
+CLONE = """
+import ctypes, pathlib, sys, time
+if ctypes.CDLL(None).syscall(428, -100, sys.argv[1].encode(), 1) >= 0:
+    pathlib.Path("/tmp/cloned").touch()
+time.sleep(999)
+"""
+KEEP = """
+/opt/agent_shim/bin/python3 -c "$@" >/dev/null 2>&1 &
+until [ -e /tmp/cloned ]; do sleep 0.1; done
+echo $!
+"""
+
+
+async def test_clone_in_a_vm_keeps_its_disk(node: Node, tmp_path: Path) -> None:
+    """By open_tree: a mount in no table."""
+    if node.minor < 30:
+        pytest.skip("no pods with user namespaces in this Kubernetes")
+    async with cpi_site.site(node, USERNS, tmp_path, timeouts={"unmount": 3}) as site:
+        db = await site.deployments.first_deploy(with_disk=False)
+        disk = await site.deployments.create_disk(db)
+        hint = await site.cpi.call("attach_disk", db.vm, disk)
+        keeper = await site.exec(db, "sh", "-c", KEEP, "sh", CLONE, hint["path"])
+
+        with pytest.raises(CpiError, match="the VM uses it"):
+            await site.cpi.call("detach_disk", db.vm, disk)
+
+        await site.exec(db, "kill", keeper.strip())
+        await site.cpi.call("detach_disk", db.vm, disk)
+        await site.deployments.delete(db)
+        await site.deployments.delete_disk(disk)
+        await site.check()
+
+
+async def test_root_of_a_user_namespace_has_no_room_on_the_node(node: Node, tmp_path: Path) -> None:
+    """The directory of its live disks lies on the node's file system."""
+    if node.minor < 30:
+        pytest.skip("no pods with user namespaces in this Kubernetes")
+    async with cpi_site.site(node, USERNS, tmp_path) as site:
+        vm = await site.deployments.first_deploy(with_disk=False)
+
+        write = "mount -o remount,bind,rw /var/vcap/disks && touch /var/vcap/disks/file"
+
+        assert "Permission denied" in await site.exec(vm, "sh", "-c", f"{write} 2>&1 || true")
+        await site.check(vm)
+
+
 # --- the policy -----------------------------------------------------------------------------------------------------
 
 

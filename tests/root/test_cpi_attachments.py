@@ -112,6 +112,13 @@ class Site:
         self.vm.stdin.flush()
         return "".join(iter(self.vm.stdout.readline, "end\n")).strip()
 
+    def process(self, *command: str) -> subprocess.Popen[str]:
+        """A further process of the VM that has said it is ready."""
+        made = self._start(["nsenter", f"--mount=/proc/{self.vm.pid}/ns/mnt", *command])
+        self.users.append(made)
+        self.pids.append(made.pid)
+        return made
+
     def end(self, attachment: subprocess.Popen[str]) -> str:
         """Output of an attachment after SIGTERM, and its exit code."""
         attachment.send_signal(signal.SIGTERM)
@@ -277,18 +284,61 @@ threading.Thread(target=hide).start()
 def test_disk_in_the_mount_namespace_of_a_thread_is_not_unmounted(site: Site) -> None:
     """The table of its process does not have it."""
     attachment = site.attach()
-    command = ["nsenter", f"--mount=/proc/{site.vm.pid}/ns/mnt", sys.executable, "-c", THREAD]
-    keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    site.users.append(keeper)
-    assert keeper.stdout is not None
-    assert keeper.stdout.readline() == "ready\n"
-    site.pids.append(keeper.pid)
+    keeper = site.process(sys.executable, "-c", THREAD)
 
     assert site.detach(attachment).endswith("the VM uses it\n1")
 
     assert site.mounts() == 1
     keeper.kill()
     keeper.wait()
+    assert site.detach(attachment) == "unmounted\ndone"
+
+
+CLONE = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+tree = libc.syscall(428, -100, sys.argv[1].encode(), 1)
+if sys.argv[2] == "as a directory":
+    os.fchdir(tree)
+    os.close(tree)
+print("ready" if tree >= 0 else "failed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("way", ["in a descriptor", "as a directory"])
+def test_clone_of_a_disk_in_no_mount_table_keeps_it(site: Site, way: str) -> None:
+    """By open_tree: the VM wrote to a disk that the helper had reported as unmounted."""
+    attachment = site.attach()
+    keeper = site.process(sys.executable, "-c", CLONE, str(site.seen / "disk-1"), way)
+
+    assert site.detach(attachment).endswith("the VM uses it\n1")
+
+    assert site.mounts() == 1
+    keeper.kill()
+    keeper.wait()
+    assert site.detach(attachment) == "unmounted\ndone"
+
+
+PARTS = """
+mkdir "$0/disk/data" "$0/disk/log" "$0/part" "$0/bosh/vm/log"
+mount --bind "$0/disk/log" "$0/bosh/vm/log"
+mount --bind "$0/disk/data" "$0/part"
+umount "$0/disk"
+mount --bind "$0/part" "$0/disk"
+"""
+JAILED = """
+exec 9>>"$0/file"
+exec unshare -m sh -c 'umount "$0" "${0%/*}/disk-1" && echo ready && exec cat' "$0"
+"""
+
+
+def test_open_files_of_other_mounts_of_the_device_do_not_keep_a_disk(site: Site) -> None:
+    """A disk can be a directory of a file system on which the VM has other files open."""
+    subprocess.run(site.on_node("sh", "-ec", PARTS, str(site.place)), check=True)
+    attachment = site.attach()
+    site.process("sh", "-c", JAILED, str(site.seen / "log"))
+
     assert site.detach(attachment) == "unmounted\ndone"
 
 

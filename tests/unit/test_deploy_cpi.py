@@ -130,7 +130,7 @@ def test_the_role_reads_no_list_of_secrets() -> None:
 def test_the_admission_policy_knows_the_objects_of_the_cpi() -> None:
     """A helper whose form it does not know is refused."""
     text = " ".join((ROOT / "deploy/cpi/admission/policy.yaml").read_text().split())
-    kinds = [names.KIND_ATTACHMENT, names.KIND_DETACHMENT, names.KIND_REBOOT]
+    kinds = list(attachments.KINDS)
     account = yaml.safe_load_all((ROOT / "deploy/cpi/base/account.yaml").read_text())
 
     assert f"variables.kind in {kinds}" in text
