@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from nats.aio.client import Srv
 
 from agent_shim.edges.bus import link, tls
+from agent_shim.edges.bus.nats import NatsBus
 from agent_shim_demo.pki import Authority
-from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, facing, on_bus
+from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, echo, facing, on_bus
 from tests.support.old_tls import lenient, outdated
 from tests.support.waiting import until
 
@@ -161,6 +162,24 @@ async def test_servers_of_a_cluster_are_forgotten() -> None:
 
         kept = [one.uri.netloc for one in gc.get_objects() if isinstance(one, Srv)]
         assert not [one for one in kept if one.startswith("10.10.")]
+
+
+async def test_a_handshake_that_fails_as_the_agent_ends_is_no_error_of_the_loop(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+
+    async def fail(*_: object) -> None:
+        loop.call_soon(loop.call_soon, tasks.pop().cancel)  # once its end is known, before it is looked at
+        raise ValueError("cut off")
+
+    monkeypatch.setattr(link.Link, "open", fail)
+    bus = NatsBus("agent", FakeServer(authority=Authority()).mbus, echo, timing=FAST)
+    tasks.append(asyncio.create_task(bus.run()))
+    await asyncio.wait(tasks)
+    gc.collect()
+
+    assert caplog.records == []
 
 
 async def test_pings_of_a_server_that_reads_nothing_end_the_link(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,6 +316,7 @@ class NatsBus:
                 self._greeted_at = number
                 self._changed.set()
             await self._abandon(link)
+            await asyncio.gather(opening, return_exceptions=True)  # it may have failed just before a cancellation
             raise
         return link
 
