@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
+import os
 import signal
 import sys
 import threading
@@ -60,15 +61,17 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)
             before, missed_s, seen = missed_s, missed_s + step_s if beats == seen else 0.0, beats
             if before < REPORT_AFTER_S <= missed_s:
-                faulthandler.dump_traceback_later(END_AFTER_S - missed_s, exit=True)  # before a log that may hang too
+                faulthandler.dump_traceback_later(END_AFTER_S, exit=True)  # the log may hang too
                 stack = "".join(traceback.format_stack(sys._current_frames().get(ident)))  # noqa: SLF001 - documented
                 text = "the event loop is blocked%s: the agent exits after %g s, and the next one adopts the jobs"
                 logger.critical(text, _reading, END_AFTER_S, extra={"members": {"stack": stack}})
-            elif not missed_s and before >= REPORT_AFTER_S:
                 faulthandler.cancel_dump_traceback_later()
+            elif missed_s >= END_AFTER_S:
+                faulthandler.dump_traceback()  # with the interpreter held: the timer's may crash on a frame that changes
+                os._exit(1)
+            elif not missed_s and before >= REPORT_AFTER_S:
                 logger.error("the event loop runs again; it was blocked for about %g s", before)
             feed()
-        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     faulthandler.register(signal.SIGVTALRM, all_threads=True, chain=True)
