@@ -67,7 +67,7 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
                 logger.critical(text, _reading, END_AFTER_S, extra={"members": {"stack": stack}})
                 faulthandler.cancel_dump_traceback_later()
             elif missed_s >= END_AFTER_S:
-                faulthandler.dump_traceback()  # with the interpreter held: the timer's may crash on a frame that changes
+                faulthandler.dump_traceback()  # with the interpreter held: the timer's may crash on a changing frame
                 os._exit(1)
             elif not missed_s and before >= REPORT_AFTER_S:
                 logger.error("the event loop runs again; it was blocked for about %g s", before)

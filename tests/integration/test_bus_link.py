@@ -170,7 +170,8 @@ async def test_a_handshake_that_fails_as_the_agent_ends_is_no_error_of_the_loop(
     loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
 
     async def fail(*_: object) -> None:
-        loop.call_soon(loop.call_soon, tasks.pop().cancel)  # once its end is known, before it is looked at
+        # Once its end is known, before it is looked at.
+        loop.call_soon(lambda: loop.call_soon(tasks.pop().cancel))
         raise ValueError("cut off")
 
     monkeypatch.setattr(link.Link, "open", fail)
