@@ -141,8 +141,8 @@ async def _connect(sock: socket.socket, address: Address) -> None:
         await asyncio.get_running_loop().sock_connect(sock, address)
         return
     while True:
-        try:
-            sock.connect(address)
+        try:  # its path may be on a disk that hangs
+            await guarded.aside(f"socket {address}", partial(sock.connect, address))
         except BlockingIOError:
             # The listen queue is full, and no event signals room: the server does not accept.
             await asyncio.sleep(0.05)

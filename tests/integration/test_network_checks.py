@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -233,6 +234,15 @@ async def test_unix_socket_is_asked(tmp_path: Path) -> None:
                 with contextlib.suppress(BlockingIOError):
                     each.connect(str(path))
             assert "no answer" in await network_checks.probe(Connection(unixsocket=str(path), timeout=1))
+
+
+async def test_unix_socket_on_a_disk_that_hangs_holds_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    back = threading.Event()
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: back.wait(20))
+    try:
+        assert "no answer" in await network_checks.probe(Connection(unixsocket="/disk/s", timeout=1))
+    finally:
+        back.set()
 
 
 NO_HTTP = "does not answer like an http server"
