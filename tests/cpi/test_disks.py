@@ -584,8 +584,9 @@ def test_helpers_have_the_program_over_an_unmodified_stemcell(
         (container,) = helper["containers"]
         assert volume in helper["volumes"]
         assert {"name": "agent", "mountPath": "/opt/agent_shim", "readOnly": True} in container["volumeMounts"]
-        copied = [(one["image"], one["command"]) for one in helper.get("initContainers", [])]
-        assert copied == ([("registry.example/agent:1", ["cp", "-a", "/opt/agent_shim/.", "/agent"])] if copy else [])
+        copied = [(one["image"], one["command"], one["securityContext"]) for one in helper.get("initContainers", [])]
+        wanted = ("registry.example/agent:1", ["cp", "-a", "/opt/agent_shim/.", "/agent"], {"runAsUser": 0})
+        assert copied == ([wanted] if copy else [])
 
 
 def test_pod_ends_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Server) -> None:
