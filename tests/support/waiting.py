@@ -35,4 +35,5 @@ async def until(
                 await asyncio.sleep(pause)
                 pause = min(pause * GROWTH, LONGEST_S)
     except TimeoutError:
-        raise AssertionError(f"never came true: {what or inspect.getsource(fact).strip()}") from None
+        text = what or (inspect.getsource(fact).strip() if hasattr(fact, "__code__") else repr(fact))
+        raise AssertionError(f"never came true: {text}") from None
