@@ -115,6 +115,7 @@ CASES = [
     Case("create_vm", _create_vm(services=SERVICES, persistent_disk={"size": 64})),
     Case("create_vm that takes live disks", _create_vm(**LIVE)),
     Case("create_vm that asks for the way of disks", _create_vm(attach="auto")),
+    Case("create_vm that bounds the room on the node", _create_vm(attach="live", tier="userns")),
     Case("create_vm with a disk", _create_vm_with_disk),
     Case("create_vm that fails", _create_vm_that_fails),
     Case("create_vm with other properties", _create_vm_with_other_properties),
