@@ -6,7 +6,6 @@ lowers the limits in STYLE.md.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,11 +56,9 @@ def rates(pieces: Iterable[str]) -> dict[str, float]:
     return {name: 10_000 * count / max(words, 1) for name, count in found.items()}
 
 
-def names(text: str) -> Iterator[str]:
+def names(text: str) -> list[str]:
     """Names of the tests of a module."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-            yield node.name
+    return re.findall(r"^ *(?:async )?def (test_\w+)", text, re.MULTILINE)
 
 
 def measured(of: Iterable[tuple[str, str]], tests: tuple[str, ...] = TESTS) -> Figures:
