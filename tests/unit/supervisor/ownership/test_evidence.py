@@ -7,6 +7,7 @@ import pwd
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeAlias
 
 import pytest
 
@@ -30,6 +31,8 @@ BASE = Path("/var/vcap")
 USER = 4711
 US = 4242
 """The agent, whatever process runs the tests."""
+Kernel: TypeAlias = dict[int, tuple[proc.Stat, Mapping[str, str], str]]
+"""Processes by number: what they are, their environment, their command line."""
 OLD = Pidfile(50, 1.0, 7)
 NEW = Pidfile(50, 2.0, 7)
 
@@ -44,9 +47,9 @@ def _the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[proc.Stat, Mapping[str, str], str]]:
-    """Processes as we say they are: what they are, their environment, their command line."""
-    processes: dict[int, tuple[proc.Stat, Mapping[str, str], str]] = {}
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """Processes as we say they are."""
+    processes: Kernel = {}
     monkeypatch.setattr(proc, "stat", lambda pid: processes[pid][0] if pid in processes else None)
     monkeypatch.setattr(proc, "variable", lambda pid, name: processes[pid][1].get(name) if pid in processes else None)
     monkeypatch.setattr(proc, "command_line", lambda pid: processes[pid][2] if pid in processes else "")
@@ -126,9 +129,7 @@ def test_pidfile_must_be_a_file(tmp_path: Path) -> None:
         ({}, False),
     ],
 )
-def test_mark_decides(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], environment: Mapping[str, str], is_ours: bool
-) -> None:
+def test_mark_decides(kernel: Kernel, environment: Mapping[str, str], is_ours: bool) -> None:
     """An old process that the pidfile names is believed by its mark alone."""
     kernel[50] = stat(50), environment, "sleep 600"
 
@@ -147,7 +148,7 @@ def test_mark_decides(
     ],
 )
 def test_orphan_in_a_new_pidfile_must_have_started_since(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+    kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
     process: proc.Stat,
     owner: int,
@@ -163,16 +164,14 @@ def test_orphan_in_a_new_pidfile_must_have_started_since(
     assert not own(process, traces, OLD)
 
 
-def test_an_ancestor_may_have_one_of_the_first_numbers(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
-) -> None:
+def test_an_ancestor_may_have_one_of_the_first_numbers(kernel: Kernel) -> None:
     """As in a small container."""
     kernel[2], kernel[50] = (stat(2), {}, ""), (stat(50, parent=2), {}, "")
 
     assert own(kernel[50][0], ProcessRecord(known=(2, 1000)), NEW)
 
 
-def test_known_process_is_believed(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
+def test_known_process_is_believed(kernel: Kernel) -> None:
     """By number and start time, both."""
     traces = ProcessRecord(known=(50, 1000))
 
@@ -181,7 +180,7 @@ def test_known_process_is_believed(kernel: dict[int, tuple[proc.Stat, Mapping[st
     assert not own(stat(50, start=1001), traces, OLD)
 
 
-def test_descent_and_session_are_believed(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
+def test_descent_and_session_are_believed(kernel: Kernel) -> None:
     """A process that wiped its environment is known by where it comes from, though nothing else speaks for it."""
     traces = ProcessRecord()
     traces.begin((40, 1000), NEW)
@@ -210,7 +209,7 @@ def test_descent_and_session_are_believed(kernel: dict[int, tuple[proc.Stat, Map
     ],
 )
 def test_process_started_by_hand(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+    kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
     start: int,
     line: str,
@@ -227,9 +226,7 @@ def test_process_started_by_hand(
     assert bool(why) is not is_named
 
 
-def test_each_row_of_the_table_decides(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_row_of_the_table_decides(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first row that holds: each change adds a stronger one to those before it."""
     one = stat(50, parent=1, start=100)
     traces, pidfile = ProcessRecord(), Pidfile(50, 2.0, 7, USER)
@@ -271,7 +268,7 @@ def test_each_row_of_the_table_decides(
 
 
 def test_a_process_of_scripts_that_is_a_services_is_of_no_other(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its cgroup is still that of the scripts; so are its children's."""
     table = {50: stat(50, parent=US), 51: stat(51, parent=50), 52: stat(52, parent=US)}
@@ -404,7 +401,7 @@ def test_leader_that_has_ended_leads_no_more() -> None:
     assert members(table, traces) == set()
 
 
-def test_pidfile_names_one_process(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
+def test_pidfile_names_one_process(kernel: Kernel) -> None:
     """When that has ended, who gets its number later is not the service, though younger than the start program."""
     traces = ProcessRecord()
     traces.begin((40, 1000), OLD)
@@ -418,9 +415,7 @@ def test_pidfile_names_one_process(kernel: dict[int, tuple[proc.Stat, Mapping[st
     assert own(kernel[50][0], traces, Pidfile(50, 3.0, 7))
 
 
-def test_pattern_prefers_the_known_then_the_oldest(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
-) -> None:
+def test_pattern_prefers_the_known_then_the_oldest(kernel: Kernel) -> None:
     """The start program only where nothing else fits. Never what carries the mark of another."""
     kernel[40] = stat(40, start=100), {MARK: mark("web", BASE)}, "sh web start"
     kernel[41] = stat(41, start=101), {}, "web --serve"
@@ -445,9 +440,7 @@ def test_pattern_prefers_the_known_then_the_oldest(
     assert matched() is None
 
 
-def test_old_pidfile_does_not_name_a_start_program_that_got_the_number_again(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
-) -> None:
+def test_old_pidfile_does_not_name_a_start_program_that_got_the_number_again(kernel: Kernel) -> None:
     """It would be taken for the process that it writes, and later would name the next one with that number."""
     kernel[50] = (stat(50), {MARK: mark("web", BASE)}, "")
     traces = ProcessRecord()
@@ -482,7 +475,7 @@ def test_parents_in_a_circle_end() -> None:
     ],
 )
 def test_a_cgroup_alone_is_proof(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
+    kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
     cgroup: str | None,
     tie: Tie,
@@ -550,7 +543,7 @@ def test_a_session_is_seen_by_its_own_processes_alone(monkeypatch: pytest.Monkey
     ],
 )
 def test_session_is_the_services_unless_a_stranger_leads_it(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], tie: Tie, session: int, leads: bool
+    kernel: Kernel, tie: Tie, session: int, leads: bool
 ) -> None:
     """Otherwise the session of an operator's shell would be ended with the job. Dead leaders lead nothing."""
     ownership = Ownership(BASE)
@@ -625,7 +618,7 @@ def test_the_agent_is_a_member_of_no_job() -> None:
 
 
 def test_a_process_that_the_agent_started_for_itself_is_no_jobs(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor are its descendants, even with a mark."""
     monkeypatch.setattr(process, "is_spawned", lambda identity: identity == (10, 1000))
@@ -637,7 +630,7 @@ def test_a_process_that_the_agent_started_for_itself_is_no_jobs(
         assert found[0] is Tie.NONE
 
 
-def test_the_known_process_proves_its_session(kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]]) -> None:
+def test_the_known_process_proves_its_session(kernel: Kernel) -> None:
     """Its leader is gone: who else is in it belongs to the service while the known process is."""
     traces = ProcessRecord(known=(11, 150), sessions=[Session(10, 100)])
     kernel[12] = stat(12, session=10, start=900), {}, ""
@@ -683,7 +676,7 @@ def test_an_orphan_that_exits_may_be_of_any_service(leaving: set[int]) -> None:
 
 
 def test_strays_are_orphans_of_jobs_since_a_start(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], leaving: set[int], monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, leaving: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither those of operators and of root, nor those that say whose they are."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
@@ -709,7 +702,7 @@ def test_strays_are_orphans_of_jobs_since_a_start(
 
 
 def test_unread_process_of_another_service_or_of_the_agent_leaves_no_doubt(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]], monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a process without a known ancestor, or without a record in the pass, may leave a child of any service."""
     monkeypatch.setattr(process, "is_spawned", lambda identity: identity == (14, 1000))
@@ -727,9 +720,7 @@ def test_unread_process_of_another_service_or_of_the_agent_leaves_no_doubt(
     assert ownership.strays(unknown, 0).unread is None
 
 
-def test_an_orphan_that_has_ended_is_attributed_by_its_session_where_it_is_hunted(
-    kernel: dict[int, tuple[proc.Stat, Mapping[str, str], str]],
-) -> None:
+def test_an_orphan_that_has_ended_is_attributed_by_its_session_where_it_is_hunted(kernel: Kernel) -> None:
     """A moment ago the session was the service's; else its own proof counts."""
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", ProcessRecord(known=(11, 1000), sessions=[Session(10, 100)]))]
