@@ -29,10 +29,11 @@ async def refused(world: World, checksum: str | None) -> str:
 
 
 async def test_d1_a_bare_digest_is_a_sha1(world: World) -> None:
-    assert await refused(world, WRONG) == (
-        f"Payload corrupted. Checksum mismatch. Expected '{WRONG}': "
-        f"Expected stream to have digest '{WRONG}' but was '{SHA1}'"
-    )
+    for wrong in (WRONG, SHA1.upper()):
+        assert await refused(world, wrong) == (
+            f"Payload corrupted. Checksum mismatch. Expected '{wrong}': "
+            f"Expected stream to have digest '{wrong}' but was '{SHA1}'"
+        )
     assert await refused(world, SHA1) == ""
 
 

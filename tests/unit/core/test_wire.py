@@ -78,22 +78,14 @@ def test_undecodable_output_of_a_script_can_be_sent() -> None:
     assert json.loads(wire.encode_exception("bad \udcff byte"))["exception"]["message"] == "bad ? byte"
 
 
-class _Inner(msgspec.Struct, frozen=True):
-    size: int = 0
-    names: list[str] = []
-
-
-class _Outer(msgspec.Struct, frozen=True):
-    inner: _Inner = _Inner()
-    table: dict[str, _Inner] = {}
-    maybe: _Inner | None = None
+class _Untyped(msgspec.Struct, frozen=True):
     anything: object = None
 
 
 def test_untyped_members_are_not_touched() -> None:
     raw = {"anything": {"Keep": None, "list": [None, 1, 2.0]}}
 
-    assert wire.convert(raw, _Outer).anything == raw["anything"]
+    assert wire.convert(raw, _Untyped).anything == raw["anything"]
 
 
 class _Marked(msgspec.Struct, frozen=True):

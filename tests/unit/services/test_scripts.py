@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agent_shim.core.errors import ActionError
 from agent_shim.core.spec import ApplySpec, Archive, Job, Package, Template
 from agent_shim.services import scripts
 from agent_shim.services.scripts import drain_arguments, drain_environment
@@ -57,22 +56,6 @@ def test_arguments_of_a_shutdown(new: ApplySpec | None) -> None:
     assert drain_arguments("shutdown", NOW, new) == ["job_shutdown", "hash_unchanged"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "new", "text"),
-    [
-        ("update", None, "Drain update requires new spec"),
-        ("status", NOW, "Unexpected call with drain type 'status'"),
-        ("", NOW, "Unexpected call with drain type ''"),
-    ],
-)
-def test_other_calls_are_refused(kind: str, new: ApplySpec | None, text: str) -> None:
-    """The texts are the Go agent's."""
-    with pytest.raises(ActionError) as failed:
-        drain_arguments(kind, NOW, new)
-
-    assert str(failed.value) == text
-
-
 def test_environment_tells_the_disks() -> None:
     """JSON without blanks, as Go writes it. No next state without a new spec."""
     assert drain_environment(NOW, FRESH) == {
@@ -80,14 +63,6 @@ def test_environment_tells_the_disks() -> None:
         "BOSH_JOB_NEXT_STATE": '{"persistent_disk":0}',
     }
     assert drain_environment(NOW, None) == {"BOSH_JOB_STATE": '{"persistent_disk":1024}'}
-
-
-def test_short_output_is_shown_whole(tmp_path: Path) -> None:
-    """Bytes that are no UTF-8 become replacement characters."""
-    path = tmp_path / "out"
-    path.write_bytes(b"caf\xc3\xa9 \xff\0\n")
-
-    assert scripts.shown(path, 100) == ("café \ufffd\0\n", False)
 
 
 def test_long_output_is_cut_in_the_middle(tmp_path: Path) -> None:

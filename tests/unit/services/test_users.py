@@ -42,14 +42,6 @@ async def test_an_invalid_user_name_is_refused(ours: Users, user: str) -> None:
         await ours.setup(user, KEY)
 
 
-async def test_below_another_base_the_machine_is_left_alone(ours: Users) -> None:
-    """A valid request fails with a reason there, and a clean-up finds no user."""
-    with pytest.raises(ActionError, match=r"^Creating user: the agent works below .* may not change the machine$"):
-        await ours.setup("bosh_a", KEY)
-
-    assert await ours.cleanup("^bosh_") == []
-
-
 async def test_a_user_is_made_for_a_key_and_removed_with_those_alone_that_match(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
