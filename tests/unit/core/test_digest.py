@@ -1,4 +1,4 @@
-"""Digest strings as the Director sends them: parsing, refusals and their words, comparison."""
+"""Digests of streams. ``contract/test_digests.py`` has their spellings and refusals."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_shim.core.digest import MultipleDigest
-
-DATA = b"some bytes"
-SHA1 = hashlib.sha1(DATA, usedforsecurity=False).hexdigest()
-SHA256 = hashlib.sha256(DATA).hexdigest()
-SHA512 = hashlib.sha512(DATA).hexdigest()
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))

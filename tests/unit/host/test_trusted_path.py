@@ -55,8 +55,7 @@ def test_in_a_user_namespace_links_of_users_from_outside_are_followed(monkeypatc
 
 
 def test_as_many_links_are_followed_as_by_the_kernel(tmp_path: Path) -> None:
-    """Relative and absolute ones. No descriptor stays open, and the error names the path."""
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    """Relative and absolute ones. The error names the path."""
     (tmp_path / "0").mkdir()
     for number in range(41):
         (tmp_path / str(number + 1)).symlink_to(str(number) if number % 2 else tmp_path / str(number))
@@ -66,13 +65,11 @@ def test_as_many_links_are_followed_as_by_the_kernel(tmp_path: Path) -> None:
             trusted_path.hold(tmp_path / "41" / "..", make=make)
         assert caught.value.filename == str(tmp_path / "41" / "..")
 
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
 
 def test_a_start_that_cannot_be_opened_again_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A descriptor that is closed twice may be another thread's by then."""
     (tmp_path / "link").symlink_to("/etc")
-    before, opened = len(list(Path("/proc/self/fd").iterdir())), os.open
+    opened = os.open
 
     def refuse(path: str, flags: int, *more: int, dir_fd: int | None = None) -> int:
         if path == "/" and dir_fd is not None:
@@ -83,8 +80,6 @@ def test_a_start_that_cannot_be_opened_again_is_the_error(tmp_path: Path, monkey
         patched.setattr(os, "open", refuse)
         with pytest.raises(OSError, match=os.strerror(errno.ENFILE)):
             trusted_path.hold(tmp_path / "link")
-
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_held_directory_is_a_start_of_its_own() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import mounts
-from agent_shim.supervisor import filesystem_usage
 from agent_shim.supervisor.filesystem_usage import usage
 
 NUMBERS = (4096, 512, 100, 60, 50, 80, 20, 20, 0, 255)
@@ -27,12 +26,20 @@ def test_a_file_system_without_inodes_has_no_figure_of_them(tmp_path: Path, monk
     assert set(usage(tmp_path)) == {"space", "space %", "flags"}
 
 
-@pytest.mark.parametrize("is_device", [True, False])
+@pytest.mark.parametrize(
+    ("name", "is_device", "place"),
+    [("by-id", True, Path("/store")), ("unmounted", True, Path("unmounted")), ("by-id", False, "disk")],
+)
 def test_a_device_has_the_figures_of_its_mount_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_device: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_device: bool, place: Path | str
 ) -> None:
-    """Other paths are asked where they were opened: a job may move a link meanwhile."""
-    asked: list[object] = []
+    """The device may be named by a link. Other paths are asked where they were opened: a job may move a link."""
+    for device in ("disk", "unmounted"):
+        (tmp_path / device).touch()
+    (tmp_path / "by-id").symlink_to(tmp_path / "disk")
+    mount = mounts.Mount(1, 0, "8:1", "/", Path("/store"), frozenset(), "ext4", str(tmp_path / "disk"), frozenset())
+    monkeypatch.setattr(mounts, "mounts", lambda: [mount])
+    asked: list[Path | str] = []
 
     def statvfs(place: object) -> os.statvfs_result:
         asked.append(place if isinstance(place, Path) else str(Path(f"/proc/self/fd/{place}").readlink()))
@@ -40,22 +47,10 @@ def test_a_device_has_the_figures_of_its_mount_point(
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     monkeypatch.setattr("stat.S_ISBLK", lambda _: is_device)
-    monkeypatch.setattr(filesystem_usage, "_mounted", lambda _: Path("/store"))
 
-    usage(tmp_path)
+    usage(tmp_path / name)
 
-    assert asked == [Path("/store") if is_device else str(tmp_path)]
-
-
-def test_a_device_means_its_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device may be named by a link. Without a mount it means its own path."""
-    (tmp_path / "disk").touch()
-    (tmp_path / "by-id").symlink_to(tmp_path / "disk")
-    mount = mounts.Mount(1, 0, "8:1", "/", Path("/store"), frozenset(), "ext4", str(tmp_path / "disk"), frozenset())
-    monkeypatch.setattr(mounts, "mounts", lambda: [mount])
-
-    assert filesystem_usage._mounted(tmp_path / "by-id") == Path("/store")
-    assert filesystem_usage._mounted(tmp_path) == tmp_path
+    assert asked == [tmp_path / place if is_device else str(tmp_path / place)]
 
 
 def test_a_missing_path_has_no_figures(tmp_path: Path) -> None:
