@@ -48,21 +48,17 @@ def test_budget_outlives_a_vm_that_was_evicted(cpi: Cpi, cluster: Cluster, is_ob
     assert available(cluster) == [2]
 
 
-def test_groups_do_not_share_a_budget(cpi: Cpi, cluster: Cluster) -> None:
-    env: dict[str, Any] = {"bosh": {**ENV["bosh"], "groups": ["director", "dep", "other"]}}
-    for agent in ("agent-1", "agent-2"):
-        cpi.create_vm(agent)
-    for agent in ("agent-3", "agent-4", "agent-5"):
-        cpi("create_vm", agent, STEMCELL, {}, DYNAMIC, [], env)
+def test_groups_do_not_share_a_budget_and_one_may_have_none(cpi: Cpi, cluster: Cluster) -> None:
+    def make(agents: range, group: str, **properties: Any) -> None:
+        env = {"bosh": {**ENV["bosh"], "groups": ["director", "dep", group]}}
+        for number in agents:
+            cpi("create_vm", f"agent-{number}", STEMCELL, properties, DYNAMIC, [], env)
+
+    make(range(2), "zookeeper")
+    make(range(2, 5), "other")
+    make(range(5, 7), "evictable", disruption_budget=False)
 
     assert sorted(available(cluster)) == [1, 2]
-
-
-def test_group_without_a_budget(cpi: Cpi, cluster: Cluster) -> None:
-    for agent in ("agent-1", "agent-2"):
-        cpi.create_vm(agent, disruption_budget=False)
-
-    assert available(cluster) == []
 
 
 @pytest.mark.parametrize("status", [403, 404])
@@ -92,24 +88,20 @@ def test_count_that_is_old_is_not_written(cpi: Cpi, cluster: Cluster, server: Se
     assert available(cluster) == [3]
 
 
-def test_vm_that_failed_does_not_count(cpi: Cpi, cluster: Cluster) -> None:
-    for agent in ("agent-1", "agent-2"):
-        cpi.create_vm(agent)
-    cluster.pod_status = lambda _: waiting("ErrImagePull", "not found")
-
-    with pytest.raises(CpiFailedError):
-        cpi.create_vm("agent-3")
-
-    assert available(cluster) == [1]
-
-
-def test_budget_of_another_program_stays(cpi: Cpi, cluster: Cluster) -> None:
+@pytest.mark.parametrize("why", ["the image is gone", "the budget is another's"])
+def test_vm_that_fails_changes_no_budget(cpi: Cpi, cluster: Cluster, why: str) -> None:
     for agent in ("agent-1", "agent-2"):
         cpi.create_vm(agent)
     (name,) = cluster.of("poddisruptionbudgets")
-    cluster.patch(("poddisruptionbudgets", "bosh", name), {"metadata": {"labels": {"cpi.bosh.io/director": "another"}}})
+    if why == "the image is gone":
+        cluster.pod_status = lambda _: waiting("ErrImagePull", "not found")
+        words = "not found"
+    else:
+        labels = {"cpi.bosh.io/director": "another"}
+        cluster.patch(("poddisruptionbudgets", "bosh", name), {"metadata": {"labels": labels}})
+        words = "lacks the labels of a budget of this Director"
 
-    with pytest.raises(CpiFailedError, match="lacks the labels of a budget of this Director"):
+    with pytest.raises(CpiFailedError, match=words):
         cpi.create_vm("agent-3")
 
     assert available(cluster) == [1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,11 @@ from tests.cpi.fake_api import Cluster, Server
 VM = "vm-bosh-" + "0" * 16
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_passing_refusal_is_retried(cpi: Cpi, server: Server, status: int) -> None:
-    server.fail("GET pods", times=2, status=status)
+@pytest.mark.parametrize(
+    "fault", [*({"status": status} for status in (429, 500, 502, 503, 504)), {"cut": "before"}], ids=str
+)
+def test_passing_refusal_is_retried(cpi: Cpi, server: Server, fault: dict[str, Any]) -> None:
+    server.fail("GET pods", times=2, **fault)
 
     assert cpi("has_vm", VM) is False
     assert len(server.requests) == 3
@@ -30,14 +33,25 @@ def test_retry_after_is_heeded(cpi: Cpi, server: Server) -> None:
     assert time.monotonic() - began >= 1
 
 
-def test_retry_after_beyond_the_bound_is_not_waited_for(cpi: Cpi, server: Server) -> None:
-    server.fail("GET pods", times=9, status=429, retry_after="3600", message="too many requests")
+@pytest.mark.parametrize(
+    ("fault", "words", "is_passing"),
+    [
+        ({"status": 429, "retry_after": "3600", "message": "too many requests"}, "429: too many requests", True),
+        ({"status": 403, "message": "pods is forbidden"}, "pods is forbidden", False),
+        ({"status": 200, "raw": "<html>Log in"}, "no JSON object", False),
+        ({"status": 407, "raw": "<html>Proxy Authentication Required"}, "407: <html>Proxy Authentication", False),
+    ],
+    ids=["a wait beyond the bound", "no right", "a page of a proxy", "an error of a proxy"],
+)
+def test_refusal_that_stays_is_reported_and_not_retried(
+    cpi: Cpi, server: Server, fault: dict[str, Any], words: str, is_passing: bool
+) -> None:
+    server.fail("GET pods", times=9, **fault)
 
-    with pytest.raises(CpiFailedError, match="429: too many requests") as failed:
+    with pytest.raises(CpiFailedError, match=words) as failed:
         cpi("has_vm", VM)
 
-    assert failed.value.ok_to_retry is True
-    assert len(server.requests) == 1
+    assert (failed.value.ok_to_retry, len(server.requests)) == (is_passing, 1)
 
 
 @pytest.mark.parametrize("cut", ["before", "after"])
@@ -70,12 +84,6 @@ def test_server_that_is_away(cpi: Cpi, server: Server) -> None:
     assert failed.value.ok_to_retry is True
 
 
-def test_server_that_comes_back(cpi: Cpi, server: Server) -> None:
-    server.fail("GET pods", times=3, cut="before")
-
-    assert cpi("has_vm", VM) is False
-
-
 def test_server_that_is_slow(cpi: Cpi, server: Server) -> None:
     config = {**server.config(), "timeouts": {"request": 0.3, "retry": 3}}
     cpi.write(config)
@@ -85,21 +93,6 @@ def test_server_that_is_slow(cpi: Cpi, server: Server) -> None:
     cpi.write({**config, "timeouts": {"request": 0.2, "retry": 0.5}})
     server.fail("GET pods", delay_s=0.5, times=9)
     with pytest.raises(CpiFailedError, match="does not answer.*timed out"):
-        cpi("has_vm", VM)
-
-
-def test_answer_that_is_no_json(cpi: Cpi, server: Server) -> None:
-    """A proxy between us and the server, for example."""
-    server.fail("GET pods", status=200, raw="<html>Log in")
-
-    with pytest.raises(CpiFailedError, match="no JSON object"):
-        cpi("has_vm", VM)
-
-
-def test_page_of_a_proxy_is_reported(cpi: Cpi, server: Server) -> None:
-    server.fail("GET pods", status=407, raw="<html>Proxy Authentication Required")
-
-    with pytest.raises(CpiFailedError, match="407: <html>Proxy Authentication Required"):
         cpi("has_vm", VM)
 
 
@@ -147,15 +140,6 @@ def test_cluster_that_goes_away_leaves_what_is_found_later(cpi: Cpi, server: Ser
     cpi("delete_vm", vm)
 
     assert cluster.snapshot() == {}
-
-
-def test_refusal_that_stays_is_not_retried(cpi: Cpi, server: Server) -> None:
-    server.fail("GET pods", times=9, status=403, message="pods is forbidden")
-
-    with pytest.raises(CpiFailedError, match="pods is forbidden") as failed:
-        cpi("has_vm", VM)
-
-    assert (failed.value.ok_to_retry, len(server.requests)) == (False, 1)
 
 
 def test_token_that_was_renewed(cpi: Cpi, server: Server) -> None:

@@ -14,41 +14,51 @@ from kubernetes_cpi.errors import InputError, NotSupportedError
 MANUAL: dict[str, Any] = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "gateway": "10.0.0.1"}
 
 
-def plan(cloud_properties: dict[str, Any] | None = None, **more: Any) -> networks.Plan:
-    return networks.plan({"a": {**MANUAL, "cloud_properties": cloud_properties or {}, **more}}, Networks())
-
-
 @pytest.mark.parametrize(
-    ("properties", "annotations"),
+    ("properties", "network", "annotations"),
     [
-        ({"cni": "calico"}, {"cni.projectcalico.org/ipAddrs": '["10.0.0.5"]'}),
-        ({"cni": "kube-ovn"}, {"ovn.kubernetes.io/ip_address": "10.0.0.5"}),
+        ({"cni": "calico"}, {}, {"cni.projectcalico.org/ipAddrs": '["10.0.0.5"]'}),
+        ({"cni": "kube-ovn"}, {}, {"ovn.kubernetes.io/ip_address": "10.0.0.5"}),
         (
             {"cni": "antrea", "name": "pool"},
+            {},
             {"ipam.antrea.io/pod-ips": "10.0.0.5", "ipam.antrea.io/ippools": "pool"},
         ),
         (
             {"cni": "template", "annotations": {"x/y": "((ip))/((prefix)) via ((gateway))"}},
+            {},
             {"x/y": "10.0.0.5/24 via 10.0.0.1"},
+        ),
+        (
+            {"cni": "template", "annotations": {"x": "((ip))/((prefix))"}},
+            {"ip": "fd00::5", "netmask": "ffff:ffff:ffff:ffff::"},
+            {"x": "fd00::5/64"},
         ),
     ],
 )
-def test_address_by_annotation(properties: dict[str, Any], annotations: dict[str, str]) -> None:
-    found = plan(properties)
+def test_address_by_annotation(
+    properties: dict[str, Any], network: dict[str, str], annotations: dict[str, str]
+) -> None:
+    given = {**MANUAL, **network}
+    found = networks.plan({"a": {**given, "cloud_properties": properties}}, Networks())
 
     assert found.annotations == annotations
-    assert found.address == "10.0.0.5"
+    assert found.address == given["ip"]
+    if properties == {"cni": "calico"}:
+        assert networks.plan({"a": MANUAL}, Networks(cni="calico")).annotations == annotations, "of the configuration"
 
 
-def test_manual_network_without_a_cni_is_refused() -> None:
-    with pytest.raises(NotSupportedError, match="say in its cloud properties which `cni`"):
-        plan()
-
-
-def test_defaults_of_the_configuration() -> None:
-    found = networks.plan({"a": MANUAL}, Networks(cni="calico"))
-
-    assert found.annotations == {"cni.projectcalico.org/ipAddrs": '["10.0.0.5"]'}
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"a": MANUAL}, "say in its cloud properties which `cni`"),
+        ({"a": {"type": "dynamic"}, "b": {"type": "dynamic"}}, "a pod has one interface"),
+    ],
+    ids=["manual without a cni", "two on one interface"],
+)
+def test_network_that_no_pod_can_have_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotSupportedError, match=words):
+        networks.plan(given, Networks())
 
 
 def test_address_of_a_former_vm_is_no_order() -> None:
@@ -68,11 +78,6 @@ def test_further_interfaces() -> None:
     assert json.loads(found.annotations[networks.MULTUS]) == [
         {"name": "storage", "namespace": "net", "ips": ["10.0.0.5/24"], "interface": "eth1"}
     ]
-
-
-def test_two_networks_on_one_interface() -> None:
-    with pytest.raises(NotSupportedError, match="a pod has one interface"):
-        networks.plan({"a": {"type": "dynamic"}, "b": {"type": "dynamic"}}, Networks())
 
 
 def test_dns_of_the_network_that_is_the_default_for_it() -> None:
@@ -105,11 +110,3 @@ def test_wrong_network(given: Any, words: str) -> None:
         networks.plan({"a": given}, Networks())
 
     assert words in str(failed.value)
-
-
-def test_ipv6_prefix() -> None:
-    found = plan(
-        {"cni": "template", "annotations": {"x": "((ip))/((prefix))"}}, ip="fd00::5", netmask="ffff:ffff:ffff:ffff::"
-    )
-
-    assert found.annotations == {"x": "fd00::5/64"}

@@ -22,43 +22,38 @@ def target(cluster: Cluster, service: str) -> str:
     return str(cluster.of("services")[service]["spec"]["selector"]["cpi.bosh.io/vm"])
 
 
-def test_name_of_an_instance_leads_to_its_vm_as_long_as_it_lives(cpi: Cpi, cluster: Cluster) -> None:
-    vm = cpi.create_vm()
-    cpi("set_vm_metadata", vm, METADATA)
+def test_name_of_an_instance_leads_to_its_newest_vm_as_long_as_it_lives(cpi: Cpi, cluster: Cluster) -> None:
+    """With create-swap-delete two live for a while."""
+    old, new = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
+    cpi("set_vm_metadata", old, METADATA)
 
     spec = cluster.of("services")["dep-zookeeper-0"]["spec"]
     assert (spec["clusterIP"], spec["publishNotReadyAddresses"]) == ("None", True)
-    assert target(cluster, "dep-zookeeper-0") == vm
-    cpi("delete_vm", vm)
-    assert cluster.snapshot() == {}
-
-
-def test_name_moves_to_the_new_vm_of_the_instance(cpi: Cpi, cluster: Cluster) -> None:
-    """With create-swap-delete both live for a while."""
-    old, new = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
-    cpi("set_vm_metadata", old, METADATA)
+    assert target(cluster, "dep-zookeeper-0") == old
     cpi("set_vm_metadata", new, METADATA)
-
     assert target(cluster, "dep-zookeeper-0") == new
     cpi("delete_vm", old)
     assert target(cluster, "dep-zookeeper-0") == new
+    cpi("delete_vm", new)
+    assert cluster.snapshot() == {}
 
 
 @pytest.mark.parametrize(
-    "metadata",
-    [{**METADATA, "compiling": "ruby"}, {"deployment": "dep", "job": "zookeeper"}, {}],
-    ids=["compilation", "no index", "nothing"],
+    ("metadata", "networks"),
+    [
+        ({**METADATA, "compiling": "ruby"}, {}),
+        ({"deployment": "dep", "job": "zookeeper"}, {}),
+        ({}, {}),
+        (METADATA, {"instance_names": False}),
+    ],
+    ids=["compilation", "no index", "nothing", "switched off"],
 )
-def test_vm_without_an_instance_has_no_name(cpi: Cpi, cluster: Cluster, metadata: dict[str, str]) -> None:
+def test_vm_without_an_instance_has_no_name(
+    cpi: Cpi, cluster: Cluster, server: Server, metadata: dict[str, str], networks: dict[str, bool]
+) -> None:
+    cpi.write(server.config(networks=networks))
+
     cpi("set_vm_metadata", cpi.create_vm(), metadata)
-
-    assert cluster.of("services") == {}
-
-
-def test_names_of_instances_can_be_switched_off(cpi: Cpi, cluster: Cluster, server: Server) -> None:
-    cpi.write(server.config(agent={"mbus": "nats://10.0.0.6:4222"}, networks={"instance_names": False}))
-
-    cpi("set_vm_metadata", cpi.create_vm(), METADATA)
 
     assert cluster.of("services") == {}
 
@@ -136,19 +131,14 @@ def test_policy_is_that_of_the_group_and_ends_with_its_last_vm(cpi: Cpi, cluster
     assert policy["spec"]["ingress"] == POLICY["network_policy"]["ingress"]
     # Policies add up: the one of the namespace must not select these pods for this direction.
     assert {"cpi.bosh.io/own-ingress", "cpi.bosh.io/own-egress"} & labels.keys() == {"cpi.bosh.io/own-ingress"}
-    cpi("delete_vm", vms[0])
-    assert len(cluster.of("networkpolicies")) == 1
-    cpi("delete_vm", vms[1])
+    vms.append(cpi.create_vm("agent-3", network_policy={"ingress": [], "egress": []}))
+    (changed,) = cluster.of("networkpolicies").values()
+    assert changed["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert (changed["spec"]["ingress"], changed["spec"]["egress"]) == ([], [])
+    for vm in vms:
+        assert len(cluster.of("networkpolicies")) == 1
+        cpi("delete_vm", vm)
     assert cluster.snapshot() == {}
-
-
-def test_changed_policy_replaces_the_former_rules(cpi: Cpi, cluster: Cluster) -> None:
-    cpi.create_vm("agent-1", **POLICY)
-    cpi.create_vm("agent-2", network_policy={"ingress": [], "egress": []})
-
-    (policy,) = cluster.of("networkpolicies").values()
-    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
-    assert (policy["spec"]["ingress"], policy["spec"]["egress"]) == ([], [])
 
 
 def test_policy_of_an_evicted_vm_is_found_by_its_secret(cpi: Cpi, cluster: Cluster) -> None:

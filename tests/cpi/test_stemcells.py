@@ -27,6 +27,18 @@ def test_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "reference",
+    ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
+)
+def test_reference_of_any_registry(reference: str) -> None:
+    """Without a digest, too, where mutable images are allowed."""
+    lenient = Config(stemcells=Stemcells(allow_mutable_images=True))
+
+    assert stemcells.create(Config(), None, {"image": f"{reference}@{DIGEST}"}) == f"{reference}@{DIGEST}"
+    assert stemcells.create(lenient, None, {"image": reference}) == reference
+
+
+@pytest.mark.parametrize(
     ("properties", "words"),
     [
         ({}, "only light stemcells"),
@@ -42,18 +54,3 @@ def test_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -> None:
 def test_refused(properties: dict[str, Any], words: str) -> None:
     with pytest.raises(CpiError, match=words):
         stemcells.create(Config(), None, properties)
-
-
-@pytest.mark.parametrize(
-    "reference",
-    ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
-)
-def test_reference_of_any_registry(reference: str) -> None:
-    assert stemcells.create(Config(), None, {"image": f"{reference}@{DIGEST}"}) == f"{reference}@{DIGEST}"
-
-
-def test_mutable_images_where_they_are_allowed() -> None:
-    assert (
-        stemcells.create(Config(stemcells=Stemcells(allow_mutable_images=True)), None, {"image": "localhost/a"})
-        == "localhost/a"
-    )
