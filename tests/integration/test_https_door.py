@@ -108,32 +108,22 @@ async def test_half_an_upload_leaves_no_file(bus: HttpsBus, tmp_path: Path, sent
     assert (tmp_path / "one").read_bytes() == b"old"
 
 
-async def test_last_answers_leave_before_the_bus_ends(agent: Agent, tmp_path: Path) -> None:
+async def test_drain_waits_for_answers_which_leave_before_the_bus_ends(agent: Agent, tmp_path: Path) -> None:
+    """It returns at once without requests in progress."""
     async with AsyncExitStack() as stack:
         async with on_https(agent.handle, tmp_path) as bus:
+            await bus.drain(60)
             reader, writer = await stack.enter_async_context(Cli(bus.port).connected())
             writer.write(request("get_task"))
             await agent.begun.wait()
+            draining = asyncio.create_task(bus.drain(60))
+            await asyncio.wait({draining}, timeout=0.05)
+            assert not draining.done()
             agent.released.set()
-            await bus.drain(1)
+            async with asyncio.timeout(10):
+                await draining
+            assert agent.ended.get_nowait() == "done"
 
-        assert (await read_answer(reader)).status == 200
-
-
-async def test_drain_waits_for_answers(bus: HttpsBus, agent: Agent) -> None:
-    """It returns at once without requests in progress."""
-    await bus.drain(60)
-    async with Cli(bus.port).connected() as (reader, writer):
-        writer.write(request("start"))
-        await agent.begun.wait()
-        draining = asyncio.create_task(bus.drain(60))
-        await asyncio.wait({draining}, timeout=0.05)
-        assert not draining.done()
-
-        agent.released.set()
-        async with asyncio.timeout(10):
-            await draining
-        assert agent.ended.get_nowait() == "done"
         assert (await read_answer(reader)).status == 200
 
 
@@ -158,20 +148,23 @@ async def test_connection_without_a_request_is_closed(hasty: HttpsBus, said: byt
         await until_closed(reader)
 
 
-async def test_request_that_stalls_gets_400(hasty: HttpsBus) -> None:
+@pytest.mark.parametrize(
+    ("begun", "status", "said"),
+    [
+        (head("POST", "/agent", 100, basic()) + b"{", 400, None),
+        (head("PUT", dav_path("one"), 100, basic()) + b"x", 500, b"cannot store the blob: timeout"),
+    ],
+    ids=["request", "upload"],
+)
+async def test_body_that_stalls_is_refused_and_undone(
+    hasty: HttpsBus, tmp_path: Path, begun: bytes, status: int, said: bytes | None
+) -> None:
     async with Cli(hasty.port).connected() as (reader, writer):
-        writer.write(head("POST", "/agent", 100, basic()) + b"{")
-
-        assert (await read_answer(reader)).status == 400
-
-
-async def test_upload_that_stalls_is_undone(hasty: HttpsBus, tmp_path: Path) -> None:
-    async with Cli(hasty.port).connected() as (reader, writer):
-        writer.write(head("PUT", dav_path("one"), 100, basic()) + b"x")
+        writer.write(begun)
 
         answer = await read_answer(reader)
 
-    assert (answer.status, answer.body) == (500, b"cannot store the blob: timeout")
+    assert (answer.status, answer.body if said else None) == (status, said)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -285,15 +278,19 @@ async def test_strangers_do_not_take_the_place_of_who_knows_the_password(agent: 
         assert (await read_answer(reader)).status == 200
 
 
+@pytest.mark.parametrize("begins_tls", [False, True])
 async def test_full_door_drops_the_oldest_stranger_though_it_has_not_even_begun_tls(
-    agent: Agent, tmp_path: Path
+    agent: Agent, tmp_path: Path, begins_tls: bool
 ) -> None:
     """Connections that say nothing take descriptors of the agent for ten seconds each: they are bounded, too."""
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         silent = []
         for _ in range(20):
-            reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
-            stack.callback(writer.close)
+            if begins_tls:
+                reader, _ = await stack.enter_async_context(Cli(bus.port).connected())
+            else:
+                reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
+                stack.callback(writer.close)
             silent.append(reader)
 
         for reader in silent[:12]:
@@ -336,14 +333,6 @@ async def test_a_flood_of_handshakes_keeps_no_other_caller_out(agent: Agent, tmp
             assert await cli.value("ping") == "ping"
         for each in strangers:
             each.cancel()
-
-
-async def test_full_door_drops_the_oldest_stranger_after_tls(agent: Agent, tmp_path: Path) -> None:
-    async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
-        strangers = [await stack.enter_async_context(Cli(bus.port).connected()) for _ in range(9)]
-
-        await until_closed(strangers[0][0])
-        assert not any(reader.at_eof() for reader, _ in strangers[1:])
 
 
 async def test_door_that_is_full_of_callers_with_the_password_lets_nobody_else_in(agent: Agent, tmp_path: Path) -> None:
@@ -413,22 +402,17 @@ async def test_blobs_are_counted(hasty: HttpsBus, tmp_path: Path, monkeypatch: p
         os.urandom(10_000),
     ],
 )
-async def test_invalid_http_ends_only_its_connection(hasty: HttpsBus, said: bytes) -> None:
+async def test_invalid_http_or_tls_ends_only_its_connection(hasty: HttpsBus, said: bytes) -> None:
     cli = Cli(hasty.port)
     async with cli.connected() as (reader, writer):
         writer.write(said)
         await until_closed(reader)
-
-    assert await cli.value("ping") == "ping"
-
-
-async def test_invalid_tls_ends_only_its_connection(bus: HttpsBus) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
-    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    reader, writer = await asyncio.open_connection("127.0.0.1", hasty.port)
+    writer.write(said)
     await until_closed(reader)
     writer.close()
 
-    assert await Cli(bus.port).value("ping") == "ping"
+    assert await cli.value("ping") == "ping"
 
 
 async def test_old_tls_is_not_spoken_to_callers(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,37 +438,29 @@ async def test_old_tls_is_not_spoken_to_callers(agent: Agent, tmp_path: Path, mo
     assert await spoken() == "TLSv1.1"
 
 
-async def test_handler_that_breaks_is_500(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("to", "body", "status"),
+    [(("PUT", dav_path("one")), b"abc", 201), (("POST", "/agent"), b'{"method":"break"}', 500)],
+    ids=["upload", "handler that breaks"],
+)
+async def test_a_client_that_waits_for_100_continue_gets_it_and_then_its_answer(
+    bus: HttpsBus, caplog: pytest.LogCaptureFixture, to: tuple[str, str], body: bytes, status: int
+) -> None:
+    """The word to go on is no answer yet, and a stranger does not get it."""
     cli = Cli(bus.port)
-    with caplog.at_level(logging.CRITICAL):
-        assert (await cli.send("POST", "/agent", b'{"method":"break"}')).status == 500
-
-    assert await cli.value("ping") == "ping"
-
-
-async def test_a_client_that_waits_for_100_continue_gets_it(bus: HttpsBus) -> None:
-    async with Cli(bus.port).connected() as (reader, writer), asyncio.timeout(10):
-        writer.write(head("PUT", dav_path("one"), 3, basic(), Expect="100-continue"))
-        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        writer.write(b"abc")
-        assert (await read_answer(reader)).status == 201
-
-
-async def test_a_client_gets_an_error_after_100_continue(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
-    """The word to go on is no answer yet."""
-    body = b'{"method":"break"}'
-    async with Cli(bus.port).connected() as (reader, writer), asyncio.timeout(10):
-        writer.write(head("POST", "/agent", len(body), basic(), Expect="100-continue"))
+    async with cli.connected() as (reader, writer), asyncio.timeout(10):
+        writer.write(head(*to, len(body), basic(), Expect="100-continue"))
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         with caplog.at_level(logging.CRITICAL):
             writer.write(body)
-            assert (await read_answer(reader)).status == 500
-
-
-async def test_stranger_is_not_told_to_go_on(bus: HttpsBus) -> None:
-    async with Cli(bus.port).connected() as (reader, writer), asyncio.timeout(10):
-        writer.write(head("PUT", dav_path("one"), 3, "", Expect="100-continue"))
+            assert (await read_answer(reader)).status == status
+    async with cli.connected() as (reader, writer), asyncio.timeout(10):
+        writer.write(head(*to, len(body), "", Expect="100-continue"))
         assert (await read_answer(reader)).status == 401
+    with caplog.at_level(logging.CRITICAL):
+        assert (await cli.send(*to, body)).status == status
+
+    assert await cli.value("ping") == "ping"
 
 
 async def test_compressed_request_is_taken_as_it_is(bus: HttpsBus, tmp_path: Path) -> None:
@@ -543,45 +519,39 @@ async def test_new_certificate_serves_new_connections_and_old_ones_go_on(bus: Ht
         await Cli(port, trusting(authority().ca)).value("ping")
 
 
-async def test_an_unusable_certificate_keeps_the_old_one(bus: HttpsBus) -> None:
+async def test_an_unusable_certificate_or_address_keeps_the_old_one(bus: HttpsBus) -> None:
     before = bus.mbus
+    taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
 
     with pytest.raises(ActionError, match="cannot use the new bus credentials: the certificate is not a PEM"):
         await bus.rotate(mbus(bus.port, certificate="nonsense"))
+    async with taken:
+        with pytest.raises(ActionError, match="cannot listen at 127.0.0.1"):
+            await bus.rotate(mbus(taken.sockets[0].getsockname()[1]))
 
     assert bus.mbus == before == mbus()
     assert await Cli(bus.port).value("ping") == "ping"
 
 
-async def test_an_unavailable_address_keeps_the_old_one(agent: Agent, tmp_path: Path) -> None:
-    taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    async with taken, on_https(agent.handle, tmp_path) as bus:
-        with pytest.raises(ActionError, match="cannot listen at 127.0.0.1"):
-            await bus.rotate(mbus(taken.sockets[0].getsockname()[1]))
-
-        assert await Cli(bus.port).value("ping") == "ping"
-
-
-@pytest.mark.parametrize(("address", "port"), [("198.51.100.7", 443), ("198.51.100.7:6868", 6868)])
-async def test_an_address_without_a_port_has_the_port_of_https(
-    agent: Agent, tmp_path: Path, address: str, port: int
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("u:p@198.51.100.7", "cannot listen at 198.51.100.7:443: "),
+        ("u:p@198.51.100.7:6868", "cannot listen at 198.51.100.7:6868: "),
+        ("mbus:hush/hush@127.0.0.1", ""),
+    ],
+    ids=["the port of https", "its own port", "broken"],
+)
+async def test_an_address_that_cannot_be_listened_at_is_reported_without_its_password(
+    agent: Agent, tmp_path: Path, address: str, said: str
 ) -> None:
-    bus = HttpsBus(mbus(urls=(f"https://u:p@{address}",)), agent.handle, tmp_path)
+    bus = HttpsBus(mbus(urls=(f"https://{address}",)), agent.handle, tmp_path)
     running = asyncio.create_task(bus.run())
     await until(lambda: bus.stats.last_error)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
-    assert f"cannot listen at 198.51.100.7:{port}: " in bus.stats.last_error
-
-
-async def test_broken_address_does_not_show_the_password(agent: Agent, tmp_path: Path) -> None:
-    bus = HttpsBus(mbus(urls=("https://mbus:hush/hush@127.0.0.1",)), agent.handle, tmp_path)
-    running = asyncio.create_task(bus.run())
-    await until(lambda: bus.stats.last_error)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-
+    assert said in bus.stats.last_error
     assert "hush" not in bus.stats.last_error
 
 

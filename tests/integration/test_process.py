@@ -39,38 +39,27 @@ def shell(script: str) -> list[str]:
 
 
 async def test_exit_code_is_reported(env: dict[str, str]) -> None:
-    """Both who waits before the end and who waits after it learn the code."""
+    """Both who waits before the end and who waits after it learn the code. Without a waiter no zombie is left."""
     child = process.spawn(shell("exit 7"), env=env)
 
     assert await child.wait() == 7
     assert await child.wait() == 7
-
-
-async def test_child_is_reaped_though_nobody_waits(env: dict[str, str]) -> None:
-    """A process without a waiter leaves no zombie."""
-    child = process.spawn(shell("exit 0"), env=env)
-
-    await until(lambda: proc.stat(child.pid) is None)
+    unwaited = process.spawn(shell("exit 0"), env=env)
+    await until(lambda: proc.stat(unwaited.pid) is None)
 
 
 async def test_descriptors_are_given_back(env: dict[str, str]) -> None:
-    """A process costs a descriptor only while it lives."""
+    """A process costs a descriptor only while it lives. The kernel gives the lowest free number to the next one."""
     before = _descriptors()
     children = [process.spawn(shell("exit 0"), env=env) for _ in range(10)]
     released = process.spawn(["/bin/sleep", "600"], env=env)
     released.release()
-    await asyncio.gather(*(child.wait() for child in children))
+    children.append(process.spawn(shell("exit 7"), env=env))
+    codes = await asyncio.wait_for(asyncio.gather(*(child.wait() for child in children)), 30)
 
+    assert codes == [*[0] * 10, 7]
     assert _descriptors() == before
     assert process.send(released.identity, signal.SIGKILL)
-
-
-async def test_the_descriptor_of_a_released_process_serves_the_next(env: dict[str, str]) -> None:
-    """The kernel gives the lowest free number: the next process has that of the released one."""
-    process.spawn(["/bin/sleep", "600"], env=env).release()
-    child = process.spawn(shell("exit 7"), env=env)
-
-    assert await asyncio.wait_for(child.wait(), 30) == 7
 
 
 def _descriptors() -> int:
@@ -80,8 +69,6 @@ def _descriptors() -> int:
 @pytest.mark.parametrize(
     ("arguments", "options", "text", "number"),
     [
-        (["/no/such"], {}, "cannot run /no/such: No such file or directory", errno.ENOENT),
-        (["/etc/passwd"], {}, "cannot run /etc/passwd: Permission denied", errno.EACCES),
         ([SH], {"cwd": "/no/dir"}, "cannot run /bin/sh with /no/dir: No such file or directory", errno.ENOENT),
         ([SH, "nul\0"], {}, "cannot run /bin/sh: embedded null byte", None),
     ],
@@ -97,20 +84,45 @@ async def test_what_cannot_run_is_reported(
     assert caught.value.errno == number
 
 
+@pytest.mark.parametrize(
+    ("text", "mode", "why", "number"),
+    [
+        (None, 0, "No such file or directory", errno.ENOENT),
+        (None, 0o755, "Permission denied", errno.EACCES),  # a directory
+        ("#!/bin/sh\n", 0o644, "Permission denied", errno.EACCES),
+        ("#!/no/such/interpreter -e\n", 0o755, "the interpreter that it names is missing", errno.ENOENT),
+        ("#!\t/no/such/interpreter\n", 0o755, "the interpreter that it names is missing", errno.ENOENT),
+        ("echo no first line\n", 0o755, "Exec format error", errno.ENOEXEC),
+    ],
+)
+async def test_a_program_that_cannot_be_executed_is_refused(
+    env: dict[str, str], tmp_path: Path, text: str | None, mode: int, why: str, number: int
+) -> None:
+    """At once, also where another program would execute it."""
+    program = tmp_path / "program"
+    if text is not None:
+        program.write_text(text)
+        program.chmod(mode)
+    elif mode:
+        program.mkdir()
+    with pytest.raises(HostError, match=f"^cannot run {program}: {why}$") as caught:
+        process.spawn([str(program)], env=env)
+    assert caught.value.errno == number
+    with pytest.raises(HostError, match=f"^cannot run {program}: {why}$"):
+        process.spawn([str(program)], env=env, nice=1)
+    with pytest.raises(HostError, match=f"^cannot run {program}: {why}$"):
+        await process.spawn_prepared(lambda _: None, [str(program)], env=env)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user changes to nobody, and is not asked whom")
-async def test_unknown_user_is_named() -> None:
-    """A file that names a user this image does not have fails with that name."""
+async def test_unknown_user_is_named(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may name a user that this image does not have. An ordinary user runs every program as itself."""
     with pytest.raises(HostError, match="cannot run /bin/sh: there is no user nosuch"):
         process.spawn([SH], env={}, user="nosuch")
     with pytest.raises(HostError, match="cannot run /bin/sh: there is no group nosuch"):
         process.spawn([SH], env={}, user="root", group="nosuch")
 
-
-async def test_an_ordinary_user_runs_every_program_as_itself(
-    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-
     assert await process.spawn(shell("exit 7"), env=env, user="nosuch", group="nosuch").wait() == 7
 
 
@@ -145,29 +157,20 @@ sys.exit(asyncio.run(become()))"""
     assert done.stdout.split() == ids.split()
 
 
-async def test_output_is_appended(env: dict[str, str], tmp_path: Path) -> None:
-    """Both streams go to the end of one file, which others may not read."""
+async def test_output_is_appended_to_a_regular_file_of_one_name_alone(env: dict[str, str], tmp_path: Path) -> None:
+    """Both streams go to its end, and others may not read it. It holds with a reader of a pipe too."""
     log = tmp_path / "log"
-    log.write_text("before\n")
-    log.unlink()
     for _ in range(2):
         await process.spawn(shell("echo out; echo err >&2"), env=env, stdout=log, stderr=log).wait()
-
     assert log.read_text() == "out\nerr\n" * 2
     assert log.stat().st_mode & 0o777 == 0o640
 
-
-async def test_output_waits_for_no_pipe_and_goes_into_no_link_or_file_of_another_name(
-    env: dict[str, str], tmp_path: Path
-) -> None:
-    """It holds with a reader of the pipe too."""
     os.mkfifo(tmp_path / "lonely")
     os.mkfifo(tmp_path / "read")
     reader = os.open(tmp_path / "read", os.O_RDONLY | os.O_NONBLOCK)
     (tmp_path / "victim").touch()
     (tmp_path / "second").hardlink_to(tmp_path / "victim")
     (tmp_path / "link").symlink_to(tmp_path / "victim")
-
     reasons = dict.fromkeys(("lonely", "read", "link"), "not a regular file") | {"second": "a second hard link"}
     for name, why in reasons.items():
         with pytest.raises(HostError, match=rf"cannot run /bin/sh with .*/{name}: .*{why}"):
@@ -301,35 +304,6 @@ async def test_a_program_that_waits_for_a_killed_agent_does_not_run(tmp_path: Pa
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "why"),
-    [
-        (None, 0, "No such file or directory"),
-        (None, 0o755, "Permission denied"),  # a directory
-        ("#!/bin/sh\n", 0o644, "Permission denied"),
-        ("#!/no/such/interpreter -e\n", 0o755, "the interpreter that it names is missing"),
-        ("#!\t/no/such/interpreter\n", 0o755, "the interpreter that it names is missing"),
-        ("echo no first line\n", 0o755, "Exec format error"),
-    ],
-)
-async def test_a_program_that_cannot_be_executed_is_refused(
-    env: dict[str, str], tmp_path: Path, text: str | None, mode: int, why: str
-) -> None:
-    """At once, also where another program would execute it."""
-    program = tmp_path / "program"
-    if text is not None:
-        program.write_text(text)
-        program.chmod(mode)
-    elif mode:
-        program.mkdir()
-    with pytest.raises(HostError, match=f"^cannot run {program}: {why}$"):
-        process.spawn([str(program)], env=env)
-    with pytest.raises(HostError, match=f"^cannot run {program}: {why}$"):
-        process.spawn([str(program)], env=env, nice=1)
-    with pytest.raises(HostError, match=f"^cannot run {program}: {why}$"):
-        await process.spawn_prepared(lambda _: None, [str(program)], env=env)
-
-
 RAISED = """
 import asyncio, os, resource, subprocess
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -418,23 +392,22 @@ def test_the_terminal_of_the_agent_is_closed_to_its_programs() -> None:
     assert b"pushed\r\n" not in said
 
 
-async def test_terminate_asks_first(env: dict[str, str], tmp_path: Path) -> None:
-    """A process that obeys TERM is not killed."""
+@pytest.mark.parametrize(
+    ("program", "grace", "code", "said"),
+    [("say_signals.sh", 5, 0, "TERM\n"), ("ignore_term.sh", 0.05, 137, "")],
+    ids=["asks", "kills a deaf one after the grace"],
+)
+async def test_terminate_asks_first(
+    env: dict[str, str], tmp_path: Path, program: str, grace: float, code: int, said: str
+) -> None:
     log, pidfile = tmp_path / "log", tmp_path / "pid"
-    child = process.spawn(argv("say_signals.sh", log, pidfile), env=env)
+    log.touch()
+    words = (log, pidfile) if said else (pidfile,)
+    child = process.spawn(argv(program, *words), env=env)
     await until(lambda: number_in(pidfile))
 
-    assert await child.terminate(5) == 0
-    assert log.read_text() == "TERM\n"
-
-
-async def test_terminate_kills_what_does_not_listen(env: dict[str, str], tmp_path: Path) -> None:
-    """After the grace KILL ends it."""
-    pidfile = tmp_path / "pid"
-    child = process.spawn(argv("ignore_term.sh", pidfile), env=env)
-    await until(lambda: number_in(pidfile))
-
-    assert await child.terminate(0.05) == 137
+    assert await child.terminate(grace) == code
+    assert log.read_text() == said
 
 
 async def test_terminate_ends_the_group_of_a_dead_leader(env: dict[str, str], tmp_path: Path) -> None:
@@ -475,16 +448,22 @@ async def test_group_of_a_dead_process_is_signalled_as_one_until_it_is_reaped(
     assert sent.count((child.pid, signal.SIGTERM)) == 1
 
 
-async def test_a_living_child_is_not_reaped(env: dict[str, str]) -> None:
+async def test_a_signal_is_for_a_process_and_not_for_who_has_its_number(env: dict[str, str]) -> None:
+    """A process with another start time is another process. After the end the number may be another's."""
     child = process.spawn(["/bin/sleep", "600"], env=env)
 
     assert not process.reap(child.pid)
     assert process.is_watched(child.pid)
     assert process.is_spawned(child.identity)
-
-    child.send(signal.SIGKILL)
-    await child.wait()
+    assert not process.send((child.pid, child.start_ticks + 1), signal.SIGKILL)
+    assert not process.send((child.pid, child.start_ticks - 1), signal.SIGKILL)
+    assert child.is_alive
+    assert process.send((child.pid, child.start_ticks), signal.SIGKILL)
+    assert await child.wait() == 128 + signal.SIGKILL
     assert not process.is_spawned(child.identity)
+    assert not child.is_alive
+    assert child.send(signal.SIGKILL) is False
+    child.send_group(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", ["signal", "terminate"])
@@ -515,16 +494,6 @@ async def test_a_group_that_outlives_its_leader_may_have_members_as_young_as_its
     await leader.wait()
 
     assert leader.seen_ticks == (1 << 50) + ticks
-
-
-async def test_signal_after_the_end_goes_nowhere(env: dict[str, str]) -> None:
-    """A number that may be another's by now is not used."""
-    child = process.spawn(shell("exit 0"), env=env)
-    await child.wait()
-
-    assert not child.is_alive
-    assert child.send(signal.SIGKILL) is False
-    child.send_group(signal.SIGKILL)
 
 
 async def test_adoption_needs_a_living_process(env: dict[str, str]) -> None:
@@ -605,17 +574,6 @@ async def test_the_session_of_an_orphan_is_the_one_that_it_ended_in(env: dict[st
         await child.terminate(1)
 
     assert daemon.session == daemon.pid
-
-
-async def test_a_signal_is_for_a_process_and_not_for_who_has_its_number(env: dict[str, str]) -> None:
-    """A process with another start time is another process."""
-    child = process.spawn(["/bin/sleep", "600"], env=env)
-
-    assert not process.send((child.pid, child.start_ticks + 1), signal.SIGKILL)
-    assert not process.send((child.pid, child.start_ticks - 1), signal.SIGKILL)
-    assert child.is_alive
-    assert process.send((child.pid, child.start_ticks), signal.SIGKILL)
-    assert await child.wait() == 128 + signal.SIGKILL
 
 
 async def test_everything_works_without_pidfd(
