@@ -61,19 +61,6 @@ def test_the_machine_that_runs_the_tests_is_safe(box: Machine) -> None:
     assert box.run("ls /home") == "vcap\n"
 
 
-def test_a_user_for_an_operator(box: Machine, inside: Inside) -> None:
-    """Groups, home, key and modes as the Go agent makes them."""
-    inside(setup("bosh_abc"))
-
-    assert groups_of(box, "bosh_abc") == {"bosh_abc", "vcap", "admin", "bosh_sudoers", "bosh_sshers"}
-    assert box.run("stat -c '%a %U' /var/vcap/bosh_ssh/bosh_abc") == "700 bosh_abc\n"
-    assert box.run("stat -c '%a %U' /var/vcap/bosh_ssh/bosh_abc/.ssh") == "700 bosh_abc\n"
-    assert box.run("cd /var/vcap/bosh_ssh/bosh_abc/.ssh && stat -c '%a %U %n' *") == "600 bosh_abc authorized_keys\n"
-    assert box.run("cat /var/vcap/bosh_ssh/bosh_abc/.ssh/authorized_keys") == KEY
-    assert box.run("getent passwd bosh_abc").endswith(":/var/vcap/bosh_ssh/bosh_abc:/bin/bash\n")
-    assert stat.S_IMODE((box.vcap / "bosh_ssh").stat().st_mode) == 0o755
-
-
 def test_a_name_without_our_beginning(box: Machine, inside: Inside) -> None:
     """A free one is taken, with a word for a key too, as by the Go agent. A cleanup leaves that user."""
     inside(setup("jane_doe", "public-key"))
@@ -97,17 +84,22 @@ def test_the_name_of_another_user_is_refused(box: Machine, inside: Inside, user:
     assert (groups_of(box, user), (box.root / "etc/passwd").read_text()) == before
 
 
-def test_a_request_that_comes_twice(box: Machine, inside: Inside) -> None:
-    """The user is created again, with the newer key."""
-    inside(setup("bosh_twice"))
-    inside(setup("bosh_twice", "ssh-rsa BBBB\n"))
+def test_a_user_for_an_operator(box: Machine, inside: Inside) -> None:
+    """Groups, home, key and modes as the Go agent makes them. The same request again replaces the key."""
+    for key in ("ssh-rsa BBBB\n", KEY):
+        inside(setup("bosh_abc", key))
 
-    assert box.run("cat /var/vcap/bosh_ssh/bosh_twice/.ssh/authorized_keys") == "ssh-rsa BBBB\n"
-    assert accounts(box).count("bosh_twice") == 1
+        assert box.run("cat /var/vcap/bosh_ssh/bosh_abc/.ssh/authorized_keys") == key
+        assert accounts(box).count("bosh_abc") == 1
+        assert groups_of(box, "bosh_abc") == {"bosh_abc", "vcap", "admin", "bosh_sudoers", "bosh_sshers"}
+    assert box.run("stat -c '%a %U' /var/vcap/bosh_ssh/bosh_abc") == "700 bosh_abc\n"
+    assert box.run("stat -c '%a %U' /var/vcap/bosh_ssh/bosh_abc/.ssh") == "700 bosh_abc\n"
+    assert box.run("cd /var/vcap/bosh_ssh/bosh_abc/.ssh && stat -c '%a %U %n' *") == "600 bosh_abc authorized_keys\n"
+    assert box.run("getent passwd bosh_abc").endswith(":/var/vcap/bosh_ssh/bosh_abc:/bin/bash\n")
+    assert stat.S_IMODE((box.vcap / "bosh_ssh").stat().st_mode) == 0o755
 
 
-def test_two_requests_at_once(box: Machine, inside: Inside) -> None:
-    """Both users are there."""
+def test_requests_at_once_each_make_their_user(box: Machine, inside: Inside) -> None:
     inside(f"{USERS}await asyncio.gather(*(users.setup(f'bosh_p{{i}}', {KEY!r}) for i in range(4)))")
 
     assert {f"bosh_p{i}" for i in range(4)} <= set(accounts(box))
@@ -127,57 +119,38 @@ def test_clean_up_removes_those_that_match(box: Machine, inside: Inside) -> None
     assert (box.vcap / "bosh_ssh/bosh_y1").exists()
 
 
-def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside) -> None:
-    """Processes in other sessions and endless forks end, too. The next user may get the number."""
+STAYING = {
+    "other sessions": [
+        ["setsid", "--fork", "sleep", "600"],
+        ["setsid", "sh", "-c", "while :; do (sleep 0.01 &) ; done"],
+    ],
+    "killing": [["setsid", sys.executable, "-S", "-c", KILLING]],
+    "filling": [["setsid", sys.executable, "-S", "-c", FILLING, "/var/vcap/bosh_ssh/bosh_stays"]] * 2,
+}
+"""Processes that work against their removal: in other sessions with endless forks, with a kill of whatever becomes
+their user, and with new files in the home that is removed.
+"""
+
+
+@pytest.mark.parametrize("commands", STAYING.values(), ids=STAYING.keys())
+def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
+    """The next user may get the number."""
     inside(setup("bosh_stays"))
-    number = box.run("id -u bosh_stays").strip()
-    forking = "while :; do (sleep 0.01 &) ; done"
-    staying = [
-        box.popen(["setpriv", "--reuid", "bosh_stays", "--regid", "bosh_stays", "--clear-groups", *argv])
-        for argv in (["setsid", "--fork", "sleep", "600"], ["setsid", "sh", "-c", forking])
-    ]
+    number, home = box.run("id -u bosh_stays").strip(), "/var/vcap/bosh_ssh/bosh_stays"
+    as_user = ["setpriv", "--reuid", "bosh_stays", "--regid", "bosh_stays", "--clear-groups"]
+    staying = [box.popen([*as_user, *argv]) for argv in commands]
     try:
-        box.run(f"until test $(pgrep -cu {number}) -ge 3; do sleep 0.02; done")
+        box.run(f"until test $(pgrep -cu {number}) -ge {len(commands)}; do sleep 0.02; done")
+        if FILLING in commands[0]:
+            box.run(f"until test -d {home}/a/b; do sleep 0.02; done")
 
         assert inside(cleanup("^bosh_stays")) == ["bosh_stays"]
-        assert box.run(f"pgrep -u {number} || true") == ""
-    finally:
-        for each in staying:
-            each.kill()
-            each.wait()
-
-
-def test_a_process_of_a_removed_user_that_kills_whoever_becomes_the_user_is_ended(box: Machine, inside: Inside) -> None:
-    """It killed each program that ran as the user to end it."""
-    inside(setup("bosh_kills"))
-    number = box.run("id -u bosh_kills").strip()
-    as_user = ["setpriv", "--reuid", "bosh_kills", "--regid", "bosh_kills", "--clear-groups"]
-    killing = box.popen([*as_user, "setsid", sys.executable, "-S", "-c", KILLING])
-    try:
-        box.run(f"until test $(pgrep -cu {number}) -ge 1; do sleep 0.02; done")
-
-        assert inside(cleanup("^bosh_kills")) == ["bosh_kills"]
-        assert box.run(f"pgrep -u {number} || true") == ""
-    finally:
-        box.run(f"pkill -KILL -u {number} || true")
-        killing.wait()
-
-
-def test_a_user_that_fills_its_home_while_it_is_removed_is_removed(box: Machine, inside: Inside) -> None:
-    """The removal of the home failed, and processes without an account remained."""
-    inside(setup("bosh_fills"))
-    number, home = box.run("id -u bosh_fills").strip(), "/var/vcap/bosh_ssh/bosh_fills"
-    as_user = ["setpriv", "--reuid", "bosh_fills", "--regid", "bosh_fills", "--clear-groups"]
-    filling = [box.popen([*as_user, "setsid", sys.executable, "-S", "-c", FILLING, home]) for _ in range(2)]
-    try:
-        box.run(f"until test -d {home}/a/b; do sleep 0.02; done")
-
-        assert inside(cleanup("^bosh_fills")) == ["bosh_fills"]
         assert box.run(f"pgrep -u {number} || true") == ""
         assert not (box.root / home[1:]).exists()
     finally:
         box.run(f"pkill -KILL -u {number} || true")
-        for each in filling:
+        for each in staying:
+            each.kill()
             each.wait()
 
 
@@ -215,22 +188,17 @@ def test_a_missing_group_leaves_no_half_user(box: Machine, inside: Inside) -> No
     assert not (box.vcap / "bosh_ssh/bosh_half").exists()
 
 
-def test_a_missing_useradd_is_reported(box: Machine, inside: Inside) -> None:
-    """A minimal image."""
+def test_an_agent_without_useradd_or_root_makes_no_user(box: Machine, inside: Inside) -> None:
+    """In a minimal image, and as an ordinary user, whose refusal comes before any change."""
+    inside(setup("bosh_first"))
     box.run("mount --bind /dev/null /usr/sbin/useradd")
     try:
         error = inside(setup("bosh_none"))
     finally:
         box.run("umount /usr/sbin/useradd")
-
     assert error == "Creating user: cannot run useradd: Permission denied"
 
-
-def test_an_ordinary_user_cannot(box: Machine, inside: Inside) -> None:
-    """The refusal comes before any change."""
-    inside(setup("bosh_first"))
     error = inside(setup("bosh_none"), "setpriv", "--reuid", "65534", "--clear-groups")
-
     assert error == "Creating user: cannot make users: the agent is not root"
     assert "bosh_none" not in accounts(box)
 
