@@ -65,31 +65,22 @@ async def content(store: Provider, blob_id: str = ID) -> bytes:
 # --- local ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_directory_keeps_blobs(paths: Paths, tmp_path: Path) -> None:
-    """It is made when the first comes."""
+async def test_a_directory_keeps_blobs(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made when the first comes. A blob is on the disk before its name: the end of the machine would leave the
+    name of an empty file.
+    """
     (tmp_path / "file").write_bytes(b"data")
+    synced: list[tuple[int, bool]] = []
+    target = tmp_path / "store" / ID
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, target.exists())))
     store = made(paths, "local", blobstore_path=str(tmp_path / "store"))
     await store.put(ID, tmp_path / "file")
 
     assert await content(store) == b"data"
     assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o770
-    assert stat.S_IMODE((tmp_path / "store" / ID).stat().st_mode) == 0o640
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
     assert [entry.name for entry in (tmp_path / "store").iterdir()] == [ID]
-
-
-async def test_a_blob_is_on_the_disk_before_its_name(
-    paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The end of the machine would leave the name of an empty file."""
-    (tmp_path / "file").write_bytes(b"data")
-    synced: list[tuple[int, bool]] = []
-    target = tmp_path / "store" / ID
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, target.exists())))
-
-    await made(paths, "local", blobstore_path=str(tmp_path / "store")).put(ID, tmp_path / "file")
-
-    inodes = [target.stat().st_ino, (tmp_path / "store").stat().st_ino]
-    assert synced[-2:] == [(inodes[0], False), (inodes[1], True)]
+    assert synced[-2:] == [(target.stat().st_ino, False), ((tmp_path / "store").stat().st_ino, True)]
 
 
 async def test_a_directory_that_takes_no_more_is_named(paths: Paths, tmp_path: Path) -> None:
@@ -114,13 +105,21 @@ async def test_the_cache_of_create_env_is_the_directory_of_the_bus(paths: Paths)
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
-    [({}, "missing blobstore_path"), ({"blobstore_path": 7}, "blobstore_path must be a string")],
+    ("kind", "options", "text"),
+    [
+        ("local", {}, "^Validating blobstore: missing blobstore_path$"),
+        ("local", {"blobstore_path": 7}, "^Validating blobstore: blobstore_path must be a string$"),
+        *(("dav", given, "cannot use the blobstore dav: .*endpoint") for given in ({}, {"endpoint": None})),
+        ("dav", {"endpoint": 7}, "cannot use the blobstore dav: .*endpoint"),
+        *((name, {}, "unknown provider") for name in ("../x", "a/b", "", "x y", "-x")),
+    ],
 )
-def test_a_directory_must_be_named(paths: Paths, options: dict[str, Any], text: str) -> None:
-    """In the words of the Go agent."""
-    with pytest.raises(BlobError, match=f"^Validating blobstore: {text}$"):
-        made(paths, "local", **options)
+def test_a_blobstore_that_cannot_be_is_refused(paths: Paths, kind: str, options: dict[str, Any], text: str) -> None:
+    """With the option that is wrong, of a directory in the words of the Go agent. A name becomes part of a path and of
+    a command.
+    """
+    with pytest.raises(BlobError, match=text):
+        made(paths, kind, **options)
 
 
 @pytest.mark.parametrize("what", ["nothing", "directory", "link"])
@@ -155,21 +154,14 @@ async def test_dav_spreads_blobs_by_their_ids(paths: Paths, tmp_path: Path, tran
         assert await content(store) == b"data"
 
 
-async def test_an_id_is_one_step_of_a_path(paths: Paths, transfer: Transfer) -> None:
-    """A password may have any characters."""
+async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: Transfer) -> None:
+    """Nulls count as absent. An id is one step of a path."""
     async with http_server() as server:
+        store = made(paths, "dav", transfer, endpoint=server.url, user=None, password=None)
         with pytest.raises(BlobError):
-            await content(made(paths, "dav", transfer, endpoint=server.url), "a ?b#%c")
+            await content(store, "a ?b#%c")
 
         assert server.requests[0].target == "/c0/a%20%3Fb%23%25c"
-
-
-async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: Transfer) -> None:
-    """Nulls count as absent."""
-    async with http_server() as server:
-        server.blobs[f"/{SHARD}/{ID}"] = b"data"
-        await content(made(paths, "dav", transfer, endpoint=server.url, user=None, password=None))
-
         assert "authorization" not in server.requests[0].headers
 
 
@@ -183,13 +175,6 @@ async def test_a_wrong_password_is_reported_without_it(paths: Paths, transfer: T
         assert str(caught.value) == f"Error executing GET, response was 401 from {server.host}"
 
 
-@pytest.mark.parametrize("options", [{}, {"endpoint": None}, {"endpoint": 7}])
-def test_dav_needs_an_endpoint(paths: Paths, options: dict[str, Any]) -> None:
-    """The text says which option."""
-    with pytest.raises(BlobError, match="cannot use the blobstore dav: .*endpoint"):
-        made(paths, "dav", **options)
-
-
 # --- external programs ----------------------------------------------------------------------------------------------
 
 
@@ -200,14 +185,21 @@ def program(paths: Paths, body: str) -> None:
     path.chmod(0o755)
 
 
-async def test_a_program_gets_and_puts(paths: Paths, tmp_path: Path) -> None:
-    """It finds its options in a file that only root may read, and nothing temporary is left."""
-    program(paths, f'[ $what = get ] && cp "{tmp_path}/$from" "$to" || cp "$from" "{tmp_path}/$to"')
+async def test_a_program_gets_and_puts(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds its options in a file that only root may read, and nothing temporary is left.
+
+    Proxies of the settings are set in both spellings. They replace those of the environment, which is otherwise kept.
+    """
+    monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
+    monkeypatch.setenv("NO_PROXY", "here")
+    told = f'echo "$https_proxy $HTTPS_PROXY $NO_PROXY" >"{tmp_path}/told"'
+    program(paths, f'{told}; [ $what = get ] && cp "{tmp_path}/$from" "$to" || cp "$from" "{tmp_path}/$to"')
     (tmp_path / "file").write_bytes(b"data")
-    store = made(paths, "x", bucket="b", nested={"key": "k"})
+    store = made(paths, "x", proxies={"https_proxy": "http://s:2"}, bucket="b", nested={"key": "k"})
     await store.put(ID, tmp_path / "file")
 
     assert await content(store) == b"data"
+    assert (tmp_path / "told").read_text() == "http://s:2 http://s:2 here\n"
     config = paths.bosh_etc / "blobstore-x.json"
     assert json.loads(config.read_bytes()) == {"bucket": "b", "nested": {"key": "k"}}
     assert stat.S_IMODE(config.stat().st_mode) == 0o600
@@ -223,15 +215,6 @@ async def test_a_program_that_replaces_the_file_is_understood(paths: Paths) -> N
         await content(made(paths, "x"))
 
     assert list(paths.tmp.iterdir()) == []
-
-
-async def test_a_program_gets_the_proxies_of_the_settings(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both spellings are set. They replace the proxies of the environment, which is otherwise kept."""
-    monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
-    monkeypatch.setenv("NO_PROXY", "here")
-    program(paths, 'echo "$https_proxy $HTTPS_PROXY $NO_PROXY" >"$to"')
-
-    assert await content(made(paths, "x", proxies={"https_proxy": "http://s:2"})) == b"http://s:2 http://s:2 here\n"
 
 
 async def test_a_failing_program_is_quoted_without_secrets(paths: Paths) -> None:
@@ -254,9 +237,16 @@ async def test_a_failing_program_is_quoted_without_secrets(paths: Paths) -> None
     assert list(paths.tmp.iterdir()) == []
 
 
-async def test_a_missing_program_is_reported(paths: Paths) -> None:
-    """In the words of the Go agent, which died of it."""
+async def test_a_program_that_is_missing_or_takes_too_long_is_reported(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing one in the words of the Go agent, which died of it. The waiting task continues."""
     with pytest.raises(BlobError, match="^executable bosh-blobstore-x not found in PATH$"):
+        await content(made(paths, "x"))
+
+    monkeypatch.setattr("agent_shim.bulk.providers.PROGRAM_TIMEOUT_S", 0.1)
+    program(paths, "sleep 1000")
+    with pytest.raises(BlobError, match="it took longer than"):
         await content(made(paths, "x"))
 
 
@@ -273,14 +263,6 @@ async def test_a_cancelled_program_is_ended(paths: Paths, tmp_path: Path) -> Non
     assert list(paths.tmp.iterdir()) == []
 
 
-async def test_a_program_that_takes_too_long_is_ended(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The waiting task continues."""
-    monkeypatch.setattr("agent_shim.bulk.providers.PROGRAM_TIMEOUT_S", 0.1)
-    program(paths, "sleep 1000")
-    with pytest.raises(BlobError, match="it took longer than"):
-        await content(made(paths, "x"))
-
-
 async def test_endless_output_is_not_kept_in_memory(paths: Paths) -> None:
     program(paths, "head -c 64000000 /dev/zero | tr '\\0' x >&2; echo the end; exit 1")
     tracemalloc.start()
@@ -292,13 +274,6 @@ async def test_endless_output_is_not_kept_in_memory(paths: Paths) -> None:
         tracemalloc.stop()
 
     assert peak < 16_000_000
-
-
-@pytest.mark.parametrize("name", ["../x", "a/b", "", "x y", "-x"])
-def test_a_strange_name_is_no_provider(paths: Paths, name: str) -> None:
-    """It becomes part of a path and of a command."""
-    with pytest.raises(BlobError, match="unknown provider"):
-        made(paths, name)
 
 
 # --- others ---------------------------------------------------------------------------------------------------------
@@ -328,13 +303,9 @@ def test_the_ca_is_where_the_director_puts_it(options: dict[str, Any], ca: str) 
     assert trusted_ca(Blobstore("x", options)) == ca
 
 
-def test_the_end_of_the_output_is_reported() -> None:
-    """On one line."""
-    assert harmless("x" * 5000 + "\n\nthe\tend\n", {}) == "x" * 992 + " the end"
-
-
-def test_a_key_of_many_lines_is_hidden_line_by_line() -> None:
-    """Programs quote them so."""
+def test_the_end_of_the_output_is_reported_on_one_line_without_secrets() -> None:
+    """Programs quote a key of many lines line by line."""
     options = {"json_key": "-----BEGIN KEY-----\nAAAABBBB\n-----END KEY-----\n", "short": "no"}
 
+    assert harmless("x" * 5000 + "\n\nthe\tend\n", {}) == "x" * 992 + " the end"
     assert harmless("bad line AAAABBBB, no", options) == "bad line …, no"

@@ -103,38 +103,55 @@ async def test_process_runs_as_bpm_says(world: World, level: int) -> None:
         assert (world.paths.sys / "log/web/web.stderr.log").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.slow
-async def test_stop_signals_once_and_takes_the_pid_file_away(world: World) -> None:
-    """shutdown_signal first; what the process has left is killed; nothing is there afterwards."""
-    script = "setsid sleep 601 & trap 'echo got INT; exit 0' INT; echo ready; while :; do sleep 0.05; done"
-    file = job(world, script, "  shutdown_signal: INT\n")
-    async with world.supervising(file) as supervisor:
-        found = await in_state(supervisor, "web", "running")
-        await said(world, "ready")
-        below = proc.descent(proc.children(proc.table()), [found.pid])
-        child = await until(lambda: next((pid for pid in below if proc.command_line(pid) == "sleep 601"), 0), "a child")
-        await supervisor.stop(wait=True)
-
-        assert "got INT" in output(world)
-        assert not pidfile(world.paths).exists()
-        assert not is_alive(child)
-
-
-@pytest.mark.slow
-async def test_a_process_that_ignores_term_gets_quit_then_kill(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ladder of bpm, with shorter steps."""
-    monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 1.0)
-    file = job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
-    async with world.supervising(file) as supervisor:
+@pytest.mark.parametrize(
+    ("has_cgroups", "number", "more"), [(True, "TERM", ""), (False, "INT", "  shutdown_signal: INT\n")]
+)
+async def test_stop_signals_first_and_kills_the_rest(
+    world: World, monkeypatch: pytest.MonkeyPatch, has_cgroups: bool, number: str, more: str
+) -> None:
+    """The signal goes to the process alone. Without cgroups a child without the mark is known by its parent."""
+    if not has_cgroups:
+        monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
+    child_of = "env -i setsid sleep 601"
+    trap = f"trap 'sleep 0.1; echo bye; exit 0' {number}"
+    file = job(world, f"{child_of} & {trap}; echo ready; while :; do sleep 0.05; done", more)
+    async with world.supervising() as supervisor:
+        supervisor.bpm._level = 3
+        await supervisor.configure([file])
+        await supervisor.start()
         pid = (await in_state(supervisor, "web", "running")).pid
         await said(world, "ready")
-        begun_at = time.monotonic()
+        below = proc.descent(proc.children(proc.table()), [pid])
+        child = await until(
+            lambda: next((each for each in below if proc.command_line(each) == "sleep 601"), 0), "a child"
+        )
         await supervisor.stop(wait=True)
 
-        assert output(world).split()[-2:] == ["TERM", "QUIT"]
+        assert output(world) == "ready\nbye\n"
+        assert (is_alive(pid), is_alive(child), pidfile(world.paths).exists()) == (False, False, False)
+        assert supervisor.bpm._programs.remains.killed == set()
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+async def test_a_process_that_ignores_term_gets_quit_then_kill_and_is_recorded(
+    world: World, monkeypatch: pytest.MonkeyPatch, has_time: bool
+) -> None:
+    """The ladder of bpm, with shorter steps. If the time is over before the first signal, none is waited for."""
+    monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 0.3 if has_time else 3600.0)
+    monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 0.3 if has_time else 3600.0)
+    job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
+    async with world.supervising() as supervisor:
+        pid = (await supervisor.bpm.start(START)).pid
+        await said(world, "ready")
+        begun_at = time.monotonic()
+        async with asyncio.timeout(60):
+            await supervisor.bpm.stop(START, by=float("inf") if has_time else begun_at)
+
         assert not is_alive(pid)
-        assert time.monotonic() - begun_at >= 2
+        assert supervisor.bpm._programs.remains.killed == {"bpm/web/web"}
+        if has_time:
+            assert output(world).split()[-2:] == ["TERM", "QUIT"]
+            assert time.monotonic() - begun_at >= 0.6
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
@@ -158,48 +175,6 @@ async def test_a_process_started_by_a_script_is_adopted(
         assert output(world) == "started\n"
         await supervisor.stop(wait=True)
         assert not is_alive(first.pid)
-
-
-@pytest.mark.parametrize("has_cgroups", [True, False])
-async def test_stop_signals_first_and_kills_the_rest(
-    world: World, monkeypatch: pytest.MonkeyPatch, has_cgroups: bool
-) -> None:
-    """The signal goes to the process alone. Without cgroups a child without the mark is known by its parent."""
-    if not has_cgroups:
-        monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
-    child_of = "env -i setsid sleep 601"
-    job(world, f"{child_of} & trap 'sleep 0.1; echo bye; exit 0' TERM; echo ready; while :; do sleep 0.05; done")
-    async with world.supervising() as supervisor:
-        bpm = supervisor.bpm
-        bpm._level = 3
-        pid = (await bpm.start(START)).pid
-        await said(world, "ready")
-        below = proc.descent(proc.children(proc.table()), [pid])
-        child = await until(
-            lambda: next((each for each in below if proc.command_line(each) == "sleep 601"), 0), "a child"
-        )
-        await bpm.stop(START)
-
-        assert output(world) == "ready\nbye\n"
-        assert (is_alive(pid), is_alive(child), pidfile(world.paths).exists()) == (False, False, False)
-        assert bpm._programs.remains.killed == set()
-
-
-async def test_a_process_that_ignores_signals_is_recorded_as_killed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though the time for it is over before the first signal, which is not waited for then."""
-    monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 3600.0)
-    monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 3600.0)
-    job(world, "trap '' TERM QUIT; echo ready; while :; do sleep 0.05; done")
-    async with world.supervising() as supervisor:
-        pid = (await supervisor.bpm.start(START)).pid
-        await said(world, "ready")
-        async with asyncio.timeout(60):
-            await supervisor.bpm.stop(START, by=time.monotonic())
-
-        assert not is_alive(pid)
-        assert supervisor.bpm._programs.remains.killed == {"bpm/web/web"}
 
 
 def cgroups_of(world: World) -> list[str]:
@@ -250,30 +225,22 @@ async def test_rest_of_a_dead_process_ends_before_the_next_start(world: World) -
         assert not is_alive(left)
 
 
-async def test_cgroups_of_a_process_go_before_the_next_one_and_after_its_end(
+async def test_next_agent_finds_it_and_cgroups_go_before_the_next_process_and_after_its_end(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their counters would be taken for those of the next process."""
+    """Its counters would be taken for those of the next process. The next agent knows the process without memory."""
     removed = []
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: removed.append("removed"))
     job(world, "exec sleep 600")
     async with world.supervising() as supervisor:
-        await supervisor.bpm.start(START)
-        assert len(removed) == 1
-        await supervisor.bpm.stop(START)
-        assert len(removed) == 2
-
-
-async def test_next_agent_finds_it(world: World) -> None:
-    """The process outlives the agent and is known to the next one without its memory."""
-    job(world, "exec sleep 600")
-    async with world.supervising() as supervisor:
         pid = (await supervisor.bpm.start(START)).pid
+        assert len(removed) == 1
     async with world.supervisor() as supervisor:
         found = supervisor.bpm.find("web", "web")
         assert found is not None
         assert found[0] == pid
         await supervisor.bpm.stop(START)
+        assert len(removed) == 2
         assert supervisor.bpm.find("web", "web") is None
 
 

@@ -79,16 +79,12 @@ def test_a_bundle_lies_where_the_go_agent_puts_it(paths: Paths, bundles: Bundles
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../x", "a\0b", ".hidden", "x" * 300])
-async def test_a_name_that_leads_elsewhere_is_refused(paths: Paths, bundles: Bundles, name: str) -> None:
-    """Wherever names come from the wire."""
+async def test_a_name_that_leads_elsewhere_or_no_version_is_refused(paths: Paths, bundles: Bundles, name: str) -> None:
+    """Wherever names come from the wire. The Go agent dies of a missing version."""
     with pytest.raises(ActionError, match="cannot use .* as the name of a package"):
         bundles.path(Bundle("package", name, "1"))
     with pytest.raises(ActionError, match="cannot use .* as the name of a job"):
         await bundles.make_job_dirs([name])
-
-
-async def test_a_missing_version_is_an_error(bundles: Bundles) -> None:
-    """The Go agent dies of it."""
     with pytest.raises(ActionError, match="^cannot install the job web: it has no version$"):
         await installed(bundles, Bundle("job", "web", "", BlobRef("x", digest="00")))
 
@@ -182,7 +178,7 @@ async def test_leftovers_are_swept(paths: Paths, bundles: Bundles) -> None:
 
 
 async def test_links_lead_to_what_is_in_use(paths: Paths, bundles: Bundles) -> None:
-    """Each job has links to all packages, wherever they are needed."""
+    """Each job has links to all packages, wherever they are needed. Activating again changes not even the links."""
     web, db = jobs(paths, "web", "db")
     ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
     await installed(bundles, web, db, ruby, nginx)
@@ -195,6 +191,9 @@ async def test_links_lead_to_what_is_in_use(paths: Paths, bundles: Bundles) -> N
     assert in_use(paths.jobs / "db" / "packages") == packages
     modes = {path: mode_of(path) for path in (paths.jobs, paths.packages, paths.jobs / "web" / "packages")}
     assert modes == {paths.jobs: 0o750, paths.packages: 0o755, paths.jobs / "web" / "packages": 0o755}
+    before = {path: path.lstat().st_ino for path in paths.base.rglob("*") if path.is_symlink()}
+    await bundles.activate([web, db], [ruby, nginx])
+    assert {path: path.lstat().st_ino for path in before} == before
 
 
 async def test_a_job_that_stays_loses_links_to_packages_that_go(paths: Paths, bundles: Bundles) -> None:
@@ -224,38 +223,21 @@ async def test_links_that_releases_make_stay(paths: Paths, bundles: Bundles) -> 
     assert in_use(paths.packages) == {"erlang": Path("erlang-26")}
 
 
-async def test_a_real_directory_in_the_way_is_replaced(paths: Paths, bundles: Bundles) -> None:
-    """As an image may have one."""
+async def test_a_real_directory_in_the_way_is_replaced_and_a_missing_bundle_is_not_activated(
+    paths: Paths, bundles: Bundles
+) -> None:
+    """An image may have such a directory. Current bundles stay current."""
     (paths.packages / "p" / "old").mkdir(parents=True)
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     await bundles.activate([], [bundle])
-
     assert (paths.packages / "p" / "file").read_bytes() == b"p"
 
-
-async def test_a_missing_bundle_cannot_be_activated(paths: Paths, bundles: Bundles) -> None:
-    """Current bundles stay current."""
-    bundle = package(paths, "p")
-    await installed(bundles, bundle)
-    await bundles.activate([], [bundle])
     with pytest.raises(ActionError, match="cannot use the package q: bundle must be installed"):
         await bundles.activate([], [package(paths, "q")])
 
     assert in_use(paths.packages) == {"p": bundles.path(bundle)}
     assert bundles.path(bundle).is_dir()
-
-
-async def test_activating_again_changes_nothing(paths: Paths, bundles: Bundles) -> None:
-    """Not even the links."""
-    [web] = jobs(paths, "web")
-    ruby = package(paths, "ruby")
-    await installed(bundles, web, ruby)
-    await bundles.activate([web], [ruby])
-    before = {path: path.lstat() for path in paths.base.rglob("*") if path.is_symlink()}
-    await bundles.activate([web], [ruby])
-
-    assert {path: path.lstat().st_ino for path in before} == {path: found.st_ino for path, found in before.items()}
 
 
 async def test_nothing_is_removed_behind_a_link_in_the_place_of_versions(
@@ -293,24 +275,20 @@ async def test_a_bundle_loses_its_name_before_its_content(
 # --- directories of jobs --------------------------------------------------------------------------------------------
 
 
-async def test_jobs_get_their_directories_once(paths: Paths, bundles: Bundles) -> None:
-    """Existing files keep their modes, as scripts of jobs may have changed them."""
+async def test_jobs_get_their_directories_once(paths: Paths, bundles: Bundles, tmp_path: Path) -> None:
+    """Existing files keep their modes, as scripts of jobs may have changed them. A process with write access there does
+    not select by a link the file that root changes.
+    """
     (paths.log / "web").mkdir(parents=True, mode=0o700)
-    await bundles.make_job_dirs(["web", "db"])
+    (tmp_path / "victim").mkdir(mode=0o700)
+    (paths.data / "led").symlink_to(tmp_path / "victim")
+    (paths.data / "nowhere").symlink_to(tmp_path / "absent")
+    await bundles.make_job_dirs(["web", "db", "led", "nowhere"])
 
     modes = {str(path.relative_to(paths.data)): mode_of(path) for path in paths.data.rglob("*/web")}
     assert modes == {"sys/log/web": 0o700, "sys/run/web": 0o770}
     assert mode_of(paths.data / "web") == 0o770
     assert mode_of(paths.data / "db") == 0o770
-
-
-async def test_a_link_in_the_place_of_a_directory_is_left_alone(paths: Paths, bundles: Bundles, tmp_path: Path) -> None:
-    """A process with write access there does not select the file that root changes."""
-    (tmp_path / "victim").mkdir(mode=0o700)
-    (paths.data / "web").symlink_to(tmp_path / "victim")
-    (paths.data / "db").symlink_to(tmp_path / "absent")
-    await bundles.make_job_dirs(["web", "db"])
-
     assert mode_of(tmp_path / "victim") == 0o700
     assert not (tmp_path / "absent").exists()
 
@@ -343,25 +321,19 @@ async def test_only_the_nearest_copy_of_a_blob_is_deleted(paths: Paths, bundles:
     assert not (paths.blobs / "id").exists()
 
 
-async def test_a_blob_that_is_not_small_is_not_read_into_memory(paths: Paths, bundles: Bundles) -> None:
+async def test_a_small_blob_is_read_and_another_is_not(paths: Paths, bundles: Bundles) -> None:
+    """Neither leaves a file."""
     (paths.blobs / "id").write_bytes(b"data")
-    with (paths.blobs / "id").open("r+b") as file:
-        file.truncate(MAX_SMALL_BYTES + 1)
-    digest = hashlib.sha1((paths.blobs / "id").read_bytes()).hexdigest()
-
-    with pytest.raises(ActionError, match="cannot use the blob: it has 16777217 bytes"):
-        await bundles.fetch_small(BlobRef("id", digest=digest), DUMMY)
-    assert list(paths.tmp.iterdir()) == []
-
-
-async def test_a_small_blob_is_read(paths: Paths, bundles: Bundles) -> None:
-    """And leaves no file."""
-    (paths.blobs / "id").write_bytes(b"data")
-
     assert await bundles.fetch_small(BlobRef("id", digest=sha1(b"data")), DUMMY) == b"data"
     assert list(paths.tmp.iterdir()) == []
     with pytest.raises(ActionError, match="Checking blob 'id'"):
         await bundles.fetch_small(BlobRef("id", digest="00"), DUMMY)
+
+    (paths.blobs / "id").write_bytes(b"data")
+    with (paths.blobs / "id").open("r+b") as file:
+        file.truncate(MAX_SMALL_BYTES + 1)
+    with pytest.raises(ActionError, match="cannot use the blob: it has 16777217 bytes"):
+        await bundles.fetch_small(BlobRef("id", digest=sha1((paths.blobs / "id").read_bytes())), DUMMY)
     assert list(paths.tmp.iterdir()) == []
 
 

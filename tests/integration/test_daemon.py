@@ -50,32 +50,24 @@ async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(instance: World
     assert instance.pids() == before
 
 
-async def test_the_agent_may_open_more_files_than_its_jobs(instance: World) -> None:
+async def test_the_agent_may_open_more_files_than_its_jobs_and_leaves_no_core(instance: World) -> None:
     """Jobs get the soft limit of the container, as under the Go agent and monit. A job may have thousands of processes,
-    each a descriptor of the agent.
+    each a descriptor of the agent. A core file would hold the key of the bus. A job may still ask for one.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    core = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (core[1], core[1]))
     try:
         await instance.start_agent()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, core)
     await instance.deploy(2)
 
     assert resource.prlimit(instance.pid, resource.RLIMIT_NOFILE) == (hard - 1, hard)
     assert {resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in instance.pids().values()} == {(512, hard)}
-
-
-async def test_a_second_agent_on_the_same_tree_ends_with_3_and_leaves_it_unchanged(instance: World) -> None:
-    await instance.start_agent()
-    argv = [word.format(config=instance.scratch / "agent.json", base=instance.base) for word in shlex.split(COMMAND)]
-    out = instance.scratch / "second.out"
-
-    second = process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out)
-
-    assert await second.wait() == 3
-    assert f"cannot start: another agent, process {instance.pid}, holds" in out.read_text()
-    assert await instance.director.value(AGENT, "ping") == "pong"
+    assert resource.prlimit(instance.pid, resource.RLIMIT_CORE) == (process.CORE_LIMIT_BYTES, core[1])
 
 
 async def test_settings_that_come_late_and_in_parts_are_waited_for(instance: World) -> None:
@@ -95,31 +87,24 @@ async def test_settings_that_come_late_and_in_parts_are_waited_for(instance: Wor
     assert (await instance.execute("probe", "ready"))[0] == 0
 
 
-async def test_no_agent_answers_69(instance: World) -> None:
+async def test_commands_without_an_agent_and_agents_that_cannot_start_end_with_codes_of_their_own(
+    instance: World,
+) -> None:
+    """69 without an agent, 78 for a wrong agent.json, and 3 beside another agent, which goes on."""
     status, output = await instance.execute("status")
-
     assert status == 69
     assert "cannot ask the agent at" in output
 
-
-async def test_wrong_agent_json_ends_with_78(instance: World) -> None:
-    broken = instance.scratch / "broken.json"
+    broken, out = instance.scratch / "broken.json", instance.scratch / "out"
     broken.write_text("{")
-    out = instance.scratch / "out"
     argv = [*shlex.split(COMMAND)[:3], "run", "-C", str(broken), "-b", str(instance.base)]
-
     assert await process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out).wait() == 78
     assert "cannot read the agent's configuration from" in out.read_text()
 
-
-async def test_bosh_agent_takes_the_flags_that_cpis_pass(instance: World) -> None:
-    instance.command = COMMAND.replace(
-        "-m agent_shim.cli run -C {config}",
-        "-c 'import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))'"
-        " -P ubuntu -M monit -C={config}",
-    )
-
-    assert await instance.start_agent() > 0
+    await instance.start_agent()
+    assert await process.spawn(instance.argv(), env=dict(os.environ), stdout=out, stderr=out).wait() == 3
+    assert f"cannot start: another agent, process {instance.pid}, holds" in out.read_text()
+    assert await instance.director.value(AGENT, "ping") == "pong"
 
 
 async def test_shutdown_stops_the_jobs_and_stays_idle_over_a_restart(instance: World) -> None:
@@ -169,6 +154,21 @@ async def test_s7_heartbeat_comes_at_once_and_again_after_the_bus_was_away(insta
         assert await beat() != before
         health.unlink()
         await beat()
+
+
+async def test_s9_a_drain_for_shutdown_alone_notifies_the_health_monitor(instance: World) -> None:
+    monitor = HealthMonitor()
+    async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
+        await instance.start_agent()
+        assert await instance.director.run(AGENT, "drain", "update", {}) == 0
+        await monitor.wait_for("heartbeat", AGENT)
+        assert monitor.of("shutdown", AGENT) == []
+
+        assert await instance.director.run(AGENT, "drain", "shutdown") == 0
+
+        notice = await monitor.wait_for("shutdown", AGENT)
+        assert notice.body is None
+        assert len(monitor.of("shutdown", AGENT)) == 1
 
 
 async def test_s7_heartbeat_tells_of_the_instance_its_state_and_how_many_processes_it_has(instance: World) -> None:
@@ -230,6 +230,7 @@ async def test_unknown_agent_is_refused_and_comes_up_when_the_server_learns_of_i
 
 
 async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(instance: World) -> None:
+    """Half-written files are removed at the next start: SIGKILL in the middle of a write leaves them without a name."""
     await instance.start_agent()
     mbus: dict[str, Any] = json.loads((instance.scratch / "settings.json").read_text())["env"]["bosh"]["mbus"]
     key_line = mbus["cert"]["private_key"].splitlines()[3]
@@ -251,36 +252,22 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
     assert readable == []
     assert any(key_line.encode() in path.read_bytes() for path in (instance.base / "bosh").glob("*.json"))
 
-
-async def test_half_written_files_are_removed_at_the_next_start(instance: World) -> None:
-    """SIGKILL in the middle of a write leaves the new file without its name."""
-    await instance.start_agent()
     await instance.kill_agent()
     left = [files.sibling(instance.base / place) for place in ("bosh/tasks.json", "data/bosh/spec.json", "monit/x")]
     for path in left:
         path.write_text("{")
-
     await instance.start_agent()
-
     assert [path for path in left if path.exists()] == []
 
 
-async def test_the_agent_leaves_no_core(instance: World) -> None:
-    """A core file would hold the key of the bus. A job that wants one may still ask for it."""
-    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    before = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, unlimited if before[1] == resource.RLIM_INFINITY else (before[1],) * 2)
-    try:
-        await instance.start_agent()
-        soft, hard = resource.prlimit(instance.pid, resource.RLIMIT_CORE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_CORE, before)
-
-    assert (soft, hard) == (process.CORE_LIMIT_BYTES, before[1])
-
-
-async def test_the_command_call_sends_a_request_of_the_director(instance: World) -> None:
-    await instance.start_agent()
+async def test_bosh_agent_takes_the_flags_that_cpis_pass(instance: World) -> None:
+    """The command ``call`` sends it a request of the Director."""
+    instance.command = COMMAND.replace(
+        "-m agent_shim.cli run -C {config}",
+        "-c 'import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))'"
+        " -P ubuntu -M monit -C={config}",
+    )
+    assert await instance.start_agent() > 0
 
     status, output = await instance.execute("call", "get_state", "full")
 
@@ -290,28 +277,21 @@ async def test_the_command_call_sends_a_request_of_the_director(instance: World)
     assert (status, "there is no method nonsense" in output) == (2, True)
 
 
-@pytest.mark.slow
-async def test_settings_with_credentials_that_cannot_be_used_do_not_end_the_agent(instance: World) -> None:
-    await instance.start_agent()
-    source = instance.scratch / "settings.json"
-    document = json.loads(source.read_text())
-    document["env"]["bosh"]["mbus"]["cert"]["certificate"] = "nonsense"
-
-    source.write_text(json.dumps(document))
-
-    await until(lambda: "the settings have changed" in instance.log_text())
-    await until(lambda: "cannot use the new bus credentials" in instance.log_text())
-    assert await instance.director.value(AGENT, "ping") == "pong"
-
-
 async def test_new_settings_of_the_cpi_are_taken_without_a_restart(instance: World) -> None:
+    """Credentials that cannot be used do not end the agent."""
     await instance.start_agent()
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     source = instance.scratch / "settings.json"
     document = json.loads(source.read_text())
     mbus = instance.server.mbus(AGENT, bootstrap=True)
-    document["env"]["bosh"]["mbus"]["cert"] |= {"certificate": mbus.certificate, "private_key": mbus.private_key}
+    cert = document["env"]["bosh"]["mbus"]["cert"]
 
+    source.write_text(json.dumps(document).replace(json.dumps(cert["certificate"]), '"nonsense"'))
+    await until(lambda: "the settings have changed" in instance.log_text())
+    await until(lambda: "cannot use the new bus credentials" in instance.log_text())
+    assert await instance.director.value(AGENT, "ping") == "pong"
+
+    cert |= {"certificate": mbus.certificate, "private_key": mbus.private_key}
     source.write_text(json.dumps(document))
     await until(lambda: instance.log_text().count("connected to the bus") > 1)
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=False)
@@ -366,18 +346,3 @@ async def test_t11_new_credentials_are_used_reported_and_kept_over_a_restart(ins
     await instance.kill_agent()
     await instance.start_agent()
     assert json.loads((instance.base / "bosh/update_settings.json").read_bytes())["mbus"]["cert"] == cert
-
-
-async def test_s9_a_drain_for_shutdown_alone_notifies_the_health_monitor(instance: World) -> None:
-    monitor = HealthMonitor()
-    async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
-        await instance.start_agent()
-        assert await instance.director.run(AGENT, "drain", "update", {}) == 0
-        await monitor.wait_for("heartbeat", AGENT)
-        assert monitor.of("shutdown", AGENT) == []
-
-        assert await instance.director.run(AGENT, "drain", "shutdown") == 0
-
-        notice = await monitor.wait_for("shutdown", AGENT)
-        assert notice.body is None
-        assert len(monitor.of("shutdown", AGENT)) == 1

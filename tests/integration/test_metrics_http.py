@@ -113,25 +113,13 @@ async def test_openmetrics_on_request(where: Where) -> None:
     assert body.endswith(b"# EOF\n")
 
 
-async def test_head_has_no_body(where: Where) -> None:
-    """HEAD says what GET would bring."""
+async def test_health_and_readiness_say_why(where: Where, readiness: Readiness) -> None:
+    """Not ready is 503 with the reason in the body, and alive all the same. HEAD says what GET would bring."""
+    readiness.answers["jobs"] = (False, "web is failing")
+
     _, head, body = await get(where, "/healthz", method="HEAD")
-
-    assert "Content-Length: 3" in head
-    assert body == b""
-
-
-async def test_health(where: Where, readiness: Readiness) -> None:
-    """An agent that is not ready is alive all the same."""
-    readiness.answers["jobs"] = (False, "web is failing")
-
+    assert ("Content-Length: 3" in head, body) == (True, b"")
     assert (await get(where, "/healthz"))[::2] == (200, b"ok\n")
-
-
-async def test_readiness_says_why(where: Where, readiness: Readiness) -> None:
-    """Not ready is 503 with the reason in the body."""
-    readiness.answers["jobs"] = (False, "web is failing")
-
     assert (await get(where, "/readyz"))[::2] == (503, b"web is failing\n")
     assert (await get(where, "/readyz?level=jobs"))[::2] == (503, b"web is failing\n")
     assert (await get(where, "/readyz?level=agent"))[::2] == (200, b"connected\n")
@@ -250,18 +238,13 @@ async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: p
             writer.close()
 
 
-async def test_off() -> None:
-    """Off is off."""
-    async with listening("off", routes(Readiness())) as found:
-        assert found is None
-
-
-async def test_agent_runs_while_its_port_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
+async def test_agent_runs_while_its_port_is_in_use_or_off(caplog: pytest.LogCaptureFixture) -> None:
     """A port in use is an error that names the address. The agent continues without it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        async with listening(address, routes(Readiness())) as found:
-            assert found is None
+        for wanted in (address, "off"):
+            async with listening(wanted, routes(Readiness())) as found:
+                assert found is None
 
     assert caplog.record_tuples == [
         (

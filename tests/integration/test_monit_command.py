@@ -50,9 +50,19 @@ async def test_scripts_stop_and_start_what_they_name(instance: World) -> None:
         f"  parent pid                        {instance.pid}\n" in text
         or "  parent pid                        1\n" in text
     )
+    _, text = await instance.execute("status", "--json")
+    job1 = next(one for one in json.loads(text)["processes"] if one["name"] == "job1")
+    assert (job1["phase"], job1["pid"], job1["children"]) == ("running", instance.pids()["job1"], 0)
+    assert 0 < job1["own_mem_kb"] <= job1["mem_kb"]
+
+    status, text = await monit(instance, "stop nothing")
+    assert status == 1
+    assert text.endswith(": action failed -- There is no service by that name\n")
 
 
-async def test_groups_and_all(instance: World) -> None:
+async def test_groups_and_all_are_left_alone_and_watched_and_quit_leaves_the_jobs_and_the_agent(
+    instance: World,
+) -> None:
     assert (await monit(instance, "unmonitor -g nobody")) == (0, "")
     await until_summary(instance, "'job0'.* running$", "'job1'.* running$")
 
@@ -63,18 +73,7 @@ async def test_groups_and_all(instance: World) -> None:
     await until_summary(instance, "'job0'.* running$", "'job1'.* running$")
     assert all(len(starts) == 1 for starts in instance.starts().values())
 
-
-async def test_a_name_that_is_not_there_ends_with_1(instance: World) -> None:
-    status, text = await monit(instance, "stop nothing")
-
-    assert status == 1
-    assert text.endswith(": action failed -- There is no service by that name\n")
-
-
-async def test_quit_leaves_the_jobs_and_the_agent(instance: World) -> None:
-    status, text = await monit(instance, "quit")
-
-    assert (status, text) == (0, f"monit daemon with pid [{instance.pid}] killed\n")
+    assert await monit(instance, "quit") == (0, f"monit daemon with pid [{instance.pid}] killed\n")
     await until_summary(instance, "'job0'.* not monitored$", "'job1'.* not monitored$")
     assert all(Path(f"/proc/{pid}").exists() for pid in instance.pids().values())
     assert await instance.director.value(AGENT, "ping") == "pong"
@@ -102,14 +101,6 @@ async def test_operators_wait_for_what_they_ask(instance: World) -> None:
     assert status == 66
     assert text.startswith("agent-shim: cannot restart nothing: ")
     assert "job0, job1" in text
-
-
-async def test_status_of_the_agent_tells_the_same(instance: World) -> None:
-    _, text = await instance.execute("status", "--json")
-
-    job0 = next(one for one in json.loads(text)["processes"] if one["name"] == "job0")
-    assert (job0["phase"], job0["pid"], job0["children"]) == ("running", instance.pids()["job0"], 0)
-    assert 0 < job0["own_mem_kb"] <= job0["mem_kb"]
 
 
 async def test_nothing_is_started_while_the_agent_ends(instance: World) -> None:

@@ -76,17 +76,6 @@ def number(element: ET.Element, path: str) -> int:
     return int(element.findtext(path, "missing"))
 
 
-async def test_an_old_request_is_answered_in_its_version(world: World) -> None:
-    """The command of monit 5.2.5 takes nothing but ``HTTP/1.0 200`` (status.c)."""
-    async with listening(world, world.job("web")) as (_, where):
-        reader, writer = await asyncio.open_connection(*where)
-        user = base64.b64encode(USER.encode()).decode()
-        lines = ["GET /_status?format=text&level=summary HTTP/1.0", f"Authorization: Basic {user}", "", ""]
-        writer.write("\r\n".join(lines).encode())
-        assert (await reader.readline()).startswith(b"HTTP/1.0 200")
-        writer.close()
-
-
 # --- what the Go agent reads ------------------------------------------------------------------------------------------
 
 
@@ -208,16 +197,31 @@ async def test_galera_agent_stops_and_starts_its_service(world: World) -> None:
 
 
 async def test_every_action_is_done_or_refused(world: World) -> None:
-    """As monit refuses: 404 for a stranger, 400 for what it cannot do."""
+    """As monit refuses: 404 for a stranger, 400 for what it cannot do. For people with curl there are texts and pages.
+
+    The command of monit 5.2.5 takes nothing but ``HTTP/1.0 200`` (status.c).
+    """
     async with listening(world, world.job("web")) as (supervisor, where):
         first = (await in_state(supervisor, "web", "running")).pid
+        summary = "Process 'web'                       running"
+        assert summary in (await call(where, "/_status?format=text&level=summary"))[1]
+        assert "memory kilobytes total" in (await call(where, "/_status"))[1]
+        assert "<td>web</td><td>running</td>" in (await call(where, "/"))[1]
+        assert "running" in (await call(where, "/web"))[1]
+        assert (await call(where, "/nobody"))[0] == 404
+        reader, writer = await asyncio.open_connection(*where)
+        user = base64.b64encode(USER.encode()).decode()
+        lines = ["GET /_status?format=text&level=summary HTTP/1.0", f"Authorization: Basic {user}", "", ""]
+        writer.write("\r\n".join(lines).encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.0 200")
+        writer.close()
+
         assert (await call(where, "/web", "action=unmonitor"))[0] == 200
         await in_state(supervisor, "web", "unmonitored")
         assert (await call(where, "/WEB", "action=monitor"))[0] == 200
         assert (await in_state(supervisor, "web", "running")).pid == first
         assert (await call(where, "/web", "action=restart"))[0] == 200
         await until(lambda: info(supervisor, "web").pid not in (0, first))
-
         assert (await call(where, "/nobody", "action=start"))[0] == 404
         assert (await call(where, "/web", "action=explode"))[0] == 400
         assert (await call(where, "/web", "x=1"))[0] == 400
@@ -227,44 +231,25 @@ async def test_every_action_is_done_or_refused(world: World) -> None:
 # --- who may ask ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("user", ["", "vcap:random-password", "vcap:", "vcap", ":", "root:of-this-machine"])
-async def test_without_the_password_nothing_is_reported_or_done(world: World, user: str) -> None:
-    """401, and the service runs on."""
+async def test_without_the_password_nothing_is_reported_or_done(world: World) -> None:
+    """401, and the service runs on. A file that is missing or empty opens nothing."""
     async with listening(world, world.job("web")) as (supervisor, where):
         await in_state(supervisor, "web", "running")
-
-        assert (await call(where, "/_status2?format=xml", user=user))[0] == 401
-        assert (await call(where, "/web", "action=stop", user=user))[0] == 401
+        for user in ("", "vcap:random-password", "vcap:", "vcap", ":", "root:of-this-machine"):
+            assert (await call(where, "/_status2?format=xml", user=user))[0] == 401, user
+            assert (await call(where, "/web", "action=stop", user=user))[0] == 401, user
         assert info(supervisor, "web").state == "running"
 
-
-@pytest.mark.parametrize("content", [None, "", "\n", "no colon", "\xff"])
-async def test_without_a_password_nobody_may_ask(world: World, content: str | None) -> None:
-    """A file that is missing or empty opens nothing."""
-    async with listening(world, world.job("web")) as (_, where):
-        world.paths.monit_user.unlink()
-        if content is not None:
-            world.paths.monit_user.write_text(content)
-
-        for user in ("", ":", content or "x", (content or "x").strip()):
-            assert (await call(where, "/_status2?format=xml", user=user))[0] == 401
-        for odd in ("Basic", "Basic \xff", "Bearer x", "Basic ==="):
-            assert (await call(where, "/", user="", headers=(f"Authorization: {odd}",)))[0] == 401
-
-
-async def test_texts_and_pages_are_shown(world: World) -> None:
-    """For people with curl: the status as text, and a page of each service."""
-    async with listening(world, world.job("web")) as (supervisor, where):
-        await in_state(supervisor, "web", "running")
-
-        assert (
-            "Process 'web'                       running"
-            in (await call(where, "/_status?format=text&level=summary"))[1]
-        )
-        assert "memory kilobytes total" in (await call(where, "/_status"))[1]
-        assert "<td>web</td><td>running</td>" in (await call(where, "/"))[1]
-        assert "running" in (await call(where, "/web"))[1]
-        assert (await call(where, "/nobody"))[0] == 404
+        for content in (None, "", "\n", "no colon", "\xff"):
+            world.paths.monit_user.unlink()
+            if content is not None:
+                world.paths.monit_user.write_text(content)
+            for user in ("", ":", content or "x", (content or "x").strip()):
+                assert (await call(where, "/_status2?format=xml", user=user))[0] == 401, (content, user)
+            for odd in ("Basic", "Basic \xff", "Bearer x", "Basic ==="):
+                headers = (f"Authorization: {odd}",)
+                assert (await call(where, "/", user="", headers=headers))[0] == 401, (content, odd)
+            world.paths.monit_user.touch()
 
 
 async def test_mail_port_answers_and_takes_nothing() -> None:

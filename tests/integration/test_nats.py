@@ -16,10 +16,14 @@ from tests.support.bus import FAST, Wire, connected, echo, facing, on_bus, talki
 from tests.support.waiting import until
 
 
-async def test_request_is_answered(tmp_path: Path) -> None:
-    """The reply goes to the subject named in the request."""
+async def test_request_is_answered_and_counted(tmp_path: Path) -> None:
+    """The reply goes to the subject named in the request. Messages and bytes count in both directions, and links."""
     async with talking(tmp_path) as talk:
         assert await talk.director.value("agent", "ping") == "ping"
+        stats = talk.bus.stats
+
+        assert (stats.received, stats.sent, stats.connects, stats.reconnects) == (1, 1, 1, 0)
+        assert stats.received_bytes > stats.sent_bytes == len(b'{"value": "ping"}')
 
 
 async def test_requests_begin_in_order(tmp_path: Path) -> None:
@@ -259,13 +263,3 @@ async def test_drain_waits_for_answers(tmp_path: Path) -> None:
 
         assert talk.bus.stats.sent == 1
         endless.cancel()
-
-
-async def test_counts(tmp_path: Path) -> None:
-    """Messages and bytes in both directions, and how often there was a link."""
-    async with talking(tmp_path) as talk:
-        await talk.director.value("agent", "ping")
-        stats = talk.bus.stats
-
-        assert (stats.received, stats.sent, stats.connects, stats.reconnects) == (1, 1, 1, 0)
-        assert stats.received_bytes > stats.sent_bytes == len(b'{"value": "ping"}')

@@ -72,7 +72,6 @@ async def test_closed_port_is_named() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-
         assert await network_checks.probe(Connection("127.0.0.1", port)) == (
             f"connection failed: cannot connect to 127.0.0.1 port {port}: Connection refused"
         )
@@ -86,10 +85,6 @@ async def test_unknown_host_fails(host: str, port: int) -> None:
     """Its name is looked up within the time of the probe. An error would end the rules of all jobs."""
     assert f"cannot connect to {host} port {port}: " in await network_checks.probe(Connection(host, port))
     assert host in (await network_checks.echo(host, Echo(1)) or host)
-
-
-async def test_a_time_of_zero_is_the_usual_one() -> None:
-    assert await asked(page("200 OK"), HTTP, timeout=0) == ""
 
 
 async def test_http_request_is_monits() -> None:
@@ -127,14 +122,6 @@ async def test_a_page_is_compared(protocol: Protocol, said: str) -> None:
     why = await asked(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", b"lo"), protocol)
 
     assert why.endswith(said) if said else why == ""
-
-
-async def test_a_page_without_a_length_ends_with_the_connection() -> None:
-    """Its checksum is not compared, as in monit."""
-    answer = saying(b"HTTP/1.1 200 OK\r\n\r\nhello")
-
-    assert await asked(answer, Protocol("http", content="lo$")) == ""
-    assert await asked(answer, Protocol("http", checksum="0" * 32)) == ""
 
 
 # --- udp and echo requests --------------------------------------------------------------------------------------------
@@ -279,10 +266,14 @@ async def test_http_answers_are_read_as_monit_reads_them(answer: bytes, fault: s
     assert fault in why if fault else why == ""
 
 
-async def test_an_http_answer_may_come_byte_by_byte() -> None:
-    slow = saying(*[bytes([byte]) for byte in b"HTTP/1.1 200 OK\r\n\r\n"], after=b"\r\n\r\n")
+async def test_a_page_may_come_byte_by_byte_and_without_a_length() -> None:
+    """It ends with the connection, and its checksum is not compared, as in monit. A time of zero is the usual one."""
+    text = b"HTTP/1.1 200 OK\r\n\r\nhello"
+    slow = saying(*[bytes([byte]) for byte in text], after=b"\r\n\r\n")
 
-    assert await asked(slow, HTTP) == ""
+    assert await asked(slow, HTTP, timeout=0) == ""
+    assert await asked(saying(text), Protocol("http", content="lo$")) == ""
+    assert await asked(saying(text), Protocol("http", checksum="0" * 32)) == ""
 
 
 async def test_a_page_without_end_is_read_with_pauses() -> None:

@@ -34,27 +34,26 @@ def started(instance: World, *words: str) -> tuple[process.Process, Path]:
     return process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out), out
 
 
-async def test_status_is_a_plain_table_in_a_pipe_and_json_on_request(instance: World) -> None:
+async def test_status_and_probes_tell_of_running_and_of_stopped_processes(instance: World) -> None:
+    """A plain table in a pipe, and JSON on request. A stopped process is called so, and not by the Director's state."""
     code, page = await instance.execute("status")
     assert code == 0
     assert "\x1b" not in page
     assert page.count("  running  ") == 2
     assert "\nmachine    memory " in page
-
     code, text = await instance.execute("status", "--json")
     assert code == 0
     assert [one["state"] for one in json.loads(text)["processes"]] == ["running", "running"]
-
-
-async def test_status_of_a_process_tells_all_about_it(instance: World) -> None:
-    """The exit code says whether it runs. A stopped one is called so, though its state for the Director is unknown."""
-    name = json.loads((await instance.execute("status", "--json"))[1])["processes"][0]["name"]
+    name = json.loads(text)["processes"][0]["name"]
     code, page = await instance.execute("status", name)
     assert code == 0
     assert page.startswith(f"● {name} of job {name}\n")
     assert "\n      state  running since " in page
+    assert await instance.execute("probe", "live") == (0, "alive\n")
+    assert await instance.execute("probe", "ready") == (0, "jobs are running\n")
 
     await instance.execute("stop", name, "--wait")
+
     code, page = await instance.execute("status", name)
     assert code == 1
     assert "\n      state  stopped\n" in page
@@ -63,27 +62,23 @@ async def test_status_of_a_process_tells_all_about_it(instance: World) -> None:
     assert code == 66
     assert "cannot show nonesuch: there is no such process (there are " in text
     assert name in text
+    code, reason = await instance.execute("probe", "ready")
+    assert code == 1
+    assert reason.startswith(f"jobs are failing: {name} (stopped")
+    assert reason.count("(") == 1
 
 
-async def test_a_single_process_can_be_watched(instance: World) -> None:
-    name = json.loads((await instance.execute("status", "--json"))[1])["processes"][0]["name"]
-    watching, out = started(instance, "status", name, "--watch", "--every", "0.05")
-    await until(lambda: out.exists() and out.read_text().count(f"● {name}") > 1)
+async def test_watch_of_all_or_one_continues_until_an_interrupt_and_outlives_the_agent(instance: World) -> None:
+    for words, title in ((["job0"], "● job0"), ([], "PROCESS")):
+        watching, out = started(instance, "status", *words, "--watch", "--every", "0.05")
+        await until(lambda: out.exists() and out.read_text().count(title) > 1)  # noqa: B023
+        if not words:
+            await instance.stop_agent()
+            await until(lambda: "cannot ask the agent" in out.read_text())  # noqa: B023
 
-    watching.send(signal.SIGINT)
-    async with asyncio.timeout(20):
-        assert await watching.wait() == 0
-
-
-async def test_watch_continues_until_an_interrupt_and_outlives_the_agent(instance: World) -> None:
-    watching, out = started(instance, "status", "--watch", "--every", "0.05")
-    await until(lambda: out.exists() and out.read_text().count("PROCESS") > 1)
-    await instance.stop_agent()
-    await until(lambda: "cannot ask the agent" in out.read_text())
-
-    watching.send(signal.SIGINT)
-    async with asyncio.timeout(20):
-        assert await watching.wait() == 0
+        watching.send(signal.SIGINT)
+        async with asyncio.timeout(20):
+            assert await watching.wait() == 0
 
 
 async def test_watch_on_a_terminal_leaves_the_scrollback_alone(instance: World) -> None:
@@ -118,18 +113,8 @@ async def test_watch_on_a_terminal_leaves_the_scrollback_alone(instance: World) 
     assert max(page.count(b"\n") for page in drawn.split(b"\x1b[H")) == 7
 
 
-async def test_probes_answer_with_a_reason(instance: World) -> None:
-    assert await instance.execute("probe", "live") == (0, "alive\n")
-    assert await instance.execute("probe", "ready") == (0, "jobs are running\n")
-    name = json.loads((await instance.execute("status", "--json"))[1])["processes"][0]["name"]
-    await instance.execute("stop", name, "--wait")
-    code, reason = await instance.execute("probe", "ready")
-    assert code == 1
-    assert reason.startswith(f"jobs are failing: {name} (stopped")
-    assert reason.count("(") == 1
-
-
-async def test_logs_of_a_job_reach_the_terminal_and_the_output_of_the_agent(instance: World) -> None:
+async def test_logs_of_a_job_and_of_the_agent_reach_the_terminal_and_the_output_of_the_agent(instance: World) -> None:
+    """The agent's own log is where ``bosh logs`` looks. Signals turn it up and down."""
     log = instance.base / "data/sys/log/job-0/web.stdout.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("begun\n")
@@ -145,28 +130,19 @@ async def test_logs_of_a_job_reach_the_terminal_and_the_output_of_the_agent(inst
     await until(lambda: '"message": "served"' in instance.log_text())
     line = next(line for line in instance.log_text().splitlines() if '"served"' in line)
     assert json.loads(line) == {"logger": "job", "job": "job-0", "file": "web.stdout.log", "message": "served"}
-
     code, text = await instance.execute("logs", "nothing")
     assert code == 66
     assert "there are no logs of nothing (there are job-0, " in text
 
-
-async def test_the_agents_own_log_is_where_bosh_logs_looks(instance: World) -> None:
     code, text = await instance.execute("logs", "--agent", "-n", "1000")
-
     assert code == 0
     assert '"boot step directories: done' in text
     assert (instance.base / "bosh/log/current").read_text().startswith(text[:200])
 
-
-async def test_signals_turn_the_log_up_and_down(instance: World) -> None:
     assert instance.agent is not None
-    instance.agent.send(signal.SIGUSR1)
-    await until(lambda: "the level of the log is debug now" in instance.log_text())
-    instance.agent.send(signal.SIGUSR2)
-    await until(lambda: "the level of the log is info now" in instance.log_text())
-    instance.agent.send(signal.SIGUSR2)
-    await until(lambda: "the level of the log is warning now" in instance.log_text())
+    for number, level in ((signal.SIGUSR1, "debug"), (signal.SIGUSR2, "info"), (signal.SIGUSR2, "warning")):
+        instance.agent.send(number)
+        await until(lambda: f"the level of the log is {level} now" in instance.log_text())  # noqa: B023
     assert await instance.execute("probe", "live") == (0, "alive\n")
 
 

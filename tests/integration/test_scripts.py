@@ -205,17 +205,12 @@ async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event |
 
 
 async def test_errand_tells_its_output_and_its_exit_code(paths: Paths, runner: Scripts) -> None:
-    """A failure is a result. Nothing is left on disk."""
+    """A failure is a result, 128 and the number of a signal too. Nothing is left on disk."""
     script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(pwd) $(nice)"; echo err >&2; exit 3')
 
     assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes / {os.nice(0)}\n", "err\n", 3)
     assert list(paths.tmp.iterdir()) == []
-
-
-async def test_errand_killed_by_a_signal(paths: Paths, runner: Scripts) -> None:
-    """128 and the number of the signal."""
     script(paths, "smoke", "run", "kill -KILL $$")
-
     assert (await errand(runner)).exit_code == 137
 
 

@@ -67,7 +67,10 @@ def debian(tmp_path: Path) -> Path:
 
 
 def test_everything_of_the_manifest_is_there(debian: Path) -> None:
-    """Directories, files and links lie where the manifest says, with their modes and contents."""
+    """Directories, files and links lie where the manifest says, with their modes, contents and owners.
+
+    A second run says nothing and touches nothing. An older file of the overlay is brought up to date.
+    """
     put(debian, "var/lib/dpkg/status", "Package: sysv\nVersion: 300\n\nPackage: systemd\nVersion: 254.1-3\n\n")
     applied(debian)
 
@@ -79,15 +82,39 @@ def test_everything_of_the_manifest_is_there(debian: Path) -> None:
         assert stat.S_IMODE(place.stat().st_mode) == int(row["mode"], 8), row["path"]
     for row in MANIFEST["link"]:
         assert str((debian / row["path"][1:]).readlink()) == row["target"]
-
-
-def test_the_program_that_opens_the_way_to_monit_succeeds(debian: Path) -> None:
-    """Those of pxc and others go on to older ways, which are not there, when the program is missing or fails."""
-    applied(debian)
-
+    if os.geteuid() == 0:  # only root gives files away
+        assert ((debian / "home/vcap").stat().st_uid, (debian / "home/vcap").stat().st_gid) == (1000, 1000)
+        assert (debian / "opt/agent_shim/launch").stat().st_uid == 0
+    # Programs of pxc and others go on to older ways, which are not there, when this one is missing or fails.
     done = subprocess.run([debian / "var/vcap/bosh/etc/bosh-enable-monit-access", "1000"], capture_output=True)
-
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+    before = snapshot(debian)
+    assert applied(debian) == []
+    assert snapshot(debian) == before
+    put(debian, "opt/agent_shim/launch", "old")
+    assert applied(debian) == ["write /opt/agent_shim/launch"]
+
+
+def test_users_and_groups(debian: Path) -> None:
+    """vcap has its number, its groups and no password. Entries and members that were there stay.
+
+    The user that Ubuntu's images bring under our number goes, from everywhere.
+    """
+    put(debian, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\nubuntu:x:1000:1000::/nowhere:/bin/bash\n")
+    put(debian, "etc/group", "root:x:0:\nadm:x:4:syslog,ubuntu\naudio:x:29:pulse\nubuntu:x:1000:\n")
+    applied(debian)
+    groups = {line.split(":")[0]: line for line in (debian / "etc/group").read_text().splitlines()}
+
+    assert "vcap:x:1000:1000:vcap:/home/vcap:/bin/bash" in (debian / "etc/passwd").read_text().splitlines()
+    assert "\nvcap:*:" in (debian / "etc/shadow").read_text()
+    assert groups["vcap"] == "vcap:x:1000:syslog"
+    assert groups["adm"] == "adm:x:4:syslog,vcap"
+    assert groups["audio"] == "audio:x:29:pulse,vcap"
+    assert {"admin", "bosh_sudoers", "bosh_sshers"} <= set(groups)
+    assert "audio:*::pulse,vcap" in (debian / "etc/gshadow").read_text().splitlines()
+    assert stat.S_IMODE((debian / "etc/shadow").stat().st_mode) == 0o640
+    assert "ubuntu" not in (debian / "etc/passwd").read_text() + (debian / "etc/group").read_text()
 
 
 @pytest.mark.parametrize(("version", "knows"), [("252.39-1~deb12u1", False), ("1:257.9-1", True), (None, False)])
@@ -102,17 +129,27 @@ def test_older_systemd_gets_no_key_that_it_does_not_know(debian: Path, version: 
     assert (units / "agent-shim.service").exists()
 
 
-def test_entries_of_runit_for_the_replaced_programs_are_gone(debian: Path) -> None:
-    """Links, as stemcells have them, or directories; and lists that would open cron to all users but some."""
+def test_what_the_image_must_not_have_of_its_base_is_gone(debian: Path) -> None:
+    """Entries of runit, links as stemcells have them or directories, for the replaced programs; lists that would open
+    cron to all users but some; and traces of the machine that built it: mmdebstrap takes along resolver and host name,
+    apt and dpkg write logs. A link is the distribution's.
+    """
     put(debian, "etc/service/agent/run", "#!/bin/sh")
     (debian / "etc/service/monit").symlink_to("/etc/sv/monit")
     put(debian, "etc/service/ssh/run", "#!/bin/sh")
     put(debian, "etc/cron.deny", "")
-
+    for path in ("etc/resolv.conf", "etc/hostname", "etc/hosts", "var/log/apt/history.log", "var/log/dpkg.log"):
+        put(debian, path, "builder-7")
+    put(debian, "var/log/postgresql/dpkg.log", "kept")
+    (debian / "etc/machine-id").symlink_to("/run/machine-id")
     applied(debian)
 
     assert [path.name for path in (debian / "etc/service").iterdir()] == ["ssh"]
     assert not (debian / "etc/cron.deny").exists()
+    assert [(debian / "etc" / name).read_bytes() for name in ("resolv.conf", "hostname")] == [b"", b""]
+    assert (debian / "etc/hosts").read_text().splitlines()[0] == "127.0.0.1 localhost"
+    assert (debian / "etc/machine-id").is_symlink()
+    assert [path.name for path in (debian / "var/log").rglob("*") if path.is_file()] == ["dpkg.log"]
     assert applied(debian) == []
 
 
@@ -122,39 +159,6 @@ def test_manifest_and_rootfs_hold_the_same() -> None:
     present = [f"/{path.relative_to(OVERLAY / 'rootfs')}" for path in (OVERLAY / "rootfs").rglob("*") if path.is_file()]
 
     assert sorted(listed) == sorted(present)
-
-
-def test_users_and_groups(debian: Path) -> None:
-    """vcap has its number, its groups and no password. Entries and members that were there stay."""
-    applied(debian)
-    groups = {line.split(":")[0]: line for line in (debian / "etc/group").read_text().splitlines()}
-
-    assert "vcap:x:1000:1000:vcap:/home/vcap:/bin/bash" in (debian / "etc/passwd").read_text().splitlines()
-    assert "\nvcap:*:" in (debian / "etc/shadow").read_text()
-    assert groups["vcap"] == "vcap:x:1000:syslog"
-    assert groups["adm"] == "adm:x:4:vcap,syslog"
-    assert groups["audio"] == "audio:x:29:pulse,vcap"
-    assert {"admin", "bosh_sudoers", "bosh_sshers"} <= set(groups)
-    assert "audio:*::pulse,vcap" in (debian / "etc/gshadow").read_text().splitlines()
-    assert stat.S_IMODE((debian / "etc/shadow").stat().st_mode) == 0o640
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away; ./dev test-image looks at them in an image")
-def test_owners(debian: Path) -> None:
-    """The home of vcap is vcap's by the numbers of the image, all else is root's."""
-    applied(debian)
-
-    assert ((debian / "home/vcap").stat().st_uid, (debian / "home/vcap").stat().st_gid) == (1000, 1000)
-    assert (debian / "opt/agent_shim/launch").stat().st_uid == 0
-
-
-def test_a_second_run_keeps_all_files(debian: Path) -> None:
-    """Once applied it says nothing and touches nothing."""
-    applied(debian)
-    before = snapshot(debian)
-
-    assert applied(debian) == []
-    assert snapshot(debian) == before
 
 
 def test_directory_of_another_program_is_taken(debian: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,20 +240,6 @@ def test_homes_get_the_skeleton_and_keep_their_files(debian: Path) -> None:
     assert line not in (debian / "root/.bashrc").read_text()
 
 
-def test_traces_of_the_machine_that_built_the_base_are_gone(debian: Path) -> None:
-    """mmdebstrap takes along resolver and host name, apt and dpkg write logs. A link is the distribution's."""
-    for path in ("etc/resolv.conf", "etc/hostname", "etc/hosts", "var/log/apt/history.log", "var/log/dpkg.log"):
-        put(debian, path, "builder-7")
-    put(debian, "var/log/postgresql/dpkg.log", "kept")
-    (debian / "etc/machine-id").symlink_to("/run/machine-id")
-    applied(debian)
-
-    assert [(debian / "etc" / name).read_bytes() for name in ("resolv.conf", "hostname")] == [b"", b""]
-    assert (debian / "etc/hosts").read_text().splitlines()[0] == "127.0.0.1 localhost"
-    assert (debian / "etc/machine-id").is_symlink()
-    assert [path.name for path in (debian / "var/log").rglob("*") if path.is_file()] == ["dpkg.log"]
-
-
 def test_lists_of_development_tools_and_static_libraries(debian: Path) -> None:
     """Files and links of installed compilers; not those of a library that only resembles one by its name."""
     for path in ("usr/bin/gcc-12", "usr/lib/gcc/libgcc.a", "usr/lib/libz.a", "usr/lib/libgcc_s.so.1"):
@@ -270,29 +260,25 @@ def test_lists_of_development_tools_and_static_libraries(debian: Path) -> None:
     assert (etc / "static_libraries_list").read_text().splitlines() == ["/usr/lib/gcc/libgcc.a", "/usr/lib/libz.a"]
 
 
-def test_lists_of_a_stemcell_stay(debian: Path) -> None:
-    put(debian, "var/vcap/bosh/etc/dev_tools_file_list", "/usr/bin/cc1\n")
-    applied(debian)
-
-    assert (debian / "var/vcap/bosh/etc/dev_tools_file_list").read_text() == "/usr/bin/cc1\n"
-
-
-@pytest.mark.parametrize("name", ["usr/bin/chpst", "usr/sbin/resolvconf"])
-def test_a_stand_in_for_a_program_of_the_base_is_left_out(debian: Path, name: str) -> None:
-    put(debian, name, "the real one", 0o755)
-    applied(debian)
-
-    assert (debian / name).read_text() == "the real one"
-
-
 def test_a_stemcell_keeps_its_own_settings(debian: Path) -> None:
-    """On a stemcell its own agent.json and version stay. The programs that are replaced are kept for the way back."""
-    put(debian, "var/vcap/bosh/agent.json", '{"Platform": {}}')
-    put(debian, "var/vcap/bosh/etc/stemcell_version", "1.25")
-    put(debian, "var/vcap/bosh/bin/bosh-agent", "the Go agent", 0o755)
-    put(debian, "var/vcap/bosh/bin/monit", "monit", 0o755)
-    put(debian, "usr/sbin/runsvdir-start", "runit", 0o750)
-    put(debian, "usr/bin/systemctl", "systemd's", 0o755)
+    """On a stemcell its own agent.json, version, lists and programs stay, without a stand-in of the same name. The
+    programs that are replaced are kept for the way back.
+    """
+    kept = {
+        "var/vcap/bosh/agent.json": '{"Platform": {}}',
+        "var/vcap/bosh/etc/stemcell_version": "1.25",
+        "var/vcap/bosh/etc/dev_tools_file_list": "/usr/bin/cc1\n",
+        "usr/bin/chpst": "the real one",
+        "usr/sbin/resolvconf": "the real one",
+    }
+    replaced = {
+        "var/vcap/bosh/bin/bosh-agent": "the Go agent",
+        "var/vcap/bosh/bin/monit": "monit",
+        "usr/sbin/runsvdir-start": "runit",
+        "usr/bin/systemctl": "systemd's",
+    }
+    for path, text in (kept | replaced).items():
+        put(debian, path, text, 0o755)
     put(debian, "var/lib/dpkg/status", "")
     put(debian, "var/lib/dpkg/diversions", "/usr/sbin/service\n/usr/sbin/service.real\n:\n")
     (debian / "usr/sbin/init").symlink_to("../lib/systemd/systemd")
@@ -300,12 +286,8 @@ def test_a_stemcell_keeps_its_own_settings(debian: Path) -> None:
     (debian / "etc/service/monit").symlink_to("/etc/sv/monit")
     applied(debian)
 
-    assert (debian / "var/vcap/bosh/agent.json").read_text() == '{"Platform": {}}'
-    assert (debian / "var/vcap/bosh/etc/stemcell_version").read_text() == "1.25"
-    assert (debian / "var/vcap/bosh/bin/bosh-agent.distrib").read_text() == "the Go agent"
-    assert (debian / "usr/bin/systemctl.distrib").read_text() == "systemd's"
-    assert (debian / "var/vcap/bosh/bin/monit.distrib").read_text() == "monit"
-    assert (debian / "usr/sbin/runsvdir-start.distrib").read_text() == "runit"
+    assert {path: (debian / path).read_text() for path in kept} == kept
+    assert {path: (debian / f"{path}.distrib").read_text() for path in replaced} == replaced
     assert str((debian / "usr/sbin/init.distrib").readlink()) == "../lib/systemd/systemd"
     assert str((debian / "usr/sbin/init").readlink()) == "/opt/agent_shim/launch"
     told = (debian / "var/lib/dpkg/diversions").read_text().splitlines()
@@ -316,14 +298,6 @@ def test_a_stemcell_keeps_its_own_settings(debian: Path) -> None:
     } | {"/usr/sbin/service": "/usr/sbin/service.real"}
     assert not (debian / "etc/service/monit").is_symlink()
     assert applied(debian) == []
-
-
-def test_upgrade_replaces_our_own(debian: Path) -> None:
-    """An older file of the overlay is brought up to date."""
-    applied(debian)
-    put(debian, "opt/agent_shim/launch", "old")
-
-    assert applied(debian) == ["write /opt/agent_shim/launch"]
 
 
 @pytest.fixture
@@ -367,23 +341,20 @@ def test_program_in_a_volume_stays_as_it_is(debian: Path) -> None:
     assert applied(debian, "--without-program") == []
 
 
-def test_user_ubuntu_makes_room(debian: Path) -> None:
-    """The user that Ubuntu's images bring under our number goes, from everywhere."""
-    put(debian, "etc/passwd", "root:x:0:0::/root:/bin/sh\nubuntu:x:1000:1000::/nowhere:/bin/bash\n")
-    put(debian, "etc/group", "root:x:0:\nadm:x:4:syslog,ubuntu\nubuntu:x:1000:\n")
-    applied(debian)
-
-    assert "ubuntu" not in (debian / "etc/passwd").read_text() + (debian / "etc/group").read_text()
-    assert "adm:x:4:syslog,vcap" in (debian / "etc/group").read_text().splitlines()
-
-
-def test_a_user_number_in_use_is_an_error(debian: Path) -> None:
-    """A stranger under our number is for a person to decide."""
+def test_a_root_that_cannot_be_used_is_named_with_the_reason(debian: Path) -> None:
+    """A stranger under our number is for a person to decide. Links that lead nowhere do not end in a loop."""
+    missing = apply(debian / "none")
     put(debian, "etc/passwd", "jane:x:1000:1000::/nowhere:/bin/bash\n")
-    result = apply(debian)
+    taken = apply(debian)
+    put(debian, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\n")
+    (debian / "var").symlink_to("run")
+    (debian / "run").symlink_to("var")
+    circle = apply(debian)
 
-    assert result.returncode == 1
-    assert result.stderr == "apply: cannot make user vcap: another one has the number 1000\n"
+    assert [result.returncode for result in (missing, taken, circle)] == [1, 1, 1]
+    assert "none: no such directory" in missing.stderr
+    assert taken.stderr == "apply: cannot make user vcap: another one has the number 1000\n"
+    assert "too many links" in circle.stderr
 
 
 def test_links_of_the_image_stay_inside(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -398,24 +369,6 @@ def test_links_of_the_image_stay_inside(debian: Path, tmp_path_factory: pytest.T
     assert list(outside.iterdir()) == []
     assert (debian / str(outside)[1:] / "vcap/bosh/agent.json").is_file()
     assert (debian / "elsewhere/agent_shim/launch").is_file()
-
-
-def test_circle_of_links_is_trouble(debian: Path) -> None:
-    """Links that lead nowhere end with their name, not in a loop."""
-    (debian / "var").symlink_to("run")
-    (debian / "run").symlink_to("var")
-    result = apply(debian)
-
-    assert result.returncode == 1
-    assert "too many links" in result.stderr
-
-
-def test_missing_root(tmp_path: Path) -> None:
-    """A directory that is not there is named."""
-    result = apply(tmp_path / "none")
-
-    assert result.returncode == 1
-    assert "none: no such directory" in result.stderr
 
 
 def test_the_unit_starts_the_program_of_the_overlay() -> None:

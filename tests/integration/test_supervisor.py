@@ -342,22 +342,10 @@ async def test_an_instance_is_starting_from_its_start_request(world: World) -> N
         await in_state(supervisor, "web", "running")
 
 
-async def test_answered_stop_is_saved(world: World) -> None:
-    """A crash right afterwards finds it stopped."""
-    async with world.supervising(world.job("web"), world.job("db")) as supervisor:
-        for name in ("web", "db"):
-            await in_state(supervisor, name, "running")
-        await supervisor.stop(wait=True)
-
-        saved = read_saved(world.paths.supervisor_state)
-        assert saved is not None
-        assert {record.state.value for record in saved.services.values()} == {"stopped"}
-
-
 async def test_a_stop_is_answered_after_the_save_that_is_under_way(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have begun between the end of the last service and the answer."""
+    """A crash right afterwards finds all stopped. The save may have begun between the last end and the answer."""
     write, leave = files.write_atomic, Service.has_left
 
     def slowly(path: Path, content: bytes, **options: Any) -> None:
@@ -369,15 +357,16 @@ async def test_a_stop_is_answered_after_the_save_that_is_under_way(
         await leave(service, states)
         await asyncio.sleep(0.1)
 
-    async with world.supervising(world.job("web")) as supervisor:
-        await in_state(supervisor, "web", "running")
+    async with world.supervising(world.job("web"), world.job("db")) as supervisor:
+        for name in ("web", "db"):
+            await in_state(supervisor, name, "running")
         monkeypatch.setattr(files, "write_atomic", slowly)
         monkeypatch.setattr(Service, "has_left", late)
         await supervisor.stop(wait=True)
 
         saved = read_saved(world.paths.supervisor_state)
         assert saved is not None
-        assert [record.state.value for record in saved.services.values()] == ["stopped"]
+        assert [record.state.value for record in saved.services.values()] == ["stopped"] * 2
 
 
 async def test_a_job_starts_though_its_monit_file_cannot_be_written(
@@ -392,53 +381,46 @@ async def test_a_job_starts_though_its_monit_file_cannot_be_written(
     assert "cannot write monit files for operators" in caplog.text
 
 
-async def test_stop_runs_the_stop_program_though_the_process_is_gone(world: World) -> None:
-    """A drain script may have ended it. The stop program has more to do."""
-    async with world.supervising(world.job("web", None, "echo stopped >>$log")) as supervisor:
-        found = await in_state(supervisor, "web", "running")
-        await supervisor.unmonitor()
-        process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
-        await until(lambda: not is_alive(found.pid))
-        await supervisor.stop(wait=True)
-
-        assert world.lines() == ["stopped"]
-
-
 def _ticks(pid: int) -> int:
     found = proc.stat(pid)
     assert found is not None
     return found.start_ticks
 
 
-async def test_a_process_that_ignores_the_stop_program_is_killed(world: World) -> None:
-    """TERM, then KILL, once the stop program has had its time."""
-    start = f"exec {program('ignore_term.sh', '$pidfile')}"
-    async with world.supervising(world.job("web", start, "exit 0", timeout=1)) as supervisor:
+@pytest.mark.parametrize(
+    ("start", "stop"),
+    [
+        (f"exec {program('ignore_term.sh', '$pidfile')}", "echo $$ >$log"),
+        (None, "echo $$ >$log; kill $(cat $pidfile); exec sleep 600"),
+    ],
+    ids=["the process goes on", "the program hangs"],
+)
+async def test_a_stop_program_has_its_time_and_the_rest_is_killed(world: World, start: str | None, stop: str) -> None:
+    """TERM, then KILL, for the process and for the stop program."""
+    async with world.supervising(world.job("web", start, stop, timeout=1)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
 
         assert not is_alive(found.pid)
-        assert [(e.event, e.description) for e in world.events] == [("Execution failed", "failed to stop")]
-
-
-async def test_hanging_stop_program_is_ended(world: World) -> None:
-    """The stop program has a timeout as well."""
-    stop = "echo $$ >$log; kill $(cat $pidfile); exec sleep 600"
-    async with world.supervising(world.job("web", None, stop, timeout=1)) as supervisor:
-        await in_state(supervisor, "web", "running")
-        await supervisor.stop(wait=True)
-
         assert not is_alive(int(world.lines()[0]))
         assert [(e.event, e.description) for e in world.events] == [("Execution failed", "failed to stop")]
 
 
-async def test_process_without_stop_program_is_ended(world: World) -> None:
-    """monit would leave it running."""
-    async with world.supervising(world.job("web", None, None)) as supervisor:
+@pytest.mark.parametrize(("stop", "said"), [(None, []), ("echo stopped >>$log", ["stopped"])])
+async def test_a_process_is_ended_and_its_stop_program_runs_also_without_the_other(
+    world: World, stop: str | None, said: list[str]
+) -> None:
+    """monit would leave a process without a stop program. A drain may have ended it: the program has more to do."""
+    async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
+        if stop is not None:
+            await supervisor.unmonitor()
+            process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
+            await until(lambda: not is_alive(found.pid))
         await supervisor.stop(wait=True)
 
         assert not is_alive(found.pid)
+        assert world.lines() == said
 
 
 async def test_a_process_of_a_check_without_a_start_program_is_not_signalled(world: World) -> None:
@@ -608,7 +590,7 @@ async def test_unmonitored_process_goes_on(world: World) -> None:
 
 
 async def test_apply_between_leaves_processes_alone(world: World) -> None:
-    """The plan is wiped and made again, as apply and start do. The monit files with it."""
+    """The plan is wiped and made again, as apply and start do. The monit files with it. Only the next stop differs."""
     job, more = world.job("web"), world.job("more", file="x")
     async with world.supervising(job) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -625,12 +607,6 @@ async def test_apply_between_leaves_processes_alone(world: World) -> None:
             "0001_web.monitrc",
         ]
         assert (world.paths.monit_job / "0001_web.monitrc").read_text() == job.text
-
-
-async def test_reconfigured_process_goes_on_under_its_new_file(world: World) -> None:
-    """Only the next start and stop differ."""
-    async with world.supervising(world.job("web")) as supervisor:
-        found = await in_state(supervisor, "web", "running")
         await supervisor.configure([world.job("web", None, "echo new >>$log; kill $(cat $pidfile)")])
         assert info(supervisor, "web").pid == found.pid
         await supervisor.stop(wait=True)

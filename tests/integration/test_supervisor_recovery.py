@@ -186,8 +186,9 @@ async def test_a_new_container_starts_the_jobs_again(world: World, monkeypatch: 
         assert stranger.is_alive
 
 
-async def test_nothing_is_started_while_it_is_held(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting until there is an obstacle, which makes them failing; then all go on."""
+@pytest.mark.parametrize("then", ["resume", "stop"])
+async def test_nothing_is_started_while_it_is_held(world: World, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """Starting until there is an obstacle, which makes them failing; then all go on. The Director may stop them."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
         await in_state(supervisor, "worker", "running")
@@ -205,31 +206,19 @@ async def test_nothing_is_started_while_it_is_held(world: World, monkeypatch: py
         assert supervisor.job_state() == "failing"
         assert not world.pidfile("web").exists()
 
+        if then == "stop":
+            await supervisor.stop(wait=True)
+            assert supervisor.job_state() == "stopped"
         supervisor.resume()
 
-        await in_state(supervisor, "web", "running")
-        await in_state(supervisor, "worker", "running")
-        assert supervisor.job_state() == "running"
-
-
-async def test_held_jobs_can_be_stopped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Director is obeyed meanwhile."""
-    async with world.supervising(world.job("web")) as supervisor:
-        before = (await in_state(supervisor, "web", "running")).pid
-    await kill_all(before)
-    world.pidfile("web").unlink()
-    monkeypatch.setattr(proc, "incarnation", lambda: "another")
-    async with world.supervisor() as supervisor:
-        supervisor.hold("the disk is not there")
-        await supervisor.recover()
-        assert supervisor.job_state() == "failing"
-        await supervisor.stop(wait=True)
-        assert supervisor.job_state() == "stopped"
-        supervisor.resume()
-        await asyncio.sleep(0.1)
-
-        assert supervisor.job_state() == "stopped"
-        assert not world.pidfile("web").exists()
+        if then == "stop":
+            await asyncio.sleep(0.1)
+            assert supervisor.job_state() == "stopped"
+            assert not world.pidfile("web").exists()
+        else:
+            await in_state(supervisor, "web", "running")
+            await in_state(supervisor, "worker", "running")
+            assert supervisor.job_state() == "running"
 
 
 async def test_processes_that_live_are_adopted_while_it_is_held(world: World) -> None:

@@ -32,10 +32,11 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 # --- death and restart ----------------------------------------------------------------------------------------------
 
 
-async def test_killed_process_is_back_at_once(world: World) -> None:
-    """A poll or a wait would take minutes here."""
+@pytest.mark.parametrize("start", [None, program("fork_twice.py", "$pidfile")], ids=["a child", "forked twice"])
+async def test_killed_process_is_back_at_once_and_its_status_is_known(world: World, start: str | None) -> None:
+    """A poll or a wait would take minutes here. A daemon that forked twice is our child by then."""
     world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
-    async with world.supervising(world.job("web")) as supervisor:
+    async with world.supervising(world.job("web", start)) as supervisor:
         pid = await killed(supervisor, "web")
 
         assert is_alive(pid)
@@ -100,15 +101,6 @@ async def test_zombie_is_dead(world: World) -> None:
 
         assert left is None or left.state == "Z"
         assert world.events[0].event == "Does not exist"
-
-
-async def test_exit_status_of_a_double_fork_is_known(world: World) -> None:
-    """The daemon is our child by then."""
-    job = world.job("web", program("fork_twice.py", world.pidfile("web")))
-    async with world.supervising(job) as supervisor:
-        await killed(supervisor, "web")
-
-        assert info(supervisor, "web").last_exit == "SIGKILL"
 
 
 @pytest.mark.parametrize(("cycle", "told"), [(0.001, [("PID changed", "alert")]), (600, [])])
@@ -226,8 +218,8 @@ async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
         await in_state(supervisor, name, state)
 
 
-async def test_one_stops_with_its_dependants_and_they_come_back_with_it(world: World) -> None:
-    """Scripts stop one and start it again around a backup."""
+async def test_one_stops_restarts_and_comes_back_with_its_dependants(world: World) -> None:
+    """Scripts stop one and start it again around a backup. Prerequisites start first, and others go on."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         world.log.unlink()
@@ -237,33 +229,20 @@ async def test_one_stops_with_its_dependants_and_they_come_back_with_it(world: W
         assert [told.state for told in supervisor.processes()] == ["running", "unknown", "unknown", "running"]
         await supervisor.start_one("b")
         await all_in(supervisor, "running", "b", "c")
-
         assert world.lines() == ["stop c", "stop b", "start b", "start c"]
 
-
-async def test_a_service_starts_after_its_prerequisites(world: World) -> None:
-    """Prerequisites come first."""
-    async with world.supervising(*await chain(world)) as supervisor:
-        await all_in(supervisor, "running", "a", "b", "c", "d")
-        await supervisor.stop(wait=True)
-        world.log.unlink()
-        await supervisor.start_one("b")
-        await in_state(supervisor, "b", "running")
-
-        assert world.lines() == ["start a", "start b"]
-
-
-async def test_one_restarts_with_its_dependants(world: World) -> None:
-    """Others go on."""
-    async with world.supervising(*await chain(world)) as supervisor:
-        await all_in(supervisor, "running", "a", "b", "c", "d")
         world.log.unlink()
         await supervisor.restart_one("b")
         await until(lambda: len(world.lines()) == 4)
         await all_in(supervisor, "running", "a", "b", "c", "d")
-
         assert world.lines() == ["stop c", "stop b", "start b", "start c"]
         assert world.events == []
+
+        await supervisor.stop(wait=True)
+        world.log.unlink()
+        await supervisor.start_one("b")
+        await in_state(supervisor, "b", "running")
+        assert world.lines() == ["start a", "start b"]
 
 
 async def test_death_restarts_the_dependants(world: World) -> None:

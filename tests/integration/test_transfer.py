@@ -82,19 +82,19 @@ async def test_a_url_is_asked_for_as_it_stands(server: Server, transfer: Transfe
     assert server.requests[0].headers["accept-encoding"] == "identity"
 
 
-async def test_a_body_without_length_is_taken_to_its_end(server: Server, transfer: Transfer) -> None:
-    """As some servers send it."""
-    server.plan = [http.NO_LENGTH]
-
-    assert await got(transfer, f"{server.url}/b") == BLOB
-
-
-async def test_a_body_is_taken_as_it_is(server: Server, transfer: Transfer) -> None:
-    """An archive that a server calls encoded is still the archive whose digest is known."""
-    server.blobs["/b"] = gzip.compress(BLOB)
-    server.plan = [http.ENCODED]
-
-    assert await got(transfer, f"{server.url}/b") == server.blobs["/b"]
+@pytest.mark.parametrize(
+    ("how", "blob"),
+    [(http.NO_LENGTH, BLOB), (http.ENCODED, gzip.compress(BLOB)), (http.DRIBBLE, b"slow and steady")],
+    ids=["without a length", "encoded", "slow but steady"],
+)
+async def test_a_body_is_taken_to_its_end_as_it_is(server: Server, tmp_path: Path, how: str, blob: bytes) -> None:
+    """An archive that a server calls encoded is still the archive whose digest is known. Only the recent rate counts,
+    not the whole duration.
+    """
+    server.blobs["/b"] = blob
+    server.plan = [how]
+    async with Transfer("", msgspec.structs.replace(FAST, least=1), tmp_path) as transfer:
+        assert await got(transfer, f"{server.url}/b") == blob
 
 
 async def test_a_redirect_is_followed(server: Server, transfer: Transfer) -> None:
@@ -129,14 +129,6 @@ async def test_a_failed_get_says_which_host_and_why(server: Server, transfer: Tr
     assert said == text.replace("HOST", server.host)
 
 
-async def test_a_slow_but_steady_server_is_waited_for(server: Server, tmp_path: Path) -> None:
-    """Only the recent rate counts, not the whole duration."""
-    server.blobs["/slow"] = b"slow and steady"
-    server.plan = [http.DRIBBLE]
-    async with Transfer("", msgspec.structs.replace(FAST, least=1), tmp_path) as transfer:
-        assert await got(transfer, f"{server.url}/slow") == b"slow and steady"
-
-
 @pytest.mark.parametrize(
     ("url", "text"),
     [
@@ -148,12 +140,17 @@ async def test_a_slow_but_steady_server_is_waited_for(server: Server, tmp_path: 
         ("", "Excuting GET request: "),
     ],
 )
-async def test_an_unreachable_host_is_named(transfer: Transfer, url: str, text: str) -> None:
-    """Even if the URL makes no sense."""
+async def test_an_unreachable_host_or_proxy_is_named(
+    transfer: Transfer, monkeypatch: pytest.MonkeyPatch, url: str, text: str
+) -> None:
+    """Even if the URL makes no sense. A proxy that is gone is named without its password."""
     said = await failure(transfer, url)
 
     assert said.startswith(text)
     assert "s3cr3t" not in said
+    monkeypatch.setenv("HTTP_PROXY", "http://me:word@127.0.0.1:1")
+    gone = "blobs.example:80: its proxy 127.0.0.1:1 cannot be reached: Connection refused"
+    assert await failure(transfer, "http://blobs.example/b") == f"Excuting GET request: {gone}"
 
 
 async def test_a_redirect_without_end_is_left(server: Server, transfer: Transfer) -> None:
@@ -178,24 +175,19 @@ async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers:
 async def test_a_file_is_put_with_its_length(
     server: Server, transfer: Transfer, tmp_path: Path, continues: bool
 ) -> None:
-    """It does so whether the server asks for it or not."""
+    """It does so whether the server asks for it or not, for an empty file too."""
     server.continues = continues
     await put(transfer, f"{server.url}/new?{SECRET}", BLOB, tmp_path, extra="header", ACCEPT="text/plain")
-    [request] = server.requests
+    await put(transfer, f"{server.url}/empty", b"", tmp_path)
+    request, of_nothing = server.requests
 
     assert server.blobs["/new"] == BLOB
     assert (request.method, request.target) == ("PUT", f"/new?{SECRET}")
     wanted = {"accept": "text/plain", "expect": "100-continue", "content-length": str(len(BLOB)), "extra": "header"}
     assert wanted.items() <= request.headers.items()
     assert "transfer-encoding" not in request.headers
-
-
-async def test_an_empty_file_is_put(server: Server, transfer: Transfer, tmp_path: Path) -> None:
-    """With a length of nothing."""
-    await put(transfer, f"{server.url}/new", b"", tmp_path)
-
-    assert server.blobs["/new"] == b""
-    assert server.requests[0].headers["accept"] == "*/*"
+    assert server.blobs["/empty"] == b""
+    assert (of_nothing.headers["accept"], of_nothing.headers["content-length"]) == ("*/*", "0")
 
 
 @pytest.mark.parametrize("how", ["403", "307", "redirect:http://127.0.0.1:1/"])
@@ -220,19 +212,13 @@ async def test_a_server_may_think_about_what_it_got(server: Server, transfer: Tr
     assert server.blobs["/new"] == BLOB
 
 
-async def test_a_put_that_nobody_takes_ends(server: Server, transfer: Transfer, tmp_path: Path) -> None:
-    """When the buffers between are full, nothing moves any more."""
-    server.plan = [http.DEAF]
-    with pytest.raises(BlobError, match=f"^Executing PUT request: {server.host}: it stalled$"):
-        await put(transfer, f"{server.url}/new?{SECRET}", bytes(50_000_000), tmp_path)
-
-
-async def test_a_put_that_nobody_answers_ends(server: Server, tmp_path: Path) -> None:
-    """After the time an answer may take."""
-    server.plan = [http.SILENT]
+@pytest.mark.parametrize(("how", "size"), [(http.DEAF, 50_000_000), (http.SILENT, 200_000)])
+async def test_a_put_that_nobody_takes_or_answers_ends(server: Server, tmp_path: Path, how: str, size: int) -> None:
+    """When the buffers between are full, nothing moves any more. An answer has a time of its own."""
+    server.plan = [how]
     async with Transfer("", msgspec.structs.replace(FAST, answer=0.2), tmp_path) as transfer:
-        with pytest.raises(BlobError, match=f"Executing PUT request: {server.host}: it stalled"):
-            await put(transfer, f"{server.url}/new", BLOB, tmp_path)
+        with pytest.raises(BlobError, match=f"^Executing PUT request: {server.host}: it stalled$"):
+            await put(transfer, f"{server.url}/new?{SECRET}", bytes(size), tmp_path)
 
 
 # --- TLS ------------------------------------------------------------------------------------------------------------
@@ -334,16 +320,6 @@ async def test_proxies_of_the_environment_are_used(
             ("CONNECT", secure.host),
         ]
         assert {seen.headers["proxy-authorization"] for seen in proxy.seen} == {http.basic("me:word")}
-
-
-async def test_a_proxy_that_is_gone_is_named_without_its_password(
-    transfer: Transfer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is the proxy that is wrong, and the text says so."""
-    monkeypatch.setenv("HTTP_PROXY", "http://me:word@127.0.0.1:1")
-    said = await failure(transfer, "http://blobs.example/b")
-
-    assert said == "Excuting GET request: blobs.example:80: its proxy 127.0.0.1:1 cannot be reached: Connection refused"
 
 
 async def test_nothing_is_left_open(server: Server, transfer: Transfer) -> None:

@@ -131,8 +131,8 @@ def test_node_director_and_deployment_come_in_order(whole: tuple[Played, str]) -
 def test_director_gets_the_release_the_stemcell_of_its_version_and_the_address_of_the_node(
     whole: tuple[Played, str],
 ) -> None:
-    played, _ = whole
-
+    """The manifest has the bpm of bosh-deployment, the runtime config what a pod takes. The password is not printed."""
+    played, said = whole
     (create,) = [call for call in played.calls() if call[1] == "create-env"]
     values = dict(one.split("=", 1) for one in file_of(create, "-v"))
     assert values["internal_ip"] == "192.0.2.7"
@@ -141,12 +141,6 @@ def test_director_gets_the_release_the_stemcell_of_its_version_and_the_address_o
     assert Path(values["cpi_release"].removeprefix("file://")).exists()
     assert Path(file_of(create, "--var-file")[0].removeprefix("kubeconfig=")).read_text() == "{}"
 
-
-def test_manifest_has_the_bpm_of_bosh_deployment_and_the_runtime_config_what_a_pod_takes(
-    whole: tuple[Played, str],
-) -> None:
-    played, _ = whole
-
     manifest = yaml.safe_load((played.state / "hello.yml").read_text())
     assert BOSH["releases"][1] in manifest["releases"]
     assert manifest["stemcells"][0]["os"] == "ubuntu-noble"
@@ -154,10 +148,7 @@ def test_manifest_has_the_bpm_of_bosh_deployment_and_the_runtime_config_what_a_p
     job = JOB | {"properties": {"configure_systemd_resolved": False, "override_nameserver": True}}
     assert runtime == {"addons": [{"name": "bosh-dns", "jobs": [job]}]}
     assert (played.state / "dns.yml").stat().st_mode & 0o77 == 0
-
-
-def test_password_of_the_director_is_not_printed(whole: tuple[Played, str]) -> None:
-    assert "secret-of-admin" not in whole[1]
+    assert "secret-of-admin" not in said
 
 
 def test_second_run_keeps_the_node(played: Played) -> None:
