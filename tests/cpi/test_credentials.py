@@ -6,6 +6,7 @@ import json
 import ssl
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ def authority() -> pki.Authority:
     return pki.Authority()
 
 
-def serving(authority: pki.Authority, directory: Path, hosts: tuple[str, ...], *, asks_client: bool = False) -> Server:
+@contextmanager
+def serving(authority: pki.Authority, directory: Path, *hosts: str, asks_client: bool = False) -> Iterator[Server]:
     """A fake API server over TLS."""
     pair = authority.server(hosts=hosts)
     (directory / "server.pem").write_text(pair.certificate + pair.private_key)
@@ -147,7 +149,11 @@ def serving(authority: pki.Authority, directory: Path, hosts: tuple[str, ...], *
     if asks_client:
         context.load_verify_locations(directory / "ca.pem")
         context.verify_mode = ssl.CERT_REQUIRED
-    return Server(FakeCluster(), tls=context)
+    server = Server(FakeCluster(), tls=context)
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 @pytest.fixture
@@ -164,26 +170,20 @@ def call(server: Server, directory: Path, **cluster: Any) -> Any:
 
 
 def test_server_is_verified(authority: pki.Authority, directory: Path) -> None:
-    server = serving(authority, directory, ("127.0.0.1",))
-    try:
+    with serving(authority, directory, "127.0.0.1") as server:
         assert call(server, directory, token=server.token, ca=authority.ca) is False
         with pytest.raises(CpiFailedError, match="cannot trust the API server"):
             call(server, directory, token=server.token, ca=pki.Authority().ca)
         assert len(server.requests) == 1, "the token was given to a stranger"
-    finally:
-        server.close()
 
 
 def test_server_under_another_name(authority: pki.Authority, directory: Path) -> None:
-    server = serving(authority, directory, ("api.example",))
-    try:
+    with serving(authority, directory, "api.example") as server:
         with pytest.raises(CpiFailedError, match="cannot trust the API server"):
             call(server, directory, token=server.token, ca=authority.ca)
         given = kubeconfig({"token": server.token}, **{"tls-server-name": "api.example"})
         given["clusters"][0]["cluster"] |= {"server": server.url, "certificate-authority": str(directory / "ca.pem")}
         assert call(server, directory, kubeconfig=given) is False
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize("address", ["https://", "ftp://127.0.0.1", "https://a:b@127.0.0.1", "https://[127.0.0.1"])
@@ -193,31 +193,22 @@ def test_server_at_no_address(server: Server, directory: Path, address: str) -> 
 
 
 def test_server_that_need_not_be_verified(authority: pki.Authority, directory: Path) -> None:
-    server = serving(authority, directory, ("api.example",))
-    try:
+    with serving(authority, directory, "api.example") as server:
         given = kubeconfig({"token": server.token})
         given["clusters"][0]["cluster"] |= {"server": server.url, "insecure-skip-tls-verify": True}
         assert call(server, directory, kubeconfig=given) is False
-    finally:
-        server.close()
 
 
 def test_client_certificate(authority: pki.Authority, directory: Path) -> None:
-    server = serving(authority, directory, ("127.0.0.1",), asks_client=True)
-    server.token = ""
-    pair = authority.client("cpi")
-    try:
+    with serving(authority, directory, "127.0.0.1", asks_client=True) as server:
+        server.token = ""
+        pair = authority.client("cpi")
         given = {"ca": authority.ca, "client_certificate": pair.certificate, "client_key": pair.private_key}
         assert call(server, directory, **given) is False
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize("key", ["ca", "client_certificate"])
 def test_broken_pem(authority: pki.Authority, directory: Path, key: str) -> None:
-    server = serving(authority, directory, ("127.0.0.1",))
-    try:
-        with pytest.raises(CpiFailedError, match="cannot use the CA or client certificate"):
-            call(server, directory, **{"token": server.token, "ca": authority.ca, key: "no PEM"})
-    finally:
-        server.close()
+    refused = pytest.raises(CpiFailedError, match="cannot use the CA or client certificate")
+    with serving(authority, directory, "127.0.0.1") as server, refused:
+        call(server, directory, **{"token": server.token, "ca": authority.ca, key: "no PEM"})

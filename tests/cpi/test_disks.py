@@ -178,35 +178,25 @@ def test_vm_that_does_not_start_without_its_disk_gives_it_all_the_same(cpi: Cpi,
 
 
 def test_disk_that_is_not_there(cpi: Cpi, cluster: Cluster) -> None:
-    missing = "disk-bosh-" + "0" * 16
+    missing, elsewhere = (f"disk-{namespace}-{'0' * 16}" for namespace in ("bosh", "other"))
 
     with pytest.raises(CpiFailedError) as failed:
         cpi.create_vm(disks=[missing])
 
     assert failed.value.type == "DiskNotFound"
     assert cluster.snapshot() == {}
-    vm = cpi.create_vm()
+    vm, other = cpi.create_vm(), cpi.create_vm("agent-2")
     for method in ("attach_disk", "detach_disk"):
         cpi.refused("DiskNotFound", method, vm, missing)
     assert cpi("has_disk", missing) is False
     assert cpi("delete_disk", missing) is None
-
-
-def test_disk_of_another_namespace(cpi: Cpi) -> None:
-    vm = cpi.create_vm()
-
     with pytest.raises(CpiFailedError, match="namespace other"):
-        cpi("attach_disk", vm, "disk-other-" + "0" * 16)
+        cpi("attach_disk", vm, elsewhere)
     with pytest.raises(CpiFailedError, match="namespace other"):
-        cpi.create_vm("agent-2", ["disk-other-" + "0" * 16])
-
-
-def test_disk_that_was_never_attached(cpi: Cpi) -> None:
-    one, two = cpi.create_vm("agent-1"), cpi.create_vm("agent-2")
-    disk = cpi.attached_disk(one)
-
-    cpi.refused("DiskNotAttached", "detach_disk", two, disk)
-    assert cpi("get_disks", one) == [disk]
+        cpi.create_vm("agent-3", [elsewhere])
+    disk = cpi.attached_disk(vm)
+    cpi.refused("DiskNotAttached", "detach_disk", other, disk)
+    assert cpi("get_disks", vm) == [disk]
 
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
@@ -242,27 +232,21 @@ def test_disk_of_a_vm_that_is_gone_is_free(cpi: Cpi, cluster: Cluster) -> None:
 # --- reserved -------------------------------------------------------------------------------------------------------
 
 
-def test_reserved_disk_is_handed_out(cpi: Cpi, cluster: Cluster, server: Server) -> None:
-    vm = cpi.create_vm(persistent_disk={"size": 64})
+def test_reserved_disk_is_handed_out(cpi: Cpi, cluster: Cluster) -> None:
+    """It grows to the size that is asked."""
+    vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     settings = json.loads(base64.b64decode(cluster.of("secrets")[vm]["data"]["config.json"]))
     assert settings["disks"]["persistent"] == {}, "the agent would mount what the Director does not know"
 
-    disk = cpi("create_disk", 64, {}, vm)
+    disk = cpi("create_disk", 128, {}, vm)
+    assert cluster.of("persistentvolumeclaims")[disk]["spec"]["resources"]["requests"]["storage"] == "128Mi"
     assert cpi("attach_disk", vm, disk) == {"path": f"{AT_CREATION}/{disk}"}
     assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
     other = cpi("create_disk", 64, {}, vm)
     assert other != disk
     cpi("delete_vm", vm)
     assert set(cluster.of("persistentvolumeclaims")) == {disk, other}
-
-
-def test_reserved_disk_grows_to_the_size_that_is_asked(cpi: Cpi, cluster: Cluster) -> None:
-    vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
-
-    disk = cpi("create_disk", 128, {}, vm)
-
-    assert cluster.of("persistentvolumeclaims")[disk]["spec"]["resources"]["requests"]["storage"] == "128Mi"
 
 
 def test_reserved_disk_nobody_asked_for_goes_with_the_vm(cpi: Cpi, cluster: Cluster) -> None:
@@ -284,42 +268,43 @@ def test_vm_that_has_a_disk_reserves_none(cpi: Cpi, cluster: Cluster) -> None:
 # --- by recreation --------------------------------------------------------------------------------------------------
 
 
-def test_attach_by_recreation(cpi: Cpi, cluster: Cluster) -> None:
+def test_attach_by_recreation(cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another address after it is reported."""
     vm = cpi.create_vm()
     cpi("set_vm_metadata", vm, {"name": "zookeeper/1", "index": "0"})
-    before, secret = cluster.of("pods")[vm]["metadata"]["uid"], cluster.of("secrets")[vm]["metadata"]["uid"]
+    before, secret = cluster.of("pods")[vm], cluster.of("secrets")[vm]["metadata"]["uid"]
     disk = cpi("create_disk", 64, {}, vm)
 
     assert cpi("attach_disk", vm, disk) == {"path": f"{AT_CREATION}/{disk}"}
 
     pod = cluster.of("pods")[vm]
-    assert pod["metadata"]["uid"] != before
+    assert pod["metadata"]["uid"] != before["metadata"]["uid"]
     assert pod["metadata"]["labels"]["bosh.io/index"] == "0"
     assert pod["metadata"]["annotations"]["bosh.io/name"] == "zookeeper/1"
     assert sorted(mounts(cluster, vm)) == sorted([f"data-{vm}", disk])
     assert cluster.of("secrets")[vm]["metadata"]["uid"] == secret
     assert "cpi.bosh.io/disks" not in cluster.of("persistentvolumeclaims")[f"data-{vm}"]["metadata"]["annotations"]
+    now, then = pod["status"]["podIP"], before["status"]["podIP"]
+    assert f"its address is {now}; links and DNS of the Director keep {then}" in capsys.readouterr().err
 
 
-def test_another_address_after_a_recreation_is_reported(
-    cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("properties", "words"),
+    [
+        ({"ephemeral_disk": {"type": "empty_dir"}}, "is no claim"),
+        ({"ephemeral_disk": {"type": "claim"}, "attach": "never"}, "attach: never"),
+    ],
+    ids=["without a data claim", "never"],
+)
+def test_recreation_that_cannot_be_or_must_not_be_is_refused(
+    cpi: Cpi, cluster: Cluster, properties: Object, words: str
 ) -> None:
-    vm = cpi.create_vm()
-    before = cluster.of("pods")[vm]["status"]["podIP"]
-
-    cpi("attach_disk", vm, cpi("create_disk", 64, {}, vm))
-
-    after = cluster.of("pods")[vm]["status"]["podIP"]
-    assert f"its address is {after}; links and DNS of the Director keep {before}" in capsys.readouterr().err
-
-
-def test_recreation_without_a_data_claim_is_refused(cpi: Cpi, cluster: Cluster) -> None:
-    """Its credentials are on the pod's own directory: the new pod could not get on the bus."""
-    vm = cpi.create_vm(ephemeral_disk={"type": "empty_dir"})
+    """Credentials on the pod's own directory: the new pod could not get on the bus."""
+    vm = cpi.create_vm(**properties)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     disk = cpi("create_disk", 64, {}, vm)
 
-    cpi.refused("NotSupported", "attach_disk", vm, disk, match="is no claim")
+    cpi.refused("NotSupported", "attach_disk", vm, disk, match=words)
     assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
 
 
@@ -402,13 +387,6 @@ def test_disk_of_a_pod_that_is_not_ours(cpi: Cpi, cluster: Cluster) -> None:
         cpi("delete_disk", disk)
 
 
-def test_never_refuses(cpi: Cpi, cluster: Cluster) -> None:
-    vm = cpi.create_vm(attach="never", ephemeral_disk={"type": "claim"})
-    disk = cpi("create_disk", 64, {}, vm)
-
-    cpi.refused("NotSupported", "attach_disk", vm, disk, match="attach: never")
-
-
 # --- the default ----------------------------------------------------------------------------------------------------
 
 POD_SECURITY = 'pods "attach-1" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes, privileged'
@@ -472,19 +450,18 @@ def test_default_recreates_a_pod_that_keeps_its_address(cpi: Cpi, cluster: Clust
     assert cluster.of("pods")[vm]["status"]["podIP"] == "10.0.0.5"
 
 
-def test_default_asks_nothing_for_the_restricted_tier(cpi: Cpi, cluster: Cluster, server: Server) -> None:
-    cpi.write(server.config(disks={}))
-    cpi.create_vm(tier="restricted")
-    assert [one for one in server.requests if "attach-" in one] == []
-
-
 @pytest.mark.parametrize("status", [400, 422])
 def test_policy_that_does_not_answer_the_question_is_a_refusal(
     cpi: Cpi, cluster: Cluster, server: Server, status: int
 ) -> None:
+    """For the restricted tier nothing is asked."""
     cpi.write(server.config(disks={}))
     server.fail("POST pods/attach", status=status, message="admission webhook does not support dry run")
+    cpi.create_vm("agent-2", tier="restricted")
+    assert [one for one in server.requests if "attach-" in one] == []
+
     vm = cpi.create_vm()
+
     assert cluster.of("pods")[vm]["metadata"]["annotations"]["cpi.bosh.io/attach"] == "auto"
 
 
@@ -708,7 +685,7 @@ def places(cluster: Cluster, vm: str) -> list[str]:
 
 
 def test_a_vm_of_an_older_version_keeps_the_paths_of_its_disks(cpi: Cpi, cluster: Cluster) -> None:
-    first, second = (cpi("create_disk", 64, {}, None) for _ in range(2))
+    first, second, third = (cpi("create_disk", 64, {}, None) for _ in range(3))
     vm = cpi.create_vm("agent-1", [first], attach="recreate")
     _made_by_an_older_version(cluster, vm)
     former = "/var/vcap/bosh/disks-at-creation"
@@ -718,14 +695,9 @@ def test_a_vm_of_an_older_version_keeps_the_paths_of_its_disks(cpi: Cpi, cluster
 
     assert {f"{former}/{first}", f"{former}/{second}"} <= set(places(cluster, vm))
     assert cpi("get_disks", vm) == [first, second]
-
-
-def test_a_live_vm_of_an_older_version_keeps_the_paths_of_its_disks(cpi: Cpi, cluster: Cluster) -> None:
-    vm = live_vm(cpi)
-    disk = cpi("create_disk", 64, {}, vm)
-    _made_by_an_older_version(cluster, vm)
-
-    assert cpi("attach_disk", vm, disk) == {"path": f"/var/vcap/bosh/disks/{disk}"}
+    live = live_vm(cpi, "agent-2")
+    _made_by_an_older_version(cluster, live)
+    assert cpi("attach_disk", live, third) == {"path": f"/var/vcap/bosh/disks/{third}"}
 
 
 @pytest.mark.parametrize("way", ["at creation", "live"])
@@ -801,6 +773,7 @@ def test_update_disk(cpi: Cpi, cluster: Cluster, server: Server) -> None:
 
 
 def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
+    """Not every cluster has them."""
     disk = cpi("create_disk", 64, {}, None)
 
     snapshot = cpi("snapshot_disk", disk, {"deployment": "dep", "index": 0, "job": "zookeeper"})
@@ -814,10 +787,5 @@ def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
     with pytest.raises(CpiFailedError, match=f"cannot take a snapshot of {disk}: quota"):
         cpi("snapshot_disk", disk, {})
     assert cluster.of("volumesnapshots") == {}
-
-
-def test_cluster_without_snapshots(cpi: Cpi, cluster: Cluster) -> None:
-    disk = cpi("create_disk", 64, {}, None)
     cluster.has_snapshots = False
-
     cpi.refused("NotImplemented", "snapshot_disk", disk, {})

@@ -16,15 +16,26 @@ from tests.cpi.fake_api import Cluster, Object, Server, merged, unscheduled, wai
 from tests.structure.source import ROOT
 
 
-def test_first_life_of_a_vm(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_first_life_of_a_vm(cpi: Cpi, cluster: Cluster) -> None:
+    """Its pod is ready without a bus: no Director lets an agent on it before create_vm has returned
+    (steps/create_vm_step.rb). A reboot keeps the data.
+    """
     vm = cpi.create_vm()
 
     assert re.fullmatch(r"vm-bosh-[0-9a-f]{16}", vm)
     assert cpi("has_vm", vm) is True
+    (container,) = cluster.of("pods")[vm]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz?level=boot"
     cpi("set_vm_metadata", vm, {"deployment": "dep", "name": "zookeeper/1", "index": "0", "job": "zookeeper"})
     metadata = cluster.of("pods")[vm]["metadata"]
     assert metadata["labels"]["bosh.io/deployment"] == "dep"
     assert metadata["annotations"]["bosh.io/name"] == "zookeeper/1"
+
+    data = cluster.of("persistentvolumeclaims")[f"data-{vm}"]["metadata"]["uid"]
+    cpi("reboot_vm", vm)
+    assert cluster.of("pods")[vm]["metadata"]["uid"] != metadata["uid"]
+    assert cluster.of("persistentvolumeclaims")[f"data-{vm}"]["metadata"]["uid"] == data
+
     cpi("delete_vm", vm)
     assert cpi("has_vm", vm) is False
     assert cluster.snapshot() == {}
@@ -45,14 +56,6 @@ def test_settings_are_what_an_agent_reads(cpi: Cpi, cluster: Cluster) -> None:
     volume = cluster.of("pods")[vm]["spec"]["volumes"][0]
     assert volume["secret"]["defaultMode"] == 0o400
     assert [item["key"] for item in volume["secret"]["items"]] == ["config.json"]
-
-
-def test_pod_is_ready_without_a_bus(cpi: Cpi, cluster: Cluster) -> None:
-    """No Director lets an agent on the bus before create_vm has returned (steps/create_vm_step.rb)."""
-    vm = cpi.create_vm()
-
-    (container,) = cluster.of("pods")[vm]["spec"]["containers"]
-    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz?level=boot"
 
 
 @pytest.mark.parametrize(
@@ -176,18 +179,14 @@ def test_node_that_is_well_and_does_not_end_the_pod(cpi: Cpi, cluster: Cluster) 
     assert cpi("has_vm", vm) is True
 
 
-def test_same_request_again_finds_the_vm(cpi: Cpi, cluster: Cluster) -> None:
-    vm = cpi.create_vm()
-    uid = cluster.of("pods")[vm]["metadata"]["uid"]
-
-    assert cpi.create_vm() == vm
-    assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
-
-
-def test_same_agent_with_other_properties_is_made_anew(cpi: Cpi, cluster: Cluster) -> None:
+def test_same_request_again_finds_the_vm_and_one_with_other_properties_makes_it_anew(
+    cpi: Cpi, cluster: Cluster
+) -> None:
     vm = cpi.create_vm(memory=64)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
 
+    assert cpi.create_vm(memory=64) == vm
+    assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
     assert cpi.create_vm(memory=128) == vm
     pod = cluster.of("pods")[vm]
     assert pod["metadata"]["uid"] != uid
@@ -217,24 +216,6 @@ def test_evicted_vm_is_missing(cpi: Cpi, cluster: Cluster) -> None:
     assert cpi("has_vm", vm) is False
     cpi("delete_vm", vm)
     assert cluster.snapshot() == {}
-
-
-def test_unknown_property_names_the_nearest(cpi: Cpi, cluster: Cluster) -> None:
-    with pytest.raises(CpiFailedError, match="unknown key `memry`.*`memory`"):
-        cpi.create_vm(memry=64)
-
-    assert cluster.snapshot() == {}
-
-
-def test_reboot_keeps_the_data(cpi: Cpi, cluster: Cluster) -> None:
-    vm = cpi.create_vm()
-    before = cluster.of("pods")[vm]["metadata"]["uid"]
-    data = cluster.of("persistentvolumeclaims")[f"data-{vm}"]["metadata"]["uid"]
-
-    cpi("reboot_vm", vm)
-
-    assert cluster.of("pods")[vm]["metadata"]["uid"] != before
-    assert cluster.of("persistentvolumeclaims")[f"data-{vm}"]["metadata"]["uid"] == data
 
 
 def test_reboot_beside_live_disks_restarts_the_container(cpi: Cpi, cluster: Cluster) -> None:
@@ -309,15 +290,6 @@ def test_calculated_properties_are_properties(cpi: Cpi) -> None:
 
     assert found == {"cpu": 2, "memory": 1024, "ephemeral_disk": {"size": 2048}}
     assert cpi.create_vm(**found)
-
-
-def test_propagated_mount_is_no_empty_dir(cpi: Cpi, cluster: Cluster) -> None:
-    vm = cpi.create_vm(attach="live", tier="privileged")
-
-    mounts = cluster.of("pods")[vm]["spec"]["containers"][0]["volumeMounts"]
-    (name,) = [one["name"] for one in mounts if one["mountPath"] == manifests.LIVE_DISKS]
-    (volume,) = [one for one in cluster.of("pods")[vm]["spec"]["volumes"] if one["name"] == name]
-    assert "hostPath" in volume
 
 
 def helpers(cluster: Cluster) -> list[str]:
@@ -445,9 +417,18 @@ def test_properties_reach_the_pod(cpi: Cpi, cluster: Cluster, properties: Object
     assert found == wanted
 
 
-def test_capabilities_are_refused_in_a_tier_without_root(cpi: Cpi, cluster: Cluster) -> None:
-    with pytest.raises(CpiFailedError, match="`capabilities` need root"):
-        cpi.create_vm(tier="restricted", capabilities=["NET_ADMIN"])
+@pytest.mark.parametrize(
+    ("properties", "words"),
+    [
+        ({"memry": 64}, "unknown key `memry`.*`memory`"),
+        ({"tier": "restricted", "capabilities": ["NET_ADMIN"]}, "`capabilities` need root"),
+        ({"tier": "restricted", "agent": {"image": "a:1"}}, "`agent` needs root.*set another tier"),
+    ],
+    ids=["unknown", "capabilities without root", "the agent over an image without root"],
+)
+def test_properties_that_cannot_be_are_refused(cpi: Cpi, cluster: Cluster, properties: Object, words: str) -> None:
+    with pytest.raises(CpiFailedError, match=words):
+        cpi.create_vm(**properties)
 
     assert cluster.snapshot() == {}
 
@@ -491,13 +472,6 @@ def test_image_of_the_agent_that_is_not_there(cpi: Cpi, cluster: Cluster) -> Non
     assert cluster.snapshot() == {}
 
 
-def test_a_pod_without_root_cannot_have_the_agent_over_its_image(cpi: Cpi, cluster: Cluster) -> None:
-    with pytest.raises(CpiFailedError, match="`agent` needs root.*set another tier"):
-        cpi.create_vm(agent=AGENT, tier="restricted")
-
-    assert cluster.snapshot() == {}
-
-
 def test_cpi_in_a_vm_knows_which(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Director in the cluster asks for it before it snapshots its own disks."""
     vm = cpi.create_vm()
@@ -508,13 +482,25 @@ def test_cpi_in_a_vm_knows_which(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> N
     assert cpi("current_vm_id") == vm
 
 
-def test_directory_of_the_agent_is_no_mount_point_of_the_runtime(cpi: Cpi, cluster: Cluster) -> None:
-    """Without root the agent cannot write beside its settings in a directory that the runtime has made."""
-    vm = cpi.create_vm(tier="restricted")
+@pytest.mark.parametrize(
+    ("properties", "path", "kind"),
+    [
+        ({"tier": "restricted"}, "/var/vcap/bosh", "emptyDir"),
+        ({"tier": "privileged", "attach": "live"}, manifests.LIVE_DISKS, "hostPath"),
+    ],
+    ids=["the directory of the agent", "live disks"],
+)
+def test_directories_are_of_the_kind_that_their_users_need(
+    cpi: Cpi, cluster: Cluster, properties: Object, path: str, kind: str
+) -> None:
+    """Without root the agent cannot write beside its settings in a directory that the runtime has made. A kubelet would
+    empty the disks in an emptyDir under a propagated mount.
+    """
+    vm = cpi.create_vm(**properties)
 
     mounts = {one["mountPath"]: one["name"] for one in cluster.of("pods")[vm]["spec"]["containers"][0]["volumeMounts"]}
     volumes = {one["name"]: one for one in cluster.of("pods")[vm]["spec"]["volumes"]}
-    assert "emptyDir" in volumes[mounts["/var/vcap/bosh"]]
+    assert kind in volumes[mounts[path]]
 
 
 def test_labels_annotations_and_volumes_reach_the_pod(cpi: Cpi, cluster: Cluster) -> None:

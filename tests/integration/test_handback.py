@@ -17,36 +17,33 @@ from benchmarks.world import AGENT, World
 pytestmark = pytest.mark.slow
 
 
-async def test_jobs_run_on_and_are_described_to_monit(instance: World) -> None:
-    """State that the Go agent keeps itself stays as it is. Ours alone is gone."""
-    before = await instance.deploy(2, 1)
-    kept = {path.name: path.read_bytes() for path in (instance.base / "bosh").glob("*s*.json")}
-    await instance.stop_agent()
+async def test_jobs_run_on_and_are_described_to_monit_there_and_back_again(instance: World) -> None:
+    """State that the Go agent keeps itself stays as it is. Ours alone is gone.
 
-    status, output = await instance.execute("handback")
-
-    assert status == 0
-    assert [f"job0 runs on as {before['job0']}" in output, f"job1 runs on as {before['job1']}" in output] == [True] * 2
-    assert all(Path(f"/proc/{pid}").exists() for pid in before.values())
-    monit = instance.base / "monit"
-    assert sorted(path.name for path in (monit / "job").iterdir()) == ["0000_job1.monitrc", "0001_job0.monitrc"]
-    assert (monit / "job/0001_job0.monitrc").read_text() == (instance.base / "jobs/job0/monit").read_text()
-    assert not (monit / "stopped").exists()
-    left = {path.name: path.read_bytes() for path in (instance.base / "bosh").glob("*s*.json")}
-    assert left == {name: raw for name, raw in kept.items() if name != "agent_shim.json"}
-    assert {path.name for path in (instance.base / "data/bosh").iterdir()} <= {"lease.json"}
-    assert not (instance.base / "data/sys/run/agent_shim").exists()
-
-
-async def test_there_and_back_again(instance: World) -> None:
-    """After a handback the next agent of ours takes over as from the Go agent: none is started a second time."""
+    After a handback the next agent of ours takes over as from the Go agent: none is started a second time.
+    """
     before = await instance.deploy(2, 1)
     for _ in range(2):
+        kept = {path.name: path.read_bytes() for path in (instance.base / "bosh").glob("*s*.json")}
         await instance.stop_agent()
-        assert (await instance.execute("handback"))[0] == 0
+
+        status, output = await instance.execute("handback")
+
+        assert status == 0
+        for job, pid in before.items():
+            assert f"{job} runs on as {pid}" in output
+            assert Path(f"/proc/{pid}").exists()
+        monit = instance.base / "monit"
+        assert sorted(path.name for path in (monit / "job").iterdir()) == ["0000_job1.monitrc", "0001_job0.monitrc"]
+        assert (monit / "job/0001_job0.monitrc").read_text() == (instance.base / "jobs/job0/monit").read_text()
+        assert not (monit / "stopped").exists()
+        left = {path.name: path.read_bytes() for path in (instance.base / "bosh").glob("*s*.json")}
+        assert left == {name: raw for name, raw in kept.items() if name != "agent_shim.json"}
+        assert {path.name for path in (instance.base / "data/bosh").iterdir()} <= {"lease.json"}
+        assert not (instance.base / "data/sys/run/agent_shim").exists()
+
         await instance.start_agent()
         await instance.until_running()
-
         assert instance.pids() == before
         assert {job: len(pids) for job, pids in instance.starts().items()} == {"job0": 1, "job1": 1}
         names = [process["name"] for process in (await instance.director.value(AGENT, "get_state"))["processes"]]
@@ -70,8 +67,14 @@ async def test_stopped_jobs_are_not_described(instance: World) -> None:
 
 
 async def test_processes_that_monit_would_start_are_reported(instance: World) -> None:
-    """Processes that died meanwhile, and those that it would take for dead."""
+    """Processes that died meanwhile, and those that it would take for dead.
+
+    While the agent runs, a handback is refused: it would go on as if nothing had happened.
+    """
     before = await instance.deploy(3)
+    status, output = await instance.execute("handback")
+    assert (status, "cannot hand back: another agent, process" in output) == (3, True)
+    assert (instance.base / "bosh/agent_shim.json").exists()
     await instance.stop_agent()
     victim = process.adopt(before["job0"])
     assert victim is not None
@@ -81,21 +84,11 @@ async def test_processes_that_monit_would_start_are_reported(instance: World) ->
     pidfile.unlink()
 
     _, output = await instance.execute("handback")
-
     pidfile.write_text(text)
+
     assert "job0 does not run: monit will start it" in output
     assert f"job1 runs as {before['job1']}, which {pidfile} does not say: monit will start it a second time" in output
     assert f"job2 runs on as {before['job2']}" in output
-
-
-async def test_handback_is_refused_while_the_agent_runs(instance: World) -> None:
-    """It would go on as if nothing had happened."""
-    await instance.deploy(1)
-
-    status, output = await instance.execute("handback")
-
-    assert (status, "cannot hand back: another agent, process" in output) == (3, True)
-    assert (instance.base / "bosh/agent_shim.json").exists()
 
 
 async def test_fresh_machine_and_second_time(instance: World) -> None:

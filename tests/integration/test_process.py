@@ -457,7 +457,7 @@ async def test_a_signal_is_for_a_process_and_not_for_who_has_its_number(env: dic
     assert process.is_spawned(child.identity)
     assert not process.send((child.pid, child.start_ticks + 1), signal.SIGKILL)
     assert not process.send((child.pid, child.start_ticks - 1), signal.SIGKILL)
-    assert child.is_alive
+    assert is_alive(child.pid)
     assert process.send((child.pid, child.start_ticks), signal.SIGKILL)
     assert await child.wait() == 128 + signal.SIGKILL
     assert not process.is_spawned(child.identity)

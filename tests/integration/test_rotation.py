@@ -33,6 +33,15 @@ def logs(tmp_path: Path) -> Path:
     return paths.log
 
 
+@pytest.fixture
+def good(logs: Path) -> Path:
+    """A log of another job, to be rotated."""
+    path = logs / "zoo/good.log"
+    path.parent.mkdir()
+    path.write_text("g" * 1000)
+    return path
+
+
 def rotator(logs: Path, limits: Limits = SMALL, told: str = "") -> Rotation:
     return Rotation(Paths(logs.parents[2]), limits, lambda: told)
 
@@ -138,31 +147,26 @@ def test_what_comes_while_a_slow_disk_syncs_is_kept(logs: Path, monkeypatch: pyt
 
 
 async def test_of_a_huge_log_the_end_is_kept(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its archive counts among the existing ones. A loss is logged, and noted in the archive too."""
-    log, older = logs / "web/runaway.log", logs / "web/older.log.1.gz"
+    """Its archive counts among the existing ones. A loss is logged, and noted in the archive too.
+
+    The deployment's size takes precedence over the limit of all archives.
+    """
+    log, older, large = logs / "web/runaway.log", logs / "web/older.log.1.gz", logs / "web/large.log"
     older.write_bytes(os.urandom(400_000))
     content = os.urandom(5_000_000)
     log.write_bytes(content)
     limits = Limits(size=200_000, total=1_000_000)
-
     await rotator(logs, limits).rotate()
-
     kept = archived(log)
+
     assert kept == b"(4500000 bytes before this were too many to keep)\n" + content[-500_000:]
     assert log.stat().st_size == 0
     assert older.exists()
     told = "web/runaway.log was too large to keep: its first 4500000 bytes are lost, the last 500000 are in its archive"
     assert told in caplog.text
-
-
-async def test_a_log_that_may_be_large_is_kept_whole(logs: Path) -> None:
-    """The deployment's size takes precedence over the limit of all archives."""
-    log = logs / "web/web.log"
-    log.write_bytes(b"x" * 150_000)
-
+    large.write_bytes(b"x" * 150_000)
     await rotator(logs, Limits(size=100_000, total=100_000)).rotate()
-
-    assert archived(log) == b"x" * 150_000
+    assert archived(large) == b"x" * 150_000
 
 
 async def test_small_logs_go_before_a_huge_one(logs: Path) -> None:
@@ -324,15 +328,18 @@ async def test_one_that_cannot_be_rotated_stops_no_other(logs: Path, caplog: pyt
     assert archived(logs / "web/good.log") == b"g" * 1000
 
 
-@pytest.mark.parametrize(("text", "number"), [("100", 100), ("4k", 4096), ("50M", 50 << 20), ("2G", 2 << 30)])
-def test_sizes_are_logrotates(text: str, number: int) -> None:
-    """With and without a unit."""
-    assert rotation.size(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "M", "-1", "1T", "1.5G", "50 MB"])
-def test_invalid_size_is_refused(text: str) -> None:
-    """Rather than guessed."""
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *(("100", 100), ("4k", 4096), ("50M", 50 << 20), ("2G", 2 << 30)),
+        *((text, None) for text in ("", "M", "-1", "1T", "1.5G", "50 MB")),
+    ],
+)
+def test_sizes_are_logrotates(text: str, number: int | None) -> None:
+    """With and without a unit. An invalid one is refused rather than guessed."""
+    if number is not None:
+        assert rotation.size(text) == number
+        return
     with pytest.raises(ValueError, match="is not a size"):
         rotation.size(text)
 
@@ -374,22 +381,20 @@ async def test_hundred_thousands_of_archives_cost_no_memory(logs: Path, monkeypa
 
 
 async def test_a_job_with_too_many_files_keeps_no_other_from_rotation(
-    logs: Path, monkeypatch: pytest.MonkeyPatch
+    logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rotation, "MAX_JOB_ENTRIES", 50)
     for number in range(200):
         (logs / f"web/{number}.gz").touch()
-    (logs / "zoo").mkdir()
-    (logs / "zoo/good.log").write_text("g" * 1000)
 
     await rotator(logs).rotate()
 
-    assert archived(logs / "zoo/good.log") == b"g" * 1000
+    assert archived(good) == b"g" * 1000
 
 
 @pytest.mark.parametrize("planted", ["second names", "names that leave no room for an archive", "small logs"])
 async def test_hundreds_of_logs_of_one_job_keep_no_other_from_rotation(
-    logs: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+    logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
     """In a round as many are rotated as have room in it, which those of one job could fill, round after round."""
     monkeypatch.setattr(rotation, "MAX_DUE", 4)
@@ -401,12 +406,10 @@ async def test_hundreds_of_logs_of_one_job_keep_no_other_from_rotation(
         if planted == "names that leave no room for an archive":
             path = logs / f"web/{number}{'x' * 250}.log"
         path.write_text("x" * 150)
-    (logs / "zoo").mkdir()
-    (logs / "zoo/good.log").write_text("g" * 1000)
 
     await rotator(logs).rotate()
 
-    assert archived(logs / "zoo/good.log") == b"g" * 1000
+    assert archived(good) == b"g" * 1000
 
 
 @pytest.mark.parametrize("planted", ["second names", "archives of the future"])
@@ -431,7 +434,7 @@ async def test_archives_of_one_job_have_none_of_another_removed(logs: Path, plan
 
 
 async def test_a_volume_that_does_not_answer_keeps_no_other_job_from_rotation(
-    logs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As that of a file server that is gone: the thread that looks hangs."""
     gate = threading.Event()
@@ -444,12 +447,10 @@ async def test_a_volume_that_does_not_answer_keeps_no_other_job_from_rotation(
 
     monkeypatch.setattr(rotation, "look_at", look_at)
     monkeypatch.setattr(rotation, "LOOK_TIMEOUT_S", 0.1)
-    (logs / "zoo").mkdir()
-    (logs / "zoo/good.log").write_text("g" * 1000)
     try:
         await rotator(logs).rotate()
     finally:
         gate.set()
 
-    assert archived(logs / "zoo/good.log") == b"g" * 1000
+    assert archived(good) == b"g" * 1000
     assert "cannot rotate the logs of web" in caplog.text

@@ -178,20 +178,28 @@ async def test_second_container_with_a_volume_of_its_own_and_our_disk(pod: Pod, 
 
 
 async def test_missing_job_files_of_a_tmpfs_are_reported(pod: Pod) -> None:
-    """``env.bosh.job_dir.tmpfs``: secrets of jobs are on no disk, and the Director has to bring them again."""
+    """``env.bosh.job_dir.tmpfs``: secrets of jobs are on no disk, and the Director has to bring them again.
+
+    Beside an agent that is restarted nothing is mounted a second time, and the processes go on.
+    """
     pod.env = {"job_dir": {"tmpfs": True, "tmpfs_size": "20m"}, "run_dir": {"tmpfs": True}}
     await with_a_disk(pod)
     spec = await deploy(pod, "web")
-    kinds = pod.machine.run("findmnt -rno TARGET,FSTYPE | grep /var/vcap/data/").splitlines()
-    assert {line for line in kinds if line.endswith("tmpfs")} == {
+    mounts, pid = in_memory(pod), pod.machine.run("cat /var/vcap/sys/run/web/web.pid")
+    assert {line for line in mounts if line.endswith("tmpfs")} == {
         "/var/vcap/data/jobs tmpfs",
         "/var/vcap/data/sensitive_blobs tmpfs",
         "/var/vcap/data/sys/run tmpfs",
     }
-    events(pod)
+
+    pod.end_agent()
+    await pod.start_agent()
+    await pod.until("running")
+    assert in_memory(pod) == mounts
+    assert pod.machine.run("cat /var/vcap/sys/run/web/web.pid") == pid
+    assert events(pod) == ["web"]
 
     await pod.restart()
-
     await pod.until("failing")
     text = "the files of job web are gone, the Director has to apply its spec again"
     assert text in pod.log
@@ -199,6 +207,11 @@ async def test_missing_job_files_of_a_tmpfs_are_reported(pod: Pod) -> None:
     await pod.run("apply", spec)
     await pod.run("start")
     await pod.until("running")
+
+
+def in_memory(pod: Pod) -> list[str]:
+    """The mounts below ``data``, each as often as it is there, with the kind of their file systems."""
+    return sorted(pod.machine.run("findmnt -rno TARGET,FSTYPE | grep ^/var/vcap/data/").splitlines())
 
 
 SECRET = "not-to-be-found-on-a-disk"
@@ -228,52 +241,22 @@ async def test_settings_in_memory_are_on_no_disk(pod: Pod) -> None:
 IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
 
 
-def in_memory(pod: Pod) -> list[str]:
-    """The mounts below ``data``, each as often as it is there."""
-    return sorted(pod.machine.run("findmnt -rno TARGET | grep ^/var/vcap/data/").splitlines())
-
-
-async def test_agent_restarted_beside_jobs_in_memory(pod: Pod) -> None:
-    """Nothing is mounted a second time, the processes go on."""
+@pytest.mark.parametrize("why", ["the container may not mount", "the manifest mounts them"])
+async def test_directories_in_memory_that_are_on_disk_come_back(pod: Pod, why: str) -> None:
+    """A skipped mount is said. A mount of the kubelet is used unchanged, and survives a restart of the container."""
     pod.env = IN_MEMORY
+    is_refused = why == "the container may not mount"
+    if is_refused:
+        pod.prefix = WITHOUT_MOUNTS
+    else:
+        for name in ("jobs", "sensitive_blobs"):
+            (pod.scratch / name).mkdir()
+            pod.seen[f"/var/vcap/data/{name}"] = pod.scratch / name
     await with_a_disk(pod)
+    assert ("boot step directories in memory: skipped: cannot mount a tmpfs" in pod.log) is is_refused
     await deploy(pod, "web")
-    mounts = in_memory(pod)
-    pid = pod.machine.run("cat /var/vcap/sys/run/web/web.pid")
-
-    pod.end_agent()
-    await pod.start_agent()
-
-    await pod.until("running")
-    assert in_memory(pod) == mounts
-    assert pod.machine.run("cat /var/vcap/sys/run/web/web.pid") == pid
-    assert events(pod) == ["web"]
-
-
-async def test_directories_in_memory_that_cannot_be(pod: Pod) -> None:
-    """A container that may not mount has them on disk, says so, and comes back with them."""
-    pod.env = IN_MEMORY
-    pod.prefix = WITHOUT_MOUNTS
-    await with_a_disk(pod)
-    assert "boot step directories in memory: skipped: cannot mount a tmpfs" in pod.log
-    await deploy(pod, "web")
-    events(pod)
-
-    await pod.restart()
-
-    await pod.until("running")
-    assert events(pod) == ["pre-start web", "web"]
-
-
-async def test_directories_in_memory_of_the_manifest(pod: Pod) -> None:
-    """A mount of the kubelet is used unchanged, and survives a restart of the container."""
-    pod.env = IN_MEMORY
-    for name in ("jobs", "sensitive_blobs"):
-        (pod.scratch / name).mkdir()
-        pod.seen[f"/var/vcap/data/{name}"] = pod.scratch / name
-    await with_a_disk(pod)
-    await deploy(pod, "web")
-    assert list((pod.scratch / "jobs").iterdir()) == [pod.scratch / "jobs/web"]
+    if not is_refused:
+        assert list((pod.scratch / "jobs").iterdir()) == [pod.scratch / "jobs/web"]
     events(pod)
 
     await pod.restart()
