@@ -299,7 +299,7 @@ def test_attach_by_recreation(cpi: Cpi, cluster: Cluster, capsys: pytest.Capture
 def test_recreation_that_cannot_be_or_must_not_be_is_refused(
     cpi: Cpi, cluster: Cluster, properties: Object, words: str
 ) -> None:
-    """Credentials on the pod's own directory: the new pod could not get on the bus."""
+    """With credentials on the pod's own directory the new pod could not get on the bus."""
     vm = cpi.create_vm(**properties)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     disk = cpi("create_disk", 64, {}, vm)

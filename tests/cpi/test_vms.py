@@ -17,7 +17,7 @@ from tests.structure.source import ROOT
 
 
 def test_first_life_of_a_vm(cpi: Cpi, cluster: Cluster) -> None:
-    """Its pod is ready without a bus: no Director lets an agent on it before create_vm has returned
+    """Its pod is ready without a bus. No Director lets an agent on it before create_vm has returned
     (steps/create_vm_step.rb). A reboot keeps the data.
     """
     vm = cpi.create_vm()

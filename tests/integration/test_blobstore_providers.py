@@ -66,7 +66,7 @@ async def content(store: Provider, blob_id: str = ID) -> bytes:
 
 
 async def test_a_directory_keeps_blobs(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made when the first comes. A blob is on the disk before its name: the end of the machine would leave the
+    """It is made when the first comes. A blob is on the disk before its name. The end of the machine would leave the
     name of an empty file.
     """
     (tmp_path / "file").write_bytes(b"data")

@@ -87,7 +87,7 @@ PINGS = b"PING\r\n" * 3
 async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:
     """An error or nonsense on a link costs this link. The next one hears and answers.
 
-    nats-py stops reading at what it cannot decode, and calls itself connected: pings would tell after 10 to 15 s.
+    nats-py stops reading at what it cannot decode, and calls itself connected. Pings would tell after 10 to 15 s.
     """
     async with facing(saying(words), asking) as bus:
         await until(lambda: bus.stats.sent >= 1)

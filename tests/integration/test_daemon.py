@@ -90,7 +90,7 @@ async def test_settings_that_come_late_and_in_parts_are_waited_for(instance: Wor
 async def test_commands_without_an_agent_and_agents_that_cannot_start_end_with_codes_of_their_own(
     instance: World,
 ) -> None:
-    """69 without an agent, 78 for a wrong agent.json, and 3 beside another agent, which goes on."""
+    """69 without an agent, 78 for a wrong agent.json, and 3 beside another agent, which continues."""
     status, output = await instance.execute("status")
     assert status == 69
     assert "cannot ask the agent at" in output

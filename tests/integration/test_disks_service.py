@@ -26,7 +26,7 @@ each_way = by("links", "mounts")
 
 
 def mounted(instance: Instance) -> list[mounts.Mount]:
-    """The mounts of the instance: others may mount on this machine meanwhile."""
+    """The mounts of the instance. Others may mount on this machine meanwhile."""
     return [mount for mount in mounts.mounts() if mount.point.is_relative_to(instance.paths.base)]
 
 
@@ -92,7 +92,7 @@ async def test_a_target_stays_after_a_restart_unless_it_is_of_another_instance(
 
 @each_way
 async def test_the_first_disk_comes_to_the_store_and_others_to_the_migration_target(instance: Instance) -> None:
-    """A third one takes the target over: a resize failed and was tried again without an unmount in between."""
+    """A third one takes the target over, if a resize failed and was tried again without an unmount in between."""
     instance.attach("a")
     assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
 

@@ -143,7 +143,7 @@ async def test_t7_busy_agent_is_no_dead_link(tmp_path: Path) -> None:
 async def test_cut_again_and_again(tmp_path: Path) -> None:
     """Every reset is followed by a new link, and nothing is left behind.
 
-    Each has TLS of its own, half a megabyte: it is freed without the garbage collector, which would come late.
+    Each has TLS of its own, half a megabyte. It is freed without the garbage collector, which would come late.
     """
     async with behind(tmp_path) as (bus, proxy):
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Promises that only the slow and root rings examine closely, in seconds: the end of a container, and its disk."""
+"""Promises that only the slow and root rings examine closely, in seconds. The end of a container, and its disk."""
 
 from __future__ import annotations
 

@@ -410,7 +410,7 @@ async def test_a_stop_program_has_its_time_and_the_rest_is_killed(world: World, 
 async def test_a_process_is_ended_and_its_stop_program_runs_also_without_the_other(
     world: World, stop: str | None, said: list[str]
 ) -> None:
-    """monit would leave a process without a stop program. A drain may have ended it: the program has more to do."""
+    """monit would leave a process without a stop program. A drain may have ended it. The program has more to do."""
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         if stop is not None:

@@ -47,7 +47,7 @@ async def test_a_worker_executes_one_request_after_the_other(tmp_path: Path, sta
 
 
 async def test_requests_at_the_same_time_have_a_worker_each(tmp_path: Path, started: list[process.Process]) -> None:
-    """One of the workers stays. One that died at rest is replaced: the kernel may end it when memory is short.
+    """One of the workers stays. One that died at rest is replaced. The kernel may end it when memory is short.
 
     A request with another niceness has another worker.
     """

@@ -127,7 +127,7 @@ STAYING = {
     "killing": [["setsid", sys.executable, "-S", "-c", KILLING]],
     "filling": [["setsid", sys.executable, "-S", "-c", FILLING, "/var/vcap/bosh_ssh/bosh_stays"]] * 2,
 }
-"""Processes that work against their removal: in other sessions with endless forks, with a kill of whatever becomes
+"""Processes that work against their removal. In other sessions with endless forks, with a kill of whatever becomes
 their user, and with new files in the home that is removed.
 """
 
