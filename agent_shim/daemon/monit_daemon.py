@@ -49,8 +49,6 @@ _STATE: Final = struct.Struct("256s4iQ")
 RETRY_S: Final = 0.5
 QUEUE: Final = "agent_shim.json"
 """Mails that wait, in the directory of ``set eventqueue``."""
-OLDER_S: Final = 10
-"""monit uses a state file only if its pidfile is younger, in whole seconds."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -201,16 +199,13 @@ class MonitDaemon:
         return {}
 
     def _write_state_of_monit(self, saved: bytes) -> None:
-        control = self._control
+        """Write what monit continues from, if it starts in a later second."""
         rows = [
             _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)
             for name, record in msgspec.json.decode(saved, type=Saved).services.items()
         ]
-        what = f"write {control.statefile}"
-        with files.attempting(what), files.replacing(control.statefile, mode=0o600, is_synced=False) as file:
-            file.write(_COUNT.pack(len(rows)) + b"".join(rows))
-            file.flush()
-            os.utime(file.fileno(), (clock.wall_time() - OLDER_S,) * 2)
+        content = _COUNT.pack(len(rows)) + b"".join(rows)
+        files.write_atomic(self._control.statefile, content, mode=0o600, is_synced=False)
 
     # --- mails ------------------------------------------------------------------------------------------------------
 

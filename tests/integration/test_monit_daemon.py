@@ -145,16 +145,6 @@ async def vm(tmp_path: Path) -> AsyncIterator[Vm]:
     made.world.end()
 
 
-STATE = struct.Struct("256s4iQ")
-"""A service in the state file of monit 5.2.5 (state.c)."""
-
-
-def monitored(vm: Vm) -> dict[str, int]:
-    """Content of monit's state file, by service."""
-    rows = STATE.iter_unpack((vm.base / "monit/monit.state").read_bytes()[4:])
-    return {fields[0].rstrip(b"\0").decode(): fields[4] for fields in rows}
-
-
 @contextlib.asynccontextmanager
 async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
     """The lines of each mail, as a server of RFC 5321 takes them."""
@@ -216,6 +206,22 @@ async def test_jobs_of_the_files_are_started_and_reported_as_monit_does(vm: Vm) 
     assert (vm.base / "monit.pid").read_text() == f"{vm.daemon.pid}\n"
     assert Path(f"/proc/{vm.daemon.pid}/comm").read_text() == "monit\n"
     assert "web: appeared, now running" in (vm.base / "monit/monit.log").read_text()
+
+
+async def test_a_service_of_mode_manual_waits_for_its_start(vm: Vm) -> None:
+    vm.add("web", "worker")
+    with (vm.base / "monit/job/0000_worker.monitrc").open("a") as file:
+        file.write("\n  mode manual\n")
+    vm.start()
+    await vm.until(web="running", worker="unknown")
+    assert vm.starts() == 1
+
+    assert await vm.act("worker", "start") == 200
+    await vm.until(web="running", worker="running")
+    await vm.end()
+    vm.start()
+    await vm.until(web="running", worker="running")
+    assert vm.starts() == 2
 
 
 async def test_a_death_is_a_restart_and_a_mail(vm: Vm) -> None:
@@ -365,7 +371,7 @@ async def test_jobs_outlive_it_and_the_next_one_goes_on(vm: Vm, number: signal.S
     await vm.until(web="running", worker="running", db="unknown")
     web, worker = vm.pid("web"), vm.pid("worker")
 
-    await until(lambda: monitored(vm) == {"web": 1, "worker": 1, "db": 0})
+    await until(lambda: monitrc.monitored(vm.base / "monit/monit.state") == {"web": 1, "worker": 1, "db": 0})
     assert (await vm.end(number) == 0) == (number is signal.SIGTERM)
     assert (vm.base / "monit.pid").exists() == (number is signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)
@@ -380,15 +386,14 @@ async def test_monit_goes_on_from_its_own_state_file_and_back(vm: Vm) -> None:
     """With what monit 5.2.5 keeps (state.c): a service that it had left alone is not started."""
     vm.add("web", "db")
     state, left = vm.base / "monit/monit.state", [(b"web", 0, 0, 0, 1, 0), (b"db", 0, 0, 0, 0, 0)]
-    state.write_bytes(struct.pack("i", 2) + b"".join(STATE.pack(*each) for each in left))
+    state.write_bytes(struct.pack("i", 2) + b"".join(monitrc.STATE.pack(*each) for each in left))
     vm.start()
     await vm.until(web="running", db="unknown")
     await vm.act("db", "start")
     await vm.act("web", "stop")
     await vm.until(web="unknown", db="running")
 
-    await until(lambda: monitored(vm) == {"web": 0, "db": 1})
-    assert time.time() - state.stat().st_mtime > 5, "monit takes only a file older than its pidfile"
+    await until(lambda: monitrc.monitored(vm.base / "monit/monit.state") == {"web": 0, "db": 1})
 
 
 async def test_quit_ends_it_and_only_one_runs(vm: Vm) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from agent_shim.core.paths import Paths
 from tests.support import jobs, monitrc
-from tests.support.machine import CODE, Machine, machine
+from tests.support.machine import CODE, GROUPS, Machine, machine
 
 MONIT = os.environ.get("MONIT_525", "")
 
@@ -102,13 +102,18 @@ class Vm:
 
     def reset(self) -> None:
         """Leave the service as the stemcell has it, without the copy of the package."""
-        shutil.rmtree(self.vcap / "data/agent_shim_monit", ignore_errors=True)
+        shutil.rmtree(self.vcap / "data/agent-shim-monit", ignore_errors=True)
         for path in self.sv.iterdir():
             path.unlink()
         (self.sv / "run").write_text(RUN)
         (self.sv / "run").chmod(0o755)
 
     def deploy(self) -> None:
+        """Make the job's directory of data, as the agent does, and the link to the job."""
+        own = self.vcap / "data/agent_shim_monit"
+        own.mkdir()
+        os.chown(own, 0, GROUPS["vcap"])
+        own.chmod(0o770)
         (self.vcap / "jobs/agent_shim_monit").symlink_to("/var/vcap/data/jobs/agent_shim_monit/digest")
 
     def remove(self) -> None:
@@ -116,6 +121,13 @@ class Vm:
         (self.vcap / "jobs/agent_shim_monit").unlink()
         shutil.rmtree(self.vcap / "data/packages/agent_shim_monit")
         self.reload()
+
+    def open_to_jobs(self) -> list[Path]:
+        """Paths that jobs may write on the way to the program that root runs."""
+        line = next(line for line in (TEMPLATES / "run").read_text().splitlines() if line.startswith("python="))
+        program = self.vcap / line.removeprefix("python=/var/vcap/")
+        way = [program, *(path for path in program.parents if path.is_relative_to(self.vcap))]
+        return [path for path in way if path.stat().st_mode & 0o022]
 
     def reload(self) -> None:
         self.machine.run("PATH=/var/vcap/bosh/bin:$PATH; sv kill monit; sv start monit")
@@ -180,12 +192,15 @@ def test_there_and_back_with_fifty_processes(vm: Vm) -> None:
     until(lambda: vm.supervisor() == "monit")
     assert vm.pre_start()
     assert vm.supervisor() == "ours"
+    assert vm.open_to_jobs() == []
     assert (vm.running(), vm.starts()) == (vm.pids, 50)
 
     vm.machine.run("curl -s -d action=stop http://127.0.0.1:2822/job7")
     until(lambda: "job7" not in vm.running())
     until(lambda: "not monitored" in vm.words("job7") and "pending" not in vm.words("job7"))
-    time.sleep(0.2)  # more than the supervisor gathers changes for
+    state = vm.vcap / "monit/monit.state"
+    until(lambda: monitrc.monitored(state)["job7"] == 0)
+    until(lambda: time.time() > state.stat().st_ctime + 1)  # monit uses one of an earlier second
     vm.remove()
     until(lambda: vm.supervisor() == "monit")
     time.sleep(5)  # two cycles of monit

@@ -1,10 +1,22 @@
-"""monit's control file and the one of its mails, as stemcells ship them (bosh_monit/assets, bosh_go_agent/assets)."""
+"""monit's control file and the one of its mails, as stemcells ship them (bosh_monit/assets, bosh_go_agent/assets).
+
+And monit's state file.
+"""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 MONIT = Path("/var/vcap/monit")
+STATE = struct.Struct("256s4iQ")
+"""A service in the state file of monit 5.2.5 (state.c)."""
+
+
+def monitored(state: Path) -> dict[str, int]:
+    """Content of a state file, by service: 0 is not monitored."""
+    rows = STATE.iter_unpack(state.read_bytes()[4:])
+    return {fields[0].rstrip(b"\0").decode(): fields[4] for fields in rows}
 
 
 def control(monit: Path = MONIT, *, cycle: int = 10, http: str = "", run: Path = MONIT, is_whole: bool = False) -> str:
