@@ -751,7 +751,7 @@ GENERAL: Final = (
         "        self.alerts.flush()\n",
         "        self.alerts.flush()\n        for each in [one for one in self.agent.supervisor._all() if one.process][:1]:\n"
         f"            each.bounce()\n            {RAN}\n",
-        "I2",
+        "I2|not started exactly",
     ),
     Saboteur(
         "G-16",
