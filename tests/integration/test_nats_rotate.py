@@ -192,13 +192,14 @@ async def test_bus_that_is_away(tmp_path: Path) -> None:
 
 async def test_addresses_that_only_the_new_settings_have(tmp_path: Path) -> None:
     """While the old credentials work the new ones are wrong; without any working ones the error says so."""
-    async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
-        wrong = replace(talk.server.mbus("agent"), urls=("nats://127.0.0.1:1",))
+    async with talking(tmp_path, timing=replace(FAST, unreachable=0.4, step=1.0, longest=1.0)) as talk:
+        wrong, before = replace(talk.server.mbus("agent"), urls=("nats://127.0.0.1:1",)), talk.bus.stats.attempts
         with pytest.raises(
             ActionError, match="^cannot use the new bus credentials: cannot connect to .* 127.0.0.1:1: "
         ):
             await talk.bus.rotate(wrong)
 
+        assert talk.bus.stats.attempts - before <= 2, "no pause between attempts"
         assert await talk.director.value("agent", "ping") == "ping"
 
 
