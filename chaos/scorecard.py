@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -126,11 +127,17 @@ def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
         def entered(line: re.Match[str]) -> str:
             cells = [cell.strip() for cell in line[0].strip("|").split("|")]
             for position, name in enumerate(OUTCOMES, len(cells) - len(OUTCOMES)):
-                cases = {*cells[position].split()} - {case} | ({case} if name == outcome else set())
-                cells[position] = " ".join(sorted(cases, key=_place))
+                cases = _named(cells[position]) - {case} | ({case} if name == outcome else set())
+                groups = itertools.groupby(sorted(cases, key=_place), key=lambda one: one[0])
+                cells[position] = " ".join(f"{group}-{','.join(one[2:] for one in ones)}" for group, ones in groups)
             return f"| {' | '.join(cells)} |".replace("  ", " ")
 
         path.write_text(re.sub(rf"^\| {saboteur} \|.*\|$", entered, text, flags=re.MULTILINE))
+
+
+def _named(cell: str) -> set[str]:
+    """Return the cases of a cell: ``C-06,07 D-05`` names three."""
+    return {f"{group[:2]}{number}" for group in cell.split() for number in group[2:].split(",")}
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -47,6 +48,21 @@ async def test_a_restored_mount_clears_its_former_error(instance: Instance, monk
     volumes.take_away(instance.paths.store)
 
     assert (await instance.disks.problem()).endswith(": it has not been mounted")
+
+
+@by("links")
+async def test_options_that_the_kernel_lets_nobody_here_change_hinder_no_mount(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise HostError(number, "cannot change the mount options")
+
+    monkeypatch.setattr(volumes, "set_options", refused)
+    number = errno.EPERM
+    await instance.mount("a")
+    number = errno.EIO
+    with pytest.raises(HostError, match="cannot change the mount options"):
+        await instance.mount("b")
 
 
 @each_way

@@ -13,7 +13,7 @@ import pytest
 from chaos import __main__ as playing
 from chaos import witness
 from chaos.cases import Case
-from chaos.scorecard import Row, earlier, write
+from chaos.scorecard import Row, earlier, enter_general, write
 
 SCALED = "1 of 1 on 2026-11-20"
 LATER = "3 of 3 on 2026-11-21"
@@ -48,6 +48,21 @@ def test_a_failed_case_loses_its_date(tmp_path: Path) -> None:
     for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):
         write(document, [one])
         assert earlier(document.read_text()) == {"D-07": one}
+
+
+def test_a_case_is_in_the_column_of_its_last_outcome(tmp_path: Path) -> None:
+    document = tmp_path / "rows.md"
+    document.write_text("| G-01 | is deaf | | | |\n| G-02 | is mute | | | |\n")
+    for case, outcome in (
+        ("S-01", "caught"),
+        ("C-07", "held"),
+        ("S-08", "caught"),
+        ("C-06", "caught"),
+        ("C-07", "caught"),
+    ):
+        enter_general(document, "G-01", case, outcome)
+
+    assert document.read_text() == "| G-01 | is deaf | C-06,07 S-01,08 | | |\n| G-02 | is mute | | | |\n"
 
 
 async def test_a_failed_row_names_only_the_broken_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
