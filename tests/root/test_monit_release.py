@@ -59,6 +59,7 @@ set -T
 trap '[ $((++steps)) -lt {step} ] || kill -9 $$' DEBUG
 """
 """Before the commands of a script: it is killed ahead of one of them."""
+NEVER: Final = 1 << 30
 
 
 class Vm:
@@ -69,12 +70,12 @@ class Vm:
         shutil.copy(MONIT, made.root / "mnt/monit")
         for place in ("monit/job", "data/starts", "data/sys/run", "data/sys/log", "bosh/log"):
             (self.vcap / place).mkdir(parents=True)
-        self._write("bosh/etc/monitrc", monitrc.control(cycle=2, run=Path("/run")), 0o600)
-        self._write("bosh/bin/sv", SV)
-        self._write("data/packages/agent_shim_monit/digest/python/bin/python3", PYTHON)
+        self.write("bosh/etc/monitrc", monitrc.control(cycle=2, run=Path("/run")), 0o600)
+        self.write("bosh/bin/sv", SV)
+        self.write("data/packages/agent_shim_monit/digest/python/bin/python3", PYTHON)
         for name in ("pre-start", "run"):
-            self._write(f"data/jobs/agent_shim_monit/digest/bin/{name}", (TEMPLATES / name).read_text())
-        self._write("data/jobs/agent_shim_monit/digest/config/http", "off\n")
+            self.write(f"data/jobs/agent_shim_monit/digest/bin/{name}", (TEMPLATES / name).read_text())
+        self.write("data/jobs/agent_shim_monit/digest/config/http", "off\n")
         for kind in ("jobs", "packages"):
             (self.vcap / kind).mkdir(exist_ok=True)
         (self.vcap / "packages/agent_shim_monit").symlink_to("/var/vcap/data/packages/agent_shim_monit/digest")
@@ -82,8 +83,8 @@ class Vm:
         self.deploy()
         for name in NAMES:
             (self.vcap / f"data/sys/run/{name}").mkdir()
-            self._write(f"jobs/{name}/bin/ctl", CTL.format(name))
-            self._write(f"monit/job/0000_{name}.monitrc", jobs.sleeper(Paths(), name)["monit"])
+            self.write(f"jobs/{name}/bin/ctl", CTL.format(name))
+            self.write(f"monit/job/0000_{name}.monitrc", jobs.sleeper(Paths(), name)["monit"])
         # As monit starts them, but at once. Those of two digits without monit's mark, as in a container of runc.
         for jobs_of, mark in (("job?", "MONIT_SERVICE=${job##*/}"), ("job??", "")):
             start = f"{mark} $job/bin/ctl start >/dev/null 2>&1"
@@ -94,7 +95,7 @@ class Vm:
         self.reset()
         self.keeper = made.popen(["sh", "-c", KEEPER])
 
-    def _write(self, name: str, text: str, mode: int = 0o755) -> None:
+    def write(self, name: str, text: str, mode: int = 0o755) -> None:
         place = self.vcap / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
@@ -225,3 +226,15 @@ def test_killed_at_each_step(vm: Vm) -> None:
             vm.reset()
             vm.reload()
     assert step > 20
+
+
+def test_monit_is_back_where_its_successor_does_not_start(vm: Vm) -> None:
+    until(lambda: vm.supervisor() == "monit")
+    vm.write("data/packages/agent_shim_monit/digest/python/bin/python3", "#!/bin/sh\nexit 1\n")
+    vm.write("bosh/bin/sleep", "#!/bin/sh\nexec /bin/sleep 0.02\n")  # the pre-start waits a minute
+
+    assert not vm.pre_start(step=NEVER)
+
+    until(lambda: vm.supervisor() == "monit")
+    assert (vm.sv / "run").read_text() == RUN
+    assert (vm.running(), vm.starts()) == (vm.pids, 50)
