@@ -28,21 +28,27 @@ def cli(bus: HttpsBus) -> Cli:
     return Cli(bus.port)
 
 
-@pytest.mark.parametrize(
-    "auth",
-    ["", basic(password="wrong"), basic(user="other"), basic().lower(), basic() + " ", "Bearer x", "Basic", "Basic ä"],
+WRONG = (
+    "",
+    basic(password="wrong"),
+    basic(user="other"),
+    basic().lower(),
+    basic() + "x",
+    "Bearer x",
+    "Basic",
+    "Basic ä",
 )
+
+
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/agent"), ("GET", "/agent"), ("PUT", "/blobs/a/b"), ("GET", "/blobs/")]
 )
-async def test_t9_who_does_not_know_the_password_gets_401(
-    cli: Cli, bus: HttpsBus, method: str, path: str, auth: str
-) -> None:
-    answer = await cli.send(method, path, auth=auth.rstrip() + "x" if auth.endswith(" ") else auth)
+async def test_t9_who_does_not_know_the_password_gets_401(cli: Cli, bus: HttpsBus, method: str, path: str) -> None:
+    for denied, auth in enumerate(WRONG, 1):
+        answer = await cli.send(method, path, auth=auth)
 
-    assert (answer.status, answer.body) == (401, b"")
-    assert bus.stats.denied == 1
-    assert answer.headers["www-authenticate"] == 'Basic realm=""'
+        assert (answer.status, answer.body, bus.stats.denied) == (401, b"", denied), auth
+        assert answer.headers["www-authenticate"] == 'Basic realm=""'
 
 
 async def test_t9_reply_is_200_and_text(cli: Cli) -> None:
