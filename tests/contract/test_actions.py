@@ -251,17 +251,6 @@ async def test_a11_a_start_is_in_the_backup_at_once(world: World) -> None:
     assert spec.read_bytes() == world.paths.spec.read_bytes()
 
 
-async def test_a12_a_stop_is_in_the_health_file_at_once(world: World) -> None:
-    """bosh-dns would send requests to it until the next heartbeat."""
-    await deployed(world, "web")
-    await world.value("start")
-    await running(world)
-
-    await world.value("stop")
-
-    assert json.loads(world.paths.health.read_bytes()) == {"state": "stopped"}
-
-
 async def test_a10_processes_of_the_former_spec_are_forgotten_at_the_apply(world: World) -> None:
     await deployed(world, "web")
     await world.value("start")
@@ -304,7 +293,8 @@ async def test_a11_files_beyond_their_limits_fail_their_jobs_alone(
     assert threading.current_thread() not in threads
 
 
-async def test_a12_stop_ends_every_process_and_leaves_the_marker(world: World) -> None:
+async def test_a12_stop_ends_every_process_and_leaves_the_marker_and_the_state_of_health(world: World) -> None:
+    """Without it bosh-dns would send requests to the instance until the next heartbeat."""
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -314,6 +304,7 @@ async def test_a12_stop_ends_every_process_and_leaves_the_marker(world: World) -
 
     assert not Path(f"/proc/{pid}").exists()
     assert world.paths.stopped_marker.read_bytes() == b""
+    assert json.loads(world.paths.health.read_bytes()) == {"state": "stopped"}
     state = await world.value("get_state")
     assert state["job_state"] == "stopped"
     assert [process["state"] for process in state["processes"]] == ["unknown"]

@@ -17,6 +17,7 @@ import pytest
 from agent_shim.bulk.protocol import BlobRef
 from agent_shim.services.compiler import Package
 from agent_shim_demo.release import archive
+from tests.contract.test_actions import store_of
 from tests.support import jobs
 from tests.support.http import Server
 from tests.support.programs import end_marked, is_alive, number_in
@@ -28,10 +29,6 @@ pytestmark = pytest.mark.slow
 INSTALL = "mkdir -p $BOSH_INSTALL_TARGET/bin; "
 LINKS = "$(dirname $BOSH_INSTALL_TARGET)"
 """Where the packages in use are: ``/var/vcap/packages`` on a machine."""
-
-
-def store_of(world: World) -> Path:
-    return Path(world.agent.settings.current.blobstore.options["blobstore_path"])
 
 
 def source(world: World, packaging: str, **files: str) -> tuple[str, str]:
@@ -67,7 +64,12 @@ def left(world: World) -> list[Path]:
 
 async def compiled(world: World, packaging: str, name: str = "p", **deps: dict[str, str]) -> bytes:
     """The archive that compiling gives."""
-    value = await world.value("compile_package", *source(world, packaging), name, "1.1", deps)
+    return await compiled_from(world, *source(world, packaging), name, deps)
+
+
+async def compiled_from(world: World, blob_id: str, digest: str, name: str = "p", deps: Any = None) -> bytes:
+    """The archive that compiling a blob gives."""
+    value = await world.value("compile_package", blob_id, digest, name, "1.1", deps)
     content: bytes = (store_of(world) / value["result"]["blobstore_id"]).read_bytes()
     return content
 
@@ -144,10 +146,8 @@ async def test_a16_logs_belong_to_the_last_compilation(world: World) -> None:
 
 async def test_a16_dependencies_may_be_null_and_a_packaging_script_may_be_missing(world: World) -> None:
     blob = jobs.blob(store_of(world), archive({"file": "x"}))
-    value = await world.value("compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", None)
 
-    content = (store_of(world) / value["result"]["blobstore_id"]).read_bytes()
-    assert members(content) == {".": None}
+    assert members(await compiled_from(world, blob["blobstore_id"], blob["sha1"])) == {".": None}
 
 
 async def test_a16_uncompressed_source_gives_an_uncompressed_package(world: World) -> None:
@@ -155,10 +155,8 @@ async def test_a16_uncompressed_source_gives_an_uncompressed_package(world: Worl
     with tarfile.open(fileobj=out, mode="w") as packed:
         packed.addfile(tarfile.TarInfo("./file"))
     blob = jobs.blob(store_of(world), out.getvalue())
-    value = await world.value("compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
 
-    content = (store_of(world) / value["result"]["blobstore_id"]).read_bytes()
-    assert content.startswith(b"./\0")
+    assert (await compiled_from(world, blob["blobstore_id"], blob["sha1"])).startswith(b"./\0")
 
 
 async def test_a17_from_url_to_url_with_the_headers_of_each(world: World, server: Server) -> None:
@@ -426,9 +424,9 @@ async def test_a_file_that_is_older_than_the_source_keeps_its_time(world: World)
             member.size, member.mtime = len(text), int(when)
             packed.addfile(member, io.BytesIO(text.encode()))
     blob = jobs.blob(store_of(world), out.getvalue())
-    value = await world.value("compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
+    content = await compiled_from(world, blob["blobstore_id"], blob["sha1"])
 
-    with tarfile.open(store_of(world) / value["result"]["blobstore_id"]) as packed:
+    with tarfile.open(fileobj=io.BytesIO(content)) as packed:
         times = {member.name: member.mtime for member in packed.getmembers()}
     assert times == {".": 1.5e9, "./new": 1.5e9, "./old": 5e8}
     assert printed(world) == "1500000000\n"

@@ -17,6 +17,7 @@ import pytest
 
 from agent_shim.bulk import protocol
 from agent_shim.services.logs import archives
+from tests.contract.test_actions import store_of
 from tests.support.http import http_server
 from tests.support.world import World, is_running
 
@@ -38,10 +39,6 @@ def trees(world: World) -> None:
             (place / name).write_text(f"{name} of {place.name}\n")
     for name in ("current", "both"):
         (world.paths.agent_log / name).write_text(f"{name} of the agent\n")
-
-
-def store_of(world: World) -> Path:
-    return Path(world.agent.settings.current.blobstore.options["blobstore_path"])
 
 
 def unpacked(data: bytes) -> dict[str, str]:

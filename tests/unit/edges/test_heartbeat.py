@@ -71,10 +71,13 @@ async def beating(world: World, *, period: float, collect_s: float = 0.02) -> As
             await running
 
 
+BEGUN_AT = 1000.0
+
+
 class Skipping(selectors.DefaultSelector):
     """Instead of waiting, turns the clock on: an hour takes a moment, and every time is exact."""
 
-    now = 1000.0
+    now = BEGUN_AT
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         assert timeout is not None, "somebody waits for ever"
@@ -98,16 +101,13 @@ def test_s7_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) ->
     """In an hour there is a beat every 30 s, and the second for the vitals later, however long measuring takes."""
     world = World()
     world.slowness = slowness
-    began = 0.0
 
     async def play() -> None:
-        nonlocal began
-        began = time.monotonic()
         async with beating(world, period=30, collect_s=1):
             await asyncio.sleep(3601.5)
 
     skipping(play(), monkeypatch)
-    times = [at - began for at, _, _ in world.beats]
+    times = [at - BEGUN_AT for at, _, _ in world.beats]
 
     assert times == pytest.approx([30.0 * number + min(slowness, 1.0) for number in range(1, 121)], abs=0.001)
     ages = [vitals for vitals in world.vitals if vitals is not None]
@@ -119,19 +119,16 @@ def test_extra_beats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch)
     world = World()
     world.slowness = 5.0
     told_at = [3.0, 29.5, 45.0, 89.999, 90.001]
-    began = 0.0
 
     async def play() -> None:
-        nonlocal began
-        began = time.monotonic()
         async with beating(world, period=30, collect_s=1) as heart:
             for at in told_at:
-                await asyncio.sleep(began + at - time.monotonic())
+                await asyncio.sleep(BEGUN_AT + at - time.monotonic())
                 heart.beat_now()
             await asyncio.sleep(30)
 
     skipping(play(), monkeypatch)
-    times = [at - began for at, _, _ in world.beats]
+    times = [at - BEGUN_AT for at, _, _ in world.beats]
 
     for due in (30.0, 60.0, 90.0):
         assert any(due <= at <= due + 2.001 for at in times), due
@@ -143,11 +140,8 @@ def test_extra_beats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch)
 def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a pause of the whole machine missed beats are not sent later. The grid continues."""
     world = World()
-    began = 0.0
 
     async def play() -> None:
-        nonlocal began
-        began = time.monotonic()
         selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
         async with beating(world, period=30, collect_s=1):
             await asyncio.sleep(40)
@@ -156,7 +150,7 @@ def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> N
 
     skipping(play(), monkeypatch)
 
-    assert [at - began for at, _, _ in world.beats] == pytest.approx([30, 140, 150, 180], abs=0.001)
+    assert [at - BEGUN_AT for at, _, _ in world.beats] == pytest.approx([30, 140, 150, 180], abs=0.001)
 
 
 async def test_slow_vitals_delay_no_heartbeat() -> None:

@@ -53,6 +53,9 @@ def words(text: str) -> list[str]:
         ("url http://a:b@c/d;e) x", ["url", "URL:http://a:b@c/d;e)", "STRING:x"]),
         ("http://a", ["http", ":", "PATH://a"]),
         ("from: a@b subject: x y\nmessage: z\n}", ["FROM:a@b", "SUBJECT:x y", "MESSAGE:z", "}"]),
+        ("include /a/*.rc if", ["INCLUDE:/a/*.rc", "if"]),
+        ("include\n '/a b' if", ["INCLUDE:/a b", "if"]),
+        ("include", []),
     ],
 )
 def test_words(text: str, expected: list[str]) -> None:
@@ -131,18 +134,6 @@ def test_names(text: str, expected: list[str]) -> None:
 )
 def test_dependencies(text: str, expected: list[str]) -> None:
     """A list continues over commas, and over one line break beside a comma."""
-    assert words(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("include /a/*.rc if", ["INCLUDE:/a/*.rc", "if"]),
-        ("include\n '/a b' if", ["INCLUDE:/a b", "if"]),
-        ("include", []),
-    ],
-)
-def test_include(text: str, expected: list[str]) -> None:
     assert words(text) == expected
 
 
