@@ -16,6 +16,7 @@ from agent_shim.core import log, safetext
 from agent_shim.edges import alerts, monit_text
 from agent_shim.services.logs import tail
 from tests.support.terminals import Terminal
+from tests.unit.cli.test_status_text import shown
 
 NASTY = {
     "a title of the terminal": "\x1b]0;owned\x07",
@@ -126,9 +127,9 @@ def test_what_monit_shows_is_safe(text: str) -> None:
 
 @nasty
 def test_the_table_of_status_is_safe(text: str) -> None:
-    rows = status_text._table(safetext.value([SERVICE | {"name": f"web{text}", "reason": text}]), lambda it, _: it)
+    page = status_text.render(safetext.value(shown(processes=[SERVICE | {"name": f"web{text}", "reason": text}])))
 
-    assert all(is_safe(row) for row in rows)
+    assert all(is_safe(row) for row in page.split("\n"))
 
 
 def test_a_character_that_is_written_in_two_parts_is_shown_whole(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -319,13 +320,13 @@ def test_a_tree_is_removed_and_links_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
-    """A job nests thousands of directories in less than a second, deeper than a path may be long."""
+    """A job nests thousands of directories in less than a second, deeper than a path or a stack may be long."""
     tree = tmp_path / "tree"
     tree.mkdir()
     here = os.open(tree, os.O_RDONLY)
-    for _ in range(5000):
-        os.mkdir("d", dir_fd=here)
-        below = os.open("d", os.O_RDONLY, dir_fd=here)
+    for _ in range(2 * sys.getrecursionlimit() + 100):
+        os.mkdir("deep", dir_fd=here)
+        below = os.open("deep", os.O_RDONLY, dir_fd=here)
         os.close(os.open("file", os.O_CREAT, dir_fd=here))
         os.close(here)
         here = below
