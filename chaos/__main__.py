@@ -174,7 +174,7 @@ def _sabotage(chosen: Sequence[str], on: Sequence[str], into: Path, logs: Path |
 
     def played(saboteur: Saboteur) -> int:
         cell = sabotage.report(saboteur, logs)
-        if into.exists():
+        if cell and into.exists():
             enter_saboteur(into, saboteur.row, cell)
         return not cell.startswith(sabotage.CAUGHT)
 

@@ -118,16 +118,20 @@ def _copy(target: Path) -> None:
 
 
 def report(saboteur: Saboteur, logs: Path | None = None) -> str:
-    """Play one and report on standard error. Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``."""
+    """Play one and report on standard error.
+
+    Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``, "" where the case could not be played.
+    """
     begun_at = time.monotonic()
     name = f"{saboteur.row} {saboteur.case}".strip()
     try:
         row, _, figures = play([saboteur], logs / f"{name}.log" if logs is not None else None)
     except SabotageError as exc:
         row, figures = None, str(exc)
-    word = CAUGHT if row is not None and is_caught(saboteur, row) else "NOT CAUGHT"
+    is_played = row is not None and row.verdict != "not run"
+    word = CAUGHT if row is not None and is_caught(saboteur, row) else "NOT CAUGHT" if is_played else "NOT PLAYED"
     sys.stderr.write(f"{name} {word} {time.monotonic() - begun_at:.0f} s  {saboteur.does} -> {figures}\n")
-    return f"{word} {time.strftime('%Y-%m-%d')}"
+    return f"{word} {time.strftime('%Y-%m-%d')}" if is_played else ""
 
 
 def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None], logs: Path | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -151,3 +152,32 @@ def test_census_has_doubts_while_processes_begin_without_end(monkeypatch: pytest
         monkeypatch.setattr(proc, "last_number", lambda: next(numbers))
 
         assert ended.pid in (proc.census("MARK").unread or ())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").stat().st_size, reason="a kernel that counts no descriptors")
+def test_a_crowd_of_descriptors_hides_no_file_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand processes may have thousands each, at no cost of theirs."""
+    looked_at: list[str] = []
+
+    def wanted(path: str) -> bool:
+        looked_at.append(path)
+        return True
+
+    crowd = "import os, time; [os.dup(0) for _ in range(900)]; print(flush=True); time.sleep(600)"
+    with (tmp_path / "file").open("w") as file:
+        running = [
+            subprocess.Popen([sys.executable, "-c", crowd], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE),
+            subprocess.Popen(["sleep", "600"], stdout=file),
+        ]
+    try:
+        assert running[0].stdout is not None
+        running[0].stdout.readline()
+        monkeypatch.setattr(proc, "MAX_LINKS", 100)
+        found = proc.uses([one.pid for one in running], wanted, {tmp_path.stat().st_dev})
+    finally:
+        for one in running:
+            one.kill()
+            one.communicate()
+
+    assert proc.Use("fd", str(tmp_path / "file")) in found[running[1].pid]
+    assert len(looked_at) < 200

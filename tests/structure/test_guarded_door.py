@@ -201,6 +201,7 @@ RAW: Mapping[str, Raw] = {
                 "open_files",
                 "has_our_root",
                 "uses.of_one",
+                "uses.descriptors",
                 "uses.found",
             }
         ),
