@@ -33,14 +33,19 @@ async def test_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None
 
 
 async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
-    """Its programs print into nothing then."""
+    """Its programs print into nothing then. One that cannot run is reported with the step that failed."""
     (tmp_path / "output").write_text("no directory")
     programs = Programs(tmp_path, tmp_path / "output")
     program = await programs.run("web", Program(("/bin/sh", "-c", "echo one")), "Started")
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
 
     assert await program.wait() == 0
     with pytest.raises(HostError, match="cannot run /no/such"):
         await programs.run("web", Program(("/no/such",)), "Started")
+    with pytest.raises(HostError, match=r"cannot run .*/script: the interpreter that it names is missing"):
+        await programs.run("web", Program((str(script),)), "Started")
 
 
 async def test_a_program_is_in_the_cgroup_of_its_service_before_it_runs(
@@ -128,13 +133,6 @@ def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path, text: str) 
     assert path.read_text() == text
 
 
-async def test_last_words_are_few(tmp_path: Path) -> None:
-    """A line without end fits an alert."""
-    (tmp_path / "web.log").write_bytes(b"y" * 10 * MAX_LAST_BYTES)
-
-    assert len(last_word(await Programs(tmp_path, tmp_path).printed("web"))) == MAX_LAST_BYTES
-
-
 @pytest.mark.parametrize(
     ("printed", "told"),
     [
@@ -142,10 +140,12 @@ async def test_last_words_are_few(tmp_path: Path) -> None:
         ("++ cat x\n+ exit 1\n", "+ exit 1"),
         ("+1 is told\n", "+1 is told"),
         ("\n", ""),
+        ("y" * 10 * MAX_LAST_BYTES, "y" * MAX_LAST_BYTES),
     ],
+    ids=["traced", "traced alone", "not traced", "nothing", "without an end"],
 )
 async def test_a_trace_of_commands_tells_no_cause(tmp_path: Path, printed: str, told: str) -> None:
-    """The last line of a script with ``set -x`` is the exit. The fault precedes it."""
+    """With ``set -x`` the last line of a script is the exit. The fault precedes it. A line without end fits an alert."""
     (tmp_path / "web.log").write_text(printed)
 
     assert last_word(await Programs(tmp_path, tmp_path).printed("web")) == told
@@ -162,17 +162,6 @@ async def test_a_limit_that_a_script_could_not_set_is_reported(tmp_path: Path, s
 
     assert "ulimit: " in await programs.refused_limit("web")
     assert await programs.refused_limit("other") == ""
-
-
-async def test_the_step_that_failed_is_reported(tmp_path: Path) -> None:
-    """Not just the name of the program."""
-    programs = Programs(tmp_path, tmp_path / "output")
-    script = tmp_path / "script"
-    script.write_text("#!/no/such/interpreter\n")
-    script.chmod(0o755)
-
-    with pytest.raises(HostError, match=r"cannot run .*/script: the interpreter that it names is missing"):
-        await programs.run("web", Program((str(script),)), "Started")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -149,7 +149,7 @@ async def test_started_jobs_run_again_after_their_pre_start(instance: World) -> 
 
 @pytest.mark.parametrize("was_started", [True, False])
 async def test_stopped_jobs_stay_stopped_until_they_are_started(instance: World, was_started: bool) -> None:
-    """Without pre-start: the Director runs that itself."""
+    """Without pre-start, which the Director runs itself. A start holds however soon the container ends."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web", "true")}, start=was_started)
     if was_started:
@@ -164,16 +164,9 @@ async def test_stopped_jobs_stay_stopped_until_they_are_started(instance: World,
     await in_state(instance, "running")
     assert events(instance) == ["job-web"]
 
-
-async def test_start_holds_however_soon_the_container_ends(instance: World) -> None:
-    """An answered request is stored on the volume."""
-    await instance.start_agent()
-    await deploy(instance, {"job-web": job(instance, "job-web")})
     await instance.director.run(AGENT, "stop")
     await instance.director.run(AGENT, "start")
-
     await restart_container(instance)
-
     await in_state(instance, "running")
 
 
@@ -194,59 +187,33 @@ async def test_agent_that_was_shut_down_stays_idle(instance: World) -> None:
     assert instance.pids() == {}
 
 
-async def test_failed_pre_start_is_tried_again(instance: World) -> None:
-    """The instance is failing meanwhile, an alert has the reason, and no job runs."""
+async def test_failed_pre_start_is_tried_again_until_the_director_starts_the_jobs(instance: World) -> None:
+    """The instance is failing meanwhile, an alert has the reason, and no job runs.
+
+    A Director that starts the jobs has run pre-start in its own way.
+    """
+    allowed = instance.base / "data/allowed"
     await instance.start_agent()
     await deploy(
         instance,
-        {
-            "job-web": job(instance, "job-web", f"test -e {instance.base}/data/allowed"),
-            "job-worker": job(instance, "job-worker"),
-        },
+        {"job-web": job(instance, "job-web", f"test -e {allowed}"), "job-worker": job(instance, "job-worker")},
     )
 
     await restart_container(instance)
-
     await in_state(instance, "failing")
     found = await status(instance)
     assert found["warnings"] == [
         "the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. Failed Jobs: job-web."
     ]
     assert "job-worker" not in events(instance)
-    (instance.base / "data/allowed").touch()
+    allowed.touch()
     await in_state(instance, "running")
     assert (await status(instance))["warnings"] == []
 
-
-async def test_director_goes_first(instance: World) -> None:
-    """A hanging pre-start does not prevent a stop of the jobs. The script is ended."""
-    await instance.start_agent()
-    await deploy(
-        instance, {"job-web": job(instance, "job-web", f"echo $$ >{instance.base}/data/hanging; exec sleep 1000")}
-    )
-    await restart_container(instance)
-    hanging = instance.base / "data/hanging"
-    await until(lambda: hanging.exists() and hanging.read_text().strip())
-    assert (await state(instance))["job_state"] == "starting"
-
-    await instance.director.run(AGENT, "stop")
-
-    assert (await state(instance))["job_state"] == "stopped"
-    assert not Path(f"/proc/{hanging.read_text().strip()}").exists()
-    await instance.director.run(AGENT, "start")
-    await in_state(instance, "running")
-    assert events(instance)[-1] == "job-web"
-
-
-async def test_start_of_the_director_ends_the_waiting(instance: World) -> None:
-    """It has run pre-start in its own way."""
-    await instance.start_agent()
-    await deploy(instance, {"job-web": job(instance, "job-web", "exit 1")})
+    allowed.unlink()
     await restart_container(instance)
     await in_state(instance, "failing")
-
     await instance.director.run(AGENT, "start")
-
     await in_state(instance, "running")
     seen = len(events(instance))
     await instance.kill_agent()
@@ -255,21 +222,31 @@ async def test_start_of_the_director_ends_the_waiting(instance: World) -> None:
     assert len(events(instance)) == seen
 
 
-async def test_agent_that_is_killed_in_pre_start_has_it_run_again(instance: World) -> None:
-    """On the same root file system: the first run may not have come to its end."""
+async def test_hanging_pre_start_runs_again_after_a_kill_of_the_agent_and_ends_for_a_stop(instance: World) -> None:
+    """On the same root file system too, where the first run may not have come to its end. The Director goes first."""
+    hanging, seen = instance.base / "data/hanging", instance.base / "data/seen"
     await instance.start_agent()
-    await deploy(
-        instance, {"job-web": job(instance, "job-web", f"test -e {instance.base}/data/seen || exec sleep 1000")}
-    )
+    hang = f"echo $$ >{hanging}; test -e {seen} || exec sleep 1000"
+    await deploy(instance, {"job-web": job(instance, "job-web", hang)})
     await restart_container(instance)
     await until(lambda: events(instance) == ["pre-start job-web"])
-
     await instance.kill_agent()
-    (instance.base / "data/seen").touch()
+    seen.touch()
     await instance.start_agent()
-
     await in_state(instance, "running")
     assert events(instance) == ["pre-start job-web", "pre-start job-web", "job-web"]
+
+    seen.unlink()
+    hanging.unlink()
+    await restart_container(instance)
+    await until(lambda: hanging.exists() and hanging.read_text().strip())
+    assert (await state(instance))["job_state"] == "starting"
+    await instance.director.run(AGENT, "stop")
+    assert (await state(instance))["job_state"] == "stopped"
+    assert not Path(f"/proc/{hanging.read_text().strip()}").exists()
+    await instance.director.run(AGENT, "start")
+    await in_state(instance, "running")
+    assert events(instance)[-1] == "job-web"
 
 
 @pytest.mark.parametrize("what", ["jobs/job-web", "packages/tool"])

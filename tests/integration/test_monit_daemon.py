@@ -260,11 +260,17 @@ async def test_mails_wait_for_their_server_also_in_a_next_daemon(vm: Vm) -> None
         await until(lambda: json.loads(kept.read_text()) == [])
 
 
-async def test_stop_and_start_by_http(vm: Vm) -> None:
+async def test_stop_and_start_by_http_of_callers_with_the_right(vm: Vm) -> None:
+    vm.control.write_text(vm.control.read_text().replace("\n\ninclude", '\n  allow look:"only" read-only\n\ninclude'))
     vm.add("web", "db")
     vm.start()
     await vm.until(web="running", db="running")
     pid = vm.pid("web")
+    assert (await vm.call("/_status2?format=xml", user="vcap:wrong"))[0] == 401
+    assert await vm.act("web", "stop", "vcap:wrong") == 401
+    assert (await vm.call("/_status2?format=xml", user="look:only"))[0] == 200
+    assert await vm.act("web", "stop", "look:only") == 403
+    assert await vm.states() == {"web": "running", "db": "running"}
 
     assert await vm.act("web", "stop") == 200
     await vm.until(web="unknown", db="running")
@@ -273,19 +279,6 @@ async def test_stop_and_start_by_http(vm: Vm) -> None:
     await vm.until(web="running", db="running")
     assert await vm.act("none", "start") == 404
     assert await vm.act("web", "dance") == 400
-
-
-async def test_callers_without_the_right_cannot_act(vm: Vm) -> None:
-    vm.control.write_text(vm.control.read_text().replace("\n\ninclude", '\n  allow look:"only" read-only\n\ninclude'))
-    vm.add("web")
-    vm.start()
-    await vm.until(web="running")
-
-    assert (await vm.call("/_status2?format=xml", user="vcap:wrong"))[0] == 401
-    assert await vm.act("web", "stop", "vcap:wrong") == 401
-    assert (await vm.call("/_status2?format=xml", user="look:only"))[0] == 200
-    assert await vm.act("web", "stop", "look:only") == 403
-    assert await vm.states() == {"web": "running"}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -333,8 +326,8 @@ async def test_a_wrong_control_file_ends_it_and_the_line_is_named(vm: Vm) -> Non
     assert (done.returncode, "line 3 column 9" in done.stderr) == (1, True)
 
 
-async def test_a_wrong_job_file_costs_its_own_job(vm: Vm) -> None:
-    """monit would end, and the whole machine be without supervision."""
+async def test_a_wrong_job_file_costs_its_own_job_and_a_wrong_file_at_a_reload_none(vm: Vm) -> None:
+    """monit would end, and the whole machine be without supervision. The former control file stays in force."""
     vm.add("web", "db")
     (vm.base / "monit/job/0000_db.monitrc").write_text("check process db\n  with pidfile nowhere\n")
     vm.start()
@@ -344,18 +337,11 @@ async def test_a_wrong_job_file_costs_its_own_job(vm: Vm) -> None:
     assert found is not None
     texts = [each.findtext("status_message") for each in found.findall("services/service[@name='db']")]
     assert ["line 2 column 16" in (text or "") for text in texts] == [True]
-
-
-async def test_a_wrong_file_at_a_reload_leaves_the_former_one_in_force(vm: Vm) -> None:
-    vm.add("web")
-    vm.start()
-    await vm.until(web="running")
     vm.control.write_text("set daemon ten\n")
     assert vm.daemon is not None
     vm.daemon.send(signal.SIGHUP)
-
     await until(lambda: "line 1 column 12: found 'ten'" in (vm.base / "monit/monit.log").read_text())
-    await vm.until(web="running")
+    await vm.until(web="running", db="failing")
 
 
 # --- its own ends -----------------------------------------------------------------------------------------------------

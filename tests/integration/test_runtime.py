@@ -62,10 +62,12 @@ async def test_a_held_poll_is_answered_before_the_agent_leaves_the_bus(instance:
 # --- a new connection -----------------------------------------------------------------------------------------------
 
 
-async def test_an_alert_that_found_no_bus_comes_after_the_reconnect(instance: World) -> None:
+async def test_a_reconnect_sends_alerts_that_found_no_bus_and_a_further_heartbeat(instance: World) -> None:
+    """The others come at one phase of the period. An extra one has another phase, sooner or later."""
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.deploy()
+        first = (await monitor.wait_for("heartbeat", AGENT)).at
         await instance.server.kill()
         os.kill(instance.pids()["job0"], signal.SIGKILL)
         await until(lambda: "1 alerts queued" in instance.log_text())
@@ -74,14 +76,6 @@ async def test_an_alert_that_found_no_bus_comes_after_the_reconnect(instance: Wo
 
         alert = await monitor.wait_for("alert", AGENT, timeout=60)
         assert (alert.body["title"], alert.body["severity"]) == ("job0 (127.0.0.1) - Does not exist - restart", 1)
-
-
-async def test_a_reconnect_sends_a_further_heartbeat(instance: World) -> None:
-    """The others come at one phase of the period. An extra one has another phase, sooner or later."""
-    monitor = HealthMonitor()
-    async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
-        await instance.start_agent()
-        first = (await monitor.wait_for("heartbeat", AGENT)).at
         phases: list[float] = []
         # The monitor may miss an extra one: its own connection returns later.
         while len(phases) < 8 and max(phases, default=0) - min(phases, default=0) <= 0.1:
