@@ -145,7 +145,7 @@ def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path, text: str) 
     ids=["traced", "traced alone", "not traced", "nothing", "without an end"],
 )
 async def test_a_trace_of_commands_tells_no_cause(tmp_path: Path, printed: str, told: str) -> None:
-    """With ``set -x`` the last line of a script is the exit. The fault precedes it. A line without end fits an alert."""
+    """With ``set -x`` the last line is the exit of a script. The fault precedes it. A line without end is cut."""
     (tmp_path / "web.log").write_text(printed)
 
     assert last_word(await Programs(tmp_path, tmp_path).printed("web")) == told

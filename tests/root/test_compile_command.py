@@ -1,9 +1,8 @@
-"""``bosh-agent compile`` on a real ``/var/vcap``, and as process 1 of a container."""
+"""``bosh-agent compile`` on a real ``/var/vcap``."""
 
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from agent_shim.cli import release_tarball
 from tests.integration.test_compile_command import LIBRARY, release
-from tests.structure.source import ROOT
 from tests.support.machine import CODE, Machine
 
 pytestmark = pytest.mark.root
@@ -42,26 +40,3 @@ def test_a_release_is_compiled_for_the_stemcell(box: Machine, tmp_path: Path) ->
         "/var/vcap/data/compile:",
         "/var/vcap/packages:",
     ]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [("compile r.tgz", "bosh-agent compile r.tgz in {caller}"), ("-P ubuntu", "init -P ubuntu in {caller}")],
-)
-def test_the_compiler_as_process_1_starts_without_the_init(tmp_path: Path, words: str, expected: str) -> None:
-    """Relative paths are those of the caller. The daemon's flags still get the init."""
-    image, caller = tmp_path / "image", tmp_path / "caller"
-    for path, name in (("init/start", "init"), ("bin/bosh-agent", "bosh-agent")):
-        program = image / path
-        program.parent.mkdir(parents=True)
-        program.write_text(f'#!/bin/sh\necho {name} "$@" in $PWD\n')
-        program.chmod(0o755)
-    caller.mkdir()
-    launch = image / "bosh-agent"
-    text = (ROOT / "stemcell_overlay/rootfs/opt/agent_shim/launch").read_text()
-    launch.write_text(text.replace("/opt/agent_shim", str(image)))
-    launch.chmod(0o755)
-    command = ["unshare", "--pid", "--fork", str(launch), *words.split()]
-    told = subprocess.run(command, cwd=caller, capture_output=True, text=True, check=True).stdout
-
-    assert told == expected.format(caller=caller) + "\n"

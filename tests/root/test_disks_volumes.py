@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import mounts, volumes
+from agent_shim.host import files, mounts, volumes
 from tests.support.volumes import alone, drop_capabilities, holding, mount_ext4, mount_overlay, mount_tmpfs
 
 pytestmark = pytest.mark.root
@@ -239,3 +239,22 @@ def test_a_loop_device_is_named(tmp_path: Path) -> None:
         subprocess.run(["losetup", "-d", device], check=True)
 
     assert found == [f"loop device {Path(device).name} shows {image}"]
+
+
+@alone
+def test_a_tree_of_an_image_layer_is_removed(tmp_path: Path) -> None:
+    """Its directories cannot be renamed (EXDEV). A job can nest thousands below them."""
+    layers = mount_tmpfs(tmp_path / "layers")
+    (layers / "lower/jobs/web/bin").mkdir(parents=True)
+    (layers / "lower/jobs/web/bin/ctl").touch()
+    root = mount_overlay(tmp_path / "root", layers)
+    deepest = os.open(root / "jobs/web/bin", os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=deepest)
+        deepest, above = os.open("d", os.O_RDONLY, dir_fd=deepest), deepest
+        os.close(above)
+    os.close(deepest)
+
+    files.remove_tree(root / "jobs")
+
+    assert list(root.iterdir()) == []

@@ -32,13 +32,16 @@ def resolved(machine: Machine, name: str) -> str:
 
 
 async def test_a26_programs_resolve_names_of_the_director(fleet: Fleet) -> None:
+    """A file that the runtime mounted stays the same file. A read-only file stays as it is, and records are stored."""
+
+    async def sync(version: int, *pairs: tuple[str, str]) -> None:
+        assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, version, *pairs)) == "synced"
+
     machine = await fleet.add(AGENT, NETWORKS)
     pairs = [("10.0.0.9", "db-0.bosh"), ("10.0.0.10", "web-0.bosh"), ("fd00::9", "six.bosh")]
-
-    assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, 1, *pairs)) == "synced"
+    await sync(1, *pairs)
     assert [resolved(machine, name) for _, name in pairs] == [address for address, _ in pairs]
-    assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, 2, ("10.0.0.11", "db-0.bosh"))) == "synced"
-
+    await sync(2, ("10.0.0.11", "db-0.bosh"))
     assert (resolved(machine, "db-0.bosh"), resolved(machine, "web-0.bosh")) == ("10.0.0.11", "")
     assert resolved(machine, AGENT) in ("127.0.0.1", "127.0.0.1 ::1", "::1")
     assert machine.run("stat -c '%a %U %G' /var/vcap/instance/dns/records.json /etc/hosts").splitlines() == [
@@ -46,19 +49,12 @@ async def test_a26_programs_resolve_names_of_the_director(fleet: Fleet) -> None:
         "644 root root",
     ]
 
-
-async def test_a26_records_are_stored_though_hosts_cannot_be_written(fleet: Fleet) -> None:
-    """A file that the runtime mounted stays the same file. A read-only file stays as it is."""
-    machine = await fleet.add(AGENT, NETWORKS)
     machine.run("cp /etc/hosts /mnt/hosts && mount --bind /mnt/hosts /etc/hosts")
-    stored = machine.vcap / "instance/dns/records.json"
-
-    assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, 1, ("10.0.0.9", "db-0.bosh"))) == "synced"
+    await sync(3, ("10.0.0.9", "db-0.bosh"))
     assert "10.0.0.9 db-0.bosh" in (machine.root / "mnt/hosts").read_text()
     machine.run("mount -o remount,bind,ro /etc/hosts")
-    assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, 2, ("10.0.0.10", "db-0.bosh"))) == "synced"
-
-    assert json.loads(stored.read_bytes())["version"] == 2
+    await sync(4, ("10.0.0.10", "db-0.bosh"))
+    assert json.loads((machine.vcap / "instance/dns/records.json").read_bytes())["version"] == 4
     assert "10.0.0.9 db-0.bosh" in (machine.root / "mnt/hosts").read_text()
 
 
