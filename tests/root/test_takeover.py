@@ -31,7 +31,10 @@ def pod(pod: Pod) -> Pod:
 
 
 async def test_from_monit_and_back(pod: Pod) -> None:
-    """There and back twice. Each process is started once, by the first supervisor."""
+    """There and back twice. Each process is started once, by the first supervisor.
+
+    One that died without monit is started, and the others are not touched.
+    """
     machine = pod.machine
     leave_as_the_go_agent(machine)
     monit = start_monit(machine)
@@ -45,34 +48,21 @@ async def test_from_monit_and_back(pod: Pod) -> None:
         await pod.start_agent()
         state = await pod.until("running")
         assert [process["name"] for process in state["processes"]] == list(NAMES)
+
         pod.end_agent()
         said = machine.run(f"{sys.executable} -m agent_shim.cli handback")
         assert sorted(line.split(" runs on as ")[0] for line in said.splitlines() if " runs on as " in line) == sorted(
             NAMES
         )
-
         monit = start_monit(machine)
         await until_monit_has(machine, len(NAMES))
-
         assert starts(machine) == before
         assert alive(machine, before)
     machine.run("kill $(cat /var/vcap/monit/monit.pid)")
     monit.wait()
 
-
-async def test_a_process_that_died_without_monit_is_started(pod: Pod) -> None:
-    """The others are not touched."""
-    machine = pod.machine
-    leave_as_the_go_agent(machine)
-    monit = start_monit(machine)
-    await until_monit_has(machine, len(NAMES))
-    before = starts(machine)
-    machine.run("kill $(cat /var/vcap/monit/monit.pid)")
-    monit.wait()
     machine.run(f"kill -9 {before['web'][0]}")
-
     await pod.start_agent()
-
     await pod.until("running")
     after = starts(machine)
     assert [len(pids) for pids in after.values()] == [2, 1, 1]
