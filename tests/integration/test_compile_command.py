@@ -215,21 +215,17 @@ def test_an_end_takes_the_compilation_along(paths: Paths, tmp_path: Path, number
     assert list(tmp_path.glob("small-*")) == []
 
 
-def test_a_missing_tarball_is_reported(paths: Paths, tmp_path: Path) -> None:
-    done = compile_with(paths, "-output-directory", tmp_path, tmp_path / "nowhere.tgz")
-
-    assert done.returncode == 1
-    text = f"failed to parse release manifest: cannot open {tmp_path}/nowhere.tgz: No such file or directory\n"
-    assert done.stderr.endswith(text)
-
-
-def test_flags_are_explained_and_checked(paths: Paths) -> None:
+def test_flags_are_explained_and_checked_and_a_missing_tarball_is_reported(paths: Paths, tmp_path: Path) -> None:
     helped, wrong = compile_with(paths, "-help"), compile_with(paths, "-output", "/x")
+    missing = compile_with(paths, "-output-directory", tmp_path, tmp_path / "nowhere.tgz")
 
     assert helped.returncode == 0
     assert "--output-directory DIR" in helped.stdout
     assert "(default: /tmp)" in helped.stdout
     assert wrong.returncode == 2
+    assert missing.returncode == 1
+    text = f"failed to parse release manifest: cannot open {tmp_path}/nowhere.tgz: No such file or directory\n"
+    assert missing.stderr.endswith(text)
 
 
 # --- what the stemcell says of itself -------------------------------------------------------------------------------

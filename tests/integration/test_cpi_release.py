@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from cpi_release import release
+from kubernetes_cpi import config
 from kubernetes_cpi.config import Config
 
 pytestmark = pytest.mark.slow
@@ -122,57 +123,46 @@ def _unpack(content: bytes, target: Path) -> None:
 
 
 def test_info_answers_in_a_bare_environment(installed: Installed) -> None:
+    """Every key of the configuration is a property. With all defaults the rendered file says what an empty one does."""
     installed.render({})
     response = installed.call("info")
 
     assert response["error"] is None
     assert response["result"]["api_version"] == 3
     assert "kubernetes-light" in response["result"]["stemcell_formats"]
+    assert config.load(installed.jobs / "kubernetes_cpi/config/cpi.json", {}) == Config()
+    assert all(spec["description"] for spec in installed.job["properties"].values())
 
 
 def test_properties_arrive(installed: Installed) -> None:
-    """The CPI reads the properties of the manifest; without a bus of the job it uses the deployment's."""
+    """The CPI reads the properties of the manifest; without a bus of the job it uses the deployment's.
+
+    bosh-deployment sets a local blobstore for every CPI. Without it the agent cannot fetch what the CLI has uploaded.
+    """
+    file = installed.jobs / "kubernetes_cpi/config/cpi.json"
     installed.render(
         {
             "agent.mbus": "nats://10.0.0.6:4222",
+            "blobstore.provider": "local",
+            "blobstore.path": "/var/vcap/micro_bosh/data/cache",
             "kubernetes_cpi.cluster.server": "https://127.0.0.1:1",
             "kubernetes_cpi.cluster.token": "t",
             "kubernetes_cpi.namespace": "bosh",
             "kubernetes_cpi.vms": {"tier": "restricted"},
         }
     )
-    config = json.loads((installed.jobs / "kubernetes_cpi/config/cpi.json").read_text())
-
-    assert config["agent"]["mbus"] == "nats://10.0.0.6:4222"
-    assert config["vms"] == {"tier": "restricted"}
-    assert config["cluster"]["server"] == "https://127.0.0.1:1"
-    assert installed.call("calculate_vm_cloud_properties", {"cpu": 1, "ram": 512, "ephemeral_disk_size": 1024})[
-        "result"
-    ]
-
-
-def test_local_blobstore_of_a_create_env_manifest_arrives(installed: Installed) -> None:
-    """bosh-deployment sets it for every CPI: without it the agent cannot fetch what the CLI has uploaded to it."""
-    of_the_cli = {"blobstore.provider": "local", "blobstore.path": "/var/vcap/micro_bosh/data/cache"}
-    file = installed.jobs / "kubernetes_cpi/config/cpi.json"
-
-    installed.render(of_the_cli)
+    found = json.loads(file.read_text())
+    assert found["agent"]["mbus"] == "nats://10.0.0.6:4222"
+    assert found["vms"] == {"tier": "restricted"}
+    assert found["cluster"]["server"] == "https://127.0.0.1:1"
     local = {"provider": "local", "options": {"blobstore_path": "/var/vcap/micro_bosh/data/cache"}}
-    assert json.loads(file.read_text())["agent"]["blobstore"] == local
+    assert found["agent"]["blobstore"] == local
+    arguments = {"cpu": 1, "ram": 512, "ephemeral_disk_size": 1024}
+    assert installed.call("calculate_vm_cloud_properties", arguments)["result"]
 
     given = {"provider": "dav", "options": {"endpoint": "https://10.0.0.6:25250"}}
-    installed.render({**of_the_cli, "kubernetes_cpi.agent.blobstore": given})
+    installed.render({"blobstore.provider": "local", "kubernetes_cpi.agent.blobstore": given})
     assert json.loads(file.read_text())["agent"]["blobstore"] == given
-
-
-def test_every_key_of_the_configuration_is_a_property(installed: Installed) -> None:
-    """With all defaults the rendered file says what an empty one does."""
-    installed.render({})
-    file = installed.jobs / "kubernetes_cpi/config/cpi.json"
-    from kubernetes_cpi import config
-
-    assert config.load(file, {}) == Config()
-    assert all(spec["description"] for spec in installed.job["properties"].values())
 
 
 def test_the_release_needs_no_file_of_the_building_machine(installed: Installed) -> None:

@@ -169,20 +169,42 @@ async def deploy(machine: Machine) -> None:
 
 
 async def test_create_env_and_delete_env(machine: Machine) -> None:
-    """Every call of the dialogue has its answer and its effect."""
+    """Every call of the dialogue has its answer and its effect.
+
+    The initial apply, which names no archive and no blob, takes all jobs away. A restart of the agent leaves jobs and
+    blobs, as over the other bus.
+    """
+    cli, pidfile = machine.cli, machine.paths.run / "sleeper/sleeper.pid"
     await machine.start()
     await deploy(machine)
-    pid = int((machine.paths.run / "sleeper/sleeper.pid").read_text())
+    first = pidfile.read_text()
+    await cli.run("stop")
+    await cli.run("apply", EMPTY)
+    assert not (machine.paths.jobs / "sleeper").exists()
+    assert not (machine.paths.packages / "words").exists()
+    (machine.scratch / "scripts").unlink()
+
+    await deploy(machine)
+    pid = int(pidfile.read_text())
+    assert str(pid) != first.strip()
     assert Path(f"/proc/{pid}").exists()
     assert "compiled by" in (machine.paths.packages / "words/word").read_text()
 
-    cli = machine.cli
+    await cli.put_blob("next-blob", b"content")
+    assert await machine.stop() == 0
+    await machine.start()
+    async with asyncio.timeout(60):
+        while (await cli.value("get_state"))["job_state"] != "running":
+            await asyncio.sleep(0.05)
+    assert int(pidfile.read_text()) == pid
+    assert (await cli.get_blob("next-blob")).body == b"content"
+    assert (await cli.get_blob("templates-blob")).status == 404, "what is installed is not kept twice"
+
     await cli.run("run_script", "pre-stop", {})
     assert await cli.run("drain", "shutdown", {}) == 0
     assert await cli.run("stop") == "stopped"
     await cli.run("run_script", "post-stop", {})
     assert await cli.value("list_disk") == []
-
     await until(lambda: not Path(f"/proc/{pid}").exists())
     said = (machine.scratch / "scripts").read_text().split()
     assert said == ["pre-start", "post-start", "pre-stop", "drain", "post-stop"]
@@ -190,60 +212,18 @@ async def test_create_env_and_delete_env(machine: Machine) -> None:
     assert await machine.stop() == 0
 
 
-async def test_initial_apply_takes_all_jobs_away(machine: Machine) -> None:
-    """The initial apply, which names no archive and no blob, takes all jobs away."""
-    await machine.start()
-    await deploy(machine)
-    first = (machine.paths.run / "sleeper/sleeper.pid").read_text()
-
-    await machine.cli.run("stop")
-    await machine.cli.run("apply", EMPTY)
-    assert not (machine.paths.jobs / "sleeper").exists()
-    assert not (machine.paths.packages / "words").exists()
-    await deploy(machine)
-
-    assert (machine.paths.run / "sleeper/sleeper.pid").read_text() != first
-
-
-async def test_restart_of_the_agent_leaves_jobs_and_blobs(machine: Machine) -> None:
-    """As over the other bus."""
-    await machine.start()
-    await deploy(machine)
-    pid = (machine.paths.run / "sleeper/sleeper.pid").read_text()
-
-    await machine.cli.put_blob("next-blob", b"content")
-    assert await machine.stop() == 0
-    await machine.start()
-
-    async with asyncio.timeout(60):
-        while (await machine.cli.value("get_state"))["job_state"] != "running":
-            await asyncio.sleep(0.05)
-    assert (machine.paths.run / "sleeper/sleeper.pid").read_text() == pid
-    assert (await machine.cli.get_blob("next-blob")).body == b"content"
-    used = await machine.cli.get_blob("templates-blob")
-    assert used.status == 404, "what is installed is not kept twice"
-
-
 async def test_no_password_is_in_the_log(machine: Machine) -> None:
-    """Neither that of the address nor what callers sent."""
+    """Neither that of the address nor what callers sent. A bus of another kind is refused, and the agent stays."""
     await machine.start()
+    reply = await machine.cli.call("update_settings", {"mbus": {"urls": ["nats://127.0.0.1:4222"]}})
+    task = await machine.cli.call("get_task", reply["value"]["agent_task_id"])
+    assert "cannot go over to a bus of the kind nats" in task["exception"]["message"]
+    assert await machine.cli.value("ping") == "pong"
     await machine.cli.send("POST", "/agent", b"{}", auth="Basic c2VjcmV0")
     await machine.cli.call("nonsense")
-
     assert await machine.stop() == 0
 
     said = machine.log
     assert "nonsense" in said
     for secret in ("p%2Fss", "p/ss", "c2VjcmV0", "secret"):
         assert secret not in said
-
-
-async def test_update_settings_with_a_bus_of_another_kind_is_refused(machine: Machine) -> None:
-    """The agent stays where it is."""
-    await machine.start()
-
-    reply = await machine.cli.call("update_settings", {"mbus": {"urls": ["nats://127.0.0.1:4222"]}})
-    task = await machine.cli.call("get_task", reply["value"]["agent_task_id"])
-
-    assert "cannot go over to a bus of the kind nats" in task["exception"]["message"]
-    assert await machine.cli.value("ping") == "pong"
