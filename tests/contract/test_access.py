@@ -44,7 +44,6 @@ async def test_a3_an_expression_that_cannot_be_read(world: World) -> None:
 
 
 async def test_a7_trusted_certificates_are_kept_for_the_next_boot(world: World) -> None:
-    """Return True if they can be installed here."""
     pem = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 
     assert await world.value("update_settings", {"trusted_certs": pem}) == "ok"

@@ -119,7 +119,6 @@ def _ends_in_raise(handler: ast.ExceptHandler) -> bool:
 
 
 def test_banned_names_are_unused() -> None:
-    """No module calls what it must not."""
     found = [wrong for module in modules().values() for wrong in violations(module)]
 
     assert found == []
@@ -191,5 +190,4 @@ def test_violation_is_found(name: str, text: str, complaint: str) -> None:
     ],
 )
 def test_good_code_passes(name: str, text: str) -> None:
-    """Allowed code raises no complaint."""
     assert list(violations(Module(name, text))) == []

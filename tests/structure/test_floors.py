@@ -155,7 +155,6 @@ def test_violation_is_found(name: str, text: str, complaint: str) -> None:
     ],
 )
 def test_good_import_passes(name: str, text: str) -> None:
-    """Allowed imports raise no complaint."""
     assert list(violations(Module(name, text), KNOWN)) == []
 
 

@@ -41,7 +41,6 @@ def test_no_file_names_the_workplace() -> None:
     ],
 )
 def test_violation_is_found(name: str, text: str) -> None:
-    """Each kind of path is found."""
     assert len(list(violations(name, text, Path("/srv/checkout")))) == 1
 
 
@@ -53,5 +52,4 @@ def test_violation_is_found(name: str, text: str) -> None:
     ],
 )
 def test_good_text_passes(name: str, text: str) -> None:
-    """Texts of the product raise no complaint."""
     assert list(violations(name, text, Path("/srv/checkout"))) == []

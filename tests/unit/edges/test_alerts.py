@@ -63,7 +63,6 @@ def test_s8_severity(event: str, severity: int) -> None:
     ],
 )
 def test_s8_recoveries_are_no_alerts(event: str) -> None:
-    """Recoveries are not sent."""
     assert alert_of("web", event, "alert", "", [], 0) is None
 
 

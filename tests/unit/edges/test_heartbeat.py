@@ -191,7 +191,6 @@ async def test_failing_vitals_are_logged_and_replaced_by_the_last(caplog: pytest
 
 
 async def test_a_beat_without_a_link_is_missed() -> None:
-    """A beat without a link is missed, not kept."""
     world = World()
     world.no_link = BusError("there is no link")
     async with beating(world, period=0.02) as heart:

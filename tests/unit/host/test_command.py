@@ -24,7 +24,6 @@ async def test_a_command_that_fails_says_why() -> None:
 
 
 async def test_a_command_that_hangs_is_ended() -> None:
-    """After a while it is terminated."""
     with pytest.raises(HostError, match="cannot run /bin/sleep: no result within 0 seconds"):
         await command.run("/bin/sleep", "600", timeout=0.05)
 

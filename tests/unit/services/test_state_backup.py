@@ -153,7 +153,6 @@ async def test_restart_of_the_agent_keeps_files_and_run_directory(paths: Paths) 
 
 
 async def test_run_files_of_another_container_are_removed(paths: Paths, restart: Container) -> None:
-    """Return True if the root file system is the old one (of a rebooted machine)."""
     await start(paths)
     (paths.run / "web").mkdir()
     (paths.run / "web/web.pid").write_text("17")

@@ -249,5 +249,4 @@ def test_a_bpm_process_has_the_label_of_its_pidfile(pidfile: str | None, label: 
 
 
 def test_an_empty_plan_has_no_service() -> None:
-    """No jobs, no processes."""
     assert plan([]) == ()

@@ -389,7 +389,6 @@ def test_merges_of_merges_are_read_once() -> None:
 
 @given(st.text("abc:-[]{}&*!|>'\"\n #,~<?%@` 1\t", max_size=40))
 def test_any_text_gives_a_config_or_a_config_error(text: str) -> None:
-    """Any text is read or refused."""
     with contextlib.suppress(ConfigError):
         parse(f"processes:\n{text}")
 

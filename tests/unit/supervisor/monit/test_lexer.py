@@ -59,7 +59,6 @@ def words(text: str) -> list[str]:
     ],
 )
 def test_words(text: str, expected: list[str]) -> None:
-    """Return the kind and text of a single word."""
     assert words(text) == expected
 
 

@@ -242,5 +242,4 @@ def files(draw: st.DrawFn) -> MonitFile:
 @given(files())
 @settings(max_examples=50)
 def test_any_value_comes_back(file: MonitFile) -> None:
-    """Every value can be rendered and parsed again."""
     assert parser.parse(monit_render.render(file), origin="rendered") == file
