@@ -514,7 +514,7 @@ async def hanging_checks(stand: Stand) -> str:
     try:
         await deployed(stand, jobs)
         for name in jobs:
-            await reaches(stand, name, "running", 10)
+            await reaches(stand, name, "running", 30)  # ``starting`` until its first check
         stand.remember()
         await asyncio.sleep(25)
         before = stand.live()["good"]
