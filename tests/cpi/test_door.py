@@ -55,6 +55,10 @@ def test_any_request_gets_one_response(cpi: Cpi, request: Any) -> None:
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=st.binary(max_size=40) | REQUESTS.map(lambda request: json.dumps(request).encode()))
+@example(request=b"")
+@example(request=b"null")
+@example(request=b'{"method":"info","arguments":[],"context":{}}')
+@example(request=b'{"method":"has_vm","arguments":["a"]}')
 def test_stdout_is_one_response_for_any_stdin(cpi: Cpi, request: bytes) -> None:
     done = start(request, "--config", str(cpi.file))
 
@@ -72,17 +76,6 @@ def test_log_has_a_line_with_the_time_of_each_request(cpi: Cpi, server: Server) 
     assert len(lines) == len(server.requests)
     assert all(line and line[1].startswith(made.rstrip("/")) for line, made in zip(lines, server.requests, strict=True))
     assert re.fullmatch(r"create_vm: \d+\.\d\d s \(\d+ calls to the cluster, \d+\.\d\d s\)\n", response["log"])
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [b"", b"null", b'{"method":"info","arguments":[],"context":{}}', b'{"method":"has_vm","arguments":["a"]}'],
-)
-def test_process_writes_one_response(cpi: Cpi, request_: bytes) -> None:
-    done = start(request_, "--config", str(cpi.file))
-
-    checked(done.stdout)
-    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("redirection", ["0<&-", "2>&-", "0<&- 2>&-", "2>/dev/full"])

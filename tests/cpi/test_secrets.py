@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +158,7 @@ def test_credential_of_any_shape_is_in_no_log(
         (tmp_path / "token").write_text(given)
         config["cluster"] = {"server": secretive.server.url, "token_file": str(tmp_path / "token")}
     elif path in ("user.token", "exec", "stderr"):
-        (tmp_path / "plugin").write_text(f"#!{sys.executable}\nimport os, sys\nsys.stdout.write(os.environ['SAID'])\n")
+        (tmp_path / "plugin").write_text('#!/bin/sh\nprintf %s "$SAID"\n')
         (tmp_path / "plugin").chmod(0o755)
         said = json.dumps({"status": {"token": given}} if path == "exec" else [given])
         plugin = {"command": str(tmp_path / "plugin"), "env": [{"name": "SAID", "value": said.replace("\\u0000", "")}]}

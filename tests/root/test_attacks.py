@@ -148,23 +148,25 @@ async def test_a_pidfile_of_vcap_that_names_an_operators_program_makes_no_dead_j
     pod.machine.run(f"kill -0 {victim}")
 
 
-@pytest.mark.parametrize("planted", ["pipe", "link", "second name"])
-async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(pod: Pod, planted: str) -> None:
+async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(pod: Pod) -> None:
     """A pipe without a reader would block a process that opens it."""
+    planted = {"pipe": "mkfifo {log}", "link": "ln -s {victim} {log}", "second-name": "ln {victim} {log}"}
     await pod.start()
     script = {"bin/post-start": "#!/bin/sh\necho written by root\n"}
-    await pod.apply({"web": {**jobs.sleeper(Paths(), "web"), **script}})
-    victim, log = "/var/vcap/data/victim", "/var/vcap/sys/log/web/post-start.stdout.log"
+    await pod.apply({job: {**jobs.sleeper(Paths(), job), **script} for job in [*planted, "good"]})
+    victim, log = "/var/vcap/data/victim", "/var/vcap/sys/log/{job}/post-start.stdout.log"
     pod.machine.run(f"touch {victim}")
-    how = {"pipe": "mkfifo {log}", "link": "ln -s {victim} {log}", "second name": "ln {victim} {log}"}[planted]
-    pod.machine.run(how.format(victim=victim, log=log))
+    for job, how in planted.items():
+        pod.machine.run(how.format(victim=victim, log=log.format(job=job)))
 
-    with pytest.raises(RpcRemoteError, match=r"post-start"):
+    with pytest.raises(RpcRemoteError, match=r"post-start") as failed:
         await pod.run("run_script", "post-start", {})
 
+    assert [job for job in [*planted, "good"] if job in str(failed.value).partition("Successful")[0]] == list(planted)
     assert await pod.director.value(AGENT, "ping") == "pong"
     assert pod.machine.run(f"cat {victim}") == ""
-    assert "post-start.stdout.log" in pod.log
+    assert pod.machine.run(f"cat {log.format(job='good')}") == "written by root\n"
+    assert [job for job in planted if f"{job}/post-start.stdout.log" not in pod.log] == []
 
 
 @pytest.mark.parametrize("planted", ["pipe", "link", "link to a pipe on the way"])
@@ -242,18 +244,21 @@ async def test_a_pidfile_that_a_job_has_put_where_bpm_keeps_them_names_nobody(po
     assert int(pod.machine.run(f"{bpm} pid caged")) != victim
 
 
-@pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkfifo"])
-async def test_what_is_put_where_the_run_directory_of_a_later_job_will_be_is_moved_away(pod: Pod, planted: str) -> None:
+async def test_what_is_put_where_the_run_directory_of_a_later_job_will_be_is_moved_away(pod: Pod) -> None:
     """Its start script, which runs as root, would write its pidfile through a link."""
+    planted = {"link": "ln -s /var/vcap/data/elsewhere", "file": "touch", "pipe": "mkfifo"}
     await pod.start()
     pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
-    pod.machine.run(f"{AS_VCAP} {planted} /var/vcap/sys/run/web")
+    for job, how in planted.items():
+        pod.machine.run(f"{AS_VCAP} {how} /var/vcap/sys/run/{job}")
 
-    await pod.apply()
+    await pod.apply({job: jobs.sleeper(Paths(), job) for job in planted})
     await pod.run("start")
 
     await pod.until("running")
-    assert pod.machine.run("ls /var/vcap/data/elsewhere; stat -c %F%U%a /var/vcap/sys/run/web") == "directoryroot770\n"
+    assert pod.machine.run("ls /var/vcap/data/elsewhere") == ""
+    made = {job: pod.machine.run(f"stat -c %F%U%a /var/vcap/sys/run/{job}") for job in planted}
+    assert made == dict.fromkeys(planted, "directoryroot770\n")
 
 
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
@@ -394,15 +399,15 @@ async def test_thousands_of_processes_of_a_job_hold_no_loop(pod: Pod) -> None:
     assert re.findall("the event loop was blocked: a callback computed.*", pod.log) == []
 
 
-@pytest.mark.parametrize("place", ["/var/vcap", "/var/vcap/data"])
-async def test_a_volume_that_all_users_may_write_gives_no_job_the_rights_of_root(pod: Pod, place: str) -> None:
+async def test_a_volume_that_all_users_may_write_gives_no_job_the_rights_of_root(pod: Pod) -> None:
     """The kubelet makes an emptyDir with mode 0777, where a job could exchange the directories of root's programs."""
     pod.start_container()
-    pod.machine.run(f"chmod 777 {place}")
+    pod.machine.run("chmod 777 /var/vcap /var/vcap/data")
     await pod.start_agent()
     await pod.apply()
     (pod.machine.root / "mnt/exchange").write_text(EXCHANGE)
-    pod.machine.run(f"cd {place}; {AS_VCAP} sh /mnt/exchange || true")
+    for place in ("/var/vcap", "/var/vcap/data"):
+        pod.machine.run(f"cd {place}; {AS_VCAP} sh /mnt/exchange || true")
 
     await pod.run("start")
     await pod.until("running")
@@ -410,11 +415,10 @@ async def test_a_volume_that_all_users_may_write_gives_no_job_the_rights_of_root
     assert pod.machine.run("cat /tmp/run-by || true") == ""
 
 
-@pytest.mark.parametrize("place", ["/var/vcap", "/var/vcap/data"])
-async def test_jobs_pass_a_volume_that_its_provisioner_closed(pod: Pod, place: str) -> None:
+async def test_jobs_pass_volumes_that_their_provisioner_closed(pod: Pod) -> None:
     """The provisioner of host paths makes volumes with mode 0750."""
     pod.start_container()
-    pod.machine.run(f"chmod 750 {place}")
+    pod.machine.run("chmod 750 /var/vcap /var/vcap/data")
     await pod.start_agent()
 
     assert pod.machine.run(f"{AS_VCAP} ls -d /var/vcap/data/packages/.") == "/var/vcap/data/packages/.\n"
