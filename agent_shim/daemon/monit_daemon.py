@@ -192,10 +192,9 @@ class MonitDaemon:
 
     def _monitored_by_monit(self) -> dict[str, bool]:
         """Names of the services in the state file that monit has left, and whether each is monitored."""
-        with suppress(OSError):
-            found = _STATE.iter_unpack(files.read(self._control.statefile)[_COUNT.size :])
-            with suppress(struct.error):
-                return {row[0].partition(b"\0")[0].decode("latin-1").lower(): row[4] != 0 for row in found}
+        with suppress(OSError, struct.error):
+            rows = _STATE.iter_unpack(files.read(self._control.statefile)[_COUNT.size :])
+            return {row[0].partition(b"\0")[0].decode("latin-1").lower(): row[4] != 0 for row in rows}
         return {}
 
     def _write_state_of_monit(self, saved: bytes) -> None:
