@@ -195,7 +195,7 @@ async def test_the_lease_of_a_vm_that_is_gone_is_waited_for(instance: Instance) 
 
 
 @each_way
-async def test_a_disk_that_another_agent_keeps_is_refused(instance: Instance) -> None:
+async def test_a_disk_that_another_agent_keeps_is_mounted_at_no_request_and_no_restart(instance: Instance) -> None:
     instance.attach("a")
     instance.holder = lambda _: "agent b on node-7"
 
@@ -204,10 +204,7 @@ async def test_a_disk_that_another_agent_keeps_is_refused(instance: Instance) ->
     instance.holder = lambda _: ""
     assert await instance.disks.list() == []
 
-
-@each_way
-async def test_a_disk_that_another_agent_has_taken_meanwhile_is_not_mounted_after_a_restart(instance: Instance) -> None:
-    await instance.mount("a")
+    await instance.disks.mount("a")
     instance.remake_container()
     instance.holder = lambda _: "agent b on node-7"
 

@@ -169,34 +169,42 @@ async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(po
     assert [job for job in planted if f"{job}/post-start.stdout.log" not in pod.log] == []
 
 
-@pytest.mark.parametrize("planted", ["pipe", "link", "link to a pipe on the way"])
-async def test_a_planted_error_log_neither_blocks_nor_leaks(pod: Pod, planted: str) -> None:
+async def test_a_planted_error_log_neither_blocks_nor_leaks(pod: Pod) -> None:
     """A process in its jail may write anything into its directory of logs, and then fail.
 
     The last line of its error log is in ``status`` and in an alert to the Health Monitor: never that of a file of the
     agent.
     """
     pod.env = {"note": CANARY}
-    how = {
-        "pipe": "rm caged.stderr.log; mkfifo caged.stderr.log",
-        "link": "ln -sf /var/vcap/bosh/settings.json caged.stderr.log",
-        "link to a pipe on the way": "mkfifo pipe; ln -sf pipe caged.stderr.log",
-    }[planted]
-    script = f"cd /var/vcap/sys/log/caged && {how} && exit 1"
-    config = f"processes:\n- name: caged\n  executable: /bin/sh\n  args: [-c, {json.dumps(script)}]\n"
+    planted = {
+        "pipe": "rm {log}; mkfifo {log}",
+        "link": "ln -sf /var/vcap/bosh/settings.json {log}",
+        "link-to-a-pipe": "mkfifo pipe; ln -sf pipe {log}",
+    }
+    deployed = {}
+    for job, how in planted.items():
+        script = f"cd /var/vcap/sys/log/{job} && {how.format(log=f'{job}.stderr.log')} && exit 1"
+        process = {"name": job, "executable": "/bin/sh", "args": ["-c", script]}
+        deployed[job] = jobs.of_bpm(Paths(), job, json.dumps({"processes": [process]}))
     await pod.start()
-    await pod.apply({"caged": {**BPM, "config/bpm.yml": config}})
+    await pod.apply(deployed)
     await pod.run("start")
 
+    for job in planted:
+        log = f"/var/vcap/sys/log/{job}/{job}.stderr.log"
+        pod.machine.run(f"until test -p {log} -o -L {log}; do sleep 0.1; done")
     await pod.until("failing")
     assert await pod.director.value(AGENT, "ping") == "pong"
     told = pod.machine.run(f"{sys.executable} -m agent_shim.cli status --json")
-    logs = pod.machine.run(f"{sys.executable} -m agent_shim.cli.bpm logs -a caged 2>&1 || true")
-    ran = pod.machine.run(f"timeout 20 {sys.executable} -m agent_shim.cli.bpm run caged 2>&1; echo code $?")
-    assert "BEGIN" not in told + logs + ran + pod.log
-    assert CANARY not in told + logs + ran + pod.log
-    assert ran.endswith("code 1\n")
-    assert re.match(r"Error: cannot .*caged\.stderr\.log: .*(not a regular file|a symbolic link)", logs)
+    assert "BEGIN" not in told + pod.log
+    assert CANARY not in told + pod.log
+    for job in planted:
+        logs = pod.machine.run(f"{sys.executable} -m agent_shim.cli.bpm logs -a {job} 2>&1 || true")
+        ran = pod.machine.run(f"timeout 20 {sys.executable} -m agent_shim.cli.bpm run {job} 2>&1; echo code $?")
+        assert "BEGIN" not in logs + ran + pod.log, job
+        assert CANARY not in logs + ran + pod.log, job
+        assert ran.endswith("code 1\n"), job
+        assert re.match(rf"Error: cannot .*{job}\.stderr\.log: .*(not a regular file|a symbolic link)", logs), job
 
     pod.kill()
     await pod.start()
