@@ -17,6 +17,7 @@ from typing import Final
 import pytest
 import yaml
 
+from agent_shim.core.paths import Paths
 from tests.image import pods
 from tests.kubernetes import cpi_site
 from tests.kubernetes.calls import CpiError
@@ -25,6 +26,7 @@ from tests.kubernetes.deployments import Instance
 from tests.kubernetes.node import ADDRESS, Node
 from tests.kubernetes.objects import LIMIT, Document
 from tests.structure.source import ROOT
+from tests.support import jobs
 
 pytestmark = pytest.mark.kubernetes
 
@@ -353,6 +355,33 @@ async def test_vm_over_an_unmodified_stemcell_gets_disks_live_and_reboots(
             await site.check(db)
             await site.deployments.recreate(db)
             await site.check(db)
+
+
+SLEEPER = "processes: [{name: jailed, executable: /bin/sleep, args: ['1000'], persistent_disk: true}]"
+
+
+async def test_jail_of_a_job_keeps_no_disk_but_its_own(node: Node, tmp_path: Path) -> None:
+    """Disks and the data of this node are directories of one device."""
+    way = next(way for way in WAYS if way.tier == "privileged")
+    async with cpi_site.site(node, way, tmp_path, timeouts={"unmount": 20}) as site:
+        director = site.deployments
+        director.job = lambda name: jobs.of_bpm(Paths(), name, SLEEPER)  # type: ignore[method-assign]
+        db = await director.first_deploy("jailed")
+        await site.write(db)
+        disk = await director.create_disk(db)
+        hint = await site.cpi.call("attach_disk", db.vm, disk)
+        await director.ask(db, "add_dynamic_disk", disk, hint)
+        # The jail is made while the other disk is there.
+        await director.ask(db, "stop")
+        await director.ask(db, "start")
+        await director.until_running(db)
+        assert "sleep 1000" in await site.exec(db, "ps", "-e", "-o", "args")
+
+        await director.ask(db, "remove_dynamic_disk", disk)
+        await site.cpi.call("detach_disk", db.vm, disk)
+
+        await director.delete_disk(disk)
+        await site.check(db)
 
 
 # --- root of a user namespace ---------------------------------------------------------------------------------------
