@@ -709,7 +709,7 @@ GENERAL: Final = (
         "            await self._run_stop()\n            if self._finder.process is not None and self._finder.process.is_alive:\n"
         f"                {RAN}\n                __import__('pathlib').Path(self.spec.pidfile or '/nothing').unlink(missing_ok=True)\n"
         "            self.on(Trigger.EMPTIED)\n            return\n        if self.spec.start is not None:\n",
-        "I15|I16|I2|live|left|still",
+        "I15|I16|I2|live|left|still|killed",
     ),
     Saboteur(
         "G-11",
