@@ -170,7 +170,7 @@ def points(disk: Mount, target: str) -> list[str]:
 def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
     """Return the mounts below which threads of the VM have the disk mounted, or a part of it.
 
-    One that is in no table, and of which a thread has a descriptor, is below none.
+    For a mount in no table that a thread has open by a descriptor, the view is empty.
     """
     found = [thread for pid in processes(uid) for thread in threads(pid)]
     numbers: set[str] = set()

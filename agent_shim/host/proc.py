@@ -40,7 +40,7 @@ MAX_OPEN_FILES: Final = 1 << 20
 MAX_USES: Final = 10
 """Files in use found for one process: a job may have a million descriptors."""
 MAX_LINKS: Final = 200_000
-"""Descriptors that one search for uses looks at. Each costs 5 µs, and a job that forks hardly anything."""
+"""Descriptors that one search for uses looks at. Each costs 5 µs. A job gets more by a fork, at hardly any cost."""
 MAX_THREADS: Final = 16
 """Threads of one process that are tried in the place of its first."""
 READ_TIMEOUT_S: Final = 2.0

@@ -188,7 +188,7 @@ def program(paths: Paths, body: str) -> None:
 async def test_a_program_gets_and_puts(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds its options in a file that only root may read, and nothing temporary is left.
 
-    Proxies of the settings are set in both spellings. They replace those of the environment, which is otherwise kept.
+    The proxies of the settings replace those of the environment, in lower and upper case. Other variables are kept.
     """
     monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
     monkeypatch.setenv("NO_PROXY", "here")

@@ -228,7 +228,7 @@ async def test_rest_of_a_dead_process_ends_before_the_next_start(world: World) -
 async def test_next_agent_finds_it_and_cgroups_go_before_the_next_process_and_after_its_end(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its counters would be taken for those of the next process. The next agent knows the process without memory."""
+    """A kept cgroup would count for the next process. A new agent finds the running process without a saved state."""
     removed = []
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: removed.append("removed"))
     job(world, "exec sleep 600")

@@ -161,7 +161,7 @@ async def test_servers_of_a_cluster_are_forgotten() -> None:
         assert not [one for one in kept if one.startswith("10.10.")]
 
 
-async def test_a_handshake_that_fails_as_the_agent_ends_is_no_error_of_the_loop(
+async def test_the_loop_logs_no_error_of_a_handshake_that_fails_as_the_agent_ends(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()

@@ -213,7 +213,7 @@ async def test_create_env_and_delete_env(machine: Machine) -> None:
 
 
 async def test_no_password_is_in_the_log(machine: Machine) -> None:
-    """Neither that of the address nor what callers sent. A bus of another kind is refused, and the agent stays."""
+    """The log has no password of the address and none that callers sent. The agent refuses a bus of another kind."""
     await machine.start()
     reply = await machine.cli.call("update_settings", {"mbus": {"urls": ["nats://127.0.0.1:4222"]}})
     task = await machine.cli.call("get_task", reply["value"]["agent_task_id"])

@@ -33,7 +33,7 @@ async def test_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None
 
 
 async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
-    """Its programs print into nothing then. One that cannot run is reported with the step that failed."""
+    """Without an output file programs write to /dev/null. The error of one that cannot run names the failed step."""
     (tmp_path / "output").write_text("no directory")
     programs = Programs(tmp_path, tmp_path / "output")
     program = await programs.run("web", Program(("/bin/sh", "-c", "echo one")), "Started")

@@ -245,7 +245,7 @@ async def test_too_large_bodies_are_refused(hasty: HttpsBus, tmp_path: Path) -> 
     assert await cli.value("ping") == "ping"
 
 
-async def test_requests_beyond_their_memory_get_503_and_later_ones_are_answered(agent: Agent, tmp_path: Path) -> None:
+async def test_requests_beyond_64_mib_get_503_and_later_ones_are_answered(agent: Agent, tmp_path: Path) -> None:
     """Each connection held a body of 16 MiB: two gigabytes of one caller with the password."""
     async with on_https(agent.handle, tmp_path, requests=3000) as bus, AsyncExitStack() as stack:
         cli = Cli(bus.port)

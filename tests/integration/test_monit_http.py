@@ -208,7 +208,7 @@ async def test_every_action_is_done_or_refused(world: World) -> None:
         assert "memory kilobytes total" in (await call(where, "/_status"))[1]
         assert "<td>web</td><td>running</td>" in (await call(where, "/"))[1]
         assert "running" in (await call(where, "/web"))[1]
-        assert (await call(where, "/nobody"))[0] == 404
+        assert (await call(where, "/unknown"))[0] == 404
         reader, writer = await asyncio.open_connection(*where)
         user = base64.b64encode(USER.encode()).decode()
         lines = ["GET /_status?format=text&level=summary HTTP/1.0", f"Authorization: Basic {user}", "", ""]
@@ -222,7 +222,7 @@ async def test_every_action_is_done_or_refused(world: World) -> None:
         assert (await in_state(supervisor, "web", "running")).pid == first
         assert (await call(where, "/web", "action=restart"))[0] == 200
         await until(lambda: info(supervisor, "web").pid not in (0, first))
-        assert (await call(where, "/nobody", "action=start"))[0] == 404
+        assert (await call(where, "/unknown", "action=start"))[0] == 404
         assert (await call(where, "/web", "action=explode"))[0] == 400
         assert (await call(where, "/web", "x=1"))[0] == 400
         assert "Invalid action" in (await call(where, "/web", "action=explode"))[1]

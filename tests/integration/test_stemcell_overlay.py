@@ -129,7 +129,7 @@ def test_older_systemd_gets_no_key_that_it_does_not_know(debian: Path, version: 
     assert (units / "agent-shim.service").exists()
 
 
-def test_what_the_image_must_not_have_of_its_base_is_gone(debian: Path) -> None:
+def test_replaced_programs_cron_lists_and_traces_of_the_build_are_removed(debian: Path) -> None:
     """Entries of runit, links as stemcells have them or directories, for the replaced programs; lists that would open
     cron to all users but some; and traces of the machine that built it: mmdebstrap takes along resolver and host name,
     apt and dpkg write logs. A link is the distribution's.
