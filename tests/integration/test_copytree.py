@@ -21,6 +21,8 @@ from tests.support.volumes import fill, fingerprint
 from tests.support.waiting import until
 
 ROOT = os.geteuid() == 0
+RECORD_BYTES = 10240
+"""The end of an archive is in its last record: a tar that has read it may be done before the report about it."""
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def test_a_copy_is_closed_to_jobs_until_it_is_complete(pair: tuple[Path, Path]) 
     seen = []
 
     def look(progress: Progress) -> None:
-        if progress.phase == "copying":
+        if progress.phase == "copying" and progress.size < progress.size_total - RECORD_BYTES:
             seen.append((stat.S_IMODE(target.stat().st_mode), target.stat().st_uid))
 
     copytree.mirror(source, target, report=look)
