@@ -319,10 +319,9 @@ def processes(uid: str) -> Iterator[int]:
     for name in os.listdir("/proc"):
         for thread in threads(name)[-1:] if name.isdigit() else ():
             # The first thread may have ended, and is in no cgroup then.
-            with contextlib.suppress(OSError), open(f"/proc/{thread}/cgroup") as file:
-                text = file.read()
-                if any(form in text for form in forms):
-                    yield int(name)
+            text = text_of(f"{thread}/cgroup")
+            if any(form in text for form in forms):
+                yield int(name)
 
 
 def threads(pid: int | str) -> list[str]:
@@ -334,19 +333,14 @@ def threads(pid: int | str) -> list[str]:
 
 def is_first(pid: int) -> bool:
     """True for process 1 of a container of the pod, not that of its sandbox or of a namespace within the container."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        fields = dict(line.rstrip("\n").split(":", 1) for line in file if ":" in line)
-        numbers = fields.get("NSpid", "").split()
-        return numbers[1:] == ["1"] and fields["Name"].strip() != "pause"
-    return False
+    fields = dict(line.split(":", 1) for line in text_of(f"{pid}/status").split("\n") if ":" in line)
+    return fields.get("NSpid", "").split()[1:] == ["1"] and fields["Name"].strip() != "pause"
 
 
 def start_of(pid: int) -> str:
     """Return the start time of the process, which distinguishes it from another with its number. "" if it has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-        return "" if fields[0] == "Z" else fields[19]
-    return ""
+    fields = text_of(f"{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def is_mounted(target: str) -> bool:
@@ -370,15 +364,25 @@ def is_same(one: Mount, other: Mount) -> bool:
 
 def mounts(thread: str = "self") -> Iterator[Mount]:
     """Return the mount table of a process or thread. Nothing if it has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{thread}/mountinfo") as file:
-        for line in file:
-            number, parent, device, root, point = line.split()[:5]
-            yield Mount(number, parent, device, unescaped(root), unescaped(point))
+    for line in filter(None, text_of(f"{thread}/mountinfo").split("\n")):
+        number, parent, device, root, point = line.split(" ")[:5]
+        yield Mount(number, parent, device, unescaped(root), unescaped(point))
 
 
 def unescaped(field: str) -> str:
     """Decode a path of mountinfo, in which blanks and similar characters are octal."""
-    return field.encode().decode("unicode_escape").encode("latin-1").decode(errors="surrogateescape")
+    return os.fsdecode(os.fsencode(field).decode("unicode_escape").encode("latin-1"))
+
+
+def text_of(name: str) -> str:
+    """Return the content of a file below /proc. "" without its process.
+
+    Names of processes and mounts in it may be any bytes. The kernel escapes newlines there, and blanks in those of
+    mounts, but nothing else that Python takes for the end of a line or a blank.
+    """
+    with contextlib.suppress(OSError), open(f"/proc/{name}", "rb") as file:
+        return os.fsdecode(file.read())
+    return ""
 
 
 def check(result: int, what: str) -> int:

@@ -335,7 +335,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
 
 
 def _mapped(maps: bytes) -> Iterator[str]:
-    for line in maps.splitlines():
+    for line in maps.split(b"\n"):
         _, slash, rest = os.fsdecode(line).partition("/")
         if slash:
             yield slash + rest
@@ -356,8 +356,7 @@ def executable(pid: int) -> str:
 
 def user(pid: int) -> int | None:
     """Return its real uid. None without such a process."""
-    lines = _read(pid, "status", MAX_KERNEL_BYTES).splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith(b"Uid:")), None)
+    return _number_of(pid, b"Uid")
 
 
 def has_our_root(pid: int) -> bool:
@@ -376,7 +375,7 @@ def groups(pid: int) -> dict[str, str]:
 def parse_groups(text: str) -> dict[str, str]:
     """Parse lines like ``4:memory:/a`` (version 1) and ``0::/a`` (version 2)."""
     paths: dict[str, str] = {}
-    for line in text.splitlines():
+    for line in filter(None, text.split("\n")):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         paths.update(dict.fromkeys(controllers.split(","), path))
     return paths
@@ -403,8 +402,16 @@ def last_number() -> int | None:
 
 def _is_further_thread(pid: int) -> bool:
     """Return True for the number of a thread that is not the first of its process: /proc opens it, and lists it not."""
-    _, is_there, rest = _read(pid, "status").partition(b"\nTgid:")
-    return bool(is_there) and int(rest.split(None, 1)[0]) != pid
+    return _number_of(pid, b"Tgid") not in (None, pid)
+
+
+def _number_of(pid: int, field: bytes) -> int | None:
+    """Return the first number of a field of ``status``. None without such a process.
+
+    The name comes before it, in which the kernel escapes newlines alone: a carriage return does not begin a line.
+    """
+    _, is_there, rest = _read(pid, "status").partition(b"\n%s:" % field)
+    return int(rest.split(None, 1)[0]) if is_there else None
 
 
 def incarnation() -> str:

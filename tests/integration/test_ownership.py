@@ -106,6 +106,20 @@ async def test_what_forked_twice_and_changed_its_environment_does_not_survive_th
         assert not is_alive(pid)
 
 
+@pytest.mark.parametrize("user", ["0", "x"])
+async def test_what_calls_itself_a_line_about_its_user_does_not_survive_the_stop(world: World, user: str) -> None:
+    """``/proc/PID/status`` begins with the name. The kernel escapes a newline there and no carriage return."""
+    child = world.base / "child"
+    start = f"exec {program('escape.py', '$pidfile', child)} '' '\\rUid:\\t{user}'"
+    async with world.supervising(world.job("web", start)) as supervisor:
+        await in_state(supervisor, "web", "running")
+        pid = await until(lambda: number_in(child))
+        await until(lambda: proc.name(pid).endswith(f"Uid:\t{user}"))
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(pid)
+
+
 async def test_a_stop_of_one_job_says_what_it_cannot_tell(world: World, cgroups_or_not: cgroups.Tree | None) -> None:
     """With cgroups it is ended; without, it may be another job's: the stop fails and names it."""
     child = world.base / "child"

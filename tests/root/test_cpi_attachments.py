@@ -246,6 +246,14 @@ HIDINGS = {
         "mv {0.seen}/disk-1 {0.seen}/other",
     ],
     "cut off from the node": ["mount --make-rprivate {0.seen}"],
+    "bound on a name that is no text": [
+        "place={0.spare}/$(printf 'x\\377'); mkdir -p $place && mount --bind {0.seen}/disk-1 $place"
+    ],
+    "bound elsewhere, on a later line that says otherwise": [
+        "mount --bind {0.seen}/disk-1 {0.spare}",
+        "number=$(grep ' {0.spare} ' /proc/self/mountinfo | cut -d' ' -f1)",
+        "place={0.spare}s/$(printf 'x\\r%s\\v1\\v0:1\\v/\\v/y' $number); mkdir -p $place && mount -t tmpfs none $place",
+    ],
 }
 
 
@@ -429,6 +437,19 @@ def test_user_namespace_of_the_vm(tmp_path: Path) -> None:
         helper.send_signal(signal.SIGTERM)
         out, _ = helper.communicate(timeout=LIMIT_S)
         assert (out, helper.returncode) == ("unmounted\n", 0)
+    finally:
+        site.close()
+
+
+def test_a_job_may_call_itself_anything(tmp_path: Path) -> None:
+    """One process with a name that was no text let no disk be attached to its VM, and the VM not be restarted."""
+    site = Site(tmp_path, userns=True)
+    try:
+        job = site.process("perl", "-e", '$| = 1; $0 = "\\xff"; print "ready\\n"; sleep 600')
+
+        site.attach()
+
+        assert not attachment_program.is_first(job.pid)
     finally:
         site.close()
 

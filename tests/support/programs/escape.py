@@ -1,5 +1,6 @@
-"""escape.py PIDFILE CHILDFILE [ENTRY]: leave a child that forked twice, in its own session, with ENTRY as environment.
+"""escape.py PIDFILE CHILDFILE [ENTRY [NAME]]: leave a child that forked twice, in its own session, with ENTRY alone.
 
+ENTRY is its environment, and NAME (with escapes) what it calls itself.
 As root the child becomes an ordinary user: a job that stays root can do anything.
 """
 
@@ -7,15 +8,18 @@ import os
 import sys
 from pathlib import Path
 
-_, pidfile, childfile, *entries = sys.argv
+pidfile, childfile, entry, name = [*sys.argv[1:], "", ""][:4]
+SLEEP = ["/bin/sleep", "600"]
+RENAMED = ["/usr/bin/perl", "-e", "$0 = shift; sleep 600", name.encode().decode("unicode_escape")]
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         Path(childfile).write_text(f"{os.getpid()}\n")
         if os.getuid() == 0:
             os.setresuid(65534, 65534, 65534)
-        os.execve("/bin/sleep", ["sleep", "600"], dict(entry.split("=", 1) for entry in entries))
+        child = RENAMED if name else SLEEP
+        os.execve(child[0], child, dict([entry.split("=", 1)]) if entry else {})
     os._exit(0)
 os.wait()
 Path(pidfile).write_text(f"{os.getpid()}\n")
-os.execv("/bin/sleep", ["sleep", "600"])
+os.execv(SLEEP[0], SLEEP)

@@ -188,9 +188,10 @@ def test_files_are_mapped_and_other_memory_is_not() -> None:
 00e03000-00e24000 rw-p 00000000 00:00 0 [heap]
 35b1800000-35b1820000 r-xp 00000000 08:02 135522
 
-7f5-7f6 r--s 00000000 08:02 1 /lib/x.so (deleted)"""
+7f5-7f6 r--s 00000000 08:02 1 /lib/x.so (deleted)
+7f7-7f8 r--s 00000000 08:02 1 /lib/x\ry"""
 
-    assert list(proc._mapped(maps)) == ["/usr/bin/a b", "/lib/x.so (deleted)"]
+    assert list(proc._mapped(maps)) == ["/usr/bin/a b", "/lib/x.so (deleted)", "/lib/x\ry"]
 
 
 @pytest.mark.parametrize(
@@ -236,8 +237,10 @@ def test_a_mapped_file_is_in_use_though_it_is_closed(tmp_path: Path) -> None:
     assert proc.Use("map", str(path)) in found[os.getpid()]
 
 
-def test_the_path_of_a_cgroup_may_have_colons() -> None:
-    assert proc.parse_groups("4:cpu,cpuacct:/a:b/c\n0::/d:e\n") == {"cpu": "/a:b/c", "cpuacct": "/a:b/c", "": "/d:e"}
+def test_the_path_of_a_cgroup_may_have_colons_and_returns() -> None:
+    found = proc.parse_groups("4:cpu,cpuacct:/a:b/c\n0::/d:e\r1:memory:/f\n")
+
+    assert found == {"cpu": "/a:b/c", "cpuacct": "/a:b/c", "": "/d:e\r1:memory:/f"}
 
 
 def test_the_number_given_last_is_the_last_field(monkeypatch: pytest.MonkeyPatch) -> None:
