@@ -28,7 +28,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -114,18 +114,21 @@ class VolumeLeases:
         """
         if directory in self._held:
             return ""
-        try:
-            descriptor = _open(directory)
-        except OSError as exc:
-            if exc.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
-                logger.warning("cannot lock %s against a second agent: %s", directory, exc)
-                return ""
-            raise files.failed(f"take {directory.parent}", exc) from exc
-        if rival := self._rival(directory, descriptor):
-            os.close(descriptor)
-            return rival
+        with ExitStack() as opened:
+            try:
+                descriptor = _open(directory)
+                opened.callback(os.close, descriptor)  # and with it the lock, which would keep us out too
+                if rival := self._rival(directory, descriptor):
+                    return rival
+                is_local = mounts.is_local(directory)
+            except OSError as exc:
+                if exc.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+                    logger.warning("cannot lock %s against a second agent: %s", directory, exc)
+                    return ""
+                raise files.failed(f"take {directory.parent}", exc) from exc
+            opened.pop_all()
         self._seen.pop(directory, None)
-        hold = self._held[directory] = _Hold(descriptor, mounts.is_local(directory))
+        hold = self._held[directory] = _Hold(descriptor, is_local)
         self._write(directory, hold)
         return ""
 

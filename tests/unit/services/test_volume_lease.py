@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import threading
@@ -79,6 +80,23 @@ def test_a_second_agent_learns_the_name_of_the_first(tmp_path: Path) -> None:
 
     assert (volume / volume_lease.NAME).read_bytes() == before
     assert first.renew(volume) == ""
+
+
+def test_a_volume_that_cannot_be_read_once_can_be_taken_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server fails for a moment. The lock of that attempt would keep out this agent as well."""
+    one = leases()
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "it fails")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", fail)
+        with pytest.raises(HostError, match=r"^cannot take .*: it fails$"):
+            one.hold(tmp_path)
+
+    assert one.hold(tmp_path) == ""
 
 
 def test_private_and_made_if_need_be(tmp_path: Path) -> None:
