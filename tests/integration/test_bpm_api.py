@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from agent_shim.host import proc, sandbox
 from agent_shim.supervisor.bpm import bpm_api
 from agent_shim.supervisor.bpm.config import Volume
 from agent_shim.supervisor.bpm.runner import Bpm
+from agent_shim.supervisor.ownership.evidence import Ownership
 from tests.support.programs import is_alive
 from tests.support.programs.jobs import World
 from tests.support.waiting import until
@@ -72,6 +75,29 @@ async def test_a_process_from_its_start_to_its_end(bpm: Bpm) -> None:
     assert await ask(bpm, "stop") == {"value": None}
     assert not is_alive(pid)
     assert (await ask(bpm, "list"))["value"] == stopped
+
+
+async def test_a_process_that_delays_its_readers_does_not_delay_the_agent(
+    bpm: Bpm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the wall clock was changed since its start, the agent reads its environment."""
+    pid = (await ask(bpm, "start"))["value"]
+    os.utime(bpm._paths.sys / "run/bpm/web/web.pid", (0, 0))
+    loop, read = asyncio.get_running_loop(), proc.variable
+
+    def variable(pid: int, name: str) -> str | None:
+        has_run = threading.Event()
+        loop.call_soon_threadsafe(has_run.set)
+        return read(pid, name) if has_run.wait(10) else None
+
+    monkeypatch.setattr(proc, "variable", variable)
+    monkeypatch.setattr(Ownership, "label_of", lambda *_: None)
+
+    assert [await ask(bpm, verb) for verb in ("start", "pid", "run")] == [{"value": pid}] * 2 + [{"value": 0}]
+    assert (await ask(bpm, "tree"))["value"][0] == pid
+    assert "value" in await ask(bpm, "shell")
+    assert await ask(bpm, "stop") == {"value": None}
+    assert not is_alive(pid)
 
 
 async def test_an_errand_gets_variables_and_volumes_and_tells_its_exit(bpm: Bpm) -> None:

@@ -50,10 +50,10 @@ async def _do(runner: Bpm, verb: str, job: str, name: str, request: Mapping[str,
         case "end run":
             return await runner.end_run(call)
         case "pid":
-            found = runner.find(job, name)
+            found = await asyncio.to_thread(runner.find, job, name)
             return found[0] if found else 0
         case "tree":
-            found = runner.find(job, name)
+            found = await asyncio.to_thread(runner.find, job, name)
             return await asyncio.to_thread(_tree, found[0]) if found else []
         case "shell":
             from agent_shim.host import sandbox

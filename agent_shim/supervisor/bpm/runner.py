@@ -160,7 +160,7 @@ class Bpm:
             bpm.check_volume(volume.path, job=job, root=PurePosixPath(self._paths.base))
 
     def find(self, job: str, name: str) -> Identity | None:
-        """Find the living process, started by this agent or an earlier one."""
+        """Find the living process, started by this agent or an earlier one. Blocks, perhaps on the process."""
         entry = self._entry(job, name)
         pidfile = process_record.read_own(entry.pidfile)
         found = proc.stat(pidfile.pid) if pidfile else None
@@ -172,7 +172,7 @@ class Bpm:
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
         if -0.1 < age < MAX_PIDFILE_DELAY_S:
             return found.identity
-        # The wall clock may have been changed since. The process controls how long this read takes.
+        # The wall clock may have been changed since.
         return found.identity if proc.variable(found.pid, MARK) == entry.mark else None
 
     def rows(self) -> tuple[list[Row], list[str]]:
@@ -204,7 +204,8 @@ class Bpm:
     async def start(self, call: BpmCall) -> process.Process:
         """Start the process unless it runs. Returns once it runs. Raises ``HostError`` or ``ConfigError``."""
         async with self._only(call, "start"):
-            if (found := self.find(call.job, call.process)) and (running := process.adopt(*found)):
+            found = await asyncio.to_thread(self.find, call.job, call.process)
+            if found and (running := process.adopt(*found)):
                 return running
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
             return await self._launch(self._entry(call.job, call.process), wanted)
@@ -217,7 +218,7 @@ class Bpm:
                 wanted = await asyncio.to_thread(self.definition, call.job, call.process)
                 signal_name = wanted.shutdown_signal
             entry = self._entry(call.job, call.process)
-            found = self.find(call.job, call.process)
+            found = await asyncio.to_thread(self.find, call.job, call.process)
             left = await self._programs.remains.members(entry.label, ProcessRecord(), [found] if found else [])
             left += await asyncio.to_thread(entry.cgroup.members)
             running = process.adopt(*found) if found else None
@@ -230,7 +231,7 @@ class Bpm:
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
         """Run the process as an errand, without a pidfile, to its exit code. 0 immediately if it already runs."""
         async with self._only(call, "run"):
-            if self.find(call.job, call.process):
+            if await asyncio.to_thread(self.find, call.job, call.process):
                 return 0
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
             more = (*wanted.additional_volumes, *volumes)
@@ -360,7 +361,7 @@ class Bpm:
     async def shell_order(self, job: str, wanted: bpm.Process) -> sandbox_exec.ExecSpec:
         """Build the exec spec of a shell beside the running process. Raises ``HostError`` if none runs."""
         isolation = await self.isolation()
-        found = self.find(job, wanted.name)
+        found = await asyncio.to_thread(self.find, job, wanted.name)
         if found is None:
             raise HostError("process is not running or could not be found")
         limits = msgspec.structs.replace(wanted.limits, memory=None, processes=None)
