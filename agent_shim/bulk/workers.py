@@ -139,9 +139,10 @@ class _Worker:
         """Prepare it for a further request. False if it has died meanwhile."""
         assert self._leaving is not None
         self._leaving.cancel()
-        if not self.process.is_alive:
+        is_alive = self.process.is_alive  # once: it may die at any time
+        if not is_alive:
             self._close()
-        return self.process.is_alive
+        return is_alive
 
     async def end(self) -> None:
         """End it and its process group, and wait for that."""
