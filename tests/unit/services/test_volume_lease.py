@@ -82,9 +82,7 @@ def test_a_second_agent_learns_the_name_of_the_first(tmp_path: Path) -> None:
     assert first.renew(volume) == ""
 
 
-def test_a_volume_that_cannot_be_read_once_can_be_taken_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_volume_that_cannot_be_read_once_can_be_taken_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file server fails for a moment. The lock of that attempt would keep out this agent as well."""
     one = leases()
 
