@@ -368,9 +368,7 @@ class Supervisor:
             await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
         if wait:
             await _stopped(concerned, timeout)
-            # Now, and not beside the next request, which would wait. A save under way may hold the last change.
-            if self._is_dirty or self._writing.locked():
-                await self._save()
+            await self.saved()  # now, and not beside the next request, which would wait
             # Orphans of unknown service belong to one of the services stopped now.
             if is_outside and all(each.state not in ACTIVE for each in self._services.values()):
                 left = await self._programs.remains.sweep_strays(begun, self._shared.timing.grace)
@@ -490,6 +488,11 @@ class Supervisor:
             if self._is_dirty:
                 await self._save()
         self._saving = None
+
+    async def saved(self) -> None:
+        """Wait until each change so far is saved. A save under way may hold the last one."""
+        if self._is_dirty or self._writing.locked():
+            await self._save()
 
     async def _save(self) -> None:
         if self._is_sealed:

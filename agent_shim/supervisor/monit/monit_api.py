@@ -35,6 +35,7 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
             raise ActionError(f"cannot {action} anything: {obstacle}")
         names = _meant(services, request)
         await _do(supervisor, action, names)
+        await supervisor.saved()  # the answer holds after a crash
         if request.get("wait"):
             return {"services": [describe(await supervisor.finished(name)) for name in names]}
         return {"services": [describe(service) for service in supervisor.services() if service.process.name in names]}

@@ -24,6 +24,9 @@ class Supervisor:
     async def _take(self, request: str, name: str) -> None:
         self.calls.append(f"{request} {name}")
 
+    async def saved(self) -> None:
+        pass
+
     def services(self) -> list[ServiceInfo]:
         return [described(name, "busy") for name in ALL]
 
