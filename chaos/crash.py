@@ -103,18 +103,18 @@ async def killed(
         working = asyncio.ensure_future(work())
         telling = asyncio.create_task(lines.readline())
         await asyncio.wait([working, telling], return_when=asyncio.FIRST_COMPLETED)
-        if not telling.done() and working.exception() is None:
-            telling.cancel()
-            return {}
-        told: Told = json.loads(await asyncio.wait_for(telling, 10))
-        if pid in told["killed"]:
-            stand.expected_ends += 1
-            working.cancel()
-            await until(lambda: len(stand.ends) == stand.expected_ends, 10, "the end of the agent")
-            await stand.answers(10)
-        with contextlib.suppress(asyncio.CancelledError, RpcRemoteError, RpcTimeoutError):
-            await working
-        return told
+    told: Told = json.loads(await telling or "{}")  # the tracer may have killed after the work, until it ended
+    if not told:
+        await working
+        return {}
+    if pid in told["killed"]:
+        stand.expected_ends += 1
+        working.cancel()
+        await until(lambda: len(stand.ends) == stand.expected_ends, 10, "the end of the agent")
+        await stand.answers(10)
+    with contextlib.suppress(asyncio.CancelledError, RpcRemoteError, RpcTimeoutError):
+        await working
+    return told
 
 
 async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:

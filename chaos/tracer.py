@@ -177,6 +177,7 @@ class Tracer:
             pids = [caller, *sorted(others)]
         else:
             pids = [self._root if self._who == "root" else caller]
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a kill is always told
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from chaos import __main__ as _played  # noqa: F401 - importing it enters all cases
+from chaos import crash
 from chaos.cases import CASES
 from chaos.scorecard import earlier
 from tests.structure.source import ROOT
@@ -28,3 +33,20 @@ def test_it_holds(case: str, tmp_path: Path) -> None:
     assert into.exists(), said
     row = earlier(into.read_text())[case]
     assert row.verdict == "held", f"{row.figures}\n{said[-3000:]}"
+
+
+def test_a_kill_between_the_work_and_the_end_of_the_tracer_is_told(tmp_path: Path) -> None:
+    """A case that takes the agent for alive would ask one that is dead, and wait for its reply."""
+    program = "import sys; sys.stdin.readline(); open(sys.argv[1], 'w')"
+    argv = [sys.executable, "-c", program, str(tmp_path / "state.json")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE) as victim:
+        stand: Any = SimpleNamespace(pid=victim.pid, expected_ends=0, ends=[-9], answers=AsyncMock())
+
+        async def work() -> None:
+            """Hold the loop until the victim is dead, so that the work ends before the tracer's report is read."""
+            victim.communicate(b"\n", timeout=30)
+
+        told = asyncio.run(crash.killed(stand, 1, "root", [tmp_path], work))
+
+    assert told["killed"] == [victim.pid]
+    assert stand.expected_ends == 1
