@@ -366,6 +366,8 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
             yield one
         finally:
             await one.end()
+            if made.agent is not None:
+                await made.kill_agent()  # what it did about the end of its jobs would belong to no case
             end_marked(made)
             one.after.close()
 
