@@ -22,7 +22,7 @@ from chaos import crash, disks, kernel, messages, namespaces, network, resources
 from chaos.cases import CASES, NOT_INJECTED, Case
 from chaos.sabotage import Saboteur
 from chaos.saboteurs import GENERAL, SABOTEURS
-from chaos.scorecard import DOCUMENT, FULL, Row, earlier, enter_general, enter_saboteur, table, write
+from chaos.scorecard import DOCUMENT, FULL, GROUPS, Row, earlier, enter_general, enter_saboteur, table, write
 from chaos.stand import CannotInjectError, NotHeldError, stand
 from tests.support import guest
 
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return soak.main(asked.agent_command, asked.soak, asked.picture or soak.PICTURE)
     chosen = [
         one
-        for one in sorted(CASES.values(), key=lambda one: ("CNSDRM".index(one.id[0]), one.id))
+        for one in sorted(CASES.values(), key=lambda one: (GROUPS.index(one.id[0]), one.id))
         if (not asked.case or any(one.id == name or one.id[0] == name for name in asked.case))
         and not (asked.short and one.is_long)
         and (one.has_full or not asked.full)

@@ -53,6 +53,8 @@ class Saboteur:
     """Regular expression that the figures of the failed row must match, so that it fails for the right reason."""
     case: str = ""
     """For an invariant: the case after which it is checked."""
+    mark: str = ""
+    """Regular expression of what the witness says of no other general saboteur: it is caught beside others too."""
 
     @property
     def played(self) -> str:
@@ -97,6 +99,11 @@ def is_caught(saboteur: Saboteur, row: Row) -> bool:
     return row.verdict == "not held" and re.search(saboteur.shows, row.figures) is not None
 
 
+def is_marked(saboteur: Saboteur, row: Row) -> bool:
+    """Return True if a row failed, and the witness tells what only this saboteur does."""
+    return row.verdict == "not held" and bool(saboteur.mark) and re.search(saboteur.mark, row.figures) is not None
+
+
 def _copy(target: Path) -> None:
     """Copy the files that git tracks or would add into a new repository: the virtual machine packs the files that git
     lists.
@@ -138,16 +145,21 @@ def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None], lo
     """Play general saboteurs of one case and enter ``caught``, ``did not run`` or ``held`` for each.
 
     They are played all at once. Where the case holds and no wrong code ran, none of them ever runs in it. Otherwise
-    each that ran is played alone, and the rest once more. Return how many held or could not be played.
+    those with their mark in the figures are caught, each other one that ran is played alone, and the rest once more.
+    Return how many held or could not be played.
     """
     begun_at = time.monotonic()
     name = f"{' '.join(one.row for one in playing)} {playing[0].case}"
     row, ran, figures = play(playing, logs / f"{name}.log" if logs is not None else None)
     took = f"{time.monotonic() - begun_at:.0f} s"
     if len(playing) > 1 and ran:
-        sys.stderr.write(f"{name} ran {' '.join(one.row for one in ran)} {took}\n")
+        marked = [one for one in ran if row is not None and is_marked(one, row)]
+        sys.stderr.write(f"{name} ran {_named(ran)}, caught {_named(marked)} {took} -> {figures}\n")
+        for one in marked:
+            enter(one, CAUGHT)
         rest = [one for one in playing if one not in ran]
-        return sum(tell(each, enter, logs) for each in [[one] for one in ran] + ([rest] if rest else []))
+        alone = [[one] for one in ran if one not in marked]
+        return sum(tell(each, enter, logs) for each in ([rest] if rest else []) + alone)
     if not ran and (row is None or row.verdict != "held"):
         sys.stderr.write(f"{name} NOT PLAYED {took}  {figures}\n")
         return len(playing)
@@ -156,3 +168,7 @@ def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None], lo
     for one in playing:
         enter(one, word)
     return int(word == HELD)
+
+
+def _named(ones: Sequence[Saboteur]) -> str:
+    return " ".join(one.row for one in ones) or "none"

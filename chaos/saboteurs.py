@@ -639,6 +639,7 @@ GENERAL: Final = (
         f"{_ALERT}        return None\n",
         f"    if event.lower() not in IGNORED:\n        {RAN}\n        return None\n",
         "I12|alert",
+        mark="I12: 0 alerts match",
     ),
     Saboteur(
         "G-03",
@@ -647,6 +648,7 @@ GENERAL: Final = (
         _NEXT,
         f"{_NEXT}        if task.method in ('run_errand', 'compile_package'):\n            {RAN}\n            return\n",
         "I17|I8|Timed out|TimeoutError|RpcTimeout|not within",
+        mark="I17: a task has no result: TimeoutError",
     ),
     Saboteur(
         "G-04",
@@ -655,6 +657,7 @@ GENERAL: Final = (
         _ERRAND,
         f'"exit_code": {RAN} or 0}}',
         "I17|exit code",
+        mark="I17: an errand .* is told as .*'exit_code': 0}",
     ),
     Saboteur(
         "G-05",
@@ -682,6 +685,7 @@ GENERAL: Final = (
         f'            (self.path(job) / "monit").open("a").write("# more\\n")\n            {RAN}\n'
         '            links = self.path(job) / "packages"\n',
         "I13|not as|is not",
+        mark=r"I13: jobs/\S+/monit is not as in its blob",
     ),
     Saboteur(
         "G-08",
@@ -700,6 +704,7 @@ GENERAL: Final = (
         "        there, problem = self._sink.write_file(fd, [(begin, end * 9 // 10) for begin, end in runs], size)\n"
         f"        {RAN}\n",
         "I17",
+        mark="I17: a log is not complete|I17: a compiled package lacks",
     ),
     Saboteur(
         "G-10",

@@ -6,7 +6,7 @@ import fcntl
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +17,11 @@ from chaos.cases import NOT_INJECTED
 DOCUMENT: Final = Path(__file__).parents[1] / "docs/reliability.md"
 BEGIN: Final = "<!-- scorecard -->"
 END: Final = "<!-- /scorecard -->"
-OUTCOMES: Final = ("caught", "held", "did not run")
-"""Columns of a general saboteur."""
+GROUPS: Final = "CNSDRM"
+"""First letters of the cases, in the order of the tables."""
 HELD: Final = "held"
+OUTCOMES: Final = ("caught", HELD, "did not run")
+"""Those of a general saboteur."""
 FULL: Final = "in full"
 """Start of the entry for a case that was played at full size."""
 
@@ -122,22 +124,40 @@ def enter_saboteur(path: Path, case: str, caught: str) -> None:
 def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
     """Enter the outcome of a general saboteur in a case, one of ``OUTCOMES``, in its line of the table."""
     with _locked(path):
-        text = path.read_text()
 
         def entered(line: re.Match[str]) -> str:
             cells = [cell.strip() for cell in line[0].strip("|").split("|")]
-            for position, name in enumerate(OUTCOMES, len(cells) - len(OUTCOMES)):
-                cases = _named(cells[position]) - {case} | ({case} if name == outcome else set())
-                groups = itertools.groupby(sorted(cases, key=_place), key=lambda one: one[0])
-                cells[position] = " ".join(f"{group}-{','.join(one[2:] for one in ones)}" for group, ones in groups)
+            position = len(cells) - len(GROUPS) + GROUPS.index(case[0])
+            cells[position] = _shown(_outcomes(cells[position]) | {int(case[2:]): outcome})
             return f"| {' | '.join(cells)} |".replace("  ", " ")
 
-        path.write_text(re.sub(rf"^\| {saboteur} \|.*\|$", entered, text, flags=re.MULTILINE))
+        path.write_text(re.sub(rf"^\| {saboteur} \|.*\|$", entered, path.read_text(), flags=re.MULTILINE))
 
 
-def _named(cell: str) -> set[str]:
-    """Return the cases of a cell: ``C-06,07 D-05`` names three."""
-    return {f"{group[:2]}{number}" for group in cell.split() for number in group[2:].split(",")}
+def _outcomes(cell: str) -> dict[int, str]:
+    """Return the outcome of each number in a cell: in ``3 **4** (1-2 5)`` one is caught and one has held."""
+    caught, _, others = cell.partition("(")
+    found = dict[int, str]()
+    for words, outcome in ((caught, OUTCOMES[0]), (others.rstrip(")"), OUTCOMES[2])):
+        for word in words.split():
+            first, _, last = word.strip("*").partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            found |= dict.fromkeys(numbers, HELD if word.startswith("*") else outcome)
+    return found
+
+
+def _shown(outcomes: Mapping[int, str]) -> str:
+    """Return the cell with these outcomes."""
+    caught, held, others = ([one for one in sorted(outcomes) if outcomes[one] == name] for name in OUTCOMES)
+    parts = [*_ranges(caught), *(f"**{one}**" for one in held), f"({' '.join(_ranges(others))})" if others else ""]
+    return " ".join(filter(None, parts))
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    groups = [
+        [one for _, one in ones] for _, ones in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ]
+    return [f"{ones[0]}-{ones[-1]}" if ones[1:] else f"{ones[0]}" for ones in groups]
 
 
 @contextmanager
@@ -151,7 +171,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _place(case: str) -> tuple[int, str]:
-    return "CNSDRM".index(case[0]), case
+    return GROUPS.index(case[0]), case
 
 
 def _replace(path: Path, text: str, known: dict[str, Row]) -> None:

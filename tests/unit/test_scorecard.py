@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,9 @@ from unittest.mock import AsyncMock
 import pytest
 
 from chaos import __main__ as playing
-from chaos import witness
+from chaos import sabotage, witness
 from chaos.cases import Case
+from chaos.sabotage import Saboteur
 from chaos.scorecard import Row, earlier, enter_general, write
 
 SCALED = "1 of 1 on 2026-11-20"
@@ -50,19 +52,49 @@ def test_a_failed_case_loses_its_date(tmp_path: Path) -> None:
         assert earlier(document.read_text()) == {"D-07": one}
 
 
-def test_a_case_is_in_the_column_of_its_last_outcome(tmp_path: Path) -> None:
+def test_a_case_is_shown_with_its_last_outcome(tmp_path: Path) -> None:
+    """Caught, **held**, (the code did not run); three numbers in a row are a range."""
     document = tmp_path / "rows.md"
-    document.write_text("| G-01 | is deaf | | | |\n| G-02 | is mute | | | |\n")
+    document.write_text("| G-01 | is deaf | | | | | | |\n| G-02 | is mute | | | | | | |\n")
     for case, outcome in (
-        ("S-01", "caught"),
+        ("S-11", "caught"),
         ("C-07", "held"),
         ("S-08", "caught"),
-        ("C-06", "caught"),
+        *((f"C-0{number}", "did not run") for number in (1, 4, 3, 2, 9)),
+        ("C-06", "held"),
         ("C-07", "caught"),
+        ("C-09", "did not run"),
+        ("S-10", "caught"),
+        ("S-09", "caught"),
     ):
         enter_general(document, "G-01", case, outcome)
 
-    assert document.read_text() == "| G-01 | is deaf | C-06,07 S-01,08 | | |\n| G-02 | is mute | | | |\n"
+    first = "| G-01 | is deaf | 7 **6** (1-4 9) | | 8-11 | | | |"
+    assert document.read_text() == f"{first}\n| G-02 | is mute | | | | | | |\n"
+
+
+def test_general_saboteurs_are_caught_beside_others_by_their_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without its mark in the figures is played alone, and those that never ran once more."""
+    breaks = {"G-01": "I1: deaf", "G-02": "I2: mute", "G-03": "an error", "G-04": ""}
+    runs = [*breaks]
+    ones = [
+        Saboteur(name, "", "", "", "", "I1|I2|error", "C-01", mark)
+        for name, mark in [("G-01", "I1: deaf"), ("G-02", "I2: mute"), ("G-03", ""), ("G-04", ""), ("G-05", "I5")]
+    ]
+    played, told = list[str](), dict[str, str]()
+
+    def play(playing: Sequence[Saboteur], _: Path | None) -> tuple[Row, list[Saboteur], str]:
+        played.append(" ".join(one.row[-1] for one in playing))
+        broken = [breaks[one.row] for one in playing if breaks.get(one.row)]
+        row = Row("C-01", "", "not held" if broken else "held", "; ".join(broken))
+        return row, [one for one in playing if one.row in runs], row.figures
+
+    monkeypatch.setattr(sabotage, "play", play)
+    missed = sabotage.tell(ones, lambda one, outcome: told.update({one.row: outcome}))
+
+    assert played == ["1 2 3 4 5", "5", "3", "4"]
+    caught = dict.fromkeys(("G-01", "G-02", "G-03"), "caught")
+    assert (told, missed) == ({**caught, "G-04": "held", "G-05": "did not run"}, 1)
 
 
 async def test_a_failed_row_names_only_the_broken_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
