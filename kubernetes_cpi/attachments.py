@@ -188,7 +188,7 @@ def reboot(session: Session, vm: Object) -> None:
     before = _restarts(vm)
     pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
     body = _helper(session, vm, cid, name, names.KIND_REBOOT, ["reboot", uid, str(grace)])
-    session.client.create(PODS, namespace, body)
+    _made(session, namespace, body)
     deadline = time.monotonic() + grace + session.config.timeouts.create_vm
     try:
         for state in session.client.follow(PODS, namespace, cid, deadline):
@@ -272,7 +272,7 @@ def _add_program(spec: Object, like: Object) -> None:
 
 
 def _made(session: Session, namespace: str, body: Object) -> Object:
-    """Create the attachment, or find the existing one."""
+    """Create a helper, or find the existing one."""
     try:
         return session.client.ensure(PODS, namespace, body)[0]
     except ApiError as exc:

@@ -57,7 +57,7 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
     if not is_new and not _is_untouched(made):
         body["metadata"]["name"] = names.cid("disk", namespace, os.urandom(8).hex())
         body["metadata"]["labels"][names.DISK] = body["metadata"]["name"]
-        session.client.create(CLAIMS, namespace, body)
+        session.client.ensure(CLAIMS, namespace, body)
     cid: str = body["metadata"]["name"]
     return cid
 

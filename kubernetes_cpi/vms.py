@@ -247,7 +247,7 @@ def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> No
         # An earlier attempt with this agent id had other settings, and its pod uses them.
         pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
         session.client.delete(SECRETS, vm.namespace, vm.cid)
-        session.client.create(SECRETS, vm.namespace, secret)
+        session.client.ensure(SECRETS, vm.namespace, secret)
 
 
 def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
@@ -283,7 +283,7 @@ def _made(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_re
     made, is_good = _ensured(session, PODS, vm.namespace, pod, _is_same_pod)
     if not is_good:
         pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
-        made = session.client.create(PODS, vm.namespace, pod)
+        made, _ = session.client.ensure(PODS, vm.namespace, pod)
     return made
 
 

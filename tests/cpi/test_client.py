@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kubernetes_cpi import manifests
 from tests.cpi.calls import Cpi, CpiFailedError
 from tests.cpi.fake_api import Cluster, Server
 
@@ -64,6 +65,35 @@ def test_connection_that_is_cut(cpi: Cpi, server: Server, cluster: Cluster, plur
 
     assert list(cluster.of("pods")) == [vm]
     assert list(cluster.of("secrets")) == [vm]
+
+
+def test_connection_that_is_cut_while_a_vm_is_made_again(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+    """The first request finds a Secret or pod with other properties or disks, the second one makes it again."""
+    vm, disk = cpi.create_vm(memory=64), cpi("create_disk", 64, {}, None)
+    server.fail("POST secrets", cut="after", times=2)
+    assert cpi.create_vm(memory=128) == vm
+    server.fail("POST pods", cut="after", times=2)
+    assert cpi.create_vm("agent-1", [disk], memory=128) == vm
+
+    assert disk in manifests.disks_of(cluster.of("pods")[vm])
+
+
+def test_connection_that_is_cut_while_a_disk_with_a_known_number_is_made(cpi: Cpi, server: Server) -> None:
+    vm = cpi.create_vm()
+    first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
+    cpi("attach_disk", vm, first)
+    server.fail("POST persistentvolumeclaims", cut="after", times=2)
+
+    assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") != first
+
+
+def test_connection_that_is_cut_while_a_vm_is_rebooted(cpi: Cpi, server: Server) -> None:
+    """The helper of the lost response does its work."""
+    cpi.write(server.config(disks={"attach": "live"}))
+    vm = cpi.create_vm(tier="privileged")
+    server.fail("POST pods", cut="after")
+
+    cpi("reboot_vm", vm)
 
 
 def test_delete_that_was_processed_and_cut(cpi: Cpi, server: Server, cluster: Cluster) -> None:
