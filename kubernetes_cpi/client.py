@@ -173,11 +173,10 @@ class Client:
         *,
         tick_s: float = WATCH_S,
     ) -> Iterator[Object | None]:
-        """Yield each state of an object, from ``start`` or the current one on. None once it is gone.
+        """Yield each state of an object until ``deadline`` (monotonic), from ``start`` or the current one on, and None
+        once it is gone.
 
-        End at ``deadline``.
-
-        The last state is repeated every ``tick_s`` seconds, so that a reader can check the clock (``time.monotonic``).
+        The last state is repeated every ``tick_s`` seconds, so that a reader can check the clock.
         """
         state, version = start, (start or {}).get("metadata", {}).get("resourceVersion", "")
         if start is None:
@@ -200,8 +199,10 @@ class Client:
             yield state
 
     def close(self) -> None:
-        """Close the connection."""
-        self._hang_up()
+        """Close the connection. The next request opens another."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
     def _look(self, resource: Resource, namespace: str, name: str) -> tuple[Object | None, str]:
         """Return an object and a version to watch from.
@@ -240,7 +241,7 @@ class Client:
                 # The text of http.client repeats headers, credentials included.
                 raise InputError(f"cannot {what}: HTTP does not allow its path or headers") from None
             except (OSError, http.client.HTTPException) as exc:
-                self._hang_up()
+                self.close()
                 log.call(what, _reason(exc), time.monotonic() - began)
                 refusal = UnreachableError(f"cannot {what}: the API server {self.access.server} does not answer: {exc}")
             else:
@@ -251,7 +252,8 @@ class Client:
                 if status == http.client.UNAUTHORIZED and not is_renewed:
                     is_renewed = True
                     self.access.renew()
-                    self._forget_tls()
+                    self.close()
+                    self._tls = None
                     continue
                 is_overtaken = status == http.client.CONFLICT and method == "POST" and refusal.reason != ALREADY_EXISTS
                 if status not in RETRIED and not is_overtaken:
@@ -268,7 +270,7 @@ class Client:
         with self._connection.getresponse() as response:
             data = response.read()
         if response.will_close:
-            self._hang_up()
+            self.close()
         return response.status, dict(response.headers.items()), data
 
     def _watch(
@@ -331,15 +333,6 @@ class Client:
             except (ssl.SSLError, ValueError) as exc:
                 raise InputError(f"cannot use the CA or client certificate of the cluster: {exc}") from exc
         return self._tls
-
-    def _forget_tls(self) -> None:
-        self._hang_up()
-        self._tls = None
-
-    def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
 
 
 def _url(text: str, what: str) -> urllib.parse.SplitResult:

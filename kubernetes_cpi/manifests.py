@@ -109,8 +109,8 @@ def secret(vm: Vm, settings: Object, pod: Object) -> Object:
         "type": "Opaque",
         "immutable": True,
         "stringData": {
-            SETTINGS: msgspec.json.encode(settings).decode(),
-            POD: msgspec.json.encode(pod).decode(),
+            SETTINGS: text(settings),
+            POD: text(pod),
         },
     }
 

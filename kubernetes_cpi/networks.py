@@ -41,7 +41,7 @@ class Vip(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Digest of the Service: the same for every VM behind the address."""
+        """Name of the Service: the same for every VM behind the address."""
         return "vip-" + self.ip.replace(".", "-").replace(":", "-")
 
 

@@ -177,7 +177,10 @@ def get(session: Session, vm: str) -> Object:
 def patch_metadata(
     session: Session, resource: Resource, cid: str, metadata: Mapping[str, Any], missing: Callable[[str], CpiError]
 ) -> None:
-    """Return labels and annotations for a Director's metadata. Removes the label of a key that no longer fits one."""
+    """Give an object the labels and annotations of a Director's metadata, each key either of them.
+
+    Without the object, raises the error that ``missing`` makes.
+    """
     labels, annotations = names.metadata(metadata)
     gone: dict[str, str | None] = dict.fromkeys([*labels, *annotations])
     body: Object = {"metadata": {"labels": {**gone, **labels}, "annotations": {**gone, **annotations}}}
