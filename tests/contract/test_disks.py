@@ -19,7 +19,7 @@ from tests.support.world import World, write_settings
 
 @pytest.fixture(autouse=True)
 def _links(world: World) -> None:
-    world.agent.disks._places._binds = False
+    world.agent.disks.mounts._binds = False
 
 
 def volume(world: World, cid: str) -> dict[str, str]:

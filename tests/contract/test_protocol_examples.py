@@ -31,7 +31,7 @@ SCRIPTS = {
 async def known(world: World) -> AsyncIterator[dict[str, Any]]:
     """Prepare the blobs and volumes of the examples: in the blobstore, at signed URLs and mounted."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
-    world.agent.disks._places._binds = False
+    world.agent.disks.mounts._binds = False
     contents = {
         "source": archive(
             {"packaging": "mkdir $BOSH_INSTALL_TARGET/bin; cp src $BOSH_INSTALL_TARGET/bin/", "src": "s"}

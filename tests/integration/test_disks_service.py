@@ -40,7 +40,7 @@ async def test_a_restored_mount_clears_its_former_error(instance: Instance, monk
         raise ActionError("no loop device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(instance.disks._places, "restore", refused)
+        broken.setattr(instance.disks.mounts, "restore", refused)
         await instance.disks.recover()
     volumes.take_away(instance.paths.store)
     assert (await instance.disks.problem()).endswith(": no loop device")
@@ -867,12 +867,12 @@ async def test_other_requests_are_refused_during_a_copy(instance: Instance) -> N
     await going.wait()
 
     assert instance.disks.progress == protocol.Progress("copying", 1, 2)
-    instance.disks._places.restore = None  # type: ignore[method-assign,assignment]
+    instance.disks.mounts.restore = None  # type: ignore[method-assign,assignment]
     assert await instance.disks.problem() == "migrate_disk a b is in progress"
     assert await instance.disks.list() == ["a", "b"]
     with pytest.raises(ActionError, match="cannot unmount_disk a: migrate_disk a b is in progress"):
         await instance.disks.unmount("a")
-    del instance.disks._places.restore
+    del instance.disks.mounts.restore
     go.set()
     await migrating
     assert instance.disks.progress is None

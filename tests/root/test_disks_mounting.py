@@ -135,8 +135,8 @@ async def test_a_whole_resize_without_any_capability(tmp_path: Path, make: Maker
     instance.attach("a", make)
     instance.attach("b", make)
     drop_capabilities()
-    instance.disks._places._binds = None
-    assert not instance.disks._places.binds()
+    instance.disks.mounts._binds = None
+    assert not instance.disks.mounts.binds()
 
     await resize(instance, instance.start_agent, as_root=False)
 
@@ -153,8 +153,8 @@ async def test_a_whole_resize_as_an_ordinary_user(tmp_path: Path) -> None:
     os.setgid(1000)
     os.setuid(1000)
     instance = Instance(tmp_path, bind=False)
-    instance.disks._places._binds = None
-    assert not instance.disks._places.binds()
+    instance.disks.mounts._binds = None
+    assert not instance.disks.mounts.binds()
     instance.attach("a")
     instance.attach("b")
 

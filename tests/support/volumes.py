@@ -246,7 +246,7 @@ class Instance:
             copy=copy,
             timeouts=self.timeouts,
         )
-        self.disks._places._binds = self.bind
+        self.disks.mounts._binds = self.bind
 
     def effective(self) -> Effective:
         """The settings of this moment."""

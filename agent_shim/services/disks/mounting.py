@@ -216,10 +216,7 @@ class DiskMounts:
                 logger.warning("%s; another container would not recognize the disk", exc)
         self._taken_down.discard(disk.cid)
         if role == "store":
-            self._remember(disk.cid)
-
-    def _remember(self, cid: str) -> None:
-        files.write_atomic(self._paths.managed_disk, cid.encode(), if_changed=True)
+            files.write_atomic(self._paths.managed_disk, disk.cid.encode(), if_changed=True)
 
     def _mark_unmounted(self, disk: Disk, volume: Path | None) -> None:
         """Mark a disk, visible at ``volume``, as unmounted, so that no restart mounts it."""

@@ -82,7 +82,8 @@ class Disks:
         self._of_jobs = of_jobs
         self._copy = copy
         self._timeouts = timeouts
-        self._places = DiskMounts(paths, settings, instance, hold, release)
+        self.mounts = DiskMounts(paths, settings, instance, hold, release)
+        """The blocking part."""
         self._running = ""
         self._error = ""
         self.progress: Progress | None = None
@@ -97,7 +98,7 @@ class Disks:
         await self._restored()
         for wanted in self._settings().update.disk_associations:
             try:
-                await asyncio.to_thread(self._places.link, wanted)
+                await asyncio.to_thread(self.mounts.link, wanted)
             except (ActionError, OSError) as exc:
                 logger.warning("cannot link %s to disk %s: %s", wanted.name, wanted.cid, exc)
 
@@ -106,7 +107,7 @@ class Disks:
         if self._running:
             return f"{self._running} is in progress"
         view = await self._look()
-        decided = self._places.plan(view)
+        decided = self.mounts.plan(view)
         if decided.problem or decided.store in ("", view.store):
             return decided.problem
         return f"disk {decided.store} is not on {self._paths.store}: {self._error or 'it has not been mounted'}"
@@ -114,7 +115,7 @@ class Disks:
     async def _restored(self) -> View:
         """Restore the mounts as far as possible, then look."""
         try:
-            await asyncio.to_thread(self._places.restore)
+            await asyncio.to_thread(self.mounts.restore)
             self._error = ""
         except (ActionError, OSError) as exc:
             self._error = str(exc)
@@ -122,7 +123,7 @@ class Disks:
         return await self._look()
 
     async def _look(self) -> View:
-        view = await asyncio.to_thread(self._places.look)
+        view = await asyncio.to_thread(self.mounts.look)
         self.is_mounted = bool(view.store) or view.has_stranger
         return view
 
@@ -151,11 +152,11 @@ class Disks:
 
     async def find(self, cid: str) -> DiskSettings:
         """Return the settings of a disk. Raises ``ActionError`` in the Go agent's words (settings/service.go)."""
-        known = await asyncio.to_thread(self._places.known)
+        known = await asyncio.to_thread(self.mounts.known)
         if cid in known:
             return known[cid]
         view = await self._look()
-        if self._places.place_of(view, cid) is not None:  # mounted, though its hint was removed
+        if self.mounts.place_of(view, cid) is not None:  # mounted, though its hint was removed
             return DiskSettings(cid=cid)
         raise ActionError(f"Persistent disk with volume id '{cid}' could not be found")
 
@@ -164,7 +165,7 @@ class Disks:
     async def list(self) -> list[str]:
         """Return the mounted disks, the one on the store first. Missing mounts are restored before."""
         view = await (self._look() if self._running else self._restored())
-        linked = await asyncio.to_thread(self._places.linked, view)
+        linked = await asyncio.to_thread(self.mounts.linked, view)
         return list(dict.fromkeys(cid for cid in (view.store, view.target, *linked) if cid))
 
     async def mount(self, cid: str) -> None:
@@ -178,7 +179,7 @@ class Disks:
         deadline = time.monotonic() + self._timeouts.rival
         while True:
             try:
-                await asyncio.to_thread(self._places.mount, cid)
+                await asyncio.to_thread(self.mounts.mount, cid)
                 return
             except InUseError:
                 if time.monotonic() > deadline:
@@ -190,11 +191,11 @@ class Disks:
         known = await self.find(cid)
         with self._exclusively(f"unmount_disk {cid}"):
             view = await self._look()
-            links = (await asyncio.to_thread(self._places.linked, view)).get(cid, [])
-            place = self._places.place_of(view, cid)
+            links = (await asyncio.to_thread(self.mounts.linked, view)).get(cid, [])
+            place = self.mounts.place_of(view, cid)
             if place is not None:
                 await self._wait_until_unused(place, view.disks.get(cid))
-            await asyncio.to_thread(self._places.take_down, view, cid)
+            await asyncio.to_thread(self.mounts.take_down, view, cid)
             for link in links:
                 await asyncio.to_thread(files.remove_tree, link)
             await self._look()
@@ -219,7 +220,7 @@ class Disks:
                 raise ActionError(f"Persistent disk with volume id '{cid}' could not be found")
             if disk.volume is not None:
                 return
-            if disk.place is not None and await asyncio.to_thread(self._places.is_of_container, disk.place):
+            if disk.place is not None and await asyncio.to_thread(self.mounts.is_of_container, disk.place):
                 raise ActionError(
                     f"cannot use disk {cid}: {disk.place} is a directory of the container itself "
                     "(have the CPI name the directory at which it mounts the volume)"
@@ -265,16 +266,16 @@ class Disks:
             self.progress = progress
 
         with self._exclusively(f"migrate_disk {old} {new}".rstrip()):
-            view = await asyncio.to_thread(self._places.restore)
+            view = await asyncio.to_thread(self.mounts.restore)
             if _is_migrated(view, old, new):
                 return
             source, target = self._pair(view, old, new)
             await self._wait_until_unused(self._paths.store, source)
             try:
-                await asyncio.to_thread(self._places.prepare, source, target)
+                await asyncio.to_thread(self.mounts.prepare, source, target)
                 await self._copy(source.there, target.there, report)
                 await self._wait_until_unused(self._paths.store, source)
-                await asyncio.to_thread(self._places.swap, source, target)
+                await asyncio.to_thread(self.mounts.swap, source, target)
             finally:
                 self.progress = None
                 await self._restored()
@@ -296,14 +297,14 @@ class Disks:
 
     async def associate(self, wanted: Collection[DiskAssociation]) -> None:
         """Link ``instance/disks/NAME`` to each disk. Raises ``ActionError`` as update_settings of the Go agent does."""
-        known = await asyncio.to_thread(self._places.known)
+        known = await asyncio.to_thread(self.mounts.known)
         for each in wanted:
             if each.cid not in known:
                 missing = f"Persistent disk with volume id '{each.cid}' could not be found"
                 raise ActionError(f"Fetching disk settings: {missing}")
             with errors_as(f"Associating disk with name {each.name}", ActionError, OSError):
                 await self._wait_for_path(known[each.cid].place)
-                await asyncio.to_thread(self._places.link, each)
+                await asyncio.to_thread(self.mounts.link, each)
 
     async def add_dynamic(self, cid: str, hint: Any) -> None:
         """Link ``data/dynamic_disks/CID`` to the path of the hint (platform/linux_platform.go, SetupDynamicDisk)."""
@@ -328,7 +329,7 @@ class Disks:
             await asyncio.sleep(self._timeouts.look)
 
     def _is_there(self, place: Path) -> bool:
-        return place.exists() and not self._places.is_bare(place)
+        return place.exists() and not self.mounts.is_bare(place)
 
 
 def _is_migrated(view: View, old: str, new: str) -> bool:
