@@ -36,8 +36,6 @@ GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 
 VANISHED: Final = "it vanished before it was read"
 
-BLOCK_BYTES: Final = 512
-"""Unit of ``st_blocks``."""
 PIECE_BYTES: Final = 512 * 1024
 """Part of the archive that is compressed at once."""
 LEVEL: Final = 2
@@ -268,7 +266,7 @@ class _Archive:
         if header.type == tarfile.REGTYPE:
             runs = [(0, status.st_size)]
             header.size = status.st_size
-            if self._is_live and status.st_blocks * BLOCK_BYTES < header.size:
+            if self._is_live and status.st_blocks * guarded.BLOCK_BYTES < header.size:
                 runs = list(guarded.segments(fd, 0, header.size))
                 header.size = sum(end - begin for begin, end in runs)
             self._room -= header.size

@@ -125,8 +125,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
     def settings_files(self, paths: Paths) -> list[Path]:
         """Return the possible settings files, in order, each in the tree of ``paths``.
 
-        These are the files of all container CPIs if none is named (a volume may hide agent.json) or if one of them is
-        named (an official stemcell names only the first).
+        Named files count alone, unless one of them is that of a container CPI. Those of all container CPIs follow then,
+        because an official stemcell names only the first, and where none is named: a volume may hide agent.json.
         """
         sources = self.infrastructure.settings.sources
         named = [Path(each.settings_path) for each in sources if each.type == "File" and each.settings_path]
@@ -451,6 +451,10 @@ class Effective(msgspec.Struct, frozen=True):
         if len(networks) > 1:
             networks = [network for network in networks if "dns" in network.default]
         return [server for network in networks for server in network.dns]
+
+
+NATS_PORT: Final = 4222
+"""Port of a NATS server whose address names none."""
 
 
 def bus_address(url: str) -> SplitResult:

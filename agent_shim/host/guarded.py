@@ -42,6 +42,8 @@ MAX_ENTRIES: Final = 10_000
 MAX_SEGMENTS: Final = 10_000
 """Runs of content between the holes of a file."""
 CHUNK_BYTES: Final = 64 * 1024
+BLOCK_BYTES: Final = 512
+"""Unit of ``st_blocks``."""
 
 
 # --- opening --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Final, NoReturn
 
 from agent_shim.core.errors import HostError
 from agent_shim.core.events import is_set_within
-from agent_shim.core.settings import Mbus, bus_address
+from agent_shim.core.settings import NATS_PORT, Mbus, bus_address
 from agent_shim.host import clock, nftables
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 
@@ -36,7 +36,6 @@ LOOKUP_TIMEOUT_S: Final = 3.0
 HEARD_WITH_RULES_S: Final = 3.0
 HEARD_WITHOUT_RULES_S: Final = 20.0
 """Wait for a message of the server. The second is longer than the pause between two attempts at a link."""
-DEFAULT_PORT: Final = 4222
 
 Targets = frozenset[tuple[str, int]]
 """Addresses and ports."""
@@ -142,7 +141,7 @@ async def _addresses(urls: Collection[str]) -> Targets:
         parts = bus_address(url)
         if not parts.hostname:  # it would stand for loopback, and close ports of jobs there
             continue
-        kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or DEFAULT_PORT
+        kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or NATS_PORT
         with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 # A name server that never answers would keep all threads for files.

@@ -32,8 +32,6 @@ MAX_CONCURRENT_SPAWNS: Final = 3
 """Each takes a thread, a processor and turns of the event loop."""
 MAX_OUTPUT_BYTES: Final = 256 * 1024
 """Approximate size of a service's output file. See ``trim``."""
-BLOCK_BYTES: Final = 512
-"""Unit of ``st_blocks``."""
 MAX_LAST_BYTES: Final = 400
 """Length of the last output line in the report of a failure."""
 MAX_TAIL_BYTES: Final = 4096
@@ -163,7 +161,7 @@ class Programs:
             for entry in entries:
                 found = entry.stat(follow_symlinks=False)
                 # A job can allocate blocks beyond the end. File systems do so too, to twice the size.
-                taken = max(found.st_size, found.st_blocks * BLOCK_BYTES // 4)
+                taken = max(found.st_size, found.st_blocks * guarded.BLOCK_BYTES // 4)
                 if entry.name.endswith(".log") and taken > MAX_OUTPUT_BYTES:
                     await asyncio.to_thread(_cut, Path(entry.path), found.st_size)
 

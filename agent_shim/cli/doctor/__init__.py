@@ -29,6 +29,7 @@ from agent_shim.core import wire, x509
 from agent_shim.core.errors import ConfigError, HostError, NoAgentError, ShimError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import (
+    NATS_PORT,
     AgentConfig,
     Effective,
     Mbus,
@@ -451,7 +452,7 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
 
 def _bus(view: ContainerView) -> Iterator[Finding]:
     """Judge the bus, of which one address that answers is enough, and the rules that keep jobs from it."""
-    errors = {f"{place.hostname}:{place.port or 4222}": _bus_error(view, place) for place in _bus_places(view)}
+    errors = {f"{place.hostname}:{place.port or NATS_PORT}": _bus_error(view, place) for place in _bus_places(view)}
     if not errors:
         return
     reached = ", ".join(place for place, why in errors.items() if not why)
@@ -476,7 +477,7 @@ def _bus_error(view: ContainerView, place: SplitResult) -> str:
         return "" if held["connected"] else str(held["error"]) or "there is no link yet"
     assert view.settings is not None, "the place is out of the settings"
     try:
-        with socket.create_connection((place.hostname or "", place.port or 4222), ANSWER_TIMEOUT_S) as one:
+        with socket.create_connection((place.hostname or "", place.port or NATS_PORT), ANSWER_TIMEOUT_S) as one:
             context = tls.client_context(view.settings.mbus)
             _read_line(one)
             secured = context.wrap_socket(one, server_hostname=place.hostname)

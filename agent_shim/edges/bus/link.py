@@ -18,7 +18,7 @@ from urllib.parse import ParseResult, SplitResult
 
 from agent_shim.core import lean_imports
 from agent_shim.core.errors import BusError
-from agent_shim.core.settings import bus_address
+from agent_shim.core.settings import NATS_PORT, bus_address
 from agent_shim.core.wire import MAX_REPLY_BYTES
 from agent_shim.edges.bus import tls
 from agent_shim.host import clock, network
@@ -32,7 +32,6 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import Transport
 
-DEFAULT_PORT: Final = 4222
 NEVER_S: Final = 10 * 365 * 24 * 3600
 """Turns off the timers of nats-py."""
 
@@ -103,7 +102,7 @@ class _Wire(Transport):
         for number, address in enumerate(addresses, 1):
             try:
                 async with asyncio.timeout(timeout_s):
-                    self._pipe, stream = await loop.create_connection(_Stream, address, url.port or DEFAULT_PORT)
+                    self._pipe, stream = await loop.create_connection(_Stream, address, url.port or NATS_PORT)
                     self._reader = stream.reader
             except OSError:
                 if number == len(addresses):

@@ -43,8 +43,6 @@ MAX_REMOVED: Final = 500
 """Logs rotated and archives removed in one round. Others wait for the next."""
 LOOK_TIMEOUT_S: Final = 10.0
 ROTATE_TIMEOUT_S: Final = 1800.0
-BLOCK_BYTES: Final = 512
-"""Unit of ``st_blocks``."""
 ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz", re.DOTALL)
 OUT_OF_FORCE: Final = ".disabled"
 """Suffix that logrotate skips (``tabooext``)."""
@@ -217,7 +215,7 @@ def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived
     archives: list[Found] = []
     with guarded.held(root) as top:
         for path, status in guarded.walk(top, job, depth=MAX_DEPTH - 1 if job else 1, limit=MAX_JOB_ENTRIES):
-            size = min(status.st_size, status.st_blocks * BLOCK_BYTES) if status.st_nlink == 1 else 0
+            size = min(status.st_size, status.st_blocks * guarded.BLOCK_BYTES) if status.st_nlink == 1 else 0
             if path.endswith(".log"):
                 if size > limit:
                     logs.append(Found(path, size, status.st_mtime))

@@ -556,7 +556,7 @@ class Bpm:
                 limits = self.definition(entry.job, entry.name).limits
                 entry.limit = limits.memory or 0, modified
             return entry.limit[0]
-        except (OSError, ConfigError, HostError):
+        except (OSError, ConfigError):
             return 0
 
 
