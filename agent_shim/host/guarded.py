@@ -68,7 +68,7 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
             if stat.S_ISLNK(os.fstat(here).st_mode):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         found = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
-        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode) and not flags & os.O_NOFOLLOW:
+        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode):  # held instead of refused
             os.close(found)
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         return found
