@@ -92,6 +92,7 @@ def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
         tree = _Tree(fd)
         for member, path, data in _members(source):
             inner = _below(subtree, path)
+            # A file that has the name of the subtree is not in it.
             if inner is not None and (inner or member.isdir() or not subtree):
                 found = True
                 try:

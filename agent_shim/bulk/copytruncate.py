@@ -41,17 +41,13 @@ def rotate(root: int, path: str, keep: int, most: int) -> Moved:
     """
     parent, _, name = path.rpartition("/")
     with files.attempting(f"rotate {guarded.shown(path)}"), closing(guarded.open_directory(root, parent)) as directory:
-        return _rotate(directory, name, keep, most)
-
-
-def _rotate(directory: int, name: str, keep: int, most: int) -> Moved:
-    with closing(guarded.open_beneath(directory, name, os.O_PATH)) as held:
-        status = os.fstat(held)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not status.st_size:
-            return Moved()
-        source = guarded.reopen(held, os.O_RDWR)
-    with closing(source):
-        return _move(directory, name, source, os.fstat(source), keep, most)
+        with closing(guarded.open_beneath(directory, name, os.O_PATH)) as held:
+            status = os.fstat(held)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not status.st_size:
+                return Moved()
+            source = guarded.reopen(held, os.O_RDWR)
+        with closing(source):
+            return _move(directory, name, source, os.fstat(source), keep, most)
 
 
 def _move(directory: int, name: str, source: int, status: os.stat_result, keep: int, most: int) -> Moved:

@@ -277,7 +277,7 @@ def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
     A link at ``path`` itself is refused, and above it one that neither root nor this user has made: where vcap can
     write, it could lead anywhere.
     """
-    with attempting(f"make the directory {path}"), closing(_make_way(path, mode & 0o700)) as fd:
+    with attempting(f"make the directory {path}"), closing(_open_made(path, mode & 0o700)) as fd:
         _settle(fd, mode, owner)
 
 
@@ -289,7 +289,7 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
     for _ in range(_ATTEMPTS):
         move_away(path)
         try:
-            with closing(_make_way(path, mode & 0o700)) as fd:
+            with closing(_open_made(path, mode & 0o700)) as fd:
                 if os.fstat(fd).st_uid in trusted_path.trusted_users():
                     _settle(fd, mode, owner)
                     return
@@ -322,8 +322,8 @@ def move_away(path: Path) -> None:
             logger.warning("%s was put there by user %d: it is %s now", path, owner, aside.name)
 
 
-def _make_way(path: Path, mode: int) -> int:
-    """Open a directory, creating it and missing ones on the way."""
+def _open_made(path: Path, mode: int) -> int:
+    """Open a directory, made with missing ones above it."""
     with closing(trusted_path.hold(path, make=mode)) as held:
         return guarded.open_directory(held, "")
 
