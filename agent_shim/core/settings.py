@@ -125,7 +125,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
     def settings_files(self, paths: Paths) -> list[Path]:
         """Return the possible settings files, in order, each in the tree of ``paths``.
 
-        Named files count alone, unless one of them is that of a container CPI. Those of all container CPIs follow then,
+        Named files count alone, unless a container CPI writes one of them. The files of all container CPIs follow then,
         because an official stemcell names only the first, and where none is named: a volume may hide agent.json.
         """
         sources = self.infrastructure.settings.sources
