@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -54,6 +55,13 @@ def test_expected(known: dict[str, Any], applied: dict[str, Any], addresses: dic
 def test_address_of_an_interface(text: str, is_ours: bool) -> None:
     """A text that is no address is not missing either."""
     assert network.has_address(text) is is_ours
+
+
+def test_a_name_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes addresses only: the C library would ask a name server, which may be silent."""
+    monkeypatch.setattr(socket.socket, "bind", lambda *_: pytest.fail("it is looked up"))
+
+    assert network.has_address("db.example.org")
 
 
 def test_missing_address_is_reported_again_after_its_return() -> None:
