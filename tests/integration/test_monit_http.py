@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import os
 import json
 import socket
 import time
@@ -108,8 +109,9 @@ async def test_running_service_is_reported_as_the_go_agent_reads_it(world: World
 
 async def test_other_checks_are_reported_with_their_answers(world: World) -> None:
     """A change is a hint as well, and a system of a job takes the place of monit's own."""
-    path = world.base / "file"
+    path, pipe = world.base / "file", world.base / "pipe"
     path.touch()
+    os.mkfifo(pipe)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -120,15 +122,18 @@ async def test_other_checks_are_reported_with_their_answers(world: World) -> Non
           if failed port {port} protocol http and request "/a b" then alert
         check file changing with path {path}
           if changed size then alert
+        check fifo pipe with path {pipe}
+          mode passive
         """
         async with listening(world, JobFile("job", "", text)) as (supervisor, where):
             await until(lambda: all(info(supervisor, name).faults for name in ("ours", "far")))
             await until(lambda: info(supervisor, "changing").process.state == "running")
             root = await status(where)
-            ours, far, changing = root.findall("services/service")
+            ours, far, changing, passive = services = root.findall("services/service")
 
-            assert [number(each, "type") for each in (ours, far, changing)] == [5, 4, 2]
-            assert [number(each, "status") for each in (ours, far, changing)] == [2, 32, 0]
+            assert [number(each, "type") for each in services] == [5, 4, 2, 6]
+            assert [number(each, "status") for each in services[:3]] == [2, 32, 0]
+            assert [number(each, "monitormode") for each in (ours, passive)] == [0, 1]
             assert ours.find("system/load/avg01") is not None
             assert [(each.tag, each.text) for each in far.findall("port/")] == [
                 *(("hostname", "127.0.0.1"), ("portnumber", str(port)), ("request", "/a%20b"), ("protocol", "HTTP")),
@@ -138,7 +143,7 @@ async def test_other_checks_are_reported_with_their_answers(world: World) -> Non
             async with asyncio.timeout(30):
                 while (number(changing, "status"), number(changing, "status_hint")) != (16, 16):
                     supervisor._services["changing"].complaints[0] = Complaint(SIZE, "size was changed", is_change=True)
-                    _, _, changing = (await status(where)).findall("services/service")
+                    _, _, changing, _ = (await status(where)).findall("services/service")
 
 
 async def test_dead_and_broken_services_have_a_status_and_a_message(world: World) -> None:
