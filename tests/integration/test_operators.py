@@ -68,6 +68,16 @@ async def test_status_and_probes_tell_of_running_and_of_stopped_processes(instan
     assert reason.count("(") == 1
 
 
+async def test_new_lines_of_jobs_are_among_those_of_the_agent(instance: World) -> None:
+    """With ``--job-logs``, as one object each."""
+    log = instance.base / "sys/log/job0/own.log"
+    log.write_text("said by a job\n")
+
+    line = await until(lambda: [one for one in instance.log_text().splitlines() if "said by a job" in one])
+
+    assert json.loads(line[0])["message"] == "said by a job"
+
+
 async def test_watch_of_all_or_one_continues_until_an_interrupt_and_outlives_the_agent(instance: World) -> None:
     for words, title in ((["job0"], "● job0"), ([], "PROCESS")):
         watching, out = started(instance, "status", *words, "--watch", "--every", "0.05")

@@ -47,6 +47,8 @@ class Site:
 
     def __init__(self, directory: Path, *, userns: bool = False) -> None:
         self.place, self.seen, self.spare = (directory / name for name in ("node", "seen", "spare"))
+        self.target = str(self.place / "bosh/vm/disk-1")
+        self.program = PROGRAM
         for path in (self.place, self.seen, self.spare):
             path.mkdir()
         place = self.place
@@ -81,14 +83,14 @@ class Site:
 
     def start(self) -> subprocess.Popen[str]:
         """A helper that will mount the disk."""
-        return self.helper("attach", str(self.place / "disk"), str(self.place / "bosh/vm/disk-1"), "uid")
+        return self.helper("attach", str(self.place / "disk"), self.target, "uid")
 
     def detach(self, attachment: subprocess.Popen[str], patience: float = 0.5) -> str:
         """Output of a helper that unmounts the disk of an attachment, and "done" or the exit code."""
-        pid, target = str(attachment.pid), str(self.place / "bosh/vm/disk-1")
+        pid = str(attachment.pid)
         sign = self.place / "done"
         subprocess.run(self.on_node("rm", "-f", str(sign)), check=True)
-        helper = self.helper("detach", target, "uid", pid, str(patience))
+        helper = self.helper("detach", self.target, "uid", pid, str(patience))
         while helper.poll() is None:
             if subprocess.run(self.on_node("test", "-e", str(sign))).returncode == 0:
                 helper.kill()
@@ -98,7 +100,7 @@ class Site:
 
     def helper(self, *arguments: str) -> subprocess.Popen[str]:
         """The program on the node."""
-        program = [sys.executable, "-c", PROGRAM, str(ROOT), ",".join(map(str, self.pids)), str(self.place)]
+        program = [sys.executable, "-c", self.program, str(ROOT), ",".join(map(str, self.pids)), str(self.place)]
         command = self.on_node(*program, *arguments)
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.helpers.append(started)
@@ -191,6 +193,18 @@ def test_what_the_vm_has_put_in_the_place_of_its_disk_leads_to_no_other(site: Si
     assert "cannot mount the disk: something in the VM has put a link or a file at" in out
     assert helper.returncode == 1
     assert str(others) not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
+
+
+def test_disk_is_not_left_where_the_vm_has_moved_its_directory_meanwhile(site: Site) -> None:
+    """It would be in a place that no detach looks for."""
+    moving = "os.rename(program.sys.argv[-2], program.sys.argv[-2] + '-moved')"
+    mount = f"real = program.mount\ndef mount(*args):\n    {moving}\n    real(*args)\nprogram.mount = mount\n"
+    site.program = PROGRAM.replace("program.main(", f"{mount}program.main(")
+
+    out, _ = site.start().communicate(timeout=LIMIT_S)
+
+    assert out == f"cannot mount the disk: the VM has moved {site.target} meanwhile\n"
+    assert site.target not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
 
 
 def test_disk_in_use_is_not_unmounted(site: Site) -> None:
@@ -478,6 +492,24 @@ def test_the_first_process_of_a_jail_is_not_taken_for_the_container() -> None:
     finally:
         container.kill()
         container.wait()
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_reboot_ends_process_1(site: Site, heeds: bool) -> None:
+    """By TERM, and by KILL after the grace."""
+    script = ("trap 'exit 7' TERM; " if heeds else "") + "echo; sleep 999 & wait"
+    container = subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", script], stdout=-1, stderr=subprocess.DEVNULL
+    )
+    assert container.stdout is not None
+    container.stdout.readline()
+    site.pids += map(int, Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split())
+
+    helper = site.helper("reboot", "uid", str(LIMIT_S if heeds else 0.1))
+
+    assert (helper.communicate(timeout=LIMIT_S)[0], helper.returncode) == ("ended\n", 0)
+    assert (container.wait(LIMIT_S) == 7) is heeds
+    container.stdout.close()
 
 
 def inits_below(pid: int) -> list[int]:

@@ -403,3 +403,22 @@ def test_requests_at_once(alone: Alone) -> None:
     )
 
     assert alone.login("bosh_last", alone.setup("bosh_last")["host_public_key"], "true").returncode == 0
+
+
+def test_a_server_that_does_not_listen_is_ended(alone: Alone) -> None:
+    """It would be the one that the next request finds."""
+    server = alone.key.with_name("deaf")
+    server.write_text("#!/bin/sh\nexec sleep 4711\n")
+    server.chmod(0o755)
+    alone.box.run(f"mount --bind {Machine.SCRATCH / 'deaf'} /usr/sbin/sshd")
+    try:
+        error = alone.agent(
+            "from agent_shim.services import sshd as module\n"
+            "module.LISTEN_TIMEOUT_S = 0.2\n"
+            f"return await ssh(agent, 'setup', SshParams('bosh_any', {alone.key.with_suffix('.pub').read_text()!r}))"
+        )
+    finally:
+        alone.box.run("umount /usr/sbin/sshd")
+
+    assert error == "Seeing to sshd: it does not listen on port 22 after 0 seconds"
+    assert "4711" not in alone.box.run("ps -ewwo args --no-headers")
