@@ -73,6 +73,9 @@ def test_each_obstacle_has_its_change(cpi: Cpi, cluster: Cluster, server: Server
     ):
         assert line in out
 
+    cpi.write(server.config(disks={"attach": "recreate"}))
+    assert "ok       disks.attach         recreate; no live disks" in command(cpi, "doctor")[0]
+
 
 def test_cluster_that_refuses_the_token_is_the_only_finding(cpi: Cpi, server: Server) -> None:
     server.token = "another"
