@@ -30,8 +30,8 @@ from kubernetes_cpi.session import Session
 
 MIB: Final = 1024**2
 _UNITS: Final = {
-    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
+    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
 }  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object 
 
 def bytes_of(quantity: str) -> int:
     """Convert a quantity of Kubernetes to bytes."""
-    number = quantity.rstrip("kMGTPi")
+    number = quantity.rstrip("kKMGTPEi")
     return int(float(number) * _UNITS[quantity[len(number) :]])
 
 

@@ -793,7 +793,7 @@ def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantity", "size"), [("64Mi", 64 << 20), ("2048Ki", 2 << 20), ("1.5G", 1_500_000_000), ("7", 7)]
+    ("quantity", "size"), [("64Mi", 64 << 20), ("2048Ki", 2 << 20), ("1.5G", 1_500_000_000), ("1Ei", 1 << 60), ("7", 7)]
 )
 def test_a_provisioner_may_report_any_unit(quantity: str, size: int) -> None:
     assert disks.bytes_of(quantity) == size
