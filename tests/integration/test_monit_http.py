@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import os
 import json
+import os
 import socket
 import time
 import xml.etree.ElementTree as ET
