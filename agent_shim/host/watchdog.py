@@ -28,18 +28,17 @@ BEAT_S: Final = 10.0  # the loop's other tasks wake with it too
 STEP_S: Final = 2.0
 REPORT_AFTER_S: Final = 6.0
 END_AFTER_S: Final = 60.0
-_reading = ""
+_reading: Final[list[str]] = []
 
 
 @contextlib.contextmanager
 def reading(service: str, what: str) -> Iterator[None]:
     """Name a file of a service that the event loop reads in the block."""
-    global _reading  # noqa: PLW0603 - of the one loop
-    before, _reading = _reading, f" by reading {what} of {service}"
+    _reading.append(f" by reading {what} of {service}")
     try:
         yield
     finally:
-        _reading = before
+        _reading.pop()
 
 
 @contextlib.contextmanager
@@ -64,7 +63,7 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
                 faulthandler.dump_traceback_later(END_AFTER_S, exit=True)  # the log may hang too
                 stack = "".join(traceback.format_stack(sys._current_frames().get(ident)))  # noqa: SLF001 - documented
                 text = "the event loop is blocked%s: the agent exits after %g s, and the next one adopts the jobs"
-                logger.critical(text, _reading, END_AFTER_S, extra={"members": {"stack": stack}})
+                logger.critical(text, "".join(_reading), END_AFTER_S, extra={"members": {"stack": stack}})
                 faulthandler.cancel_dump_traceback_later()
             elif missed_s >= END_AFTER_S:
                 faulthandler.dump_traceback()  # with the interpreter held: the timer's may crash on a changing frame
