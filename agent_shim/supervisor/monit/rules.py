@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agent_shim.supervisor import posix_regex
 from agent_shim.supervisor.monit import ast as values
 from agent_shim.supervisor.monit.lexer import URL
-from agent_shim.supervisor.monit.reader import Reader
+from agent_shim.supervisor.monit.reader import MAX_DIGITS, Reader
 
 MAX_CYCLES: Final = 64
 """Checks of a test remembered by monit."""
@@ -293,6 +293,9 @@ def _url(reader: Reader, _: str) -> values.Connection:
     url = re.fullmatch(URL, token.value)
     if url is None or url["scheme"].lower() != "http":
         raise reader.error(f"a URL like http://HOST:PORT/PATH ({NO_TLS})", token)
+    port = url["port"] or "80"
+    if len(port) > MAX_DIGITS:
+        raise reader.error(f"a port of {MAX_DIGITS} digits at most", token)
     request = (url["path"] or "/") + (f"?{url['query']}" if url["query"] else "")
     content, is_negated = "", False
     if reader.take("content"):
@@ -302,7 +305,7 @@ def _url(reader: Reader, _: str) -> values.Connection:
         "http", request, content=content, is_negated=is_negated, credentials=url["credentials"] or ""
     )
     timeout = reader.timeout(values.NET_TIMEOUT)
-    return values.Connection(url["host"], int(url["port"] or 80), protocol=protocol, timeout=timeout)
+    return values.Connection(url["host"], int(port), protocol=protocol, timeout=timeout)
 
 
 def _connection(reader: Reader, word: str) -> values.Connection | None:

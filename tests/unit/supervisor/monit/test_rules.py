@@ -175,6 +175,7 @@ def test_words_of_newer_versions_mean_something_else() -> None:
             "found ''[a'', expected a regular expression (Unmatched [, [^, [:, [., or [=)",
         ),
         (f"if failed port {'1' * 37} then alert", "expected a port of 36 digits at most"),
+        (f"if failed url http://h:{'1' * 5000}/ then alert", "expected a port of 36 digits at most"),
         (f"if memory > {'9' * 400}.0 then alert", "expected a number, a blank and a unit, like '500 mb' below 1e+18"),
     ],
 )
