@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
+from agent_shim.host import volumes
 from agent_shim.services.disks.service import Timeouts
 from tests.support.volumes import HASTY
 from tests.support.world import World, write_settings
 
 
 @pytest.fixture(autouse=True)
-def _links(world: World) -> None:
-    world.agent.disks.mounts._binds = False
+def links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volumes, "can_bind", lambda _: False)
 
 
 def volume(world: World, cid: str) -> dict[str, str]:
@@ -108,7 +109,7 @@ NOT_FOUND = "Persistent disk with volume id 'x' could not be found"
     ],
 )
 async def test_errors_read_as_the_go_agents(world: World, method: str, arguments: list[Any], text: str) -> None:
-    world.agent.disks._timeouts = HASTY
+    world.agent.disks.timeouts = HASTY
 
     assert text in await world.error(method, *arguments)
 
@@ -197,7 +198,7 @@ async def test_a23_a_disk_without_a_cid_is_never_known(world: World, cid: str | 
 @pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
 async def test_a20_a_block_device_is_refused_at_once_with_advice(world: World, hint: Any) -> None:
     """Nothing that a container has to wait for turns it into a directory with files."""
-    world.agent.disks._timeouts = Timeouts(arrival=3600)
+    world.agent.disks.timeouts = Timeouts(arrival=3600)
     await world.value("add_persistent_disk", "disk-a", hint)
 
     async with asyncio.timeout(30):

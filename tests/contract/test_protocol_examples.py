@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agent_shim.host import volumes
 from agent_shim_demo.release import archive
 from tests.support import jobs, protocol
 from tests.support.http import http_server
@@ -28,10 +29,10 @@ SCRIPTS = {
 
 
 @pytest.fixture
-async def known(world: World) -> AsyncIterator[dict[str, Any]]:
+async def known(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Any]]:
     """Prepare the blobs and volumes of the examples: in the blobstore, at signed URLs and mounted."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
-    world.agent.disks.mounts._binds = False
+    monkeypatch.setattr(volumes, "can_bind", lambda _: False)
     contents = {
         "source": archive(
             {"packaging": "mkdir $BOSH_INSTALL_TARGET/bin; cp src $BOSH_INSTALL_TARGET/bin/", "src": "s"}

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ async def test_a_restored_mount_clears_its_former_error(instance: Instance, monk
     """Once the mounts were restored, it is not why a disk is missing."""
     await instance.mount("a")
 
-    def refused() -> None:
-        raise ActionError("no loop device")
+    def refused(*_: object, **__: object) -> None:
+        raise HostError("no loop device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(instance.disks.mounts, "restore", refused)
+        broken.setattr(volumes, "show", refused)
         await instance.disks.recover()
     volumes.take_away(instance.paths.store)
     assert (await instance.disks.problem()).endswith(": no loop device")
@@ -444,18 +444,21 @@ async def test_a_disk_is_on_its_medium_before_it_is_taken_away(
 
 
 @each_way
-async def test_a_disk_on_the_migration_target_is_unmounted_from_there(instance: Instance) -> None:
+async def test_a_disk_on_the_migration_target_is_unmounted_from_there(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once it is unused. The disk on the store stays."""
     await instance.mount("a", "b")
-    waited: list[Path] = []
+    looked_at: list[set[Path]] = []
 
-    async def wait_until_unused(place: Path, _: object) -> None:
-        waited.append(place)
+    def holders(places: Sequence[Path]) -> list[volumes.Holder]:
+        looked_at.append(set(places))
+        return []
 
-    instance.disks._wait_until_unused = wait_until_unused  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(volumes, "holders", holders)
     assert (await instance.disks.unmount("b")).startswith("Unmounted partition of {ID:b ")
 
-    assert waited == [instance.paths.store_migration_target]
+    assert looked_at == [{instance.paths.store_migration_target, instance.volume("b")}]
     assert instance.cid_at(instance.paths.store_migration_target) == ""
     assert await instance.disks.list() == ["a"]
 
@@ -852,7 +855,7 @@ async def test_nobody_may_use_the_disk_that_is_copied(instance: Instance) -> Non
 
 
 @each_way
-async def test_other_requests_are_refused_during_a_copy(instance: Instance) -> None:
+async def test_other_requests_are_refused_during_a_copy(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     await resizing(instance)
     going, go = asyncio.Event(), asyncio.Event()
 
@@ -867,12 +870,12 @@ async def test_other_requests_are_refused_during_a_copy(instance: Instance) -> N
     await going.wait()
 
     assert instance.disks.progress == protocol.Progress("copying", 1, 2)
-    instance.disks.mounts.restore = None  # type: ignore[method-assign,assignment]
-    assert await instance.disks.problem() == "migrate_disk a b is in progress"
-    assert await instance.disks.list() == ["a", "b"]
-    with pytest.raises(ActionError, match="cannot unmount_disk a: migrate_disk a b is in progress"):
-        await instance.disks.unmount("a")
-    del instance.disks.mounts.restore
+    with monkeypatch.context() as without_mounts:
+        without_mounts.setattr(volumes, "show", None)
+        assert await instance.disks.problem() == "migrate_disk a b is in progress"
+        assert await instance.disks.list() == ["a", "b"]
+        with pytest.raises(ActionError, match="cannot unmount_disk a: migrate_disk a b is in progress"):
+            await instance.disks.unmount("a")
     go.set()
     await migrating
     assert instance.disks.progress is None

@@ -131,14 +131,13 @@ async def test_a_whole_resize(
 @KINDS
 @alone
 async def test_a_whole_resize_without_any_capability(tmp_path: Path, make: Maker) -> None:
-    instance = Instance(tmp_path, bind=False)
+    instance = Instance(tmp_path, bind=None)
     instance.attach("a", make)
     instance.attach("b", make)
     drop_capabilities()
-    instance.disks.mounts._binds = None
-    assert not instance.disks.mounts.binds()
 
     await resize(instance, instance.start_agent, as_root=False)
+    assert instance.paths.store.is_symlink()
 
 
 @alone
@@ -152,13 +151,12 @@ async def test_a_whole_resize_as_an_ordinary_user(tmp_path: Path) -> None:
     os.chown(tmp_path, 1000, 1000)
     os.setgid(1000)
     os.setuid(1000)
-    instance = Instance(tmp_path, bind=False)
-    instance.disks.mounts._binds = None
-    assert not instance.disks.mounts.binds()
+    instance = Instance(tmp_path, bind=None)
     instance.attach("a")
     instance.attach("b")
 
     await resize(instance, instance.start_agent, as_root=False)
+    assert instance.paths.store.is_symlink()
 
 
 # --- bind mounts ----------------------------------------------------------------------------------------------------

@@ -245,8 +245,8 @@ class Instance:
             release=self.released.append,
             copy=copy,
             timeouts=self.timeouts,
+            binds=self.bind,
         )
-        self.disks.mounts._binds = self.bind
 
     def effective(self) -> Effective:
         """The settings of this moment."""

@@ -60,13 +60,14 @@ class DiskMounts:
         instance: Callable[[], str],
         hold: Callable[[Path], str],
         release: Callable[[Path], None],
+        binds: bool | None,
     ) -> None:
         self._paths = paths
         self._settings = settings
         self._instance = instance
         self._hold = hold
         self._release = release
-        self._binds: bool | None = None
+        self._binds = binds
         self._taken_down: set[str] = set()
         """Unmounted disks whose marker could not be updated, on a broken or full volume."""
 

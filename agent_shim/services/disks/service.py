@@ -62,7 +62,8 @@ class Disks:
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called each time. ``of_jobs`` returns the pids
     that may be terminated to release a disk. ``hold`` gets a private directory on a volume, locks the volume against
-    other agents, and returns the agent that holds it, or "". ``release`` unlocks it.
+    other agents, and returns the agent that holds it, or "". ``release`` unlocks it. ``binds`` None tries whether this
+    container may mount.
     """
 
     def __init__(
@@ -76,13 +77,14 @@ class Disks:
         release: Callable[[Path], None] = lambda _: None,
         copy: Copy = in_worker,
         timeouts: Timeouts = Timeouts(),
+        binds: bool | None = None,
     ) -> None:
         self._paths = paths
         self._settings = settings
         self._of_jobs = of_jobs
         self._copy = copy
-        self._timeouts = timeouts
-        self.mounts = DiskMounts(paths, settings, instance, hold, release)
+        self.timeouts = timeouts
+        self.mounts = DiskMounts(paths, settings, instance, hold, release, binds)
         """The blocking part."""
         self._running = ""
         self._error = ""
@@ -176,7 +178,7 @@ class Disks:
             await self._look()
 
     async def _mount(self, cid: str) -> None:
-        deadline = time.monotonic() + self._timeouts.rival
+        deadline = time.monotonic() + self.timeouts.rival
         while True:
             try:
                 await asyncio.to_thread(self.mounts.mount, cid)
@@ -184,7 +186,7 @@ class Disks:
             except InUseError:
                 if time.monotonic() > deadline:
                     raise
-                await asyncio.sleep(self._timeouts.look)
+                await asyncio.sleep(self.timeouts.look)
 
     async def unmount(self, cid: str) -> str:
         """Unmount a disk wherever it is mounted. Return the text of the reply."""
@@ -213,7 +215,7 @@ class Disks:
 
     async def _wait_for_volume(self, cid: str) -> None:
         """Wait for the volume of a known disk."""
-        deadline = time.monotonic() + self._timeouts.arrival
+        deadline = time.monotonic() + self.timeouts.arrival
         while True:
             disk = (await self._look()).disks.get(cid)
             if disk is None:
@@ -232,16 +234,16 @@ class Disks:
                 )
             if time.monotonic() > deadline:
                 raise ActionError(f"the volume of disk {cid} is not there: {_missing(disk.place)}")
-            await asyncio.sleep(self._timeouts.look)
+            await asyncio.sleep(self.timeouts.look)
 
     async def _wait_until_unused(self, place: Path, disk: Disk | None) -> None:
         """Wait until no process uses a disk. Only processes of jobs are terminated."""
         used = [path for path in {place, disk.volume if disk else None} if path is not None]
-        deadline = time.monotonic() + self._timeouts.use
+        deadline = time.monotonic() + self.timeouts.use
         while holders := await asyncio.to_thread(volumes.holders, used):
             if not await self._end_jobs(holders) and time.monotonic() > deadline:
                 raise ActionError(f"{place} is in use: {'; '.join(map(str, holders))}")
-            await asyncio.sleep(self._timeouts.look)
+            await asyncio.sleep(self.timeouts.look)
 
     async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
         """Return True if a process ended, which makes another look worthwhile."""
@@ -249,7 +251,7 @@ class Disks:
         for holder in holders:
             if holder.pid in of_jobs and (leftover := process.adopt(holder.pid, holder.start_ticks)):
                 logger.warning("terminating a process of a job: %s", holder)
-                await leftover.terminate(self._timeouts.grace)
+                await leftover.terminate(self.timeouts.grace)
                 ended |= not leftover.is_alive
         return ended
 
@@ -322,11 +324,11 @@ class Disks:
 
     async def _wait_for_path(self, place: Path | None) -> None:
         """Wait for a volume, a device or a file at ``place``."""
-        deadline = time.monotonic() + self._timeouts.arrival
+        deadline = time.monotonic() + self.timeouts.arrival
         while place is None or not await asyncio.to_thread(self._is_there, place):
             if place is None or time.monotonic() > deadline:
                 raise ActionError(_missing(place))
-            await asyncio.sleep(self._timeouts.look)
+            await asyncio.sleep(self.timeouts.look)
 
     def _is_there(self, place: Path) -> bool:
         return place.exists() and not self.mounts.is_bare(place)
