@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from agent_shim.bulk import protocol
+from agent_shim.bulk import protocol, workers
 from agent_shim.services.logs import archives
 from tests.contract.test_actions import store_of
 from tests.support.http import http_server
 from tests.support.world import World, is_running
+from tests.support.world import world as made
 
 pytestmark = pytest.mark.slow
 
@@ -248,12 +249,9 @@ async def test_a4_an_unfetched_bundle_is_removed_after_a_day(world: World) -> No
     assert set(world.paths.bundled_logs.iterdir()) == {paths[1], last}
 
 
-async def test_a4_bundles_wait_for_each_other_and_delay_no_request(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a4_bundles_wait_for_each_other_and_delay_no_request(tmp_path: Path) -> None:
     """The Go agent is deaf meanwhile."""
     packing, gate, most = 0, asyncio.Event(), 0
-    honest = world.agent.logs._work
 
     async def work(request: protocol.Request, **_: object) -> protocol.Done:
         nonlocal packing, most
@@ -261,13 +259,12 @@ async def test_a4_bundles_wait_for_each_other_and_delay_no_request(
         most = max(most, packing)
         await gate.wait()
         try:
-            return await honest(request)
+            return await workers.work(request)
         finally:
             packing -= 1
 
-    monkeypatch.setattr(world.agent.logs, "_work", work)
-    bundles = [asyncio.create_task(world.call("bundle_logs", {"log_type": "job"})) for _ in range(3)]
-    async with asyncio.timeout(10):
+    async with made(tmp_path / "w", work=work) as world, asyncio.timeout(60):
+        bundles = [asyncio.create_task(world.call("bundle_logs", {"log_type": "job"})) for _ in range(3)]
         assert await world.call("ping") == {"value": "pong"}
         assert is_running(await world.call("run_script", "none", {}))
         assert not any(bundle.done() for bundle in bundles)

@@ -13,14 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent_shim.core.settings import Effective, Network, UpdateSettings
 from agent_shim.host import network
 from agent_shim.host.network import Address
 from tests.contract.test_actions import deployed, running, store_of
 from tests.support import jobs
 from tests.support.specs import FRESH_SPEC
 from tests.support.waiting import until
-from tests.support.world import World
+from tests.support.world import World, write_settings
 from tests.support.world import world as made
 
 
@@ -209,11 +208,10 @@ async def test_s6_networks_come_back_exactly_and_stay_over_a_restart(world: Worl
 
 
 @pytest.fixture
-def dynamic(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[Address | None], None]:
+async def dynamic(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[Address | None], None]:
     """Settings with a dynamic network. A call sets the address of the default route."""
-    found = Network(type="dynamic", default=["dns", "gateway"])
-    source = msgspec.structs.replace(world.agent.settings.current.source, networks={"default": found})
-    world.agent.settings._current = Effective(source, UpdateSettings())
+    write_settings(world.paths.base.parent, networks={"default": {"type": "dynamic", "default": ["dns", "gateway"]}})
+    await world.agent.settings.refreshed()
     return lambda address: monkeypatch.setattr(network, "default_address", lambda **_: address)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from agent_shim.actions.agent import Agent, EdgeCallbacks
 from agent_shim.actions.dispatch import Dispatcher
+from agent_shim.bulk import workers
+from agent_shim.bulk.protocol import Work
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Mbus
@@ -94,7 +96,9 @@ def write_settings(base: Path, **members: Any) -> Path:
 
 
 @asynccontextmanager
-async def world(base: Path, *, timing: Timing | None = None, **members: Any) -> AsyncIterator[World]:
+async def world(
+    base: Path, *, timing: Timing | None = None, work: Work = workers.work, **members: Any
+) -> AsyncIterator[World]:
     """A booted agent for the length of the block. Its jobs are stopped at the end."""
     paths = Paths(base / "vcap")
     await boot.boot([boot.tree_step(paths)])
@@ -118,7 +122,8 @@ async def world(base: Path, *, timing: Timing | None = None, **members: Any) -> 
         settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
     )
     edges = EdgeCallbacks(announce, reconnect, lambda: asked.append("shut_down"))
-    agent = runtime.assemble(paths, store, supervisor, edges, state_backup=StateBackup(paths), leases=VolumeLeases())
+    kept, leases = StateBackup(paths), VolumeLeases()
+    agent = runtime.assemble(paths, store, supervisor, edges, state_backup=kept, leases=leases, work=work)
     recovery = JobRecovery(agent, events.append)
     with reaper.reaping():
         async with supervisor:
