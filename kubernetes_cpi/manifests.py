@@ -45,7 +45,7 @@ DATA: Final = "/var/vcap/data"
 MARGIN_S: Final = 10
 """Seconds between the grace of the jobs and that of the pod: the kubelet's clock starts before the hook."""
 
-_BASE_CAPABILITIES: Final = (
+BASE_CAPABILITIES: Final = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE", "SYS_CHROOT", "AUDIT_WRITE"),
 )
 _USER: Final = 1000
@@ -434,7 +434,7 @@ def _container_security(properties: VmProperties) -> Object:
     more = [name.upper().removeprefix("CAP_") for name in properties.capabilities]
     security: Object = {
         **user,
-        "capabilities": {"drop": ["ALL"], "add": list(dict.fromkeys([*_BASE_CAPABILITIES, *more]))},
+        "capabilities": {"drop": ["ALL"], "add": list(dict.fromkeys([*BASE_CAPABILITIES, *more]))},
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     if tier == "userns":

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from kubernetes_cpi import door
-from kubernetes_cpi.client import Client
 from tests.cpi.fake_api import Cluster, Object, Server
 from tests.structure.source import ROOT
 
@@ -128,24 +129,26 @@ class Killed(BaseException):
 def killed_after(count: int) -> Iterator[list[str]]:
     """Kill the CPI in the block once its ``count``-th request was processed. Requests and watches, in order."""
     made: list[str] = []
-    exchange, watch = Client._exchange, Client._watch
+    asked = ""
+    request, getresponse = HTTPConnection.request, HTTPConnection.getresponse
 
-    def dying_exchange(self: Client, method: str, path: str, body: Object | None) -> Any:
+    def dying_request(self: HTTPConnection, method: str, path: str, *more: Any) -> None:
+        nonlocal asked
         if len(made) >= count:
             raise Killed
-        answer = exchange(self, method, path, body)
-        made.append(f"{method} {path}")
-        if len(made) >= count:
-            raise Killed
+        asked = f"{method} {path}"
+        request(self, method, path, *more)
+
+    def dying_getresponse(self: HTTPConnection) -> HTTPResponse:
+        answer = getresponse(self)
+        if "watch=1" not in asked:
+            made.append(asked)
+            if len(made) >= count:
+                raise Killed
         return answer
 
-    def dying_watch(self: Client, *arguments: Any) -> Any:
-        if len(made) >= count:
-            raise Killed
-        return watch(self, *arguments)
-
-    Client._exchange, Client._watch = dying_exchange, dying_watch  # type: ignore[method-assign, assignment]
-    try:
+    with (
+        mock.patch.object(HTTPConnection, "request", dying_request),
+        mock.patch.object(HTTPConnection, "getresponse", dying_getresponse),
+    ):
         yield made
-    finally:
-        Client._exchange, Client._watch = exchange, watch  # type: ignore[method-assign]

@@ -94,7 +94,7 @@ def test_bug_that_repeats_a_secret(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError(f"with {ENV}")
 
-    monkeypatch.setattr("kubernetes_cpi.vms._described", broken)
+    monkeypatch.setattr("kubernetes_cpi.networks.plan", broken)
     response = secretive.answer(secretive.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
 
     out = capfd.readouterr()

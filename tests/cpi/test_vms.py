@@ -384,12 +384,12 @@ IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z
         (
             {"capabilities": ["NET_ADMIN", "CAP_SETFCAP", "KILL"]},
             "container.securityContext.capabilities",
-            {"drop": ["ALL"], "add": [*manifests._BASE_CAPABILITIES, "NET_ADMIN", "SETFCAP"]},
+            {"drop": ["ALL"], "add": [*manifests.BASE_CAPABILITIES, "NET_ADMIN", "SETFCAP"]},
         ),
         (
             {"capabilities": ["NET_ADMIN"], "tier": "userns"},
             "container.securityContext.capabilities",
-            {"drop": ["ALL"], "add": [*manifests._BASE_CAPABILITIES, "NET_ADMIN", "SYS_ADMIN"]},
+            {"drop": ["ALL"], "add": [*manifests.BASE_CAPABILITIES, "NET_ADMIN", "SYS_ADMIN"]},
         ),
         ({"capabilities": ["NET_ADMIN"], "tier": "privileged"}, "container.securityContext.capabilities", None),
         ({"grace": 30}, "terminationGracePeriodSeconds", 30 + manifests.MARGIN_S),
