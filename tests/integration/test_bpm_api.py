@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, AsyncMock
 
 import pytest
 
@@ -22,9 +23,8 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-async def bpm(tmp_path: Path) -> AsyncIterator[Bpm]:
+async def bpm(world: World) -> AsyncIterator[Bpm]:
     """A runner with a job ``web`` of two processes. ``errand`` prints its variable and ends with 7."""
-    world = World(tmp_path / "w")
     world.paths.log.mkdir(parents=True)
     world.paths.sys.symlink_to(world.paths.data_sys)
     script(world.paths.jobs / "web/bin/web", "sleep 600 & exec sleep 600")
@@ -34,11 +34,8 @@ async def bpm(tmp_path: Path) -> AsyncIterator[Bpm]:
     programs = world.paths.jobs / "web/bin"
     listed = ", ".join(f"{{name: {name}, executable: {programs}/{name}}}" for name in ("web", "errand"))
     config.write_text(f"processes: [{listed}]\n")
-    try:
-        async with world.supervising() as supervisor:
-            yield supervisor.bpm
-    finally:
-        world.end()
+    async with world.supervising() as supervisor:
+        yield supervisor.bpm
 
 
 def script(path: Path, body: str) -> None:
@@ -78,11 +75,11 @@ async def test_a_process_from_its_start_to_its_end(bpm: Bpm) -> None:
 
 
 async def test_a_process_that_delays_its_readers_does_not_delay_the_agent(
-    bpm: Bpm, monkeypatch: pytest.MonkeyPatch
+    world: World, bpm: Bpm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the wall clock was changed since its start, the agent reads its environment."""
     pid = (await ask(bpm, "start"))["value"]
-    os.utime(bpm._paths.sys / "run/bpm/web/web.pid", (0, 0))
+    os.utime(world.paths.sys / "run/bpm/web/web.pid", (0, 0))
     loop, read = asyncio.get_running_loop(), proc.variable
 
     def variable(pid: int, name: str) -> str | None:
@@ -100,18 +97,23 @@ async def test_a_process_that_delays_its_readers_does_not_delay_the_agent(
     assert not is_alive(pid)
 
 
-async def test_an_errand_gets_variables_and_volumes_and_tells_its_exit(bpm: Bpm) -> None:
-    base = bpm._paths.base
-    options = [f"{base}/extra:writable,allow_executions", f"{base}/more"]
+async def test_an_errand_gets_variables_and_volumes_and_tells_its_exit(
+    world: World, bpm: Bpm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra, more = (str(world.paths.base / name) for name in ("extra", "more"))
+    options = [f"{extra}:writable,allow_executions", more]
 
     assert await ask(bpm, "run", "errand", env=["NAME=a=b"], volumes=options) == {"value": 7}
-    assert (bpm._paths.sys / "log/web/errand.stdout.log").read_text() == "a=b\n"
-    assert (base / "extra").is_dir()
-    assert bpm_api._volume("/x:writable,shared") == Volume("/x", writable=True, shared=True)
+    assert (world.paths.sys / "log/web/errand.stdout.log").read_text() == "a=b\n"
+    assert Path(extra).is_dir()
+    run = AsyncMock(return_value=0)
+    monkeypatch.setattr(bpm, "run", run)
+    await ask(bpm, "run", "errand", volumes=[f"{extra}:writable,shared", more])
+    run.assert_awaited_once_with(ANY, [Volume(extra, writable=True, shared=True), Volume(more)], {})
 
 
-async def test_an_errand_ends_when_its_caller_does(bpm: Bpm) -> None:
-    log = bpm._paths.sys / "log/web/errand.stdout.log"
+async def test_an_errand_ends_when_its_caller_does(world: World, bpm: Bpm) -> None:
+    log = world.paths.sys / "log/web/errand.stdout.log"
     running = asyncio.create_task(ask(bpm, "run", "errand", env=["NAME=up", "WAITS=yes"]))
     await until(lambda: log.exists() and log.read_text() == "up\n")
 
@@ -148,8 +150,8 @@ async def test_errors_equal_bpms(bpm: Bpm, verb: str, members: dict[str, Any], e
     assert await ask(bpm, "pid") == {"value": 0}
 
 
-async def test_a_start_that_fails_says_so(bpm: Bpm) -> None:
-    config = bpm._paths.jobs / "web/config/bpm.yml"
+async def test_a_start_that_fails_says_so(world: World, bpm: Bpm) -> None:
+    config = world.paths.jobs / "web/config/bpm.yml"
     config.write_text(config.read_text().replace("{name: web", "{hooks: {pre_start: /bin/false}, name: web"))
 
     for verb in ("start", "run"):

@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -17,6 +18,7 @@ from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.host import capabilities, clock, files, job_cgroups, proc, process, sandbox, sandbox_exec
 from agent_shim.supervisor.bpm import runner
+from agent_shim.supervisor.ctl_programs import Programs
 from agent_shim.supervisor.plan import BpmCall
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import is_alive, marked
@@ -58,6 +60,19 @@ def job(world: World, script: str, more: str = "", name: str = "web") -> JobFile
     )
 
 
+async def weaken(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
+    """Isolate by this level also where the container allows a stronger one."""
+    found = await sandbox.isolation()
+    monkeypatch.setattr(sandbox, "isolation", AsyncMock(return_value=found._replace(level=max(level, found.level))))
+
+
+@pytest.fixture
+def no_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that offers neither isolation nor cgroups to the processes of bpm.yml."""
+    nothing = sandbox.Isolation(3, "", memory=False, processes=False)
+    monkeypatch.setattr(sandbox, "isolation", AsyncMock(return_value=nothing))
+
+
 def pidfile(paths: Paths, name: str = "web") -> Path:
     return paths.sys / f"run/bpm/web/{name}.pid"
 
@@ -72,15 +87,15 @@ async def said(world: World, text: str) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-async def test_process_runs_as_bpm_says(world: World, level: int) -> None:
+async def test_process_runs_as_bpm_says(world: World, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments, environment, directory, session, pid file and logs. Nothing of the agent's environment."""
     script = 'echo "args $*"; env | sort; pwd; umask; echo ready; exec sleep 600'
     more = "  env: {NAME: value, LANG: C}\n  ephemeral_disk: true\n  limits: {open_files: 123}\n"
     if (await sandbox.isolation()).level > level:
         pytest.skip("this container does not allow it")
+    await weaken(monkeypatch, level)
     file = job(world, f"ulimit -n; {script}", more)
     async with world.supervising(file) as supervisor:
-        supervisor.bpm._level = level
         found = await in_state(supervisor, "web", "running")
         await said(world, "ready")
 
@@ -112,13 +127,11 @@ async def test_stop_signals_first_and_kills_the_rest(
     """The signal goes to the process alone. Without cgroups a child without the mark is known by its parent."""
     if not has_cgroups:
         monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
+    await weaken(monkeypatch, 3)
     child_of = "env -i setsid sleep 601"
     trap = f"trap 'sleep 0.1; echo bye; exit 0' {number}"
     file = job(world, f"{child_of} & {trap}; echo ready; while :; do sleep 0.05; done", more)
-    async with world.supervising() as supervisor:
-        supervisor.bpm._level = 3
-        await supervisor.configure([file])
-        await supervisor.start()
+    async with world.supervising(file) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
         await said(world, "ready")
         below = proc.descent(proc.children(proc.table()), [pid])
@@ -129,7 +142,7 @@ async def test_stop_signals_first_and_kills_the_rest(
 
         assert output(world) == "ready\nbye\n"
         assert (is_alive(pid), is_alive(child), pidfile(world.paths).exists()) == (False, False, False)
-        assert supervisor.bpm._programs.remains.killed == set()
+        assert supervisor.killed == []
 
 
 @pytest.mark.parametrize("has_time", [True, False])
@@ -139,8 +152,9 @@ async def test_a_process_that_ignores_term_gets_quit_then_kill_and_is_recorded(
     """The ladder of bpm, with shorter steps. If the time is over before the first signal, none is waited for."""
     monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 0.3 if has_time else 3600.0)
     monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 0.3 if has_time else 3600.0)
-    job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
+    file = job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
     async with world.supervising() as supervisor:
+        await supervisor.configure([file])
         pid = (await supervisor.bpm.start(START)).pid
         await said(world, "ready")
         begun_at = time.monotonic()
@@ -148,7 +162,7 @@ async def test_a_process_that_ignores_term_gets_quit_then_kill_and_is_recorded(
             await supervisor.bpm.stop(START, by=float("inf") if has_time else begun_at)
 
         assert not is_alive(pid)
-        assert supervisor.bpm._programs.remains.killed == {"bpm/web/web"}
+        assert supervisor.killed == ["web"]
         if has_time:
             assert output(world).split()[-2:] == ["TERM", "QUIT"]
             assert time.monotonic() - begun_at >= 0.6
@@ -160,9 +174,9 @@ async def test_a_process_started_by_a_script_is_adopted(
 ) -> None:
     """``bpm start`` in a pre-start script, then the start of the jobs: one process, also without cgroups."""
     monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
+    await weaken(monkeypatch, level)
     file = job(world, "echo started; exec sleep 600")
     async with world.supervising() as supervisor:
-        supervisor.bpm._level = level
         first = await supervisor.bpm.start(START)
         again = await supervisor.bpm.start(START)
         assert again.pid == first.pid
@@ -185,12 +199,12 @@ def cgroups_of(world: World) -> list[str]:
     return [each.name for each in top.iterdir() if each.name.endswith(ending)] if top.is_dir() else []
 
 
-async def test_an_errand_leaves_no_process_and_returns_its_exit(world: World) -> None:
+async def test_an_errand_leaves_no_process_and_returns_its_exit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it begun while the process runs."""
+    await weaken(monkeypatch, 3)
     job(world, "setsid sleep 602 & echo $!; exit 3")
     async with world.supervising() as supervisor:
         bpm = supervisor.bpm
-        bpm._level = 3
         assert await bpm.run(START, [], {}) == 3
         assert not is_alive(int(output(world)))
         assert not pidfile(world.paths).exists()
@@ -209,12 +223,12 @@ async def test_an_errand_leaves_no_process_and_returns_its_exit(world: World) ->
         assert output(world) == before
 
 
-async def test_rest_of_a_dead_process_ends_before_the_next_start(world: World) -> None:
+async def test_rest_of_a_dead_process_ends_before_the_next_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may hold a port. An init that is killed ends nothing."""
+    await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; kill -9 $PPID; exec sleep 605")
     async with world.supervising() as supervisor:
         bpm = supervisor.bpm
-        bpm._level = 3
         first = (await bpm.start(START)).pid
         await until(lambda: not is_alive(first), "its end")
         left = int((world.paths.data / "web/tmp/left").read_text())
@@ -301,6 +315,7 @@ async def test_hook_runs_first_and_its_failure_is_reported(world: World) -> None
         assert found.reason.startswith(f"cannot start: the pre_start hook {hook} failed: exit 3")
 
 
+@pytest.mark.usefixtures("no_cgroups")
 async def test_hook_ends_with_the_start_that_is_given_up(world: World) -> None:
     """It would work beside the next one. A kill of an earlier process explains no exit of the next."""
     hook = world.base / "hook"
@@ -316,8 +331,10 @@ async def test_hook_ends_with_the_start_that_is_given_up(world: World) -> None:
             await starting
         assert not is_alive(pid)
 
+        job(world, "exec sleep 600", "  limits: {memory: 4K}\n")
+        await bpm.start(START)
+        await until(bpm.kill_hogs, "a hog")
         job(world, "exec sleep 600")
-        bpm._entry("web", "web").is_victim = True
         await bpm.start(START)
         assert not bpm.was_killed_for_memory(START)
 
@@ -355,13 +372,15 @@ async def test_volume_that_bpm_gives_anyway_is_passed_over(world: World) -> None
     job(world, "", f"  unsafe: {{unrestricted_volumes: [{volumes}]}}\n")
     async with world.supervising(file) as supervisor:
         wanted = supervisor.bpm.definition("web", "web")
-        places = supervisor.bpm._places("web", wanted, is_apart=True)
+        apart = sandbox.Isolation(1, "", memory=False, processes=False)
+        places = supervisor.bpm.order("web", wanted, apart)["places"]
 
-    writable = [each["path"] for each in places if each["write"]]
+    writable = [each["path"] for each in places or () if each["write"]]
     assert not [path for path in writable if path.startswith(str(own))]
     assert {str(world.paths.jobs), str(world.base)} <= set(writable)
 
 
+@pytest.mark.usefixtures("no_cgroups")
 @pytest.mark.parametrize("is_strict", [True, False])
 async def test_unavailable_limits_and_capabilities_are_named(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
@@ -376,10 +395,7 @@ async def test_unavailable_limits_and_capabilities_are_named(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
     strict = partial(Supervisor, world.paths, on_event=world.events.append, timing=world.timing, is_strict=is_strict)
     monkeypatch.setattr(world, "supervisor", strict)
-    async with world.supervising() as supervisor:
-        supervisor.bpm._isolation = sandbox.Isolation(3, "", memory=False, processes=False)
-        await supervisor.configure([file])
-        await supervisor.start()
+    async with world.supervising(file) as supervisor:
         found = await in_state(supervisor, "web", "down" if is_strict else "running")
 
         files = "limits.open_files of 101, limits.core_file_size of 102"
@@ -417,7 +433,8 @@ def test_root_keeps_the_capabilities_of_the_file_alone(
     monkeypatch.setattr(capabilities, "privileges", lambda: held)
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
-    bpm = runner.Bpm(world.paths, world.supervisor().bpm._programs, user=user, is_strict=True)
+    programs = Programs(world.paths.base, world.base / "output")
+    bpm = runner.Bpm(world.paths, programs, user=user, is_strict=True)
     isolation = sandbox.Isolation(3, "", memory=False, processes=False)
     order = bpm.order("web", bpm.definition("web", "web"), isolation)
 
@@ -547,13 +564,11 @@ async def test_a_process_with_too_much_memory_is_killed_and_named(world: World) 
 HALVES = f"for half in 1 2; do {PYTHON} -c 'import time; x = bytearray(40 << 20); time.sleep(600)' & done; wait"
 
 
+@pytest.mark.usefixtures("no_cgroups")
 async def test_a_limit_of_memory_without_a_cgroup_counts_the_whole_tree(world: World) -> None:
     """No process of it is above the limit, and the one that was started uses next to nothing."""
     file = job(world, HALVES, WITH_PYTHON + "  limits: {memory: 64M}\n")
-    async with world.supervising() as supervisor:
-        supervisor.bpm._isolation = sandbox.Isolation(3, "", memory=False, processes=False)
-        await supervisor.configure([file])
-        await supervisor.start()
+    async with world.supervising(file) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
         hogs = await until(supervisor.bpm.kill_hogs, "a hog")
 

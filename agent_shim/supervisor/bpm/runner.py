@@ -112,8 +112,6 @@ class Bpm:
         self._programs = programs
         self._user = user
         self._is_strict = is_strict
-        self._level = 0
-        """The lowest level to use, also where the container allows a stronger isolation."""
         self._entries: dict[tuple[str, str], Entry] = {}
         self.started: dict[str, ProcessRecord] = {}
         """The last process of each label with a pidfile: proof for its service if a script started it. Marked as
@@ -139,8 +137,7 @@ class Bpm:
         async with self._trying:
             if self._isolation is None:
                 self._isolation = await sandbox.isolation()
-        found = self._isolation
-        return found._replace(level=max(self._level, found.level))
+        return self._isolation
 
     # --- state ------------------------------------------------------------------------------------------------------
 
