@@ -56,7 +56,8 @@ class Peer:
         ]
         self._hello = "\r\n".join([*lines, "PING", ""]).encode()
         self._on_message = on_message
-        self._writer: asyncio.StreamWriter | None = None
+        self.writer: asyncio.StreamWriter | None = None
+        """Its connection. None before the first."""
         self._joined = asyncio.Event()
         self.published = 0
         """Number of messages sent."""
@@ -65,9 +66,9 @@ class Peer:
         """Send a message once connected."""
         await self._joined.wait()
         self.published += 1
-        if self._writer is not None:
-            self._writer.write(b"PUB %b %d\r\n%b\r\n" % (subject.encode(), len(data), data))
-            await self._writer.drain()
+        if self.writer is not None:
+            self.writer.write(b"PUB %b %d\r\n%b\r\n" % (subject.encode(), len(data), data))
+            await self.writer.drain()
 
     async def serve(self) -> None:
         """Stay connected to the bus, for ever."""
@@ -82,14 +83,14 @@ class Peer:
         await self._joined.wait()
 
     async def _connect(self) -> None:
-        reader, self._writer = await asyncio.open_connection(self._url.hostname, self._url.port)
+        reader, self.writer = await asyncio.open_connection(self._url.hostname, self._url.port)
         try:
             await reader.readline()
-            await self._writer.start_tls(self._context, server_hostname=self._url.hostname)
-            self._writer.write(self._hello)
-            await self._read(reader, self._writer)
+            await self.writer.start_tls(self._context, server_hostname=self._url.hostname)
+            self.writer.write(self._hello)
+            await self._read(reader, self.writer)
         finally:
-            self._writer.transport.abort()
+            self.writer.transport.abort()
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         buffer = bytearray()

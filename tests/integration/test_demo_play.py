@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim_demo import play
+from agent_shim_demo.director import Director
 
 pytestmark = pytest.mark.loop_may_be_held
 
@@ -132,13 +133,17 @@ def test_a_failure_names_its_step_and_the_log(
 ) -> None:
     """Its processes end, and its directory remains."""
 
-    async def broken(_: play.Story) -> list[object]:
-        raise TimeoutError
+    run = Director.run
+
+    async def broken(director: Director, agent_id: str, method: str, *arguments: object, **more: float) -> object:
+        if arguments[:1] == ("post-start",):
+            raise TimeoutError
+        return await run(director, agent_id, method, *arguments, **more)
 
     monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(short / prefix))
     (short / "agent-shim-demo-").mkdir()
-    monkeypatch.setattr(play.Story, "_until_running", broken)
-    with pytest.raises(play.DemoError, match=r'step "job state is running": TimeoutError; the log is .*/agent.log'):
+    monkeypatch.setattr(Director, "run", broken)
+    with pytest.raises(play.DemoError, match=r'step "post-start": TimeoutError; the log is .*/agent.log'):
         play.main()
 
     assert processes_of(short) == []

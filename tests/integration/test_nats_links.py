@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -25,7 +24,7 @@ from agent_shim.edges.bus.nats import REREAD_AFTER_FAILURES, NatsBus, Timing
 from agent_shim_demo.director import Director
 from agent_shim_demo.pki import SERVER, Authority
 from tests.support.broker import NatsServer, knowing
-from tests.support.bus import FAST, Wire, connected, echo, facing, on_bus, talking
+from tests.support.bus import FAST, Wire, connected, echo, facing, on_bus, sockets_to, talking
 from tests.support.proxy import Proxy
 from tests.support.waiting import until
 
@@ -77,11 +76,11 @@ async def behind(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Pr
 async def test_black_hole_is_noticed(tmp_path: Path) -> None:
     """A dead link is let go at once, without the farewell of TLS that takes half a minute, and then replaced."""
     async with behind(tmp_path, timing=replace(FAST, connect=0.2, ping=0.2)) as (bus, proxy):
-        sockets = _sockets_to(proxy.port)
+        sockets = sockets_to(proxy.port)
         assert len(sockets) == 1
         proxy.swallow()
         await until(lambda: not bus.is_connected)
-        await until(lambda: not sockets & _sockets_to(proxy.port), timeout=10)
+        await until(lambda: not sockets & sockets_to(proxy.port), timeout=10)
         before = bus.stats.attempts
         await until(lambda: bus.stats.attempts > before + 2)
         proxy.flow()
@@ -165,11 +164,6 @@ async def test_cut_again_and_again(tmp_path: Path) -> None:
 def _tls() -> int:
     """The number of TLS connections in memory."""
     return sum(type(each) is ssl.SSLObject for each in gc.get_objects())
-
-
-def _sockets_to(port: int) -> set[Any]:
-    connections = psutil.Process().net_connections("tcp")
-    return {each.laddr for each in connections if getattr(each.raddr, "port", 0) == port}
 
 
 def _descriptors() -> int:

@@ -17,10 +17,11 @@ from msgspec.structs import replace
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus import nats
-from agent_shim_demo.director import Director
+from agent_shim_demo.director import joined
 from agent_shim_demo.pki import EXPIRED, Authority
 from benchmarks import rotation
-from tests.support.bus import FAST, Talk, connected, echo, on_bus, talking
+from tests.support.broker import knowing
+from tests.support.bus import FAST, Talk, connected, echo, on_bus, sockets_to, talking
 from tests.support.waiting import until
 
 
@@ -99,9 +100,7 @@ async def test_a_request_that_is_delivered_twice_is_one_task(tmp_path: Path, mon
         """Drops each request, as an invalid one."""
         handled.append(json.loads(data)["reply_to"])
 
-    async with talking(tmp_path, handle=handle) as talk:
-        peer = talk.director._peer
-        assert peer is not None
+    async with talking(tmp_path, handle=handle) as talk, joined(talk.server.peer(), (), lambda *_: None) as peer:
         one, *others = (f"director.d.agent.{uuid.uuid4()}" for _ in range(4))
         sent = [one, one, "x", "x", *others, one]
         for reply_to in sent:
@@ -122,17 +121,16 @@ async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -
     async def handle(data: bytes) -> None:
         handled.append(data)
 
-    async with talking(tmp_path, handle=handle, timing=replace(FAST, step=300.0, longest=300.0, overlap=0.1)) as talk:
-        await talk.server.kill()
-        await until(lambda: not talk.bus.is_connected)
-        await talk.server.start()
+    timing = replace(FAST, step=300.0, longest=300.0, overlap=0.1)
+    async with knowing(tmp_path) as server, on_bus(server.mbus("agent"), handle=handle, timing=timing) as bus:
+        await connected(bus)
+        await server.kill()
+        await until(lambda: not bus.is_connected)
+        await server.start()
         for _ in range(2):
-            await talk.bus.rotate(talk.server.mbus("agent"))
-        assert talk.bus._retiring is not None
-        await asyncio.wait({talk.bus._retiring})
-        async with Director(poll=0.01).on(talk.server.peer()) as director:
-            peer = director._peer
-            assert peer is not None
+            await bus.rotate(server.mbus("agent"))
+        await until(lambda: len(sockets_to(server.port)) == 1, "the end of the other connection")
+        async with joined(server.peer(), (), lambda *_: None) as peer:
             await peer.publish("agent.agent", b"once")
             await peer.publish("agent.agent", b"last")
             await until(lambda: b"last" in handled)

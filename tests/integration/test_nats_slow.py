@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 from agent_shim.core.settings import Mbus
@@ -13,7 +14,19 @@ from agent_shim_demo.pki import Authority
 from tests.support.bus import Wire, connected, echo, facing
 from tests.support.waiting import until
 
-HASTY = Timing(connect=0.3, step=0.01, longest=0.02, early_step=0.01)
+
+class Hasty(Timing, frozen=True):
+    """Notes for each attempt how many slow ones were before."""
+
+    connect: float = 0.3
+    step: float = 0.01
+    longest: float = 0.02
+    early_step: float = 0.01
+    slow: list[int] = msgspec.field(default_factory=list)
+
+    def handshake_timeout_s(self, slow: int) -> float:
+        self.slow.append(slow)
+        return super().handshake_timeout_s(slow)
 
 
 def test_pause_and_patience_grow_up_to_three_times() -> None:
@@ -45,12 +58,13 @@ async def test_a_silent_server_is_not_called_slow(how: str) -> None:
     authority = Authority()
     pair = authority.agent("agent")
     mbus = Mbus((f"nats://127.0.0.1:{port}",), authority.ca, pair.certificate, pair.private_key)
-    bus = NatsBus("agent", mbus, echo, timing=HASTY)
+    timing = Hasty()
+    bus = NatsBus("agent", mbus, echo, timing=timing)
     running = asyncio.create_task(bus.run())
     try:
-        await until(lambda: not (bus.stats.attempts < 4 or (how == "greets" and bus._slow < 2)))
+        await until(lambda: len(timing.slow) >= 4)
 
-        assert how == "greets" or bus._slow == 0
+        assert timing.slow[:4] == ([0, 1, 2, 3] if how == "greets" else [0] * 4)
     finally:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -62,7 +76,7 @@ async def test_a_silent_server_is_not_called_slow(how: str) -> None:
 
 async def test_a_connection_ends_the_patience() -> None:
     """The next outage is met with short pauses again."""
-    greeted = 0
+    greeted, cut = 0, asyncio.Event()
 
     async def script(wire: Wire) -> None:
         nonlocal greeted
@@ -71,10 +85,12 @@ async def test_a_connection_ends_the_patience() -> None:
             await wire.expect("CONNECT ")
             await asyncio.Event().wait()
         await wire.greet()
-        await wire.answer_pings()
+        await (cut.wait() if greeted == 3 else wire.answer_pings())
 
-    async with facing(script, timing=HASTY) as bus:
-        await until(lambda: bus._slow > 0)
+    timing = Hasty()
+    async with facing(script, timing=timing) as bus:
         await connected(bus)
+        cut.set()
+        await until(lambda: len(timing.slow) >= 4)
 
-        assert bus._slow == 0
+        assert timing.slow[:4] == [0, 1, 2, 0]

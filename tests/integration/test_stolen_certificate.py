@@ -100,8 +100,8 @@ async def test_a_thief_that_never_reads_holds_up_no_request(tmp_path: Path) -> N
     """The server closes its connection alone. Each request and reply between Director and agent arrives."""
     async with talking(tmp_path) as talk:
         async with joined(talk.server.mbus("agent"), ("agent.agent",), lambda *_: None) as thief:
-            assert thief._writer is not None
-            transport = thief._writer.transport
+            assert thief.writer is not None
+            transport = thief.writer.transport
             assert isinstance(transport, asyncio.Transport)
             transport.pause_reading()
             values = [await talk.director.value("agent", "count", "x" * 500_000) for _ in range(200)]

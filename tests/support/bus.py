@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus import Handle, tls
 from agent_shim.edges.bus.nats import NatsBus, Timing
@@ -86,6 +88,12 @@ async def connected(bus: NatsBus) -> None:
     """Wait for a link, for 30 s at most."""
     async with asyncio.timeout(30):
         await bus.wait_connected()
+
+
+def sockets_to(port: int) -> set[Any]:
+    """The own addresses of this process's connections to a port."""
+    connections = psutil.Process().net_connections("tcp")
+    return {each.laddr for each in connections if getattr(each.raddr, "port", 0) == port}
 
 
 class Wire:
