@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from agent_shim.host import process
 from agent_shim.supervisor.ownership.process_finder import Timing
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
@@ -20,20 +22,24 @@ START = "echo start >>$log; echo 1 >>$pidfile"
 def signalled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of processes and groups that a signal was meant for. Process 1 gets none."""
     meant: list[int] = []
-    real_send, real_killpg = process._send, os.killpg
 
-    def send(pidfd: int | None, pid: int, sig: int) -> bool:
-        meant.append(pid)
-        return pid != 1 and real_send(pidfd, pid, sig)
+    def note(send: Callable[[int, int], None], pid_of: Callable[[int], int]) -> Callable[[int, int], None]:
+        def noted(target: int, sig: int) -> None:
+            meant.append(pid := pid_of(target))
+            if pid != 1:
+                send(target, sig)
 
-    def killpg(group: int, sig: int) -> None:
-        meant.append(group)
-        if group != 1:
-            real_killpg(group, sig)
+        return noted
 
-    monkeypatch.setattr(process, "_send", send)
-    monkeypatch.setattr(os, "killpg", killpg)
+    monkeypatch.setattr(os, "kill", note(os.kill, int))
+    monkeypatch.setattr(os, "killpg", note(os.killpg, int))
+    monkeypatch.setattr(signal, "pidfd_send_signal", note(signal.pidfd_send_signal, _pid_of))
     return meant
+
+
+def _pid_of(pidfd: int) -> int:
+    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+    return next(int(line.removeprefix("Pid:")) for line in lines if line.startswith("Pid:"))
 
 
 @pytest.mark.parametrize("stop", ["echo stop >>$log; rm $pidfile", "echo stop >>$log", None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_shim.host import proc
+from agent_shim.host import cgroups, proc
 from agent_shim.supervisor import process_stats
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
@@ -26,11 +26,11 @@ async def test_numbers_of_a_process(world: World) -> None:
         assert 0 <= told.cpu_total <= 100
 
 
-async def test_percent_of_memory_is_of_what_the_agent_says(world: World) -> None:
+async def test_percent_of_memory_is_of_the_containers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container that is the limit of its cgroup."""
+    monkeypatch.setattr(cgroups, "memory_total", lambda *_: 1 << 20)
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
-        supervisor._readings.memory_total = lambda: 1024 * 1024
         (told,) = supervisor.processes()
 
         assert told.mem_percent == pytest.approx(told.mem_kb / 1024 * 100)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from agent_shim.core.errors import ActionError
@@ -36,16 +37,19 @@ def paths(tmp_path: Path) -> Paths:
 @pytest.fixture
 def runner(paths: Paths) -> Iterator[Scripts]:
     """Scripts with an environment by which what a test left behind is found and killed."""
-    spawn = Programs(paths.base, paths.tmp).run_script
-    yield Scripts(paths, {"TEST_OF": str(paths.base), "PATH": "/nowhere", "KEPT": "yes"}, spawn, grace=5)
+    yield patient(paths, 5)
     end_marked("TEST_OF", str(paths.base))
 
 
 @pytest.fixture
-def impatient(runner: Scripts, monkeypatch: pytest.MonkeyPatch) -> Scripts:
+def impatient(runner: Scripts, paths: Paths) -> Scripts:
     """For scripts that do not care for TERM."""
-    monkeypatch.setattr(runner, "_grace", 0.1)
-    return runner
+    return patient(paths, 0.1)
+
+
+def patient(paths: Paths, grace: float) -> Scripts:
+    spawn = Programs(paths.base, paths.tmp).run_script
+    return Scripts(paths, {"TEST_OF": str(paths.base), "PATH": "/nowhere", "KEPT": "yes"}, spawn, grace=grace)
 
 
 def script(paths: Paths, job: str, name: str, text: str, *, mode: int = 0o755) -> Path:
@@ -237,7 +241,7 @@ async def test_long_errand_output_is_cut_and_kept(paths: Paths, runner: Scripts)
     assert str(kept) in ended.stdout
     assert kept.stat().st_size == 3000004
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    encoded_bytes = scripts._encoded(ended.stdout) + scripts._encoded(ended.stderr)
+    encoded_bytes = sum(len(msgspec.json.encode(text)) for text in (ended.stdout, ended.stderr))
     assert scripts.MAX_OUTPUT_BYTES * 0.9 < encoded_bytes <= scripts.MAX_OUTPUT_BYTES
 
     script(paths, "smoke", "run", "echo short")

@@ -18,6 +18,7 @@ from agent_shim.core.errors import ActionError
 from agent_shim.host import clock, files, job_cgroups, proc, process
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.ownership.process_finder import ProcessFinder
+from agent_shim.supervisor.ownership.remains import Remains
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.supervisor import JobFile, read_saved
@@ -456,8 +457,18 @@ async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> Non
 
 
 @pytest.mark.usefixtures("cgroups_or_not")
-async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(world: World) -> None:
+async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A child without session and environment of the service keeps no port from the next process."""
+    record, looks = Remains.record_descendants, 0
+
+    async def counted(remains: Remains) -> None:
+        nonlocal looks
+        await record(remains)
+        looks += 1
+
+    monkeypatch.setattr(Remains, "record_descendants", counted)
     child = world.base / "child"
     start = f"[ -e {child} ] && kill -0 $(cat {child}) && echo beside >>$log; rm -f {child}; exec " + program(
         "new_session.py", "$pidfile", child, "wipe"
@@ -466,8 +477,8 @@ async def test_children_of_a_killed_process_are_ended_before_its_successor_start
         running = asyncio.create_task(supervisor.run())
         found = await in_state(supervisor, "web", "running")
         pid = await until(lambda: number_in(child))
-        traces = supervisor._services["web"].record.traces
-        await until(lambda: traces.is_in_cgroup or pid in dict(traces.descendants))
+        before = looks
+        await until(lambda: looks > before + 1, "a look that began after the child")
         process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
         await until(lambda: number_in(child) not in (None, pid))
 
