@@ -50,12 +50,12 @@ def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str
         return environment.get(name.upper()) or environment.get(name) or ""
 
     proxy = value(f"{scheme}_proxy")
-    if not proxy or host == "localhost" or _is_excepted(host, port, value("no_proxy")):
+    if not proxy or host == "localhost" or is_excepted(host, port, value("no_proxy")):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
-def _is_excepted(host: str, port: int | None, exceptions: str) -> bool:
+def is_excepted(host: str, port: int | None, exceptions: str) -> bool:
     import ipaddress  # late: 0.2 MB for a proxy alone
 
     try:

@@ -128,7 +128,7 @@ class Runtime:
             lambda where, text: self._raise_alert(Event(where, "Connection changed", "alert", text)),
         )
         self.certificate_watch = CertificateWatch(lambda: certificates(self.bus.mbus))
-        obstacle = _firewall_obstacle(paths, is_wanted=shim.firewall)
+        obstacle = firewall_obstacle(paths, is_wanted=shim.firewall)
         self.firewall = Firewall(lambda: self.bus.mbus, lambda: self.bus.is_connected, self._is_bus_heard, obstacle)
         self.standalone: Standalone | None = None
         if shim.spec:
@@ -358,7 +358,7 @@ def is_https(mbus: settings.Mbus) -> bool:
     return mbus.scheme == "https"
 
 
-def _firewall_obstacle(paths: Paths, *, is_wanted: bool) -> str:
+def firewall_obstacle(paths: Paths, *, is_wanted: bool) -> str:
     """The reason the agent manages no packet filter rules here. "" if it does."""
     if not is_wanted:
         return "it is switched off in agent.json"

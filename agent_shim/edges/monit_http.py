@@ -96,8 +96,8 @@ class Api:
         return _table((each["name"], monit_text.words(each)) for each in shown.get("services", ()))
 
     @functools.cached_property
-    def _here(self) -> _Machine:
-        return _Machine()  # late: it imports psutil, which the first pong need not wait for
+    def _here(self) -> MachineFacts:
+        return MachineFacts()  # late: it imports psutil, which the first pong need not wait for
 
     def _rights(self, given: str) -> bool | None:
         """True for a user who may act, False for one who may look, None for a stranger."""
@@ -158,7 +158,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> Response:
 # --- the document -----------------------------------------------------------------------------------------------------
 
 
-class _Machine:
+class MachineFacts:
     """Facts about the machine. Only its load changes."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Machine:
         }
 
 
-def document(shown: Mapping[str, Any], here: _Machine, *, version: int, daemon: About = About()) -> str:  # noqa: B008 - frozen
+def document(shown: Mapping[str, Any], here: MachineFacts, *, version: int, daemon: About = About()) -> str:  # noqa: B008 - frozen
     """Render the status as one line of XML: version 1 has elements where version 2 has attributes."""
     services = shown.get("services", ())
     incarnation = daemon.incarnation or here.begun_at

@@ -12,13 +12,13 @@ from typing import Final
 
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 """Ticks per second."""
-_BEGUN_AT: Final = time.monotonic()
+BEGUN_AT: Final = time.monotonic()
 """Origin of the beats: agents of one node do not beat together."""
 
 
 def until_beat(period: float) -> float:
     """Return the seconds until the next beat of ``period``: sleepers whose periods divide each other wake together."""
-    return period - (time.monotonic() - _BEGUN_AT) % period
+    return period - (time.monotonic() - BEGUN_AT) % period
 
 
 def boot_time() -> float:

@@ -106,7 +106,7 @@ def owner_ids(owner: str | None) -> tuple[int, int]:
 
     (-1, -1), which chown ignores, for None and unless we are root with CAP_CHOWN.
     """
-    if owner is None or os.geteuid() != 0 or not _may_give():
+    if owner is None or os.geteuid() != 0 or not can_chown():
         return -1, -1
     user, colon, group = owner.partition(":")
     try:
@@ -141,7 +141,7 @@ def _settle(fd: int, mode: int, owner: str | None) -> None:
 
 
 @functools.cache
-def _may_give() -> bool:
+def can_chown() -> bool:
     """Return True if root may chown. Logs once if it may not."""
     if "CHOWN" in capabilities.privileges().effective:
         return True

@@ -208,7 +208,7 @@ class JobCgroup:
         with contextlib.suppress(OSError):  # before Linux 5.14, and in version 1, the file does not exist
             (tracking / "cgroup.kill").write_text("1")
             return
-        with _held_still(tracking):
+        with held_still(tracking):
             for member in self.members():
                 process.send(member, signal.SIGKILL)
 
@@ -233,7 +233,7 @@ def _below(directory: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _held_still(directory: Path) -> Iterator[None]:
+def held_still(directory: Path) -> Iterator[None]:
     """Freeze processes below ``directory`` for the block, if the kernel can. Killed ones end with the block."""
     for name, held, free, told in (
         ("cgroup.freeze", "1", "0", ("cgroup.events", "frozen 1")),

@@ -20,7 +20,7 @@ from agent_shim.host import command, files
 _SIOCGIFADDR: Final = 0x8915
 _SIOCGIFNETMASK: Final = 0x891B
 _GLOBAL_SCOPE: Final = 0x00
-_FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
+FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 """include/linux/proc_ns.h"""
 _LISTEN: Final = "0A"
 NEIGHBOUR_TIMEOUT_S: Final = 30.0
@@ -146,7 +146,7 @@ def has_address(text: str) -> bool:
 
 def is_of_machine() -> bool:
     """Return True in a container with the machine's network: it sees devices of the machine, but not its processes."""
-    is_contained = Path("/proc/self/ns/pid").stat().st_ino != _FIRST_PID_NAMESPACE
+    is_contained = Path("/proc/self/ns/pid").stat().st_ino != FIRST_PID_NAMESPACE
     return is_contained and any(Path("/sys/class/net", name, "device").exists() for _, name in socket.if_nameindex())
 
 

@@ -238,7 +238,7 @@ def command_line(pid: int) -> str:
 
 def command_lines(pids: Collection[int]) -> dict[int, str]:
     """Return the ``command_line`` of many processes, without empty ones. Blocks."""
-    found = of_each(pids, lambda pid: _read_memory(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
+    found = of_each(pids, lambda pid: read_memory(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
     return {pid: line.replace(b"\0", b" ").decode(errors="replace") for pid, line in found.items() if line}
 
 
@@ -259,7 +259,7 @@ def variables(pids: Collection[int], name: str, more: Iterable[int] = ()) -> tup
 
     def value(pid: int) -> str | None:
         nonlocal left
-        environ = _read_memory(pid, "environ", MAX_ENVIRON_BYTES if left > 0 else MIN_ENVIRON_BYTES)
+        environ = read_memory(pid, "environ", MAX_ENVIRON_BYTES if left > 0 else MIN_ENVIRON_BYTES)
         left -= len(environ)
         if not environ:
             blank.append(pid)
@@ -282,7 +282,7 @@ def open_files(pid: int) -> int:
 
 def proportional_kb(pid: int) -> int:
     """Return the memory in use, shared pages divided among their users. 0 if the kernel does not report it. Blocks."""
-    found = of_each([pid], lambda pid: _read_memory(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"")
+    found = of_each([pid], lambda pid: read_memory(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"")
     return next((int(line.split()[1]) for line in found.splitlines() if line.startswith(b"Pss:")), 0)
 
 
@@ -313,7 +313,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
                         yield use
         with suppress(OSError):
             if (about / "ns/mnt").samefile("/proc/self/ns/mnt"):
-                paths = dict.fromkeys(_mapped(_read_memory(pid, "maps", MAX_MAPS_BYTES)))
+                paths = dict.fromkeys(parse_maps(read_memory(pid, "maps", MAX_MAPS_BYTES)))
                 yield from (Use("map", path) for path in paths if is_wanted(path))
 
     def found(kind: str, link: str) -> Use | None:
@@ -334,7 +334,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
     return uses
 
 
-def _mapped(maps: bytes) -> Iterator[str]:
+def parse_maps(maps: bytes) -> Iterator[str]:
     for line in maps.split(b"\n"):
         _, slash, rest = os.fsdecode(line).partition("/")
         if slash:
@@ -442,7 +442,7 @@ def _shown(pid: int) -> Path:
     return Path("/proc", str(pid), "task", others[0]) if others else Path("/proc", str(pid))
 
 
-def _read_memory(pid: int, name: str, limit: int) -> bytes:
+def read_memory(pid: int, name: str, limit: int) -> bytes:
     """Read a file about the memory of a process, which is empty once its first thread has ended: of another thread."""
     return _read(pid, name, limit) or _read_of_threads(pid, name, limit)
 
@@ -479,7 +479,7 @@ def _without_descriptors(work: Callable[[], T]) -> T:
     Without a free one each living process would look ended.
     """
     global _spare  # noqa: PLW0603 - the one of this process
-    _tell_shortage()
+    tell_shortage()
     with _spare_lock:
         if _spare is not None:
             os.close(_spare)
@@ -492,7 +492,7 @@ def _without_descriptors(work: Callable[[], T]) -> T:
 
 
 @functools.cache
-def _tell_shortage() -> None:
+def tell_shortage() -> None:
     """Log the shortage once: reads are frequent."""
     logger.error("no free descriptor: processes are read one by one in the place of a spare one")
 
@@ -510,7 +510,7 @@ def _content(descriptor: int, limit: int) -> bytes:
     return content
 
 
-class _Pass(Generic[T]):
+class Pass(Generic[T]):
     """One thread's pass over some processes. Once abandoned, it ends after the current process."""
 
     def __init__(self, pids: Iterable[int], work: Callable[[int], T]) -> None:
@@ -556,7 +556,7 @@ def of_each(pids: Collection[int], work: Callable[[int], T], more: Iterable[int]
             ahead = [pid for pid in ahead if pid not in _hung]
             if len(_hung) >= MAX_HUNG_READS:
                 break
-        way = _Pass(itertools.chain(ahead, more), work)
+        way = Pass(itertools.chain(ahead, more), work)
         try:
             threading.Thread(target=way.run, name="reads of processes", daemon=True).start()
         except RuntimeError:

@@ -223,7 +223,7 @@ def _join(groups: Iterable[str]) -> None:
 def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
     with _step("set its limits"):
         _set_limits(spec["limits"])
-        _reset_oom_score()
+        reset_oom_score()
     with _step("give up capabilities"):
         if not spec["keeps_privileges"]:
             _drop_bounding(spec["capabilities"])
@@ -270,7 +270,7 @@ def _set_limits(limits: Mapping[str, int]) -> None:
             sys.stderr.write(f"agent-shim: {name} is {hard}, the hard limit, instead of {value}\n")
 
 
-def _reset_oom_score(score: str = "/proc/self/oom_score_adj") -> None:
+def reset_oom_score(score: str = "/proc/self/oom_score_adj") -> None:
     """Reset a negative OOM score: the agent may be spared by the OOM killer, a job is not."""
     with contextlib.suppress(OSError), open(score, "r+") as file:
         if int(file.read()) < 0:
@@ -308,7 +308,7 @@ def _unshare(spec: ExecSpec) -> int:
     with _step("share a volume"):
         for place in places:
             if place["shared"]:
-                _make_shared(place["source"])
+                make_shared(place["source"])
     flags = _CLONE_PARENT | functools.reduce(int.__or__, (_NAMESPACES[name] for name in spec["namespaces"]))
     arguments = ctypes.create_string_buffer(struct.pack("8Q", flags, *[0] * 7))
     with _step("make namespaces"):
@@ -320,7 +320,7 @@ def _unshare(spec: ExecSpec) -> int:
     return child
 
 
-def _make_shared(path: str) -> None:
+def make_shared(path: str) -> None:
     """Make a mount point shared, so that mounts below it propagate to every namespace that has it.
 
     ``path`` is opened once: the mount is made on the open directory, whatever the path names later.

@@ -31,7 +31,7 @@ _PRIVILEGE_SEPARATION: Final = Path("/run/sshd")
 """The empty directory for the unprivileged half of Debian's sshd; it vanishes with /run."""
 _OURS: Final = re.compile(r"(sshd: |\S*/sshd )")
 
-_CONFIG: Final = """\
+CONFIG: Final = """\
 Port {port}
 HostKey {key}
 PidFile none
@@ -56,7 +56,7 @@ class Sshd:
     def __init__(self, paths: Paths, port: int, is_needed: Callable[[], bool]) -> None:
         self._paths = paths
         self._port = port
-        self._is_needed = is_needed
+        self.is_needed = is_needed
         self._key = paths.etc / "ssh/ssh_host_rsa_key"
         self._config = paths.shim_run / "sshd_config"
         self._log = paths.agent_log / "sshd.log"
@@ -74,7 +74,7 @@ class Sshd:
             return
         async with self._turn:
             with errors_as("Seeing to sshd"):
-                if not self._is_needed():
+                if not self.is_needed():
                     await self._stop()
                 elif not await self._is_served():
                     await self._start()
@@ -95,7 +95,7 @@ class Sshd:
             raise HostError(f"nothing listens on port {self._port}, and the agent is not root")
         await self._have_host_key()
         await asyncio.to_thread(files.make_dir, _PRIVILEGE_SEPARATION, 0o755)
-        config = _CONFIG.format(port=self._port, key=self._key).encode()
+        config = CONFIG.format(port=self._port, key=self._key).encode()
         await asyncio.to_thread(files.write_atomic, self._config, config, mode=0o600)
         begin = await asyncio.to_thread(self._log_size)
         argv = [program, "-D", "-e", "-f", str(self._config)]

@@ -83,7 +83,7 @@ class Users:
             except BaseException:
                 if user not in known and user in self.made():
                     with contextlib.suppress(HostError):
-                        await _remove(user)
+                        await remove(user)
                 raise
 
     async def cleanup(self, user_regex: str) -> list[str]:
@@ -94,7 +94,7 @@ class Users:
                 pattern = re.compile(user_regex, re.ASCII)
                 doomed = [user for user in ours if user.startswith(PREFIX) and pattern.search(user)]
                 for user in doomed:
-                    await _remove(user)
+                    await remove(user)
         return doomed
 
     async def authorize_vcap(self, keys: Sequence[str]) -> None:
@@ -139,7 +139,7 @@ class Users:
         return [line.split(":") for line in (self._paths.etc / "passwd").read_text(errors="replace").splitlines()]
 
 
-async def _remove(user: str) -> None:
+async def remove(user: str) -> None:
     """Remove a user with home and processes.
 
     Without an account no log-in is possible, and without processes nothing changes the home during its removal.

@@ -70,7 +70,7 @@ class Pace(msgspec.Struct, frozen=True):
     """Time that a lock on this kernel must stay free: a restarting agent takes it again sooner."""
 
 
-class _Hold(msgspec.Struct):
+class Hold(msgspec.Struct):
     """An open file, used by one thread at a time: a closed descriptor may be reused for another file."""
 
     descriptor: int
@@ -97,14 +97,15 @@ class VolumeLeases:
         if boot is None:
             with suppress(OSError):  # hidden
                 self._boot = proc.boot_id()
-        self._held: dict[Path, _Hold] = {}
+        self.held: dict[Path, Hold] = {}
+        """By directory."""
         self._seen: dict[Path, tuple[bytes, float]] = {}
         """Leases of other agents, each with the time of its last change."""
 
     def introduce(self, agent_id: str) -> None:
         """Write the agent id into all leases. Blocks on the disks."""
         self._agent_id = agent_id
-        for directory in list(self._held):
+        for directory in list(self.held):
             self.renew(directory)
 
     def hold(self, directory: Path) -> str:
@@ -112,7 +113,7 @@ class VolumeLeases:
 
         Blocks on the disk. Raises ``HostError``. A full or read-only volume is used without a lease.
         """
-        if directory in self._held:
+        if directory in self.held:
             return ""
         with ExitStack() as opened:
             try:
@@ -128,7 +129,7 @@ class VolumeLeases:
                 raise files.failed(f"take {directory.parent}", exc) from exc
             opened.pop_all()
         self._seen.pop(directory, None)
-        hold = self._held[directory] = _Hold(descriptor, is_local)
+        hold = self.held[directory] = Hold(descriptor, is_local)
         self._write(directory, hold)
         return ""
 
@@ -159,7 +160,7 @@ class VolumeLeases:
 
     def release(self, directory: Path) -> None:
         """Release a volume for immediate reuse, unless another agent has taken it. Blocks on the disk."""
-        if hold := self._held.pop(directory, None):
+        if hold := self.held.pop(directory, None):
             with hold.turn:
                 if not self._taker(directory, hold):
                     self._write(directory, hold, is_over=True)
@@ -168,7 +169,7 @@ class VolumeLeases:
 
     def release_all(self) -> None:
         """Release all volumes: no process of this agent uses them any more."""
-        for directory in list(self._held):
+        for directory in list(self.held):
             self.release(directory)
 
     async def keep(self, lost: Callable[[str], None]) -> NoReturn:
@@ -184,7 +185,7 @@ class VolumeLeases:
 
         while True:
             await asyncio.sleep(clock.until_beat(self._pace.period))
-            for directory, hold in list(self._held.items()):
+            for directory, hold in list(self.held.items()):
                 # A stat of a local file does not block.
                 if hold.version and hold.version == files.version(directory / NAME):
                     continue
@@ -193,7 +194,7 @@ class VolumeLeases:
 
     def renew(self, directory: Path) -> str:
         """Renew a lease once. Return the agent that took the volume, or "". Blocks on the disk."""
-        hold = self._held.get(directory)
+        hold = self.held.get(directory)
         if hold is None:
             return ""
         with hold.turn:
@@ -205,7 +206,7 @@ class VolumeLeases:
             self._write(directory, hold)
         return ""
 
-    def _taker(self, directory: Path, hold: _Hold) -> str:
+    def _taker(self, directory: Path, hold: Hold) -> str:
         """Return the agent that has taken our volume, or "", also if the lease cannot be read."""
         try:
             lease = _decoded(os.pread(hold.descriptor, _MAX_BYTES, 0))
@@ -214,7 +215,7 @@ class VolumeLeases:
             return ""
         return str(lease) if lease is not None and lease.holder != self._holder else ""
 
-    def _write(self, directory: Path, hold: _Hold, *, is_over: bool = False) -> None:
+    def _write(self, directory: Path, hold: Hold, *, is_over: bool = False) -> None:
         """Write in place (another inode has another lock) and in one call: a kill leaves the old lease or the new."""
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)

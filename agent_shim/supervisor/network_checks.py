@@ -193,7 +193,7 @@ def wire_text(text: str) -> bytes:
     return spelled.encode("latin-1", "replace") if spelled != text else text.encode("utf-8", "surrogateescape")
 
 
-class _Response:
+class Response:
     """Parser events of an http response, and the page if that is ``wanted``."""
 
     def __init__(self, wanted: Protocol) -> None:
@@ -255,7 +255,7 @@ async def _http(line: _Line, connection: Connection) -> None:
         secret = base64.b64encode(protocol.credentials.encode("utf-8", "surrogateescape")).decode()
         head.append(f"Authorization: Basic {secret}")
     await line.send("".join(f"{each}\r\n" for each in [*head, ""]).encode("utf-8", "surrogateescape"))
-    response, received = _Response(protocol), 0
+    response, received = Response(protocol), 0
     while not response.has_head:
         if received > MAX_HEAD_BYTES or not await line.more():
             raise _WrongError("does not answer like an http server")

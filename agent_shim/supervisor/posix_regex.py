@@ -47,7 +47,7 @@ class Pattern:
             self._compile(b"^.*(" + pattern + b")")
 
     def _compile(self, pattern: bytes) -> None:
-        compiled, libc = ctypes.create_string_buffer(_REGEX_BYTES), _libc()
+        compiled, libc = ctypes.create_string_buffer(_REGEX_BYTES), library()
         before = libc.uselocale(_c_locale())
         try:
             code = libc.regcomp(compiled, pattern, _REG_EXTENDED | _REG_NOSUB)
@@ -63,7 +63,7 @@ class Pattern:
     def search(self, text: str | bytes, *, limit: int = MAX_TEXT_BYTES) -> bool:
         """True if the first ``limit`` bytes of the text match; as in C, the text ends at a null byte."""
         raw = text if isinstance(text, bytes) else text.encode(errors="surrogateescape")
-        return bool(_libc().regexec(self._compiled, raw[:limit], 0, None, 0) == 0)
+        return bool(library().regexec(self._compiled, raw[:limit], 0, None, 0) == 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -73,7 +73,7 @@ def compiled(pattern: str) -> Pattern:
 
 
 @functools.cache
-def _libc() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     libc = ctypes.CDLL(None)
     libc.newlocale.restype = libc.uselocale.restype = ctypes.c_void_p
     libc.newlocale.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
@@ -88,5 +88,5 @@ def _libc() -> ctypes.CDLL:
 
 @functools.cache
 def _c_locale() -> int:
-    found: int = _libc().newlocale(_LC_ALL_MASK, b"C", None)
+    found: int = library().newlocale(_LC_ALL_MASK, b"C", None)
     return found

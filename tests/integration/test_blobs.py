@@ -108,7 +108,7 @@ async def test_proxies_of_the_settings_go_before_those_of_the_environment(
     paths: Paths, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However the environment spells them."""
-    monkeypatch.setattr("agent_shim.bulk.routes._is_excepted", lambda *_: False)
+    monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     async with http_proxy() as proxy:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import proc, process
+from tests.support import descriptors
 from tests.support.programs import argv, number_in
 from tests.support.waiting import until
 
@@ -24,7 +25,7 @@ async def test_an_environment_of_terabytes_is_read_as_far_as_its_bound(tmp_path:
 
     assert proc.variable(huge.pid, "MARK") is None
     assert len(proc.command_line(huge.pid)) <= proc.MAX_COMMAND_LINE_BYTES
-    assert len(proc._read(huge.pid, "environ", proc.MAX_ENVIRON_BYTES)) == proc.MAX_ENVIRON_BYTES
+    assert len(proc.read_memory(huge.pid, "environ", proc.MAX_ENVIRON_BYTES)) == proc.MAX_ENVIRON_BYTES
     assert "MARK" not in proc.census("MARK").marked
     await huge.terminate(1)
 
@@ -44,6 +45,10 @@ async def test_a_process_that_ended_its_first_thread_is_read_by_another_thread(t
     assert "leaderless.py" in proc.command_line(headless.pid)
     assert proc.open_files(headless.pid) > 2
     assert not proc.is_leaving(headless.pid)
+    with descriptors.none_free():
+        again = proc.stat(headless.pid)
+    assert again is not None
+    assert again.resident_kb > 64 << 10
     device = tmp_path.stat().st_dev
     used = proc.uses([headless.pid], lambda path: path.startswith(str(tmp_path)), {device})[headless.pid]
     assert {each.kind for each in used} == {"cwd", "fd"}

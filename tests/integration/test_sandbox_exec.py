@@ -156,7 +156,7 @@ def test_job_is_not_spared_when_memory_runs_out(tmp_path: Path, inherited: str, 
     """The agent may be spared. A job that is killed first remains so."""
     score = tmp_path / "oom_score_adj"
     score.write_text(inherited)
-    sandbox_exec._reset_oom_score(str(score))
+    sandbox_exec.reset_oom_score(str(score))
 
     # Each write to a kernel file is one value. The second starts where the first was read.
     assert int(score.read_text().removeprefix(inherited) or inherited) == own

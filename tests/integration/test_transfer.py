@@ -302,7 +302,7 @@ async def test_proxies_of_the_environment_are_used(
     server: Server, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With their password, for plain requests and tunnels."""
-    monkeypatch.setattr("agent_shim.bulk.routes._is_excepted", lambda *_: False)
+    monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
     authority = Authority("blobstore-ca")
     async with (
         http_proxy() as proxy,

@@ -13,6 +13,7 @@ import pytest
 
 from agent_shim.cli import doctor
 from agent_shim.core.paths import Paths
+from agent_shim.edges import control_client
 from tests.support.machine import CODE, Machine
 
 pytestmark = pytest.mark.root
@@ -95,7 +96,7 @@ def test_another_process_on_the_agents_port_is_reported(tmp_path: Path, monkeypa
         assert thief.stdout is not None
         port = int(thief.stdout.readline())
         (tmp_path / "agent.json").write_text(json.dumps({"AgentShim": {"http": f"0.0.0.0:{port}"}}))
-        monkeypatch.setattr(doctor, "_status", lambda _: {"jobs": []})
+        monkeypatch.setattr(control_client, "ask", lambda *_, **__: {"jobs": []})
 
         report = doctor.examine(Paths(tmp_path), tmp_path / "agent.json")
         thief.communicate()

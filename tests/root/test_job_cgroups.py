@@ -65,7 +65,7 @@ async def test_frozen_processes_fork_no_child_and_continue_afterwards(
     try:
         (place / "cgroup.procs").write_text(str(forking.pid))
         await until(lambda: count() > 20)
-        with job_cgroups._held_still(place):
+        with job_cgroups.held_still(place):
             assert any(stands_still() for _ in range(5))
         at = count()
         await until(lambda: count() > at)

@@ -105,7 +105,7 @@ async def both(tmp_path: Path, text: str) -> AsyncIterator[tuple[Side, Side]]:
 
             def document() -> str:
                 shown = {"services": list(map(monit_api.describe, supervisor.services()))}
-                return monit_http.document(shown, monit_http._Machine(), version=2)
+                return monit_http.document(shown, monit_http.MachineFacts(), version=2)
 
             yield Side(theirs, latest.copy, bits.copy), Side(ours, words, lambda: figures(document()))
     finally:

@@ -258,7 +258,7 @@ from agent_shim.host import mounts, sandbox_exec
 place = volumes / {name!r}
 place.mkdir(exist_ok=True)
 for _ in range(3):
-    sandbox_exec._make_shared(str(place))
+    sandbox_exec.make_shared(str(place))
 at = [each for each in mounts.mounts() if each.point == place]
 table = Path("/proc/self/mountinfo").read_text().splitlines()
 lines = [line for line in table if int(line.split()[0]) == at[-1].number]

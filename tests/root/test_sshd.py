@@ -217,7 +217,7 @@ def test_a_session_outlives_the_server(alone: Alone) -> None:
     )
     assert talking.stdout is not None
     assert talking.stdout.readline() == b"here\n"
-    alone.agent("sshd._is_needed = lambda: False\nawait sshd.settle()")
+    alone.agent("sshd.is_needed = lambda: False\nawait sshd.settle()")
     assert alone.servers() == []
     out, _ = talking.communicate(b"it\n", timeout=30)
 
@@ -348,7 +348,7 @@ def test_a_failed_server_is_reported_and_leaves_no_user(alone: Alone, stranger: 
     stranger("127.0.0.1")  # serves no client from outside
     error = alone.agent(
         "from agent_shim.services import sshd as module\n"
-        "module._CONFIG += 'NoSuchOption yes\\n'\n"
+        "module.CONFIG += 'NoSuchOption yes\\n'\n"
         f"return await ssh(agent, 'setup', SshParams('bosh_any', {alone.key.with_suffix('.pub').read_text()!r}))"
     )
 
@@ -376,14 +376,14 @@ def test_a_server_being_stopped_does_not_count(alone: Alone) -> None:
     alone.agent(
         "import signal\n"
         "from agent_shim.host import proc\n"
-        "sshd._is_needed = lambda: True\n"
+        "sshd.is_needed = lambda: True\n"
         "await sshd.settle()\n"
         "(pid,) = [pid for pid in proc.table() if proc.command_line(pid).startswith('sshd: ')]\n"
         "os.kill(pid, signal.SIGSTOP)\n"
-        "sshd._is_needed = lambda: False\n"
+        "sshd.is_needed = lambda: False\n"
         "stopping = asyncio.create_task(sshd.settle())\n"
         "await asyncio.sleep(0)\n"
-        "sshd._is_needed = lambda: True\n"
+        "sshd.is_needed = lambda: True\n"
         "await asyncio.gather(stopping, *(sshd.settle() for _ in range(5)))"
     )
 

@@ -128,7 +128,7 @@ RAW: Mapping[str, Raw] = {
                 "_below",
                 "_forbid_swap",
                 "_hand_down",
-                "_held_still",
+                "held_still",
                 "members",
                 "offered",
             }
@@ -167,12 +167,12 @@ RAW: Mapping[str, Raw] = {
         "in the process that becomes the job: what it may open is opened once, and mounted by descriptor",
         frozenset(
             {
-                "_reset_oom_score",
+                "reset_oom_score",
                 "_enter",
                 "_is_our_link",
                 "_join",
                 "_make_point",
-                "_make_shared",
+                "make_shared",
                 "_mask",
                 "_close_input",
                 "_run_below_init",

@@ -91,7 +91,7 @@ def boot_steps() -> str:
 
 def statements() -> str:
     """The words that begin a statement or the test of a rule, and the checks that have them."""
-    words = {word: option.kinds for word, option in parser._OPTIONS.items() if word != "if"}
+    words = {word: option.kinds for word, option in parser.OPTIONS.items() if word != "if"}
     tests = {f"if {'N restarts' if word == 'NUMBER' else word}": reading.kinds for word, reading in rules.TESTS.items()}
     grouped: dict[str, list[str]] = {}
     for word, kinds in sorted((words | tests).items()):

@@ -92,7 +92,7 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
     if reader.at == first:
         reader.skip()
     while (kind := reader.kind) not in ("END", "BAD"):
-        if reader.begins_line() and (kind == "set" or kind in _OPTIONS or kind.startswith("check ")):
+        if reader.begins_line() and (kind == "set" or kind in OPTIONS or kind.startswith("check ")):
             break
         reader.skip()
     if reader.kind == "BAD":  # an open quote, after which nothing means what it says
@@ -149,7 +149,7 @@ def _options(reader: Reader, check: Check, ignored: list[Ignored]) -> Check:
     while reader.kind not in ("END", "set") and not reader.kind.startswith("check "):
         first, token = reader.at, reader.next
         try:
-            option = _OPTIONS.get(token.kind)
+            option = OPTIONS.get(token.kind)
             if option is None or check.kind not in option.kinds:
                 raise reader.error(f"an option of {kind}, 'check', 'set' or the end of the file")
             before, check = check, option.read(reader, check)
@@ -247,7 +247,7 @@ class _Option(NamedTuple):
     kinds: frozenset[str] = ALL
 
 
-_OPTIONS: Final[Mapping[str, _Option]] = {
+OPTIONS: Final[Mapping[str, _Option]] = {
     "start": _Option(_program, ALL - STATUS),
     "stop": _Option(_program, ALL - STATUS),
     "group": _Option(_group),

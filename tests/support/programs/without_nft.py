@@ -23,6 +23,6 @@ async def _replace(chains: str) -> None:
 if __name__ == "__main__":
     FILE = Path(sys.argv.pop(1))
     nftables.replace = _replace
-    runtime._firewall_obstacle = lambda *_, **__: ""
+    runtime.firewall_obstacle = lambda *_, **__: ""
     firewall.RULES_PERIOD_S = 86400.0  # type: ignore[misc]
     sys.exit(cli.main())

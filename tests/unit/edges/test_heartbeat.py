@@ -91,7 +91,7 @@ def skipping(play: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -
     loop = asyncio.SelectorEventLoop(selector)
     monkeypatch.setattr(loop, "time", lambda: selector.now)
     monkeypatch.setattr(time, "monotonic", lambda: selector.now)
-    monkeypatch.setattr(clock, "_BEGUN_AT", selector.now)
+    monkeypatch.setattr(clock, "BEGUN_AT", selector.now)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(play)
 

@@ -236,11 +236,11 @@ def test_one_half_of_an_owner_may_be_right_already(tmp_path: Path, owner: str, i
 def test_root_that_may_give_nothing_away_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container without CAP_CHOWN: the file is written all the same."""
     monkeypatch.setattr(capabilities, "privileges", lambda: SimpleNamespace(effective=frozenset()))
-    files._may_give.cache_clear()
+    files.can_chown.cache_clear()
     try:
         assert files.owner_ids("daemon:bin") == (-1, -1)
     finally:
-        files._may_give.cache_clear()
+        files.can_chown.cache_clear()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root looks owners up")

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import mmap
 import os
-import resource
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from agent_shim.host import proc
+from tests.support import descriptors
 
 LINE = (
     "%s S 7 41 40 0 -1 4194560 1 2 3 4 11 22 33 44 20 0 1 0 98765 1000000 250 18446744073709551615 1 1 0 0 0 0 0 0 0\n"
@@ -78,33 +78,17 @@ def test_variable_is_the_one_at_the_start() -> None:
 
 def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.LogCaptureFixture) -> None:
     """They would look ended."""
-    proc._tell_shortage.cache_clear()
+    proc.tell_shortage.cache_clear()
     before = proc.stat(os.getpid())
-    ended = threading.Event()
-    thread = threading.Thread(target=ended.wait)
-    thread.start()
-    taken: list[int] = []
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
+    with descriptors.none_free():
         found = [proc.stat(os.getpid()) for _ in range(3)]
         missing = proc.stat(1 << 22)
         again = proc.stat(os.getpid())
         listed = [proc.table().get(os.getpid()), (proc.small_table(100_000) or {}).get(os.getpid())]
-        threads = proc._other_threads(os.getpid(), 100_000)
-    finally:
-        ended.set()
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     assert before is not None
     assert missing is None
     assert {one and one.identity for one in (*found, again, *listed)} == {before.identity}
-    assert str(thread.native_id) in threads
     assert caplog.text.count("no free descriptor") == 1
 
 
@@ -117,7 +101,7 @@ def test_environments_of_one_pass_have_a_budget(monkeypatch: pytest.MonkeyPatch)
         text = b"A=b\0MARK=web\0"
         return bytes(limit) if pid else text
 
-    monkeypatch.setattr(proc, "_read_memory", read)
+    monkeypatch.setattr(proc, "read_memory", read)
     full = proc.MAX_PASS_BYTES // proc.MAX_ENVIRON_BYTES
 
     assert proc.variables([*range(1, full + 3), 0], "MARK")[0] == {0: "web"}
@@ -129,7 +113,7 @@ def test_environments_of_one_pass_have_a_budget(monkeypatch: pytest.MonkeyPatch)
     [(b"MARK=web", "web"), (b"A=MARK=x\0MARK=web\0B=c", "web"), (b"MARKS=web\0", None), (b"MARK=\0", ""), (b"", None)],
 )
 def test_a_variable_is_found_between_nuls(monkeypatch: pytest.MonkeyPatch, text: bytes, value: str | None) -> None:
-    monkeypatch.setattr(proc, "_read_memory", lambda *_: text)
+    monkeypatch.setattr(proc, "read_memory", lambda *_: text)
 
     assert proc.variable(7, "MARK") == value
 
@@ -191,27 +175,15 @@ def test_files_are_mapped_and_other_memory_is_not() -> None:
 7f5-7f6 r--s 00000000 08:02 1 /lib/x.so (deleted)
 7f7-7f8 r--s 00000000 08:02 1 /lib/x\ry"""
 
-    assert list(proc._mapped(maps)) == ["/usr/bin/a b", "/lib/x.so (deleted)", "/lib/x\ry"]
+    assert list(proc.parse_maps(maps)) == ["/usr/bin/a b", "/lib/x.so (deleted)", "/lib/x\ry"]
 
 
 @pytest.mark.parametrize(
     ("line", "is_alive"),
     [(LINE.replace(" S ", " Z ", 1), False), (LINE.replace(" S ", " Z ", 1).replace(" 20 0 1 ", " 20 0 2 "), True)],
 )
-def test_a_process_whose_first_thread_has_ended_lives_while_others_do(
-    monkeypatch: pytest.MonkeyPatch, line: str, is_alive: bool
-) -> None:
-    """Its memory is that which another thread shows."""
-    other = LINE.replace(" 250 ", " 700 ")
-    shown = {"stat": line, "task/43/stat": other}
-    monkeypatch.setattr(proc, "_read", lambda _, name, __=0: (shown[name] % "41 (a)").encode())
-    monkeypatch.setattr(proc, "_other_threads", lambda _: ["43"])
-
-    found = proc.stat(41)
-
-    assert found is not None
-    assert found.is_alive is is_alive
-    assert found.resident_kb == (700 if is_alive else 250) * proc.PAGE_KB
+def test_a_process_whose_first_thread_has_ended_lives_while_others_do(line: str, is_alive: bool) -> None:
+    assert proc.parse((line % "41 (a)").encode()).is_alive is is_alive
 
 
 def test_open_files_are_counted_where_the_kernel_does_not_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +284,7 @@ def test_a_pass_that_advances_is_not_left_however_long_it_takes(monkeypatch: pyt
             super().set()
             arrived.release()
 
-    class Watched(proc._Pass[int]):
+    class Watched(proc.Pass[int]):
         def __init__(self, pids: Collection[int], work: Callable[[int], int]) -> None:
             super().__init__(pids, work)
             self.is_over = EndOfTime()
@@ -323,7 +295,7 @@ def test_a_pass_that_advances_is_not_left_however_long_it_takes(monkeypatch: pyt
         assert turn.acquire(timeout=60)
         return pid
 
-    monkeypatch.setattr(proc, "_Pass", Watched)
+    monkeypatch.setattr(proc, "Pass", Watched)
 
     assert proc.of_each([1, 2, 3, 4], work) == {1: 1, 2: 2, 3: 3, 4: 4}
     assert looked_at == [1, 2, 3, 4]

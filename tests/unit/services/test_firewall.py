@@ -81,7 +81,7 @@ def test_the_network_is_the_machines_where_its_devices_are_seen_from_a_container
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a machine itself they are as much ours as everything is."""
-    monkeypatch.setattr(network, "_FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
+    monkeypatch.setattr(network, "FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
 
     assert not network.is_of_machine()
 

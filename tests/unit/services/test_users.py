@@ -64,7 +64,7 @@ async def test_a_user_is_made_for_a_key_and_removed_with_those_alone_that_match(
         ran.append(("remove", user))
 
     monkeypatch.setattr(command, "run", run)
-    monkeypatch.setattr(users, "_remove", remove)
+    monkeypatch.setattr(users, "remove", remove)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     ours = Users(paths)
     for user in ("bosh_jane", "bosh_joe"):

@@ -30,9 +30,9 @@ def leases(host: str = "pod-0", boot: str = "kernel 1", agent_id: str = "a-1") -
 
 def end(one: VolumeLeases) -> None:
     """Its process ends, without a word."""
-    for hold in one._held.values():
+    for hold in one.held.values():
         os.close(hold.descriptor)
-    one._held.clear()
+    one.held.clear()
 
 
 @pytest.fixture

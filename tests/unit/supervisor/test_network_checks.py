@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 import time
-from typing import Any
 
 import pytest
 
 from agent_shim.supervisor import network_checks
 from agent_shim.supervisor.monit.ast import Connection, Protocol
+from tests.support.serving import serving
 
 
 @pytest.mark.parametrize(
@@ -45,35 +47,30 @@ async def test_a_host_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch
     )
 
 
-class Endless:
-    """A server whose head has no end."""
+async def test_a_head_without_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = 0
+    loop = asyncio.get_running_loop()
+    receive = loop.sock_recv
 
-    def __init__(self) -> None:
-        self.received = b""
-        self.total = 0
-        self._next = b"HTTP/1.1 200 OK\r\n"
-
-    async def send(self, _: bytes) -> None:
-        """Take the request."""
-
-    async def more(self) -> bool:
-        self.received += self._next
-        self.total += len(self._next)
-        self._next = b"X: " + b"y" * 997 + b"\r\n"
-        return True
-
-    def taken(self) -> bytes:
-        data, self.received = self.received, b""
+    async def counted(sock: socket.socket, size: int) -> bytes:
+        nonlocal read
+        data = await receive(sock, size)
+        read += len(data)
         return data
 
+    async def endless(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"HTTP/1.1 200 OK\r\n")
+            while True:
+                writer.write(b"X: " + b"y" * 997 + b"\r\n")
+                await writer.drain()
 
-async def test_a_head_without_end_is_no_answer() -> None:
-    line: Any = Endless()
+    monkeypatch.setattr(loop, "sock_recv", counted)
+    async with serving(endless) as port:
+        why = await network_checks.probe(Connection("127.0.0.1", port, protocol=Protocol("http", "/")))
 
-    with pytest.raises(network_checks._WrongError, match="does not answer like an http server"):
-        await network_checks._http(line, Connection("h", 1, protocol=Protocol("http", "/")))
-
-    assert line.total < network_checks.MAX_HEAD_BYTES + 3000
+    assert why == f"connection failed: 127.0.0.1 port {port} does not answer like an http server"
+    assert read <= network_checks.MAX_HEAD_BYTES + 2 * network_checks.CHUNK
 
 
 def test_a_piece_of_a_page_costs_no_copy_of_the_whole() -> None:
@@ -81,7 +78,7 @@ def test_a_piece_of_a_page_costs_no_copy_of_the_whole() -> None:
 
     def seconds(before: int) -> float:
         """Processor time of the same chunks behind ``before`` bytes."""
-        response = network_checks._Response(Protocol("http", content="x"))
+        response = network_checks.Response(Protocol("http", content="x"))
         response.read(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % before + b"a" * before + b"\r\n")
         begun = time.thread_time()
         response.read(b"1\r\na\r\n" * 2000)

@@ -89,7 +89,7 @@ def test_the_locale_of_the_thread_stays() -> None:
 
 def test_memory_of_the_library_is_given_back_with_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[object] = []
-    libc = posix_regex._libc()
+    libc = posix_regex.library()
     free = libc.regfree
 
     def count(compiled: object) -> None:
