@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 
@@ -14,6 +15,17 @@ async def ended_before(event: asyncio.Event, work: asyncio.Future[Any], timeout_
         return work.done()
     finally:
         waiting.cancel()
+
+
+async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
+    """Wait for ``work`` or ``stop``. Return False for the latter."""
+    working = asyncio.ensure_future(work)
+    try:
+        if is_done := await ended_before(stop, working):
+            working.result()
+        return is_done
+    finally:
+        working.cancel()
 
 
 async def is_set_within(seconds: float, event: asyncio.Event) -> bool:

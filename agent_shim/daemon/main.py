@@ -21,10 +21,11 @@ import msgspec
 from agent_shim.actions import dispatch
 from agent_shim.core import log, settings, wire
 from agent_shim.core.errors import ConfigError
+from agent_shim.core.events import until_stopped
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery, status_report
 from agent_shim.daemon.endings import SHUT_DOWN
-from agent_shim.daemon.runtime import Runtime, is_https, until_stopped
+from agent_shim.daemon.runtime import Runtime, is_https
 from agent_shim.edges import control_server, metrics
 from agent_shim.host import daemon_thread, files, process, reaper, sd_notify, watchdog
 from agent_shim.services.settings_store import SettingsStore

@@ -25,7 +25,7 @@ import msgspec
 from agent_shim import __version__
 from agent_shim.core import keep_running, log, wire
 from agent_shim.core.errors import ConfigError, HostError
-from agent_shim.core.events import ended_before
+from agent_shim.core.events import is_set_within, until_stopped
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.edges import alerts, control_server, mail, monit_http
@@ -134,7 +134,7 @@ class MonitDaemon:
         """Take the control file and its jobs, again after each request to reload."""
         self._supervisor.hold()
         known = {} if await self._supervisor.recover() else await asyncio.to_thread(self._monitored_by_monit)
-        await ended_before(self._stop, asyncio.ensure_future(asyncio.sleep(self._control.start_delay)))
+        await is_set_within(self._control.start_delay, self._stop)
         action = "start"
         while not self._stop.is_set():
             if action:
@@ -147,9 +147,7 @@ class MonitDaemon:
             async with monit_http.listening(address, self.answer, control.credentials, lambda: self._about) as where:
                 # A killed predecessor may hold the port for a moment.
                 pause = self._reload.wait() if where or not control.port else asyncio.sleep(RETRY_S)
-                waiting = asyncio.ensure_future(pause)
-                await ended_before(self._stop, waiting)
-                waiting.cancel()
+                await until_stopped(pause, self._stop)
             if self._reload.is_set():
                 action = "reload"
                 try:

@@ -27,7 +27,7 @@ from agent_shim.bulk import workers
 from agent_shim.bulk.protocol import Work
 from agent_shim.core import settings
 from agent_shim.core.errors import ActionError, BusError
-from agent_shim.core.events import ended_before
+from agent_shim.core.events import until_stopped
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot, job_recovery
@@ -365,14 +365,3 @@ def firewall_obstacle(paths: Paths, *, is_wanted: bool) -> str:
     if not boot.owns_system(paths):
         return boot.NOT_ROOT
     return "the network is that of the machine, with others on it" if network.is_of_machine() else ""
-
-
-async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
-    """Wait for ``work`` or ``stop``. Return False for the latter."""
-    working = asyncio.ensure_future(work)
-    try:
-        if is_done := await ended_before(stop, working):
-            working.result()
-        return is_done
-    finally:
-        working.cancel()
