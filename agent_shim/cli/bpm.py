@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FAILED = 1
 ANSWER_TIMEOUT_S = 3600.0
 """Timeout of the agent's answer. A start waits for its hook, a stop for its process."""
-SOCKET = "data/sys/run/agent_shim/control.sock"
+SOCKET = "bosh/agent_shim.sock"
 """Path of the socket below the base."""
 
 TRUE = ("1", "t", "T", "true", "TRUE", "True")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import sys
 
-SOCKET = "data/sys/run/agent_shim/control.sock"
+SOCKET = "bosh/agent_shim.sock"
 """``paths.Paths.control_socket`` below the base. A test compares both."""
 ANSWER_TIMEOUT_S = 10.0
 """Timeout of the answer: an event loop blocked for longer counts as dead."""

@@ -51,6 +51,8 @@ class Paths:
         """Files that are links to files in ``settings_tmpfs`` if it is in use."""
         self.stamp = self.bosh / "agent_shim.json"
         """The id of the instance that owns this root file system, and of the state backup that belongs to it."""
+        self.control_socket = self.bosh / "agent_shim.sock"
+        """Away from ``data``: a listening socket keeps a file system mounted."""
         self.shut_down = self.bosh / "shut_down"
         """Holds the id of an agent that the Director has shut down."""
         self.managed_disk = self.bosh / "managed_disk_settings.json"
@@ -76,8 +78,7 @@ class Paths:
         self.log = self.data_sys / "log"
         self.run = self.data_sys / "run"
         self.shim_run = self.run / "agent_shim"
-        """Run-time files of this agent: control socket, captured output."""
-        self.control_socket = self.shim_run / "control.sock"
+        """Run-time files of this agent: captured output."""
 
         # --- what jobs see ------------------------------------------------------------------------------------------
         self.sys = base / "sys"

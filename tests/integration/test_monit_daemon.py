@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -379,6 +380,21 @@ async def test_monit_goes_on_from_its_own_state_file_and_back(vm: Vm) -> None:
     await vm.until(web="unknown", db="running")
 
     await until(lambda: monitrc.monitored(vm.base / "monit/monit.state") == {"web": 0, "db": 1})
+
+
+async def test_the_agent_can_unmount_its_disks_below_it(vm: Vm) -> None:
+    """The Go agent's integration suite does so before each case. monit has nothing open there."""
+    vm.add("web")
+    vm.start()
+    await vm.until(web="running")
+    assert vm.daemon is not None
+    data, opened = vm.base / "data", Path(f"/proc/{vm.daemon.pid}/fd")
+
+    def held() -> str:
+        found = subprocess.run(["find", opened, "-lname", f"{data}/*"], capture_output=True, text=True, check=False)
+        return found.stdout + "".join(re.findall(rf"{data}/.*", Path("/proc/net/unix").read_text()))
+
+    await until(lambda: not held(), "files of its state are open for a moment")
 
 
 async def test_quit_ends_it_and_only_one_runs(vm: Vm) -> None:

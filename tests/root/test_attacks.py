@@ -270,10 +270,10 @@ async def test_what_is_put_where_the_run_directory_of_a_later_job_will_be_is_mov
 
 
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
-async def test_what_is_put_where_the_agent_keeps_its_socket_stops_no_start(pod: Pod, planted: str) -> None:
+async def test_what_is_put_where_the_agent_keeps_run_files_stops_no_start(pod: Pod, planted: str) -> None:
     """Jobs of the Go agent run before the first start of this one, which has no such directory yet."""
     pod.start_container()
-    more = "/control.sock/full" if planted == "mkdir -p" else ""
+    more = "/output/full" if planted == "mkdir -p" else ""
     pod.machine.run("mkdir -p -m 1777 /var/vcap/data/sys/run; mkdir -m 755 /var/vcap/data/elsewhere")
     pod.machine.run(f"{AS_VCAP} {planted} /var/vcap/data/sys/run/agent_shim{more}")
 
@@ -346,7 +346,7 @@ def test_a_file_of_root_with_a_second_name_is_not_read(tmp_path: Path) -> None:
 async def test_another_user_at_the_control_socket_gets_no_answer(pod: Pod) -> None:
     """Neither is it after its mode was opened to all."""
     await pod.start()
-    socket = "/var/vcap/sys/run/agent_shim/control.sock"
+    socket = "/var/vcap/bosh/agent_shim.sock"
     pod.machine.run(f"chmod 777 {socket} $(dirname {socket})")
     code = ASK.format(socket=socket)
     place = "/var/vcap/data/ask.py"

@@ -224,7 +224,6 @@ from agent_shim.edges import control_server
 from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.supervisor.bpm import bpm_api
 install_bpm_wrapper(paths)
-paths.shim_run.mkdir(exist_ok=True)
 
 async def answer(request, _line, _peer):
     return msgspec.json.encode(await bpm_api.answer(supervisor.bpm, request))

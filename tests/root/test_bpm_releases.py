@@ -23,7 +23,6 @@ from agent_shim.edges import control_server
 from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.supervisor.bpm import bpm_api
 install_bpm_wrapper(paths)
-paths.shim_run.mkdir(exist_ok=True)
 for name in ("web", "other"):
     shutil.rmtree(paths.jobs / name)
 tool = "/var/vcap/jobs/bpm/bin/bpm"

@@ -27,7 +27,8 @@ class World:
         self.timing = timing
         self.events: list[Event] = []
         self.log = base / "log"
-        self.paths.monit.mkdir(parents=True)
+        self.paths.bosh.mkdir(parents=True)
+        self.paths.monit.mkdir()
         self.paths.shim_run.mkdir(parents=True)
         self.paths.mirror.mkdir(parents=True)
 
