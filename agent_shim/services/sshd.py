@@ -125,7 +125,8 @@ class Sshd:
     async def _stop(self) -> None:
         lines = await asyncio.to_thread(lambda: proc.command_lines(proc.table().keys()))
         for pid, line in lines.items():
-            if _OURS.match(line) and str(self._config) in line and (server := process.adopt(pid)) is not None:
+            is_ours = _OURS.match(line) and str(self._config) in line and proc.user(pid) == os.geteuid()
+            if is_ours and (server := process.adopt(pid)) is not None:
                 await server.terminate(GRACE_S)
 
     def _log_size(self) -> int:

@@ -343,6 +343,24 @@ def test_a_job_on_the_port_of_sshd_is_an_error(alone: Alone) -> None:
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
+def test_a_job_that_calls_itself_sshd_is_left_alone(alone: Alone) -> None:
+    """A thousand of them that ignore TERM held each clean-up for half an hour."""
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    code = f"{ignore}print('up', flush=True); time.sleep(99)"
+    arguments = ["sshd: /usr/sbin/sshd -f /var/vcap/data/sys/run/agent_shim/sshd_config", "-c", code]
+    become = f"import os; os.setresuid(1234, 1234, 1234); os.execv('/usr/bin/python3', {arguments!r})"
+    job = alone.box.popen([*DIES, "python3", "-c", become], stdout=-1)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"up\n"
+        alone.cleanup()
+
+        assert job.poll() is None
+    finally:
+        job.kill()
+        job.communicate()
+
+
 def test_a_failed_server_is_reported_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
     """In the server's words."""
     stranger("127.0.0.1")  # serves no client from outside
