@@ -174,19 +174,16 @@ class Disks:
         """Mount a disk on the store, or on the migration target while the store has a disk. Idempotent."""
         with self._exclusively(f"mount_disk {cid}"):
             await self._wait_for_volume(cid)
-            await self._mount(cid)
+            deadline = time.monotonic() + self.timeouts.rival
+            while True:
+                try:
+                    await asyncio.to_thread(self.mounts.mount, cid)
+                    break
+                except InUseError:
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(self.timeouts.look)
             await self._look()
-
-    async def _mount(self, cid: str) -> None:
-        deadline = time.monotonic() + self.timeouts.rival
-        while True:
-            try:
-                await asyncio.to_thread(self.mounts.mount, cid)
-                return
-            except InUseError:
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(self.timeouts.look)
 
     async def unmount(self, cid: str) -> str:
         """Unmount a disk wherever it is mounted. Return the text of the reply."""
