@@ -222,7 +222,14 @@ def disk_of(holder: str) -> Mount:
 
 def sweep(above: str) -> None:
     """Remove old empty directories of VMs that no process has mounted: those of VMs that are gone."""
-    roots = {one.root for pid in os.listdir("/proc") if pid.isdigit() for one in mounts(pid)}
+    # Read each table once, since a job can give a hundred thousand mounts to a thousand processes at no cost.
+    tables: dict[tuple[int, str], set[str]] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            key = os.stat(f"/proc/{pid}/ns/mnt").st_ino, os.readlink(f"/proc/{pid}/root")
+            if not tables.get(key):
+                tables[key] = {one.root for one in mounts(pid)}
+    roots = set().union(*tables.values())
     for entry in os.scandir(above):
         with contextlib.suppress(OSError):
             is_old = time.time() - entry.stat(follow_symlinks=False).st_ctime > STALE_S

@@ -408,7 +408,7 @@ def _is_further_thread(pid: int) -> bool:
 def _number_of(pid: int, field: bytes) -> int | None:
     """Return the first number of a field of ``status``. None without such a process.
 
-    The name comes before it, in which the kernel escapes newlines alone: a carriage return does not begin a line.
+    The name comes before it, in which the kernel escapes newlines alone. A carriage return does not begin a line.
     """
     _, is_there, rest = _read(pid, "status").partition(b"\n%s:" % field)
     return int(rest.split(None, 1)[0]) if is_there else None

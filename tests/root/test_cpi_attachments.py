@@ -429,6 +429,28 @@ def test_empty_directories_of_vms_that_are_gone_go_with_time(site: Site, tmp_pat
     assert left.stdout.split() == ["full", "vm"], "the VM has its empty directory mounted"
 
 
+def test_the_table_of_many_processes_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred processes of one job, with sixteen thousand mounts, took six seconds of each attachment on the node."""
+    read: list[str] = []
+    whole = attachment_program.Mount("1", "0", "0:1", "/", "/")
+
+    def mounts(pid: str) -> Iterator[attachment_program.Mount]:
+        read.append(pid)
+        yield whole
+
+    monkeypatch.setattr(attachment_program, "mounts", mounts)
+    crowd = [subprocess.Popen(["sleep", "999"]) for _ in range(5)]
+    try:
+        attachment_program.sweep(str(tmp_path))
+    finally:
+        for one in crowd:
+            one.kill()
+            one.wait()
+
+    assert len({str(each.pid) for each in crowd} & set(read)) <= 1
+    assert read
+
+
 def test_directory_of_a_vm_that_is_gone_goes(site: Site) -> None:
     helper = site.attach()
     site.vm.kill()
