@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Final
@@ -86,11 +86,9 @@ class Remains:
         """Record the processes proven to belong to services now: their proof may exit."""
         records = [(label, traces) for label, traces in self.ownership.records() if not traces.is_in_cgroup]
         if any(traces.known or traces.descendants for _, traces in records):
-            seen = await self.look()
-            verdicts = await asyncio.to_thread(kinship, seen.processes, list(self.ownership.records()), seen.in_cgroup)
+            living = await asyncio.to_thread(_living, await self.look(), list(self.ownership.records()))
             for label, traces in records:
-                living = (seen.processes[pid] for pid, verdict in verdicts.items() if verdict == label)
-                traces.record_descendants(each.identity for each in living if each.is_alive)
+                traces.record_descendants(living[label])
 
     async def members(self, label: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
         """List living processes of the service, including ``known`` and their descendants."""
@@ -250,6 +248,15 @@ class Remains:
         self._ended[verdict] += 1
         if verdict in self._ending and (verdict is not Unproven.ORPHAN or is_job_user(proc.user(orphan.pid))):
             process.kill_group_of(orphan)
+
+
+def _living(seen: Look, records: Records) -> defaultdict[Verdict, list[Identity]]:
+    """Return the living processes of a pass by their owners. Blocks."""
+    found: defaultdict[Verdict, list[Identity]] = defaultdict(list)
+    for pid, owner in kinship(seen.processes, records, seen.in_cgroup).items():
+        if seen.processes[pid].is_alive:
+            found[owner].append(seen.processes[pid].identity)
+    return found
 
 
 def _rounds(grace: float) -> list[tuple[signal.Signals, float]]:

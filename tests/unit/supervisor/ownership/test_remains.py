@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,6 +316,27 @@ async def test_descendants_are_recorded_while_any_are_known(
     traces.is_in_cgroup, traces.known, traces.descendants = False, None, [(UNUSED, 1000), (UNUSED + 1, 1000)]
     await remains.record_descendants()
     assert (len(looks), traces.descendants) == (1, [(UNUSED, 1000)])
+
+
+async def test_descendants_are_found_beside_the_event_loop(
+    remains: Remains, ownership: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job can have thousands, and there may be hundreds of services."""
+    loop = threading.current_thread()
+
+    class Table(dict[int, proc.Stat]):
+        def __getitem__(self, pid: int) -> proc.Stat:
+            assert threading.current_thread() is not loop
+            return super().__getitem__(pid)
+
+    table = Table({UNUSED: proc.Stat(UNUSED, "S", 1, UNUSED, UNUSED, 0, 1000, 0)})
+    monkeypatch.setattr(ownership, "look", lambda: Look(table, {}, {}, frozenset(), {}))
+    traces = [ProcessRecord(descendants=[(UNUSED + number, 1000)]) for number in range(2)]
+    ownership.records = lambda: [("web", traces[0]), ("other", traces[1])]
+
+    await remains.record_descendants()
+
+    assert [each.descendants for each in traces] == [[(UNUSED, 1000)], []]
 
 
 @pytest.mark.parametrize(("is_bpm", "removed"), [(False, 1), (True, 0)])
