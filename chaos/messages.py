@@ -155,7 +155,7 @@ async def large_reply(stand: Stand) -> str:
     await stand.deploy(1)
     stand.remember()
     stand.script("job0", "run", "yes '\"\\' | head -c 25000000\nhead -c 25000000 /dev/urandom")
-    result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=60)
+    result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=60, limit=120)
     size = len(json.dumps(result))
     at_most(size, 2 << 20, "bytes of the reply, escaped")
     expect(result["exit_code"] == 0, f"exit code {result['exit_code']}")

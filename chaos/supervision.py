@@ -256,7 +256,7 @@ async def orphans(stand: Stand) -> str:
     longest, wrong, before, begun_at = 0.0, 0, cpu_seconds(stand.pid), time.monotonic()
     for _ in range(10):
         storm = await asyncio.create_subprocess_exec(*inside)
-        result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=30)
+        result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=30, limit=60)
         wrong += result["exit_code"] != 7
         expect(await storm.wait() == 0, "the storm has failed")
         longest = max(longest, await until(lambda: not _dead_children(stand.pid), 5, "all are reaped"))
