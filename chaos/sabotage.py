@@ -160,10 +160,10 @@ def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None], lo
         rest = [one for one in playing if one not in ran]
         alone = [[one] for one in ran if one not in marked]
         return sum(tell(each, enter, logs) for each in ([rest] if rest else []) + alone)
-    if not ran and (row is None or row.verdict != "held"):
+    if row is None or row.verdict == "not run" or (not ran and row.verdict != "held"):
         sys.stderr.write(f"{name} NOT PLAYED {took}  {figures}\n")
         return len(playing)
-    word = NOT_RUN if not ran else CAUGHT if row is not None and is_caught(ran[0], row) else HELD
+    word = NOT_RUN if not ran else CAUGHT if is_caught(ran[0], row) else HELD
     sys.stderr.write(f"{name} {word} {took}  {'; '.join(one.does for one in playing)} -> {figures}\n")
     for one in playing:
         enter(one, word)

@@ -694,7 +694,7 @@ GENERAL: Final = (
         "    async def run(self) -> None:\n",
         "    async def run(self) -> None:\n        for each in self._agent.paths.jobs.glob('*/bin/ctl'):\n"
         f"            each.chmod(0o777)\n            {RAN}\n",
-        "I13",
+        "I13|is not as",
     ),
     Saboteur(
         "G-09",

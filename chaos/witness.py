@@ -105,6 +105,7 @@ class Before:
     mounts: Counter[str]
     applied: Mapping[str, Any] | None
     files: dict[str, Entry]
+    modes: dict[str, int]
 
 
 class Witness:
@@ -131,6 +132,7 @@ class Witness:
             mounts=self._mounts(),
             applied=stand.world.applied,
             files=self._deployed(),
+            modes=self.modes(),
         )
 
     def remember_memory(self) -> None:
@@ -152,7 +154,7 @@ class Witness:
         found += self._restarted(before)
         found += await self._alerts(before)
         found += self._mounted(before)
-        found += await asyncio.to_thread(self._changed, before)
+        found += await asyncio.to_thread(self.changed, before)
         found += await self._worked()
         if len(stand.ends) != stand.expected_ends:
             found.append(f"I1: the agent ended {len(stand.ends)} times, not {stand.expected_ends}: {stand.ends}")
@@ -315,7 +317,17 @@ class Witness:
                     found[str(path.relative_to(base))] = _entry(path)
         return found
 
-    def _changed(self, before: Before) -> list[str]:
+    def modes(self) -> dict[str, int]:
+        """Return the modes of the files of jobs and packages, by the names that outlive an apply."""
+        base = self._stand.world.base
+        return {
+            str(path.relative_to(base)): path.lstat().st_mode
+            for kind in ("jobs", "packages")
+            for top in (base / kind).glob("*/")
+            for path in _walk(top.resolve(), top)
+        }
+
+    def changed(self, before: Before) -> list[str]:
         """Compare the files of the deployment with the blobs of the applied spec, and with those before (I13)."""
         stand, spec = self._stand, self._stand.world.applied
         if spec is None:
@@ -341,6 +353,9 @@ class Witness:
                     if real.get(path) != files.get(path) and f"{kind}/{name}/{path}" not in written
                 ]
                 found += [f"I13: {kind}/{name}/{path} is not as in its blob" for path in wrong[:1]]
+        modes = self.modes()
+        wrong = [path for path, mode in before.modes.items() if modes.get(path, mode) != mode and path not in written]
+        found += [f"I13: {path} has another mode" for path in wrong[:1]]
         if spec is before.applied and not found:
             now = self._deployed()
             # A refused apply may have installed other versions.

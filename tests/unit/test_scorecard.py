@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import pytest
@@ -97,6 +97,16 @@ def test_general_saboteurs_are_caught_beside_others_by_their_marks(monkeypatch: 
     assert (told, missed) == ({**caught, "G-04": "held", "G-05": "did not run"}, 1)
 
 
+@pytest.mark.parametrize("row", [None, Row("C-01", "", "not run", "no machine")])
+def test_a_saboteur_of_a_case_that_was_not_played_is_not_told(monkeypatch: pytest.MonkeyPatch, row: Row | None) -> None:
+    one = Saboteur("G-01", "", "", "", "", "I1", "C-01")
+    monkeypatch.setattr(sabotage, "play", lambda *_: (row, [one], ""))
+    told = list[str]()
+
+    assert sabotage.tell([one], lambda _, outcome: told.append(outcome)) == 1
+    assert told == []
+
+
 async def test_a_failed_row_names_only_the_broken_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words of its figures would pass for the reason that a saboteur expects."""
     seen = SimpleNamespace(broken=AsyncMock(return_value=["I16: job7 has no process"]))
@@ -118,3 +128,24 @@ def test_waits_are_those_of_the_thread_that_waited_longest_in_each_process() -> 
     after = {"1": {"1": 5.5, "2": 1.2}, "2": {"2": 7.0, "9": 0.25}, "3": {}}
 
     assert witness._longest_waits(before, after) == 0.75
+
+
+def test_another_mode_of_a_file_is_seen_after_another_apply(tmp_path: Path) -> None:
+    program = tmp_path / "data/jobs/web/1/bin/ctl"
+    program.parent.mkdir(parents=True)
+    program.touch(0o750)
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/web").symlink_to("../data/jobs/web/1")
+
+    def spec() -> dict[str, Any]:
+        blob = {"blobstore_id": "none"}
+        return {"rendered_templates_archive": blob, "job": {"templates": [{"name": "web"}]}, "packages": {}}
+
+    world = SimpleNamespace(base=tmp_path, kept=tmp_path, applied=spec())
+    one = witness.Witness(cast("Any", SimpleNamespace(world=world, written=set())))
+    before: Any = SimpleNamespace(applied=spec(), files={}, modes=one.modes())
+    assert one.changed(before) == []
+
+    program.chmod(0o777)
+
+    assert one.changed(before) == ["I13: jobs/web/bin/ctl has another mode"]
