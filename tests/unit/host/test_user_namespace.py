@@ -21,3 +21,8 @@ def test_only_the_whole_range_is_the_machine_itself(tmp_path: Path, uid_map: str
 
 def test_the_real_kernel_has_an_overflow_user() -> None:
     assert user_namespace.overflow_user() > 0
+
+
+def test_a_kernel_without_user_namespaces_has_the_machines_root(tmp_path: Path) -> None:
+    """It lacks the file."""
+    assert not user_namespace.is_inside(str(tmp_path / "uid_map"))
