@@ -80,8 +80,8 @@ class Api:
         """Answer an authenticated status or action request."""
         may_act = await asyncio.to_thread(self._rights, request.headers.get("authorization", ""))
         if may_act is None:
-            headers = {"WWW-Authenticate": 'Basic realm="monit"'}
-            return Response(401, b"You are not authorized to access monit\n", headers=headers)
+            refused = _refused(401, "You are not authorized to access monit")
+            return msgspec.structs.replace(refused, headers={"WWW-Authenticate": 'Basic realm="monit"'})
         path, _, query = request.target.partition("?")
         name = urllib.parse.unquote(path.removeprefix("/"))
         if request.method == "POST":
@@ -121,10 +121,13 @@ class Api:
     async def _run_action(self, name: str, body: bytes) -> Response:
         action = urllib.parse.parse_qs(body.decode("latin-1")).get("action", [""])[0]
         shown = await self._ask({"action": "show"})
-        if _named(shown, name) is None:
+        is_known = _named(shown, name) is not None
+        if not is_known and name.lower() != f"system_{os.uname().nodename}".lower():
             return _refused(404, "There is no service by that name")
         if action not in ACTIONS:
             return _refused(400, "Invalid action")
+        if not is_known:  # the machine, to which the command monit sends an action for all: it runs
+            return _table([("Name", name), ("Status", f"running - {action} pending")])
         done = await self._ask({"action": action, "names": [name]})
         if "exception" in done:
             return _refused(503, done["exception"]["message"])
@@ -136,7 +139,8 @@ def _named(shown: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _refused(status: int, why: str) -> Response:
-    return Response(status, f"<html><body><h2>{_escaped(why)}</h2></body></html>\n".encode(), HTML)
+    """The command of monit 5.2.5 shows the text before ``<p>``, and crashes without ``</h2>`` (control.c)."""
+    return Response(status, f"<html><body><h2>{status}</h2>{_escaped(why)}<p></body></html>\n".encode(), HTML)
 
 
 def _page(shown: Mapping[str, Any], name: str, pending: str) -> Response:

@@ -230,7 +230,20 @@ async def test_every_action_is_done_or_refused(world: World) -> None:
         assert (await call(where, "/unknown", "action=start"))[0] == 404
         assert (await call(where, "/web", "action=explode"))[0] == 400
         assert (await call(where, "/web", "x=1"))[0] == 400
-        assert "Invalid action" in (await call(where, "/web", "action=explode"))[1]
+        assert "</h2>Invalid action<p>" in (await call(where, "/web", "action=explode"))[1]  # as the command reads it
+        assert "</h2>You are not auth" in (await call(where, "/web", "action=stop", user=""))[1]
+
+
+async def test_the_machine_itself_takes_each_action(world: World) -> None:
+    """``monit stop all`` of 5.2.5 sends the action to each service of its control file, and this is always one."""
+    machine = f"/system_{os.uname().nodename}"
+    async with listening(world, world.job("web")) as (supervisor, where):
+        await in_state(supervisor, "web", "running")
+        for action in monit_http.ACTIONS:
+            code, page = await call(where, machine, f"action={action}")
+            assert (code, f"{action} pending" in page) == (200, True)
+        assert (await call(where, machine, "action=explode"))[0] == 400
+        assert info(supervisor, "web").state == "running"
 
 
 # --- who may ask ------------------------------------------------------------------------------------------------------

@@ -168,6 +168,7 @@ async def test_life_under_the_go_agent(place: Place) -> None:
         assert [each["name"] for each in state["processes"]] == list(NAMES)
         assert [len(pids) for pids in starts(pod.machine).values()] == [1, 1, 1]
         assert pod.machine.run("/var/vcap/bosh/bin/monit summary").count("running") == 1 + len(NAMES)
+        assert pod.machine.run("/var/vcap/bosh/bin/monit monitor all 2>&1; echo $?") == "0\n"
 
         victim, begun_at = place.run_pid("web"), time.monotonic()
         pod.machine.run(f"kill -9 {victim}")
