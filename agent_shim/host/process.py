@@ -24,7 +24,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -482,6 +482,23 @@ def send(identity: tuple[int, int], sig: int) -> bool:
     finally:
         if pidfd is not None:
             os.close(pidfd)
+
+
+async def send_all(processes: Collection[tuple[int, int]], sig: int, timeout: float) -> Collection[tuple[int, int]]:
+    """Send a signal to each process like ``send``, and wait until all have exited. Return those that have not.
+
+    In a thread: a job may have thousands.
+    """
+
+    def living() -> set[tuple[int, int]]:
+        found = (proc.stat(pid) for pid, _ in processes)
+        return {one.identity for one in found if one is not None and one.is_alive and one.identity in processes}
+
+    give_up_at = time.monotonic() + timeout
+    await asyncio.to_thread(lambda: [send(each, sig) for each in processes])
+    while (processes := await asyncio.to_thread(living)) and time.monotonic() <= give_up_at:  # noqa: ASYNC110 - not children
+        await asyncio.sleep(POLL_S / 4)
+    return processes
 
 
 def kill_group_of(ended: proc.Stat) -> None:

@@ -527,6 +527,34 @@ async def test_a_process_of_a_job_is_ended(instance: Instance) -> None:
         assert "Unmounted" in await instance.disks.unmount("a")
 
 
+@each_way
+async def test_processes_of_a_job_are_ended_at_once(instance: Instance) -> None:
+    """Each has its grace, which they take together: one after the other would hold the request for minutes."""
+    instance.timeouts = msgspec.structs.replace(instance.timeouts, grace=60.0)
+    instance.start_agent()
+    await instance.mount("a")
+    instance.write("file", "x")
+    told = instance.paths.base / "told"
+    told.mkdir()
+    trap = f"touch {told}/$$; until [ $(ls {told} | wc -l) = 3 ]; do sleep 0.02; done; exit 0"
+    script = f"exec 9<{instance.paths.store}/file; trap '{trap}' TERM; echo ready; while :; do sleep 0.02; done"
+    programs = []
+    try:
+        for _ in range(3):
+            program = await asyncio.create_subprocess_exec("/bin/sh", "-c", script, stdout=asyncio.subprocess.PIPE)
+            programs.append(program)
+            assert program.stdout is not None
+            assert await program.stdout.readline() == b"ready\n"
+            instance.of_jobs.add(program.pid)
+
+        assert "Unmounted" in await instance.disks.unmount("a")
+        assert [await program.wait() for program in programs] == [0, 0, 0]
+    finally:
+        for program in programs:
+            if program.returncode is None:
+                program.kill()
+
+
 # --- after a restart ------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -244,13 +245,14 @@ class Disks:
 
     async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
         """Return True if a process ended, which makes another look worthwhile."""
-        of_jobs, ended = await asyncio.to_thread(self._of_jobs), False
-        for holder in holders:
-            if holder.pid in of_jobs and (leftover := process.adopt(holder.pid, holder.start_ticks)):
-                logger.warning("terminating a process of a job: %s", holder)
-                await leftover.terminate(self.timeouts.grace)
-                ended |= not leftover.is_alive
-        return ended
+        of_jobs = await asyncio.to_thread(self._of_jobs)
+        leftovers = [holder for holder in holders if holder.pid in of_jobs]
+        left: Collection[tuple[int, int]] = {(holder.pid, holder.start_ticks) for holder in leftovers}
+        for holder in leftovers:
+            logger.warning("terminating a process of a job: %s", holder)
+        for sig, within in ((signal.SIGTERM, self.timeouts.grace), (signal.SIGKILL, process.KILL_TIMEOUT_S)):
+            left = await process.send_all(left, sig, within)
+        return len(left) < len(leftovers)
 
     # --- migrate ----------------------------------------------------------------------------------------------------
 

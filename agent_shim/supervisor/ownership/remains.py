@@ -158,7 +158,7 @@ class Remains:
                     if not is_usual:
                         self.killed.add(label)
                     await asyncio.to_thread(cgroup.kill)
-                await _signal(ahead, sig, timeout)
+                await process.send_all(ahead, sig, timeout)
                 ahead = await self.members(label, traces, ahead)
         alive = await asyncio.to_thread(left, ahead)
         return alive or await self._left_over(label, traces, cgroup)
@@ -171,7 +171,7 @@ class Remains:
                 break
             logger.warning("sending %s to orphans of jobs: %s", sig.name, ", ".join(map(str, strays)))
             with self._attending(Unproven.ORPHAN) if sig is signal.SIGKILL else contextlib.nullcontext():
-                await _signal([stray.identity for stray in strays if stray is not NAMELESS], sig, timeout)
+                await process.send_all([stray.identity for stray in strays if stray is not NAMELESS], sig, timeout)
                 strays = await self.strays(since)
         return strays
 
@@ -262,26 +262,6 @@ def _living(seen: Look, records: Records) -> defaultdict[Verdict, list[Identity]
 def _rounds(grace: float) -> list[tuple[signal.Signals, float]]:
     """Return the signals to remaining processes, each with the seconds for its effect."""
     return [(signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS]
-
-
-async def _signal(processes: Collection[Identity], sig: signal.Signals, timeout: float) -> None:
-    """Signal processes, each only if it still has its start time, and wait until all have exited.
-
-    In a thread: a job may have thousands.
-    """
-
-    def send() -> None:
-        for each in processes:
-            process.send(each, sig)
-
-    def living() -> list[Identity]:
-        found = (proc.stat(pid) for pid, _ in processes)
-        return [one.identity for one in found if one is not None and one.is_alive and one.identity in processes]
-
-    give_up_at = time.monotonic() + timeout
-    await asyncio.to_thread(send)
-    while (processes := set(await asyncio.to_thread(living))) and time.monotonic() <= give_up_at:  # noqa: ASYNC110 - not children
-        await asyncio.sleep(process.POLL_S / 4)
 
 
 async def _reap_all() -> bool:
