@@ -74,7 +74,7 @@ class MonitDaemon:
 
     def __init__(self, options: Options, control: control_file.Control) -> None:
         self._options, self._paths = options, options.paths
-        self._paths.supervisor_state = self._paths.mirror / "monit.json"
+        self._paths.supervisor_state = self._paths.bosh / "monit.json"  # not on a disk that the agent unmounts
         self._control = control
         self._begun_at = time.monotonic()
         self._stop, self._reload = asyncio.Event(), asyncio.Event()
@@ -108,8 +108,7 @@ class MonitDaemon:
         process.on_signal(signal.SIGHUP, self._reload.set)
         process.on_signal(signal.SIGUSR1, lambda: None)  # monit without an action: checks are due anyway
         systemd, control = sd_notify.from_environment(), self._control
-        for directory in (self._paths.shim_run, self._paths.mirror):
-            await asyncio.to_thread(files.make_own_dir, directory, 0o700)
+        await asyncio.to_thread(files.make_own_dir, self._paths.shim_run, 0o700)
         async with AsyncExitStack() as stack:
             stack.enter_context(exclusive_agent(self._paths, "start"))
             stack.enter_context(watchdog.watching(systemd.beat, systemd.period))
@@ -171,7 +170,7 @@ class MonitDaemon:
 
     def _describe(self) -> monit_http.About:
         """The daemon as the document shows it. Each incarnation is another number, also within a second."""
-        control, path = self._control, self._paths.mirror / "monit.incarnation"
+        control, path = self._control, self._paths.bosh / "monit.incarnation"
         try:
             before = int(files.read(path, is_own=True))
         except (OSError, ValueError):

@@ -394,7 +394,8 @@ async def test_the_agent_can_unmount_its_disks_below_it(vm: Vm) -> None:
         found = subprocess.run(["find", opened, "-lname", f"{data}/*"], capture_output=True, text=True, check=False)
         return found.stdout + "".join(re.findall(rf"{data}/.*", Path("/proc/net/unix").read_text()))
 
-    await until(lambda: not held(), "files of its state are open for a moment")
+    await until(lambda: not held(), "the output of programs is open for a moment")
+    assert list((vm.base / "data/bosh").iterdir()) == []
 
 
 async def test_quit_ends_it_and_only_one_runs(vm: Vm) -> None:
