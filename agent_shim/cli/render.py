@@ -17,8 +17,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import yaml
 
 from agent_shim.bulk import archive
@@ -27,16 +28,59 @@ from agent_shim.core.errors import ConfigError, NotThereError
 EXECUTABLE = 0o755
 COMPILE = "give its compiled release (`bosh-agent compile` makes it), or put it into `packages`"
 
+T = TypeVar("T")
+
+
+class _Job(msgspec.Struct):
+    name: str
+    properties: dict[str, Any] | None = None
+    consumes: dict[str, Any] | None = None
+
+
+class _Network(msgspec.Struct):
+    name: str
+
+
+class _Group(msgspec.Struct):
+    name: str
+    jobs: list[_Job] = []
+    networks: list[_Network] | None = None
+    persistent_disk: int | None = 0
+
+
+class _Manifest(msgspec.Struct):
+    instance_groups: list[_Group]
+    name: str = "standalone"
+    properties: dict[str, Any] | None = None
+
+
+class _Spec(msgspec.Struct):
+    """The file of a job in its release. ``templates`` maps sources to targets."""
+
+    properties: dict[str, Any] | None = None
+    templates: dict[str, str] | None = None
+    packages: list[str] | None = None
+
+
+class _Loader(yaml.SafeLoader):
+    """Leaves a date as its text: ruby gets JSON, which has no dates."""
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
+
 
 def main(args: argparse.Namespace) -> int:
     """Write ``jobs``, ``packages`` and ``instance.json`` into the directory ``args.out``."""
-    manifest = _yaml(args.manifest)
-    if found := re.search(r"\(\(([^()]+)\)\)", json.dumps(manifest)):
-        raise ConfigError(f"cannot render {args.manifest}: (({found[1]})) has no value; fill it by `bosh interpolate`")
+    manifest = _yaml(args.manifest, _Manifest)
+    if found := re.search(rb"\(\(([^()]+)\)\)", msgspec.json.encode(manifest)):
+        variable = found[0].decode()
+        raise ConfigError(f"cannot render {args.manifest}: {variable} has no value; fill it by `bosh interpolate`")
     group = _group(manifest, args.group)
-    wanted = [job for job in group.get("jobs", ()) if not args.only or job["name"] in args.only]
-    if not wanted:
-        raise ConfigError(f"cannot render {args.manifest}: {group.get('name')} has no such jobs")
+    wanted = [job for job in group.jobs if not args.only or job.name in args.only]
+    missing = set(args.only or ()) - {job.name for job in wanted}
+    if missing or not wanted:
+        what = f"job {', '.join(sorted(missing))}" if missing else "jobs"
+        raise ConfigError(f"cannot render {args.manifest}: {group.name} has no {what}")
     with tempfile.TemporaryDirectory() as scratch:
         releases = [_unpacked(release, Path(scratch, str(number))) for number, release in enumerate(args.releases)]
         jobs = [_job(manifest, group, job, releases) for job in wanted]
@@ -44,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
             _write(args.out / "jobs" / name, files)
         for package in (path for release in releases for path in release.glob("compiled_packages/*.tgz")):
             _unpack(package, args.out / "packages" / package.stem)
-    about = {"deployment": manifest.get("name", "standalone"), "name": group["name"], "id": f"{group['name']}-0"}
+    about = {"deployment": manifest.name, "name": group.name, "id": f"{group.name}-0"}
     (args.out / "instance.json").write_text(json.dumps(about))
     for job in jobs:
         for package in sorted(job["packages"]):
@@ -53,67 +97,69 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _yaml(path: Path) -> dict[str, Any]:
+def _text(path: Path) -> str:
     try:
-        found = yaml.safe_load(path.read_bytes())
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise NotThereError(f"cannot read {path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+    except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read {path}: {exc}") from exc
-    if not isinstance(found, dict):
-        raise ConfigError(f"cannot read {path}: it has no keys")
-    return found
 
 
-def _group(manifest: Mapping[str, Any], name: str) -> dict[str, Any]:
-    groups: Sequence[dict[str, Any]] = manifest.get("instance_groups") or ()
-    found = [group for group in groups if name in ("", group.get("name"))]
+def _yaml(path: Path, wanted: type[T]) -> T:
+    try:
+        return msgspec.convert(yaml.load(_text(path), Loader=_Loader), wanted)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as exc:
+        raise ConfigError(f"cannot read {path}: {exc}") from exc
+
+
+def _group(manifest: _Manifest, name: str) -> _Group:
+    found = [group for group in manifest.instance_groups if name in ("", group.name)]
     if len(found) != 1:
-        known = ", ".join(str(group.get("name")) for group in groups)
+        known = ", ".join(group.name for group in manifest.instance_groups)
         raise ConfigError(f"cannot choose an instance group: --group names one of {known or 'none'}")
     return found[0]
 
 
-def _job(manifest: Mapping[str, Any], group: Mapping[str, Any], job: Mapping[str, Any], releases: list[Path]) -> Any:
+def _job(manifest: _Manifest, group: _Group, job: _Job, releases: list[Path]) -> Any:
     """Return a job with its properties and templates, as ``render.rb`` reads it."""
-    name = str(job["name"])
-    homes = [release / "jobs" / name for release in releases if (release / "jobs" / name).is_dir()]
-    if not homes:
-        raise NotThereError(f"cannot render {name}: none of the releases has this job")
-    spec = _yaml(next(path for path in (homes[0] / "job.MF", homes[0] / "spec") if path.is_file()))
-    properties: dict[str, Any] = json.loads(json.dumps(job.get("properties") or manifest.get("properties") or {}))
-    for path, about in (spec.get("properties") or {}).items():
+    home = next((found for release in releases if (found := release / "jobs" / job.name).is_dir()), None)
+    if home is None:
+        raise NotThereError(f"cannot render {job.name}: none of the releases has this job")
+    spec = _yaml(home / ("job.MF" if (home / "job.MF").is_file() else "spec"), _Spec)
+    properties: dict[str, Any] = json.loads(json.dumps(job.properties or manifest.properties or {}))
+    for path, about in (spec.properties or {}).items():
         if isinstance(about, dict) and about.get("default") is not None:
             _put_default(properties, path.split("."), about["default"])
-    templates = {target: homes[0] / "templates" / source for source, target in (spec.get("templates") or {}).items()}
-    templates["monit"] = homes[0] / "monit"
+    templates = {target: _text(home / "templates" / source) for source, target in (spec.templates or {}).items()}
+    if (monit := home / "monit").is_file():
+        templates["monit"] = _text(monit)
     return {
-        "name": name,
+        "name": job.name,
         "properties": properties,
-        "links": {name: given for name, given in (job.get("consumes") or {}).items() if isinstance(given, dict)},
-        "templates": {target: path.read_text(encoding="utf-8") for target, path in templates.items() if path.is_file()},
-        "spec": _spec(manifest, group, name),
-        "packages": spec.get("packages") or [],
+        "links": {name: given for name, given in (job.consumes or {}).items() if isinstance(given, dict)},
+        "templates": templates,
+        "spec": _spec(manifest, group, job.name),
+        "packages": spec.packages or [],
     }
 
 
-def _spec(manifest: Mapping[str, Any], group: Mapping[str, Any], job: str) -> dict[str, Any]:
+def _spec(manifest: _Manifest, group: _Group, job: str) -> dict[str, Any]:
     """Return ``spec`` of the templates: one instance with the address of this machine's loopback."""
     network = {"ip": "127.0.0.1", "netmask": "255.0.0.0", "gateway": "127.0.0.1", "dns": [], "default": ["gateway"]}
-    names = [one["name"] for one in group.get("networks") or ({"name": "default"},)]
     return {
-        "name": group["name"],
-        "deployment": manifest.get("name", "standalone"),
+        "name": group.name,
+        "deployment": manifest.name,
         "index": 0,
-        "id": f"{group['name']}-0",
+        "id": f"{group.name}-0",
         "az": "z1",
         "bootstrap": True,
         "address": "127.0.0.1",
         "ip": "127.0.0.1",
         "dns_domain_name": "bosh",
-        "job": {"name": group["name"], "template": job},
-        "networks": dict.fromkeys(names, network),
-        "persistent_disk": group.get("persistent_disk", 0),
+        "job": {"name": group.name, "template": job},
+        "networks": dict.fromkeys([each.name for each in group.networks or ()] or ["default"], network),
+        "persistent_disk": group.persistent_disk,
     }
 
 

@@ -126,3 +126,62 @@ def test_a_variable_without_a_value_is_refused(tmp_path: Path) -> None:
 
     assert done.returncode == 78
     assert "((secret)) has no value" in done.stderr
+
+
+def test_a_date_is_its_text(tmp_path: Path) -> None:
+    given = manifest(tmp_path, properties={"port": "day"})
+    given.write_text(given.read_text().replace("day", "2015-07-01"))
+    source = release(tmp_path / "r", "<%= p('port') %> <%= p('name') %>\n")
+    spec = source / "jobs/web/spec"
+    spec.write_text(spec.read_text().replace("name: {}", "name: {default: 2016-01-01}"))
+    done = render(given, source, "--out", tmp_path / "out")
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/jobs/web/config/web.conf").read_text() == "2015-07-01 2016-01-01\n"
+
+
+@pytest.mark.parametrize("file", ["spec", "templates/ctl.erb"])
+def test_a_file_that_the_release_lacks_is_named(tmp_path: Path, file: str) -> None:
+    source = release(tmp_path / "r")
+    (source / "jobs/web" / file).unlink()
+    done = render(manifest(tmp_path), source, "--out", tmp_path / "out")
+
+    assert done.returncode == 66
+    assert f"jobs/web/{file}: there is no such file" in done.stderr
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    source = release(tmp_path / "r")
+    (source / "jobs/web/templates/ctl.erb").write_bytes(b"\xff")
+    done = render(manifest(tmp_path), source, "--out", tmp_path / "out")
+
+    assert done.returncode == 78
+    assert "cannot read" in done.stderr
+    assert "templates/ctl.erb" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("instance_groups: [{name: g, jobs: [{release: r}]}]", "`name` - at `$.instance_groups[0].jobs[0]`"),
+        ("instance_groups: [{jobs: [{name: web}]}]", "`name` - at `$.instance_groups[0]`"),
+        ("instance_groups: [g]", "at `$.instance_groups[0]`"),
+        ("name: shop", "`instance_groups`"),
+        ("a", "cannot read"),
+    ],
+)
+def test_a_mistake_of_a_manifest_names_its_place(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "manifest.yml").write_text(text)
+    done = render(tmp_path / "manifest.yml", release(tmp_path / "r"), "--out", tmp_path / "out")
+
+    assert done.returncode == 78
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_each_job_of_only_is_one_of_the_group(tmp_path: Path) -> None:
+    words = ("--only", "web", "--only", "wbe", "--out", tmp_path / "out")
+    done = render(manifest(tmp_path), release(tmp_path / "r"), *words)
+
+    assert done.returncode == 78
+    assert "front has no job wbe" in done.stderr
