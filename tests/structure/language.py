@@ -143,10 +143,9 @@ def python(text: str, *, with_strings: bool) -> Iterator[Text]:
                     is_first = number == 0 and not isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.With)
                     yield Text("docstring" if is_first else "value", value.lineno, value.value)
     if with_strings:
-        passed_over = seen | {
-            id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
-        }
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(tree))
+        passed_over = seen | {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
             if isinstance(node, ast.JoinedStr):
                 parts = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
                 yield Text("string", node.lineno, "".join(parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.source import ROOT
+from tests.structure.source import ROOT, modules
 
-PRODUCT = ("agent_shim", "agent_shim_demo", "kubernetes_cpi", "cpi_release", "release", "stemcell_overlay")
+OTHERS = ("agent_shim_demo", "kubernetes_cpi", "cpi_release", "release", "stemcell_overlay")
+"""The product is these packages and the agent."""
 FREE = ("tests/unit/core", "tests/structure")
 """``core`` is functions of values, each tested by itself; tests of the structure read the source."""
 OF_PYTHON = {
@@ -21,6 +23,7 @@ OF_PYTHON = {
 }
 WAYS = frozenset({"setattr", "getattr", "delattr", "hasattr", "object"})
 """Functions whose second argument is a name; ``object`` is that of ``mock.patch``."""
+WORD = re.compile(r"(?<!self\.)(?<!cls\.)\b_[A-Za-z]\w*")
 IN_TEXT = re.compile(r"\b(?!self\.)\w+\.(_[A-Za-z]\w*)")
 """A name in a program that a string holds, or in a path that a patch takes."""
 
@@ -29,18 +32,21 @@ IN_TEXT = re.compile(r"\b(?!self\.)\w+\.(_[A-Za-z]\w*)")
 def of_product() -> frozenset[str]:
     """Private names of modules, classes and objects of the product."""
     found: set[str] = set()
-    for path in (path for package in PRODUCT for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                    found.add(name)
-                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                    found.add(name)
-    return frozenset(name for name in found if re.fullmatch("_[A-Za-z]\\w*", name))
+    paths = (path for package in OTHERS for path in (ROOT / package).rglob("*.py"))
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())))
+    for node in itertools.chain(nodes, *(module.nodes for module in modules().values())):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                found.add(name)
+    return frozenset(filter(WORD.fullmatch, found))
 
 
 def used(text: str) -> set[str]:
     """Private names of the product that a text takes from others than itself."""
+    if of_product().isdisjoint(WORD.findall(text)):
+        return set()  # soon: most have none
     return set(_names(ast.parse(text))) & of_product()
 
 
