@@ -332,8 +332,9 @@ async def test_hook_ends_with_the_start_that_is_given_up(world: World) -> None:
         assert not is_alive(pid)
 
         job(world, "exec sleep 600", "  limits: {memory: 4K}\n")
-        await bpm.start(START)
+        hog = await bpm.start(START)
         await until(bpm.kill_hogs, "a hog")
+        await hog.wait()
         job(world, "exec sleep 600")
         await bpm.start(START)
         assert not bpm.was_killed_for_memory(START)
