@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import sys
+import tarfile
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -90,6 +91,8 @@ async def test_a_stored_blob_is_installed(tmp_path: Path, provider: str) -> None
         logs = await world.value("fetch_logs", "job", None)
 
         assert hashlib.sha1((store / logs["blobstore_id"]).read_bytes()).hexdigest() == logs["sha1"]
+        with tarfile.open(store / logs["blobstore_id"]) as archived:
+            assert "./a.log" in archived.getnames()
         assert len(list(store.iterdir())) == 4
         config = world.paths.bosh_etc / f"blobstore-{provider}.json"
         assert stat.S_IMODE(config.stat().st_mode) == 0o600

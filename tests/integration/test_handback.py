@@ -14,8 +14,6 @@ from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
 from benchmarks.world import AGENT, World
 
-pytestmark = pytest.mark.slow
-
 
 async def test_jobs_run_on_and_are_described_to_monit_there_and_back_again(instance: World) -> None:
     """State that the Go agent keeps itself stays as it is. Ours alone is gone.
@@ -50,6 +48,7 @@ async def test_jobs_run_on_and_are_described_to_monit_there_and_back_again(insta
         assert names == ["job0", "job1"]
 
 
+@pytest.mark.slow
 async def test_stopped_jobs_are_not_described(instance: World) -> None:
     """monit would start them. The Director still sees that they are stopped."""
     await instance.deploy(2, 1)
@@ -66,6 +65,7 @@ async def test_stopped_jobs_are_not_described(instance: World) -> None:
     assert instance.pids() == {}
 
 
+@pytest.mark.slow
 async def test_processes_that_monit_would_start_are_reported(instance: World) -> None:
     """Processes that died meanwhile, and those that it would take for dead.
 
@@ -91,6 +91,7 @@ async def test_processes_that_monit_would_start_are_reported(instance: World) ->
     assert f"job2 runs on as {before['job2']}" in output
 
 
+@pytest.mark.slow
 async def test_fresh_machine_and_second_time(instance: World) -> None:
     """Nothing to do is no failure, and a machine without an agent stays as it is."""
     instance.base.mkdir(exist_ok=True)
