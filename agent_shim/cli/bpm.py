@@ -89,7 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     base = os.environ.get("BPM_BOSH_ROOT") or "/var/vcap"
     try:
-        return _main(base, arguments)
+        code = _main(base, arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        import signal
+
+        # The reader closed the pipe, as `head` does. It ends as the program in Go does.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGPIPE)
+        raise
     except UsageError as exc:
         print(_usage(next((word for word in arguments if word in VERBS), "")), file=sys.stderr)
         print(safetext.lines(f"Error: {exc}"), file=sys.stderr)

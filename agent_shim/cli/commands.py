@@ -60,15 +60,18 @@ def main(argv: Sequence[str]) -> int:
     is_daemon: bool = args.run is _run
     if is_daemon:
         return _run(args)
+    code = 0
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except ShimError as exc:
         _complain(str(exc))
         return exc.exit_code
     except BrokenPipeError:
         # The reader closed the pipe, as `head` does: not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+        return code
     except OSError as exc:
         why = exc if isinstance(exc, HostError) else f"cannot {args.command}: {exc}"
         _complain(str(why))

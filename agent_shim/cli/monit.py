@@ -64,18 +64,20 @@ class Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``monit``: return 0 on success, and for a status without an agent. 1 on failure."""
-    name = Path(sys.argv[0]).name
+    name, code = Path(sys.argv[0]).name, 0
     try:
         given, words = _options(list(sys.argv[1:] if argv is None else argv))
         command = Command(name, Paths(Path(given.get("-b", VCAP)).absolute()), given, words)
-        return _run(command)
+        code = _run(command)
+        sys.stdout.flush()
+        return code
     except MonitError as exc:
         print(safetext.lines(f"{name}: {exc}"), file=sys.stderr)
         return FAILED
     except BrokenPipeError:
         # The reader closed the pipe, as `grep -q` does: not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+        return code
 
 
 def _options(argv: list[str]) -> tuple[dict[str, str], list[str]]:

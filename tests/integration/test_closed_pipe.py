@@ -1,0 +1,49 @@
+"""The commands before a reader that closes the pipe, as ``head`` and ``grep -q`` do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def run(words: list[str], where: Path, *, is_buffered: bool = True) -> subprocess.CompletedProcess[str]:
+    read, write = os.pipe()
+    os.close(read)
+    environ = {**os.environ, "PYTHONUNBUFFERED": "" if is_buffered else "1"}
+    argv = [sys.executable, "-m", *words]
+    try:
+        return subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, cwd=where, env=environ)
+    finally:
+        os.close(write)
+
+
+@pytest.mark.parametrize("is_buffered", [True, False])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["agent_shim", "check", "web.monit"], 0),
+        (["agent_shim.cli.monit", "-V"], 0),
+        # As the program in Go: the signal ends it.
+        (["agent_shim.cli.bpm", "version"], -signal.SIGPIPE),
+        (["agent_shim.cli.bpm", "--help"], -signal.SIGPIPE),
+    ],
+)
+def test_it_ends_without_a_word(tmp_path: Path, words: list[str], code: int, *, is_buffered: bool) -> None:
+    """Also if the output is written at the end alone."""
+    (tmp_path / "web.monit").write_text("check process web with pidfile /web.pid group vcap\n")
+    done = run(words, tmp_path, is_buffered=is_buffered)
+
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_finished_check_keeps_its_result(tmp_path: Path) -> None:
+    (tmp_path / "wrong.monit").write_text("check\n")
+
+    assert run(["agent_shim", "check", "--json", "wrong.monit"], tmp_path).returncode == 78
