@@ -22,6 +22,7 @@ from agent_shim.host import files, mounts, proc
 
 logger = logging.getLogger(__name__)
 
+BLOCK_DEVICES: Final = Path("/sys/block")
 FLAGS: Final = {
     "ro": mounts.MS_RDONLY,
     "nosuid": 1 << 1,
@@ -161,11 +162,11 @@ _USES: Final = {
 
 
 def _loop_devices(places: Sequence[Path]) -> Iterator[Holder]:
-    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+    for backing in BLOCK_DEVICES.glob("loop*/loop/backing_file"):
         with suppress(OSError):
-            path = backing.read_text().strip()
+            path = os.fsdecode(backing.read_bytes()).strip()
             if _is_below(path, places):
-                yield Holder(0, 0, f"loop device {backing.parts[3]} shows {path}")
+                yield Holder(0, 0, f"loop device {backing.parts[-3]} shows {path}")
 
 
 def _is_below(path: str, places: Iterable[Path]) -> bool:

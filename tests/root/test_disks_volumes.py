@@ -241,6 +241,18 @@ def test_a_loop_device_is_named(tmp_path: Path) -> None:
     assert found == [f"loop device {Path(device).name} shows {image}"]
 
 
+def test_a_loop_device_of_another_container_may_show_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All containers of a node see all loop devices. One with a name that was no text let no disk be unmounted."""
+    shown = tmp_path / "block/loop0/loop/backing_file"
+    shown.parent.mkdir(parents=True)
+    shown.write_bytes(os.fsencode(tmp_path / "volume") + b"/\xff\n")
+    monkeypatch.setattr(volumes, "BLOCK_DEVICES", tmp_path / "block")
+
+    found = volumes.holders([tmp_path / "volume"])
+
+    assert [os.fsencode(str(holder)) for holder in found] == [b"loop device loop0 shows " + shown.read_bytes().strip()]
+
+
 @alone
 def test_a_tree_of_an_image_layer_is_removed(tmp_path: Path) -> None:
     """Its directories cannot be renamed (EXDEV). A job can nest thousands below them."""
