@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -69,9 +70,8 @@ async def starved(stand: Stand) -> str:
 def cgroup(controller: str) -> Iterator[Path]:
     """Create a cgroup in the first hierarchy. Its processes return to the former one afterwards."""
     top = Path("/sys/fs/cgroup") / controller
-    place = top / f"agent-shim-chaos-{os.getpid()}"
     try:
-        place.mkdir()
+        place = Path(tempfile.mkdtemp(prefix="agent-shim-chaos-", dir=top))
     except OSError as exc:
         raise CannotInjectError(f"needs a {controller} cgroup of version 1: {exc.strerror}") from exc
     try:
