@@ -35,11 +35,11 @@ def applied(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> l
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, float]]:
-    """Inode, mode and time of everything below ``root``."""
+    """Inode, mode and time of the last change, also of the owner, of everything below ``root``."""
     found = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()
-        found[str(path.relative_to(root))] = (status.st_ino, status.st_mode, status.st_mtime)
+        found[str(path.relative_to(root))] = (status.st_ino, status.st_mode, status.st_ctime)
     return found
 
 
