@@ -188,6 +188,18 @@ def test_dry_run_only_says(debian: Path) -> None:
     assert {line for line in applied(debian) if not line.startswith("owner")} <= set(said)
 
 
+def test_no_file_is_cleared_through_a_link(debian: Path, tmp_path: Path) -> None:
+    """``resolv.conf`` is often a link, and leads out of an unpacked image."""
+    outside = put(tmp_path, "outside", "nameserver 10.0.0.2")
+    link = debian / "etc/resolv.conf"
+    link.unlink(missing_ok=True)
+    link.symlink_to(outside)
+
+    applied(debian)
+
+    assert outside.read_text() == "nameserver 10.0.0.2"
+
+
 def test_empty_root(tmp_path: Path, built: Path) -> None:
     """Even an empty directory becomes a tree, again without a second change."""
     applied(tmp_path, program=built / "apply")
