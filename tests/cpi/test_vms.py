@@ -156,13 +156,13 @@ def test_end_of_a_pod_is_not_waited_for_in_its_successor(cpi: Cpi, cluster: Clus
 
 def test_vm_is_gone_when_its_containers_have_ended(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
-    cluster.objects_linger_s = 1.0
+    cluster.objects_linger_s = 600.0
 
     cpi("delete_vm", vm)
 
     assert vm in cluster.of("pods")
     assert cpi("has_vm", vm) is False
-    cluster.settle()
+    cluster.hurry()
     assert cluster.snapshot() == {}
 
 

@@ -21,7 +21,7 @@ from agent_shim.host import files, mounts, volumes
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
 from agent_shim.services.disks.service import in_worker
-from tests.support.volumes import MORE_THAN_ALL, Instance, by, fingerprint, holding, migrate_until, mount_tmpfs
+from tests.support.volumes import MORE_THAN_ALL, PATIENT, Instance, by, fingerprint, holding, migrate_until, mount_tmpfs
 
 each_way = by("links", "mounts")
 
@@ -154,6 +154,7 @@ async def test_an_instance_without_disks_has_no_problem_and_its_requests_are_ans
 @each_way
 async def test_a_late_volume_is_waited_for(instance: Instance) -> None:
     instance.persistent["a"] = {"path": str(instance.volume("a"))}
+    instance.disks.timeouts = PATIENT
     mounting = asyncio.ensure_future(instance.disks.mount("a"))
     await asyncio.sleep(0.1)
     assert not mounting.done()
@@ -1026,6 +1027,7 @@ async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: Instan
     """The CPI may attach one after the request."""
     instance.paths.dynamic_disks.mkdir()
     link = instance.paths.dynamic_disks / "a"
+    instance.disks.timeouts = PATIENT
     adding = asyncio.ensure_future(instance.disks.add_dynamic("a", str(instance.volume("a"))))
     await asyncio.sleep(0.1)
     assert not adding.done()

@@ -199,7 +199,8 @@ async def test_idle_connections_of_one_address_do_not_close_those_of_another(whe
     writer.close()
 
 
-async def test_callers_that_have_gone_take_no_room(where: Where) -> None:
+async def test_callers_that_have_gone_take_no_room(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 60.0)
     reader, writer = await asyncio.open_connection(*where)
     for _ in range(http_server.MAX_CONNECTIONS):
         await ask(where, b"GET / HTTP/1.0\r\n\r\n")

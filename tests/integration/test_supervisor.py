@@ -538,6 +538,8 @@ async def test_a12_stop_that_takes_too_long_is_reported_in_words_the_director_kn
     async with world.supervising(job, world.job("fine")) as supervisor:
         await in_state(supervisor, "web", "running")
         await in_state(supervisor, "fine", "running")
+        await supervisor.stop_one("fine")
+        await in_state(supervisor, "fine", "stopped")
         with pytest.raises(ActionError) as caught:
             await supervisor.stop(wait=True, timeout=1.8)
 

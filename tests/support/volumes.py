@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent_shim.bulk import copytree
@@ -189,6 +190,8 @@ def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> It
 # --- an instance ----------------------------------------------------------------------------------------------------
 
 HASTY = Timeouts(arrival=0.3, use=0.3, grace=1.0, look=0.02, rival=0.3)
+PATIENT = msgspec.structs.replace(HASTY, arrival=60.0)
+"""A volume that comes late is waited for, however busy the machine."""
 
 
 async def copy_here(source: Path, target: Path, report: Callable[[Progress], None]) -> None:
