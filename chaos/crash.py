@@ -158,7 +158,8 @@ async def _tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> A
         yield tracer.stdout
     finally:
         if tracer.returncode is None:
-            tracer.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(tracer.pid, signal.SIGTERM)  # terminate() would take the status of one that ends from asyncio
         await tracer.wait()
 
 
@@ -254,7 +255,7 @@ async def killed_in_writes(stand: Stand) -> str:
 
     async def boot() -> None:
         os.kill(stand.pid, signal.SIGCONT)
-        await stand.answers(20)
+        await stand.answers(60)  # each of its system calls is traced
         await world.until_running()
 
     async def boot_point(version: str) -> Told:

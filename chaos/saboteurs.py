@@ -754,7 +754,7 @@ GENERAL: Final = (
         "restarts a job when it is connected again",
         "agent_shim/daemon/runtime.py",
         "        self.alerts.flush()\n",
-        "        self.alerts.flush()\n        for each in [one for one in self.agent.supervisor._all() if one.process][:1]:\n"
+        "        self.alerts.flush()\n        for each in [one for one in self.agent.supervisor._all() if one.process][-1:]:\n"
         f"            each.bounce()\n            {RAN}\n",
         "I2|not started exactly",
     ),

@@ -36,7 +36,7 @@ def test_it_holds(case: str, tmp_path: Path) -> None:
 
 
 def test_a_kill_between_the_work_and_the_end_of_the_tracer_is_told(tmp_path: Path) -> None:
-    """A case that takes the agent for alive would ask one that is dead, and wait for its reply."""
+    """A case that takes the agent for alive would ask a dead agent, and wait for its reply."""
     program = "import sys; sys.stdin.readline(); open(sys.argv[1], 'w')"
     argv = [sys.executable, "-c", program, str(tmp_path / "state.json")]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as victim:

@@ -74,23 +74,23 @@ def test_a_case_is_shown_with_its_last_outcome(tmp_path: Path) -> None:
 
 
 def test_general_saboteurs_are_caught_beside_others_by_their_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One without its mark in the figures is played alone, and those that never ran once more."""
+    """A saboteur without its mark in the figures is played alone, and those that never ran once more."""
     breaks = {"G-01": "I1: deaf", "G-02": "I2: mute", "G-03": "an error", "G-04": ""}
     runs = [*breaks]
-    ones = [
+    chosen = [
         Saboteur(name, "", "", "", "", "I1|I2|error", "C-01", mark)
         for name, mark in [("G-01", "I1: deaf"), ("G-02", "I2: mute"), ("G-03", ""), ("G-04", ""), ("G-05", "I5")]
     ]
     played, told = list[str](), dict[str, str]()
 
     def play(playing: Sequence[Saboteur], _: Path | None) -> tuple[Row, list[Saboteur], str]:
-        played.append(" ".join(one.row[-1] for one in playing))
-        broken = [breaks[one.row] for one in playing if breaks.get(one.row)]
+        played.append(" ".join(each.row[-1] for each in playing))
+        broken = [breaks[each.row] for each in playing if breaks.get(each.row)]
         row = Row("C-01", "", "not held" if broken else "held", "; ".join(broken))
-        return row, [one for one in playing if one.row in runs], row.figures
+        return row, [each for each in playing if each.row in runs], row.figures
 
     monkeypatch.setattr(sabotage, "play", play)
-    missed = sabotage.tell(ones, lambda one, outcome: told.update({one.row: outcome}))
+    missed = sabotage.tell(chosen, lambda saboteur, outcome: told.update({saboteur.row: outcome}))
 
     assert played == ["1 2 3 4 5", "5", "3", "4"]
     caught = dict.fromkeys(("G-01", "G-02", "G-03"), "caught")
@@ -99,11 +99,11 @@ def test_general_saboteurs_are_caught_beside_others_by_their_marks(monkeypatch: 
 
 @pytest.mark.parametrize("row", [None, Row("C-01", "", "not run", "no machine")])
 def test_a_saboteur_of_a_case_that_was_not_played_is_not_told(monkeypatch: pytest.MonkeyPatch, row: Row | None) -> None:
-    one = Saboteur("G-01", "", "", "", "", "I1", "C-01")
-    monkeypatch.setattr(sabotage, "play", lambda *_: (row, [one], ""))
+    saboteur = Saboteur("G-01", "", "", "", "", "I1", "C-01")
+    monkeypatch.setattr(sabotage, "play", lambda *_: (row, [saboteur], ""))
     told = list[str]()
 
-    assert sabotage.tell([one], lambda _, outcome: told.append(outcome)) == 1
+    assert sabotage.tell([saboteur], lambda _, outcome: told.append(outcome)) == 1
     assert told == []
 
 
@@ -142,10 +142,10 @@ def test_another_mode_of_a_file_is_seen_after_another_apply(tmp_path: Path) -> N
         return {"rendered_templates_archive": blob, "job": {"templates": [{"name": "web"}]}, "packages": {}}
 
     world = SimpleNamespace(base=tmp_path, kept=tmp_path, applied=spec())
-    one = witness.Witness(cast("Any", SimpleNamespace(world=world, written=set())))
-    before: Any = SimpleNamespace(applied=spec(), files={}, modes=one.modes())
-    assert one.changed(before) == []
+    looks = witness.Witness(cast("Any", SimpleNamespace(world=world, written=set())))
+    before: Any = SimpleNamespace(applied=spec(), files={}, modes=looks.modes())
+    assert looks.changed(before) == []
 
     program.chmod(0o777)
 
-    assert one.changed(before) == ["I13: jobs/web/bin/ctl has another mode"]
+    assert looks.changed(before) == ["I13: jobs/web/bin/ctl has another mode"]
