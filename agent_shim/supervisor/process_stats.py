@@ -139,7 +139,8 @@ class _Processes:
                 return self._last
             self._read_apart()
         present = {pid: stat for pid in leaders if (stat := proc.stat(pid)) is not None}
-        return _Look(ChainMap(present, self._last.processes), self._last.children)
+        last = self._last  # once: the thread replaces it at any time
+        return _Look(ChainMap(present, last.processes), last.children)
 
     def _read_apart(self) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import ChainMap
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,31 @@ def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.
     monkeypatch.setattr(proc, "small_table", lambda *_: {10: TABLE[10]})
     while stats.describe([service()])[0].children:
         pass
+
+
+def test_a_pass_that_ends_while_an_answer_is_made_is_for_the_next_one(
+    stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Children of one pass would be looked up in the processes of another: an internal error."""
+    go = threading.Event()
+
+    def table() -> dict[int, proc.Stat]:
+        go.wait()
+        return dict(TABLE)
+
+    def finish_pass(*maps: Any) -> Any:
+        go.set()
+        for thread in threading.enumerate():
+            if thread.name == "many processes":
+                thread.join()
+        return ChainMap(*maps)
+
+    monkeypatch.setattr(proc, "small_table", lambda *_: None)
+    monkeypatch.setattr(proc, "table", table)
+    monkeypatch.setattr(proc, "stat", TABLE.get)
+    monkeypatch.setattr(process_stats, "ChainMap", finish_pass)
+
+    assert [stats.describe([service()])[0].children for _ in range(2)] == [0, 1]
 
 
 def test_passes_over_all_processes_have_a_share_of_a_processor(
