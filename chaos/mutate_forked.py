@@ -49,7 +49,7 @@ _NOT_TRIED: Final = 3
 def pytest_runtestloop(session: pytest.Session) -> bool:
     """Take the place of pytest's loop over the tests."""
     items = {item.nodeid: item for item in session.items}
-    gc.unfreeze()  # tests/conftest.py has frozen what was collected, and frozen objects are not listed
+    gc.unfreeze()  # tests/conftest.py froze the collected objects, which hides them below
     functions = _functions()
     tasks = json.loads(Path(os.environ[TASKS]).read_text())
     TMP.mkdir(exist_ok=True)
