@@ -159,7 +159,7 @@ async def _tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> A
     finally:
         if tracer.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(tracer.pid, signal.SIGTERM)  # terminate() would take the status of one that ends from asyncio
+                os.kill(tracer.pid, signal.SIGTERM)  # terminate() may reap it, and asyncio would lose its status
         await tracer.wait()
 
 

@@ -144,8 +144,8 @@ def report(saboteur: Saboteur, logs: Path | None = None) -> str:
 def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None], logs: Path | None = None) -> int:
     """Play general saboteurs of one case and enter ``caught``, ``did not run`` or ``held`` for each.
 
-    They are played all at once. Where the case holds and no wrong code ran, none of them ever runs in it. Otherwise
-    those with their mark in the figures are caught, each other one that ran is played alone, and the rest once more.
+    The first play has all of them. If the case holds and no wrong code ran, none runs in this case. A saboteur whose
+    mark is in the figures is caught. Each other one that ran is played alone. Those that did not run are played again.
     Return how many held or could not be played.
     """
     begun_at = time.monotonic()

@@ -188,7 +188,7 @@ def program(paths: Paths, body: str) -> None:
 async def test_a_program_gets_and_puts(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds its options in a file that only root may read, and nothing temporary is left.
 
-    The proxies of the settings replace those of the environment, in lower and upper case. Other variables are kept.
+    Its variables for proxies, in lower and upper case, come from the settings. It inherits all others.
     """
     monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
     monkeypatch.setenv("NO_PROXY", "here")

@@ -33,7 +33,7 @@ async def test_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None
 
 
 async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
-    """Without an output file programs write to /dev/null. The error of one that cannot run names the failed step."""
+    """Programs write to /dev/null then. The error of a program that cannot run names its interpreter."""
     (tmp_path / "output").write_text("no directory")
     programs = Programs(tmp_path, tmp_path / "output")
     program = await programs.run("web", Program(("/bin/sh", "-c", "echo one")), "Started")

@@ -350,7 +350,7 @@ async def test_a_wrong_job_file_costs_its_own_job_and_a_wrong_file_at_a_reload_n
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_jobs_outlive_it_and_the_next_one_goes_on(vm: Vm, number: signal.Signals) -> None:
-    """A service stays stopped from the answer on, for monit too, and one that died meanwhile is started."""
+    """A stopped service stays stopped, even if the daemon is killed right after its answer. A dead one is started."""
     vm.add("web", "worker", "db")
     vm.start()
     await vm.until(web="running", worker="running", db="running")

@@ -107,7 +107,7 @@ async def test_what_forked_twice_and_changed_its_environment_does_not_survive_th
 
 
 @pytest.mark.parametrize("user", ["0", "x"])
-async def test_what_calls_itself_a_line_about_its_user_does_not_survive_the_stop(world: World, user: str) -> None:
+async def test_a_process_whose_name_forges_its_user_does_not_survive_the_stop(world: World, user: str) -> None:
     """``/proc/PID/status`` begins with the name. The kernel escapes a newline there and no carriage return."""
     child = world.base / "child"
     start = f"exec {program('escape.py', '$pidfile', child)} '' '\\rUid:\\t{user}'"

@@ -150,7 +150,7 @@ def test_a_file_that_the_release_lacks_is_named(tmp_path: Path, file: str) -> No
     assert f"jobs/web/{file}: there is no such file" in done.stderr
 
 
-def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_binary_template(tmp_path: Path) -> None:
     source = release(tmp_path / "r")
     (source / "jobs/web/templates/ctl.erb").write_bytes(b"\xff")
     done = render(manifest(tmp_path), source, "--out", tmp_path / "out")

@@ -270,7 +270,7 @@ async def test_what_is_put_where_the_run_directory_of_a_later_job_will_be_is_mov
 
 
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
-async def test_what_is_put_where_the_agent_keeps_run_files_stops_no_start(pod: Pod, planted: str) -> None:
+async def test_a_job_cannot_prevent_the_start_by_an_entry_at_the_run_directory(pod: Pod, planted: str) -> None:
     """Jobs of the Go agent run before the first start of this one, which has no such directory yet."""
     pod.start_container()
     more = "/output/full" if planted == "mkdir -p" else ""
