@@ -48,13 +48,13 @@ def find(proc: Path = host_stats.PROC) -> Cgroup:
 
 def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
     """Join ``/proc/self/cgroup`` (``4:memory:/a`` in version 1, ``0::/a`` in version 2) with the mounts."""
-    paths = processes.parse_groups(text)
+    paths, visible = processes.parse_groups(text), _visible(table)
 
     def hierarchy(controller: str) -> Hierarchy | None:
         if controller in paths:
-            ours = [mount for mount in table if mount.kind == "cgroup" and controller in mount.features]
+            ours = [mount for mount in visible if mount.kind == "cgroup" and controller in mount.features]
             return _hierarchy(1, paths[controller], ours)
-        return _hierarchy(2, paths.get("", ""), [mount for mount in table if mount.kind == "cgroup2"])
+        return _hierarchy(2, paths.get("", ""), [mount for mount in visible if mount.kind == "cgroup2"])
 
     return Cgroup(hierarchy("memory"), hierarchy("cpu"), hierarchy("cpuacct"), hierarchy("pids"))
 
@@ -80,7 +80,7 @@ def trees(root: Path = host_stats.PROC) -> list[Tree]:
     """Return the mounted hierarchies of ``TRACKING`` that contain this process, in that order."""
     try:
         paths = processes.parse_groups((root / "self/cgroup").read_text())
-        table = parse((root / "self/mountinfo").read_bytes())
+        table = _visible(parse((root / "self/mountinfo").read_bytes()))
     except (OSError, ValueError):
         return []
     found = []
@@ -91,6 +91,23 @@ def trees(root: Path = host_stats.PROC) -> list[Tree]:
         if hierarchy := _hierarchy(1 if controller else 2, path, ours):
             found.append(Tree(controller.partition(",")[0], hierarchy, path))
     return found
+
+
+def _visible(table: Sequence[Mount]) -> list[Mount]:
+    """Return the mounts that no later mount on the same point covers.
+
+    Podman's systemd mode mounts the container's cgroup on top of the host's whole hierarchy, on one mount point.
+    """
+    newest = {mount.point: mount for mount in table}
+    return [mount for mount in table if newest[mount.point] is mount]
+
+
+def contains_this_process(hierarchy: Hierarchy) -> bool:
+    """Return True if the kernel lists this process in the directory that we take for our own cgroup.
+
+    A path below another root, for example that of the host, can name a directory that exists and belongs to others.
+    """
+    return str(os.getpid()) in _text(hierarchy.levels[0] / "cgroup.procs").split()
 
 
 def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | None:

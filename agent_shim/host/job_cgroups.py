@@ -65,8 +65,8 @@ def offered() -> frozenset[str]:
 
 @functools.cache
 def tracker() -> cgroups.Tree | None:
-    """Return the best hierarchy in which cgroups can be created, found by trial. None without one."""
-    for tree in cgroups.trees():
+    """Return the best hierarchy in which we can create cgroups below our own, found by trial. None without one."""
+    for tree in filter(lambda tree: cgroups.contains_this_process(tree.hierarchy), cgroups.trees()):
         probe = place(tree.hierarchy) / f"probe-{os.getpid()}"
         with contextlib.suppress(OSError):
             probe.mkdir()
@@ -261,7 +261,7 @@ def hierarchies() -> tuple[tuple[str, cgroups.Hierarchy], ...]:
     """Return our hierarchies, cached: the agent's cgroup does not change while it runs."""
     ours = cgroups.find()
     found = (("memory", ours.memory), ("pids", ours.pids))
-    return tuple((name, hierarchy) for name, hierarchy in found if hierarchy is not None)
+    return tuple((name, each) for name, each in found if each is not None and cgroups.contains_this_process(each))
 
 
 def _hand_down(directory: Path, controller: str) -> None:

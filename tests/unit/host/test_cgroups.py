@@ -221,6 +221,27 @@ def test_hierarchies_that_track_processes_are_found_best_first(tmp_path: Path) -
     ]
 
 
+def test_last_mount_on_a_point_is_the_cgroup_hierarchy() -> None:
+    """Podman's systemd mode mounts the container's cgroup over the host's hierarchy, on the same point."""
+    table = mounts.parse(
+        b"30 20 0:26 / /cg/memory rw - cgroup cgroup rw,memory\n"
+        b"31 30 0:26 /pod/c /cg/memory rw - cgroup cgroup rw,memory\n"
+    )
+
+    found = cgroups.parse_membership("4:memory:/pod/c/agent\n", table)
+
+    assert found.memory == cgroups.Hierarchy(1, (Path("/cg/memory/agent"), Path("/cg/memory")))
+
+
+def test_cgroup_contains_this_process_only_if_the_kernel_lists_it(tmp_path: Path) -> None:
+    write(tmp_path / "ours", {"cgroup.procs": f"1\n{os.getpid()}\n"})
+    write(tmp_path / "others", {"cgroup.procs": "1\n"})
+
+    assert cgroups.contains_this_process(cgroups.Hierarchy(1, (tmp_path / "ours",)))
+    assert not cgroups.contains_this_process(cgroups.Hierarchy(1, (tmp_path / "others",)))
+    assert not cgroups.contains_this_process(cgroups.Hierarchy(1, (tmp_path / "absent",)))
+
+
 def test_nothing_mounted_is_no_cgroup() -> None:
     """Without cgroups everything is as on the machine itself."""
     assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()
