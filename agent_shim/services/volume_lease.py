@@ -10,9 +10,12 @@ kernel writes shows no change to others, and has no renewals (decision 25).
 |---|---|---|
 | held | any | wait |
 | free | none, or released | take it |
-| free | of an agent on this kernel, seen for the first time | take it: that agent has ended |
-| free | of an agent on this kernel that was seen alive | take it if it stays free: the agent may be restarting |
+| free | of an agent that shares our locks, seen for the first time | take it: that agent has ended |
+| free | of an agent that shares our locks and was seen alive | take it if it stays free: the agent may be restarting |
 | free | of another machine | take it if it does not change for ``patience`` |
+
+Two agents share locks on a file system that only one kernel writes, or if both name the same boot of a kernel. The boot
+alone proves too little: LXD shows each start of a container a boot id of its own.
 """
 
 from __future__ import annotations
@@ -119,9 +122,9 @@ class VolumeLeases:
             try:
                 descriptor = _open(directory)
                 opened.callback(os.close, descriptor)  # and with it the lock, which would keep us out too
-                if rival := self._rival(directory, descriptor):
-                    return rival
                 is_local = mounts.is_local(directory)
+                if rival := self._rival(directory, descriptor, is_local=is_local):
+                    return rival
             except OSError as exc:
                 if exc.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
                     logger.warning("cannot lock %s against a second agent: %s", directory, exc)
@@ -133,20 +136,20 @@ class VolumeLeases:
         self._write(directory, hold)
         return ""
 
-    def _rival(self, directory: Path, descriptor: int) -> str:
+    def _rival(self, directory: Path, descriptor: int, *, is_local: bool) -> str:
         is_locked = _lock(descriptor)
         raw = os.pread(descriptor, _MAX_BYTES, 0)
         lease = _decoded(raw)
         if is_locked is not False and (not raw or (lease and lease.is_over)):
             return ""
         before, since = self._seen.get(directory, (None, 0.0))
-        is_local = is_locked and lease is not None and lease.boot == self._boot != ""
-        if is_local and before is None:
+        shares_locks = is_locked and (is_local or (lease is not None and lease.boot == self._boot != ""))
+        if shares_locks and before is None:
             return ""
         if before != raw or is_locked is False:
             since = time.monotonic()
             self._seen[directory] = raw, since
-        is_over = time.monotonic() - since > (self._pace.restart if is_local else self._pace.patience)
+        is_over = time.monotonic() - since > (self._pace.restart if shares_locks else self._pace.patience)
         return "" if is_over else str(lease or "an agent that does not identify itself")
 
     def twin(self, directory: Path) -> str:

@@ -37,8 +37,9 @@ def end(one: VolumeLeases) -> None:
 
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system, or two machines, between which there are none."""
+    """A network file system on two machines whose kernels do not see each other's locks."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(mounts, "is_local", lambda _: False)
 
 
 class Clock:
@@ -111,6 +112,30 @@ def test_agent_that_was_killed_is_followed_at_once(tmp_path: Path) -> None:
     first.hold(tmp_path)
     end(first)
 
+    assert second.hold(tmp_path) == ""
+
+
+def test_lease_from_another_boot_is_taken_at_once_on_a_local_file_system(tmp_path: Path) -> None:
+    """LXD shows each start of a container a new boot id, so the lease seems to belong to another machine."""
+    first, second = leases(boot="start 1"), leases(boot="start 2")
+    first.hold(tmp_path)
+    assert second.hold(tmp_path) == "agent a-1 on pod-0"
+    end(first)
+
+    assert leases(boot="start 3").hold(tmp_path) == ""
+
+
+def test_lease_from_another_boot_is_waited_for_on_a_network_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """A free lock proves nothing there, since another kernel may hold its own."""
+    monkeypatch.setattr(mounts, "is_local", lambda _: False)
+    first, second = leases(boot="kernel 1"), leases(boot="kernel 2")
+    first.hold(tmp_path)
+    end(first)
+
+    assert second.hold(tmp_path) == "agent a-1 on pod-0"
+    clock.now += SHORT.patience * 1.1
     assert second.hold(tmp_path) == ""
 
 
@@ -207,8 +232,11 @@ def test_an_agent_killed_during_a_write_is_followed_at_once(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("raw", [b"{ half", b"\0" * 100, b"[]", b'{"schema": 1}'])
-async def test_an_unreadable_lease_is_watched_until_it_expires(tmp_path: Path, raw: bytes) -> None:
-    """Another agent may be writing it."""
+async def test_an_unreadable_lease_is_watched_until_it_expires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes
+) -> None:
+    """An agent on another machine may be writing it."""
+    monkeypatch.setattr(mounts, "is_local", lambda _: False)
     (tmp_path / volume_lease.NAME).write_bytes(raw)
     one = leases()
     assert one.hold(tmp_path) == "an agent that does not identify itself"
