@@ -30,7 +30,7 @@ from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.evidence import Left, left
 from agent_shim.supervisor.ownership.process_finder import VOID, LateError, ProcessFinder, Timing, kind_of
 from agent_shim.supervisor.ownership.process_record import Identity, ProcessRecord
-from agent_shim.supervisor.plan import ProcessSpec, RestartLimit
+from agent_shim.supervisor.plan import BpmCall, ProcessSpec, RestartLimit
 from agent_shim.supervisor.state import ACTIVE, ENDING, NEXT, UNDERWAY, UP, WORK, Effect, State, Trigger, Work, reported
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ class Service:
         """Set for a moment at each transition."""
         self._stopper: Process | None = None
         """The last stop program; it outlives its step if the file breaks meanwhile."""
+        self._bpm_start: asyncio.Task[Process] | None = None
+        """The start of a bpm process, perhaps beyond its timeout."""
         self._has_lived = False
         """There may be processes: a stop runs the stop program."""
         self._stop = USUAL_STOP
@@ -163,7 +165,13 @@ class Service:
     @property
     def retry_at(self) -> float | None:
         """Monotonic time of the next start. None unless one is due."""
-        return self._retry_at if self.state is State.DOWN and self.spec.is_restartable else None
+        is_due = self.state is State.DOWN and self.spec.is_restartable and not self._is_start_under_way
+        return self._retry_at if is_due else None
+
+    @property
+    def _is_start_under_way(self) -> bool:
+        """True while a start goes on, perhaps beyond its timeout."""
+        return self._finder.is_starting or (self._bpm_start is not None and not self._bpm_start.done())
 
     @property
     def reported(self) -> str:
@@ -279,6 +287,7 @@ class Service:
             self._is_counted = False
         if Effect.RELEASE_PROGRAM in effect:
             self._finder.release_program()
+            self._bpm_start = None
         if Effect.FORGET_PROCESSES in effect:
             self.release()
             self._stopper = None
@@ -337,6 +346,7 @@ class Service:
                         raise
         finally:
             self._work = None
+            await self._end_start_of_bpm()
 
     def release(self) -> None:
         """Drop the process handles. The processes stay alive."""
@@ -433,16 +443,28 @@ class Service:
         if spec.start_call is None:
             program = await programs.run(spec.name, start, "Started", label=spec.label, pid=self._finder.pid)
         else:
-            try:
-                async with asyncio.timeout(start.timeout):
-                    program = await self._shared.bpm.start(spec.start_call)
-            except TimeoutError:
-                raise HostError(f"no process after {start.timeout:g} seconds") from None
+            program = await self._start_of_bpm(spec.start_call, start.timeout)
         self._finder.program = program
         traces.begin(program.identity, before)
         in_cgroup = programs.ownership.label_of(program.pid)  # bpm enters the cgroup before the exec
         traces.is_in_cgroup = program.is_in_cgroup or in_cgroup == spec.label
         self._shared.changed()
+
+    async def _start_of_bpm(self, call: BpmCall, timeout: float) -> Process:
+        """Wait for the start of a bpm process. Its ``pre_start`` hook may be slower than the timeout: it runs on."""
+        self._bpm_start = self._bpm_start or asyncio.create_task(self._shared.bpm.start(call), name=f"start {call.job}")
+        done, _ = await asyncio.wait({self._bpm_start}, timeout=timeout)
+        if not done:
+            raise LateError(f"no process after {timeout:g} seconds, and its start still runs")
+        task, self._bpm_start = self._bpm_start, None
+        return task.result()
+
+    async def _end_start_of_bpm(self) -> None:
+        """Cancel the start of a bpm process that is under way, which ends its hook."""
+        task, self._bpm_start = self._bpm_start, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
 
     # --- watch ------------------------------------------------------------------------------------------------------
 
@@ -524,6 +546,9 @@ class Service:
     async def _wait(self) -> None:
         """Restart after a growing delay. Adopt a process that appears meanwhile.
 
+        A start program that is slower than its timeout still runs, and the delay begins when it exits, because a second
+        one beside it could start the job twice.
+
         If nothing restarts the service, the file's reaction to a missing process is applied each cycle, as monit does.
         """
         is_restarted, finder = self.spec.is_restartable, self._finder
@@ -538,6 +563,8 @@ class Service:
                 if await finder.look(self.spec, self.record.traces):
                     self.on(Trigger.APPEARED)
                     return
+                if is_restarted and self._is_start_under_way:
+                    self._retry_at = time.monotonic() + self._delay()
             if is_restarted:
                 self.on(Trigger.RETRIED)
                 return
@@ -587,6 +614,7 @@ class Service:
         """Stop dependants, run the stop program, end the remaining processes, then verify that none is left."""
         for dependant in self.dependants:
             await dependant.has_left(UP | ENDING)
+        await self._end_start_of_bpm()
         programs, traces = self._shared.programs, self.record.traces
         known: list[Identity] = []
         left: list[Left] = []

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 
 from agent_shim.core.errors import ConfigError, HostError
@@ -313,6 +314,30 @@ async def test_hook_runs_first_and_its_failure_is_reported(world: World) -> None
         found = await in_state(supervisor, "web", "down")
 
         assert found.reason.startswith(f"cannot start: the pre_start hook {hook} failed: exit 3")
+
+
+@pytest.mark.parametrize("end", ["running", "stopped"])
+async def test_a_hook_slower_than_the_timeout_runs_on_once(world: World, end: str) -> None:
+    """As below monit: the process follows it. A stop ends it."""
+    hook = world.base / "hook"
+    hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nuntil [ -e {world.base}/go ]; do sleep 0.05; done\n")
+    hook.chmod(0o755)
+    slow = job(world, "exec sleep 600", f"  hooks: {{pre_start: {hook}}}\n")
+    slow = msgspec.structs.replace(slow, text=slow.text.replace('start web"', 'start web" with timeout 1 seconds'))
+    async with world.supervising(slow) as supervisor:
+        found = await in_state(supervisor, "web", "down")
+        assert found.reason == "cannot start: no process after 1 seconds, and its start still runs"
+        (first,) = world.lines()
+        await asyncio.sleep(3 * world.timing.cycle)
+        assert is_alive(int(first))
+        if end == "running":
+            (world.base / "go").touch()
+        else:
+            await supervisor.stop(wait=True)
+            assert not is_alive(int(first))
+        await in_state(supervisor, "web", end)
+
+        assert world.lines() == [first]
 
 
 @pytest.mark.usefixtures("no_cgroups")

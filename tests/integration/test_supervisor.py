@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent_shim.core.errors import ActionError
@@ -23,7 +24,7 @@ from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.supervisor import JobFile, read_saved
 from tests.support.programs import foreign, is_alive, number_in
-from tests.support.programs.jobs import LASTING, World, in_state, info, program
+from tests.support.programs.jobs import FAST, LASTING, World, in_state, info, program
 from tests.support.waiting import until
 
 # --- starting -------------------------------------------------------------------------------------------------------
@@ -134,15 +135,46 @@ async def test_a_refused_limit_is_reported_with_the_running_process(world: World
         assert "ulimit: " in reason
 
 
-async def test_start_that_takes_too_long_is_ended(world: World) -> None:
-    """Together with what it has started."""
-    world.timing = type(world.timing)(linger=0.1, grace=0.1, cycle=600)
-    start = f"{program('ignore_term.sh', world.base / 'child')} & sleep 600"
+async def test_a_start_program_slower_than_its_timeout_runs_on_and_its_process_is_found(world: World) -> None:
+    """monit 5.2.5 reports the failed start and finds the process later. No second start program runs beside it."""
+    world.timing = msgspec.structs.replace(FAST, cycle=0.5)
+    start = "echo began >>$log; sleep 2; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
         found = await in_state(supervisor, "web", "down")
+        assert re.fullmatch(
+            r"cannot start: no process after 1 seconds, and its start program \(\d+\) still runs", found.reason
+        )
+        assert found.retry_secs is None
+        states = [supervisor.job_state()]
+        while supervisor.job_state() != "running":
+            await asyncio.sleep(0.01)
+            states.append(supervisor.job_state())
 
-        assert found.reason == "cannot start: no process after 1 seconds"
-        assert not is_alive(await until(lambda: number_in(world.base / "child")))
+        assert list(dict.fromkeys(states)) == ["failing", "starting", "running"]
+        assert info(supervisor, "web").pid == number_in(world.pidfile("web"))
+        assert world.lines() == ["began"]
+        assert [(e.event, e.action) for e in world.events] == [("Execution failed", "alert"), ("Exists", "alert")]
+
+
+async def test_a_late_start_program_is_followed_by_the_next_one_once_it_has_failed(world: World) -> None:
+    world.timing = msgspec.structs.replace(FAST, cycle=0.5)
+    start = "echo $$ >>$log; sleep 2; exit 3"
+    async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
+        await in_state(supervisor, "web", "down")
+        first, _ = await until(lambda: lines if len(lines := world.lines()) > 1 else None)
+        assert not is_alive(int(first))
+
+
+async def test_a_stop_ends_a_start_program_slower_than_its_timeout(world: World) -> None:
+    """Together with the processes that it has started."""
+    start = f"{program('ignore_term.sh', world.base / 'child')} & sleep 600"
+    async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
+        await in_state(supervisor, "web", "down")
+        child = await until(lambda: number_in(world.base / "child"))
+        assert is_alive(child)
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(child)
 
 
 async def test_late_pidfile_heals(world: World) -> None:

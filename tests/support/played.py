@@ -188,6 +188,10 @@ class PlayedFinder:
     def pid(self) -> int:
         return self.process.pid if self.process is not None else 0
 
+    @property
+    def is_starting(self) -> bool:
+        return self.program is not None and self.program.is_alive
+
     async def look(self, *_: Any) -> bool:
         return self._adopt()
 
@@ -215,7 +219,6 @@ class PlayedFinder:
             async with asyncio.timeout(spec.start.timeout):
                 await self.program.wait()
         except TimeoutError:
-            await self.program.terminate(0)
             raise LateError("no process after 30 seconds") from None
         if not self._adopt():
             raise HostError("the start program exited: exit 1")

@@ -58,7 +58,7 @@ VOID: Final = "its pidfile names no process"
 
 
 class LateError(HostError):
-    """No process in time; it may still appear."""
+    """No process appeared in time, but it may still do so."""
 
 
 class ProcessFinder:
@@ -171,10 +171,16 @@ class ProcessFinder:
             self._is_there = spec.path is None or await run_in_daemon_thread(partial(os.path.exists, spec.path), what)
         return self._is_there
 
+    @property
+    def is_starting(self) -> bool:
+        """True while a start program runs that has not brought up the process."""
+        return self.program is not None and self.program is not self.process and self.program.is_alive
+
     async def arrival(self, spec: ProcessSpec, traces: ProcessRecord) -> None:
         """Wait for the process, and for the exit of the start program unless that is the process.
 
-        Raises ``HostError`` if none can follow, ``LateError`` at the timeout of the start program, which ends it.
+        Raises ``HostError`` if none can follow, ``LateError`` at the timeout of the start program, which continues to
+        run, as under monit (monit 5.2.5 control.c, ``wait_start``).
         """
         program = self.program
         assert program is not None
@@ -194,8 +200,8 @@ class ProcessFinder:
                 is_late = now - ended_at > self._timing.linger
                 self._require_possible_start(program, await program.wait(), spec, traces, is_late=is_late)
             if not is_there and now - begun_at > allowed:
-                await program.terminate(self._timing.grace)
-                raise LateError(f"no process after {allowed:g} seconds")
+                still = f", and its start program ({program.pid}) still runs" if program.is_alive else ""
+                raise LateError(f"no process after {allowed:g} seconds{still}")
             await asyncio.sleep(pause)
             pause = min(pause * 2, MAX_POLL_S)
 

@@ -110,17 +110,37 @@ async def test_each_death_in_a_row_lengthens_the_delay() -> None:
 
 
 @played
-async def test_a_late_start_waits_a_cycle_for_its_process() -> None:
-    """Another start would make two processes. The delay after the next failure is the usual one."""
+async def test_a_process_that_a_slow_start_program_brings_up_is_found() -> None:
+    """The program takes 45 seconds, its timeout is 30: the service fails, and then runs without another start."""
     machine = Machine(how_starts="late")
     service = service_on(machine)
     async with running(service):
         service.start()
-        await asyncio.sleep(35)
-        machine.how_starts = "not"
-        await asyncio.sleep(10)
+        await asyncio.sleep(44)
+        assert (service.state, service.retry_at) == (State.DOWN, None)
+        await asyncio.sleep(START_TAKES["late"] - 44 + TIMING.look)
+        assert service.state is State.SETTLING
+        await asyncio.sleep(60)
 
-    assert gaps(machine.starts)[:2] == [30 + TIMING.cycle, START_TAKES["not"] + 1.0]
+    assert machine.starts == [0.0]
+
+
+@played
+async def test_the_next_start_follows_a_cycle_after_the_end_of_a_slow_start_program() -> None:
+    """Its daemon may still appear. The delay after the next failure is the usual one."""
+    machine = Machine(how_starts="late")
+    service = service_on(machine)
+    async with running(service):
+        service.start()
+        await asyncio.sleep(40.5)
+        machine.how_starts = "not"
+        assert machine.starter is not None
+        machine.starter.end()
+        await asyncio.sleep(15)
+
+    first, second = gaps(machine.starts)[:2]
+    assert 40.5 + TIMING.cycle - TIMING.look <= first <= 40.5 + TIMING.cycle + TIMING.look
+    assert second == START_TAKES["not"] + 1.0
 
 
 @pytest.mark.parametrize(("is_restarted", "seconds"), [(True, 0.5), (False, None)])
