@@ -71,15 +71,20 @@ async def test_a13_cancelled_drain_waits_no_longer(world: World, started: Path, 
 
 
 async def test_e10_cancelled_errand_that_waits_never_begins(world: World, started: Path) -> None:
-    """And the other does not notice."""
-    begun = started.with_name("begun")
-    await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=FAMILY.format(started=started))
+    """The task before it and the one after it are carried out."""
+    begun, gate = started.with_name("begun"), started.with_name("gate")
+    pre_start = f"#!/bin/sh\necho $$ >{started}; until [ -e {gate} ]; do sleep 0.02; done\n"
+    await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=pre_start)
     ahead = await task_of(world.call("run_script", "pre-start", {}))
-    child = await until(lambda: number_in(started))
+    await until(lambda: number_in(started))
     waiting = await task_of(world.call("run_errand"))
+    behind = await task_of(world.call("run_script", "nothing", {}))
 
     assert await world.value("cancel_task", waiting) == "canceled"
     assert (await world.error("get_task", waiting)).endswith("result: cancelled before it began")
-    assert is_alive(child)
     assert world.agent.tasks.find(ahead).state == "running"
+    gate.touch()
+    assert await world.run("get_task", ahead) == {"value": {}}
+    assert await world.run("get_task", behind) == {"value": {}}
     assert not begun.exists()
+    assert (await world.error("get_task", waiting)).endswith("result: cancelled before it began")

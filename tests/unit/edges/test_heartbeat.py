@@ -59,8 +59,9 @@ class World:
 
 
 @asynccontextmanager
-async def beating(world: World, *, period: float, collect_s: float = 0.02) -> AsyncIterator[Heartbeat[int]]:
-    heart = Heartbeat(world.collect, world.compose, world.publish, period=period, collect_s=collect_s)
+async def beating(world: World, **bounds: float) -> AsyncIterator[Heartbeat[int]]:
+    """A heartbeat with these bounds, by default the agent's own."""
+    heart = Heartbeat(world.collect, world.compose, world.publish, **bounds)
     running = asyncio.create_task(heart.run())
     try:
         yield heart
@@ -103,7 +104,7 @@ def test_s7_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) ->
     world.slowness = slowness
 
     async def play() -> None:
-        async with beating(world, period=30, collect_s=1):
+        async with beating(world):
             await asyncio.sleep(3601.5)
 
     skipping(play(), monkeypatch)
@@ -121,7 +122,7 @@ def test_extra_beats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch)
     told_at = [3.0, 29.5, 45.0, 89.999, 90.001]
 
     async def play() -> None:
-        async with beating(world, period=30, collect_s=1) as heart:
+        async with beating(world) as heart:
             for at in told_at:
                 await asyncio.sleep(BEGUN_AT + at - time.monotonic())
                 heart.beat_now()
@@ -143,7 +144,7 @@ def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def play() -> None:
         selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
-        async with beating(world, period=30, collect_s=1):
+        async with beating(world):
             await asyncio.sleep(40)
             selector.now += 100
             await asyncio.sleep(45)
@@ -156,7 +157,7 @@ def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_slow_vitals_delay_no_heartbeat() -> None:
     """A measurement that hangs leaves the last vitals in the message. The state in it is current."""
     world = World()
-    async with beating(world, period=0.05) as heart:
+    async with beating(world, period=0.05, collect_s=0.02) as heart:
         await until(lambda: bool(world.vitals) and world.vitals[-1] is not None)
         world.can_measure.clear()
         held, begun = len(world.beats) + 1, world.measured  # a measurement may just have ended
@@ -178,7 +179,7 @@ async def test_slow_vitals_delay_no_heartbeat() -> None:
 async def test_failing_vitals_are_logged_and_replaced_by_the_last(caplog: pytest.LogCaptureFixture) -> None:
     """A measurement that fails costs the measurement."""
     world = World()
-    async with beating(world, period=0.03):
+    async with beating(world, period=0.03, collect_s=0.02):
         await until(lambda: world.vitals[-1:] not in ([], [None]))
         world.failure = OSError("no /proc")
         before = len(world.beats)
@@ -193,7 +194,7 @@ async def test_failing_vitals_are_logged_and_replaced_by_the_last(caplog: pytest
 async def test_a_beat_without_a_link_is_missed() -> None:
     world = World()
     world.no_link = BusError("there is no link")
-    async with beating(world, period=0.02) as heart:
+    async with beating(world, period=0.02, collect_s=0.02) as heart:
         await until(lambda: world.missed >= 3)
 
         assert world.beats == []
