@@ -1,12 +1,17 @@
-"""The name of a build, the version with the commit, and the page of the wheel: read by hatchling."""
+"""The name of a build, the version with the commit, the page of the wheel, and the keeper: read by hatchling.
+
+``python hatch_build.py`` makes the keeper of a checkout if it is missing or older than its source.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,9 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 ROOT = Path(__file__).parent
 SOURCE = ROOT / "agent_shim/__init__.py"
 HOME = "https://github.com/agent-shim/agent-shim"
+KEEPER = "agent_shim/host/keeper"
+"""The program that keeps the processes of jobs, without the ``.c`` of its source."""
+KEEPER_FLAGS = ("-std=gnu11", "-Os", "-Wall", "-Wextra", "-Werror", "-static", "-s")
 
 
 def version() -> str:
@@ -64,6 +72,30 @@ def page(readme: str) -> str:
     return re.sub(r"((?<!!)\[[^]!]*\]\()(?!https?:|#)", rf"\g<1>{HOME}/blob/{at}/", readme)
 
 
+def compiler() -> list[str]:
+    """Return the command of a C compiler: ``CC``, else the system's, else that of the package ziglang."""
+    if command := os.environ.get("CC", "").split():
+        return command
+    if found := shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"):
+        return [found]
+    return [sys.executable, "-m", "ziglang", "cc", "-target", f"{platform.machine()}-linux-musl"]
+
+
+def build_keeper(target: Path) -> None:
+    """Compile the keeper to ``target``. Raises ``OSError`` or ``CalledProcessError`` without a working compiler."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".keeper-") as scratch:
+        made = Path(scratch, "keeper")
+        subprocess.run([*compiler(), *KEEPER_FLAGS, "-o", str(made), str(ROOT / f"{KEEPER}.c")], check=True)
+        made.replace(target)  # another build may be doing the same
+
+
+def build_keeper_of_checkout() -> None:
+    """Compile the keeper beside its source if it is missing or older."""
+    target, source = ROOT / KEEPER, ROOT / f"{KEEPER}.c"
+    if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
+        build_keeper(target)
+
+
 class PageHook(MetadataHookInterface):
     """Gives the wheel its page and its addresses."""
 
@@ -83,6 +115,7 @@ class NameHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
+            build_keeper_of_checkout()
             return
         text = SOURCE.read_text()
         for name, value in (("__version__", globals()["version"]()), ("__revision__", revision())):
@@ -93,3 +126,7 @@ class NameHook(BuildHookInterface):  # type: ignore[type-arg]
         named.write_text(text)
         named.chmod(0o644)
         build_data["force_include"][str(named)] = "agent_shim/__init__.py"
+
+
+if __name__ == "__main__":
+    build_keeper_of_checkout()

@@ -17,6 +17,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+import hatch_build
 from agent_shim.host import cgroups, job_cgroups, process
 from tests.support.programs import argv
 from tests.support.programs.end_left import end_left
@@ -30,6 +31,7 @@ FAILED = pytest.StashKey[bool]()
 def pytest_configure(config: pytest.Config) -> None:
     """Undo the ignored SIGINT of a background run. Every process that a test interrupts would inherit it."""
     process.default_signals()
+    hatch_build.build_keeper_of_checkout()
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         # A path of a socket has 107 bytes.
         config.option.basetemp = str(Path(config.option.basetemp).with_name(worker.removeprefix("gw")))

@@ -29,6 +29,8 @@ T = TypeVar("T")
 PAGE_KB: Final = os.sysconf("SC_PAGE_SIZE") // 1024
 MAX_KERNEL_BYTES: Final = 64 * 1024
 """Limit for a file that the kernel writes by itself."""
+MAX_CHILDREN_BYTES: Final = 1 << 20
+"""Limit for a list of children. Each takes about eight bytes."""
 MAX_ENVIRON_BYTES: Final = 256 * 1024
 MAX_PASS_BYTES: Final = 8 << 20
 """Limit for all environments of one pass. The beginning of each further one is read."""
@@ -175,6 +177,63 @@ def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
             found.add(pid)
             ahead.extend(below.get(pid, ()))
     return found
+
+
+def below(root: int) -> dict[int, Stat]:
+    """Read all descendants of a process by pid, zombies included, without a look at others. Blocks.
+
+    A process that forks meanwhile may have more. Below a child subreaper none leaves, so a further call finds those.
+    """
+    if not _has_children_files():
+        processes = table()
+        return {pid: processes[pid] for pid in descent(children(processes), [root]) if pid in processes and pid != root}
+    found: dict[int, Stat] = {}
+    ahead = _children_of(root)
+    while ahead:
+        pid = ahead.pop()
+        if pid not in found and (one := stat(pid)) is not None:
+            found[pid] = one
+            ahead.extend(_children_of(pid))
+    return found
+
+
+def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
+    """Return the first of ``roots``, which are child subreapers, among a process and its ancestors.
+
+    None if there is none, and without such a process. ``identity`` is its pid and start time.
+
+    A parent may exit at any time, and its pid may be reused. So the parent's line counts only if the child still names
+    it afterwards: then it was read of a process that was the parent.
+    """
+    here = stat(identity[0])
+    if here is None or here.identity != identity:
+        return None
+    while here.pid not in roots:
+        if here.parent <= 1:
+            return None
+        above, again = stat(here.parent), stat(here.pid)
+        if again is None or again.identity != here.identity:
+            # It exited in the midst, so its children have gone to another parent: begin again below it.
+            return nearest(identity, roots) if here.identity != identity else None
+        here = above if above is not None and above.pid == again.parent else again
+    return here.pid
+
+
+@functools.cache
+def _has_children_files() -> bool:
+    """Return True if the kernel lists children (CONFIG_PROC_CHILDREN)."""
+    return os.path.exists("/proc/thread-self/children")  # noqa: PTH110 - text
+
+
+def _children_of(pid: int) -> list[int]:
+    """Return the pids of the children of all threads of a process."""
+    try:
+        threads = _numbers(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    return [
+        int(each) for thread in threads for each in _read(pid, f"task/{thread}/children", MAX_CHILDREN_BYTES).split()
+    ]
 
 
 class Census(msgspec.Struct, frozen=True):

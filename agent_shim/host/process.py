@@ -266,12 +266,16 @@ def spawn(
     group: str | None = None,
     nice: int = 0,
     umask: int = 0o022,
+    executable: Path | None = None,
+    inherited: Sequence[int] = (),
 ) -> Process:
     """Run a program without a shell, in its own session: processes of one session can join each other's groups, which
     are signalled as a whole, and have a terminal of the agent.
 
     A stream of None is ``/dev/null``. A path is opened for appending. ``user`` and ``group`` are names or numbers. The
-    user brings its supplementary groups. Without root both are ignored. Raises ``HostError`` "cannot run PROGRAM: why".
+    user brings its supplementary groups. Without root both are ignored. ``executable`` is the file to execute if it is
+    not ``argv[0]``. ``inherited`` are further descriptors that keep their numbers. Raises ``HostError`` "cannot run
+    PROGRAM: why".
     """
     program = argv[0]
     before = _as_user(program, user, group) + ([NICE, "-n", str(nice)] if nice else [])
@@ -292,6 +296,8 @@ def spawn(
                 stderr=subprocess.DEVNULL if err is None else err,
                 umask=umask,
                 start_new_session=True,
+                executable=executable,
+                pass_fds=inherited,
             )
         except OSError as exc:
             raise _cannot_run(program, exc) from exc
@@ -302,9 +308,7 @@ def spawn(
     stat = proc.stat(popen.pid)
     assert stat is not None, "a child that is not reaped has a stat line"
     _spawned[popen.pid] = stat.start_ticks
-    for limits in _files_of_children:
-        if resource.getrlimit(resource.RLIMIT_NOFILE) != _raised(limits):  # `prlimit` has set those of jobs
-            break
+    if limits := file_limits_of_children():
         with contextlib.suppress(OSError):  # it has ended, or is another user already
             resource.prlimit(popen.pid, resource.RLIMIT_NOFILE, limits)
     return Process(stat, _open(popen.pid), leads=True)
@@ -457,6 +461,17 @@ def raise_file_limit() -> None:
             _files_of_children[:] = [(soft, hard)]
         except (ValueError, OSError) as exc:  # above fs.nr_open
             logger.warning("cannot use more than %d open files: %s", soft, exc)
+
+
+def file_limits_of_children() -> tuple[int, int] | None:
+    """Return the limits of open files for a child. None if it inherits those of this process.
+
+    That is so too where ``prlimit`` has changed them, because they are then meant for the jobs.
+    """
+    for limits in _files_of_children:
+        if resource.getrlimit(resource.RLIMIT_NOFILE) == _raised(limits):
+            return limits
+    return None
 
 
 def _raised(limits: tuple[int, int]) -> tuple[int, int]:

@@ -54,6 +54,10 @@ RAW: Mapping[str, Raw] = {
     "daemon.boot": Raw(OWN, frozenset({"_mount_tmpfs", "make_tree"})),
     "supervisor.monit.control_file": Raw(OWN, frozenset({"_take"})),
     "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
+    "host.keeper": Raw(
+        "sockets and specs of the agent alone; whether a program is there",
+        frozenset({"_bind", "_cannot_run", "_connect", "_names", "_spec_file"}),
+    ),
     "cli.bpm": Raw(
         "methods of the log that goes through the door, and the place of our own socket",
         frozenset({"_logs", "_may_ask", "_run"}),
@@ -192,6 +196,7 @@ RAW: Mapping[str, Raw] = {
         KERNEL,
         frozenset(
             {
+                "_has_children_files",
                 "_read",
                 "executable",
                 "boot_id",

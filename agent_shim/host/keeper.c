@@ -1,0 +1,374 @@
+/* keeper: runs one program and keeps everything that the program starts below itself.
+ *
+ *     keeper LISTENER SPEC [CGROUP...]
+ *
+ * The arguments are numbers of inherited descriptors. The keeper is a child subreaper (prctl(2)): a process below it stays
+ * below it until it exits, whatever it does to its session, group, environment or parents. It reaps them all, tells a
+ * connected agent when the program or a watched process has exited and when nothing is left, and kills everything below
+ * on request. It outlives its agent: once nothing is left, it waits for an agent that has read the result and says
+ * "release", or for SIGTERM.
+ *
+ * SPEC is a file of NUL-terminated strings "KEY=VALUE"; see run_program. LISTENER is a listening Unix socket of type
+ * SOCK_SEQPACKET. The latest agent that connects is heard. Its requests, one a packet:
+ *
+ *     state                 answer only
+ *     watch SLOT PID SINCE  remember in this slot how PID exits, or how it exited if that was after SINCE (in ms since the
+ *                           boot: earlier exits are those of another process with this number)
+ *     kill                  kill everything below, until nothing is left
+ *     release               exit once nothing is left
+ *
+ * The answer is "ok", or "error" with a reason, and the state; see send_state. The agent also gets the state when it
+ * connects and when it changes. Readers skip words that they do not know.
+ *
+ * The command line names neither the program nor its service, because scripts of jobs search for both with pgrep. The
+ * keeper allocates no memory, so it works on when there is none.
+ */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { VERSION = 1, MAX_EXITS = 256, MAX_SLOTS = 17, MAX_REAPED = 256, MANY = 64, MAX_PAUSE_MS = 100 };
+
+struct ending { /* How a process ended. With at_ms == 0 it has not. */
+    pid_t pid;
+    int status;      /* As from waitpid. */
+    long long at_ms; /* Since the boot. */
+};
+
+struct report { /* From the child: a step that failed. */
+    char step[16];
+    int error, is_fatal;
+};
+
+static struct ending slots[MAX_SLOTS]; /* The first is the program's. */
+static struct ending exits[MAX_EXITS]; /* A ring, for processes that an agent asks for too late. */
+static struct report failure, skipped;
+static unsigned long reaped;
+static int listener, agent = -1, reports = -1, children = -1;
+static int is_childless, is_killing, is_released, is_unsent;
+
+/* --- the program ----------------------------------------------------------------------------------------------------- */
+
+static void report(int to, const char *step, int error, int is_fatal)
+{
+    struct report made = {.error = error, .is_fatal = is_fatal};
+    strncpy(made.step, step, sizeof made.step - 1);
+    if (write(to, &made, sizeof made) < 0 || is_fatal)
+        _exit(127);
+}
+
+/* Follow one instruction of the spec. */
+static int follow(const char *key, const char *value)
+{
+    static gid_t groups[65536]; /* NGROUPS_MAX. Pages that are not touched take no memory. */
+    static size_t group_count;
+    unsigned number = strtoul(value, NULL, 10);
+    int resource, file;
+    unsigned long long soft, hard;
+    if (!strcmp(key, "cwd"))
+        return chdir(value);
+    if (!strcmp(key, "cgroup"))
+        return write(number, "0", 1);
+    if (!strcmp(key, "oom"))
+        return (file = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC)) < 0 ? -1 : write(file, value, strlen(value));
+    if (!strcmp(key, "limit") && sscanf(value, "%d:%llu:%llu", &resource, &soft, &hard) == 3)
+        return setrlimit(resource, &(struct rlimit){soft, hard});
+    if (!strcmp(key, "nice"))
+        return setpriority(PRIO_PROCESS, 0, atoi(value));
+    if (!strcmp(key, "umask"))
+        return umask(number) & 0;
+    if (!strcmp(key, "group") && group_count < sizeof groups / sizeof *groups)
+        return groups[group_count++] = number, 0;
+    if (!strcmp(key, "groups")) /* Those of the instructions before, or none. */
+        return setgroups(group_count, groups);
+    if (!strcmp(key, "gid"))
+        return setresgid(number, number, number);
+    if (!strcmp(key, "uid"))
+        return setresuid(number, number, number);
+    if (!strcmp(key, "no_new_privs"))
+        return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+    errno = EINVAL;
+    return -1;
+}
+
+/* Follow the instructions of the spec in their order, then execute the program. The agent chooses an order that works:
+ * instructions that need root precede "uid". A key with a "?" before it may fail, which is reported. */
+static void run_program(int spec, int to)
+{
+    struct stat about;
+    char *text = MAP_FAILED, *path = NULL, **argv, **env;
+    if (fstat(spec, &about) == 0 && about.st_size > 0)
+        text = mmap(NULL, about.st_size, PROT_READ | PROT_WRITE, MAP_PRIVATE, spec, 0);
+    if (text == MAP_FAILED || text[about.st_size - 1] != '\0')
+        report(to, "spec", EINVAL, 1);
+    /* A string takes at least five bytes ("arg=" and NUL), so this is room for all and a NULL. */
+    argv = calloc(about.st_size / 5 + 1, sizeof *argv);
+    env = calloc(about.st_size / 5 + 1, sizeof *env);
+    if (!argv || !env)
+        report(to, "memory", ENOMEM, 1);
+    char **next_arg = argv, **next_variable = env;
+    for (char *key = text, *next; key < text + about.st_size; key = next) {
+        next = key + strlen(key) + 1;
+        int may_fail = *key == '?';
+        char *value = strchr(key += may_fail, '=');
+        if (!value)
+            report(to, "spec", EINVAL, 1);
+        *value++ = '\0';
+        if (!strcmp(key, "exec"))
+            path = value;
+        else if (!strcmp(key, "arg"))
+            *next_arg++ = value;
+        else if (!strcmp(key, "env"))
+            *next_variable++ = value;
+        else if (follow(key, value) < 0)
+            report(to, key, errno, !may_fail);
+    }
+    if (!path)
+        report(to, "spec", EINVAL, 1);
+    execve(path, argv, env);
+    report(to, "exec", errno, 1);
+}
+
+/* Fork the program: in its own session, with signals as a login has them. */
+static void start(int spec)
+{
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) < 0)
+        exit(errno);
+    slots[0].pid = fork();
+    if (slots[0].pid == 0) {
+        sigset_t none;
+        sigemptyset(&none);
+        for (int number = 1; number < NSIG; number++)
+            signal(number, SIG_DFL);
+        sigprocmask(SIG_SETMASK, &none, NULL);
+        setsid();
+        run_program(spec, ends[1]);
+    }
+    if (slots[0].pid < 0)
+        failure = (struct report){"fork", errno, 1};
+    close(ends[1]);
+    reports = ends[0];
+}
+
+static void read_report(void)
+{
+    struct report got;
+    if (read(reports, &got, sizeof got) == sizeof got) {
+        *(got.is_fatal ? &failure : &skipped) = got;
+        return;
+    }
+    close(reports); /* The program runs, or the child has ended: its end of the pipe is closed. */
+    reports = -1;
+    is_unsent = 1;
+}
+
+/* --- the processes below --------------------------------------------------------------------------------------------- */
+
+/* Reap the dead. Return whether there may be more. */
+static int reap(void)
+{
+    for (int count = 0; count < MAX_REAPED; count++) {
+        struct timespec now;
+        struct ending ended;
+        ended.pid = waitpid(-1, &ended.status, WNOHANG | __WALL);
+        if (ended.pid <= 0) {
+            /* This is final: without a child there is no process that could leave an orphan here. */
+            if (ended.pid < 0 && errno == ECHILD && !is_childless)
+                is_childless = is_unsent = 1;
+            return 0;
+        }
+        clock_gettime(CLOCK_BOOTTIME, &now);
+        ended.at_ms = now.tv_sec * 1000LL + now.tv_nsec / 1000000;
+        exits[reaped++ % MAX_EXITS] = ended;
+        for (struct ending *slot = slots; slot < slots + MAX_SLOTS; slot++)
+            if (slot->pid == ended.pid && !slot->at_ms) {
+                *slot = ended;
+                is_unsent = 1;
+            }
+    }
+    return 1;
+}
+
+/* Kill a child and the group that it leads. Return whether there is such a child and it has not ended.
+ *
+ * This cannot hit another process. A child's number is its own until it is reaped, which only happens here, and a group
+ * with that number was made by that child, in a session that began below. */
+static int kill_child(pid_t pid)
+{
+    siginfo_t ended = {0};
+    if (waitid(P_PID, pid, &ended, WEXITED | WNOHANG | WNOWAIT | __WALL) < 0 || ended.si_pid == pid)
+        return 0;
+    kill(-pid, SIGKILL);
+    kill(pid, SIGKILL);
+    return 1;
+}
+
+/* Kill each child once. Return how many there were. */
+static int kill_children(void)
+{
+    char text[4096];
+    pid_t pid = 0;
+    ssize_t size;
+    int count = 0;
+    lseek(children, 0, SEEK_SET);
+    while ((size = read(children, text, sizeof text)) > 0)
+        for (char *at = text; at < text + size; at++)
+            if (*at != ' ')
+                pid = pid * 10 + *at - '0';
+            else {
+                count += kill_child(pid);
+                pid = 0;
+            }
+    if (children >= 0)
+        return count;
+    DIR *all = opendir("/proc"); /* A kernel without CONFIG_PROC_CHILDREN: try every process. */
+    for (struct dirent *each; all && (each = readdir(all));)
+        if ((pid = atoi(each->d_name)) > 0)
+            count += kill_child(pid);
+    if (all)
+        closedir(all);
+    return count;
+}
+
+/* --- the agent ------------------------------------------------------------------------------------------------------- */
+
+/* Send the state. An agent that leaves its answers unread is disconnected. A change it gets once it reads again. */
+static void send_state(const char *kind, int is_answer)
+{
+    char text[2048];
+    int size = sprintf(text, "%s version=%d keeper=%d program=%d phase=%s reaped=%lu killing=%d childless=%d", kind, VERSION,
+        getpid(), slots[0].pid, *failure.step ? "failed" : reports < 0 ? "running" : "starting", reaped, is_killing,
+        is_childless);
+    if (*failure.step)
+        size += sprintf(text + size, " failed=%s:%d", failure.step, failure.error);
+    if (*skipped.step)
+        size += sprintf(text + size, " skipped=%s:%d", skipped.step, skipped.error);
+    for (int i = 0; i < MAX_SLOTS; i++)
+        if (slots[i].at_ms)
+            size += sprintf(text + size, " exit=%d:%d:%d:%lld", i, slots[i].pid, slots[i].status, slots[i].at_ms);
+    if (send(agent, text, size, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0)
+        is_unsent = 0;
+    else if (errno != EAGAIN || is_answer) {
+        close(agent);
+        agent = -1;
+    }
+}
+
+static void answer(void)
+{
+    char request[128], kind[32] = "ok";
+    int slot, pid;
+    long long since_ms;
+    ssize_t size = recv(agent, request, sizeof request - 1, MSG_DONTWAIT);
+    if (size <= 0) {
+        close(agent);
+        agent = -1;
+        return;
+    }
+    request[size] = '\0';
+    if (sscanf(request, "watch %d %d %lld", &slot, &pid, &since_ms) == 3 && slot > 0 && slot < MAX_SLOTS) {
+        slots[slot] = (struct ending){.pid = pid};
+        for (int i = 0; i < MAX_EXITS; i++)
+            if (exits[i].pid == pid && exits[i].at_ms >= since_ms)
+                slots[slot] = exits[i];
+    } else if (!strcmp(request, "kill"))
+        is_killing = 1;
+    else if (!strcmp(request, "release"))
+        is_released = 1;
+    else if (strcmp(request, "state") != 0)
+        strcpy(kind, "error reason=request");
+    send_state(kind, 1);
+}
+
+/* Let an agent connect, in the place of an earlier one. */
+static void accept_agent(void)
+{
+    struct ucred peer;
+    socklen_t size = sizeof peer;
+    int caller = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+    if (caller < 0)
+        return;
+    if (getsockopt(caller, SOL_SOCKET, SO_PEERCRED, &peer, &size) < 0 || (peer.uid != 0 && peer.uid != geteuid())) {
+        close(caller);
+        return;
+    }
+    if (agent >= 0)
+        close(agent);
+    agent = caller;
+    is_unsent = 1;
+}
+
+int main(int argc, char **argv)
+{
+    sigset_t blocked, heard;
+    sigfillset(&blocked);
+    sigprocmask(SIG_SETMASK, &blocked, NULL);
+    sigemptyset(&heard);
+    sigaddset(&heard, SIGCHLD);
+    sigaddset(&heard, SIGTERM);
+    setsid();
+    int signals = signalfd(-1, &heard, SFD_CLOEXEC | SFD_NONBLOCK);
+    if (argc < 3 || signals < 0 || prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) < 0)
+        return errno ? errno : EINVAL;
+    for (int i = 1; i < argc; i++)
+        if (fcntl(atoi(argv[i]), F_SETFD, FD_CLOEXEC) < 0)
+            return errno;
+    listener = atoi(argv[1]);
+    children = open("/proc/thread-self/children", O_RDONLY | O_CLOEXEC);
+    start(atoi(argv[2]));
+    for (int i = 2; i < argc; i++)
+        close(atoi(argv[i]));
+    for (int i = 0; i < 3; i++) /* The streams are the program's. */
+        close(i);
+
+    int pause_ms = 0;
+    while (!is_childless || !is_released) {
+        struct pollfd ready[] = {
+            {.fd = signals, .events = POLLIN},
+            {.fd = listener, .events = POLLIN},
+            {.fd = reports, .events = POLLIN},
+            {.fd = agent, .events = is_unsent ? POLLIN | POLLOUT : POLLIN},
+        };
+        struct signalfd_siginfo got;
+        poll(ready, 4, pause_ms);
+        pause_ms = pause_ms <= 0 ? 1 : pause_ms < MAX_PAUSE_MS ? 2 * pause_ms : MAX_PAUSE_MS;
+        while (read(signals, &got, sizeof got) == sizeof got) {
+            pause_ms = 0;
+            if (got.ssi_signo == SIGTERM) /* The machine shuts down, so nobody will say "release". */
+                is_released = 1;
+        }
+        if (ready[3].revents & ~POLLOUT)
+            answer();
+        if (ready[1].revents)
+            accept_agent();
+        if (ready[2].revents)
+            read_report();
+        /* While many are killed, the dead are kept: they count against the limits of processes, so that a fork storm
+         * starves, however fast it is. */
+        int living = is_killing ? kill_children() : 0;
+        if (living < MANY && reap())
+            pause_ms = 0;
+        else if (!is_killing || is_childless)
+            pause_ms = -1;
+        if (is_unsent && agent >= 0)
+            send_state("state", 0);
+    }
+    return 0;
+}

@@ -1,0 +1,558 @@
+"""Keepers: small processes that each run one program and keep everything that it starts below themselves.
+
+``keeper.c`` describes the program and its protocol. A keeper is a child subreaper, so the kernel says which processes
+belong to the program: those below its keeper. A keeper survives the agent. The next one finds its socket in a directory
+that only root (or the agent's user) can enter, and learns how the program ended if it did.
+
+Call everything on the event loop's thread, except the functions that block, which say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import grp
+import logging
+import os
+import pwd
+import resource
+import secrets
+import signal
+import socket
+import urllib.parse
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent_shim.core.errors import HostError
+from agent_shim.host import clock, files, proc, process
+from agent_shim.host.daemon_thread import run_in_daemon_thread
+from agent_shim.host.descriptors import closing
+from agent_shim.host.process import Process
+
+logger = logging.getLogger(__name__)
+
+PROGRAM: Final = Path(__file__).with_name("keeper")
+"""The executable. ``hatch_build.py`` makes it from ``keeper.c``."""
+SLOTS: Final = 16
+"""Processes beside the program whose exits one keeper remembers for its agent."""
+START_TIMEOUT_S: Final = 30.0
+"""For the execution of a program: its file may be on a dead file server."""
+ANSWER_TIMEOUT_S: Final = 10.0
+KILL_TIMEOUT_S: Final = 10.0
+"""For the end of everything that was killed. A process stuck in the kernel takes longer."""
+_PACKET_BYTES: Final = 4096
+_MAX_NAME_BYTES: Final = 240
+_NOT_EXECUTABLE: Final = 8
+"""``MFD_NOEXEC_SEAL`` of ``linux/memfd.h``, which ``vm.memfd_noexec`` may require. Since Linux 6.3."""
+
+
+class User(msgspec.Struct, frozen=True):
+    """A user to become. None keeps what the agent has."""
+
+    uid: int | None = None
+    gid: int | None = None
+    groups: tuple[int, ...] | None = None
+    """Supplementary groups."""
+
+
+class Program(msgspec.Struct, frozen=True):
+    """A program to run, and how."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str = "/"
+    stdin: int | None = None
+    """Descriptors of the streams. None is ``/dev/null``."""
+    stdout: int | None = None
+    stderr: int | None = None
+    user: User = User()
+    umask: int = 0o022
+    nice: int = 0
+    oom_score_adj: int | None = None
+    limits: Mapping[int, tuple[int, int]] = {}
+    """Soft and hard limits by the numbers of ``resource``. -1 is unlimited."""
+    has_no_new_privs: bool = False
+    cgroups: Sequence[int] = ()
+    """Descriptors of ``cgroup.procs`` files. A cgroup that cannot be joined is reported in ``State.skipped``."""
+
+
+class Exit(msgspec.Struct, frozen=True):
+    """The end of a process."""
+
+    pid: int
+    status: int
+    """Exit code, 128+N after signal N."""
+    at: float
+    """Seconds since the boot, as in ``clock.boot_time``."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A step before the execution of a program that failed."""
+
+    step: str
+    errno: int
+
+
+class State(msgspec.Struct, frozen=True):
+    """What a keeper reports. Fields that it does not report have their defaults."""
+
+    keeper: int
+    """Its pid."""
+    program: int
+    """Pid of the program, also once it has ended."""
+    version: int = 1
+    phase: str = "running"
+    """``starting`` until the program is executed, then ``running``, also once it has ended; or ``failed``."""
+    failed: Failure | None = None
+    skipped: Failure | None = None
+    exits: Mapping[int, Exit] = {}
+    """Ends of processes by slot. Slot 0 is the program."""
+    reaped: int = 0
+    """Number of processes that ended below it as its children."""
+    is_killing: bool = False
+    is_childless: bool = False
+    """Everything below has ended. This is final."""
+
+
+def user(name: str | None, group: str | None) -> User:
+    """Look up the user of a program by names or numbers. The user brings its groups. Without root it changes nothing.
+
+    Raises ``HostError`` "there is no user X".
+    """
+    if (name is None and group is None) or os.geteuid() != 0:
+        return User()
+    found = User()
+    try:
+        if name is not None and name.isdigit():
+            found = User(int(name), None, ())
+        elif name is not None:
+            entry = pwd.getpwnam(name)
+            found = User(entry.pw_uid, entry.pw_gid, tuple(os.getgrouplist(name, entry.pw_gid)))
+    except KeyError:
+        raise HostError(f"there is no user {name}") from None
+    try:
+        if group is not None:
+            gid = int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+            found = msgspec.structs.replace(found, gid=gid)
+    except KeyError:
+        raise HostError(f"there is no group {group}") from None
+    return found
+
+
+class Keeper:
+    """A connection to one keeper."""
+
+    def __init__(self, directory: Path, name: str, connection: socket.socket, child: Process | None = None) -> None:
+        self.name: Final = name
+        """Name of its socket."""
+        self.label: Final = label_of(name)
+        """Owner of the program: a service, or the scripts of a job. Shortened if it is very long."""
+        self.state = State(0, 0)
+        """Its latest report."""
+        self.is_lost = False
+        """The connection is closed although the keeper was not released: it was killed."""
+        self.on_change: Callable[[], None] | None = None
+        """Called after each report, and when it is lost."""
+        self._directory = directory
+        self._connection = connection
+        self._child = child
+        self._loop = asyncio.get_running_loop()
+        self._is_released = False
+        self._changed = asyncio.Event()
+        self._answers: deque[asyncio.Future[State]] = deque()
+        self._slots: dict[int, tuple[int, int]] = {}
+        connection.setblocking(False)
+        self._loop.add_reader(connection, self._read)
+
+    def __repr__(self) -> str:
+        return f"<Keeper {self.state.keeper} of {self.label}>"
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        """Pid of the keeper: everything below it belongs to ``label``."""
+        return self.state.keeper
+
+    @property
+    def program_exit(self) -> Exit | None:
+        """The end of the program. None while it runs, and if it was not executed."""
+        return None if self.state.failed else self.state.exits.get(0)
+
+    def exit_of(self, identity: tuple[int, int]) -> Exit | None:
+        """Return how a watched process ended. None if it has not, or if its own parent reaped it."""
+        slot = next((slot for slot, watched in self._slots.items() if watched == identity), None)
+        return None if slot is None else self.state.exits.get(slot)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until a report makes ``is_so`` true. Raises ``HostError`` once the keeper is lost."""
+        while not is_so():
+            if self.is_lost:
+                raise HostError(f"cannot follow the processes of {self.label}: their keeper was killed")
+            await self._changed.wait()
+
+    async def wait(self) -> Exit:
+        """Wait for the end of the program. Raises ``HostError`` once the keeper is lost."""
+        await self.until(lambda: self.program_exit is not None)
+        assert self.program_exit is not None
+        return self.program_exit
+
+    async def is_childless_within(self, seconds: float) -> bool:
+        """Wait until everything below has ended. False if that takes longer. Raises ``HostError`` once it is lost."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.until(lambda: self.state.is_childless), seconds)
+        return self.state.is_childless
+
+    def processes(self) -> list[proc.Stat]:
+        """List the living processes below it. Blocks."""
+        return [each for each in proc.below(self.pid).values() if each.is_alive] if self.pid else []
+
+    # --- acting -----------------------------------------------------------------------------------------------------
+
+    async def watch(self, identity: tuple[int, int]) -> Exit | None:
+        """Let the keeper remember how this process ends, whenever that is. Return its end if it is known already."""
+        pid, start_ticks = identity
+        if identity in self._slots.values():
+            return self.exit_of(identity)
+        for slot, ended in self.state.exits.items():
+            if ended.pid == pid and ended.at >= start_ticks / clock.TICKS:  # an earlier agent has watched it
+                self._slots[slot] = identity
+                return ended
+        # Exits that earlier agents wanted are kept while there is room.
+        free = [slot for slot in range(1, SLOTS + 1) if slot not in self._slots]
+        if not free:
+            raise HostError(f"cannot watch more than {SLOTS} processes of {self.label}")
+        slot = min(free, key=lambda slot: slot in self.state.exits)
+        self._slots[slot] = identity
+        await self.request(f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}")
+        return self.exit_of(identity)
+
+    def forget(self, identity: tuple[int, int]) -> None:
+        """Free the slot of a watched process for another."""
+        for slot in [slot for slot, known in self._slots.items() if known == identity]:
+            del self._slots[slot]
+
+    async def send_all(self, number: signal.Signals) -> list[proc.Stat]:
+        """Send a signal once to each process below it now. Return them."""
+
+        def send() -> list[proc.Stat]:
+            found = self.processes()
+            return [each for each in found if process.send(each.identity, number)]
+
+        return await run_in_daemon_thread(send, f"signal to {self.label}")
+
+    async def kill(self) -> None:
+        """Let the keeper kill everything below, until nothing is left. Returns before: see ``is_childless_within``."""
+        await self.request("kill")
+
+    async def end(self, grace: float) -> bool:
+        """Send SIGTERM to everything below, and SIGKILL after ``grace`` seconds. Return False if some survive that.
+
+        ``state.is_killing`` says whether SIGKILL was needed. Raises ``HostError`` if the keeper is lost.
+        """
+        if grace > 0 and not self.state.is_childless:
+            await self.send_all(signal.SIGTERM)
+        if not await self.is_childless_within(grace):
+            await self.kill()
+        return await self.is_childless_within(KILL_TIMEOUT_S)
+
+    def release(self) -> None:
+        """Let the keeper exit, at once or when everything below has ended, and forget it: its result has been read."""
+        self._is_released = True
+        with contextlib.suppress(OSError):
+            self._connection.send(b"release")
+        with contextlib.suppress(OSError):
+            (self._directory / self.name).unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect. The keeper continues."""
+        if self._connection.fileno() >= 0:
+            self._loop.remove_reader(self._connection)
+            self._connection.close()
+        self._fail()
+
+    async def request(self, text: str) -> State:
+        """Send a request and return the state that answers it. Raises ``HostError``, also for one that it refuses."""
+        answer: asyncio.Future[State] = self._loop.create_future()
+        try:
+            self._connection.send(text.encode())
+        except OSError as exc:
+            raise files.failed(f"ask the keeper of {self.label}", exc) from exc
+        self._answers.append(answer)
+        try:
+            return await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            raise HostError(f"cannot ask the keeper of {self.label}: it does not answer") from None
+
+    # --- the connection ---------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Take the packets that have arrived."""
+        while True:
+            try:
+                packet = self._connection.recv(_PACKET_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._disconnected()
+                return
+            self._take(packet.decode(errors="replace"))
+
+    def _take(self, packet: str) -> None:
+        kind, self.state = parse(packet)
+        if kind != "state" and self._answers:
+            answer = self._answers.popleft()
+            if answer.done():
+                pass
+            elif kind == "ok":
+                answer.set_result(self.state)
+            else:
+                answer.set_exception(HostError(f"cannot ask the keeper of {self.label}: it refuses the request"))
+        self._wake()
+
+    def _disconnected(self) -> None:
+        self.close()
+        if not self._is_released:
+            self.is_lost = True
+            with contextlib.suppress(OSError):
+                (self._directory / self.name).unlink()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self.on_change is not None:
+            self.on_change()
+
+    def _fail(self) -> None:
+        while self._answers:
+            answer = self._answers.popleft()
+            if not answer.done():
+                answer.set_exception(HostError(f"cannot ask the keeper of {self.label}: the connection is closed"))
+
+
+# --- starting and finding -------------------------------------------------------------------------------------------
+
+
+async def start(directory: Path, label: str, program: Program) -> Keeper:
+    """Run a program below a keeper of its own. Returns once it is executed. ``directory`` holds the sockets of all.
+
+    Raises ``HostError`` "cannot run PROGRAM: why" if it is not executed.
+    """
+    what = f"run {program.argv[0]}"
+    with contextlib.ExitStack() as opened, files.attempting(what):
+        name, listener, connection = _bind(directory, label)
+        opened.callback(listener.close)
+        spec = opened.enter_context(closing(_spec_file(_spec(program))))
+        inherited = [listener.fileno(), spec, *program.cgroups]
+        try:
+            child = process.spawn(
+                ["keeper", *map(str, inherited)],
+                env={},
+                executable=PROGRAM,
+                stdin=program.stdin,
+                stdout=program.stdout,
+                stderr=program.stderr,
+                inherited=inherited,
+            )
+        except BaseException:
+            connection.close()
+            (directory / name).unlink()
+            raise
+    keeper = Keeper(directory, name, connection, child)
+    try:
+        await asyncio.wait_for(
+            keeper.until(lambda: keeper.pid > 0 and keeper.state.phase != "starting"), START_TIMEOUT_S
+        )
+    except TimeoutError:
+        await _abandon(keeper)
+        raise HostError(f"cannot {what}: its file cannot be read in {START_TIMEOUT_S:.0f} s") from None
+    except HostError:
+        code = await child.wait()  # it exits with the error number if it cannot work
+        raise HostError(f"cannot {what}: its keeper ended: {os.strerror(code or 0)}") from None
+    except asyncio.CancelledError:
+        await _abandon(keeper)
+        raise
+    if keeper.state.failed is not None:
+        keeper.release()
+        raise _cannot_run(program, keeper.state.failed)
+    return keeper
+
+
+async def find(directory: Path) -> list[Keeper]:
+    """Connect to all keepers of an earlier agent. Removes sockets whose keepers have ended."""
+    found = []
+    for name in _names(directory):
+        try:
+            keeper = Keeper(directory, name, _connect(directory / name))
+        except OSError as exc:
+            if exc.errno == errno.ECONNREFUSED:
+                (directory / name).unlink(missing_ok=True)
+            else:
+                logger.error("cannot connect to the keeper %s: %s", name, exc)
+            continue
+        found.append(keeper)
+    for keeper in list(found):
+        try:
+            await asyncio.wait_for(keeper.until(lambda keeper=keeper: keeper.pid > 0), ANSWER_TIMEOUT_S)  # type: ignore[misc]
+        except (TimeoutError, HostError):
+            logger.error("cannot use the keeper %s: it does not answer", keeper.name)
+            keeper.close()
+            found.remove(keeper)
+    return found
+
+
+def owner(identity: tuple[int, int], keepers: Collection[Keeper]) -> Keeper | None:
+    """Return the keeper that a process is below. None if it is below none of them, or is gone. Blocks shortly."""
+    by_pid = {keeper.pid: keeper for keeper in keepers if keeper.pid}
+    found = proc.nearest(identity, by_pid)
+    return None if found is None else by_pid[found]
+
+
+def parse(packet: str) -> tuple[str, State]:
+    """Parse a packet of a keeper: its kind, and the state. Unknown words are skipped."""
+    kind, *words = packet.split(" ")
+    state: dict[str, object] = {"keeper": 0, "program": 0}
+    exits: dict[int, Exit] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in ("version", "keeper", "program", "reaped"):
+            state[key] = int(value)
+        elif key in ("killing", "childless"):
+            state[f"is_{key}"] = value != "0"
+        elif key == "phase":
+            state[key] = value
+        elif key in ("failed", "skipped"):
+            step, _, number = value.partition(":")
+            state[key] = Failure(step, int(number))
+        elif key == "exit":
+            slot, pid, status, at_ms = map(int, value.split(":")[:4])
+            code = os.waitstatus_to_exitcode(status)
+            exits[slot] = Exit(pid, code if code >= 0 else 128 - code, at_ms / 1000)
+    return kind, State(exits=exits, **state)  # type: ignore[arg-type]
+
+
+def label_of(name: str) -> str:
+    """Return the label in the name of a socket."""
+    return urllib.parse.unquote(name.rpartition("@")[0])
+
+
+def prefix(label: str) -> str:
+    """Return the beginning of the names of a label's sockets, up to the ``@``. It differs between labels."""
+    quoted = urllib.parse.quote(label, safe="")
+    return quoted[:_MAX_NAME_BYTES]
+
+
+def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socket]:
+    """Make a listening socket in the directory, and a connection to it. Its path may be longer than a socket's."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    token = secrets.token_hex(4)
+    name = f"{prefix(label)}@{token}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with closing(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as place:
+            listener.bind(f"/proc/self/fd/{place}/@{token}")
+            listener.listen()
+            os.rename(f"@{token}", name, src_dir_fd=place, dst_dir_fd=place)
+        return name, listener, _connect(directory / name)
+    except BaseException:
+        listener.close()
+        raise
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in directory.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _connect(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.setblocking(False)
+        with closing(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as place:
+            connection.connect(f"/proc/self/fd/{place}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _spec(program: Program) -> Iterator[str]:
+    """Yield the instructions of a program in the order in which its child follows them."""
+    yield from (f"?cgroup={descriptor}" for descriptor in program.cgroups)
+    limits = dict(program.limits)
+    if resource.RLIMIT_NOFILE not in limits and (of_children := process.file_limits_of_children()):
+        limits[resource.RLIMIT_NOFILE] = of_children
+    yield from (f"limit={number}:{soft % 2**64}:{hard % 2**64}" for number, (soft, hard) in limits.items())
+    if program.nice:
+        yield f"?nice={program.nice}"
+    if program.oom_score_adj is not None:
+        yield f"?oom={program.oom_score_adj}"
+    yield f"umask={program.umask}"
+    yield f"cwd={program.cwd}"
+    if program.user.groups is not None:
+        yield from (f"group={gid}" for gid in program.user.groups)
+        yield "groups="
+    if program.user.gid is not None:
+        yield f"gid={program.user.gid}"
+    if program.user.uid is not None:
+        yield f"uid={program.user.uid}"
+    if program.has_no_new_privs:
+        yield "no_new_privs="
+    yield f"exec={_path(program)}"
+    yield from (f"arg={each}" for each in program.argv)
+    yield from (f"env={name}={value}" for name, value in program.env.items())
+
+
+def _path(program: Program) -> str:
+    """Return the file to execute: a name without a slash is searched in the PATH of the program."""
+    import shutil
+
+    name = program.argv[0]
+    return name if "/" in name else shutil.which(name, path=program.env.get("PATH", os.defpath)) or name
+
+
+def _spec_file(instructions: Iterator[str]) -> int:
+    content = b"".join(os.fsencode(each) + b"\0" for each in instructions)
+    try:
+        spec = os.memfd_create("spec", os.MFD_CLOEXEC | _NOT_EXECUTABLE)
+    except OSError:  # an older kernel
+        spec = os.memfd_create("spec", os.MFD_CLOEXEC)
+    with open(spec, "wb", closefd=False) as file:
+        file.write(content)
+    return spec
+
+
+async def _abandon(keeper: Keeper) -> None:
+    """End a program that nobody waits for."""
+    with contextlib.suppress(OSError):
+        keeper._connection.send(b"kill")  # noqa: SLF001 - one module
+    keeper.release()
+
+
+_ARGUMENT: Final = {"cwd": "its directory", "uid": "its user", "gid": "its group", "groups": "its groups"}
+
+
+def _cannot_run(program: Program, failure: Failure) -> HostError:
+    """Say which step failed, and with what."""
+    name, why = program.argv[0], os.strerror(failure.errno)
+    if failure.step == "exec":
+        if failure.errno == errno.ENOENT and os.path.exists(_path(program)):  # noqa: PTH110 - text
+            why = "the interpreter that it names is missing"
+        error = HostError(f"cannot run {name}: {why}")
+    elif failure.step == "cwd":
+        error = HostError(f"cannot run {name} with {program.cwd}: {why}")
+    else:
+        error = HostError(f"cannot run {name}: {_ARGUMENT.get(failure.step, failure.step)}: {why}")
+    error.errno = failure.errno
+    return error

@@ -1,0 +1,216 @@
+"""Keepers with real processes: what is below them, how it ends, and agents that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.core.errors import HostError
+from agent_shim.host import clock, keeper, proc
+from agent_shim.host.keeper import Keeper, Program
+
+HIDDEN = "(setsid sh -c 'exec env -i sleep 1000' &)"
+"""Leave a process that forked twice in a new session without an environment."""
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "keepers"
+    yield directory
+    for path in directory.iterdir() if directory.exists() else []:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
+            connection.connect(str(path))
+            connection.send(b"release")
+            connection.send(b"kill")
+
+
+def shell(script: str) -> Program:
+    return Program(["/bin/sh", "-c", script], {"PATH": os.environ["PATH"]})
+
+
+async def until_below(kept: Keeper, count: int) -> list[proc.Stat]:
+    """Wait until so many processes live below the keeper."""
+    while len(found := kept.processes()) != count:
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def end(kept: Keeper) -> None:
+    assert await kept.end(0)
+    kept.release()
+
+
+async def test_hidden_daemon_stays_below_the_keeper_and_ends_with_it(sockets: Path) -> None:
+    """It forked twice, has a session of its own and no environment, and its parents are gone."""
+    kept = await keeper.start(sockets, "hidden", shell(HIDDEN))
+    assert (await kept.wait()).status == 0
+    (daemon,) = await until_below(kept, 1)
+
+    assert keeper.owner(daemon.identity, [kept]) is kept
+    assert await kept.end(grace=60)
+
+    assert not kept.state.is_killing
+    assert proc.stat(daemon.pid) is None
+    kept.release()
+
+
+async def test_processes_that_ignore_sigterm_are_killed_after_the_grace(sockets: Path) -> None:
+    kept = await keeper.start(sockets, "stubborn", shell("trap '' TERM; echo; sleep 1000 & while :; do wait; done"))
+    await until_below(kept, 2)
+
+    assert await kept.end(grace=0.2)
+
+    assert kept.state.is_killing
+    assert kept.program_exit == keeper.Exit(kept.state.program, 128 + signal.SIGKILL, kept.state.exits[0].at)
+    kept.release()
+
+
+async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) -> None:
+    first = await keeper.start(sockets, "a/b c", shell("sleep 1000 & exec sleep 1000"))
+    program = first.state.program
+    (other,) = [each for each in await until_below(first, 2) if each.pid != program]
+    assert await first.watch(other.identity) is None
+    first.close()
+    os.kill(other.pid, signal.SIGUSR1)
+    os.kill(program, signal.SIGTERM)
+
+    (second,) = await keeper.find(sockets)
+
+    assert (second.label, second.pid) == ("a/b c", first.pid)
+    assert (await second.wait()).status == 128 + signal.SIGTERM
+    assert await second.is_childless_within(60)
+    missed = await second.watch(other.identity)
+    assert missed is not None
+    assert missed.status == 128 + signal.SIGUSR1
+    assert missed.at <= clock.boot_time()
+    await end(second)
+    assert await keeper.find(sockets) == []
+
+
+async def test_keeper_waits_childless_for_an_agent(sockets: Path) -> None:
+    first = await keeper.start(sockets, "brief", shell("read line; exit 7"))
+    first.close()
+
+    (second,) = await keeper.find(sockets)
+    assert (await second.wait()).status == 7
+    assert await second.is_childless_within(60)
+    second.release()
+    assert list(sockets.iterdir()) == []
+
+
+async def test_exit_of_an_earlier_process_with_the_same_pid_is_not_reported(sockets: Path) -> None:
+    kept = await keeper.start(sockets, "reuse", shell("sleep 0 & wait; exec sleep 1000"))
+    program = kept.state.program
+    await kept.kill()
+    ended = await kept.wait()
+
+    assert await kept.watch((program, clock.boot_ticks() + 100)) is None
+    assert await kept.watch((program, 0)) == ended
+    await end(kept)
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (Program(["/nowhere/x"], {}), "cannot run /nowhere/x: No such file or directory"),
+        (Program([__file__], {}), f"cannot run {__file__}: Permission denied"),
+        (Program(["/bin/true"], {}, cwd="/nowhere"), "cannot run /bin/true with /nowhere: No such file or directory"),
+        (
+            Program(["/bin/true"], {}, limits={resource.RLIMIT_NOFILE: (9, 8)}),
+            "cannot run /bin/true: limit: Invalid argument",
+        ),
+    ],
+    ids=["missing", "not executable", "directory", "limit"],
+)
+async def test_failed_start_names_the_step(sockets: Path, program: Program, text: str) -> None:
+    with pytest.raises(HostError) as caught:
+        await keeper.start(sockets, "failing", program)
+
+    assert str(caught.value) == text
+    assert list(sockets.iterdir()) == []
+
+
+async def test_program_without_interpreter_is_not_run(sockets: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("#!/nowhere/sh\n")
+    script.chmod(0o755)
+
+    with pytest.raises(HostError, match=f"cannot run {script}: the interpreter that it names is missing"):
+        await keeper.start(sockets, "failing", Program([str(script)], {}))
+
+
+async def test_program_starts_as_it_was_asked(sockets: Path, tmp_path: Path) -> None:
+    """Its descriptors, signals, limits, session and large environment. Nothing of the keeper's is inherited."""
+    shown = tmp_path / "shown"
+    script = (
+        "import os, resource, signal, sys\n"
+        "print([int(each) for each in os.listdir('/proc/self/fd')][:-1], os.getcwd(), os.getsid(0) == os.getpid(),\n"
+        " oct(os.umask(0)), os.nice(0), resource.getrlimit(resource.RLIMIT_FSIZE), os.environ['A'] == 'x=' * 50000,\n"
+        " signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getsignal(signal.SIGTERM).name, len(sys.argv[1]))\n"
+    )
+    env = {"A": "x=" * 50000}
+    argv = [sys.executable, "-S", "-c", script, "y" * 100_000]
+    with shown.open("w") as output:
+        limits = {resource.RLIMIT_FSIZE: (1 << 40, -1)}
+        program = Program(argv, env, str(tmp_path), stdout=output.fileno(), umask=0o27, nice=3, limits=limits)
+        kept = await keeper.start(sockets, "asked", program)
+    assert (await kept.wait()).status == 0
+
+    assert shown.read_text() == (f"[0, 1, 2] {tmp_path} True 0o27 3 ({1 << 40}, -1) True set() SIG_DFL 100000\n")
+    await end(kept)
+
+
+async def test_killed_keeper_is_lost(sockets: Path) -> None:
+    kept = await keeper.start(sockets, "lost", shell("exec sleep 1000"))
+    program = kept.state.program
+    os.kill(kept.pid, signal.SIGKILL)
+
+    with pytest.raises(HostError, match="cannot follow the processes of lost: their keeper was killed"):
+        await kept.wait()
+
+    assert kept.is_lost
+    os.kill(program, signal.SIGKILL)
+
+
+async def test_unknown_request_is_refused_and_the_connection_stays(sockets: Path) -> None:
+    kept = await keeper.start(sockets, "older", shell("exec sleep 1000"))
+
+    with pytest.raises(HostError, match="it refuses the request"):
+        await kept.request("a request of a later version")
+
+    assert (await kept.request("state")).phase == "running"
+    await end(kept)
+
+
+def test_unknown_words_of_a_state_are_skipped() -> None:
+    kind, state = keeper.parse("state version=9 keeper=1 program=2 new=3 exit=0:2:256:5000:more childless=1")
+
+    assert kind == "state"
+    assert state == keeper.State(1, 2, 9, exits={0: keeper.Exit(2, 1, 5.0)}, is_childless=True)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGUSR1, signal.SIGTERM])
+async def test_keeper_survives_signals(sockets: Path, sig: signal.Signals) -> None:
+    kept = await keeper.start(sockets, "deaf", shell("exec sleep 1000"))
+    os.kill(kept.pid, sig)
+
+    assert not (await kept.request("state")).is_childless
+    await end(kept)
+
+
+async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
+    """The machine shuts down, and no agent will come."""
+    kept = await keeper.start(sockets, "shutdown", shell("exit 0"))
+    assert await kept.is_childless_within(60)
+    os.kill(kept.pid, signal.SIGTERM)
+
+    await kept.until(lambda: kept.is_lost)
