@@ -217,7 +217,7 @@ async def test_the_oldest_bundle_makes_way_for_one_too_many(world: World, monkey
     assert [path.exists() for path in paths] == [False, True, True]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.root
 @pytest.mark.parametrize(("owner", "group"), [("nobody", None), ("nobody:daemon", "daemon")])
 async def test_a4_a_bundle_belongs_to_whom_it_is_for(world: World, owner: str, group: str | None) -> None:
     value = await world.value("bundle_logs", {"owning_user": owner, "log_type": "job"})
@@ -227,7 +227,7 @@ async def test_a4_a_bundle_belongs_to_whom_it_is_for(world: World, owner: str, g
     assert path.group() == (group or "nogroup")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.root
 @pytest.mark.parametrize("user", ["bosh_nosuch", "bosh\0"])
 async def test_a4_a_bundle_of_an_unknown_user_is_removed(world: World, user: str) -> None:
     error = await world.error("bundle_logs", {"owning_user": user, "log_type": "job"})

@@ -271,7 +271,7 @@ def commands_about(pair: tuple[Path, Path]) -> list[bytes]:
     return found
 
 
-@pytest.mark.skipif(not ROOT, reason="needs two users")
+@pytest.mark.root
 def test_an_ordinary_user_copies_to_a_volume_of_its_group() -> None:
     """A kubelet gives volumes of a pod to root and the group of the pod."""
     with tempfile.TemporaryDirectory() as scratch:

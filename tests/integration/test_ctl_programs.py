@@ -164,7 +164,7 @@ async def test_a_limit_that_a_script_could_not_set_is_reported(tmp_path: Path, s
     assert await programs.refused_limit("other") == ""
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.root
 def test_a_user_that_cannot_be_taken_is_reported(tmp_path: Path) -> None:
     """As in a container without CAP_SETUID and CAP_SETGID."""
     program = f"""import asyncio

@@ -17,7 +17,7 @@ TESTS = tuple(f"tests/unit/{folder}" for folder in FOLDERS)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="mutants run confined, which takes root")
+@pytest.mark.root
 def test_unit_tests_notice_most_of_the_mutants_that_they_reach(tmp_path: Path) -> None:
     """The table also counts the lines that they do not reach, which the later stages of ``./dev mutate`` try."""
     faulthandler.cancel_dump_traceback_later()  # half a minute of work may last long on a busy machine

@@ -116,7 +116,7 @@ async def test_a_program_that_cannot_be_executed_is_refused(
         await process.spawn_prepared(lambda _: None, [str(program)], env=env)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user changes to nobody, and is not asked whom")
+@pytest.mark.root
 async def test_unknown_user_is_named(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A file may name a user that this image does not have. An ordinary user runs every program as itself."""
     with pytest.raises(HostError, match="cannot run /bin/sh: there is no user nosuch"):
@@ -128,7 +128,7 @@ async def test_unknown_user_is_named(env: dict[str, str], monkeypatch: pytest.Mo
     assert await process.spawn(shell("exit 7"), env=env, user="nosuch", group="nosuch").wait() == 7
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.root
 @pytest.mark.parametrize(
     ("user", "group", "ids"),
     [("daemon", None, "1 1 1"), ("daemon", "sys", "1 3 3 1"), ("4711", "4712", "4711 4712 4712"), ("0", None, "0 0 0")],
@@ -144,7 +144,7 @@ async def test_child_becomes_its_user(user: str, group: str | None, ids: str, tm
     assert (tmp_path / "out").read_text().split() == ids.split()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.root
 @pytest.mark.parametrize(("user", "ids"), [("daemon", "1"), ("4711", "0"), ("nobody", "65534")])
 def test_groups_of_the_agent_are_not_handed_down(user: str, ids: str) -> None:
     """An agent may have more groups than root. A number without an entry has none."""

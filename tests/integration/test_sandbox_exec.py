@@ -54,7 +54,7 @@ async def test_nothing_can_be_gained(tmp_path: Path) -> None:
     assert {found[f"Cap{name}"].strip("0") for name in ("Inh", "Prm", "Eff", "Amb")} == {""}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.root
 async def test_user_without_groups_keeps_what_was_asked_for(tmp_path: Path) -> None:
     """User and group alone, one capability in all sets, the others gone from the bounding set."""
     wanted = capabilities.privileges().effective & {"NET_BIND_SERVICE"}
@@ -162,7 +162,7 @@ def test_job_is_not_spared_when_memory_runs_out(tmp_path: Path, inherited: str, 
     assert int(score.read_text().removeprefix(inherited) or inherited) == own
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.root
 @pytest.mark.parametrize(
     ("members", "step"),
     [
@@ -187,7 +187,7 @@ async def test_step_that_failed_is_named(tmp_path: Path, members: dict[str, Any]
     assert found["agent-shim"] == f"cannot run {program}: {step}"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.root
 async def test_user_that_cannot_be_taken_is_named(tmp_path: Path) -> None:
     """As in a container without CAP_SETUID and CAP_SETGID."""
     descriptor = in_memory(order(uid=UNPRIVILEGED_UID, gid=UNPRIVILEGED_UID))

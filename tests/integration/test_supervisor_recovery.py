@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from agent_shim.host import proc, process, reaper
 from agent_shim.supervisor.ownership.process_finder import ProcessFinder
 from agent_shim.supervisor.ownership.process_record import ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec
-from agent_shim.supervisor.supervisor import Supervisor
+from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs import is_alive, kill, number_in
 from tests.support.programs.jobs import World, in_state, info, program
 from tests.support.waiting import until
@@ -53,21 +54,27 @@ async def test_processes_are_adopted(world: World) -> None:
         assert world.events == []
 
 
+async def killed_agent(world: World, *files: JobFile) -> dict[str, int]:
+    """Let an agent in another process start the jobs, and kill it. No handler has run. Return their processes."""
+    (world.base / "files.json").write_bytes(msgspec.json.encode(files))
+    agent = process.spawn(
+        [sys.executable, "-m", "tests.support.programs.agent", str(world.base)],
+        env={"TEST_OF": str(world.base)},
+        cwd=Path.cwd(),
+        stdout=world.base / "agent.log",
+        stderr=world.base / "agent.log",
+    )
+    before = {file.job: await until(partial(number_in, world.pidfile(file.job))) for file in files}
+    agent.send(signal.SIGKILL)
+    await agent.wait()
+    assert all(is_alive(pid) for pid in before.values())
+    return before
+
+
 async def test_killed_agent_costs_no_job(world: World) -> None:
-    """No handler has run. The next agent finds all processes, sees their ends and restarts them."""
-    (world.base / "files.json").write_bytes(msgspec.json.encode([world.job("a"), world.job("b"), world.job("c")]))
+    """The next agent finds all processes, sees their ends and restarts them."""
     with reaper.reaping():
-        agent = process.spawn(
-            [sys.executable, "-m", "tests.support.programs.agent", str(world.base)],
-            env={"TEST_OF": str(world.base)},
-            cwd=Path.cwd(),
-            stdout=world.base / "agent.log",
-            stderr=world.base / "agent.log",
-        )
-        before = {name: await until(lambda name=name: number_in(world.pidfile(name))) for name in "abc"}  # type: ignore[misc]
-        agent.send(signal.SIGKILL)
-        await agent.wait()
-        assert all(is_alive(pid) for pid in before.values())
+        before = await killed_agent(world, world.job("a"), world.job("b"), world.job("c"))
         async with world.supervisor() as supervisor:
             await supervisor.recover()
             for name in "abc":
@@ -253,13 +260,13 @@ async def test_container_with_the_numbers_of_its_predecessor_is_another_one(worl
 
 
 async def test_jobs_start_in_spite_of_an_unreadable_state(world: World) -> None:
-    """The marks of the processes tell whose they are."""
-    async with world.supervising(world.job("web")) as supervisor:
-        found = await in_state(supervisor, "web", "running")
-    (world.paths.supervisor_state).write_text("{ half")
-    async with world.supervisor() as supervisor:
-        await supervisor.recover()
-        await supervisor.configure([world.job("web", "exit 1")])
-        await supervisor.start()
+    """Cgroups and, for an ordinary user, the marks of the processes tell whose they are."""
+    with reaper.reaping():
+        before = await killed_agent(world, world.job("web"))
+        (world.paths.supervisor_state).write_text("{ half")
+        async with world.supervisor() as supervisor:
+            await supervisor.recover()
+            await supervisor.configure([world.job("web", "exit 1")])
+            await supervisor.start()
 
-        assert (await in_state(supervisor, "web", "running")).pid == found.pid
+            assert (await in_state(supervisor, "web", "running")).pid == before["web"]

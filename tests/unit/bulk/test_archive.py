@@ -190,7 +190,7 @@ def test_odd_but_honest_archives_are_unpacked(tmp_path: Path, packed: bytes) -> 
 @pytest.mark.parametrize("kind", [tarfile.AREGTYPE, tarfile.REGTYPE])
 def test_a_file_whose_name_ends_like_a_directory_is_one(tmp_path: Path, kind: bytes) -> None:
     """Old tars write them, and GNU tar reads them so."""
-    unpack(member("d/", type=kind) + member("d/a", b"new") + link("l/", "d") + END, tmp_path / "o")
+    unpack(member("d/", type=kind, mode=0o755) + member("d/a", b"new") + link("l/", "d") + END, tmp_path / "o")
 
     assert (tmp_path / "o/d/a").read_bytes() == b"new"
     assert (tmp_path / "o/l").is_symlink()

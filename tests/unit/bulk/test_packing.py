@@ -201,7 +201,7 @@ def test_links_are_packed_as_links_and_never_followed(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="files of an ordinary user may have many names")
+@pytest.mark.root
 def test_a_file_of_root_with_a_second_name_is_not_packed(tmp_path: Path) -> None:
     """A job may give it one among its logs. In a tree that no job writes to it is a file like any other."""
     (tmp_path / "secret").write_text("secret")

@@ -212,7 +212,7 @@ def test_a_link_where_a_directory_should_be_is_refused(tmp_path: Path) -> None:
     assert mode_of(victim) == 0o700
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.root
 def test_an_owner_is_a_user_and_a_group(tmp_path: Path) -> None:
     """Files and directories get both. A link gets them itself."""
     files.make_dir(tmp_path / "d", 0o700, "daemon:bin")
@@ -224,7 +224,7 @@ def test_an_owner_is_a_user_and_a_group(tmp_path: Path) -> None:
     assert owners == {"d": (1, 2), "f": (1, 2), "l": (2, 1)}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.root
 @pytest.mark.parametrize(("owner", "ids"), [("daemon:root", (1, 0)), ("root:daemon", (0, 1))])
 def test_one_half_of_an_owner_may_be_right_already(tmp_path: Path, owner: str, ids: tuple[int, int]) -> None:
     files.write_atomic(tmp_path / "f", b"", owner=owner)
@@ -232,7 +232,7 @@ def test_one_half_of_an_owner_may_be_right_already(tmp_path: Path, owner: str, i
     assert ((tmp_path / "f").stat().st_uid, (tmp_path / "f").stat().st_gid) == ids
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user gives nothing away")
+@pytest.mark.root
 def test_root_that_may_give_nothing_away_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container without CAP_CHOWN: the file is written all the same."""
     monkeypatch.setattr(capabilities, "privileges", lambda: SimpleNamespace(effective=frozenset()))
@@ -243,7 +243,7 @@ def test_root_that_may_give_nothing_away_keeps_it(tmp_path: Path, monkeypatch: p
         files.can_chown.cache_clear()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root looks owners up")
+@pytest.mark.root
 @pytest.mark.parametrize(("owner", "what"), [("nobody-here:root", "user"), ("root:nobody-here", "group")])
 def test_an_unknown_owner_is_named(tmp_path: Path, owner: str, what: str) -> None:
     """The text says which of the two is unknown."""

@@ -73,7 +73,7 @@ def test_nothing_planted_by_a_job_is_followed_or_waited_for(tmp_path: Path) -> N
     assert markers.read(volume) is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+@pytest.mark.root
 @pytest.mark.parametrize("forged", ["the directory", "the file"])
 def test_a_marker_of_a_job_counts_as_missing_and_is_set_aside(tmp_path: Path, forged: str) -> None:
     """Many releases give the top of their disk to vcap."""
