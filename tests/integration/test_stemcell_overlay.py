@@ -372,7 +372,7 @@ def test_a_root_that_cannot_be_used_is_named_with_the_reason(debian: Path) -> No
 def test_links_of_the_image_stay_inside(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Absolute links and ``..`` lead where they would lead inside the image. Nothing outside is written.
 
-    Its descriptor names the directory outside, since its path may begin with ``/var`` or ``/opt``, which are links here.
+    Its descriptor names the directory outside, as its path may begin with ``/var`` or ``/opt``, which are links here.
     """
     outside = tmp_path_factory.mktemp("outside")
     descriptor = os.open(outside, os.O_RDONLY | os.O_DIRECTORY)
