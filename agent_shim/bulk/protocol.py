@@ -155,7 +155,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """Answer of a worker: the error, or the results of the request.
 
     ``blob_id`` names a new blob. ``sha1`` and ``sha512`` (hex) are digests of the packed archive. The outcomes are in
-    the order of the targets. ``put_error`` is the error of the upload after packing.
+    the order of the targets. ``put_error`` is the error of the upload after packing. ``lost`` says which attributes of
+    files a copy could not keep.
     """
 
     error: str = ""
@@ -163,6 +164,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     blob_id: str = ""
     sha1: str = ""
     sha512: str = ""
+    lost: str = ""
     outcomes: list[Outcome] = []
 
 

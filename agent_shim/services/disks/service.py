@@ -39,7 +39,9 @@ Copy = Callable[[Path, Path, Report], Awaitable[None]]
 
 async def in_worker(source: Path, target: Path, report: Report) -> None:
     """Copy in a worker, which may take hours and be killed. Raises ``ActionError`` with its text."""
-    await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)
+    done = await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)
+    if done.lost:
+        logger.warning("the copy of %s has all files, but %s", source, done.lost)
 
 
 class Timeouts(msgspec.Struct, frozen=True):
