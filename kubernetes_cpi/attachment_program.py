@@ -13,6 +13,10 @@ the VM. The VM's processes are found by the UID of its pod in their cgroups, whi
 
 Root of a VM that may mount can move a mount, bind it elsewhere, clone it and rename its directory: a disk is known by
 device and root, in the mount tables of this program and of all threads of the VM, and by device in their descriptors.
+
+Any process of the node, without privileges, can have a hundred thousand mounts with long names in each of its mount
+namespaces. So tables are read line by line, each of them once, and this program never looks at a file that a process
+has open in a way that asks its file system, which may not answer.
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO, NamedTuple
 
 MS_BIND = 0x1000
 UMOUNT_NOFOLLOW = 8
@@ -34,7 +39,13 @@ AT_EMPTY_PATH = 0x1000
 OPEN_TREE_CLONE = 1
 MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH = 0x04, 0x40
 MOUNT_ATTR_IDMAP = 0x00100000
+AT_STATX_DONT_SYNC = 0x4000
+KCMP_FILES, KCMP_FS = 2, 3
 OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
+STATX, KCMP = (332, 312) if os.uname().machine == "x86_64" else (291, 272)
+"""Numbers of system calls. Newer machines share one table (asm-generic/unistd.h)."""
+LINE_BYTES = 1 << 16
+"""Longest part of a line of a mount table that is kept: longer paths belong to no disk of the CPI."""
 DISK = "/disk"
 DONE = "/tmp/done"  # noqa: S108 - of a container with one process
 TERMINATION_LOG = "/dev/termination-log"
@@ -42,6 +53,8 @@ RETRY_S = 0.05
 REPORT_S = 5.0
 STALE_S = 24 * 3600.0
 """Age of an empty directory of a VM that is gone."""
+SWEEP_S = 10.0
+"""Time for finding out which of these directories are mounted in some process."""
 IN_USE = "the VM uses it"
 UNMAPPED = 2**32 - 2
 """A group that no user namespace of a pod maps: its root may change nothing in such a directory (inode_permission)."""
@@ -58,8 +71,8 @@ class MountAttr(ctypes.Structure):
 class Mount(NamedTuple):
     """A line of a mount table: device and root identify a directory of a file system."""
 
-    number: str
-    parent: str
+    number: int
+    parent: int
     device: str
     root: str
     point: str
@@ -170,43 +183,93 @@ def points(disk: Mount, target: str) -> list[str]:
 def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
     """Return the mounts below which threads of the VM have the disk mounted, or a part of it.
 
-    For a mount in no table that a thread has open by a descriptor, the view is empty.
+    For a mount in no table that a thread has open by a descriptor, and for one without a parent, the view is empty.
     """
-    found = [thread for pid in processes(uid) for thread in threads(pid)]
-    numbers: set[str] = set()
-    for thread in found:
-        table = {one.number: one for one in mounts(thread)}
-        numbers |= table.keys()
-        for one in table.values():
+    pids = list(processes(uid))
+    listed = bytearray()
+    for thread in different_tables(thread for pid in pids for thread in different_threads(pid, KCMP_FS)):
+        parents: set[int] = set()
+        for one in mounts(thread):
+            add(listed, one.number)
             if one.device == disk.device and (one.root + "/").startswith(disk.root.rstrip("/") + "/"):
-                above = table.get(one.parent, one)
-                yield View(above.device, above.root)
+                parents.add(one.parent)
+        for one in mounts(thread) if parents else ():
+            if one.number in parents:
+                parents.remove(one.number)
+                yield View(one.device, one.root)
+        if parents:
+            yield View("", "")
     # A job in a jail has descriptors of mounts that its own table lacks.
-    if any(number not in numbers for thread in found for number in numbers_of_open_mounts(disk, thread)):
+    if any(device == disk.device for pid in pids for device in devices_of_unlisted_mounts(pid, listed)):
         yield View("", "")
 
 
-def numbers_of_open_mounts(disk: Mount, thread: str) -> Iterator[str]:
-    """Return the mounts of the disk's device that a thread has in its descriptors, or as a directory."""
-    links = [f"/proc/{thread}/cwd", f"/proc/{thread}/root"]
-    with contextlib.suppress(OSError):
-        links += (f"/proc/{thread}/fd/{name}" for name in os.listdir(f"/proc/{thread}/fd"))
-    for link in links:
+def devices_of_unlisted_mounts(pid: int, listed: bytearray) -> Iterator[str]:
+    """Return the devices of mounts that a process has open, but that are not ``listed``. Add them to it."""
+    for link in links_of(pid):
         with contextlib.suppress(OSError):
-            device = os.stat(link).st_dev
-            if f"{os.major(device)}:{os.minor(device)}" == disk.device:
-                fd = os.open(link, os.O_PATH | os.O_CLOEXEC)
-                try:
-                    with open(f"/proc/self/fdinfo/{fd}") as file:
-                        yield next(line.split()[1] for line in file if line.startswith("mnt_id:"))
-                finally:
-                    os.close(fd)
+            if "/fd/" in link and has(listed, number_in(link.replace("/fd/", "/fdinfo/"))):
+                continue
+            fd = os.open(link, os.O_PATH | os.O_CLOEXEC)
+            try:
+                number = number_in(f"/proc/self/fdinfo/{fd}")
+                if not has(listed, number):
+                    add(listed, number)
+                    yield device_of(fd)
+            finally:
+                os.close(fd)
+
+
+def links_of(pid: int) -> Iterator[str]:
+    """Return the links below /proc to the files and directories that the threads of a process have open."""
+    for thread in different_threads(pid, KCMP_FS):
+        yield f"/proc/{thread}/cwd"
+        yield f"/proc/{thread}/root"
+    for thread in different_threads(pid, KCMP_FILES):
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{thread}/fd") as entries:
+            yield from (entry.path for entry in entries)
+
+
+def different_threads(pid: int, what: int) -> Iterator[str]:
+    """Return one thread for each set of descriptors, or of root and mount namespace. Mostly all threads share one."""
+    found: list[int] = []
+    for thread in threads(pid):
+        number = int(os.path.basename(thread))
+        if all(libc.syscall(KCMP, number, one, what, 0, 0) != 0 for one in found):
+            found.append(number)
+            yield thread
+
+
+def number_in(fdinfo: str) -> int:
+    """Return the number of the mount that contains an open file."""
+    with open(fdinfo, "rb") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith(b"mnt_id:")), 0)
+
+
+def device_of(fd: int) -> str:
+    """Return the device of the file system of an open file, without asking the file system."""
+    # struct statx has 256 bytes. The kernel fills in the device although nothing is requested.
+    found = (ctypes.c_uint32 * 64)()
+    if libc.syscall(STATX, fd, b"", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, 0, found) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return f"{found[34]}:{found[35]}"
+
+
+def has(numbers: bytearray, number: int) -> bool:
+    return number < len(numbers) and numbers[number] == 1
+
+
+def add(numbers: bytearray, number: int) -> None:
+    """Add a number to a set with a byte for each possible one. The kernel gives mounts the lowest free number."""
+    if number >= len(numbers):
+        numbers.extend(bytes(number + 1 - len(numbers)))
+    numbers[number] = 1
 
 
 def directory_of(path: str) -> View:
     """Return device and root of a directory, which another mount of it shows as well."""
     real = os.path.realpath(path)
-    around = [one for one in mounts() if real == one.point or real.startswith(one.point.rstrip("/") + "/")]
+    around = (one for one in mounts() if real == one.point or real.startswith(one.point.rstrip("/") + "/"))
     inner = max(around, key=lambda one: len(one.point))
     return View(inner.device, (inner.root.rstrip("/") + real[len(inner.point.rstrip("/")) :]) or "/")
 
@@ -221,20 +284,42 @@ def disk_of(holder: str) -> Mount:
 
 
 def sweep(above: str) -> None:
-    """Remove old empty directories of VMs that no process has mounted: those of VMs that are gone."""
-    # Read each table once, since a job can give a hundred thousand mounts to a thousand processes at no cost.
-    tables: dict[tuple[int, str], set[str]] = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    """Remove old empty directories of VMs that no process has mounted: those of VMs that are gone.
+
+    Remove none if the tables of all processes cannot be read in time, or if this program is to end meanwhile.
+    """
+    old = {}
+    with os.scandir(above) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if time.time() - entry.stat(follow_symlinks=False).st_ctime > STALE_S:
+                    old[directory_of(entry.path).root] = entry.path
+    until = time.monotonic() + SWEEP_S
+    for pid in different_tables(filter(str.isdigit, os.listdir("/proc"))) if old else ():
+        for one in mounts(pid):
+            old.pop(one.root, None)
+            if time.monotonic() > until or signal.sigpending():
+                return
+    for path in old.values():
         with contextlib.suppress(OSError):
-            key = os.stat(f"/proc/{pid}/ns/mnt").st_ino, os.readlink(f"/proc/{pid}/root")
-            if not tables.get(key):
-                tables[key] = {one.root for one in mounts(pid)}
-    roots = set().union(*tables.values())
-    for entry in os.scandir(above):
+            os.rmdir(path)
+
+
+def different_tables(tasks: Iterable[str]) -> Iterator[str]:
+    """Return one process or thread for each mount table: all with the same namespace and root have the same one."""
+    found = set()
+    for task in tasks:
         with contextlib.suppress(OSError):
-            is_old = time.time() - entry.stat(follow_symlinks=False).st_ctime > STALE_S
-            if is_old and directory_of(entry.path).root not in roots:
-                os.rmdir(entry.path)
+            fd = os.open(f"/proc/{task}/root", os.O_PATH | os.O_CLOEXEC)
+            try:
+                # Kernels from 5.14 on tell the inode there. A path is ambiguous if its directory was removed.
+                root = text_of(f"self/fdinfo/{fd}"), os.readlink(f"/proc/self/fd/{fd}")
+            finally:
+                os.close(fd)
+            table = (os.readlink(f"/proc/{task}/ns/mnt"), *root)
+            if table not in found and any(mounts(task)):
+                found.add(table)
+                yield task
 
 
 def directory(target: str) -> int:
@@ -369,16 +454,25 @@ def is_same(one: Mount, other: Mount) -> bool:
     return (one.device, one.root) == (other.device, other.root)
 
 
-def mounts(thread: str = "self") -> Iterator[Mount]:
+def mounts(task: str = "self") -> Iterator[Mount]:
     """Return the mount table of a process or thread. Nothing if it has ended."""
-    for line in filter(None, text_of(f"{thread}/mountinfo").split("\n")):
-        number, parent, device, root, point = line.split(" ")[:5]
-        yield Mount(number, parent, device, unescaped(root), unescaped(point))
+    with contextlib.suppress(OSError), open(f"/proc/{task}/mountinfo", "rb", LINE_BYTES) as file:
+        for line in lines(file):
+            number, parent, device, root, point = (*line.split(b" ", 5), b"", b"")[:5]
+            yield Mount(int(number), int(parent), device.decode(), unescaped(root), unescaped(point))
 
 
-def unescaped(field: str) -> str:
+def lines(file: BinaryIO) -> Iterator[bytes]:
+    """Return the lines of a file, each up to a length."""
+    while line := file.readline(LINE_BYTES):
+        yield line
+        while line and not line.endswith(b"\n"):
+            line = file.readline(LINE_BYTES)
+
+
+def unescaped(field: bytes) -> str:
     """Decode a path of mountinfo, in which blanks and similar characters are octal."""
-    return os.fsdecode(os.fsencode(field).decode("unicode_escape").encode("latin-1"))
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8) & 0xFF]), field))
 
 
 def text_of(name: str) -> str:

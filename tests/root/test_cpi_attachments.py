@@ -429,26 +429,80 @@ def test_empty_directories_of_vms_that_are_gone_go_with_time(site: Site, tmp_pat
     assert left.stdout.split() == ["full", "vm"], "the VM has its empty directory mounted"
 
 
-def test_the_table_of_many_processes_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_many_processes_is_read_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred processes of one job, with sixteen thousand mounts, took six seconds of each attachment on the node."""
-    read: list[str] = []
-    whole = attachment_program.Mount("1", "0", "0:1", "/", "/")
+    crowd = [site.process("sh", "-c", "echo ready; exec sleep 999") for _ in range(5)]
+    jailed = site.process("unshare", "-m", "sh", "-c", "echo ready; exec sleep 999")
 
-    def mounts(pid: str) -> Iterator[attachment_program.Mount]:
-        read.append(pid)
-        yield whole
+    tasks = [str(one.pid) for one in (site.vm, *crowd, jailed)]
 
-    monkeypatch.setattr(attachment_program, "mounts", mounts)
-    crowd = [subprocess.Popen(["sleep", "999"]) for _ in range(5)]
-    try:
-        attachment_program.sweep(str(tmp_path))
-    finally:
-        for one in crowd:
-            one.kill()
-            one.wait()
+    assert list(attachment_program.different_tables(tasks)) == [tasks[0], tasks[-1]]
 
-    assert len({str(each.pid) for each in crowd} & set(read)) <= 1
-    assert read
+
+MANY_MOUNTS = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+place = sys.argv[1].encode()
+assert libc.mount(b"none", place, b"tmpfs", 0, None) == 0
+assert libc.mount(None, b"/", None, 0x44000, None) == 0
+for number in range(12):
+    # Each of them doubles the number of mounts. Their paths have two kilobytes.
+    below = b"%b/%b%d" % (place, b"x" * 220, number)
+    os.mkdir(below)
+    assert libc.mount(place, below, None, 0x5000, None) == 0
+print("ready", flush=True)
+sys.stdin.read()
+"""
+MEASURED = """
+program.STALE_S = -1
+program.main(sys.argv[4:])
+print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
+"""
+
+
+@pytest.mark.parametrize("whose", ["neighbour", "vm"])
+def test_helper_needs_little_memory_for_a_large_mount_table(site: Site, whose: str) -> None:
+    """A process without privileges, in a user namespace, let each helper on its node exceed its limit of memory."""
+    site.program = PROGRAM.replace("program.main(sys.argv[4:])", MEASURED)
+    subprocess.run(site.on_node("mkdir", f"{site.place}/bosh/gone"), check=True)
+    many = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", MANY_MOUNTS, str(site.spare)]
+    crowded = site.process(*many)
+    if whose == "neighbour":
+        site.pids.remove(crowded.pid)
+    assert len(Path(f"/proc/{crowded.pid}/mountinfo").read_bytes()) > 5 << 20
+
+    attachment = site.attach()
+    deadline = time.monotonic() + LIMIT_S
+    while "gone" in subprocess.run(site.on_node("ls", f"{site.place}/bosh"), capture_output=True, text=True).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    said, kilobytes, code = site.end(attachment).split("\n")
+
+    assert (said, code) == ("unmounted", "0")
+    assert int(kilobytes) < 20_000, "the interpreter alone needs 12 MB"
+
+
+UNANSWERED = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+device = os.open("/dev/fuse", os.O_RDWR)
+options = b"fd=%d,rootmode=40000,user_id=0,group_id=0" % device
+assert libc.mount(b"fuse", sys.argv[1].encode(), b"fuse", 0, options) == 0
+opened = os.open(sys.argv[1], os.O_PATH)
+if sys.argv[2] == "unmounted lazily":
+    assert libc.umount2(sys.argv[1].encode(), 2) == 0
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("state", ["mounted", "unmounted lazily"])
+def test_file_system_that_does_not_answer_does_not_delay_an_unmount(site: Site, state: str) -> None:
+    """The helper waited for an answer to stat(2) of a job's descriptor, and a signal could not end it."""
+    attachment = site.attach()
+    site.process(sys.executable, "-c", UNANSWERED, str(site.spare), state)
+
+    assert site.detach(attachment, LIMIT_S) == "unmounted\ndone"
 
 
 def test_directory_of_a_vm_that_is_gone_goes(site: Site) -> None:
