@@ -2,8 +2,8 @@
 
 The copy has owners, modes, modification times, extended attributes, ACLs, hard links, holes, links and special files.
 Sockets are left out. The Go agent copies neither ACLs nor extended attributes, so a target that cannot hold them (NFS,
-SMB, most FUSE drivers) does not end the copy, but the caller learns what was lost. Any other message of tar does end it:
-the Go agent would go on without files that tar could not read.
+SMB, most FUSE drivers) does not end the copy, but the caller learns what was lost. Any other message of tar does end
+it: the Go agent would go on without files that tar could not read.
 
 A copy that was killed begins again. Everything here blocks for as long as the data takes.
 """
