@@ -76,8 +76,9 @@ ARG TOOLS="iputils-arping iputils-ping tcpdump traceroute"
 ARG DEBUGGER=
 # Modules that syslog-release loads.
 ARG SYSLOG="rsyslog-gnutls rsyslog-openssl rsyslog-relp"
-# Installed if the distribution has it: Ubuntu 26.04 has no runit, and gets a stand-in for chpst.
-ARG OPTIONAL="runit"
+# Installed if the distribution has them: Ubuntu 26.04 has no runit, and gets a stand-in for chpst. The LXD CPI leaves
+# addresses to DHCP.
+ARG OPTIONAL="runit udhcpc"
 # Compilers for BOSH packages.
 ARG COMPILERS="bison build-essential cmake flex gettext libssl-dev pkg-config zlib1g-dev libreadline-dev"
 # All packages of the tier `slim`: what agent, logins and bpm call, no cron and rsyslog, and nothing for release scripts.

@@ -20,6 +20,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -154,7 +155,7 @@ def heavy(arguments: argparse.Namespace) -> Path:
             _add(tarball, "stemcell.MF", manifest(system, version, HEAVY, sums, {}).encode())
             _add(tarball, "packages.txt", said[1].encode())
             _add(tarball, "dev_tools_file_list.txt", said[0].encode())
-            tarball.add(root, "image", filter=_owned_by_root)
+            tarball.add(root, "image", filter=_as_built)
             _add(tarball, "sbom.spdx.json", _json(spdx(system, version, parts)))
             _add(tarball, "sbom.cdx.json", _json(cyclonedx(system, version, parts)))
     return path
@@ -359,6 +360,16 @@ def spdx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
     }
 
 
+def build_time() -> int:
+    """Return SOURCE_DATE_EPOCH, by default the time of this commit, so that equal sources make equal stemcells."""
+    if given := os.environ.get("SOURCE_DATE_EPOCH"):
+        return int(given)
+    log = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
+    if (ROOT / ".git").exists():
+        return int(subprocess.run(log, check=True, capture_output=True, text=True).stdout)
+    return int(Path(__file__).stat().st_mtime)
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -411,8 +422,10 @@ def _add(tarball: tarfile.TarFile, name: str, content: bytes) -> None:
     tarball.addfile(member, io.BytesIO(content))
 
 
-def _owned_by_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.uid = member.gid = member.mtime = 0
+def _as_built(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Give the image root as its owner and the time of the build, which LXD takes for its creation date."""
+    member.uid = member.gid = 0
+    member.mtime = build_time()
     member.uname = member.gname = ""
     member.mode = 0o644
     return member

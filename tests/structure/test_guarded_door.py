@@ -143,7 +143,7 @@ RAW: Mapping[str, Raw] = {
     "host.user_namespace": Raw(KERNEL, frozenset({"is_inside", "overflow_user"})),
     "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
     "bulk.copytree": Raw(
-        "the top of a volume, which tar copies", frozenset({"_empty", "_is_ours", "_make_directories"})
+        "the top of a volume, which tar copies", frozenset({"_empty", "_is_ours", "_prepare"})
     ),
     "host.files": Raw(
         "writes and makes what is ours",

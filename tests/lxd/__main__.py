@@ -1,0 +1,72 @@
+"""``./dev test-lxd``: make a stemcell, then run the tests beside an LXD daemon in new namespaces.
+
+The daemon, its bridge with DHCP server, and the containers live in a network, mount and pid namespace of their own and
+end with it. ``LXD_CPI`` names a binary of bosh-lxd-cpi-release (its last revision that made containers is e28a247) that
+makes the containers; without it, the tests make the same calls as that CPI.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.image import pods
+from tests.structure.source import ROOT
+
+PACKAGES = "lxd lxd-client lxcfs dnsmasq-base"
+STEMCELL = "SHIM_TEST_STEMCELL"
+"""Variable with the directory of an unpacked stemcell, in which the tests keep LXD's files too."""
+
+ENTER = """
+set -eu
+mount --make-rprivate /
+# LXD looks for its bridge in /sys/class/net, which shows the network namespace of the mount.
+cgroups=$(mktemp -d)
+mount --rbind /sys/fs/cgroup "$cgroups"
+mount -t sysfs sysfs /sys
+mount --rbind "$cgroups" /sys/fs/cgroup
+ip link set lo up
+exec catatonit -- "$@"
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run pytest with these arguments. Return its exit code, or 1 with a message about a missing prerequisite."""
+    missing = [
+        name for name in ("lxd", "lxc", "dnsmasq") if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    ]
+    if os.geteuid() != 0 or missing:
+        why = f"{' and '.join(missing)} missing: apt-get install {PACKAGES}" if missing else "it takes root"
+        print(f"cannot start LXD: {why}", file=sys.stderr)
+        return 1
+    # Short, because LXD puts Unix sockets below it.
+    with tempfile.TemporaryDirectory(prefix="lxd-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
+        Path(scratch).chmod(0o711)  # root of an unprivileged container is another user here
+        stemcell = make_stemcell(Path(scratch))
+        alone = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        pytest = [sys.executable, "-m", "pytest", "-qm", "lxd", "--timeout=900", "-o", "faulthandler_timeout=0"]
+        environment = {**os.environ, STEMCELL: str(stemcell)}
+        command = [*alone, "sh", "-c", ENTER, "sh", *pytest, "tests/lxd", *arguments]
+        return subprocess.run(command, env=environment, check=False).returncode
+
+
+def make_stemcell(scratch: Path) -> Path:
+    """Build the image and its stemcell by ``./dev stemcell``. Return a directory with the unpacked stemcell."""
+    podman = pods.podman(scratch)
+    image = pods.build(podman, pods.base_image(podman, scratch))
+    make = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), f"--image={image}", f"--out={scratch}"]
+    environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
+    made = subprocess.run(make, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    unpacked = scratch / "stemcell"
+    unpacked.mkdir()
+    subprocess.run(["tar", "-C", str(unpacked), "-xf", made], check=True)
+    Path(made).unlink()
+    return unpacked
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

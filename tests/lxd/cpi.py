@@ -1,0 +1,185 @@
+"""The calls that bosh-lxd-cpi-release makes to LXD, or the CPI itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+SETTINGS: Final = "/var/vcap/bosh/warden-cpi-agent-env.json"
+STARTUP: Final = str(Path("/root", "startup.sh"))
+POOL: Final = "default"
+BRIDGE: Final = "lxdbr0"
+
+
+@dataclass(frozen=True)
+class Lxc:
+    """Runs ``lxc`` against the daemon of this ring."""
+
+    directory: Path
+
+    def __call__(self, *arguments: str, stdin: str | None = None) -> str:
+        """Run a command to its end and return its output. Raises ``RuntimeError`` with its message."""
+        environment = {**os.environ, "LXD_DIR": str(self.directory), "LXD_CONF": str(self.directory / "client")}
+        # Without a terminal `lxc` reads standard input: an empty one keeps it from waiting.
+        done = subprocess.run(
+            ["lxc", *arguments], env=environment, input=stdin or "", text=True, capture_output=True, check=False
+        )
+        if done.returncode != 0:
+            said = done.stderr + done.stdout
+            if arguments[0] == "start":
+                said += (self.directory / "logs" / arguments[-1] / "lxc.log").read_text()
+            raise RuntimeError(f"lxc {' '.join(arguments)} ended with {done.returncode}: {said}")
+        return done.stdout
+
+
+class Cpi:
+    """Each method makes the calls of the method of the same name in ``src/lxd-bosh-cpi`` at e28a247, in its order."""
+
+    def __init__(self, lxc: Lxc) -> None:
+        self._lxc = lxc
+
+    def create_stemcell(self, image: Path, properties: dict[str, Any]) -> str:
+        """Import the root file system. LXD refuses a creation date of 0, which is the modification time of the file."""
+        metadata = {
+            "architecture": properties["architecture"],
+            "creation_date": int(image.stat().st_mtime),
+            "properties": {"description": f"{properties['name']}-{properties['version']}"},
+        }
+        alias = f"img-{uuid.uuid4()}"
+        with tempfile.TemporaryDirectory() as scratch:
+            (Path(scratch) / "metadata.yaml").write_text(yaml.safe_dump(metadata))
+            packed = Path(scratch) / "metadata.tar"
+            subprocess.run(["tar", "-C", scratch, "-cf", str(packed), "metadata.yaml"], check=True)
+            self._lxc("image", "import", str(packed), str(image), f"--alias={alias}")
+        return alias
+
+    def create_vm(
+        self, agent_id: str, stemcell: str, properties: dict[str, Any], networks: dict[str, Any], env: dict[str, Any]
+    ) -> str:
+        """Create the container, push its files, and start it."""
+        vm = f"c-{uuid.uuid4()}"
+        config = [f"--config={key}={value}" for key, value in properties.get("config", {}).items()]
+        self._lxc("init", stemcell, vm, *config)
+        for number, network in enumerate(networks.values()):
+            device = [
+                "nic",
+                f"name=eth{number}",
+                "nictype=bridged",
+                f"parent={BRIDGE}",
+                f"ipv4.address={network['ip']}",
+            ]
+            self._lxc("config", "device", "add", vm, f"eth{number}", *device)
+            content = (
+                f"# Using LXD DHCP to statically assign our IP address\nauto eth{number}\niface eth{number} inet dhcp\n"
+            )
+            self._push(vm, f"/etc/network/interfaces.d/eth{number}", content)
+        for name, device in properties.get("devices", {}).items():
+            self._lxc("config", "device", "add", vm, name, device["type"], *_fields(device))
+        self._push(vm, STARTUP, "#!/bin/bash\ntouch /var/vcap/started\n", mode="0755")
+        first, *others = self._lxc("file", "pull", f"{vm}/etc/rc.local", "-").split("\n")
+        self._push(vm, "/etc/rc.local", "\n".join([first, "", STARTUP, "", *others]), mode="0755")
+        ephemeral = f"vol-e-{uuid.uuid4()}"
+        self._create_volume(ephemeral, properties["ephemeral_disk"])
+        self._add_volume(vm, ephemeral, "/var/vcap/data")
+        settings = {
+            "agent_id": agent_id,
+            "vm": {"name": vm, "id": vm},
+            "mbus": "",
+            "ntp": [],
+            "blobstore": {},
+            "networks": {name: {**network, "preconfigured": True} for name, network in networks.items()},
+            "disks": {"system": "", "ephemeral": {"path": "/var/vcap/data"}, "persistent": {}},
+            "env": env,
+        }
+        self._push(vm, SETTINGS, json.dumps(settings), mode="0644")
+        self._lxc("start", vm)
+        return vm
+
+    def create_disk(self, megabytes: int) -> str:
+        disk = f"vol-p-{uuid.uuid4()}"
+        self._create_volume(disk, megabytes)
+        return disk
+
+    def attach_disk(self, vm: str, disk: str) -> Any:
+        """Stop the container by force, add the volume and its hint, and start it again."""
+        self._lxc("stop", "--force", vm)
+        self._add_volume(vm, disk, f"/warden-cpi-dev/{disk}")
+        hint = {"path": f"/warden-cpi-dev/{disk}"}
+        settings = json.loads(self._lxc("file", "pull", f"{vm}{SETTINGS}", "-"))
+        settings["disks"]["persistent"][disk] = hint
+        self._push(vm, SETTINGS, json.dumps(settings), mode="0644")
+        self._lxc("start", vm)
+        return hint
+
+    def reboot_vm(self, vm: str) -> None:
+        self._lxc("restart", "--force", vm)
+
+    def delete_vm(self, vm: str) -> None:
+        """Stop the container by force, and delete it with its ephemeral disks."""
+        self._lxc("stop", "--force", vm)
+        devices = yaml.safe_load(self._lxc("config", "show", vm))["devices"]
+        self._lxc("delete", vm)
+        for name in devices:
+            if name.startswith("vol-e-"):
+                self._lxc("storage", "volume", "delete", POOL, name)
+
+    def _create_volume(self, name: str, megabytes: int) -> None:
+        self._lxc("storage", "volume", "create", POOL, name, f"size={megabytes}MB")
+
+    def _add_volume(self, vm: str, name: str, path: str) -> None:
+        self._lxc("config", "device", "add", vm, name, "disk", f"pool={POOL}", f"source={name}", f"path={path}")
+
+    def _push(self, vm: str, path: str, content: str, *, mode: str = "0644") -> None:
+        self._lxc("file", "push", "-", f"{vm}{path}", "--uid=0", "--gid=0", f"--mode={mode}", stdin=content)
+
+
+def _fields(device: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in device.items() if key != "type"]
+
+
+class RealCpi(Cpi):
+    """Sends the Director's requests to a binary of the CPI."""
+
+    def __init__(self, lxc: Lxc, binary: str, scratch: Path) -> None:
+        super().__init__(lxc)
+        self._binary, self._config = binary, scratch / "cpi.json"
+        server = {"Socket": str(lxc.directory / "unix.socket"), "Network": BRIDGE, "StoragePool": POOL}
+        agent = {"Mbus": "", "NTP": [], "Blobstore": {"Provider": "dummy", "Options": {}}}
+        self._config.write_text(json.dumps({"Server": server, "Agent": agent}))
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        request = {"method": method, "arguments": arguments, "context": {"director_uuid": "d"}, "api_version": 2}
+        command = [self._binary, f"-configPath={self._config}"]
+        done = subprocess.run(command, input=json.dumps(request), text=True, capture_output=True, check=True)
+        answer = json.loads(done.stdout)
+        if answer["error"]:
+            raise RuntimeError(f"{method}: {answer['error']['message']}")
+        return answer["result"]
+
+    def create_stemcell(self, image: Path, properties: dict[str, Any]) -> str:
+        return str(self._call("create_stemcell", str(image), properties))
+
+    def create_vm(
+        self, agent_id: str, stemcell: str, properties: dict[str, Any], networks: dict[str, Any], env: dict[str, Any]
+    ) -> str:
+        return str(self._call("create_vm", agent_id, stemcell, properties, networks, [], env)[0])
+
+    def create_disk(self, megabytes: int) -> str:
+        return str(self._call("create_disk", megabytes, {}, None))
+
+    def attach_disk(self, vm: str, disk: str) -> Any:
+        return self._call("attach_disk", vm, disk)
+
+    def reboot_vm(self, vm: str) -> None:
+        self._call("reboot_vm", vm)
+
+    def delete_vm(self, vm: str) -> None:
+        self._call("delete_vm", vm)

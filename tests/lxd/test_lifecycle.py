@@ -1,0 +1,79 @@
+"""The lifecycle of a VM that the LXD CPI makes from our stemcell, as a privileged and as an unprivileged container."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.lxd.cpi import Cpi, Lxc
+from tests.support.environment import AGENT, BLOBS, Environment
+
+pytestmark = pytest.mark.lxd
+
+PRIVILEGED = {"privileged": "true", "unprivileged": "false"}
+
+
+async def create(cpi: Cpi, bosh: Environment, stemcell: str, kind: str, ip: str) -> str:
+    """Create a VM as a Director does."""
+    network = {"type": "manual", "ip": ip, "netmask": "255.255.255.0", "gateway": "10.245.0.1", "dns": ["10.245.0.1"]}
+    properties: dict[str, Any] = {
+        "ephemeral_disk": 500,
+        "config": {"security.privileged": PRIVILEGED[kind]},
+        "devices": {"blobs": {"type": "disk", "source": str(bosh.blobs), "path": BLOBS}},
+    }
+    env = json.loads(bosh.settings())["env"]
+    networks = {"default": {**network, "default": ["dns", "gateway"], "cloud_properties": {}}}
+    return await asyncio.to_thread(cpi.create_vm, AGENT, stemcell, properties, networks, env)
+
+
+@pytest.mark.parametrize(("kind", "ip"), [("unprivileged", "10.245.0.20"), ("privileged", "10.245.0.21")])
+async def test_vm_lives_from_stemcell_to_recreation(
+    lxc: Lxc, cpi: Cpi, stemcell: str, bosh: Environment, kind: str, ip: str
+) -> None:
+    def inside(vm: str, *command: str) -> str:
+        return lxc("exec", vm, "--", *command)
+
+    vm = await create(cpi, bosh, stemcell, kind, ip)
+    await bosh.deploy()
+    state = await bosh.director.value(AGENT, "get_state", "full")
+    assert state["vitals"]["uptime"]["secs"] >= 0
+    assert all(process["uptime"].get("secs", 0) >= 0 for process in state["processes"])
+    # A semaphore needs /dev/shm, which LXD does not give to containers.
+    inside(vm, "python3", "-c", "import multiprocessing; multiprocessing.Lock()")
+
+    # The CPI attaches by a forced stop. The jobs come back without the Director, and the disk is mounted on request.
+    disk = await asyncio.to_thread(cpi.create_disk, 200)
+    hint = await asyncio.to_thread(cpi.attach_disk, vm, disk)
+    await bosh.until_state("running")
+    await bosh.director.run(AGENT, "add_persistent_disk", disk, hint)
+    await bosh.director.run(AGENT, "mount_disk", disk)
+    await asyncio.to_thread(inside, vm, "touch", "/var/vcap/store/kept")
+
+    # Jobs and disk are back after a reboot, without the Director.
+    await asyncio.to_thread(cpi.reboot_vm, vm)
+    await bosh.until_state("running")
+    assert await bosh.director.run(AGENT, "list_disk") == [disk]
+    await asyncio.to_thread(inside, vm, "test", "-e", "/var/vcap/store/kept")
+    assert "waiting until another agent ends" not in inside(vm, "sh", "-c", "cat /var/vcap/bosh/log/*")
+
+    # LXD stops a container with SIGPWR, which ends the jobs in order.
+    await asyncio.to_thread(lxc, "stop", vm)
+    await asyncio.to_thread(lxc, "start", vm)
+    await bosh.until_state("running")
+    assert "all jobs stopped in order" in inside(vm, "sh", "-c", "cat /var/vcap/bosh/log/*")
+    assert "started" not in inside(vm, "ls", "/var/vcap"), "nothing runs the CPI's rc.local"
+
+    # A recreated VM finds the files of the disk.
+    await asyncio.to_thread(cpi.delete_vm, vm)
+    vm = await create(cpi, bosh, stemcell, kind, ip)
+    await bosh.until_pong()
+    hint = await asyncio.to_thread(cpi.attach_disk, vm, disk)
+    await bosh.until_pong()
+    await bosh.director.run(AGENT, "add_persistent_disk", disk, hint)
+    await bosh.director.run(AGENT, "mount_disk", disk)
+    await bosh.deploy()
+    await asyncio.to_thread(inside, vm, "test", "-e", "/var/vcap/store/kept")
+    await asyncio.to_thread(cpi.delete_vm, vm)
