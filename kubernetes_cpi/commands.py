@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kubernetes_cpi import config as configuration
-from kubernetes_cpi import doctor, leftovers, log, session
+from kubernetes_cpi import doctor, leftovers, log, records, session
 from kubernetes_cpi.errors import CpiError
 
 CONFIG: Final = "configuration as JSON (the job has it in /var/vcap/jobs/kubernetes_cpi/config/cpi.json)"
@@ -23,18 +23,15 @@ def run(arguments: Sequence[str]) -> int:
     examine = commands.add_parser("doctor", help="table of what cluster, namespace and account allow; creates nothing")
     search = commands.add_parser(
         "leftovers",
-        help="objects of VMs and disks that standard input does not name",
-        epilog="{ bosh instances --details --json; bosh orphaned-vms --json; bosh disks --orphaned --json; "
-        "bosh snapshots --json; } | python -m kubernetes_cpi leftovers --config cpi.json --director UUID",
+        help="objects of VMs, disks and snapshots that the Director does not know, which the bosh CLI asks as an admin",
     )
-    search.add_argument("--director", required=True, help="UUID of the Director (`bosh env`)")
-    search.add_argument("--delete", action="store_true", help="delete the VMs, while no task of the Director runs")
+    search.add_argument("--delete", action="store_true", help="delete the VMs, unless a task of the Director runs")
     for one in (examine, search):
         one.add_argument("--config", default="", help=CONFIG)
     given = parser.parse_args(arguments)
     log.reset()
     try:
-        context = {"director_uuid": getattr(given, "director", "")}
+        context = {"director_uuid": records.director() if given.command == "leftovers" else ""}
         with contextlib.closing(session.opened(configuration.load(given.config, {}), context)) as opened:
             return _doctor(opened) if given.command == "doctor" else _leftovers(opened, given.delete)
     except CpiError as exc:
@@ -55,9 +52,9 @@ def _doctor(opened: session.Session) -> int:
 
 def _leftovers(opened: session.Session, is_deleting: bool) -> int:
     with contextlib.redirect_stderr(io.StringIO()):
-        found = leftovers.unknown(opened, sys.stdin.read())
-        for owner, objects in found.items():
-            _write(f"{owner}: {', '.join(objects)}")
+        found = leftovers.unknown(opened, is_deleting=is_deleting)
+        for one in found:
+            _write(f"{one.cid}: {', '.join(one.objects)}")
         for line in leftovers.remove(opened, found) if is_deleting else ():
             _write(line)
     return int(bool(found) and not is_deleting)

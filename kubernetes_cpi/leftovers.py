@@ -1,44 +1,59 @@
-"""``python -m kubernetes_cpi leftovers``: objects of VMs and disks that the Director does not know.
-
-The names that it knows are those in a text, such as the output of `bosh instances --details --json`.
-"""
+"""``python -m kubernetes_cpi leftovers``: objects of VMs, disks and snapshots that the Director does not know."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final
 
-from kubernetes_cpi import names, vms
+import msgspec
+
+from kubernetes_cpi import names, records, vms
 from kubernetes_cpi.client import CLAIMS, PODS, SERVICES, SNAPSHOTS, Object, Resource
 from kubernetes_cpi.errors import ApiError, InputError
+from kubernetes_cpi.records import Records
 from kubernetes_cpi.session import Session
 
 KINDS: Final[tuple[Resource, ...]] = (PODS, CLAIMS, SERVICES, SNAPSHOTS)
 """Kinds that the account may list. A Secret has the name of its VM's pod. Delete_vm removes it."""
 
 
-def unknown(session: Session, text: str) -> dict[str, list[str]]:
-    """Return the objects of this Director by the VM or disk that they belong to, if ``text`` does not name it."""
-    known = names.cids_in(text)
-    if not known:
-        raise InputError("cannot look for leftovers: standard input names no VM or disk of the Director")
-    found: dict[str, list[str]] = {}
-    for resource in KINDS:
-        for one in _of_director(session, resource):
-            owner = _owner(one)
-            if owner and owner not in known:
-                found.setdefault(owner, []).append(f"{resource.plural}/{one['metadata']['name']}")
-    return found
+class Leftover(msgspec.Struct):
+    """A VM, disk or snapshot that the Director does not know."""
+
+    cid: str
+    objects: list[str]
+    advice: str
+    """What the operator does about a disk or snapshot. "" for a VM, which ``remove`` deletes."""
 
 
-def remove(session: Session, owners: dict[str, list[str]]) -> Iterator[str]:
-    """Delete the VMs among ``owners`` with their objects, but no disk and no snapshot. Yield a line for each."""
-    for owner, objects in owners.items():
-        if owner.startswith("vm-"):
-            vms.delete(session, owner)
-            yield f"{owner}: deleted"
+def unknown(session: Session, *, is_deleting: bool) -> list[Leftover]:
+    """Return what belongs to this Director but to no VM, disk or snapshot of its records.
+
+    The cluster is asked before the Director: what a task creates in between is not in the list, and what it created
+    before is in the records, because no task is running.
+    """
+    objects = [(resource, one) for resource in KINDS for one in _of_director(session, resource)]
+    if is_deleting:
+        records.check_idle()
+    known = records.read()
+    orphaned = {names.value(disk) for disk in known.orphaned_disks}
+    found: dict[str, Leftover] = {}
+    for resource, one in objects:
+        owner = _owner(one)
+        if owner and not _is_known(one, owner, known, orphaned):
+            leftover = found.setdefault(owner, Leftover(owner, [], _advice(one, owner, known)))
+            leftover.objects.append(f"{resource.plural}/{one['metadata']['name']}")
+    return list(found.values())
+
+
+def remove(session: Session, found: list[Leftover]) -> Iterator[str]:
+    """Delete the VMs among ``found`` with their objects, but no disk and no snapshot. Yield a line for each."""
+    for one in found:
+        if not one.advice:
+            vms.delete(session, one.cid)
+            yield f"{one.cid}: deleted"
         else:
-            yield f"{owner}: kept; `kubectl delete {' '.join(objects)}` deletes its data"
+            yield f"{one.cid}: kept; {one.advice}"
 
 
 def _of_director(session: Session, resource: Resource) -> Iterator[Object]:
@@ -56,3 +71,34 @@ def _owner(one: Object) -> str:
     if labels.get(names.KIND) in (names.KIND_DISK, names.KIND_SNAPSHOT):
         return str(name)
     return str(labels.get(names.VM, ""))
+
+
+def _is_known(one: Object, owner: str, known: Records, orphaned: set[str]) -> bool:
+    labels, annotations = one["metadata"]["labels"], one["metadata"].get("annotations") or {}
+    match labels.get(names.KIND):
+        case names.KIND_DISK:
+            # A disk that a failed migration has left is in no list, but its VM still holds it.
+            return owner in known.disks or annotations.get(names.HOLDER) in known.vms
+        case names.KIND_SNAPSHOT:
+            return owner in known.snapshots or labels.get(names.DISK) in orphaned
+        case _:
+            return owner in known.vms
+
+
+def _advice(one: Object, owner: str, known: Records) -> str:
+    """Return how to delete a disk or snapshot, or why it cannot be told to be a leftover. "" for a VM."""
+    metadata = one["metadata"]
+    described = {**(metadata.get("annotations") or {}), **metadata["labels"]}
+    deployment = described.get(f"{names.METADATA}deployment", "DEPLOYMENT")
+    match metadata["labels"].get(names.KIND):
+        case names.KIND_DISK if not known.lists_dynamic_disks:
+            return "it may be a dynamic disk, which this Director does not list (GET /dynamic_disks)"
+        case names.KIND_DISK:
+            return (
+                f"if `bosh -d {deployment} cloud-check --report` does not name it as inactive, "
+                f"`kubectl -n {metadata['namespace']} delete persistentvolumeclaim {owner}` deletes its data"
+            )
+        case names.KIND_SNAPSHOT:
+            return f"`kubectl -n {metadata['namespace']} delete volumesnapshot {owner}` deletes its data"
+        case _:
+            return ""

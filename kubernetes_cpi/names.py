@@ -83,11 +83,6 @@ def cid(prefix: str, namespace: str, *parts: str) -> str:
     return f"{prefix}-{namespace}-{digest(*parts)}"
 
 
-def cids_in(text: str) -> set[str]:
-    """Return all cids in a text."""
-    return set(re.findall(r"\b(?:vm|disk|snapshot)-[-a-z0-9]+-[0-9a-f]{16}\b", text))
-
-
 def namespace_of(name: str, default: str) -> str:
     """Return the namespace in a cid. ``default`` for an object that was not created by the CPI."""
     found = _CID.fullmatch(name)

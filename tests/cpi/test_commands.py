@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
 from kubernetes_cpi import doctor
+from kubernetes_cpi.records import UNFINISHED
 from tests.cpi.calls import DIRECTOR, Cpi
 from tests.cpi.fake_api import Cluster, Object, RefusalError, Server
 from tests.structure.source import ROOT
 
 
-def command(cpi: Cpi, *arguments: str, given: str = "") -> tuple[str, int]:
+def command(cpi: Cpi, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str, int]:
     """Output and exit code. Standard error is no part of the output."""
     line = [sys.executable, "-m", "kubernetes_cpi", arguments[0], "--config", str(cpi.file), *arguments[1:]]
-    done = subprocess.run(line, input=given, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env)
     return done.stdout or done.stderr, done.returncode
 
 
@@ -90,43 +96,194 @@ def test_cluster_that_refuses_the_token_is_the_only_finding(cpi: Cpi, server: Se
 # --- leftovers ------------------------------------------------------------------------------------------------------
 
 
-def test_objects_that_the_director_does_not_know_are_listed_and_deleted(cpi: Cpi, cluster: Cluster) -> None:
+REAL = f'exec {sys.executable} {ROOT}/tests/cpi/bosh_cli.py "$@"'
+
+
+class Director:
+    """What the Director of the environment knows, told by a stand-in for the bosh CLI on PATH."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / "director.json"
+        self.bin = directory / "bin"
+        self.bin.mkdir()
+        self.becomes(REAL)
+        self.knows()
+
+    def becomes(self, script: str) -> None:
+        """Replace the CLI."""
+        (self.bin / "bosh").write_text(f"#!/bin/sh\n{script}\n")
+        (self.bin / "bosh").chmod(0o755)
+
+    def knows(self, **state: Any) -> None:
+        self.file.write_text(json.dumps({"info": {"uuid": DIRECTOR}, "deployments": {}, **state}))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "STAND_IN_BOSH": str(self.file)}
+
+
+@pytest.fixture
+def director(tmp_path: Path) -> Director:
+    return Director(tmp_path)
+
+
+def leftovers(cpi: Cpi, director: Director, *arguments: str) -> tuple[str, int]:
+    return command(cpi, "leftovers", *arguments, env=director.environment)
+
+
+def test_objects_that_the_director_does_not_know_are_listed_and_deleted(
+    cpi: Cpi, cluster: Cluster, director: Director
+) -> None:
     known, lost = cpi.create_vm("agent-1"), cpi.create_vm("agent-2", attach="live", tier="privileged")
     disk, stray = (cpi("create_disk", 64, {}, None) for _ in range(2))
     cpi("attach_disk", known, disk)
     cpi("attach_disk", lost, stray)
-    text = json.dumps({"Tables": [{"Rows": [{"vm_cid": known, "disk_cids": disk}]}]})
+    director.knows(deployments={"db": {"instances": [[known, [disk]]], "vms": [{"cid": known}]}})
     before = cluster.snapshot()
 
-    out, code = command(cpi, "leftovers", "--director", DIRECTOR, given=text)
+    out, code = leftovers(cpi, director)
     assert (code, cluster.snapshot()) == (1, before)
     assert f"{lost}: pods/{lost}, pods/attach-" in out
     assert f"{stray}: persistentvolumeclaims/{stray}" in out
     assert known not in out
 
-    out, code = command(cpi, "leftovers", "--director", DIRECTOR, "--delete", given=text)
+    out, code = leftovers(cpi, director, "--delete")
     assert code == 0
     assert f"{lost}: deleted" in out
-    assert f"{stray}: kept; `kubectl delete persistentvolumeclaims/{stray}` deletes its data" in out
+    assert f"`kubectl -n bosh delete persistentvolumeclaim {stray}` deletes its data" in out
     assert list(cluster.of("pods")) == [known] == list(cluster.of("secrets"))
     assert set(cluster.of("persistentvolumeclaims")) == {f"data-{known}", disk, stray}
 
 
-def test_nothing_is_left_over_without_a_word_of_the_director(cpi: Cpi, cluster: Cluster) -> None:
-    """An empty input is a command that failed, not a Director without VMs."""
+def test_everything_that_any_record_names_is_known(cpi: Cpi, director: Director) -> None:
+    active, inactive, orphaned = (cpi.create_vm(f"agent-{n}") for n in range(3))
+    attached, left_by_migration, dynamic, disk = (cpi("create_disk", 64, {}, None) for _ in range(4))
+    cpi("attach_disk", active, left_by_migration)
+    snapshot, of_orphaned_disk = cpi("snapshot_disk", attached, {}), cpi("snapshot_disk", disk, {})
+    vms = [{"cid": active}, {"cid": inactive}]
+    db = {"instances": [[active, [attached]], ["", []]], "vms": vms, "snapshots": [{"snapshot_cid": snapshot}]}
+    records = {
+        "deployments": {"db": db, "empty": {}},
+        "orphaned_vms": [{"cid": orphaned}],
+        "disks": [{"disk_cid": disk}],
+        "dynamic_disks": [{"disk_cid": dynamic, "name": "d"}],
+    }
+    director.knows(**records)
+    assert leftovers(cpi, director) == ("", 0)
+
+    director.knows(**records | {"disks": []})
+    out, _ = leftovers(cpi, director)
+    assert sorted(line.partition(":")[0] for line in out.splitlines()) == sorted([disk, of_orphaned_disk])
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "/info",
+        "/deployments",
+        "/deployments/db/vms",
+        "/deployments/db/snapshots",
+        "instances",
+        "/disks",
+        "/orphaned_vms",
+        "/dynamic_disks",
+        UNFINISHED,
+    ],
+)
+def test_nothing_is_deleted_unless_the_director_answers_everything(
+    cpi: Cpi, cluster: Cluster, director: Director, refused: str
+) -> None:
     cpi.create_vm()
+    director.knows(deployments={"db": {}}, failing={refused: 401})
     before = cluster.snapshot()
 
-    out, code = command(cpi, "leftovers", "--director", DIRECTOR, "--delete", given="{}")
+    out, code = leftovers(cpi, director, "--delete")
 
     assert (code, cluster.snapshot()) == (1, before)
-    assert "names no VM or disk" in out
+    assert "401" in out
+    director.knows(deployments={"db": {}})
+    assert "deleted" in leftovers(cpi, director, "--delete")[0]
 
 
-def test_objects_of_another_director_are_no_leftovers(cpi: Cpi, cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("path", "script"),
+    [
+        ("/info", "exit 0"),
+        ("/tasks", "echo '{}'"),
+        ("/deployments", """echo '{"Tables": null, "Blocks": ["[]"], "Lines": null}'"""),
+        ("/deployments/db/vms", """echo '{"Tables": null, "Blocks": ["[{}]"], "Lines": ["Succeeded"]}'"""),
+        ("/orphaned_vms", """echo '{"Tables": null, "Blocks": null, "Lines": ["Succeeded"]}'"""),
+        ("/disks", """echo '{"Tables": null, "Blocks": ["[]"], "Lines": ["Succeeded"]}'; exit 1"""),
+        ("/dynamic_disks", """echo '{"Tables": null, "Blocks": ["[]"], "Lines": ["Succeeded"'"""),
+    ],
+)
+def test_nothing_is_deleted_after_an_incomplete_answer(
+    cpi: Cpi, cluster: Cluster, director: Director, path: str, script: str
+) -> None:
+    cpi.create_vm()
+    director.knows(deployments={"db": {}})
+    before = cluster.snapshot()
+    director.becomes(f'[ "${{2%%[?]*}}" != "{path}" ] || {{ {script}; exit 0; }}\n{REAL}')
+
+    out, code = leftovers(cpi, director, "--delete")
+
+    assert (code, cluster.snapshot()) == (1, before)
+    assert out.startswith(f"cannot learn what the Director knows: `bosh curl {path}"), out
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "[]",
+        "null",
+        '[{"Content": "instances", "Header": {"instance": "Instance"}, "Rows": []}]',
+        '[{"Content": "instances", "Header": {"vm_cid": "VM CID", "disk_cids": "Disk CIDs"}, "Rows": [{}]}]',
+    ],
+)
+def test_nothing_is_deleted_without_the_table_of_instances(
+    cpi: Cpi, cluster: Cluster, director: Director, table: str
+) -> None:
+    cpi.create_vm()
+    director.knows(deployments={"db": {}})
+    before = cluster.snapshot()
+    answer = f'{{"Tables": {table}, "Blocks": null, "Lines": ["Succeeded"]}}'
+    director.becomes(f"""[ "$1" != instances ] || {{ echo '{answer}'; exit; }}\n{REAL}""")
+
+    out, code = leftovers(cpi, director, "--delete")
+
+    assert (code, cluster.snapshot()) == (1, before)
+    assert "`bosh instances --details --deployment=db` failed: it printed " in out
+
+
+def test_nothing_is_deleted_while_a_task_runs(cpi: Cpi, cluster: Cluster, director: Director) -> None:
     vm = cpi.create_vm()
     before = cluster.snapshot()
+    task = {"id": 7, "state": "processing", "description": "create deployment"}
 
-    out, code = command(cpi, "leftovers", "--director", "another", "--delete", given=f"vm-bosh-{'0' * 16}")
+    director.knows(tasks=[task])
+    out, code = leftovers(cpi, director, "--delete")
+    assert (code, cluster.snapshot()) == (1, before)
+    assert "cannot delete anything while the Director works: task 7, create deployment, is not finished" in out
 
-    assert (out, code, cluster.snapshot()) == ("", 0, before), vm
+    director.knows(tasks=[task | {"state": "done"}])
+    assert f"{vm}: deleted" in leftovers(cpi, director, "--delete")[0]
+
+
+def test_disks_stay_where_the_director_lists_no_dynamic_disks(cpi: Cpi, director: Director) -> None:
+    disk = cpi("create_disk", 64, {}, None)
+    director.knows(failing={"/dynamic_disks": 404})
+
+    out, code = leftovers(cpi, director, "--delete")
+
+    assert code == 0
+    assert f"{disk}: kept; it may be a dynamic disk" in out
+    assert "kubectl" not in out
+
+
+def test_objects_of_another_director_are_no_leftovers(cpi: Cpi, cluster: Cluster, director: Director) -> None:
+    vm = cpi.create_vm()
+    before = cluster.snapshot()
+    director.knows(info={"uuid": "another"})
+
+    assert leftovers(cpi, director, "--delete") == ("", 0), vm
+    assert cluster.snapshot() == before

@@ -20,7 +20,7 @@ FLOORS: Mapping[int, frozenset[str]] = {
     4: frozenset({"recreation", "budgets", "services"}),
     3: frozenset({"pods", "claims", "attachments"}),
     2: frozenset({"session", "manifests", "networks"}),
-    1: frozenset({"client", "credentials"}),
+    1: frozenset({"client", "credentials", "records"}),
     0: frozenset({"", "errors", "log", "schema", "config", "properties", "names", "attachment_program"}),
 }
 """Imports go down, or to a neighbour that does not import back."""
@@ -37,7 +37,7 @@ EARLY = frozenset({"__main__", "door", "errors", "log"})
 BANNED: Mapping[str, tuple[str, frozenset[str]]] = {
     "print": ("standard output is the response's", frozenset({"attachment_program"})),
     "sys.stdout": ("standard output is the response's", frozenset({"__main__", "reference", "commands"})),
-    "subprocess": ("only credential plugins are run", frozenset({"credentials"})),
+    "subprocess": ("only credential plugins and the bosh CLI are run", frozenset({"credentials", "records"})),
     "time.time": (
         "clocks of cluster and Director differ: intervals are monotonic",
         frozenset({"attachment_program"}),

@@ -1,0 +1,168 @@
+"""VMs, disks and snapshots that a Director knows, as the bosh CLI reads them from it.
+
+A destructive command relies on them. So each answer has a type and must be whole: exit code 0, `Succeeded` as the last
+line, and every member that is needed. Anything else ends the command.
+
+The queries need the login of an admin (`GET /orphaned_vms`), who sees every deployment: a user of a team is refused.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import urllib.parse
+from typing import Final, TypeVar
+
+import msgspec
+
+from kubernetes_cpi.errors import InputError
+
+T = TypeVar("T")
+
+UNFINISHED: Final = "/tasks?state=processing,cancelling,queued&verbose=2"
+INSTANCE_COLUMNS: Final = frozenset({"vm_cid", "disk_cids"})
+NOT_FOUND: Final = "non-successful status code '404'"
+
+
+class Records(msgspec.Struct, frozen=True):
+    """Cids by what the Director has them as."""
+
+    vms: frozenset[str]
+    disks: frozenset[str]
+    orphaned_disks: frozenset[str]
+    """Part of ``disks``. The Director does not list their snapshots."""
+    snapshots: frozenset[str]
+    lists_dynamic_disks: bool
+    """False for a Director without `GET /dynamic_disks`: any other disk may be a dynamic one."""
+
+
+class _Table(msgspec.Struct):
+    Content: str
+    Header: dict[str, str]
+    Rows: list[dict[str, str]]
+
+
+class _Answer(msgspec.Struct):
+    """What the CLI prints with `--json`. A list without elements is null."""
+
+    Tables: list[_Table] | None
+    Blocks: list[str] | None
+    Lines: list[str] | None
+
+
+class _Info(msgspec.Struct):
+    uuid: str
+
+
+class _Deployment(msgspec.Struct):
+    name: str
+
+
+class _Vm(msgspec.Struct):
+    cid: str
+
+
+class _Disk(msgspec.Struct):
+    disk_cid: str
+
+
+class _Snapshot(msgspec.Struct):
+    snapshot_cid: str
+
+
+class _Task(msgspec.Struct):
+    id: int
+    description: str
+
+
+class _RefusedError(InputError):
+    """A command of the CLI that failed. ``told`` is its output."""
+
+    def __init__(self, command: str, told: str) -> None:
+        super().__init__(f"cannot learn what the Director knows: `{command}` failed: {told}")
+        self.told = told
+
+
+def director() -> str:
+    """Return the UUID of the Director that the environment names, as it tells it to its CPI."""
+    uuid = _get("/info", _Info).uuid
+    if not uuid:
+        raise InputError("cannot learn what the Director knows: `bosh curl /info` tells no UUID")
+    return uuid
+
+
+def check_idle() -> None:
+    """Raise ``InputError`` while the Director has unfinished tasks: they create VMs before they record them."""
+    for task in _get(UNFINISHED, list[_Task]):
+        raise InputError(
+            f"cannot delete anything while the Director works: task {task.id}, {task.description}, is not finished"
+        )
+
+
+def read() -> Records:
+    """Ask for everything. VMs move from deployments to the orphaned ones, so those are the later question."""
+    vms: set[str] = set()
+    disks: set[str] = set()
+    snapshots: set[str] = set()
+    for deployment in _get("/deployments", list[_Deployment]):
+        path = f"/deployments/{urllib.parse.quote(deployment.name, safe='')}"
+        # Active VMs and the ones of an interrupted create-swap-delete.
+        vms |= {vm.cid for vm in _get(f"{path}/vms", list[_Vm])}
+        snapshots |= {one.snapshot_cid for one in _get(f"{path}/snapshots", list[_Snapshot])}
+        for row in _instances(deployment.name):
+            vms |= {row["vm_cid"]} if row["vm_cid"] else set()
+            disks |= set(row["disk_cids"].split())
+    orphaned = frozenset(disk.disk_cid for disk in _get("/disks", list[_Disk]))
+    vms |= {vm.cid for vm in _get("/orphaned_vms", list[_Vm])}
+    try:
+        dynamic = _get("/dynamic_disks", list[_Disk])
+    except _RefusedError as exc:
+        if NOT_FOUND not in exc.told:
+            raise
+        dynamic = None
+    disks |= orphaned | {disk.disk_cid for disk in dynamic or ()}
+    return Records(frozenset(vms), frozenset(disks), orphaned, frozenset(snapshots), dynamic is not None)
+
+
+def _instances(deployment: str) -> list[dict[str, str]]:
+    """Return the rows of all instances of a deployment, with their VMs and disks."""
+    command = ["instances", "--details", f"--deployment={deployment}"]
+    tables = _ask(command).Tables or []
+    if len(tables) != 1 or tables[0].Content != "instances" or not tables[0].Header.keys() >= INSTANCE_COLUMNS:
+        raise _RefusedError(_shown(command), "it printed no table of instances with VM CID and Disk CIDs")
+    for row in tables[0].Rows:
+        if not row.keys() >= INSTANCE_COLUMNS:
+            raise _RefusedError(_shown(command), f"it printed a row without VM CID or Disk CIDs: {row}")
+    return tables[0].Rows
+
+
+def _get(path: str, kind: type[T]) -> T:
+    """Return the response of the Director to a GET request."""
+    command = ["curl", path]
+    blocks = _ask(command).Blocks or []
+    try:
+        return msgspec.json.decode("".join(blocks), type=kind)
+    except msgspec.DecodeError as exc:
+        raise _RefusedError(_shown(command), f"the response is not of the expected form: {exc}") from None
+
+
+def _ask(arguments: list[str]) -> _Answer:
+    program = shutil.which("bosh")
+    if program is None:
+        raise InputError("cannot learn what the Director knows: the bosh CLI is not installed")
+    command = [program, *arguments, "--json", "--non-interactive"]
+    done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True)
+    try:
+        answer = msgspec.json.decode(done.stdout, type=_Answer)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        told = done.stderr.decode(errors="replace").strip()
+        raise _RefusedError(_shown(arguments), told or f"it ended with {done.returncode} and printed no JSON") from None
+    lines = answer.Lines or []
+    if done.returncode != 0 or lines[-1:] != ["Succeeded"]:
+        told = "; ".join(line.strip() for line in lines if not line.startswith("Using environment "))
+        raise _RefusedError(_shown(arguments), told or f"it ended with {done.returncode}")
+    return answer
+
+
+def _shown(arguments: list[str]) -> str:
+    return " ".join(["bosh", *arguments])

@@ -1,0 +1,154 @@
+"""A bosh CLI that answers as the real one (bosh-cli 7, Director 283), from the JSON document ``STAND_IN_BOSH``.
+
+With `--json` it prints one document: tables, blocks of `curl`, and lines that end with `Succeeded`, or with the error
+and `Exit code 1`. ``failing`` in the document has the paths and commands that the Director refuses, with their status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+FAILED = "Director responded with non-successful status code '{}' response '{}'"
+
+
+class RefusalError(Exception):
+    """An error of the CLI."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """As go-flags: a mistake is an error of the command, in its form of output."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RefusalError(message)
+
+
+class _Cli:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.output: dict[str, Any] = {"Tables": None, "Blocks": None, "Lines": ["Using environment 'x' as client 'a'"]}
+
+    def run(self, argv: list[str]) -> None:
+        given = _parser().parse_args(argv)
+        deployment = given.deployment or os.environ.get("BOSH_DEPLOYMENT", "")
+        command = getattr(self, "do_" + given.command.replace("-", "_"))
+        needs = command.__code__.co_varnames[1 : command.__code__.co_argcount]
+        if "deployment" in needs and given.command != "instances" and not deployment:
+            raise RefusalError("Expected non-empty deployment name")
+        command(*(deployment if name == "deployment" else given for name in needs))
+
+    def get(self, path: str) -> Any:
+        """The response of the Director."""
+        if status := self.state.get("failing", {}).get(path):
+            raise RefusalError(FAILED.format(status, "refused"))
+        where, _, query = path.partition("?")
+        if where == "/tasks":
+            return [one for one in self.state.get("tasks", []) if one["state"] in query]
+        found = re.fullmatch(r"/deployments/([^/]+)/(vms|snapshots)", where)
+        if found:
+            return self.deployment(found[1])[found[2]]
+        if where == "/deployments":
+            return [{"name": name, "teams": []} for name in self.state["deployments"]]
+        if where not in ("/info", "/disks", "/orphaned_vms", "/dynamic_disks"):
+            raise RefusalError(FAILED.format(404, f"Endpoint '{where}' not found."))
+        return self.state.get(where[1:], [])
+
+    def deployment(self, name: str) -> dict[str, Any]:
+        if name not in self.state["deployments"]:
+            raise RefusalError(FAILED.format(404, f"Deployment '{name}' doesn't exist"))
+        return {"instances": [], "vms": [], "snapshots": [], **self.state["deployments"][name]}
+
+    def table(self, content: str, titles: list[str], rows: list[list[str]]) -> None:
+        keys = [title.lower().replace(" ", "_") for title in titles]
+        table = {
+            "Content": content,
+            "Header": dict(zip(keys, titles, strict=True)),
+            "Rows": [dict(zip(keys, row, strict=True)) for row in rows],
+            "Notes": None,
+        }
+        self.output["Tables"] = [*(self.output["Tables"] or []), table]
+
+    def do_curl(self, given: argparse.Namespace) -> None:
+        self.output["Blocks"] = [json.dumps(self.get(given.path))]
+
+    def do_instances(self, deployment: str) -> None:
+        for name in [deployment] if deployment else self.state["deployments"]:
+            if status := self.state.get("failing", {}).get("instances"):
+                raise RefusalError(f"Fetching instances: {FAILED.format(status, 'Not authorized')}")
+            rows = [[vm, "\n".join(disks)] for vm, disks in self.deployment(name)["instances"]]
+            self.table("instances", ["VM CID", "Disk CIDs"], rows)
+
+    def do_snapshots(self, deployment: str) -> None:
+        self.table("snapshots", ["CID"], [[one["snapshot_cid"]] for one in self.deployment(deployment)["snapshots"]])
+
+    def do_deploy(self, given: argparse.Namespace, deployment: str) -> None:
+        assert deployment
+        self.do_files(given)
+
+    def do_vms(self) -> None:
+        for name in self.state["deployments"]:
+            self.table("vms", ["VM CID"], [[vm["cid"]] for vm in self.deployment(name)["vms"]])
+
+    def do_files(self, given: argparse.Namespace) -> None:
+        """See that every file of the command line exists."""
+        for path in [given.file, *given.ops, *(one.partition("=")[2] for one in given.var_file)]:
+            if not Path(path).is_file():
+                raise RefusalError(f"open {path}: no such file or directory")
+        for one in given.var:
+            name, mark, value = one.partition("=")
+            if not (name and mark):
+                raise RefusalError(f"Expected var '{one}' to be in format 'name=value'")
+            if value.startswith("file://") and not Path(value.removeprefix("file://")).is_file():
+                raise RefusalError(f"open {value}: no such file or directory")
+
+    do_create_env = do_update_cpi_config = do_update_cloud_config = do_upload_stemcell = do_files
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="bosh", add_help=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    with_files = ("create-env", "update-cpi-config", "update-cloud-config", "deploy", "upload-stemcell")
+    for name in ("curl", "instances", "snapshots", "vms", *with_files):
+        one = commands.add_parser(name, add_help=False, allow_abbrev=False)
+        one.add_argument("--json", action="store_true")
+        one.add_argument("-n", "--non-interactive", action="store_true")
+        one.add_argument("-d", "--deployment", default="")
+        if name == "curl":
+            one.add_argument("path")
+        if name == "instances":
+            one.add_argument("--details", action="store_true")
+        if name in with_files:
+            one.add_argument("file")
+            one.add_argument("-o", dest="ops", action="append", default=[])
+            one.add_argument("-v", dest="var", action="append", default=[])
+            one.add_argument("--var-file", action="append", default=[])
+        if name == "create-env":
+            one.add_argument("--state")
+            one.add_argument("--vars-store")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    # Global options may stand before the command too.
+    while argv and argv[0] in ("-d", "-n", "--json"):
+        taken = 2 if argv[0] == "-d" else 1
+        argv = [*argv[taken:], *argv[:taken]]
+    cli = _Cli(json.loads(Path(os.environ["STAND_IN_BOSH"]).read_text()))
+    try:
+        cli.run(argv)
+        cli.output["Lines"].append("Succeeded")
+        code = 0
+    except RefusalError as exc:
+        cli.output["Lines"] += [str(exc), "Exit code 1"]
+        code = 1
+    sys.stdout.write(json.dumps(cli.output, indent=4) + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
