@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from typing import Any, Final
 import yaml
 
 from agent_shim_demo.pki import Authority
-from comparison import judge, plan
+from comparison import breaks, judge, plan
 from comparison.releases import Checkout, Job
 from tests.support.machine import CODE, machine
 
@@ -35,7 +36,7 @@ WORLDS: Final = ("go", "shim")
 LIFE_LIMIT_S: Final = 1500
 LOOK_S: Final = 0.5
 INTERRUPTED: Final = threading.Event()
-KINDS: Final = "equal, listed, difference, unplayed"
+KINDS: Final = "equal, listed, difference, busy, unplayed"
 TRIES: Final = 4
 """Lives of a job that does not run. Each has more of what its scripts look for."""
 WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-syslog,-mac_admin,-mac_override,-audit_control"
@@ -45,7 +46,10 @@ WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-syslog,-mac_admin,
 def main() -> int:
     """Compare. 0 if all that could be compared was equal or listed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH")
+    parser.add_argument(
+        "--breaks", action="store_true", help="break this agent in each known way and see that the comparison notices"
+    )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="jobs at once (default: %(default)s)")
     parser.add_argument(
         "--cycle", type=int, default=10, metavar="SECONDS", help="monit's cycle in both worlds (default: 10)"
@@ -69,6 +73,8 @@ def main() -> int:
     missing = [name for name in ("BOSH_AGENT", "MONIT") if not os.access(os.environ.get(name, ""), os.X_OK)]
     if missing or os.geteuid() != 0 or shutil.which("ruby") is None:
         parser.error(f"needs root, ruby, and programs in {' and '.join(missing) or 'BOSH_AGENT and MONIT'}")
+    if not args.paths and not args.breaks:
+        parser.error("needs a PATH or --breaks")
     values = yaml.safe_load(PROPERTIES.read_text())
     values |= yaml.safe_load(args.properties.read_text()) if args.properties else {}
     only = {name for name in args.only.split(",") if name}
@@ -76,6 +82,10 @@ def main() -> int:
     key = authority.client("job").private_key
     kept = args.keep or Path(tempfile.mkdtemp(prefix="comparison-"))
     kept.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # worlds end with their blocks
+    if args.breaks:
+        model = next(Checkout(breaks.MODEL).jobs(values, authority.ca, key))
+        return prove(plan.plan(Checkout(breaks.MODEL), model), args.cycle, kept, args.jobs)
     plans: list[plan.Plan] = []
     for path in args.paths:
         checkout = Checkout(path.resolve())
@@ -86,7 +96,6 @@ def main() -> int:
     print(f"{len(plans)} jobs of {len(args.paths)} releases; what each world says is kept in {kept}", flush=True)
     begun_at = time.monotonic()
     verdicts: list[judge.Verdict] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # worlds end with their blocks
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool, ending(pool):
         waiting = {pool.submit(compare, one, args.cycle, kept, args.again): one for one in plans}
         for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
@@ -142,6 +151,41 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
     return verdict
 
 
+def prove(made: plan.Plan, cycle: int, kept: Path, at_once: int) -> int:
+    """Compare agents that are broken on purpose with the Go agent. 0 if each difference is noticed."""
+    silent = 0
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool, ending(pool):
+        go = pool.submit(live, "go", made, cycle, _emptied(kept / "go"))
+        sound = pool.submit(live, "shim", made, cycle, _emptied(kept / "sound"))
+        waiting = {}
+        for name, broken in breaks.BREAKS.items():
+            short = dataclasses.replace(made, trials=broken.trials)
+            place = _emptied(kept / name.replace(" ", "-").replace("/", ""))
+            waiting[name] = pool.submit(live, "shim", short, cycle, place, broken)
+        verdict = judge.judge(made, go.result(), sound.result())
+        print(f"{'sound':40} {verdict}", flush=True)
+        silent += verdict.kind not in ("equal", "listed")
+        for name, playing in waiting.items():
+            verdict = judge.judge(made, _only(go.result(), playing.result()), playing.result())
+            is_noticed = breaks.BREAKS[name].is_noticed(verdict)
+            silent += not is_noticed
+            print(f"{name:40} {'noticed' if is_noticed else f'NOT NOTICED: {verdict}'}", flush=True)
+    print(f"{len(breaks.BREAKS)} breaks, {silent} wrong")
+    return int(silent > 0)
+
+
+def _emptied(place: Path) -> Path:
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    return place
+
+
+def _only(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """Return a life without the phases that the other one leaves out."""
+    names = {phase["name"] for phase in part["phases"]}
+    return whole | {"phases": [phase for phase in whole["phases"] if phase["name"] in names]}
+
+
 def _bpm(made: plan.Plan) -> dict[str, str]:
     """Return the programs of bpm's package. None without BPM or for privileged processes, which need all rights."""
     is_privileged = any((one.get("unsafe") or {}).get("privileged") for one in plan.processes(made.job))
@@ -159,13 +203,24 @@ def remove_containers(cgroups: list[tuple[Path, Path]]) -> None:
                     below.rmdir()
 
 
-def live(kind: str, made: plan.Plan, cycle: int, place: Path) -> dict[str, Any]:
-    """Return the result of one world."""
+def _keep_logs(kind: str, vcap: Path, place: Path) -> None:
+    if (vcap / "monit/monit.log").exists():
+        shutil.copy(vcap / "monit/monit.log", place / "go-monit.log")
+    for path in vcap.glob("data/sys/log/*/*"):
+        if path.is_file():
+            (place / f"{kind}-log").mkdir(exist_ok=True)
+            shutil.copy(path, place / f"{kind}-log" / path.name)
+
+
+def live(kind: str, made: plan.Plan, cycle: int, place: Path, broken: breaks.Break | None = None) -> dict[str, Any]:
+    """Return the result of one world, of a broken agent if one is given."""
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         scratch = Path(name)
         programs = _bpm(made)
         names = [str(one.get("name")) for one in plan.processes(made.job)] if programs else []
         (scratch / "plan.json").write_text(plan.written(made, bpm="".join(names[:1])))
+        if broken is not None:
+            broken.copy(scratch / "broken")
         if kind == "go":
             shutil.copy(os.environ["BOSH_AGENT"], scratch / "bosh-agent")
             shutil.copy(os.environ["MONIT"], scratch / "monit")
@@ -176,19 +231,14 @@ def live(kind: str, made: plan.Plan, cycle: int, place: Path) -> dict[str, Any]:
         with machine(scratch, has_network=True) as inside:
             argv = [sys.executable, "-m", "comparison.life", kind, "/mnt/plan.json", "/mnt/result.json"]
             setting = [f"CYCLE={cycle}", f"PYTHONPATH={CODE}", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
-            command = ["unshare", "--uts", "setpriv", f"--bounding-set={WITHOUT}", "env", *setting, *argv]
+            command = ["unshare", "--uts", "setpriv", f"--bounding-set={WITHOUT}", "env", "-i", *setting, *argv]
             with (scratch / "life.log").open("wb") as log:
                 playing = inside.popen(command, stdout=log, stderr=log, cwd=CODE)
                 give_up_at = time.monotonic() + LIFE_LIMIT_S
                 while playing.poll() is None:
                     if INTERRUPTED.wait(LOOK_S) or time.monotonic() > give_up_at:
                         playing.kill()
-            if (inside.vcap / "monit/monit.log").exists():
-                shutil.copy(inside.vcap / "monit/monit.log", place / "go-monit.log")
-            for path in inside.vcap.glob("data/sys/log/*/*"):
-                if path.is_file():
-                    (place / f"{kind}-log").mkdir(exist_ok=True)
-                    shutil.copy(path, place / f"{kind}-log" / path.name)
+            _keep_logs(kind, inside.vcap, place)
         remove_containers(inside.cgroups)
         for said in ("life.log", "agent.log", "result.json"):
             if (scratch / said).exists():

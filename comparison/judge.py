@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,6 +40,11 @@ class Difference:
     is_pending: bool = False
     """The restart of the phase before had not ended in either world."""
 
+    @property
+    def act(self) -> str:
+        """The phase without the occasion: "stop" of "update: stop"."""
+        return self.phase.rpartition(": ")[2]
+
     def __str__(self) -> str:
         return f"{self.phase}: {self.what}: {self.go or 'none'} | {self.shim or 'none'}  ({self.line})"
 
@@ -50,6 +56,8 @@ class Verdict:
     job: Job
     not_rendered: str = ""
     not_played: str = ""
+    is_busy: bool = False
+    """The machine was too busy for a verdict on why the job did not run."""
     differences: list[Difference] = field(default_factory=list)
     listed: list[Difference] = field(default_factory=list)
     has_process: bool = True
@@ -61,7 +69,7 @@ class Verdict:
         if self.not_rendered:
             return "not rendered"
         if self.not_played:
-            return "needs more than a stand-in"
+            return "busy" if self.is_busy else "needs more than a stand-in"
         if self.differences:
             return "difference"
         return "listed" if self.listed else "equal"
@@ -93,15 +101,31 @@ FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid
 UNSTEADY_STATES: Final = 4
 """Changes of the state of a process at rest."""
 
-DEATHS: Final = ("death", "port closed")
+DEATHS: Final = ("death", "port closed", "unmonitor")
 """Phases in which processes end."""
+HOOKS: Final = re.compile(r"/bin/(pre-start|post-start|post-deploy|pre-stop|drain|post-stop|run)((?: .*)?)$")
+BUSY_WAIT: Final = 2.0
+"""A life that waits for a processor this many times longer than it works is played on a busy machine."""
+VOLATILE: Final = re.compile(
+    r"_|PWD|OLDPWD|SHLVL|AGENT_SHIM_\w+|BPM_STAND_IN|MONIT_DATE|MONIT_DESCRIPTION|MONIT_PROCESS_\w+"
+)
+"""Variables of shells and of stand-ins, and those of monit whose values change from cycle to cycle."""
+ROUGHLY: Final[list[tuple[re.Pattern[str], float, float]]] = [
+    (re.compile(r"uptime|load"), math.inf, 0),
+    (re.compile(r"\bcpu\b"), 100, 0),
+    (re.compile(r"percent"), 15, 0),
+    (re.compile(r"mem\.kb$"), 8192, 0.5),
+]
+"""Figures by path, with the absolute and the relative difference that two worlds side by side may have."""
 
 Phases = dict[str, dict[str, Any]]
+
+STARTS: Final = ("start", "post-start", "post-deploy", "rest", "start after stop", "slow start")
 
 ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     (
         "the first check follows the start",
-        lambda one: one.phase in ("start", "post-start", "rest") and "Does not exist" in one.go and not one.shim,
+        lambda one: one.act in STARTS and "Does not exist" in one.go and not one.shim,
     ),
     (
         "a changed parent is reported",
@@ -111,27 +135,27 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         "a process whose pidfile is emptied",
         lambda one: (
             (
-                (one.phase == "empty pidfile" or (one.phase not in DEATHS and "Does not exist" in one.go_alerts))
+                (one.act == "empty pidfile" or (one.act not in DEATHS and "Does not exist" in one.go_alerts))
                 and one.what.endswith("SIGTERM")
                 and not one.go
             )
-            or (one.phase == "stop" and one.what == "processes left" and not one.shim)
+            or (one.act == "stop" and one.what == "processes left" and not one.shim)
         ),
     ),
     (
         "a bpm process whose pidfile is emptied",
-        lambda one: one.is_bpm and one.phase in ("empty pidfile", "pidfile filled again"),
+        lambda one: one.is_bpm and one.act in ("empty pidfile", "pidfile filled again"),
     ),
     (
         "the count of a rule survives a restart",
         lambda one: (
             (
-                one.phase == "port closed"
+                one.act == "port closed"
                 and "Connection failed - restart" in one.go_alerts
                 and (one.what.endswith(" lives") or "state" in one.what or one.what.startswith("process of "))
             )
             or (  # the last restart may end in the next phase
-                one.phase == "port open again"
+                one.act == "port open again"
                 and one.is_restarted_by_port
                 and one.what.endswith((" lives", " is the former one"))
             )
@@ -144,31 +168,40 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     ),
     (
         "other processes of a dead service",
-        lambda one: one.phase in DEATHS and one.what.endswith("SIGTERM") and not one.go,
+        lambda one: one.act in DEATHS and one.what.endswith("SIGTERM") and not one.go,
     ),
     (
         "checks, starts and stops wait for each other",
         lambda one: (
-            (one.phase == "death" and one.what.startswith("alert") and one.is_dependent and not one.go)
-            or (one.phase in ("agent restarted", "stop") and one.is_pending)
+            (one.act == "death" and one.what.startswith("alert") and one.is_dependent and not one.go)
+            or (one.act in ("agent restarted", "stop") and one.is_pending)
         ),
     ),
     (
         "a stop is over once the pidfile is gone",
         lambda one: (
-            (one.is_survivor and one.phase in ("monit restart", "agent restarted", "drain", "stop"))
-            or ((one.phase, one.what) == ("stop", "bpm list") and "failed" in one.go)  # bpm still removes the container
+            (one.is_survivor and one.act in ("monit restart", "agent restarted", "drain", "stop"))
+            or ((one.act, one.what) == ("stop", "bpm list") and "failed" in one.go)  # bpm still removes the container
         ),
     ),
     (
         "a stop runs no stop program for a dead process",
-        lambda one: one.phase == "stop" and "/sys/run/bpm/" in one.what and one.go == "left",
+        lambda one: one.act == "stop" and "/sys/run/bpm/" in one.what and one.go == "left",
     ),
     (
         "a restart starts the next process beside a stop program",
-        lambda one: one.phase == "monit restart" and "Does not exist" in one.go and not one.shim,
+        lambda one: one.act == "monit restart" and "Does not exist" in one.go and not one.shim,
     ),
-    ("a stop while a start is pending", lambda one: one.phase == "stop" and "errored" in one.go_answer),
+    (
+        "the working directory is theirs",
+        lambda one: one.what.endswith(": directory") and one.shim == "/var/vcap/monit/service",
+    ),
+    ("the soft limit of core files", lambda one: one.what.endswith(": limit core") and one.shim.startswith("[1, ")),
+    (
+        "`monit monitor` of a service",
+        lambda one: one.phase == "monitor again" and "Does not exist" in one.go and not one.shim,
+    ),
+    ("a stop while a start is pending", lambda one: one.act == "stop" and "errored" in one.go_answer),
 ]
 """Rows of docs/monit-deviations.md by how they begin, and the differences that are theirs."""
 
@@ -180,6 +213,8 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         verdict.not_played = f"Go agent: {go['error']}; this agent: {shim['error']}"[:300]
     lives = [{phase["name"]: phase for phase in life["phases"]} for life in (go, shim)]
     verdict.not_played = verdict.not_played or _obstacle(*lives)
+    is_slow = any(life.get("waited", 0) > BUSY_WAIT for life in (go, shim))
+    verdict.is_busy = is_slow and (bool(go["error"] or shim["error"]) or any(map(_is_late, lives)))
     for one in [] if verdict.not_played else _differences(*lives):
         one.line = _line(made.job, one)
         one.is_bpm = "/sys/run/bpm/" in made.job.monit
@@ -207,6 +242,13 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
 def _is_left(life: Phases) -> bool:
     """True if a process that a pidfile names lives after the stop."""
     return any(life.get("stop", {}).get("services", {}).values())
+
+
+def _is_late(life: Phases) -> bool:
+    """True if a process was still about to start at the end of the time for it, or a script had no end."""
+    states = life.get("start", {}).get("states", {}).values()
+    answers = [phase["value"] for phase in life.values()]
+    return any(known[-1] == "starting" for known in states) or "error: no answer" in answers
 
 
 def _outlives_a_restart(life: Phases) -> bool:
@@ -253,11 +295,77 @@ def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
             values = [one.get(what, "") for one in seen]
             if values[0] != values[1] and not (what.endswith(" tool") and _runs_beside(go, shim, name, what)):
                 yield Difference(name, what, values[0], values[1])
+    yield from _inherited(go, shim)
     for kind in ("state", "heartbeat"):
+        yield from _values(go, shim, kind)
         shapes = [_shapes(life, kind) for life in (go, shim)]
         for member in sorted(shapes[0] ^ shapes[1]) if all(shapes) else ():
             go_has, shim_has = ("there" if member in shape else "" for shape in shapes)
             yield Difference("rest", f"{kind} {member}", go_has, shim_has)
+
+
+def _inherited(go: Phases, shim: Phases) -> Iterator[Difference]:
+    """Yield what programs that run in both lives inherit in one of them alone."""
+    lives = [_contexts(life) for life in (go, shim)]
+    for program in sorted(set(lives[0]) & set(lives[1])):
+        facts = [_facts_of(life[program]) for life in lives]
+        for what in sorted({*facts[0], *facts[1]}):
+            values = [one.get(what, "") for one in facts]
+            if values[0] != values[1]:
+                yield Difference("life", f"{program}: {what}", values[0], values[1])
+
+
+def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
+    """Return what each program inherited in all phases."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for phase in life.values():
+        for program, contexts in phase.get("contexts", {}).items():
+            found.setdefault(program, []).extend(contexts)
+    return found
+
+
+def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
+    """Return each fact of the contexts of a program, with all the values that it had."""
+    values: dict[str, set[str]] = {}
+    for context in contexts:
+        for what in ("umask", "user", "directory"):
+            values.setdefault(what, set()).add(str(context[what]))
+        for name, limit in context["limits"].items():
+            values.setdefault(f"limit {name}", set()).add(str(limit))
+        for name, value in context["environment"].items():
+            if not VOLATILE.fullmatch(name):
+                values.setdefault(f"environment {name}", set()).add(re.sub(r"\d{3,}", "N", value))
+    return {what: ", ".join(sorted(seen)) or "empty" for what, seen in values.items()}
+
+
+def _values(go: Phases, shim: Phases, kind: str) -> Iterator[Difference]:
+    """Yield values of the states or the heartbeats that differ at the end of a phase in which both worlds rest."""
+    for name in ("rest", "update: start"):
+        seen = [life.get(name, {}).get("values", {}).get(kind, {}) for life in (go, shim)]
+        for path in sorted(set(seen[0]) & set(seen[1])):
+            values = [one[path] for one in seen]
+            is_state = path == "job_state" or re.fullmatch(r"processes\[.*\]\.state", path)  # phases compare them
+            if not is_state and not _are_alike(path, *values):
+                go_has, shim_has = (str(value) or "empty" for value in values)
+                yield Difference(name, f"value in {kind} {path}", go_has, shim_has)
+
+
+def _are_alike(path: str, go: Any, shim: Any) -> bool:
+    numbers = [_number(value) for value in (go, shim)]
+    if None in numbers or isinstance(go, str) != isinstance(shim, str):
+        return bool(go == shim)
+    one, other = (number or 0.0 for number in numbers)
+    for pattern, absolute, relative in ROUGHLY:
+        if pattern.search(path):
+            return one >= 0 and other >= 0 and abs(one - other) <= max(absolute, relative * max(one, other))
+    return bool(go == shim)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        return None
 
 
 def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
@@ -279,11 +387,11 @@ def _shapes(life: Phases, kind: str) -> set[str]:
 
 def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each comparable fact of a phase and its value."""
-    name = phase["name"]
+    name = phase["name"].rpartition(": ")[2]
     answer = re.sub(r"(Failed Jobs: [\w, -]+\.).*", r"\1", phase["value"], flags=re.DOTALL)  # this agent adds a reason
     yield "answer", re.sub(r"[0-9a-f-]{36}|\d+\.\d+", "…", answer)[:200]
     yield "job state", "".join(phase["job_states"][-1:])
-    if name in ("rest", "port closed", "port open again", "agent restarted"):
+    if name in ("rest", "port closed", "port open again", "agent restarted", "usage", "unmonitor"):
         yield "is failing meanwhile", str("failing" in phase["job_states"][1:])
     for process, states in phase["states"].items():
         yield f"state of {process}", states[-1]
@@ -300,8 +408,7 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for (event, program), count in Counter((event, program) for _, event, program in phase["events"]).items():
             if (name, event) != ("post-start", "lives"):  # a process of the start may say so late
                 yield f"{program} {event}", str(count) if event == "lives" else "yes"
-    for alert in sorted(set(phase["alerts"])):
-        yield f"alert {alert}", alert
+    yield from _told(phase)
     for command, said in phase["texts"].items():
         yield from _said(command, said)
     if "processes" in phase["texts"]:
@@ -313,6 +420,15 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ):
             continue
         yield f"file {file}", "left"
+
+
+def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the alerts with their numbers, and the arguments of each script that the Director runs."""
+    for alert, number in sorted(Counter(phase["alerts"]).items()):
+        yield f"alert {alert}", alert if number == 1 else f"{alert} ({number} times)"
+    runs = Counter((found[1], found[2]) for script in phase.get("scripts", []) if (found := HOOKS.search(script)))
+    for (script, arguments), number in runs.items():
+        yield f"script {script}", f"{number} x {arguments}".strip()
 
 
 def _said(command: str, said: str) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -34,6 +35,8 @@ VCAP: Final = Path("/var/vcap")
 SCRATCH: Final = Path("/mnt")
 BPM: Final = SCRATCH / "bpm"
 """Programs of bpm's package. Comparison/bpm.py takes their place where there are none."""
+BROKEN: Final = SCRATCH / "broken"
+"""Where an agent is that is broken on purpose."""
 BLOBS: Final = VCAP / "blobs"
 OBSERVER: Final = 59999
 LOOK_S: Final = 0.5
@@ -68,6 +71,10 @@ BPM_COMMANDS: Final = (
 )
 """The same of a job under the real bpm. Two of them also after its stop."""
 RELOADS: Final = "Waiting for monit to reload"
+ENVIRONMENT: Final = {"PATH": f"{VCAP}/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+"""Environment of an agent, as its service manager gives it."""
+NEXT: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
+STAND_IN: Final = VCAP / "packages/stand_in"
 
 
 @dataclass
@@ -96,6 +103,12 @@ class Phase:
     files: list[str] = field(default_factory=list)
     shapes: dict[str, str] = field(default_factory=dict)
     """Members of the state and of the last heartbeat, and their types."""
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Their values."""
+    scripts: list[str] = field(default_factory=list)
+    """Scripts of the job that ran, with their arguments."""
+    contexts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """What each program and script inherited, each context once."""
 
 
 class World:
@@ -146,8 +159,8 @@ class GoWorld(World):
 
     def start(self) -> None:
         options = ["-P", "dummy", "-M", "monit", "-C", str(VCAP / "bosh/agent.json"), "-b", str(VCAP)]
-        environment = {**os.environ, "PATH": f"{VCAP}/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
         go = str(SCRATCH / "bosh-agent")
+        environment = ENVIRONMENT | {"TMPDIR": f"{VCAP}/data/tmp"}  # the platform of a stemcell sets it
         self.agent = subprocess.Popen(
             [go, *options], env=environment, stdout=self.log(), stderr=subprocess.STDOUT, cwd=VCAP / "bosh"
         )
@@ -157,8 +170,9 @@ class GoWorld(World):
         job = self.plan["job"]
         for place in (VCAP / "data/jobs", *(VCAP / f"data{above}/{job}" for above in ("/sys/run", "/sys/log", ""))):
             subprocess.run(["chown", "-R", "root:vcap", str(place)], check=False)
-        if BPM.exists():
-            shutil.copytree(BPM, VCAP / "data/packages/bpm/bin")
+        if BPM.exists() and not (VCAP / "packages/bpm").exists():
+            shutil.copytree(BPM, VCAP / "data/packages/bpm/bin", dirs_exist_ok=True)
+            (VCAP / "packages/bpm").unlink(missing_ok=True)
             (VCAP / "packages/bpm").symlink_to(VCAP / "data/packages/bpm")
 
 
@@ -173,9 +187,16 @@ class ShimWorld(World):
         wrapper.chmod(0o755)
 
     def start(self) -> None:
-        argv = [sys.executable, "-m", "comparison.shim", str(self.cycle), "run", "-C", str(VCAP / "bosh/agent.json")]
-        environment = {**os.environ, "PATH": f"{VCAP}/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-        self.agent = subprocess.Popen(argv, env=environment, stdout=self.log(), stderr=subprocess.STDOUT, cwd="/")
+        paths = [str(BROKEN), os.environ["PYTHONPATH"]]
+        code = f"import sys; sys.path[:0] = {paths}; from comparison import shim; shim.main()"
+        options = [str(self.cycle), "run", "-C", str(VCAP / "bosh/agent.json")]
+        self.agent = subprocess.Popen(
+            [sys.executable, "-c", code, *options],
+            env=ENVIRONMENT,
+            stdout=self.log(),
+            stderr=subprocess.STDOUT,
+            cwd="/",
+        )
 
 
 WORLDS: Final[dict[str, type[World]]] = {"go": GoWorld, "shim": ShimWorld}
@@ -232,6 +253,7 @@ class Life:
             elif notice.kind == "heartbeat":
                 phase.heartbeats.append(notice.body.get("job_state", ""))
                 phase.shapes["heartbeat"] = ", ".join(sorted(shape(notice.body)))
+                phase.values["heartbeat"] = flat(notice.body)
         self.notices = len(self.hm.notices)
         self.phases.append(phase)
 
@@ -246,6 +268,7 @@ class Life:
         except (RpcRemoteError, RpcTimeoutError):
             return
         phase.shapes["state"] = ", ".join(sorted(shape(state)))
+        phase.values["state"] = flat(state)
         self.seen = state["job_state"] if self.has_acted else ""
         note(phase.job_states, state["job_state"])
         if self.seen == "running" and phase.running_after < 0:
@@ -279,11 +302,11 @@ class Life:
             if time.monotonic() - stable_since > 1.5 * self.cycle:
                 return
 
-    async def script(self, name: str) -> None:
+    async def script(self, name: str, about: str = "", **options: Any) -> None:
         if f"bin/{name}" not in self.plan["files"]:
             return
-        async with self.phase(name) as phase:
-            value = await asyncio.wait_for(self.director.run(AGENT, "run_script", name, {}), SCRIPT_LIMIT_S)
+        async with self.phase(about + name) as phase:
+            value = await asyncio.wait_for(self.director.run(AGENT, "run_script", name, options), SCRIPT_LIMIT_S)
             phase.value = json.dumps(value)
         phase.texts["log"] = tail(VCAP / f"sys/log/{self.plan['job']}/{name}.stderr.log")
 
@@ -298,23 +321,16 @@ class Life:
 
     async def run(self, spec: dict[str, Any]) -> None:
         """The whole life."""
-        async with self.phase("apply") as phase:
-            await self.director.run(AGENT, "prepare", spec)
-            phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "apply", spec), 60 + 6 * self.cycle))
-        if phase.value != "applied":
+        if not await self._apply(spec):
             return
-        self.world.applied()
         await self.script("pre-start")
         if self.phases[-1].value.startswith("error"):
             return
-        async with self.phase("start") as phase:
-            phase.value = str(await self.director.run(AGENT, "start"))
-            self.has_acted = True
-            await asyncio.sleep(1)  # the Director asks no earlier
-            await self.until(self.is_running, START_LIMIT_S + START_LIMIT_CYCLES * self.cycle)
+        phase = await self._start("start")
         has_run = phase.running_after >= 0
         if has_run or not self.plan["services"]:
             await self.script("post-start")
+            await self.script("post-deploy")
         async with self.phase("rest") as phase:
             await self.settled(max(5, self.plan["cycles"] + 2) if has_run and self.plan["services"] else 1)
             await self._ask(phase, (*COMMANDS, *BPM_COMMANDS))
@@ -323,9 +339,55 @@ class Life:
             async with self.phase(name) as phase:
                 phase.value = await asyncio.to_thread(shell, command)
                 await self.settled(max(3, self.plan["cycles"] + 2))
+        trials = self.plan["trials"]
         if has_run and self.pidfiles:
-            await self._trials(self.plan["trials"])
+            await self._trials(trials)
+        if "errand" in trials:
+            async with self.phase("errand") as phase:
+                result = await asyncio.wait_for(
+                    self.director.run(AGENT, "run_errand", self.plan["job"]), SCRIPT_LIMIT_S
+                )
+                phase.value = json.dumps(result)
+        if has_run or not self.plan["services"]:
+            await self._updates(trials)
         await self._end_of_life()
+
+    async def _apply(self, spec: dict[str, Any], about: str = "") -> bool:
+        async with self.phase(f"{about}apply") as phase:
+            await self.director.run(AGENT, "prepare", spec)
+            phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "apply", spec), 60 + 6 * self.cycle))
+        self.world.applied()
+        return phase.value == "applied"
+
+    async def _start(self, name: str, patience: float = 0) -> Phase:
+        async with self.phase(name) as phase:
+            phase.value = str(await self.director.run(AGENT, "start"))
+            self.has_acted = True
+            await asyncio.sleep(1 + patience)  # the Director asks no earlier
+            await self.until(self.is_running, START_LIMIT_S + START_LIMIT_CYCLES * self.cycle)
+        return phase
+
+    async def _updates(self, wanted: list[str]) -> None:
+        """An update in place, a stop and a start by the operator, and one of slow start programs."""
+        if "update" in wanted:
+            spec = spec_of(self.plan | {"files": self.plan["second"]}, "2")
+            await self.script("pre-stop", "update: ", env=NEXT)
+            await self._drain("update: ", "update", spec)
+            await self._stop("update: ")
+            await self.script("post-stop", "update: ")
+            if not await self._apply(spec, "update: "):
+                return
+            await self.script("pre-start", "update: ")
+            await self._start("update: start")
+        if "start after stop" in wanted:
+            await self._stop("operator: ")
+            await self._start("start after stop")
+        if "slow start" in wanted and "update" in wanted and self.plan["slow"]:
+            await self._stop("operator again: ")
+            slow = STAND_IN / "slow"
+            slow.write_text("\n".join([str(plans.SLOW_S), *self.plan["slow"]]))
+            await self._start("slow start", plans.SLOW_S + self.cycle)
+            slow.unlink()
 
     async def _trials(self, wanted: list[str]) -> None:
         if "death" in wanted:
@@ -355,12 +417,47 @@ class Life:
             async with self.phase("port open again"):
                 closed.unlink()
                 await self.settled(2.5)
+        await self._rules(wanted)
+        if "unmonitor" in wanted:
+            await self._unmonitor()
         if "agent restarted" not in wanted:
             return
         async with self.phase("agent restarted"):
             self.world.restart()
             await self.director.wait_until_ready(AGENT, timeout=60)
             await self.settled(2)
+
+    async def _rules(self, wanted: list[str]) -> None:
+        """Let rules about memory, processor time and changes of files hold."""
+        if "usage" in wanted and self.plan["has_usage"]:
+            busy = STAND_IN / "busy"
+            async with self.phase("usage"):
+                busy.touch()
+                await asyncio.sleep((self.plan["cycles"] + 3) * self.cycle)
+            async with self.phase("usage ended"):
+                busy.unlink()
+                await self.settled(self.plan["cycles"] + 2.5)
+        if "changed file" in wanted and self.plan["watched"]:
+            async with self.phase("changed file"):
+                await asyncio.sleep(1.1)  # monit compares whole seconds
+                for path in map(Path, self.plan["watched"]):
+                    with path.open("a") as file:
+                        file.write("\n")
+                await self.settled(self.plan["cycles"] + 2.5)
+
+    async def _unmonitor(self) -> None:
+        """An operator takes a service out of supervision, its process ends, and is supervised again."""
+        name, path = next(iter(self.pidfiles.items()))
+        async with self.phase("unmonitor") as phase:
+            phase.value = await asyncio.to_thread(shell, f"/var/vcap/bosh/bin/monit unmonitor {name}")
+            self.has_acted = True
+            await asyncio.sleep(1.5 * self.cycle)
+            if pid := living(path):
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(2.5 * self.cycle)
+        async with self.phase("monitor again") as phase:
+            phase.value = await asyncio.to_thread(shell, f"/var/vcap/bosh/bin/monit monitor {name}")
+            await self.settled(3)
 
     async def _put_back(self, before: dict[Path, int]) -> None:
         """Name the living process again in a pidfile that is still empty, so that the further phases say something."""
@@ -372,16 +469,25 @@ class Life:
                 await self.settled(2.5)
 
     async def _end_of_life(self) -> None:
-        if "bin/drain" in self.plan["files"]:
-            async with self.phase("drain") as phase:
-                drained = self.director.run(AGENT, "drain", "shutdown", {})
-                phase.value = str(await asyncio.wait_for(drained, SCRIPT_LIMIT_S))
-        async with self.phase("stop") as phase:
-            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # a drain script may run on
-            phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "stop"), limit))
+        await self.script("pre-stop", env=NEXT)
+        await self._drain("", "shutdown", {})
+        phase = await self._stop("")
         await self._ask(phase, ("monit summary", *BPM_COMMANDS[:2]))
         phase.files = sorted(left())
+        await self.script("post-stop")
+
+    async def _drain(self, about: str, kind: str, spec: dict[str, Any]) -> None:
+        if "bin/drain" in self.plan["files"]:
+            async with self.phase(f"{about}drain") as phase:
+                drained = self.director.run(AGENT, "drain", kind, spec)
+                phase.value = str(await asyncio.wait_for(drained, SCRIPT_LIMIT_S))
+
+    async def _stop(self, about: str) -> Phase:
+        async with self.phase(f"{about}stop") as phase:
+            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # a drain script may run on
+            phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "stop"), limit))
         phase.texts["processes"] = "\n".join(sorted(stand_ins()))
+        return phase
 
 
 def shape(value: Any, path: str = "") -> set[str]:
@@ -391,6 +497,16 @@ def shape(value: Any, path: str = "") -> set[str]:
     if isinstance(value, list):
         return {one for member in value for one in shape(member, f"{path}[]")}
     return {f"{path}: {'number' if isinstance(value, int | float) else type(value).__name__}"}
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the values of a document by their paths. A member of a list goes by its name, or else by its number."""
+    if isinstance(value, dict) and value:
+        return {where: one for name, member in value.items() for where, one in flat(member, f"{path}.{name}").items()}
+    if isinstance(value, list) and value:
+        named = [(one.get("name", at) if isinstance(one, dict) else at, one) for at, one in enumerate(value)]
+        return {where: one for name, member in named for where, one in flat(member, f"{path}[{name}]").items()}
+    return {path.lstrip("."): value}
 
 
 def note(changes: list[str], now: str) -> None:
@@ -446,7 +562,11 @@ def shell(command: str) -> str:
 def archive(files: dict[str, str], modes: Callable[[str], int]) -> bytes:
     """Return a gzipped tarball."""
     target = io.BytesIO()
-    with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as packed:
+    # Without the time, the same files have the same digest in both worlds.
+    with (
+        gzip.GzipFile(fileobj=target, mode="wb", compresslevel=1, mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w") as packed,
+    ):
         for name, text in files.items():
             member = tarfile.TarInfo(f"./{name}")
             content = text.encode(errors="surrogateescape")
@@ -455,7 +575,7 @@ def archive(files: dict[str, str], modes: Callable[[str], int]) -> bytes:
     return target.getvalue()
 
 
-def spec_of(plan: dict[str, Any]) -> dict[str, Any]:
+def spec_of(plan: dict[str, Any], version: str = "1") -> dict[str, Any]:
     """Return the apply spec. Its blobs are written."""
 
     def blob(content: bytes) -> dict[str, str]:
@@ -489,7 +609,7 @@ def spec_of(plan: dict[str, Any]) -> dict[str, Any]:
             "template": job,
             "version": "1",
             "release": "",
-            "templates": [{"name": name, "version": "1"} for name in files],
+            "templates": [{"name": name, "version": version} for name in files],
         },
         "index": 0,
         "name": "group",
@@ -497,7 +617,7 @@ def spec_of(plan: dict[str, Any]) -> dict[str, Any]:
         "az": "z1",
         "networks": {"default": network},
         "packages": packages,
-        "configuration_hash": "hash",
+        "configuration_hash": f"hash {version}",
         "persistent_disk": 0,
         "properties": {"logging": {"max_log_file_size": ""}},
         "resource_pool": {},
@@ -573,7 +693,12 @@ async def main() -> None:
                 await life.run(spec)
             except Exception as exc:  # noqa: BLE001 - it is reported
                 error = f"{type(exc).__name__}: {exc}"
-            document = {"world": kind, "error": error, "phases": [asdict(phase) for phase in life.phases]}
+            document = {
+                "world": kind,
+                "error": error,
+                "waited": round(waited(), 1),
+                "phases": [asdict(phase) for phase in life.phases],
+            }
             result.write_text(json.dumps(document, indent=1))
 
 
@@ -581,7 +706,20 @@ def heard(watcher: socket.socket, life: Life) -> None:
     """Take one message of a stand-in."""
     told = json.loads(watcher.recv(65536))
     if hasattr(life, "now"):
-        life.now.events.append([round(time.monotonic() - life.begun_at, 2), told["event"], told["name"]])
+        if told["event"] == "script":
+            life.now.scripts.append(told["name"])
+        else:
+            life.now.events.append([round(time.monotonic() - life.begun_at, 2), told["event"], told["name"]])
+        if context := told.get("context"):
+            known = life.now.contexts.setdefault(f"{told['name']} {told['event']}", [])
+            if context not in known:
+                known.append(context)
+
+
+def waited() -> float:
+    """Return how often longer than its work this process has waited for a processor."""
+    ran, waiting, _ = map(int, Path("/proc/self/schedstat").read_text().split())
+    return waiting / max(ran, 1)
 
 
 def settings(server: NatsServer) -> None:

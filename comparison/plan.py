@@ -21,7 +21,16 @@ TOOLS: Final = ("curl", "jq", "openssl", "python3", "iptables", "ip6tables", "ip
 """Programs beside those of a minimal Debian that are themselves in both worlds if this machine has them."""
 NEVER_LIVE: Final = ("yq", "keytool", "lsb_release")
 CAP_SYS_RESOURCE: Final = 24
-TRIALS: Final = ("death", "empty pidfile", "monit restart", "port closed", "agent restarted")
+TRIALS: Final = (
+    *("death", "empty pidfile", "monit restart", "port closed", "usage", "changed file", "unmonitor"),
+    *("agent restarted", "errand", "update", "start after stop", "slow start"),
+)
+HOOKS: Final = ("pre-start", "post-start", "post-deploy", "pre-stop", "drain", "post-stop", "run")
+"""Scripts of a job that the Director runs. A job that lacks one gets one that only reports itself."""
+TOLD: Final = "/var/vcap/packages/stand_in/told"
+SLOW_TIMEOUT_S: Final = 10
+SLOW_S: Final = 16
+"""A start program that is slower than its timeout."""
 STAND_IN: Final = "STAND_IN"
 STAND_IN_TEXT: Final = Path(__file__).with_name("stand_in.py").read_text()
 _PATH: Final = re.compile(r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)((?:/[\w.@+-]+)*)")
@@ -35,6 +44,13 @@ _WORD: Final = re.compile(r"(?<![\w./$-])([A-Za-z][\w-]*(?:\.[a-z]+)?)(?![\w/=(.
 _BIN: Final = re.compile(r"/(?:bin|sbin)$")
 _PORT: Final = re.compile(r"\bport\s+(\d+)|\burl\s+[\"']?http://[^\s/:]+:(\d+)")
 _SOCKET: Final = re.compile(r"\bunixsocket\s+[\"']?(/[^\s\"']+)")
+_START: Final = re.compile(
+    r"(\bstart(?:\s+program)?\s*=?\s*)(\"[^\"]+\"|'[^']+')(\s+as\s+uid\s+\S+(?:\s+and\s+gid\s+\S+)?)?"
+    r"(\s+(?:with\s+)?timeout\s+\d+\s+seconds?)?"
+)
+_USAGE: Final = re.compile(
+    r"(\bif\s+(?:total)?(mem|memory|cpu)(?:\s+usage)?\s*(?:>|gt|greater)\s*)[\d.]+\s*(%|[KMG]?i?B\b)?", re.IGNORECASE
+)
 _CYCLES: Final = re.compile(r"(\d+)\s+cycles?", re.IGNORECASE)
 
 
@@ -69,6 +85,30 @@ class Plan:
     acts: tuple[tuple[str, str], ...] = ()
     """Further phases after the rest: their names and shell commands."""
     trials: tuple[str, ...] = TRIALS
+
+    @property
+    def slow(self) -> list[str]:
+        """The command lines of start programs that are shell scripts of the job."""
+        commands = re.findall(
+            r"/var/vcap/jobs/[^\"']+", "\n".join(found[2] for found in _START.finditer(self.job.monit))
+        )
+        own = f"/var/vcap/jobs/{self.job.name}/"
+        scripts = {own + path for path, text in self.job.files.items() if TOLD in text}
+        return [" ".join(command.split()) for command in commands if command.split()[0] in scripts]
+
+    @property
+    def second(self) -> dict[str, str]:
+        """The files of the second version of the job, whose start programs have short timeouts."""
+        short = rf"\1\2\3 with timeout {SLOW_TIMEOUT_S} seconds"
+        texts = self.job.files.items()
+        return {path: _START.sub(short, text) if _is_monit(path) else text for path, text in texts}
+
+    @property
+    def watched(self) -> list[str]:
+        """Paths of the files that rules about changes watch."""
+        rule = r"(?is)\bpath\s+[\"']?([^\s\"']+).*\b(?:changed|timestamp|checksum|match)\b"
+        found = [re.search(rule, one.text) for one in self.services if one.kind == "file"]
+        return [one[1] for one in found if one]
 
     @property
     def ports(self) -> list[dict[str, Any]]:
@@ -110,6 +150,7 @@ def plan(checkout: Checkout, job: Job) -> Plan:
         job = replace(job, files=job.files | {"config/bpm.yml": _within_capabilities(job.files["config/bpm.yml"])})
     known = {service.name for service in _services(job.monit)}
     job = replace(job, files={path: _alone(path, text, known) for path, text in job.files.items()})
+    job = replace(job, files={path: _reached(text) if _is_monit(path) else text for path, text in job.files.items()})
     made = Plan(job, list(_services(job.monit)))
     texts = {path: _expanded(text) for path, text in job.files.items()}
     for name in job.packages:
@@ -134,12 +175,41 @@ def plan(checkout: Checkout, job: Job) -> Plan:
     _take_sourced(checkout, texts.values(), made)
     _drop_directories(made)
     made.files.pop("bpm", None)
+    hooks = {f"bin/{name}": _hook(name) for name in HOOKS}
+    made.job = replace(job, files=hooks | {path: told(path, text) for path, text in job.files.items()})
     return made
+
+
+def _hook(name: str) -> str:
+    return f'#!/bin/sh\n{TOLD} "$0" "$@"\n' + ("echo 0\n" if name == "drain" else "echo done\n" * (name == "run"))
+
+
+def told(path: str, text: str) -> str:
+    """Return a shell script of a job that reports itself first. Any other text as it is."""
+    head, newline, rest = text.partition("\n")
+    if not path.startswith("bin/") or not re.match(r"#!\S*(?:/env )?(?:ba|da)?sh\b", head) or not newline:
+        return text
+    return f'{head}\n{TOLD} "$0" "$@" </dev/null >/dev/null 2>&1 || true\n{rest}'
+
+
+def _is_monit(path: str) -> bool:
+    return path == "monit" or path.endswith(".monit")
+
+
+def _reached(text: str) -> str:
+    """Return a monit file with limits of memory and processor time that a stand-in can reach."""
+
+    def limit(found: re.Match[str]) -> str:
+        if found[2].lower() == "cpu":
+            return f"{found[1]}8%"
+        return f"{found[1]}{'0.2%' if found[3] == '%' else '60 MB'}"
+
+    return _USAGE.sub(limit, text)
 
 
 def _alone(path: str, text: str, known: set[str]) -> str:
     """Return a monit file without dependencies on services of other jobs, which are not there."""
-    if path != "monit" and not path.endswith(".monit"):
+    if not _is_monit(path):
         return text
     return re.sub(r"\bdepends\s+(?:on\s+)?([\w-]+)", lambda found: found[0] if found[1] in known else "", text)
 
@@ -323,7 +393,11 @@ def written(made: Plan, bpm: str = "") -> str:
             "release": made.job.release,
             "job": made.job.name,
             "files": made.job.files,
-            "packages": made.files | {"stand_in": {"plan.json": json.dumps(made.expectation)}},
+            "packages": made.files | {"stand_in": {"plan.json": json.dumps(made.expectation), "told": STAND_IN}},
+            "second": made.second,
+            "slow": made.slow,
+            "watched": made.watched,
+            "has_usage": bool(_USAGE.search(made.job.monit)),
             "services": [vars(service) for service in made.services],
             "ports": made.ports,
             "system": sorted(made.system),

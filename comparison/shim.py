@@ -1,17 +1,18 @@
-"""``python -m comparison.shim CYCLE ARGUMENT…``: this agent, with monit's cycle shortened to ``CYCLE`` seconds."""
+"""This agent, with monit's cycle shortened to the first argument."""
 
 from __future__ import annotations
 
 import sys
 
-from agent_shim.cli.main import main
+from agent_shim.cli.main import main as command
 from agent_shim.edges.alerts import Alerts
 from agent_shim.supervisor.ownership.process_finder import Timing
 from agent_shim.supervisor.supervisor import Supervisor
 
-if __name__ == "__main__":
+
+def main() -> None:
     cycle = float(sys.argv.pop(1))
     if cycle != Timing().cycle and Supervisor.__init__.__kwdefaults__ and Alerts.__init__.__kwdefaults__:
         Alerts.__init__.__kwdefaults__["quiet"] = cycle
         Supervisor.__init__.__kwdefaults__["timing"] = Timing(cycle=cycle, settle=cycle)
-    sys.exit(main())
+    sys.exit(command())

@@ -8,6 +8,7 @@ return 0 2>/dev/null
 import json
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -18,13 +19,43 @@ from typing import Any
 
 HOME = "/var/vcap/packages/stand_in"
 OBSERVER = ("127.0.0.1", 59999)
+MEMORY_MB = 90
 PATIENCE_S = 1.0  # for a script to write a pidfile
 REPLY = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nConnection: close\r\n\r\nok\n"
 
 
-def say(event: str) -> None:
-    told = {"event": event, "name": os.path.basename(sys.argv[0]), "argv": sys.argv[:12], "pid": os.getpid()}
+def say(event: str, name: str = "") -> None:
+    told = {"event": event, "name": name or os.path.basename(sys.argv[0]), "argv": sys.argv[:12], "pid": os.getpid()}
+    if not event.startswith("SIG"):
+        told["context"] = context()
     socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(json.dumps(told).encode(), OBSERVER)
+
+
+def context() -> dict[str, Any]:
+    """Return what a program inherits."""
+    umask = os.umask(0)
+    os.umask(umask)
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    limits = {name[7:].lower(): resource.getrlimit(getattr(resource, name)) for name in names}
+    return {
+        "environment": dict(os.environ),
+        "umask": f"{umask:03o}",
+        "user": f"{os.getuid()}:{os.getgid()} {sorted(os.getgroups())}",
+        "limits": limits,
+        "directory": os.getcwd(),
+    }
+
+
+def tell() -> None:
+    """Report a script, whose path and arguments are the words, and delay it if it is to be slow."""
+    say("script", " ".join(sys.argv[1:]))
+    try:
+        with open(HOME + "/slow") as file:
+            seconds, *slow = file.read().splitlines()
+    except OSError:
+        return
+    if " ".join(sys.argv[1:]) in slow:
+        time.sleep(float(seconds))
 
 
 def ancestors() -> Iterator[tuple[int, str]]:
@@ -110,7 +141,8 @@ def servers() -> list[int]:
             with open(f"/proc/{name}/cmdline") as line, open(f"/proc/{name}/stat") as stat:
                 began = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
                 words = line.read().split("\0")
-                if name.isdigit() and "/packages/" in "".join(words[2:3]) and up - began > PATIENCE_S + 1:
+                is_program = "/packages/" in "".join(words[2:3]) and "/stand_in/" not in "".join(words[2:3])
+                if name.isdigit() and is_program and up - began > PATIENCE_S + 1:
                     found.append(int(name))
         except OSError:
             continue
@@ -211,11 +243,22 @@ def live(ports: list[Any]) -> None:
         signal.signal(number, ended)
     say("lives")
     listening = Ports(ports)
+    held: bytearray | None = None
     while True:
         listening.step()
+        if os.path.exists(HOME + "/busy"):  # rules about memory and processor time hold now
+            held = held or bytearray(os.urandom(1 << 20) * MEMORY_MB)
+            until = time.monotonic() + 0.15
+            while time.monotonic() < until:
+                pass
+        else:
+            held = None
 
 
 def main() -> None:
+    if os.path.basename(sys.argv[0]) == "told":
+        tell()
+        return
     tool = "/usr/bin/" + os.path.basename(sys.argv[0])
     if os.path.basename(tool) in ("bash", "curl", "jq", "openssl", "rsync") and os.path.exists(tool):
         os.execv(tool, sys.argv)

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from comparison import judge, plan
+import pytest
+
+from comparison import breaks, judge, plan
 from comparison.releases import Checkout, Job
 
 PAGE = Path(__file__).parents[2] / "docs/monit-deviations.md"
@@ -34,7 +36,7 @@ def job(**files: str) -> Job:
 
 
 def planned(tmp_path: Path, one: Job) -> plan.Plan:
-    (tmp_path / "src/helpers").mkdir(parents=True)
+    (tmp_path / "src/helpers").mkdir(parents=True, exist_ok=True)
     (tmp_path / "src/helpers/pids.sh").write_text("wait_pid() { :; }\n")
     return plan.plan(Checkout(tmp_path), one)
 
@@ -84,7 +86,8 @@ def test_scripts_are_lenient_where_nothing_else_is_left_to_try(tmp_path: Path) -
     made = planned(tmp_path, job(**{"bin/pre-start": "#!/bin/bash -e\nset -eu\nfalse\nexit 3\n", "etc/x": "exit 1"}))
 
     assert plan.learn(made, "", [])
-    assert made.job.files["bin/pre-start"] == "#!/bin/bash\nset +e\nfalse\ntrue\n\nexit 0\n"
+    told = f'{plan.TOLD} "$0" "$@" </dev/null >/dev/null 2>&1 || true\n'
+    assert made.job.files["bin/pre-start"] == f"#!/bin/bash\n{told}set +e\nfalse\ntrue\n\nexit 0\n"
     assert made.job.files["etc/x"] == "exit 1"
     assert not plan.learn(made, "", [])
 
@@ -163,6 +166,123 @@ def test_a_process_that_a_restart_leaves_beside_the_next_one_is_listed(tmp_path:
 
     assert judged(tmp_path, go, shim).kind == "listed"
     assert judged(tmp_path / "both", go | {"events": [ended, begun]}, shim).kind == "difference"
+
+
+CONTEXT = {
+    "environment": {"PATH": "/bin", "MONIT_SERVICE": "web", "MONIT_DATE": "Monday"},
+    "umask": "022",
+    "user": "0:0 [0]",
+    "limits": {"nofile": [1024, 20000]},
+    "directory": "/etc/sv/monit",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"environment": {"PATH": "/bin", "MONIT_DATE": "Tuesday"}}, "ctl start script: environment MONIT_SERVICE"),
+        ({"umask": "077"}, "ctl start script: umask"),
+        ({"user": "1000:1000 [1000]"}, "ctl start script: user"),
+        ({"limits": {"nofile": [20000, 20000]}}, "ctl start script: limit nofile"),
+        ({"directory": "/tmp"}, "ctl start script: directory"),
+    ],
+)
+def test_what_a_program_inherits_is_compared(tmp_path: Path, changed: dict[str, Any], what: str) -> None:
+    go = phase("start", contexts={"ctl start script": [CONTEXT]})
+    shim = phase("start", contexts={"ctl start script": [CONTEXT | changed]})
+
+    assert [one.what for one in judged(tmp_path, go, shim).differences] == [what]
+
+
+def test_the_empty_directory_of_the_agent_is_listed(tmp_path: Path) -> None:
+    go = phase("start", contexts={"ctl start script": [CONTEXT]})
+    shim = phase("start", contexts={"ctl start script": [CONTEXT | {"directory": "/var/vcap/monit/service"}]})
+
+    assert judged(tmp_path, go, shim).kind == "listed"
+
+
+def test_an_alert_that_is_sent_twice_is_a_difference(tmp_path: Path) -> None:
+    alert = ["web - Does not exist - restart"]
+
+    assert judged(tmp_path, phase("death", alerts=alert), phase("death", alerts=alert * 2)).kind == "difference"
+
+
+def test_a_script_of_the_director_that_is_left_out_or_has_other_arguments_is_a_difference(tmp_path: Path) -> None:
+    def drained(*scripts: str) -> dict[str, Any]:
+        return phase("update: drain", scripts=[f"/var/vcap/jobs/web/bin/{script}" for script in scripts])
+
+    go = drained("drain job_changed hash_changed")
+    assert judged(tmp_path / "left-out", go, drained()).kind == "difference"
+    assert judged(tmp_path / "other", go, drained("drain job_shutdown hash_unchanged")).kind == "difference"
+    assert judged(tmp_path / "same", go, drained("drain job_changed hash_changed")).kind == "equal"
+
+
+@pytest.mark.parametrize(
+    ("path", "shim", "is_alike"),
+    [
+        ("vm.name", "vm-2", False),
+        ("index", 1, False),
+        ("vitals.mem.percent", "45", True),
+        ("vitals.mem.percent", "95", False),
+        ("vitals.uptime.secs", -5, False),
+        ("processes[web].mem.kb", 9000, True),
+        ("processes[web].mem.kb", 900000, False),
+    ],
+)
+def test_values_of_states_are_compared_and_figures_roughly(
+    tmp_path: Path, path: str, shim: Any, *, is_alike: bool
+) -> None:
+    values = {
+        "vm.name": "vm-1",
+        "index": 0,
+        "vitals.mem.percent": "40",
+        "vitals.uptime.secs": 100,
+        "processes[web].mem.kb": 8000,
+    }
+    go, other = phase("rest", values={"state": values}), phase("rest", values={"state": values | {path: shim}})
+
+    assert [one.what for one in judged(tmp_path, go, other).differences] == [f"value in state {path}"] * (not is_alike)
+
+
+def test_a_job_that_does_not_run_on_a_busy_machine_is_busy(tmp_path: Path) -> None:
+    dead = {"error": "TimeoutError: ", "waited": 40.0, "phases": []}
+
+    assert judge.judge(planned(tmp_path, job()), dead, dead).kind == "busy"
+    assert judge.judge(planned(tmp_path / "quiet", job()), dead | {"waited": 0.5}, dead | {"waited": 0.5}).kind == (
+        "needs more than a stand-in"
+    )
+
+
+def test_scripts_report_themselves_and_missing_hooks_are_there(tmp_path: Path) -> None:
+    files = planned(tmp_path, job()).job.files
+
+    assert files["bin/ctl"].splitlines()[1].startswith(plan.TOLD)
+    assert all(plan.TOLD in files[f"bin/{name}"] for name in plan.HOOKS)
+
+
+def test_start_programs_of_the_second_version_have_a_short_timeout(tmp_path: Path) -> None:
+    monit = MONIT.replace("ctl start'\"", "ctl start'\" with timeout 90 seconds")
+    made = planned(tmp_path, job(monit=monit))
+
+    assert f"ctl start'\" with timeout {plan.SLOW_TIMEOUT_S} seconds\n" in made.second["monit"]
+    assert "90 seconds" in made.job.files["monit"]
+    assert made.slow == ["/var/vcap/jobs/web/bin/ctl start"]
+
+
+def test_limits_of_memory_and_processor_time_are_in_reach(tmp_path: Path) -> None:
+    rules = (
+        "  if totalmem > 4 GB for 15 cycles then alert\n  if cpu usage > 95% then alert\n  if mem > 80% then alert\n"
+    )
+    monit = planned(tmp_path, job(monit=MONIT + rules)).job.monit
+
+    assert re.findall(r"(?:mem|cpu usage) > ([\d.]+ ?\w*%?)", monit) == ["60 MB", "8%", "0.2%"]
+
+
+@pytest.mark.parametrize("name", breaks.BREAKS)
+def test_each_break_of_the_agent_finds_its_text(tmp_path: Path, name: str) -> None:
+    broken = breaks.BREAKS[name]
+    broken.copy(tmp_path)
+    compile((tmp_path / "agent_shim" / broken.path).read_text(), broken.path, "exec")
 
 
 def test_a_port_that_restarts_its_process_in_each_cycle_may_end_its_phase_at_any_point(tmp_path: Path) -> None:
