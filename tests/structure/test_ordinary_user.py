@@ -28,8 +28,7 @@ def skips(tree: ast.Module) -> Iterator[ast.AST]:
         return bool(ASKS.search(ast.unparse(node)) or names & constants)
 
     for node in ast.walk(tree):
-        is_skipif = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("skipif")
-        if is_skipif and any(asks(argument) for argument in node.args):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("skipif") and any(map(asks, node.args)):
             yield node
         if isinstance(node, ast.If) and asks(node.test) and "skip(" in ast.unparse(node):
             yield node
