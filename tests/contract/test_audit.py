@@ -113,7 +113,7 @@ async def test_no_argument_no_value_and_no_bug_is_reported(
 ) -> None:
     """Any value may be a secret, also in the hint of a disk: neither the audit line nor the rest of the log has one.
 
-    The log has the place of a bug (``test_a_traceback_tells_the_place_and_no_text_of_a_stranger``).
+    The log has the place of a bug (``test_traceback_shows_the_code_location_but_no_foreign_text``).
     """
     caplog.set_level(logging.DEBUG)
 

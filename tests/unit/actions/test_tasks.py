@@ -43,7 +43,7 @@ async def ended(tasks: Tasks, task_id: str) -> Any:
     return tasks.find(task_id)
 
 
-async def test_tasks_run_one_at_a_time_in_the_order_they_came(tasks: Tasks) -> None:
+async def test_tasks_run_one_at_a_time_in_arrival_order(tasks: Tasks) -> None:
     seen: list[str] = []
 
     async def work(name: str) -> str:
@@ -59,7 +59,7 @@ async def test_tasks_run_one_at_a_time_in_the_order_they_came(tasks: Tasks) -> N
     assert seen == ["+a", "-a", "+b", "-b", "+c", "-c"]
 
 
-async def test_poll_returns_as_soon_as_the_task_ends(tmp_path: Path) -> None:
+async def test_held_poll_returns_as_soon_as_the_task_ends(tmp_path: Path) -> None:
     lane = Tasks(tmp_path / "tasks.json", hold=3600)
     running = asyncio.ensure_future(lane.run(failure))
     release = asyncio.Event()
@@ -74,7 +74,7 @@ async def test_poll_returns_as_soon_as_the_task_ends(tmp_path: Path) -> None:
     running.cancel()
 
 
-async def test_poll_is_not_held_beyond_its_time_or_its_release(tmp_path: Path) -> None:
+async def test_poll_is_held_until_its_timeout_or_its_release(tmp_path: Path) -> None:
     async def never() -> None:
         await asyncio.Event().wait()
 
@@ -91,7 +91,7 @@ async def test_poll_is_not_held_beyond_its_time_or_its_release(tmp_path: Path) -
         assert (await long.poll(task.id)).state == "running"
 
 
-async def test_few_polls_are_held_and_the_others_are_answered_at_once(tmp_path: Path) -> None:
+async def test_excess_polls_are_answered_at_once(tmp_path: Path) -> None:
     """Thousands of them took 70 MB and the room of other requests."""
     lane = Tasks(tmp_path / "tasks.json", hold=3600)
     task = lane.submit("m", asyncio.Event().wait)
@@ -111,7 +111,7 @@ async def test_few_polls_are_held_and_the_others_are_answered_at_once(tmp_path: 
         await again
 
 
-async def test_arguments_of_a_task_are_not_remembered(tasks: Tasks) -> None:
+async def test_task_arguments_are_not_kept(tasks: Tasks) -> None:
     """They may be a secret of a megabyte."""
 
     class Arguments:
@@ -128,7 +128,7 @@ async def test_arguments_of_a_task_are_not_remembered(tasks: Tasks) -> None:
     assert gone() is None
 
 
-async def test_outcome_that_is_no_json_is_a_failure(tasks: Tasks) -> None:
+async def test_task_result_that_cannot_be_encoded_is_a_failure(tasks: Tasks) -> None:
     async def odd() -> object:
         return object()
 
@@ -142,7 +142,7 @@ async def test_outcome_that_is_no_json_is_a_failure(tasks: Tasks) -> None:
     assert second.outcome == "odd: ?"
 
 
-async def test_progress_is_that_of_the_task_that_runs(tasks: Tasks) -> None:
+async def test_progress_belongs_to_the_running_task(tasks: Tasks) -> None:
     tasks.report("nothing runs")
     gate = asyncio.Event()
     task = tasks.submit("compile_package", gate.wait)
@@ -161,7 +161,7 @@ def is_known(lane: Tasks, task_id: str) -> bool:
         return False
 
 
-async def test_results_are_bounded_by_number_size_and_age(tmp_path: Path) -> None:
+async def test_task_results_are_bounded_by_number_size_and_age(tmp_path: Path) -> None:
     async def work() -> str:
         return "x" * 98
 
@@ -182,7 +182,7 @@ async def test_results_are_bounded_by_number_size_and_age(tmp_path: Path) -> Non
     assert len(await made(Bounds())) == 5
 
 
-async def test_persistent_task_goes_on_under_its_id_after_a_restart(tmp_path: Path) -> None:
+async def test_persistent_task_resumes_under_its_id_after_a_restart(tmp_path: Path) -> None:
     journal = tmp_path / "tasks.json"
 
     async def never() -> None:
@@ -207,7 +207,7 @@ async def test_persistent_task_goes_on_under_its_id_after_a_restart(tmp_path: Pa
     running.cancel()
 
 
-async def test_a_task_that_ends_its_agent_again_and_again_fails(tmp_path: Path) -> None:
+async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> None:
     """Two agents have begun it: by acceptance and by resumption. A task that only waited is no evidence."""
     journal = tmp_path / "tasks.json"
     begun: list[bytes] = []
@@ -240,9 +240,7 @@ async def test_a_task_that_ends_its_agent_again_and_again_fails(tmp_path: Path) 
     running.cancel()
 
 
-async def test_writers_of_the_journal_do_not_overtake_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_task_journal_writes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each id that was answered is in the file, however slow the disk is for one of them."""
     journal = tmp_path / "tasks.json"
     write, is_slow = files.write_atomic, threading.Event()
@@ -265,7 +263,7 @@ async def test_writers_of_the_journal_do_not_overtake_each_other(
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"a":{"TaskID":"a"}}', '{"a":{"TaskID":"a","Method":"x","Payload":"!"}}']
 )
-async def test_unreadable_file_means_no_tasks(tmp_path: Path, content: str) -> None:
+async def test_unreadable_task_journal_is_treated_as_empty(tmp_path: Path, content: str) -> None:
     journal = tmp_path / "tasks.json"
     journal.write_text(content)
     lane = Tasks(journal)
@@ -275,7 +273,7 @@ async def test_unreadable_file_means_no_tasks(tmp_path: Path, content: str) -> N
     assert lane.waiting == 0
 
 
-async def test_work_that_was_cancelled_from_within_is_a_failure_and_the_lane_goes_on(tasks: Tasks) -> None:
+async def test_task_that_cancels_itself_fails_and_the_queue_continues(tasks: Tasks) -> None:
     async def inner() -> None:
         raise asyncio.CancelledError
 
@@ -288,7 +286,7 @@ async def test_work_that_was_cancelled_from_within_is_a_failure_and_the_lane_goe
     assert (await ended(tasks, second.id)).state == "done"
 
 
-async def test_stored_task_whose_request_cannot_be_read_is_dropped(tmp_path: Path) -> None:
+async def test_stored_task_with_an_unreadable_request_is_dropped(tmp_path: Path) -> None:
     journal = tmp_path / "tasks.json"
     payload = base64.b64encode(b"no request").decode()
     journal.write_text(json.dumps({"a": {"TaskID": "a", "Method": "update_settings", "Payload": payload}}))
@@ -302,7 +300,7 @@ async def test_stored_task_whose_request_cannot_be_read_is_dropped(tmp_path: Pat
     assert lane.waiting == 0
 
 
-async def test_a_queue_that_is_full_takes_no_request_until_one_has_begun(tasks: Tasks) -> None:
+async def test_full_task_queue_rejects_requests(tasks: Tasks) -> None:
     """Each held its arguments, thirty times as large as its bytes, while an errand ran."""
     gate = asyncio.Event()
     tasks.submit("run_errand", gate.wait, size=1)
@@ -322,7 +320,7 @@ async def test_a_queue_that_is_full_takes_no_request_until_one_has_begun(tasks: 
     tasks.submit("prepare", gate.wait, size=MAX_WAITING_BYTES)
 
 
-async def test_stored_tasks_are_no_more_than_can_be_read_back(tasks: Tasks) -> None:
+async def test_number_of_stored_tasks_is_bounded(tasks: Tasks) -> None:
     gate = asyncio.Event()
     request = b" " * (MAX_JOURNAL_BYTES // 4)
     for _ in range(3):

@@ -37,7 +37,7 @@ class Outer(msgspec.Struct, rename="camel"):
         (3, ["`$`"]),
     ],
 )
-def test_each_wrong_member_is_named_with_its_path(value: object, said: list[str]) -> None:
+def test_config_check_names_each_wrong_member_with_its_path(value: object, said: list[str]) -> None:
     found = list(config_check.mistakes(value, Outer))
 
     assert len(found) == len(said)
@@ -46,15 +46,15 @@ def test_each_wrong_member_is_named_with_its_path(value: object, said: list[str]
 
 
 @pytest.mark.parametrize("value", [3, None, [], {"bynmae": 3}])
-def test_any_document_can_be_searched_for_unknown_keys(value: object) -> None:
+def test_config_check_accepts_any_document(value: object) -> None:
     assert len(list(config_check.unknown_keys(value, Outer))) == isinstance(value, dict)
 
 
-def test_a_word_without_a_near_one_gets_no_proposal() -> None:
+def test_unknown_key_without_a_similar_one_gets_no_suggestion() -> None:
     assert config_check.did_you_mean("zzz", ["level"]) == ""
 
 
-def test_the_example_in_the_docs_sets_every_option() -> None:
+def test_documented_example_sets_every_option() -> None:
     example = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[0].encode()
     unknown: list[str] = []
     config = settings.parse_config(example, origin="the page", unknown=unknown)
@@ -86,7 +86,7 @@ def _paths(document: dict[str, object], path: str = "") -> set[str]:
         (b"null", None),
     ],
 )
-def test_an_option_at_the_wrong_place_is_told(text: bytes, found: str | None) -> None:
+def test_misplaced_option_is_reported(text: bytes, found: str | None) -> None:
     unknown: list[str] = []
     settings.parse_config(text, origin="agent.json", unknown=unknown)
 

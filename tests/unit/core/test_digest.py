@@ -11,7 +11,7 @@ from agent_shim.core.digest import MultipleDigest
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
-def test_pieces_hash_like_the_whole(pieces: list[bytes]) -> None:
+def test_digest_is_independent_of_chunk_size(pieces: list[bytes]) -> None:
     """However the stream is cut."""
     whole = b"".join(pieces)
     digest = MultipleDigest.parse(f"sha512:{hashlib.sha512(whole).hexdigest()}")

@@ -33,7 +33,7 @@ def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
 
 
 @pytest.mark.parametrize(("times", "is_vital"), [(20, False), (keep_running.MAX_FAILURES, True)])
-async def test_it_is_begun_again(times: int, is_vital: bool) -> None:
+async def test_failed_root_task_is_restarted_and_counted(times: int, is_vital: bool) -> None:
     """Without an end where it is not vital; it is counted."""
     lasts = asyncio.Event()
     working = asyncio.create_task(keep_running.run_forever("watch", failing(times, lasts), is_vital=is_vital))
@@ -45,14 +45,14 @@ async def test_it_is_begun_again(times: int, is_vital: bool) -> None:
     assert keep_running.failures == {"watch": times}
 
 
-async def test_what_is_vital_may_not_fail_again_and_again() -> None:
+async def test_repeated_failure_of_a_vital_task_ends_the_agent() -> None:
     """The error says why."""
     with pytest.raises(RuntimeError, match="bus fails repeatedly") as raised:
         await keep_running.run_forever("bus", failing(keep_running.MAX_FAILURES + 1, asyncio.Event()), is_vital=True)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
-async def test_an_end_and_a_cancellation_from_within_are_failures_too() -> None:
+async def test_root_task_that_returns_or_cancels_itself_counts_as_failed() -> None:
     """Nothing that is for ever just ends."""
 
     async def ends() -> None:

@@ -50,12 +50,12 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         ("why? because", "why? because"),
     ],
 )
-def test_secrets_are_redacted(text: str, expected: str) -> None:
+def test_log_redacts_secrets(text: str, expected: str) -> None:
     assert log.redacted(text) == expected
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_a_line_of_either_form_carries_level_logger_and_message(form: str, setup: Callable[..., Path]) -> None:
+def test_log_line_has_level_logger_and_message_in_both_formats(form: str, setup: Callable[..., Path]) -> None:
     stderr = setup(form=form)
 
     logging.getLogger("part").warning("url is %s", "nats://a:b@c")
@@ -72,7 +72,7 @@ def test_a_line_of_either_form_carries_level_logger_and_message(form: str, setup
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_what_a_line_carries_beside_its_message_is_in_either_form(form: str, setup: Callable[..., Path]) -> None:
+def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[..., Path]) -> None:
     """One line whatever is in it, and no secret."""
     stderr = setup(form=form)
 
@@ -93,7 +93,7 @@ def test_what_a_line_carries_beside_its_message_is_in_either_form(form: str, set
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_texts_of_others_are_neither_lines_nor_orders_to_a_terminal(form: str, setup: Callable[..., Path]) -> None:
+def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable[..., Path]) -> None:
     """Every line end and both introducers of escape sequences are escaped, in tracebacks too."""
     stderr = setup(form=form)
 
@@ -113,7 +113,7 @@ def test_texts_of_others_are_neither_lines_nor_orders_to_a_terminal(form: str, s
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_a_traceback_tells_the_place_and_no_text_of_a_stranger(form: str, setup: Callable[..., Path]) -> None:
+def test_traceback_shows_the_code_location_but_no_foreign_text(form: str, setup: Callable[..., Path]) -> None:
     """Unreadable input may be a secret: the interpreter and libraries quote it in their errors."""
     stderr = setup(form=form)
 
@@ -149,7 +149,7 @@ def file(tmp_path: Path, setup: Callable[..., Path], monkeypatch: pytest.MonkeyP
     return tmp_path / "log" / "current"
 
 
-def test_a_file_gets_what_standard_error_gets(file: Path) -> None:
+def test_log_file_receives_what_stderr_receives(file: Path) -> None:
     """From the moment its directory is there; not for everybody to read."""
     said("too early")
     file.parent.mkdir()
@@ -161,7 +161,7 @@ def test_a_file_gets_what_standard_error_gets(file: Path) -> None:
     assert file.stat().st_mode & 0o7777 == 0o640
 
 
-def test_a_large_file_makes_room(file: Path) -> None:
+def test_large_log_file_is_rotated_once(file: Path) -> None:
     """Two of them there are, whatever is said."""
     file.parent.mkdir()
     for number in range(100):
@@ -174,7 +174,7 @@ def test_a_large_file_makes_room(file: Path) -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["link", "directory", "full"])
-def test_a_file_that_cannot_be_written_stops_nobody(file: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_log_file_does_not_stop_logging(file: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it lead root elsewhere."""
     file.parent.mkdir()
     victim = file.parent / "victim"
@@ -199,7 +199,7 @@ def _lines(file: Path, name: str) -> list[str]:
     return file.with_name(name).read_text().splitlines()
 
 
-async def test_a_slow_reader_of_stderr_delays_nothing_and_dropped_lines_are_counted(
+async def test_slow_stderr_reader_does_not_block_and_dropped_lines_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file receives each line. Waiting lines are written once there is room, without a further line."""
@@ -223,7 +223,7 @@ async def test_a_slow_reader_of_stderr_delays_nothing_and_dropped_lines_are_coun
     assert [line.split()[3] for line in lines[:2]] == ["line", "line"]
 
 
-def test_a_line_of_many_kilobytes_is_whole(setup: Callable[..., Path]) -> None:
+def test_long_log_line_is_written_whole(setup: Callable[..., Path]) -> None:
     stderr = setup(form="text")
     said("x" * 100_000)
     said("y")

@@ -42,7 +42,7 @@ def is_safe(text: str) -> bool:
 
 
 @nasty
-def test_a_line_is_safe_and_tells_what_was_there(text: str) -> None:
+def test_safe_line_shows_escaped_characters(text: str) -> None:
     shown = safetext.line(f"before{text}after")
 
     assert is_safe(shown)
@@ -50,7 +50,7 @@ def test_a_line_is_safe_and_tells_what_was_there(text: str) -> None:
 
 
 @given(st.text(st.characters()))
-def test_any_text_is_one_line_that_can_be_encoded(text: str) -> None:
+def test_safe_text_is_one_encodable_line(text: str) -> None:
     shown = safetext.line(text)
 
     assert "\n" not in shown
@@ -59,17 +59,17 @@ def test_any_text_is_one_line_that_can_be_encoded(text: str) -> None:
     safetext.lines(text).encode()
 
 
-def test_letters_of_all_languages_stay() -> None:
+def test_safe_text_keeps_letters_of_all_languages() -> None:
     assert safetext.line("größe 大きさ حجم 🎉") == "größe 大きさ حجم 🎉"
     assert safetext.lines("a\tb\nc") == "a\tb\nc"
 
 
-def test_a_label_is_short() -> None:
+def test_safe_label_is_shortened() -> None:
     assert len(safetext.label("x" * 10_000)) == safetext.MAX_LABEL_CHARS
 
 
 @nasty
-def test_a_value_is_safe_in_all_its_parts(text: str) -> None:
+def test_safe_value_escapes_nested_values(text: str) -> None:
     shown = safetext.value({text: [text, {"a": text}, 1, None, True]})
 
     (key,) = shown
@@ -80,7 +80,7 @@ def test_a_value_is_safe_in_all_its_parts(text: str) -> None:
 
 
 @nasty
-def test_an_alert_can_be_sent_and_shown(text: str) -> None:
+def test_alert_text_is_safe_to_send_and_show(text: str) -> None:
     message = alerts.alert_of(f"web{text}", "Does not exist", "restart", f"ended{text}", [], 0)
 
     assert message is not None
@@ -90,7 +90,7 @@ def test_an_alert_can_be_sent_and_shown(text: str) -> None:
 
 
 @nasty
-def test_control_characters_in_a_line_of_a_job_are_escaped(text: str) -> None:
+def test_control_characters_in_job_output_are_escaped(text: str) -> None:
     written = f"said{text}".encode(errors="surrogatepass")
     line = tail.Line(f"web{text}", f"a{text}.log", written)
 
@@ -101,7 +101,7 @@ def test_control_characters_in_a_line_of_a_job_are_escaped(text: str) -> None:
 
 @nasty
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_a_line_of_the_log_is_safe(text: str, form: str) -> None:
+def test_log_line_is_escaped(text: str, form: str) -> None:
     record = logging.LogRecord("a", logging.INFO, "", 0, "read %s", (text,), None)
     record.members = {f"file{text}": text}
     formatter = log._Json() if form == "json" else log._Text()
@@ -116,7 +116,7 @@ SERVICE = {
 
 
 @nasty
-def test_what_monit_shows_is_safe(text: str) -> None:
+def test_monit_output_is_escaped(text: str) -> None:
     shown = {"services": [SERVICE | {"name": f"web{text}", "reason": f"ended{text}"}], "uptime_secs": 1}
     here = monit_text.Machine("here", (0.0, 0.0, 0.0), "now")
 
@@ -126,13 +126,13 @@ def test_what_monit_shows_is_safe(text: str) -> None:
 
 
 @nasty
-def test_the_table_of_status_is_safe(text: str) -> None:
+def test_status_table_is_escaped(text: str) -> None:
     page = status_text.render(safetext.value(shown(processes=[SERVICE | {"name": f"web{text}", "reason": text}])))
 
     assert all(is_safe(row) for row in page.split("\n"))
 
 
-def test_a_character_that_is_written_in_two_parts_is_shown_whole(tmp_path: Path) -> None:
+def test_character_split_over_two_writes_is_shown_whole(tmp_path: Path) -> None:
     log_file = tmp_path / "web.stdout.log"
     log_file.touch()
     one = bpm_logs.Log(str(log_file), str(tmp_path))

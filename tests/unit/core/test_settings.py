@@ -44,15 +44,15 @@ def test_member_names_of_agent_json_match_in_any_case() -> None:
 
 
 @pytest.mark.parametrize(("raw", "port"), [(b"{}", 22), (b'{"AgentShim":{"ssh":{"port":2222}}}', 2222)])
-def test_the_port_of_the_ssh_server_can_be_chosen(raw: bytes, port: int) -> None:
+def test_ssh_port_is_configurable(raw: bytes, port: int) -> None:
     assert settings.parse_config(raw, origin="agent.json").shim.ssh.port == port
 
 
-def test_without_a_file_source_the_paths_of_container_cpis_are_read() -> None:
+def test_container_cpi_paths_are_read_without_a_file_source() -> None:
     assert settings.parse_config(b"{}", origin="agent.json").settings_files(Paths()) == list(settings.CPI_SETTINGS)
 
 
-def test_beside_the_path_of_one_container_cpi_those_of_the_others_are_read() -> None:
+def test_all_container_cpi_paths_are_read_if_one_is_configured() -> None:
     """An official stemcell names the file of warden, under every CPI."""
     first, second, third = settings.CPI_SETTINGS
     raw = b'{"Infrastructure":{"Settings":{"Sources":[{"Type":"File","SettingsPath":"%s"}]}}}' % bytes(second)
@@ -61,7 +61,7 @@ def test_beside_the_path_of_one_container_cpi_those_of_the_others_are_read() -> 
 
 
 @pytest.mark.parametrize("named", ["/var/vcap/bosh/warden-cpi-agent-env.json", "/var/vcap/bosh/mine.json", None])
-def test_below_another_base_no_settings_of_the_real_tree_are_read(named: str | None) -> None:
+def test_other_base_directory_reads_no_real_settings(named: str | None) -> None:
     sources = [{"Type": "File", "SettingsPath": named}] if named else []
     raw = json.dumps({"Infrastructure": {"Settings": {"Sources": sources}}}).encode()
     found = settings.parse_config(raw, origin="agent.json").settings_files(Paths(Path("/tmp/x")))
@@ -70,7 +70,7 @@ def test_below_another_base_no_settings_of_the_real_tree_are_read(named: str | N
     assert [path for path in found if not path.is_relative_to("/tmp/x/bosh")] == []
 
 
-def test_broken_agent_json_is_named() -> None:
+def test_broken_agent_json_error_names_the_file() -> None:
     with pytest.raises(ConfigError, match=r"cannot read the agent's configuration from agent\.json: .*"):
         settings.parse_config(b"{", origin="agent.json")
 
@@ -94,12 +94,12 @@ def test_broken_agent_json_is_named() -> None:
         (b"\xff", ""),
     ],
 )
-def test_wrong_settings_are_refused_with_the_place(raw: bytes, problem: str) -> None:
+def test_invalid_settings_are_rejected_with_their_location(raw: bytes, problem: str) -> None:
     with pytest.raises(SettingsError, match=f"settings.*the file.*{problem}"):
         settings.parse(raw, origin="the file")
 
 
-def test_t4_bus_addresses_come_from_the_last_word() -> None:
+def test_t4_newest_bus_addresses_win() -> None:
     plain = parsed(mbus="nats://old:1")
     env = parsed(mbus="nats://old:1", env={"bosh": {"mbus": {"urls": ["nats://env:2"], "cert": CERT}}})
 
@@ -110,7 +110,7 @@ def test_t4_bus_addresses_come_from_the_last_word() -> None:
     assert effective(env).mbus.scheme == "nats"
 
 
-def test_t4_stored_credentials_count_only_with_a_ca() -> None:
+def test_t4_stored_credentials_need_a_ca() -> None:
     env = parsed(env={"bosh": {"mbus": {"cert": CERT}}})
 
     assert effective(env, mbus={"cert": {"ca": "", "certificate": "N", "private_key": "N"}}).mbus.certificate == "CERT"
@@ -127,7 +127,7 @@ def since(seconds: float) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("document", "stored", "winner"), [(60, 120, "document"), (120, 60, "stored")])
-def test_the_certificate_that_begins_later_wins(document: int, stored: int, winner: str) -> None:
+def test_newer_certificate_wins(document: int, stored: int, winner: str) -> None:
     """A Secret that is rotated after the Director's own rotation, and the other way round; with its key and CA."""
     certs = {"document": since(document), "stored": since(stored)}
     found = effective(parsed(env={"bosh": {"mbus": {"cert": certs["document"]}}}), mbus={"cert": certs["stored"]})
@@ -136,7 +136,7 @@ def test_the_certificate_that_begins_later_wins(document: int, stored: int, winn
     assert found.mbus.private_key == certs[winner]["private_key"]
 
 
-def test_of_certificates_that_began_together_the_stored_one_counts() -> None:
+def test_stored_certificate_wins_over_one_of_the_same_age() -> None:
     """As with the Go agent; also where none of them can be read."""
     both = since(60)
     for document, stored in [(both, both | {"ca": "C2"}), (CERT, CERT | {"ca": "C2"}), (CERT, both | {"ca": "C2"})]:
@@ -144,7 +144,7 @@ def test_of_certificates_that_began_together_the_stored_one_counts() -> None:
         assert found.mbus.ca == "C2"
 
 
-def test_all_credentials_there_are_may_lead_to_the_bus() -> None:
+def test_all_known_credentials_are_tried_on_the_bus() -> None:
     """The present ones first. Those of the CPI with the addresses of the CPI."""
     source = parsed(env={"bosh": {"mbus": {"cert": since(60), "urls": ["nats://old:1"]}}})
     found = effective(source, mbus={"cert": since(120), "urls": ["nats://new:2"]})
@@ -155,7 +155,7 @@ def test_all_credentials_there_are_may_lead_to_the_bus() -> None:
     assert known[2].certificate == found.update.mbus.cert.certificate
 
 
-def test_proxies_of_the_settings_go_with_the_blobstore() -> None:
+def test_blobstore_uses_proxies_from_the_settings() -> None:
     """From ``env``, for whichever blobstore counts; without any there is none."""
     env = {"http_proxy": "http://p:1", "no_proxy": "10.0.0.0/8", "https_proxy": None}
     found = effective(parsed(env=env), blobstores=[{"provider": "dav", "options": {"endpoint": "http://b"}}])
@@ -166,7 +166,7 @@ def test_proxies_of_the_settings_go_with_the_blobstore() -> None:
     assert effective(parsed()).blobstore.proxies == {}
 
 
-def test_first_blobstore_of_the_last_word_counts() -> None:
+def test_first_blobstore_of_the_newest_settings_is_used() -> None:
     top = parsed(blobstore={"provider": "local", "options": {"blobstore_path": "/b"}})
     env = parsed(
         blobstore={"provider": "local"}, env={"bosh": {"blobstores": [{"provider": "dav"}, {"provider": "s3"}]}}
@@ -177,7 +177,7 @@ def test_first_blobstore_of_the_last_word_counts() -> None:
     assert effective(env, blobstores=[{"provider": "gcs"}]).blobstore.provider == "gcs"
 
 
-def test_name_servers_are_those_of_the_network_that_is_the_default_for_them() -> None:
+def test_name_servers_come_from_the_default_dns_network() -> None:
     one = parsed(networks={"a": {"dns": ["192.0.2.1"]}})
     two = parsed(networks={"a": {"dns": ["192.0.2.1"]}, "b": {"default": ["gateway", "dns"], "dns": ["192.0.2.2"]}})
 
@@ -189,12 +189,12 @@ def test_name_servers_are_those_of_the_network_that_is_the_default_for_them() ->
     assert effective(parsed()).name_servers == []
 
 
-def test_empty_list_of_time_servers_beats_the_older_one() -> None:
+def test_empty_time_server_list_replaces_an_older_list() -> None:
     assert effective(parsed(ntp=["a"])).ntp == ["a"]
     assert effective(parsed(ntp=["a"], env={"bosh": {"ntp": []}})).ntp == []
 
 
-def test_update_replaces_certificates_and_associations_always_and_the_rest_when_given() -> None:
+def test_update_settings_always_replaces_certificates_and_associations() -> None:
     stored = settings.parse_update(
         json.dumps(
             {
@@ -227,7 +227,7 @@ def test_update_replaces_certificates_and_associations_always_and_the_rest_when_
         ({"type": "vip", "ip": "10.0.0.1"}, False),
     ],
 )
-def test_which_networks_take_their_address_from_the_machine(members: dict[str, Any], dynamic: bool) -> None:
+def test_dynamic_networks_take_their_address_from_the_machine(members: dict[str, Any], dynamic: bool) -> None:
     assert parsed(networks={"n": members}).networks["n"].is_dynamic is dynamic
 
 
@@ -243,7 +243,7 @@ def test_which_networks_take_their_address_from_the_machine(members: dict[str, A
         ("-1", "16m"),
     ],
 )
-def test_size_of_a_directory_in_memory(given: str, size: str) -> None:
+def test_invalid_tmpfs_size_is_rejected(given: str, size: str) -> None:
     """A text that is no size would be another option of the mount."""
     assert settings.TmpfsDir(tmpfs=True, tmpfs_size=given).size("16m") == size
 
@@ -261,7 +261,7 @@ def test_size_of_a_directory_in_memory(given: str, size: str) -> None:
         ("", False),
     ],
 )
-def test_a_bus_needs_an_address_that_can_be_used(mbus: str, is_good: bool) -> None:
+def test_unusable_bus_address_is_rejected(mbus: str, is_good: bool) -> None:
     """The agent's own door may be on all addresses."""
     found = settings.Effective(parsed(mbus=mbus), settings.UpdateSettings())
 
@@ -269,7 +269,7 @@ def test_a_bus_needs_an_address_that_can_be_used(mbus: str, is_good: bool) -> No
         settings.require_bus(found, "the file")
 
 
-def test_an_error_names_few_of_thousands_of_mistakes() -> None:
+def test_error_lists_only_a_few_of_many_mistakes() -> None:
     networks = {f"n{number}": {"ip": 7} for number in range(5000)}
     with pytest.raises(SettingsError) as caught:
         settings.parse(json.dumps({"agent_id": "a", "networks": networks}).encode(), origin="x")

@@ -18,17 +18,17 @@ def test_jobs_count_only_with_rendered_templates() -> None:
     ]
 
 
-def test_wrong_type_is_named() -> None:
+def test_spec_error_names_the_wrong_type() -> None:
     with pytest.raises(ActionError, match=r"cannot read the apply spec: .*persistent_disk"):
         spec.parse({"persistent_disk": "10"})
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"name": \xff}', b"[]", b'{"index": "x"}'])
-def test_a_file_that_is_no_spec_is_one_kind_of_error(raw: bytes) -> None:
+def test_file_that_is_no_spec_raises_one_kind_of_error(raw: bytes) -> None:
     with pytest.raises(ActionError, match=r"^cannot read the apply spec: "):
         spec.decode(raw)
 
 
-def test_a_stored_package_without_digest_is_read() -> None:
+def test_stored_package_without_digest_is_read() -> None:
     """A spec without configuration hash may have been stored with one."""
     assert spec.decode(b'{"packages": {"p": {"name": "p", "sha1": ""}}}').packages["p"].sha1 == ""

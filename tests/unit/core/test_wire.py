@@ -32,32 +32,32 @@ from agent_shim.core import wire
         b'{"ignored":' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )
-def test_requests_that_go_cannot_read_are_refused(raw: bytes) -> None:
+def test_requests_that_go_cannot_decode_are_rejected(raw: bytes) -> None:
     with pytest.raises(wire.RequestError):
         wire.decode_request(raw)
 
 
 @pytest.mark.parametrize("raw", [b'{"METHOD":"a","method":"b"}', b'{"method":"a","METHOD":"b"}'])
-def test_of_two_spellings_of_a_member_the_last_counts(raw: bytes) -> None:
+def test_last_spelling_of_a_duplicate_member_wins(raw: bytes) -> None:
     assert wire.decode_request(raw).method == "b"
 
 
-def test_value_of_exactly_the_limit_passes() -> None:
+def test_value_of_exactly_the_limit_is_sent() -> None:
     text = "x" * (wire.MAX_REPLY_BYTES - len(b'{"value":""}'))
 
     assert len(wire.encode_value(text, limit=wire.MAX_REPLY_BYTES)) == wire.MAX_REPLY_BYTES
 
 
-def test_no_limit_over_https() -> None:
+def test_reply_over_https_has_no_size_limit() -> None:
     assert len(wire.encode_value("x" * 2 * wire.MAX_REPLY_BYTES, limit=None)) > 2 * wire.MAX_REPLY_BYTES
 
 
-def test_empty_message_is_left_out() -> None:
+def test_empty_exception_message_is_omitted() -> None:
     assert wire.encode_exception("") == b'{"exception":{}}'
 
 
 @given(st.text(min_size=1, max_size=400), st.integers(min_value=120, max_value=300))
-def test_long_exception_keeps_head_and_tail_and_fits(text: str, limit: int) -> None:
+def test_long_exception_is_cut_in_the_middle_to_fit(text: str, limit: int) -> None:
     reply = wire.encode_exception(text, limit=limit)
 
     assert len(reply) <= limit
@@ -68,13 +68,13 @@ def test_long_exception_keeps_head_and_tail_and_fits(text: str, limit: int) -> N
         assert text.endswith(tail)
 
 
-def test_escapes_are_counted_when_cutting() -> None:
+def test_cutting_counts_json_escapes() -> None:
     reply = wire.encode_exception('"\n' * wire.MAX_REPLY_BYTES, limit=wire.MAX_REPLY_BYTES)
 
     assert wire.MAX_REPLY_BYTES * 0.9 < len(reply) <= wire.MAX_REPLY_BYTES
 
 
-def test_undecodable_output_of_a_script_can_be_sent() -> None:
+def test_undecodable_script_output_can_be_sent() -> None:
     assert json.loads(wire.encode_exception("bad \udcff byte"))["exception"]["message"] == "bad ? byte"
 
 
@@ -82,7 +82,7 @@ class _Untyped(msgspec.Struct, frozen=True):
     anything: object = None
 
 
-def test_untyped_members_are_not_touched() -> None:
+def test_untyped_members_are_kept_unchanged() -> None:
     raw = {"anything": {"Keep": None, "list": [None, 1, 2.0]}}
 
     assert wire.convert(raw, _Untyped).anything == raw["anything"]
@@ -93,7 +93,7 @@ class _Marked(msgspec.Struct, frozen=True):
     inner: wire.Internal[str] = "untouched"
 
 
-def test_a_lenient_member_of_a_wrong_type_is_ignored_and_told() -> None:
+def test_lenient_member_of_a_wrong_type_is_ignored_and_reported() -> None:
     ignored: list[str] = []
 
     assert wire.convert({"Ours": 5, "inner": "set"}, _Marked, ignored) == _Marked()
@@ -101,7 +101,7 @@ def test_a_lenient_member_of_a_wrong_type_is_ignored_and_told() -> None:
 
 
 @pytest.mark.parametrize("begin", [b'"', b"[" * 500 + b'"', b'{"a":"'], ids=["text", "deep", "member"])
-def test_text_of_a_megabyte_that_does_not_end_is_refused_at_once(begin: bytes) -> None:
+def test_unterminated_megabyte_string_is_rejected_at_once(begin: bytes) -> None:
     """Each escaped quote was a place from which the end was looked for: it would have taken hours."""
     with pytest.raises(wire.RequestError):
         wire.decode_request(begin + b'\\"' * 500_000)
@@ -123,9 +123,7 @@ HOLDS: Mapping[str, bytes] = {
 
 
 @pytest.mark.parametrize("document", HOLDS.values(), ids=HOLDS)
-def test_a_megabyte_that_holds_the_interpreter_is_refused_before_any_repair(
-    document: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_to_decode_megabyte_is_rejected_before_repair(document: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The repair of defects took seconds. A thread would not help, because the decoders hold the interpreter."""
     monkeypatch.delattr(wire, "_ESCAPE")
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Attribute's length")
 
 
 @pytest.mark.parametrize("valid", [pki.GOOD, pki.EXPIRED, (-10.0, 60.0 * 365 * 86400)])
-def test_begin_and_end_are_those_another_reader_finds(valid: tuple[float, float]) -> None:
+def test_certificate_validity_matches_another_parser(valid: tuple[float, float]) -> None:
     """Stamps before 2050 and after are written in different forms."""
     pem = pki.Authority().agent("a1", valid=valid).certificate
     known = reference.load_pem_x509_certificate(pem.encode())
@@ -33,12 +33,12 @@ def test_begin_and_end_are_those_another_reader_finds(valid: tuple[float, float]
         "-----BEGIN CERTIFICATE-----\nMA==\n-----END CERTIFICATE-----",
     ],
 )
-def test_what_is_no_certificate_is_a_value_error(pem: str) -> None:
+def test_invalid_certificate_raises_value_error(pem: str) -> None:
     with pytest.raises(ValueError, match="certificate"):
         x509.validity(pem)
 
 
-def test_a_certificate_that_was_cut_off_is_a_value_error() -> None:
+def test_truncated_certificate_raises_value_error() -> None:
     """At whatever byte."""
     import base64
 
@@ -50,7 +50,7 @@ def test_a_certificate_that_was_cut_off_is_a_value_error() -> None:
             x509.validity(f"-----BEGIN CERTIFICATE-----{cut}=\n-----END CERTIFICATE-----")
 
 
-def test_all_of_a_text_in_their_order() -> None:
+def test_all_certificates_of_a_bundle_are_read_in_order() -> None:
     """As in a chain or a bundle, whatever stands between them; what cannot be read is left out."""
     authority = pki.Authority()
     leaf = authority.agent("a1", valid=(-60.0, 60.0)).certificate
@@ -63,7 +63,7 @@ def test_all_of_a_text_in_their_order() -> None:
     assert x509.validities("CERT") == []
 
 
-def test_a_megabyte_of_certificates_that_do_not_end_is_read_at_once() -> None:
+def test_megabyte_of_unterminated_certificates_is_read_at_once() -> None:
     """The end was looked for from each beginning: it would have taken hours."""
     assert x509.validities("-----BEGIN CERTIFICATE-----" * 40_000) == []
     assert len(list(x509.blocks("-----BEGIN CERTIFICATE-----" * 40_000 + "-----END CERTIFICATE-----"))) == 1

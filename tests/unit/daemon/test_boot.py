@@ -12,7 +12,7 @@ from agent_shim.host import files
 from tests.support.world import world
 
 
-def test_results_of_tasks_of_earlier_versions_are_removed(tmp_path: Path) -> None:
+def test_boot_removes_task_results_of_earlier_versions(tmp_path: Path) -> None:
     """They may hold secrets."""
     paths = Paths(tmp_path)
     left = paths.tmp / "outcomes/3"
@@ -24,7 +24,7 @@ def test_results_of_tasks_of_earlier_versions_are_removed(tmp_path: Path) -> Non
     assert not left.parent.exists()
 
 
-async def test_files_that_a_killed_agent_had_not_renamed_are_removed(tmp_path: Path) -> None:
+async def test_boot_removes_temporary_files_of_a_killed_agent(tmp_path: Path) -> None:
     paths = Paths(tmp_path)
     boot.make_tree(paths)
     left = [files.sibling(place / "a.json") for place in (paths.bosh, paths.mirror, paths.monit, paths.instance)]
@@ -36,7 +36,7 @@ async def test_files_that_a_killed_agent_had_not_renamed_are_removed(tmp_path: P
     assert [path for path in left if path.exists()] == []
 
 
-def test_directories_of_the_agent_are_closed_to_others(tmp_path: Path) -> None:
+def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
     """Sockets and plans of processes, settings, and blobs with rendered templates: secrets all of them."""
     paths = Paths(tmp_path)
     boot.make_tree(paths)
@@ -53,7 +53,7 @@ def test_directories_of_the_agent_are_closed_to_others(tmp_path: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in closed[:2]] == [0o700, 0o700]
 
 
-def test_jobs_find_their_directories_with_the_modes_of_the_go_agent(tmp_path: Path) -> None:
+def test_job_directories_have_the_modes_of_the_go_agent(tmp_path: Path) -> None:
     """``SetupLogDir``, ``SetupRunDir`` and ``SetupDataDir`` of platform/linux_platform.go. Any job may use sys/run."""
     paths = Paths(tmp_path)
     boot.make_tree(paths)
@@ -70,7 +70,7 @@ def test_jobs_find_their_directories_with_the_modes_of_the_go_agent(tmp_path: Pa
     assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in modes} == modes
 
 
-async def test_steps_that_the_bus_does_not_need_are_late_and_not_vital(tmp_path: Path) -> None:
+async def test_boot_steps_that_the_bus_does_not_need_run_late(tmp_path: Path) -> None:
     """Late steps run beside the connection, with programs that take most of a second as root."""
     async with world(tmp_path) as made:
         steps = boot.steps(made.agent, JobRecovery(made.agent, made.events.append))
@@ -80,7 +80,7 @@ async def test_steps_that_the_bus_does_not_need_are_late_and_not_vital(tmp_path:
     assert not [step for step in steps if step.late and step.vital]
 
 
-async def test_leftovers_of_a_killed_agent_are_removed(tmp_path: Path) -> None:
+async def test_boot_removes_leftovers_of_a_killed_agent(tmp_path: Path) -> None:
     """Unfinished packages, sources of a compilation, and archives of logs."""
     async with world(tmp_path) as made:
         paths = made.agent.paths

@@ -78,7 +78,7 @@ async def _work() -> Any:
 
 
 @pytest.mark.parametrize("method", ["apply", "drain", "migrate_disk", "run_script", "stop", "unmount_disk"])
-async def test_a_request_that_changes_jobs_ends_pre_start(coming: Coming, method: str) -> None:
+async def test_request_that_changes_jobs_cancels_a_recovering_pre_start(coming: Coming, method: str) -> None:
     """The request waits for no pre-start that hangs."""
     task = coming.tasks.submit(method, _work)
 
@@ -90,7 +90,7 @@ async def test_a_request_that_changes_jobs_ends_pre_start(coming: Coming, method
 
 
 @pytest.mark.parametrize("method", ["fetch_logs", "compile_package", "ssh"])
-async def test_a_request_that_changes_no_job_waits_for_pre_start(coming: Coming, method: str) -> None:
+async def test_request_that_changes_no_job_waits_for_a_recovering_pre_start(coming: Coming, method: str) -> None:
     task = coming.tasks.submit(method, _work)
     await asyncio.sleep(10 * PACE.look)
     assert not coming.is_over.is_set()

@@ -48,7 +48,7 @@ def live(tmp_path: Path, **others: Any) -> Runtime:
     return cast("Runtime", SimpleNamespace(**made | others))
 
 
-def test_each_value_of_a_scrape_comes_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_readings_come_from_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "operating_system").write_text("ubuntu\n")
     (tmp_path / "stemcell_version").write_text("1.2\n")
     blobs = SimpleNamespace(counts=Counter({("in", "done"): 21}), sizes=Counter({"in": 22}))
@@ -87,7 +87,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-async def test_each_value_of_a_status_comes_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_values_come_from_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = await status_report.status(asked(tmp_path, monkeypatch), "running", 61)
 
     del found["version"]
@@ -117,7 +117,7 @@ async def test_each_value_of_a_status_comes_from_its_source(tmp_path: Path, monk
     ("problem", "is_mounted", "disk"),
     [("", True, "mounted"), ("", False, "none"), ("disk a is busy", True, "disk a is busy")],
 )
-async def test_a_status_of_an_agent_at_rest(
+async def test_status_of_an_idle_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str, is_mounted: bool, disk: str
 ) -> None:
     made = asked(tmp_path, monkeypatch)
@@ -138,7 +138,7 @@ async def test_a_status_of_an_agent_at_rest(
     assert "credentials" not in " ".join((await status_report.status(made, "running", 61))["warnings"])
 
 
-def test_an_idle_agent_has_no_task_no_migration_and_no_enforced_rules(tmp_path: Path) -> None:
+def test_metrics_of_an_idle_agent_show_no_task_or_migration(tmp_path: Path) -> None:
     idle = live(tmp_path, firewall=SimpleNamespace(obstacle="no nft"))
     idle.agent.tasks.running = None
     cast("Any", idle.agent).disks = SimpleNamespace(progress=None, is_mounted=True)
@@ -149,7 +149,7 @@ def test_an_idle_agent_has_no_task_no_migration_and_no_enforced_rules(tmp_path: 
     assert (found.disk.is_mounted, found.disk.is_migrating, found.disk.migrated) == (True, False, 0.0)
 
 
-def test_readiness_has_no_words_of_a_job(tmp_path: Path) -> None:
+def test_readiness_shows_no_job_output(tmp_path: Path) -> None:
     """The last lines of its scripts are for operators, who ask for the status."""
     names = "pre-start: 1 of 2 pre-start scripts failed. Failed Jobs: a-b. Successful Jobs: c."
     alone = SimpleNamespace(obstacle=f"{names} a-b: token: secret", failure="x")
@@ -168,7 +168,7 @@ def test_readiness_has_no_words_of_a_job(tmp_path: Path) -> None:
         ({"standalone": SimpleNamespace(obstacle="", failure="")}, True, "running", False),
     ],
 )
-def test_jobs_that_are_not_deployed_are_no_running_instance(
+def test_instance_without_deployed_jobs_is_not_running(
     tmp_path: Path, others: dict[str, Any], is_ready: bool, state: str, is_blocked: bool
 ) -> None:
     found: Any = status_report.readings(live(tmp_path, **others))
@@ -205,7 +205,7 @@ def test_readiness_names_the_jobs_that_do_not_run(tmp_path: Path) -> None:
     assert status_report.readiness(made, "jobs") == (False, "jobs are failing: db (failing after exit 3)")
 
 
-def test_readiness_of_running_jobs_asks_for_no_figures(tmp_path: Path) -> None:
+def test_readiness_does_not_read_process_figures(tmp_path: Path) -> None:
     """They are a pass over all processes, for any neighbour."""
     asked = live(tmp_path)
     cast("Any", asked.agent).supervisor = SimpleNamespace(job_state=lambda: "running")

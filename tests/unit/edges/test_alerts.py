@@ -42,7 +42,7 @@ KINDS = (
         ("timeout changed", 4),
     ],
 )
-def test_s8_severity(event: str, severity: int) -> None:
+def test_s8_alert_severities_match_the_go_agent(event: str, severity: int) -> None:
     """Severities are the Go agent's, in any case. An unknown event is critical."""
     message = alert_of("web", event, "restart", "", [], 0)
 
@@ -62,11 +62,11 @@ def test_s8_severity(event: str, severity: int) -> None:
         "Monit instance changed",
     ],
 )
-def test_s8_recoveries_are_no_alerts(event: str) -> None:
+def test_s8_recoveries_send_no_alert(event: str) -> None:
     assert alert_of("web", event, "alert", "", [], 0) is None
 
 
-def test_s8_message() -> None:
+def test_s8_alert_message_matches_the_go_agent() -> None:
     """The fields of the Go agent: addresses in order of their text, the event as monit spells it, whole seconds."""
     told = protocol.message("alert")
     ips = ["192.168.7.9", "10.0.0.5"]
@@ -76,7 +76,7 @@ def test_s8_message() -> None:
     assert message == told
 
 
-def test_s8_ids_are_unique() -> None:
+def test_s8_alert_ids_are_unique() -> None:
     """The Health Monitor drops an alert whose id it knows. A title without addresses has no parenthesis."""
     messages = [json.loads(alert_of("a", "Timeout", "alert", "", [], 0) or b"") for _ in range(100)]
 
@@ -123,7 +123,7 @@ def fail(queue: Alerts, service: str, event: str = "Does not exist") -> None:
     queue.raise_alert(service, event, "restart", "process is not running", ["10.0.0.1"])
 
 
-async def test_waits_for_the_bus() -> None:
+async def test_alerts_wait_for_the_bus() -> None:
     """An event without a connection is sent after the next one, with its own time."""
     bus = Bus()
     bus.is_up = False
@@ -143,7 +143,7 @@ async def test_waits_for_the_bus() -> None:
     assert bus.services == ["p1", "p2", "p3"]
 
 
-async def test_oldest_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long time without a bus costs memory for so many and no more."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 3)
     bus = Bus()
@@ -158,7 +158,7 @@ async def test_oldest_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert queue.dropped == 2
 
 
-async def test_giving_way_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_alert_dropped_while_it_is_sent_drops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is being sent when it gives way takes no other with it."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 2)
     bus = Bus()
@@ -172,7 +172,7 @@ async def test_giving_way_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> N
     assert bus.services == ["p0", "p1", "p2"]
 
 
-async def test_storm_is_one_alert() -> None:
+async def test_repeated_alert_is_sent_once_within_the_quiet_time() -> None:
     """The same again within the quiet time is counted. Another process or event is another alert."""
     bus = Bus()
     async with sending(bus) as queue:
@@ -186,7 +186,7 @@ async def test_storm_is_one_alert() -> None:
     assert queue.collapsed == 49
 
 
-async def test_again_after_the_quiet_time() -> None:
+async def test_alert_is_sent_again_after_the_quiet_time() -> None:
     """A later failure counts again."""
     bus = Bus()
     async with sending(bus, quiet=0.01) as queue:

@@ -98,7 +98,7 @@ def skipping(play: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("slowness", [0.0, 0.5, 0.999, 1.5, 29.5, 31.5, 100.0, 3600.0])
-def test_s7_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
+def test_s7_heartbeats_keep_a_fixed_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
     """In an hour there is a beat every 30 s, and the second for the vitals later, however long measuring takes."""
     world = World()
     world.slowness = slowness
@@ -115,7 +115,7 @@ def test_s7_beats_on_a_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) ->
     assert len(ages) == 120 - max(0, math.ceil((slowness - 1) / 30))
 
 
-def test_extra_beats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_heartbeats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats out of turn come on top, no later than the wait for the vitals allows. One in progress delays the next."""
     world = World()
     world.slowness = 5.0
@@ -138,7 +138,7 @@ def test_extra_beats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch)
     assert len(times) in (7, 8, 9)
 
 
-def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a pause of the whole machine missed beats are not sent later. The grid continues."""
     world = World()
 
@@ -154,7 +154,7 @@ def test_held_loop_costs_the_beats_it_held(monkeypatch: pytest.MonkeyPatch) -> N
     assert [at - BEGUN_AT for at, _, _ in world.beats] == pytest.approx([30, 140, 150, 180], abs=0.001)
 
 
-async def test_slow_vitals_delay_no_heartbeat() -> None:
+async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
     """A measurement that hangs leaves the last vitals in the message. The state in it is current."""
     world = World()
     async with beating(world, period=0.05, collect_s=0.02) as heart:
@@ -176,7 +176,7 @@ async def test_slow_vitals_delay_no_heartbeat() -> None:
     assert [state for *_, state in world.beats][told] == "failing"
 
 
-async def test_failing_vitals_are_logged_and_replaced_by_the_last(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_vitals_are_logged_and_replaced_by_the_last_ones(caplog: pytest.LogCaptureFixture) -> None:
     """A measurement that fails costs the measurement."""
     world = World()
     async with beating(world, period=0.03, collect_s=0.02):
@@ -191,7 +191,7 @@ async def test_failing_vitals_are_logged_and_replaced_by_the_last(caplog: pytest
     assert None not in world.vitals[before:]
 
 
-async def test_a_beat_without_a_link_is_missed() -> None:
+async def test_heartbeat_without_a_connection_is_skipped() -> None:
     world = World()
     world.no_link = BusError("there is no link")
     async with beating(world, period=0.02, collect_s=0.02) as heart:
@@ -204,7 +204,7 @@ async def test_a_beat_without_a_link_is_missed() -> None:
         await until(lambda: len(world.beats) >= 1)
 
 
-def test_s7_message() -> None:
+def test_s7_heartbeat_has_exactly_the_members_of_the_go_agent() -> None:
     """The members of the Go agent's heartbeat and no other: an id or a time would make it be dropped."""
     given = protocol.message("heartbeat")
 

@@ -22,7 +22,7 @@ def lines(**options: object) -> list[str]:
     return mail.decode().split("\r\n")
 
 
-def test_mail_with_the_format_of_a_stemcell() -> None:
+def test_mail_uses_the_stemcell_format() -> None:
     """A line of a job cannot become a line of the mail."""
     found = lines(mail_format=FORMAT)
     head, body = found[: found.index("")], found[found.index("") + 1 :]
@@ -40,10 +40,10 @@ def test_mail_with_the_format_of_a_stemcell() -> None:
     assert body[3].strip().startswith("Date: Thu, 01 Jan 1970 ")
 
 
-def test_mail_without_a_format() -> None:
+def test_mail_uses_a_default_format() -> None:
     assert f"From: monit@{socket.gethostname()}" in lines()
     assert "Subject: monit alert --  Does not exist web" in lines()
 
 
-def test_no_mail_without_a_recipient() -> None:
+def test_mail_is_not_sent_without_a_recipient() -> None:
     assert compose(Control(Path("monitrc")), "web", "Exists", "alert", "", (), 0.0) is None

@@ -97,7 +97,7 @@ def samples(page: bytes) -> dict[str, float]:
     return found
 
 
-def test_the_page_of_metrics_has_the_labels_of_each_sample() -> None:
+def test_metrics_page_documents_the_labels_of_each_sample() -> None:
     rows = re.findall(r"^\| `(agent_shim_\w+)` \| \w+([^|]*)\|", metrics_page.table(), re.MULTILINE)
     labels = {name: set(re.findall(r"`(\w+)`", cell)) for name, cell in rows}
     page = asyncio.run(Metrics(lambda: FULL).render()).decode()
@@ -107,7 +107,7 @@ def test_the_page_of_metrics_has_the_labels_of_each_sample() -> None:
     assert [sample for sample in shown if set(sample.labels) != labels[sample.name]] == []
 
 
-def test_what_is_read_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_reading_has_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reading has its sample, in base units."""
     monkeypatch.setattr(proc, "open_files", {12: 7}.get)
     found = samples(asyncio.run(Metrics(lambda: FULL).render()))
@@ -163,7 +163,7 @@ def test_what_is_read_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found['agent_shim_bus_certificate_expiry_timestamp_seconds{certificate="client"}'] == 2e9
 
 
-def test_the_agent_itself_has_the_customary_metrics_of_a_process() -> None:
+def test_agent_exports_the_standard_process_metrics() -> None:
     found = samples(asyncio.run(Metrics(lambda: FULL).render()))
 
     assert found["process_resident_memory_bytes"] > 1 << 20
@@ -171,7 +171,7 @@ def test_the_agent_itself_has_the_customary_metrics_of_a_process() -> None:
     assert found["process_start_time_seconds"] > 1e9
 
 
-def test_what_is_unknown_is_left_out() -> None:
+def test_unknown_readings_have_no_sample() -> None:
     """A reading that could not be taken has no sample. Zero would be a lie."""
     readings = Readings(bus=BusReading(None), processes=[service("web")])
     found = samples(asyncio.run(Metrics(lambda: readings).render()))
@@ -194,7 +194,7 @@ def test_what_is_unknown_is_left_out() -> None:
     }
 
 
-def test_both_formats_hold_the_same() -> None:
+def test_openmetrics_and_text_format_have_the_same_samples() -> None:
     """OpenMetrics is accepted by its strict parser and has as many samples."""
     made = Metrics(lambda: FULL, ["ping"])
     made.action_done("ping", "done", 0.001)
@@ -204,7 +204,7 @@ def test_both_formats_hold_the_same() -> None:
     assert sum(len(family.samples) for family in families) == len(samples(asyncio.run(made.render())))
 
 
-def test_actions_are_counted() -> None:
+def test_actions_are_counted_by_outcome_and_timed_by_method() -> None:
     """Number by outcome and time by method, in buckets that hold all shorter ones."""
     made = Metrics(Readings, ["ping", "apply"])
     made.action_done("ping", "done", 0.001)
@@ -221,7 +221,7 @@ def test_actions_are_counted() -> None:
     assert found['agent_shim_action_duration_seconds_sum{method="apply"}'] == 3.0
 
 
-def test_callers_cannot_make_series() -> None:
+def test_invented_methods_create_no_series() -> None:
     """Invented methods and outcomes share one label, however many come."""
     made = Metrics(Readings, ["ping"])
     for number in range(1000):
@@ -233,14 +233,14 @@ def test_callers_cannot_make_series() -> None:
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\udcffb", "ä"])
-def test_any_process_name_leaves_the_page_whole(name: str) -> None:
+def test_process_name_cannot_corrupt_the_metrics_page(name: str) -> None:
     """A name is data: quotes, line ends and broken bytes change no other line."""
     page = asyncio.run(Metrics(lambda: Readings(processes=[service(name)])).render())
 
     assert len([key for key in samples(page) if key.startswith("agent_shim_process_up{")]) == 1
 
 
-def test_page_is_kept_for_a_second() -> None:
+def test_metrics_page_is_cached_for_a_second() -> None:
     """Ten scrapers at once cost one reading. A second later it is taken again."""
     clock, taken = Clock(), []
 
@@ -257,7 +257,7 @@ def test_page_is_kept_for_a_second() -> None:
     assert taken == [100.0, 101.0]
 
 
-def test_series_stay_few() -> None:
+def test_number_of_series_is_bounded() -> None:
     """Two hundred jobs and every action make at most four thousand samples."""
     many = Readings(
         bus=FULL.bus,
@@ -271,7 +271,7 @@ def test_series_stay_few() -> None:
     assert len(samples(asyncio.run(made.render()))) <= 4000
 
 
-def test_series_neither_come_nor_go_with_processes() -> None:
+def test_process_keeps_its_series_through_all_events() -> None:
     """A process keeps its series through all events."""
     quiet = Metrics(lambda: Readings(processes=[service("web", "starting", 0)]))
     lively = Metrics(
@@ -293,19 +293,19 @@ def test_series_neither_come_nor_go_with_processes() -> None:
         ("off", None),
     ],
 )
-def test_addresses(text: str, where: tuple[str, int] | None) -> None:
+def test_http_address_is_parsed(text: str, where: tuple[str, int] | None) -> None:
     """ADDR:PORT, with brackets around an IPv6 address, or off."""
     assert http_server.parse_address(text) == where
 
 
 @pytest.mark.parametrize("text", ["", "9190", ":9190", "host:", "host:x", "host:65536", "host:-1", "host:١"])
-def test_wrong_address_is_named(text: str) -> None:
+def test_wrong_http_address_error_names_a_valid_one(text: str) -> None:
     """A wrong address says itself and what would be right."""
     with pytest.raises(ConfigError, match=r"cannot listen on .*: the address must be ADDR:PORT or off"):
         http_server.parse_address(text)
 
 
-async def test_open_files_are_counted_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_files_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Linux 6.2 the count of a million takes most of a second."""
     threads = []
 
@@ -323,7 +323,7 @@ async def test_open_files_are_counted_off_the_loop(monkeypatch: pytest.MonkeyPat
     assert threads != [threading.current_thread()]
 
 
-async def test_a_packed_page_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_compressed_metrics_page_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any neighbour may ask for it a thousand times a second."""
     packed = []
 
@@ -340,7 +340,7 @@ async def test_a_packed_page_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(packed) == 2
 
 
-async def test_text_is_made_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_text_is_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of 500 processes takes 30 ms, and any neighbour may ask once a second."""
     threads = []
 

@@ -65,7 +65,7 @@ def costly() -> str:
 COSTLY = costly()
 
 
-def test_the_rules_equal_gos() -> None:
+def test_tls_verification_matches_go() -> None:
     """TLS 1.2 or newer, a verified chain, a verified host that is named as such."""
     context = tls.client_context(mbus())
 
@@ -76,7 +76,7 @@ def test_the_rules_equal_gos() -> None:
     assert [ca["serialNumber"] for ca in context.get_ca_certs()] != []
 
 
-def test_old_versions_and_renegotiation_are_refused() -> None:
+def test_old_tls_versions_and_renegotiation_are_rejected() -> None:
     """The defaults of the library do not count. A CA of the settings may be an intermediate one."""
     client, server = tls.client_context(mbus()), tls.server_context(mbus())
 
@@ -85,7 +85,7 @@ def test_old_versions_and_renegotiation_are_refused() -> None:
     assert server.options & ssl.OP_NO_RENEGOTIATION
 
 
-def test_the_system_decides_without_a_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_roots_are_used_without_a_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty CA stands for the roots of the system."""
     roots = tmp_path / "roots.pem"
     roots.write_text(AUTHORITY.ca)
@@ -115,7 +115,7 @@ def test_the_system_decides_without_a_ca(tmp_path: Path, monkeypatch: pytest.Mon
         ({"private_key": AUTHORITY.agent("x").private_key}, "the private key belongs to another certificate"),
     ],
 )
-def test_credentials_that_are_none(changes: dict[str, str], complaint: str) -> None:
+def test_invalid_credentials_error_names_the_wrong_part(changes: dict[str, str], complaint: str) -> None:
     """The error names which of the three texts is wrong, and shows none of it."""
     with pytest.raises(CredentialsError) as caught:
         tls.client_context(mbus(**changes))
@@ -126,7 +126,7 @@ def test_credentials_that_are_none(changes: dict[str, str], complaint: str) -> N
 
 
 @pytest.mark.parametrize("bad", [BROKEN, "-----BEGIN CERTIFICATE-----\ncut off\n"])
-def test_an_unreadable_authority_is_left_out_and_reported(bad: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptureFixture) -> None:
     """As in Go. One error in the log, not one for each connection."""
     others = [Authority().ca, AUTHORITY.ca]
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_an_unreadable_authority_is_left_out_and_reported(bad: str, caplog: pyte
     assert [record.getMessage() for record in caplog.records] == ([told] if bad == BROKEN else [])
 
 
-def test_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the disk, and no descriptor."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -149,7 +149,7 @@ def test_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_certificates_of_a_real_director() -> None:
+def test_certificates_of_a_real_director_are_accepted() -> None:
     """RSA with 3072 bits and a country of three letters, which strict tools refuse to make."""
     real = Authority(bits=3072)
     pair = real.agent("agent")
@@ -171,7 +171,7 @@ def test_certificates_of_a_real_director() -> None:
         ("", False),
     ],
 )
-def test_name_of_the_server(name: str, is_good: bool) -> None:
+def test_only_bus_server_names_are_accepted(name: str, is_good: bool) -> None:
     """Only a server that was made to be a bus is one."""
 
     class Server:
