@@ -80,7 +80,10 @@ class Networks(Strict, frozen=True):
     ] = "none"
     annotations: Annotated[
         dict[str, str],
-        doc("Annotations of pods on a `manual` network; `((ip))`, `((prefix))`, `((gateway))` are filled in."),
+        doc(
+            "Annotations of pods on a `manual` network; `((ip))`, `((prefix))`, `((gateway))` and "
+            "`((delegated_prefix))` are filled in."
+        ),
     ] = {}
     instance_names: Annotated[bool, doc("A headless Service `DEPLOYMENT-GROUP-INDEX` for each instance.")] = True
 
@@ -105,7 +108,10 @@ class Timeouts(Strict, frozen=True):
     ] = 10
     room: Annotated[
         float,
-        doc("Wait of create_vm for room, where all nodes that take the pod are full. The Director tries five times."),
+        doc(
+            "Wait of create_vm for room, where all nodes that take the pod are full. The Director tries five times, "
+            "unless no node is large enough."
+        ),
     ] = 30
     volume: Annotated[float, doc("Wait of create_vm for the volumes of new claims.")] = 120
     crashing: Annotated[

@@ -29,10 +29,6 @@ from kubernetes_cpi.properties import DiskProperties
 from kubernetes_cpi.session import Session
 
 MIB: Final = 1024**2
-_UNITS: Final = {
-    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
-}  # fmt: skip
 
 
 def create(session: Session, size_mib: int, cloud_properties: Object | None = None, vm: Cid | None = None) -> str:
@@ -157,12 +153,6 @@ def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object 
     _grow(session, claim, size_mib)
 
 
-def bytes_of(quantity: str) -> int:
-    """Convert a quantity of Kubernetes to bytes."""
-    number = quantity.rstrip("kKMGTPEi")
-    return int(float(number) * _UNITS[quantity[len(number) :]])
-
-
 # --- attach ---------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +249,7 @@ def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
         if claims.annotation(claim, names.RESERVED_FOR) != vm:
             # Returned before: to this request, whose response was lost, or to another.
             return name if session.request_id and claims.annotation(claim, names.REQUEST) == request else ""
-        if bytes_of(claim["spec"]["resources"]["requests"]["storage"]) < size_mib * MIB:
+        if manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"]) < size_mib * MIB:
             _grow(session, claim, size_mib)
         elif claims.annotate(session, claim, {names.RESERVED_FOR: None, names.REQUEST: request}):
             return name
@@ -269,7 +259,7 @@ def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
 def _grow(session: Session, claim: Object, size_mib: int) -> None:
     """Request a larger volume and wait for it up to a limit."""
     name, wanted = claim["metadata"]["name"], size_mib * MIB
-    has = bytes_of(claim["spec"]["resources"]["requests"]["storage"])
+    has = manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"])
     if wanted < has:
         raise NotSupportedError(
             f"cannot resize the disk {name} to {size_mib} MiB: it has {has // MIB} MiB, and none shrinks"
@@ -283,7 +273,7 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
     deadline = time.monotonic() + session.config.timeouts.resize
     for state in session.client.follow(CLAIMS, claim["metadata"]["namespace"], name, deadline, changed):
         status = (state or {}).get("status", {})
-        has_grown = bytes_of(status.get("capacity", {}).get("storage", "0")) >= wanted
+        has_grown = manifests.amount_of(status.get("capacity", {}).get("storage", "0")) >= wanted
         is_pending = any(one["type"] == "FileSystemResizePending" for one in status.get("conditions") or [])
         if state is None or has_grown or is_pending:
             return

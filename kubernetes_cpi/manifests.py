@@ -35,6 +35,10 @@ _FORMER_DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
 """Directory for VMs without the annotation `names.DISKS_AT`: the hints of their agents name it."""
 _LIVE_VOLUME: Final = "live-disks"
 AGENT_VOLUME: Final = "agent"
+_UNITS: Final = {
+    "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
+}  # fmt: skip
 PROGRAM: Final = "/opt/agent_shim"
 """Directory of the agent: part of the image, or a volume over an unmodified stemcell."""
 SETTINGS_DIRECTORY: Final = "/var/vcap/bosh/settings-source-file"
@@ -254,6 +258,18 @@ def _members(vm: Vm) -> dict[str, str]:
 def quantity(size: Size) -> str:
     """Return a size in Kubernetes' form: integers are MiB."""
     return f"{size}Mi" if isinstance(size, int) else size
+
+
+def amount_of(quantity: str) -> float:
+    """Convert a quantity of Kubernetes to its number: bytes, or CPUs."""
+    number = quantity.rstrip("mkKMGTPEi")
+    return float(number) * _UNITS[quantity[len(number) :]]
+
+
+def requests_of(pod: Object) -> dict[str, str]:
+    """Return what the container of a VM asks of a node. The one that copies the agent asks for nothing."""
+    requests = pod["spec"]["containers"][0].get("resources", {}).get("requests") or {}
+    return {resource: str(quantity) for resource, quantity in requests.items()}
 
 
 # --- the pod --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from kubernetes_cpi.properties import NetworkProperties, Port
 MAX_NAMESERVERS: Final = 3
 """Maximum number of DNS servers in a pod's dnsConfig."""
 MULTUS: Final = "k8s.v1.cni.cncf.io/networks"
+DELEGATED: Final = "((delegated_prefix))"
 ADDRESS_OF_FORMER_VM: Final = ("ip", "netmask", "gateway")
 """Members that may be stale: in a dynamic network they are those of the instance's last VM (network_settings.rb)."""
 
@@ -26,6 +27,10 @@ class Network(msgspec.Struct, frozen=True):
     type: str = "manual"
     ip: str = ""
     netmask: str = ""
+    prefix: str = ""
+    """Length of the prefix that is delegated to the VM; that of one address if none is. ``netmask`` has another."""
+    nic_group: str = ""
+    """Networks with the same text share an interface."""
     gateway: str = ""
     dns: list[str] = []
     default: list[str] = []
@@ -63,10 +68,17 @@ def plan(networks: Mapping[str, Any], defaults: Networks) -> Plan:
     interfaces: list[Object] = []
     primary, address = "", ""
     nameservers: list[str] = []
+    groups: dict[str, str] = {}
     for name, given in networks.items():
         network, properties = _read(name, given)
+        if network.nic_group and (other := groups.setdefault(network.nic_group, name)) != name:
+            raise NotSupportedError(
+                f"cannot put the networks {other!r} and {name!r} on one interface (nic_group {network.nic_group}): an "
+                "interface of a pod gets one address of the Director; leave out one of the networks or its nic_group"
+            )
         plan.settings[name] = _settings(given, network)
         if network.type == "vip":
+            _refuse_prefix(name, network)
             plan.vips.append(_vip(name, network, properties))
             continue
         if network.dns and (not nameservers or "dns" in network.default):
@@ -144,6 +156,10 @@ def _address_annotations(
     cni = properties.cni or defaults.cni
     filled = {"((ip))": network.ip, "((gateway))": network.gateway, "((prefix))": str(_prefix(network))}
     given = {**defaults.annotations, **properties.annotations}
+    if cni == "template" and any(DELEGATED in text for text in given.values()):
+        filled[DELEGATED] = network.prefix or str(_single(network))
+    else:
+        _refuse_prefix(name, network)
     annotations = {}
     for key, text in given.items():
         annotations[key] = text
@@ -177,10 +193,26 @@ def _interface(name: str, network: Network, properties: NetworkProperties) -> Ob
     if namespace:
         interface["namespace"] = namespace
     if network.type == "manual":
+        _refuse_prefix(name, network)
         interface["ips"] = [f"{network.ip}/{_prefix(network)}"]
     if properties.interface:
         interface["interface"] = properties.interface
     return interface
+
+
+def _refuse_prefix(name: str, network: Network) -> None:
+    """Refuse a delegated prefix: the VM would have its first address alone, and its jobs would take all for theirs."""
+    if network.prefix and network.prefix != str(_single(network)):
+        raise NotSupportedError(
+            f"cannot delegate the prefix {network.ip}/{network.prefix} of the network {name!r} to a VM: this kind of "
+            f"network gives a pod one address; take `prefix` out of the subnet, or use `cni: template` and {DELEGATED} "
+            "in an annotation of a network plugin that routes prefixes to pods"
+        )
+
+
+def _single(network: Network) -> int:
+    """Return the length of a prefix that is one address."""
+    return 128 if ":" in network.ip else 32
 
 
 def _prefix(network: Network) -> int:

@@ -189,6 +189,21 @@ def _is_well(session: Session, node: str) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
 
+def _excess(session: Session, pod: Object) -> str:
+    """Return the request of a pod that exceeds the largest node. "" without one, or if the CPI may not list nodes."""
+    try:
+        found = [one.get("status", {}).get("allocatable") or {} for one in session.client.list(NODES, "")]
+    except ApiError as exc:
+        if exc.status != http.client.FORBIDDEN:
+            raise
+        return ""
+    for resource, wanted in manifests.requests_of(pod).items():
+        sizes = sorted((one[resource] for one in found if resource in one), key=manifests.amount_of)
+        if sizes and manifests.amount_of(wanted) > manifests.amount_of(sizes[-1]):
+            return f"it requests {wanted} {resource}, and the largest node has {sizes[-1]}; choose a smaller VM type"
+    return ""
+
+
 class _Judge:
     """Detects from the states of one pod that it cannot start."""
 
@@ -228,8 +243,10 @@ class _Judge:
         told = self.reason(pod)
         self._tell(told)
         if lasts_s >= self._patience[kind] or (kind in ("claim", "volume") and re.search(HOPELESS_CLAIM, told)):
+            excess = _excess(self._session, pod) if kind == "room" else ""
             raise VMCreationFailedError(
-                f"the pod {self._name} cannot start: {told}", ok_to_retry=kind in ("room", "crashing")
+                f"the pod {self._name} cannot start: {excess or told}",
+                ok_to_retry=kind in ("room", "crashing") and not excess,
             )
 
     def reason(self, pod: Object) -> str:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kubernetes_cpi import disks
+from kubernetes_cpi import manifests
 from tests.cpi.calls import ENV, STEMCELL, Cpi, CpiFailedError
 from tests.cpi.fake_api import Cluster, Object, RefusalError, Server, unscheduled, waiting
 
@@ -796,4 +796,4 @@ def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
     ("quantity", "size"), [("64Mi", 64 << 20), ("2048Ki", 2 << 20), ("1.5G", 1_500_000_000), ("1Ei", 1 << 60), ("7", 7)]
 )
 def test_a_provisioner_may_report_any_unit(quantity: str, size: int) -> None:
-    assert disks.bytes_of(quantity) == size
+    assert manifests.amount_of(quantity) == size

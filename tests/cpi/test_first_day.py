@@ -183,6 +183,33 @@ def test_pod_that_does_not_become_ready(
     assert cluster.snapshot() == {}
 
 
+@pytest.mark.parametrize(
+    ("memory", "node", "words"),
+    [
+        (2048, "2097151Ki", "requests 2048Mi memory, and the largest node has 2097151Ki; choose a smaller VM type"),
+        (2048, "2Gi", ""),
+        (2048, None, ""),
+    ],
+    ids=["too large", "fits", "nodes are hidden"],
+)
+def test_vm_that_no_node_can_hold_is_not_tried_again(
+    cpi: Cpi, cluster: Cluster, server: Server, memory: int, node: str | None, words: str
+) -> None:
+    """The Director tried five times, for 170 seconds."""
+    cpi.write(server.config() | {"timeouts": SHORT})
+    cluster.pod_status = lambda _: unscheduled("0/2 nodes are available: 2 Insufficient memory.")
+    for name, size in (("small", "1Gi"), ("large", node or "1Gi")):
+        cluster.create(("nodes", "", name), {"metadata": {"name": name}})
+        cluster.objects["nodes", "", name]["status"] = {"allocatable": {"memory": size, "cpu": "500m"}}
+    if node is None:
+        cluster.forbidden.add("nodes")
+
+    with pytest.raises(CpiFailedError, match=words or "Insufficient memory") as failed:
+        cpi.create_vm(memory=memory)
+
+    assert failed.value.ok_to_retry == (not words)
+
+
 @pytest.mark.parametrize(("code", "is_passing"), [(78, False), (70, True)])
 def test_container_that_ends_may_be_tried_again_unless_its_configuration_is_wrong(
     cpi: Cpi, cluster: Cluster, code: int, is_passing: bool

@@ -34,6 +34,12 @@ MANUAL: dict[str, Any] = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.25
             {"ip": "fd00::5", "netmask": "ffff:ffff:ffff:ffff::"},
             {"x": "fd00::5/64"},
         ),
+        (
+            {"cni": "template", "annotations": {"x": "((ip))/((delegated_prefix))"}},
+            {"ip": "2001:db8:0:1::", "netmask": "ffff:ffff:ffff:ffff::", "prefix": "80"},
+            {"x": "2001:db8:0:1::/80"},
+        ),
+        ({"cni": "calico"}, {"prefix": "32"}, {"cni.projectcalico.org/ipAddrs": '["10.0.0.5"]'}),
     ],
 )
 def test_address_by_annotation(
@@ -59,6 +65,42 @@ def test_address_by_annotation(
 def test_network_that_no_pod_can_have_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(NotSupportedError, match=words):
         networks.plan(given, Networks())
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"cni": "calico"},
+        {"cni": "kube-ovn"},
+        {"cni": "antrea"},
+        {"cni": "multus", "name": "x"},
+        {"cni": "template", "annotations": {"x": "((ip))/((prefix))"}},
+    ],
+    ids=lambda properties: str(properties["cni"]),
+)
+def test_delegated_prefix_is_refused_where_a_pod_gets_one_address(properties: dict[str, Any]) -> None:
+    delegated = {"type": "manual", "ip": "2001:db8:0:1::", "netmask": "ffff:ffff:ffff:ffff::", "prefix": "80"}
+
+    with pytest.raises(NotSupportedError, match=r"cannot delegate the prefix 2001:db8:0:1::/80 of the network 'a'"):
+        networks.plan({"a": {**delegated, "cloud_properties": properties}}, Networks())
+    networks.plan({"a": {**delegated, "prefix": "128", "cloud_properties": properties}}, Networks())
+
+
+def test_delegated_prefix_is_no_address_of_a_service() -> None:
+    vip = {"type": "vip", "ip": "10.0.0.8", "prefix": "29", "cloud_properties": {"ports": [{"port": 80}]}}
+
+    with pytest.raises(NotSupportedError, match=r"cannot delegate the prefix 10\.0\.0\.8/29"):
+        networks.plan({"a": vip}, Networks())
+    assert networks.plan({"a": {**vip, "prefix": "32"}}, Networks()).vips[0].ip == "10.0.0.8"
+
+
+def test_networks_of_one_nic_group_are_refused() -> None:
+    multus = {**MANUAL, "nic_group": "1", "cloud_properties": {"cni": "multus", "name": "x"}}
+    other = {**multus, "ip": "fd00::5", "netmask": "ffff:ffff:ffff:ffff::"}
+
+    with pytest.raises(NotSupportedError, match=r"networks 'a' and 'b' on one interface \(nic_group 1\)"):
+        networks.plan({"a": multus, "b": other}, Networks())
+    assert networks.MULTUS in networks.plan({"a": multus, "b": {**other, "nic_group": "2"}}, Networks()).annotations
 
 
 def test_address_of_a_former_vm_is_no_order() -> None:
