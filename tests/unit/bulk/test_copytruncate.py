@@ -26,7 +26,7 @@ def archives(directory: Path) -> dict[str, bytes]:
     return {path.name: gzip.decompress(path.read_bytes()) for path in directory.glob("*.gz")}
 
 
-def test_as_many_archives_are_kept_as_asked_for(tmp_path: Path) -> None:
+def test_rotation_keeps_the_configured_number_of_archives(tmp_path: Path) -> None:
     """The newest is the first. A gap ends the row: archives behind it stay."""
     (tmp_path / "a.log.9.gz").write_bytes(gzip.compress(b"kept"))
     for number in range(5):
@@ -43,9 +43,7 @@ def test_as_many_archives_are_kept_as_asked_for(tmp_path: Path) -> None:
     assert rotate(tmp_path) == (0, 0)
 
 
-def test_an_archive_has_the_owner_and_the_permissions_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotated_archive_has_the_owner_and_mode_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And from the start no more than its owner may do."""
     (tmp_path / "a.log").write_bytes(b"x")
     (tmp_path / "a.log").chmod(0o4640)
@@ -63,7 +61,7 @@ def test_an_archive_has_the_owner_and_the_permissions_of_its_log(
     assert stat.S_IMODE((tmp_path / "a.log.1.gz").stat().st_mode) == 0o640
 
 
-def test_a_rotation_that_fails_leaves_the_log_and_no_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rotation_keeps_the_log_and_leaves_no_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.log").write_bytes(b"precious")
 
     def full(_: int) -> None:
@@ -77,7 +75,7 @@ def test_a_rotation_that_fails_leaves_the_log_and_no_archive(tmp_path: Path, mon
     assert archives(tmp_path) == {}
 
 
-def test_what_is_too_much_is_left_out_once_and_not_of_each_run(tmp_path: Path) -> None:
+def test_size_limit_applies_once_to_a_log_with_holes(tmp_path: Path) -> None:
     """A log with a hole has several."""
     with (tmp_path / "a.log").open("wb") as file:
         file.write(b"a" * 4096)
@@ -92,7 +90,7 @@ def test_what_is_too_much_is_left_out_once_and_not_of_each_run(tmp_path: Path) -
     }
 
 
-def test_a_planted_link_to_nothing_has_its_place_in_the_row(tmp_path: Path) -> None:
+def test_dangling_link_counts_as_an_archive(tmp_path: Path) -> None:
     """It would be in the way of every later archive."""
     (tmp_path / "a.log.1.gz").symlink_to("nowhere")
     (tmp_path / "a.log").write_bytes(b"new")
@@ -103,9 +101,7 @@ def test_a_planted_link_to_nothing_has_its_place_in_the_row(tmp_path: Path) -> N
     assert (tmp_path / "a.log.2.gz").is_symlink()
 
 
-def test_all_is_in_the_archive_on_the_disk_before_the_log_is_emptied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_is_emptied_only_after_the_archive_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that crashes in between loses nothing."""
     log = tmp_path / "a.log"
     log.write_bytes(b"precious")

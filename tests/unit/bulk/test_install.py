@@ -11,7 +11,7 @@ from agent_shim.bulk.protocol import BlobRef, Target
 from agent_shim.host import files
 
 
-def test_a_bundle_has_its_name_only_when_all_of_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundle_gets_its_name_only_after_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash in between leaves no directory that looks installed."""
     bundle, temp = tmp_path / "bundle", tmp_path / ".bundle.tmp-00000000"
     temp.mkdir()

@@ -11,7 +11,7 @@ from agent_shim.core.errors import BlobError
 
 
 @pytest.mark.parametrize("blob_id", ["3fa85f64-5717-4562-b3fc-2c963f66afa6", "a", "A_b.c-d", "ü" * 127])
-def test_a_plain_name_is_a_blob_id(blob_id: str) -> None:
+def test_plain_names_are_blob_ids(blob_id: str) -> None:
     """The Director may give blobs any id."""
     assert checked_blob_id(blob_id) == blob_id
 
@@ -19,13 +19,13 @@ def test_a_plain_name_is_a_blob_id(blob_id: str) -> None:
 @pytest.mark.parametrize(
     "blob_id", ["", ".", "..", ".a", "a/b", "/a", "a..b", "-a", "a\0", "a\n", "a" * 256, "ü" * 128]
 )
-def test_anything_that_could_be_more_is_refused(blob_id: str) -> None:
+def test_paths_and_options_are_rejected_as_blob_ids(blob_id: str) -> None:
     """A path, an option, a hidden file."""
     with pytest.raises(BlobError, match=re.escape("it is not a plain name")):
         checked_blob_id(blob_id)
 
 
-def test_progress_has_words_and_a_share() -> None:
+def test_progress_has_a_text_and_a_fraction() -> None:
     """During the count the total is unknown."""
     counting, copying = Progress("counting"), Progress("copying", 250, 1000)
     assert (str(counting), counting.share) == ("counting", 0.0)

@@ -36,12 +36,12 @@ ENVIRONMENT = {
         (("http", "fd01::5", 80), None),
     ],
 )
-def test_exceptions_of_the_environment_are_kept(url: tuple[str, str, int], proxy: str | None) -> None:
+def test_no_proxy_variable_is_honoured(url: tuple[str, str, int], proxy: str | None) -> None:
     """Networks too, which Python's own rules lack and platforms of containers use."""
     assert proxy_for(*url, ENVIRONMENT) == proxy
 
 
-def test_a_star_excepts_all() -> None:
+def test_star_in_no_proxy_disables_all_proxies() -> None:
     """And nothing set means no proxy."""
     assert proxy_for("http", "h", 80, {"http_proxy": "p", "no_proxy": "*"}) is None
     assert proxy_for("http", "h", 80, {}) is None

@@ -20,7 +20,7 @@ DOCKER = (
 )
 
 
-def test_status_is_read() -> None:
+def test_capabilities_are_read_from_the_status_file() -> None:
     """The default set of Docker by name."""
     assert capabilities.parse_status(STATUS) == Privileges(
         effective=frozenset(DOCKER.split()),
@@ -29,16 +29,16 @@ def test_status_is_read() -> None:
     )
 
 
-def test_a_bit_that_has_no_name_yet_is_its_number() -> None:
+def test_unknown_capability_is_shown_by_number() -> None:
     assert capabilities.names("20000000001") == {"CHOWN", "41"}
 
 
-def test_what_is_missing_is_off() -> None:
+def test_missing_capability_fields_grant_nothing() -> None:
     """An empty text gives no privilege."""
     assert capabilities.parse_status("") == Privileges()
 
 
-def test_a_mask_that_is_none_is_an_error() -> None:
+def test_invalid_capability_mask_raises_an_error() -> None:
     """Nothing is guessed."""
     with pytest.raises(ValueError, match="all of them"):
         capabilities.names("all of them")

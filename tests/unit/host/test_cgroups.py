@@ -39,7 +39,7 @@ def version_1(top: Path) -> cgroups.Cgroup:
     )
 
 
-def test_memory_of_version_2(tmp_path: Path) -> None:
+def test_memory_is_read_from_cgroup_v2(tmp_path: Path) -> None:
     """The tightest level counts, also when the agent sits below it. Idle page cache is not in use."""
     write(tmp_path, {"memory.max": 600 * MIB, "memory.current": 500 * MIB})
     write(
@@ -62,7 +62,7 @@ def test_memory_of_version_2(tmp_path: Path) -> None:
     assert cgroups.memory_total(cgroups.Cgroup(), 500 * MIB) == 500 * MIB
 
 
-def test_memory_of_version_1(tmp_path: Path) -> None:
+def test_memory_is_read_from_cgroup_v1(tmp_path: Path) -> None:
     """Swap is what memory and swap together have beyond memory."""
     write(
         tmp_path / "memory",
@@ -94,14 +94,14 @@ def test_memory_of_version_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max", NO_LIMIT, str(1000 * MIB), "0", "-1", "", "nonsense"])
-def test_without_a_limit_below_the_machine_nothing_is_said(tmp_path: Path, limit: str) -> None:
+def test_memory_without_a_limit_below_the_machine_is_unknown(tmp_path: Path, limit: str) -> None:
     """The use of the agent's cgroup alone would be wrong."""
     write(tmp_path, {"memory.max": limit, "memory.current": 5})
 
     assert cgroups.memory(version_2(tmp_path), HOST) is None
 
 
-def test_swap_without_a_limit_is_that_of_the_machine(tmp_path: Path) -> None:
+def test_swap_without_a_limit_is_the_swap_of_the_machine(tmp_path: Path) -> None:
     """``max`` means all the swap there is; without the files there is none."""
     write(tmp_path, {"memory.max": MIB, "memory.current": 5})
     without = cgroups.memory(version_2(tmp_path), HOST)
@@ -112,7 +112,7 @@ def test_swap_without_a_limit_is_that_of_the_machine(tmp_path: Path) -> None:
     assert unlimited == host_stats.Memory(MIB, 5, 100 * MIB, 100 * MIB)
 
 
-def test_processor_of_version_2(tmp_path: Path) -> None:
+def test_cpu_quota_is_read_from_cgroup_v2(tmp_path: Path) -> None:
     """A quota gives so many processors for so many seconds."""
     write(tmp_path, {"cpu.max": "max 100000", "cpu.stat": "usage_usec 9\nuser_usec 9\nsystem_usec 9"})
     write(tmp_path / "pod", {"cpu.max": "50000 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 500000"})
@@ -121,7 +121,7 @@ def test_processor_of_version_2(tmp_path: Path) -> None:
     assert cgroups.cpu_times(version_2(tmp_path, "pod"), -1.0) == host_stats.CpuTimes(3.0, 0.5, 0.0, 0.0)
 
 
-def test_processor_of_version_1(tmp_path: Path) -> None:
+def test_cpu_quota_is_read_from_cgroup_v1(tmp_path: Path) -> None:
     """Quota and use are in two hierarchies."""
     write(tmp_path / "cpu", {"cpu.cfs_quota_us": 50000, "cpu.cfs_period_us": 100000})
     write(tmp_path / "cpuacct", {"cpuacct.usage_user": 3 * 10**9, "cpuacct.usage_sys": 5 * 10**8})
@@ -129,7 +129,7 @@ def test_processor_of_version_1(tmp_path: Path) -> None:
     assert cgroups.cpu_times(version_1(tmp_path), 20.0) == host_stats.CpuTimes(3.0, 0.5, 0.0, 10.0)
 
 
-def test_the_tightest_quota_counts(tmp_path: Path) -> None:
+def test_tightest_cpu_quota_wins(tmp_path: Path) -> None:
     """The counts come from the level that has them, in both hierarchies of version 1."""
     for level, quota, used in [("", 80000, 9), ("pod", 20000, 5), ("pod/agent", -1, 1)]:
         write(tmp_path / "cpu" / level, {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": 100000})
@@ -145,14 +145,14 @@ def test_the_tightest_quota_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "quota", ["max 100000", f"{100000 * (os.cpu_count() or 1)} 100000", "0 0", "5 0", "5", "", "a b"]
 )
-def test_without_a_quota_below_the_machine_nothing_is_said(tmp_path: Path, quota: str) -> None:
+def test_cpu_without_a_quota_below_the_machine_is_unknown(tmp_path: Path, quota: str) -> None:
     """The processors of the machine are what jobs have then."""
     write(tmp_path, {"cpu.max": quota, "cpu.stat": "user_usec 1\nsystem_usec 1"})
 
     assert cgroups.cpu_times(version_2(tmp_path), 20.0) is None
 
 
-def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
+def test_oom_kills_are_counted(tmp_path: Path) -> None:
     """In version 2 the counter of a level holds what happened below it. No file, no answer."""
     write(tmp_path, {"memory.max": MIB, "memory.events": "low 0\noom 4\noom_kill 3\noom_group_kill 0"})
     write(tmp_path / "leaf", {"memory.events": "oom_kill 0"})
@@ -203,7 +203,7 @@ MOUNTS = """\
 """
 
 
-def test_hierarchies_that_track_processes_are_found_best_first(tmp_path: Path) -> None:
+def test_tracking_hierarchies_are_sorted_by_usefulness(tmp_path: Path) -> None:
     """Version 2 kills, the freezer freezes. A mount that is no hierarchy of ours and one without a mount are none."""
     write(
         tmp_path / "self",
@@ -242,7 +242,7 @@ def test_cgroup_contains_this_process_only_if_the_kernel_lists_it(tmp_path: Path
     assert not cgroups.contains_this_process(cgroups.Hierarchy(1, (tmp_path / "absent",)))
 
 
-def test_nothing_mounted_is_no_cgroup() -> None:
+def test_no_mounted_hierarchy_means_no_cgroup() -> None:
     """Without cgroups everything is as on the machine itself."""
     assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()
     assert cgroups.memory(cgroups.Cgroup(), HOST) is None
@@ -251,12 +251,12 @@ def test_nothing_mounted_is_no_cgroup() -> None:
 
 
 @given(st.text())
-def test_any_text_is_a_membership(text: str) -> None:
+def test_any_membership_text_can_be_parsed(text: str) -> None:
     """Reading never fails, whatever the file holds."""
     cgroups.parse_membership(text, mounts.parse(UNIFIED + SPLIT))
 
 
-def test_the_real_cgroup_can_be_read() -> None:
+def test_cgroup_of_this_machine_can_be_read() -> None:
     """The answer is valid on any machine. Unreadable values are empty."""
     host = host_stats.memory()
     found = cgroups.memory(cgroups.find(), host)
@@ -265,7 +265,7 @@ def test_the_real_cgroup_can_be_read() -> None:
     assert cgroups.find(Path("/absent")) == cgroups.Cgroup()
 
 
-def test_processor_time_is_told_without_a_quota_too(tmp_path: Path) -> None:
+def test_cpu_time_is_reported_without_a_quota(tmp_path: Path) -> None:
     """It is the value of the own level, or with a quota that of its level."""
     write(tmp_path / "pod", {"cpu.max": "max 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 1000000"})
     write(tmp_path, {"cpu.stat": "user_usec 9000000\nsystem_usec 9000000"})

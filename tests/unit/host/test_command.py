@@ -12,23 +12,23 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import command
 
 
-async def test_a_command_reads_and_is_read() -> None:
+async def test_command_gets_its_input_and_returns_its_output() -> None:
     """Its input is in no list of processes."""
     assert await command.run("/bin/sh", "-c", "cat; echo end", given="secret ") == "secret end\n"
 
 
-async def test_a_command_that_fails_says_why() -> None:
+async def test_failed_command_error_contains_its_output() -> None:
     """With what it printed."""
     with pytest.raises(HostError, match=re.escape("cannot run /bin/sh: exit status 3: no lock")):
         await command.run("/bin/sh", "-c", "echo no lock >&2; exit 3")
 
 
-async def test_a_command_that_hangs_is_ended() -> None:
+async def test_hanging_command_is_killed() -> None:
     with pytest.raises(HostError, match="cannot run /bin/sleep: no result within 0 seconds"):
         await command.run("/bin/sleep", "600", timeout=0.05)
 
 
-async def test_a_command_ends_with_who_waits_for_it(tmp_path: Path) -> None:
+async def test_cancelled_command_is_killed(tmp_path: Path) -> None:
     """After a cancellation no process remains."""
     running = asyncio.create_task(command.run("/bin/sh", "-c", f"sleep 0.2; touch {tmp_path}/late"))
     await asyncio.sleep(0.05)

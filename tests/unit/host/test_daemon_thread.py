@@ -12,14 +12,14 @@ import pytest
 from agent_shim.host.daemon_thread import pool, run_in_daemon_thread
 
 
-async def test_result_and_error_come_back() -> None:
+async def test_daemon_thread_returns_results_and_errors() -> None:
     """Both where they are waited for."""
     assert await run_in_daemon_thread(lambda: 7, "seven") == 7
     with pytest.raises(ZeroDivisionError):
         await run_in_daemon_thread(lambda: 1 // 0, "nothing")
 
 
-async def test_hanging_work_does_not_block_other_work() -> None:
+async def test_hanging_thread_does_not_block_other_work() -> None:
     """Many at once may hang: the loop and other work continue."""
     gate = threading.Event()
     hung = [run_in_daemon_thread(gate.wait, f"hung {number}") for number in range(50)]
@@ -32,7 +32,7 @@ async def test_hanging_work_does_not_block_other_work() -> None:
         await asyncio.gather(*hung)
 
 
-async def test_answer_nobody_waits_for_is_dropped() -> None:
+async def test_result_without_a_waiter_is_dropped() -> None:
     """A waiter that gave up is not disturbed by it."""
     gate = threading.Event()
     answer = run_in_daemon_thread(gate.wait, "late")
@@ -46,14 +46,14 @@ def no_thread(_self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-async def test_without_a_further_thread_it_is_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_thread_that_cannot_start_raises_host_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As everything that the machine refuses: who asks knows how to go on without an answer."""
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with pytest.raises(OSError, match="can't start new thread"):
         await run_in_daemon_thread(lambda: 7, "seven")
 
 
-def test_the_pool_needs_no_thread_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_pool_starts_all_threads_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are there from the start; with none at all it is made all the same."""
     threads = pool(3)
     with monkeypatch.context() as patched:
@@ -63,7 +63,7 @@ def test_the_pool_needs_no_thread_later(monkeypatch: pytest.MonkeyPatch) -> None
     threads.shutdown()
 
 
-def test_the_threads_that_could_be_started_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_pool_works_with_the_threads_that_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not wait for the others."""
     start, left = threading.Thread.start, ["one", "two"]
 

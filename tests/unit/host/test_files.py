@@ -28,7 +28,7 @@ def names_in(path: Path) -> list[str]:
 # --- write_atomic ---------------------------------------------------------------------------------------------------
 
 
-def test_a_written_file_has_its_bytes_and_mode(tmp_path: Path) -> None:
+def test_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
     """Nothing else is left in the directory, and the umask has no say."""
     path = tmp_path / "a.json"
     before = os.umask(0o077)
@@ -42,7 +42,7 @@ def test_a_written_file_has_its_bytes_and_mode(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.json"]
 
 
-def test_half_a_secret_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+def test_partly_written_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     """The mode of the new file counts from its first byte: others could open it until it has its own."""
     before = os.umask(0)
     try:
@@ -55,7 +55,7 @@ def test_half_a_secret_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     assert half == 0o600
 
 
-def test_bytes_are_on_disk_before_the_name_and_the_name_before_it_is_done(
+def test_write_syncs_the_content_before_the_rename_and_then_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash leaves the old file or the new one, and a reported write is present."""
@@ -74,7 +74,7 @@ def test_bytes_are_on_disk_before_the_name_and_the_name_before_it_is_done(
     assert synced == [("file", b"old", b"new"), ("directory", b"new", b"")]
 
 
-def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_write_replaces_a_link_instead_of_following_it(tmp_path: Path) -> None:
     """A planted link at a path that root writes does not select the overwritten file."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
@@ -85,7 +85,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "a").is_symlink()
 
 
-def test_a_file_with_the_same_content_is_not_written_if_only_a_change_is(tmp_path: Path) -> None:
+def test_unchanged_file_is_not_written_again(tmp_path: Path) -> None:
     """A link is no such file, even to the same content."""
     path, link = tmp_path / "a", tmp_path / "link"
     for content, same in ((b"1", False), (b"1", True), (b"2", False)):
@@ -106,7 +106,7 @@ def _full(_: int) -> None:
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk costs the new content, not the old."""
     path = tmp_path / "a"
     path.write_bytes(b"old")
@@ -120,7 +120,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     assert names_in(tmp_path) == ["a"]
 
 
-def test_a_mount_point_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mounted_file_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that the container runtime mounted cannot be replaced, and its directory may be read-only."""
     path = tmp_path / "hosts"
     path.write_bytes(b"a longer old text")
@@ -133,7 +133,7 @@ def test_a_mount_point_is_written_in_place(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "../outside", "below/../../outside"])
-def test_a_link_that_leads_out_is_neither_read_nor_written_through(tmp_path: Path, target: str) -> None:
+def test_link_that_leaves_the_directory_is_not_followed(tmp_path: Path, target: str) -> None:
     (tmp_path / "outside").write_bytes(b"outside")
     own = tmp_path / "own"
     (own / "below").mkdir(parents=True)
@@ -147,7 +147,7 @@ def test_a_link_that_leads_out_is_neither_read_nor_written_through(tmp_path: Pat
     assert (tmp_path / "outside").read_bytes() == b"outside"
 
 
-def test_a_link_to_memory_is_followed_once(tmp_path: Path) -> None:
+def test_link_to_a_file_in_memory_is_followed_once(tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/state").write_bytes(b"kept")
     (tmp_path / "state").symlink_to("memory/state")
@@ -162,7 +162,7 @@ def test_a_link_to_memory_is_followed_once(tmp_path: Path) -> None:
 # --- make_dir, chown ------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_gets_its_mode_whatever_the_umask(tmp_path: Path) -> None:
+def test_new_directory_has_the_given_mode_despite_the_umask(tmp_path: Path) -> None:
     """Parents come as they come, the last one as asked, again and again."""
     path = tmp_path / "a" / "b"
     before = os.umask(0o077)
@@ -175,7 +175,7 @@ def test_a_directory_gets_its_mode_whatever_the_umask(tmp_path: Path) -> None:
     assert mode_of(path) == 0o750
 
 
-def test_links_of_our_own_lead_to_where_a_directory_is_made(tmp_path: Path) -> None:
+def test_directory_is_made_through_own_links(tmp_path: Path) -> None:
     """Relative and absolute ones. A file in the way is named."""
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "file").touch()
@@ -190,7 +190,7 @@ def test_links_of_our_own_lead_to_where_a_directory_is_made(tmp_path: Path) -> N
         files.make_dir(tmp_path / "file" / "x", 0o700)
 
 
-def test_a_link_of_another_user_leads_to_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_is_not_made_through_links_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vcap can write, it could lead anywhere."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -201,7 +201,7 @@ def test_a_link_of_another_user_leads_to_no_directory(tmp_path: Path, monkeypatc
     assert names_in(tmp_path / "real") == []
 
 
-def test_a_link_where_a_directory_should_be_is_refused(tmp_path: Path) -> None:
+def test_link_in_place_of_a_directory_is_rejected(tmp_path: Path) -> None:
     """Its target keeps its mode."""
     victim = tmp_path / "victim"
     victim.mkdir(0o700)
@@ -213,7 +213,7 @@ def test_a_link_where_a_directory_should_be_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_an_owner_is_a_user_and_a_group(tmp_path: Path) -> None:
+def test_chown_sets_user_and_group(tmp_path: Path) -> None:
     """Files and directories get both. A link gets them itself."""
     files.make_dir(tmp_path / "d", 0o700, "daemon:bin")
     files.write_atomic(tmp_path / "f", b"", owner="daemon:bin")
@@ -226,14 +226,14 @@ def test_an_owner_is_a_user_and_a_group(tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize(("owner", "ids"), [("daemon:root", (1, 0)), ("root:daemon", (0, 1))])
-def test_one_half_of_an_owner_may_be_right_already(tmp_path: Path, owner: str, ids: tuple[int, int]) -> None:
+def test_chown_changes_only_what_differs(tmp_path: Path, owner: str, ids: tuple[int, int]) -> None:
     files.write_atomic(tmp_path / "f", b"", owner=owner)
 
     assert ((tmp_path / "f").stat().st_uid, (tmp_path / "f").stat().st_gid) == ids
 
 
 @pytest.mark.root
-def test_root_that_may_give_nothing_away_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chown_without_the_capability_keeps_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container without CAP_CHOWN: the file is written all the same."""
     monkeypatch.setattr(capabilities, "privileges", lambda: SimpleNamespace(effective=frozenset()))
     files.can_chown.cache_clear()
@@ -245,13 +245,13 @@ def test_root_that_may_give_nothing_away_keeps_it(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.root
 @pytest.mark.parametrize(("owner", "what"), [("nobody-here:root", "user"), ("root:nobody-here", "group")])
-def test_an_unknown_owner_is_named(tmp_path: Path, owner: str, what: str) -> None:
+def test_chown_error_names_the_unknown_user_or_group(tmp_path: Path, owner: str, what: str) -> None:
     """The text says which of the two is unknown."""
     with pytest.raises(HostError, match=f"cannot give .* to {owner}: there is no {what} nobody-here"):
         files.chown(tmp_path, owner)
 
 
-def test_without_root_owners_are_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_user_changes_no_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An ordinary user's scratch tree works, whichever owner is requested."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     files.chown(tmp_path, "nobody-here:nobody-here")
@@ -264,7 +264,7 @@ def test_without_root_owners_are_not_touched(tmp_path: Path, monkeypatch: pytest
 # --- links, removal -------------------------------------------------------------------------------------------------
 
 
-def test_a_link_to_a_directory_is_swapped_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_link_is_swapped_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = tmp_path / "link"
     (tmp_path / "one").mkdir()
     files.swap_link(tmp_path / "one", link)
@@ -277,7 +277,7 @@ def test_a_link_to_a_directory_is_swapped_in_one_step(tmp_path: Path, monkeypatc
     assert link.readlink() == tmp_path / "two"
 
 
-def test_a_real_directory_gives_way_to_a_link(tmp_path: Path) -> None:
+def test_link_swap_replaces_a_real_directory(tmp_path: Path) -> None:
     """As an image may bring one."""
     link = tmp_path / "link"
     (link / "below").mkdir(parents=True)
@@ -286,9 +286,7 @@ def test_a_real_directory_gives_way_to_a_link(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_a_swap_that_fails_leaves_the_old_link_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_link_swap_keeps_the_old_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = tmp_path / "link"
     files.swap_link(tmp_path / "one", link)
 
@@ -303,7 +301,7 @@ def test_a_swap_that_fails_leaves_the_old_link_and_nothing_else(
     assert names_in(tmp_path) == ["link"]
 
 
-def test_a_tree_is_removed_and_links_are_not_followed(tmp_path: Path) -> None:
+def test_tree_removal_follows_no_links(tmp_path: Path) -> None:
     """The target of a link in it stays."""
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -319,7 +317,7 @@ def test_a_tree_is_removed_and_links_are_not_followed(tmp_path: Path) -> None:
     assert names_in(victim) == ["kept"]
 
 
-def test_a_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
+def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
     """A job nests thousands of directories in less than a second, deeper than a path or a stack may be long."""
     tree = tmp_path / "tree"
     tree.mkdir()
@@ -337,7 +335,7 @@ def test_a_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_a_tree_without_write_permission_is_removed() -> None:
+def test_read_only_tree_is_removed() -> None:
     """Module caches come read-only. An ordinary user is kept out by that, root is not."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
@@ -352,7 +350,7 @@ def test_a_tree_without_write_permission_is_removed() -> None:
         assert names_in(Path(scratch)) == []
 
 
-def test_leftovers_are_told_by_their_names(tmp_path: Path) -> None:
+def test_temporary_files_are_recognised_by_their_names(tmp_path: Path) -> None:
     """A half-made file has a name that identifies it."""
     path = tmp_path / "a"
     found = files.sibling(path)
@@ -363,14 +361,14 @@ def test_leftovers_are_told_by_their_names(tmp_path: Path) -> None:
     assert not any(map(files.is_leftover, ["a", ".a", "a.tmp-1", ".profile", "0a1b"]))
 
 
-def test_a_directory_in_the_place_of_a_file_costs_no_descriptor(tmp_path: Path) -> None:
+def test_reading_a_directory_as_a_file_leaks_no_descriptor(tmp_path: Path) -> None:
     """A settings path may be one, and is read twice a second."""
     with pytest.raises(OSError, match="it is no regular file"):
         files.read(tmp_path)
 
 
 @pytest.mark.parametrize("size", [0, 4, files.CHUNK_BYTES, files.CHUNK_BYTES + 1, 5 * files.CHUNK_BYTES])
-def test_a_file_of_the_size_of_the_limit_is_read_whole(tmp_path: Path, size: int) -> None:
+def test_file_of_exactly_the_size_limit_is_read(tmp_path: Path, size: int) -> None:
     content = os.urandom(size)
     (tmp_path / "f").write_bytes(content)
 
@@ -378,7 +376,7 @@ def test_a_file_of_the_size_of_the_limit_is_read_whole(tmp_path: Path, size: int
     assert files.read(tmp_path / "f") == content
 
 
-def test_a_file_of_the_kernel_which_has_no_size_is_read_whole_and_bounded() -> None:
+def test_proc_file_without_a_size_is_read_up_to_the_limit() -> None:
     mappings = Path("/proc/self/smaps")
 
     assert mappings.stat().st_size == 0
@@ -390,7 +388,7 @@ def test_a_file_of_the_kernel_which_has_no_size_is_read_whole_and_bounded() -> N
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_are_copied_from_here_to_the_end(tmp_path: Path) -> None:
+def test_copy_starts_at_the_current_offset(tmp_path: Path) -> None:
     data = os.urandom(300_000)
     (tmp_path / "a").write_bytes(data)
     with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:

@@ -50,20 +50,20 @@ def beneath(tree: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0) -> b
         return file.read()
 
 
-def test_a_file_beneath_is_opened(tree: Path) -> None:
+def test_guarded_open_opens_a_plain_path(tree: Path) -> None:
     """A plain path works as it does with ``open``."""
     assert beneath(tree, "a/b/file") == b"inside"
     assert beneath(tree, "./a//b/./file") == b"inside"
 
 
-def test_a_new_file_beneath_gets_its_mode(tree: Path) -> None:
+def test_guarded_open_creates_a_file_with_its_mode(tree: Path) -> None:
     """With O_CREAT."""
     beneath(tree, "a/new", os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
     assert mode_of(tree / "a" / "new") == 0o600
 
 
-def test_a_file_beneath_is_held_without_opening_it(tree: Path) -> None:
+def test_guarded_hold_does_not_open_the_file(tree: Path) -> None:
     os.mkfifo(tree / "a" / "pipe")
     directory = os.open(tree, os.O_PATH | os.O_DIRECTORY)
     held = guarded.open_beneath(directory, "a/pipe", os.O_PATH)
@@ -74,7 +74,7 @@ def test_a_file_beneath_is_held_without_opening_it(tree: Path) -> None:
     assert kind == stat.S_IFIFO
 
 
-def test_a_path_beside_its_root_is_refused(tree: Path) -> None:
+def test_guarded_open_rejects_a_path_outside_its_root(tree: Path) -> None:
     """Its names decide, before anything is opened."""
     for path, root in ((tree / "a", tree / "a" / "b"), (tree / "secret", tree / "a"), (Path("a"), Path("/a"))):
         with pytest.raises(ValueError, match="is not below"), guarded.held(path, root):
@@ -98,7 +98,7 @@ def test_a_path_beside_its_root_is_refused(tree: Path) -> None:
         "a/b/file\0",
     ],
 )
-def test_no_link_and_no_way_up_is_taken(tree: Path, path: str, flags: int) -> None:
+def test_guarded_open_follows_no_link_and_no_parent(tree: Path, path: str, flags: int) -> None:
     """Not at the end of the path and not on the way."""
     with pytest.raises(HostError, match="cannot open"):
         beneath(tree, path, flags)
@@ -113,7 +113,7 @@ def test_no_link_and_no_way_up_is_taken(tree: Path, path: str, flags: int) -> No
         ("dir-link/b", errno.ELOOP),
     ],
 )
-def test_the_error_has_the_number_of_its_reason(tree: Path, path: str, code: int) -> None:
+def test_guarded_open_error_has_the_errno(tree: Path, path: str, code: int) -> None:
     """A vanished path is passed over, a link is not."""
     with pytest.raises(HostError, match="cannot open") as caught:
         beneath(tree, path, os.O_RDONLY)
@@ -121,7 +121,7 @@ def test_the_error_has_the_number_of_its_reason(tree: Path, path: str, code: int
     assert caught.value.errno == code
 
 
-def test_a_directory_exchanged_with_a_link_while_it_is_passed_leads_nowhere(tree: Path) -> None:
+def test_guarded_open_is_safe_against_swapped_directories(tree: Path) -> None:
     """In some thousand attempts the opened file is the one inside, or none."""
     (tree / "evil").symlink_to("..")
     (tree / "real").mkdir()
@@ -145,7 +145,7 @@ def test_a_directory_exchanged_with_a_link_while_it_is_passed_leads_nowhere(tree
         attacker.join()
 
 
-def test_a_name_in_an_error_is_one_line(tree: Path) -> None:
+def test_guarded_error_escapes_file_names(tree: Path) -> None:
     """Jobs choose names: line ends, escapes and invalid UTF-8 reach no log and no terminal."""
     name = os.fsdecode(b"x\n\x1b[2J\xff")
     with pytest.raises(HostError) as caught:
@@ -157,7 +157,7 @@ def test_a_name_in_an_error_is_one_line(tree: Path) -> None:
 # --- by a whole path ------------------------------------------------------------------------------------------------
 
 
-def test_links_of_our_own_are_followed(tree: Path) -> None:
+def test_guarded_read_follows_own_links(tree: Path) -> None:
     """As ``/var/vcap/sys``. Below a root that was named they are not."""
     assert guarded.read(tree / "dir-link" / "b" / "file", 100) == b"inside"
     assert guarded.read(tree / "up" / "secret", 100) == b"secret"
@@ -167,7 +167,7 @@ def test_links_of_our_own_are_followed(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["absent", "a/absent/file", "a/b/file/x", "a/no\0name"])
-def test_a_path_that_leads_nowhere_is_not_read(tree: Path, path: str) -> None:
+def test_guarded_read_rejects_a_dangling_path(tree: Path, path: str) -> None:
     with pytest.raises((OSError, ValueError), match="absent|file|null"):
         guarded.read(tree / path, 100)
 
@@ -176,7 +176,7 @@ def status(mode: int, owner: int, links: int = 1) -> os.stat_result:
     return os.stat_result((mode, 1, 1, links, owner, 0, 0, 0, 0, 0))
 
 
-def test_below_a_root_names_of_a_file_are_counted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guarded_read_counts_hard_links_below_a_root(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside one, the path is the agent's own."""
     counted: list[int] = []
     monkeypatch.setattr(guarded, "refuse_second_name", lambda found: counted.append(found.st_ino))
@@ -196,14 +196,14 @@ def test_below_a_root_names_of_a_file_are_counted(tree: Path, monkeypatch: pytes
         (stat.S_IFDIR, 0, 5, True),
     ],
 )
-def test_a_file_of_root_has_one_name(mode: int, owner: int, links: int, is_read: bool) -> None:
+def test_guarded_read_rejects_hard_linked_files_of_root(mode: int, owner: int, links: int, is_read: bool) -> None:
     """A job can give a file of root a second name in its own directory, and its own files any number."""
     with contextlib.nullcontext() if is_read else pytest.raises(OSError, match="second hard link"):
         guarded.refuse_second_name(status(mode, owner, links))
 
 
 @pytest.mark.parametrize("what", ["fifo", "socket", "device", "directory", "proc"])
-def test_irregular_files_are_not_opened(tmp_path: Path, what: str) -> None:
+def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None:
     """It fails at once: a FIFO without a writer would block its reader for ever."""
     path = tmp_path / "thing"
     if what == "fifo":
@@ -225,7 +225,7 @@ def test_irregular_files_are_not_opened(tmp_path: Path, what: str) -> None:
         os.close(guarded.open_log(path, 0o600))
 
 
-def test_opening_a_file_under_its_owners_lease_does_not_block(tmp_path: Path) -> None:
+def test_guarded_open_does_not_wait_for_a_lease(tmp_path: Path) -> None:
     """The kernel lets an open wait up to 45 seconds for the release of a lease, unless told otherwise by a flag."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the owner of a lease gets
     path = tmp_path / "x.log"
@@ -239,7 +239,7 @@ def test_opening_a_file_under_its_owners_lease_does_not_block(tmp_path: Path) ->
     signal.signal(signal.SIGIO, before)
 
 
-def test_reads_are_bounded(tmp_path: Path) -> None:
+def test_guarded_read_is_bounded(tmp_path: Path) -> None:
     """A sparse file of terabytes takes no longer than a short one."""
     path = tmp_path / "huge"
     with path.open("wb") as file:
@@ -254,7 +254,7 @@ def test_reads_are_bounded(tmp_path: Path) -> None:
     assert guarded.read(path, 1000) == guarded.tail(path, 2000) == b"x" * 1000
 
 
-def test_the_holes_of_a_file_are_passed_over(tmp_path: Path) -> None:
+def test_data_search_skips_holes(tmp_path: Path) -> None:
     """After a number of runs the rest counts as a hole: a job can make any number of them."""
     path = tmp_path / "sparse"
     with path.open("wb") as file:
@@ -272,9 +272,7 @@ def test_the_holes_of_a_file_are_passed_over(tmp_path: Path) -> None:
         assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []  # a hole to the end
 
 
-def test_content_is_looked_for_up_to_the_end_that_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_search_stops_at_the_requested_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log may grow meanwhile, and a copy of it allows for any number of runs."""
     (tmp_path / "log").write_bytes(b"x" * 100)
     looks = 0
@@ -294,7 +292,7 @@ def test_content_is_looked_for_up_to_the_end_that_was_asked_for(
 # --- appending ------------------------------------------------------------------------------------------------------
 
 
-def test_a_log_is_made_and_appended_to(tmp_path: Path) -> None:
+def test_log_is_created_and_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     for text in (b"a", b"b"):
         descriptor = guarded.open_log(path, 0o640)
@@ -306,7 +304,7 @@ def test_a_log_is_made_and_appended_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["link", "dangling link", "second name"])
-def test_nothing_is_appended_to_a_file_elsewhere(tmp_path: Path, what: str) -> None:
+def test_append_follows_no_link(tmp_path: Path, what: str) -> None:
     victim, path = tmp_path / "victim", tmp_path / "x.log"
     if what != "dangling link":
         victim.write_bytes(b"")
@@ -332,7 +330,7 @@ def test_walk_finds_regular_files_through_no_link(tree: Path) -> None:
         os.close(top)
 
 
-def test_no_more_names_are_listed_than_asked_for(tree: Path) -> None:
+def test_directory_listing_is_bounded(tree: Path) -> None:
     top = os.open(tree, os.O_RDONLY)
     try:
         assert [len(guarded.names(top, limit)) for limit in (0, 1, 3, 100)] == [0, 1, 3, 5]
@@ -340,7 +338,7 @@ def test_no_more_names_are_listed_than_asked_for(tree: Path) -> None:
         os.close(top)
 
 
-def test_walk_ends_at_its_limit_and_says_where(tmp_path: Path) -> None:
+def test_walk_stops_at_its_limit_and_reports_it(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number}").touch()
     top = os.open(tmp_path, os.O_PATH)
@@ -354,7 +352,7 @@ def test_walk_ends_at_its_limit_and_says_where(tmp_path: Path) -> None:
     assert skipped == [""]
 
 
-def test_names_that_are_no_text_are_walked_over(tmp_path: Path) -> None:
+def test_walk_returns_undecodable_names(tmp_path: Path) -> None:
     """They come as surrogates, which ``os.fsencode`` turns back."""
     (tmp_path / os.fsdecode(b"\xff\n.log")).touch()
     top = os.open(tmp_path, os.O_PATH)
@@ -367,7 +365,7 @@ def test_names_that_are_no_text_are_walked_over(tmp_path: Path) -> None:
 # --- from the event loop --------------------------------------------------------------------------------------------
 
 
-async def test_a_call_that_hangs_ends_at_its_deadline_and_delays_no_other() -> None:
+async def test_hanging_call_ends_at_its_deadline_without_delaying_others() -> None:
     """One thread is lost to it, however often it is tried again."""
     gate = threading.Event()
     before = set(threading.enumerate())
@@ -382,7 +380,7 @@ async def test_a_call_that_hangs_ends_at_its_deadline_and_delays_no_other() -> N
     assert await guarded.aside("evil", lambda: 7) == 7
 
 
-async def test_threads_that_hang_are_few() -> None:
+async def test_number_of_hanging_threads_is_bounded() -> None:
     """However many jobs hang."""
     gate = threading.Event()
     before = set(threading.enumerate())  # one of them may be ending
@@ -395,12 +393,12 @@ async def test_threads_that_hang_are_few() -> None:
     assert await guarded.aside("good", lambda: 7) == 7
 
 
-async def test_errors_of_the_work_are_raised() -> None:
+async def test_errors_in_a_guarded_call_are_raised() -> None:
     with pytest.raises(FileNotFoundError):
         await guarded.aside("x", lambda: guarded.status(Path("/absent")))
 
 
-async def test_a_call_without_a_thread_holds_up_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_without_a_free_thread_does_not_block_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(work: object, name: str) -> asyncio.Future[None]:
         answer = asyncio.get_running_loop().create_future()
         answer.set_exception(RuntimeError("can't start new thread"))

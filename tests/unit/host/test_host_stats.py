@@ -22,7 +22,7 @@ SwapFree:         450 kB
 """
 
 
-def test_processor_times(tmp_path: Path) -> None:
+def test_cpu_times_are_parsed(tmp_path: Path) -> None:
     """User holds nice. The total holds steal and leaves the guests out."""
     (tmp_path / "stat").write_text(STAT)
     times = host_stats.cpu_times(tmp_path)
@@ -31,7 +31,7 @@ def test_processor_times(tmp_path: Path) -> None:
     assert ticks == pytest.approx([120, 30, 50, 621])
 
 
-def test_memory_in_use_is_what_is_not_available(tmp_path: Path) -> None:
+def test_used_memory_is_total_minus_available(tmp_path: Path) -> None:
     """Cache that can be given back is not in use."""
     (tmp_path / "meminfo").write_text(MEMINFO)
 
@@ -39,7 +39,7 @@ def test_memory_in_use_is_what_is_not_available(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "cpu 1 2", "cpu a b c d e", "cpu -1 0 0 0 0 0 0 0 0 0", "cpu ² 1 1 1 1"])
-def test_other_texts_are_no_processor_times(tmp_path: Path, text: str) -> None:
+def test_invalid_cpu_times_are_rejected(tmp_path: Path, text: str) -> None:
     """Text that the kernel would not write is an error, never a number."""
     (tmp_path / "stat").write_text(text)
 
@@ -50,7 +50,7 @@ def test_other_texts_are_no_processor_times(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "MemFree: 1 kB", "MemTotal: much kB", "MemTotal: -5 kB", MEMINFO.replace("   500 kB", "-500 kB")]
 )
-def test_other_texts_are_no_memory(tmp_path: Path, text: str) -> None:
+def test_invalid_meminfo_is_rejected(tmp_path: Path, text: str) -> None:
     """Text that the kernel would not write is an error, never a number."""
     (tmp_path / "meminfo").write_text(text)
 
@@ -58,7 +58,7 @@ def test_other_texts_are_no_memory(tmp_path: Path, text: str) -> None:
         host_stats.memory(tmp_path)
 
 
-def test_load(tmp_path: Path) -> None:
+def test_load_averages_are_parsed(tmp_path: Path) -> None:
     """Three averages precede other figures."""
     (tmp_path / "loadavg").write_text("0.39 12.51 0.00 2/345 6789\n")
 
@@ -66,7 +66,7 @@ def test_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0.1 0.2", "nan nan nan", "0.1 -0.2 0.3", "1 2 inf"])
-def test_other_texts_are_no_load(tmp_path: Path, text: str) -> None:
+def test_invalid_load_averages_are_rejected(tmp_path: Path, text: str) -> None:
     """Text that the kernel would not write is an error, never a number."""
     (tmp_path / "loadavg").write_text(text)
 
@@ -74,7 +74,7 @@ def test_other_texts_are_no_load(tmp_path: Path, text: str) -> None:
         host_stats.load(tmp_path)
 
 
-def test_the_real_machine_can_be_read() -> None:
+def test_figures_of_this_machine_can_be_read() -> None:
     """The kernel of this machine writes figures that are read."""
     times, memory = host_stats.cpu_times(), host_stats.memory()
 

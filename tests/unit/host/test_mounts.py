@@ -26,7 +26,7 @@ def table() -> list[mounts.Mount]:
     return mounts.parse(TABLE)
 
 
-def test_fields_are_read(table: list[mounts.Mount]) -> None:
+def test_mount_fields_are_parsed(table: list[mounts.Mount]) -> None:
     """Optional tags before the dash do not shift what follows. Escapes are undone."""
     vol = table[2]
 
@@ -52,7 +52,7 @@ def test_fields_are_read(table: list[mounts.Mount]) -> None:
         ("/a/b/c", "newest"),
     ],
 )
-def test_a_path_lies_on_the_mount_the_kernel_would_meet(path: str, source: str, table: list[mounts.Mount]) -> None:
+def test_mount_of_a_path_is_the_visible_one(path: str, source: str, table: list[mounts.Mount]) -> None:
     """Neither table order nor depth decides: a mount that was covered later is not visible."""
     mount = mounts.mount_of(Path(path), table)
 
@@ -65,9 +65,7 @@ def test_a_path_lies_on_the_mount_the_kernel_would_meet(path: str, source: str, 
     [("ext4", True), ("xfs", True), ("tmpfs", True), ("nfs4", False), ("cifs", False), ("fuse.x", False), ("9p", False),
      ("virtiofs", False), ("ceph", False), ("of a later kernel", False)],
 )  # fmt: skip
-def test_a_file_system_that_another_machine_may_write_is_not_local(
-    monkeypatch: pytest.MonkeyPatch, kind: str, is_local: bool
-) -> None:
+def test_network_file_system_is_not_local(monkeypatch: pytest.MonkeyPatch, kind: str, is_local: bool) -> None:
     """One of an unknown kind may be of that sort."""
     table = mounts.parse(TABLE.replace(b"xfs", kind.replace(" ", r"\040").encode()))
     monkeypatch.setattr(mounts, "mounts", lambda: table)
@@ -75,14 +73,14 @@ def test_a_file_system_that_another_machine_may_write_is_not_local(
     assert mounts.is_local(Path("/vol/data")) is is_local
 
 
-def test_a_path_on_no_mount_is_not_local(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_without_a_mount_is_not_local(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a namespace whose root cannot be reached."""
     monkeypatch.setattr(mounts, "mounts", list)
 
     assert not mounts.is_local(Path("/vol"))
 
 
-def test_lines_that_are_no_mounts_are_left_out() -> None:
+def test_invalid_mount_lines_are_skipped() -> None:
     """Half a line, no dash, words for numbers: nothing is made of them."""
     lines = (
         b"",
@@ -96,19 +94,19 @@ def test_lines_that_are_no_mounts_are_left_out() -> None:
     assert mounts.parse(b"\n".join(lines)) == []
 
 
-def test_what_a_later_kernel_adds_to_a_line_is_left_out() -> None:
+def test_additional_mount_fields_are_ignored() -> None:
     (mount,) = mounts.parse(b"27 1 254:0 / / rw - ext4 /dev/vda rw,discard more")
 
     assert mount.features == {"rw", "discard"}
 
 
-def test_an_escape_is_one_byte() -> None:
+def test_mount_escape_is_one_byte() -> None:
     (mount,) = mounts.parse(rb"27 1 254:0 / /a\777 rw - ext4 /dev/vda rw")
 
     assert os.fsencode(mount.point) == b"/a\xff"
 
 
-def test_a_mount_that_is_its_own_parent_is_the_top() -> None:
+def test_mount_that_is_its_own_parent_is_the_root() -> None:
     """As the kernel shows the first one of a container."""
     table = mounts.parse(b"27 27 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:5 / /a rw - tmpfs a rw")
 
@@ -116,13 +114,13 @@ def test_a_mount_that_is_its_own_parent_is_the_top() -> None:
 
 
 @given(st.binary())
-def test_any_bytes_are_a_table(garbage: bytes) -> None:
+def test_any_mount_table_can_be_parsed(garbage: bytes) -> None:
     """Reading never fails, whatever the file holds."""
     mounts.parse(garbage)
 
 
 @given(st.binary(min_size=1).filter(lambda name: name != b"." and not {0, ord("/")} & set(name)))
-def test_escapes_are_undone(name: bytes) -> None:
+def test_mount_point_escapes_are_decoded(name: bytes) -> None:
     """Every name comes back as it was, also one that is no UTF-8 or holds a carriage return."""
     escaped = b"".join(rb"\%03o" % byte if byte in b" \t\n\\#" else bytes([byte]) for byte in name)
 
@@ -131,7 +129,7 @@ def test_escapes_are_undone(name: bytes) -> None:
     assert os.fsencode(mount.point) == b"/" + name
 
 
-def test_the_real_table_knows_proc() -> None:
+def test_mount_table_of_this_machine_contains_proc() -> None:
     """The kernel of this machine writes what we read."""
     mount = mounts.mount_of(Path("/proc/self/status"))
 
@@ -141,7 +139,7 @@ def test_the_real_table_knows_proc() -> None:
     assert not mounts.is_mount_point(Path("/proc/self"))
 
 
-def test_mount_point_is_known_by_its_whole_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mount_point_needs_an_exact_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by the beginning of a name nor behind another mount."""
     table = tmp_path / "mountinfo"
     table.write_text(f"5 4 0:1 / / rw - ext4 disk rw\n6 5 0:2 / {tmp_path}/ab rw - tmpfs none rw\n")
@@ -156,7 +154,7 @@ def test_mount_point_is_known_by_its_whole_name(tmp_path: Path, monkeypatch: pyt
     assert not mounts.is_mount_point(tmp_path / "ab")
 
 
-def test_a_refused_unmount_names_the_target(tmp_path: Path) -> None:
+def test_failed_unmount_error_names_the_target(tmp_path: Path) -> None:
     """The errno of the kernel is kept beside the text."""
     with pytest.raises(OSError, match=f"^cannot unmount {tmp_path}: ") as failed:
         mounts.unmount(tmp_path)

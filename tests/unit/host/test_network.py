@@ -25,7 +25,7 @@ CHEAPER = "eth1\t00000000\tFE01A8C0\t0003\t0\t0\t20\t00000000\t0\t0\t0\n"
         (HEAD + "eth0\t00000000\n", None),
     ],
 )
-def test_default_route(text: str, route: tuple[str, str] | None) -> None:
+def test_default_route_with_the_lowest_metric_wins(text: str, route: tuple[str, str] | None) -> None:
     """The default route with the lowest metric counts. A machine without one has none."""
     assert network.parse_route(text) == route
 
@@ -52,12 +52,12 @@ TCP = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrns
         ),
     ],
 )
-def test_listeners(line: str, ports: dict[int, set[int]]) -> None:
+def test_listening_sockets_are_parsed(line: str, ports: dict[int, set[int]]) -> None:
     """Those that others can reach. A connection is none."""
     assert network.parse_listeners((TCP + line).splitlines()) == ports
 
 
-def test_reading_of_sockets_ends_after_the_listeners() -> None:
+def test_socket_table_is_read_up_to_the_last_listener() -> None:
     """The kernel lists listeners first. A job can have a million connections."""
     connection = "   0: 00000000:0016 0500000A:9C40 01 00000000:00000000 00:00000000 00000000     0        0 1 1\n"
     lines = iter([TCP, *[connection] * 3])
@@ -67,7 +67,7 @@ def test_reading_of_sockets_ends_after_the_listeners() -> None:
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")])
-def test_a_listener_is_seen(family: socket.AddressFamily, address: str) -> None:
+def test_listening_socket_is_found(family: socket.AddressFamily, address: str) -> None:
     """From the moment it listens to its end."""
     with socket.socket(family) as listener:
         listener.bind((address, 0))
@@ -80,7 +80,7 @@ def test_a_listener_is_seen(family: socket.AddressFamily, address: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1", "::1", "fe80::1%eth0", "fe80::1%br-a.1", "::ffff:10.0.0.1"])
-def test_addresses_with_and_without_scope(text: str) -> None:
+def test_addresses_are_parsed_with_and_without_scope(text: str) -> None:
     assert network.is_address(text)
 
 
@@ -101,7 +101,7 @@ def test_addresses_with_and_without_scope(text: str) -> None:
         *("10.0.0.1\0", "10.0.0.1 ", "%eth0", "\udc80"),
     ],
 )
-def test_other_texts_are_no_addresses(text: str) -> None:
+def test_invalid_addresses_are_rejected(text: str) -> None:
     assert not network.is_address(text)
     assert network.family_of(text) is None
 
@@ -109,7 +109,7 @@ def test_other_texts_are_no_addresses(text: str) -> None:
 @pytest.mark.parametrize(
     ("prefix", "mask"), [("00", "::"), ("40", "ffff:ffff:ffff:ffff::"), ("80", ":".join(["ffff"] * 8))]
 )
-def test_default_address_of_ipv6(monkeypatch: pytest.MonkeyPatch, prefix: str, mask: str) -> None:
+def test_default_ipv6_address_is_found(monkeypatch: pytest.MonkeyPatch, prefix: str, mask: str) -> None:
     route = f"{'0' * 32} 00 {'0' * 32} 00 fe80{'0' * 27}1 00000400 00000001 00000000 00000003 eth0\n"
     address = f"20010db8{'0' * 23}5 02 {prefix} 00 80 eth0\n"
     texts = {"ipv6_route": route, "if_inet6": address}

@@ -30,7 +30,7 @@ def heard(systemd: socket.socket) -> list[str]:
             return found
 
 
-def test_it_hears_that_we_are_ready_and_that_we_go(systemd: socket.socket) -> None:
+def test_systemd_is_notified_of_start_and_stop(systemd: socket.socket) -> None:
     notifier = Notifier(systemd.getsockname())
     notifier.ready()
     notifier.stopping()
@@ -38,7 +38,7 @@ def test_it_hears_that_we_are_ready_and_that_we_go(systemd: socket.socket) -> No
     assert heard(systemd) == ["READY=1", "STOPPING=1"]
 
 
-def test_a_beat_is_told_and_is_due_thrice_in_the_patience(systemd: socket.socket) -> None:
+def test_systemd_watchdog_is_fed_three_times_per_period(systemd: socket.socket) -> None:
     notifier = Notifier(systemd.getsockname(), 30.0)
     notifier.beat()
 
@@ -46,7 +46,7 @@ def test_a_beat_is_told_and_is_due_thrice_in_the_patience(systemd: socket.socket
     assert heard(systemd) == ["WATCHDOG=1"]
 
 
-def test_without_a_watchdog_there_are_no_beats(systemd: socket.socket) -> None:
+def test_systemd_watchdog_is_not_fed_unless_requested(systemd: socket.socket) -> None:
     notifier = Notifier(systemd.getsockname())
     notifier.beat()
 
@@ -54,7 +54,7 @@ def test_without_a_watchdog_there_are_no_beats(systemd: socket.socket) -> None:
     assert heard(systemd) == []
 
 
-def test_an_abstract_name_is_understood() -> None:
+def test_abstract_notify_socket_is_supported() -> None:
     name = f"agent-shim@test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(f"\0{name}")
@@ -64,7 +64,7 @@ def test_an_abstract_name_is_understood() -> None:
         assert listener.recv(100) == b"READY=1"
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_missing_notify_socket_is_ignored(tmp_path: Path) -> None:
     Notifier().ready()
     Notifier(str(tmp_path / "none")).ready()
 
@@ -79,14 +79,14 @@ def test_nobody_listens(tmp_path: Path) -> None:
         ({"NOTIFY_SOCKET": "/run/n", "WATCHDOG_USEC": "soon"}, Notifier("/run/n")),
     ],
 )
-def test_variables_are_taken_out_of_the_environment(given: dict[str, str], wanted: Notifier) -> None:
+def test_systemd_variables_are_removed_from_the_environment(given: dict[str, str], wanted: Notifier) -> None:
     environ = {"PATH": "/bin", **given}
 
     assert sd_notify.from_environment(environ) == wanted
     assert environ == {"PATH": "/bin"}
 
 
-def test_notifying_a_systemd_that_does_not_read_does_not_block(
+def test_notifying_an_unresponsive_systemd_does_not_block(
     systemd: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The watchdog's thread beats, and must end a held process."""

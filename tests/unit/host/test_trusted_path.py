@@ -35,7 +35,7 @@ def status(mode: int, owner: int) -> os.stat_result:
         (1000, 1001, 1000, 0o755, False),
     ],
 )
-def test_links_of_root_and_our_own_are_followed(
+def test_trusted_path_follows_links_of_root_and_our_own(
     monkeypatch: pytest.MonkeyPatch, us: int, owner: int, of_directory: int, mode: int, is_followed: bool
 ) -> None:
     """By root only where no other user can have moved them to."""
@@ -46,7 +46,7 @@ def test_links_of_root_and_our_own_are_followed(
         trusted_path.refuse_link("x", link, directory)
 
 
-def test_in_a_user_namespace_links_of_users_from_outside_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusted_path_follows_links_of_outside_users_in_a_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root of the machine is one of them."""
     monkeypatch.setattr(user_namespace, "overflow_user", lambda: 65534)
     for is_inside, more in ((False, set()), (True, {65534})):
@@ -54,7 +54,7 @@ def test_in_a_user_namespace_links_of_users_from_outside_are_followed(monkeypatc
         assert trusted_path.trusted_users() == {0, os.geteuid()} | more
 
 
-def test_as_many_links_are_followed_as_by_the_kernel(tmp_path: Path) -> None:
+def test_trusted_path_limits_links_as_the_kernel_does(tmp_path: Path) -> None:
     """Relative and absolute ones. The error names the path."""
     (tmp_path / "0").mkdir()
     for number in range(41):
@@ -66,7 +66,7 @@ def test_as_many_links_are_followed_as_by_the_kernel(tmp_path: Path) -> None:
         assert caught.value.filename == str(tmp_path / "41" / "..")
 
 
-def test_a_start_that_cannot_be_opened_again_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusted_path_reports_an_unopenable_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A descriptor that is closed twice may be another thread's by then."""
     (tmp_path / "link").symlink_to("/etc")
     opened = os.open
@@ -82,7 +82,7 @@ def test_a_start_that_cannot_be_opened_again_is_the_error(tmp_path: Path, monkey
             trusted_path.hold(tmp_path / "link")
 
 
-def test_a_held_directory_is_a_start_of_its_own() -> None:
+def test_trusted_path_starts_from_a_held_directory() -> None:
     assert trusted_path.start("/proc/self/fd/7/a/b") == ("/proc/self/fd/7", deque(["a", "b"]))
     assert trusted_path.start("/proc/self/fd/x/a") == ("/", deque(["proc", "self", "fd", "x", "a"]))
     assert trusted_path.start("/a/./b/") == ("/", deque(["a", "b"]))

@@ -13,16 +13,16 @@ from agent_shim.host import user_namespace
     ("uid_map", "expected"),
     [("         0          0 4294967295\n", False), ("0 100000 65536\n", True), ("", True)],
 )
-def test_only_the_whole_range_is_the_machine_itself(tmp_path: Path, uid_map: str, expected: bool) -> None:
+def test_identity_mapping_of_all_ids_is_no_user_namespace(tmp_path: Path, uid_map: str, expected: bool) -> None:
     (tmp_path / "uid_map").write_text(uid_map)
 
     assert user_namespace.is_inside(str(tmp_path / "uid_map")) is expected
 
 
-def test_the_real_kernel_has_an_overflow_user() -> None:
+def test_overflow_user_of_this_kernel_is_read() -> None:
     assert user_namespace.overflow_user() > 0
 
 
-def test_a_kernel_without_user_namespaces_has_the_machines_root(tmp_path: Path) -> None:
+def test_kernel_without_user_namespaces_is_not_inside_one(tmp_path: Path) -> None:
     """It lacks the file."""
     assert not user_namespace.is_inside(str(tmp_path / "uid_map"))

@@ -37,7 +37,7 @@ def block_until(holds: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
-async def test_report_of_a_blocked_loop_names_the_file_and_the_place(caplog: pytest.LogCaptureFixture) -> None:
+async def test_blocked_loop_report_names_the_code_location(caplog: pytest.LogCaptureFixture) -> None:
     with watching(lambda: None, PERIOD_S), reading("web", "its pidfile"):
         with reading("web", "its log"):
             pass
@@ -53,9 +53,7 @@ async def test_report_of_a_blocked_loop_names_the_file_and_the_place(caplog: pyt
 
 
 @pytest.mark.parametrize("period", [PERIOD_S, 0.0, 3600.0])
-async def test_report_of_a_loop_that_reads_nothing_names_no_file(
-    caplog: pytest.LogCaptureFixture, period: float
-) -> None:
+async def test_report_of_an_idle_blocked_loop_names_no_file(caplog: pytest.LogCaptureFixture, period: float) -> None:
     """With any period of an outer watchdog, and without one."""
     with reading("web", "its pidfile"):
         pass
@@ -65,7 +63,7 @@ async def test_report_of_a_loop_that_reads_nothing_names_no_file(
     assert caplog.records[0].getMessage().startswith("the event loop is blocked: ")
 
 
-async def test_running_loop_is_fed_and_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+async def test_running_loop_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     fed: list[float] = []
     with watching(lambda: fed.append(time.monotonic()), PERIOD_S):
         await until(lambda: len(fed) > 20)
@@ -75,7 +73,7 @@ async def test_running_loop_is_fed_and_not_reported(caplog: pytest.LogCaptureFix
     assert fed[20] - fed[0] > 10 * PERIOD_S
 
 
-async def test_blocked_loop_is_fed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_watchdog_is_fed_while_the_loop_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
     """Else systemd would end the agent without its report."""
     fed: list[None] = []
     with watching(lambda: fed.append(None), PERIOD_S):
@@ -84,7 +82,7 @@ async def test_blocked_loop_is_fed(caplog: pytest.LogCaptureFixture) -> None:
         block_until(lambda: len(fed) > count)
 
 
-async def test_timer_that_ends_the_process_is_set_again_until_the_watch_ends() -> None:
+async def test_watchdog_timer_is_rearmed_until_the_watch_ends() -> None:
     with watching(lambda: None, PERIOD_S):
         signal.setitimer(signal.ITIMER_VIRTUAL, 100 * watchdog.END_AFTER_S)
         await until(lambda: signal.getitimer(signal.ITIMER_VIRTUAL)[0] <= watchdog.END_AFTER_S)
@@ -95,7 +93,7 @@ async def test_timer_that_ends_the_process_is_set_again_until_the_watch_ends() -
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
 
 
-async def test_end_of_the_process_is_called_off_with_the_watch(
+async def test_watchdog_timer_is_cancelled_with_the_watch(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop may run again and end its watch before the thread has seen a beat."""
