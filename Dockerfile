@@ -21,7 +21,7 @@ FROM ${BASE_IMAGE} AS build
 ARG PYTHON=python3
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        ${PYTHON} ${PYTHON}-venv s6 patchelf binutils \
+        ${PYTHON} ${PYTHON}-venv s6 patchelf binutils gcc musl-tools \
     && apt-get clean && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 # An interpreter and an init that upgrades and releases do not change.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import platform
 import re
@@ -24,7 +25,7 @@ SOURCE = ROOT / "agent_shim/__init__.py"
 HOME = "https://github.com/agent-shim/agent-shim"
 KEEPER = "agent_shim/host/keeper"
 """The program that keeps the processes of jobs, without the ``.c`` of its source."""
-KEEPER_FLAGS = ("-std=gnu11", "-Os", "-Wall", "-Wextra", "-Werror", "-static", "-s")
+KEEPER_FLAGS = ("-std=gnu11", "-Os", "-Wall", "-Wextra", "-Werror", "-s")
 
 
 def version() -> str:
@@ -72,28 +73,52 @@ def page(readme: str) -> str:
     return re.sub(r"((?<!!)\[[^]!]*\]\()(?!https?:|#)", rf"\g<1>{HOME}/blob/{at}/", readme)
 
 
-def compiler() -> list[str]:
-    """Return the command of a C compiler: ``CC``, else the system's, else that of the package ziglang."""
+def machine() -> str:
+    """Return the processor that a wheel is for: ``AGENT_SHIM_MACHINE``, else that of this machine."""
+    return os.environ.get("AGENT_SHIM_MACHINE") or platform.machine()
+
+
+def compilers() -> list[list[str]]:
+    """Return the commands of C compilers on this machine for ``machine``, the preferred one first.
+
+    musl makes the smallest program. A cross compiler has its processor in its name, and zig is one for all.
+    """
     if command := os.environ.get("CC", "").split():
-        return command
-    if found := shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"):
-        return [found]
-    return [sys.executable, "-m", "ziglang", "cc", "-target", f"{platform.machine()}-linux-musl"]
+        return [command]
+    is_own = machine() == platform.machine()
+    names = (
+        ("musl-gcc", "cc", "gcc", "clang") if is_own else (f"{machine()}-linux-musl-gcc", f"{machine()}-linux-gnu-gcc")
+    )
+    found = [[path] for name in names if (path := shutil.which(name))]
+    if importlib.util.find_spec("ziglang"):
+        found.append([sys.executable, "-m", "ziglang", "cc", "-target", f"{machine()}-linux-musl"])
+    return found
 
 
-def build_keeper(target: Path) -> None:
-    """Compile the keeper to ``target``. Raises ``OSError`` or ``CalledProcessError`` without a working compiler."""
+def build_keeper(target: Path, links: tuple[str, ...] = ("-static",)) -> None:
+    """Compile the keeper to ``target`` with the first compiler that can. ``links`` are ways to link, in this order."""
+    reasons = ["there is no C compiler: install musl-gcc, or gcc, or the package ziglang of PyPI"]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".keeper-") as scratch:
         made = Path(scratch, "keeper")
-        subprocess.run([*compiler(), *KEEPER_FLAGS, "-o", str(made), str(ROOT / f"{KEEPER}.c")], check=True)
-        made.replace(target)  # another build may be doing the same
+        for link in links:
+            for command in compilers():
+                argv = [*command, *KEEPER_FLAGS, link, "-o", str(made), str(ROOT / f"{KEEPER}.c")]
+                done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+                if done.returncode == 0:
+                    made.replace(target)  # another build may be doing the same
+                    return
+                reasons.append(f"{' '.join(argv)}\n{done.stdout}")
+    raise SystemExit(f"cannot compile {KEEPER}.c: {reasons[-1]}")
 
 
 def build_keeper_of_checkout() -> None:
-    """Compile the keeper beside its source if it is missing or older."""
+    """Compile the keeper beside its source if it is missing or older.
+
+    Here it may need shared libraries: Fedora's compiler has no static ones.
+    """
     target, source = ROOT / KEEPER, ROOT / f"{KEEPER}.c"
     if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
-        build_keeper(target)
+        build_keeper(target, ("-static", "-no-pie"))
 
 
 class PageHook(MetadataHookInterface):
@@ -110,8 +135,12 @@ class PageHook(MetadataHookInterface):
         }
 
 
-class NameHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Replaces the version and the commit in ``agent_shim/__init__.py`` of a wheel or source distribution."""
+class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Writes the version and the commit into ``agent_shim/__init__.py`` of a build, and the keeper into a wheel."""
+
+    def dependencies(self) -> list[str]:
+        """Return a C compiler of PyPI (100 MB) where the system has none."""
+        return ["ziglang"] if self.target_name == "wheel" and not compilers() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
@@ -126,6 +155,12 @@ class NameHook(BuildHookInterface):  # type: ignore[type-arg]
         named.write_text(text)
         named.chmod(0o644)
         build_data["force_include"][str(named)] = "agent_shim/__init__.py"
+        if self.target_name == "wheel":
+            build_keeper(scratch / "keeper")
+            build_data["force_include"][str(scratch / "keeper")] = KEEPER
+            # A static program needs no libc, so the wheel fits systems with glibc and with musl. Tags name their age.
+            build_data["tag"] = f"py3-none-manylinux_2_17_{machine()}.musllinux_1_1_{machine()}"
+            build_data["pure_python"] = False
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from hatch_build import semantic_version
+from hatch_build import KEEPER, build_keeper, semantic_version
 from kubernetes_cpi import schema
 from kubernetes_cpi.config import Config
 
@@ -163,6 +163,8 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
     pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements" / lock)]
     subprocess.run([*install, *pinned, "--target", str(library)], check=True, stdout=sys.stderr)
     shutil.copytree(ROOT / program, library / program, ignore=shutil.ignore_patterns("__pycache__"))
+    if KEEPER.startswith(f"{program}/"):
+        build_keeper(library / KEEPER)
     # A separate process with a fixed seed: the order of sets determines the bytes of compiled modules.
     compile_all = [
         str(python / "bin/python3"),

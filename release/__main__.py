@@ -4,8 +4,8 @@
     ./dev release --compare DIRECTORY DIRECTORY
 
 Parts are wheel, cpi, images, stemcells, sboms and notes. Checksums and sizes come last. Images of another architecture
-than this machine's need its emulator (qemu-user-static and binfmt-support). SOURCE_DATE_EPOCH is the time of the last
-commit unless it is set.
+than this machine's need its emulator (qemu-user-static and binfmt-support), and wheels its compiler
+(gcc-aarch64-linux-gnu, or ziglang of PyPI). SOURCE_DATE_EPOCH is the time of the last commit unless it is set.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ class Release:
     epoch: str
 
     def wheel(self) -> None:
-        """Make the wheel and the source distribution."""
-        self._run(sys.executable, "-m", "hatchling", "build", "-d", str(self.out))
+        """Make the source distribution, and a wheel for each architecture: it contains the compiled keeper."""
+        build = (sys.executable, "-m", "hatchling", "build", "-d", str(self.out), "-t")
+        self._run(*build, "sdist")
+        for machine, architecture in OWN.items():
+            if architecture in self.bases:
+                self._run(*build, "wheel", AGENT_SHIM_MACHINE=machine)
 
     def cpi(self) -> None:
         """Make the BOSH release of the Kubernetes CPI."""
@@ -101,8 +105,9 @@ class Release:
         """Return the path of an image."""
         return self.out / f"agent-shim-{self.version}-linux-{architecture}.tar"
 
-    def _run(self, *command: str) -> None:
-        subprocess.run(command, check=True, stdout=sys.stderr, env=self._environment(), cwd=ROOT)
+    def _run(self, *command: str, **environment: str) -> None:
+        given = {**self._environment(), **environment}
+        subprocess.run(command, check=True, stdout=sys.stderr, env=given, cwd=ROOT)
 
     def _output(self, *command: str) -> str:
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=self._environment(), cwd=ROOT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import tarfile
@@ -11,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 from hatch_build import version
-from release.__main__ import manifest_digest, repack
+from release.__main__ import OWN, manifest_digest, repack
 from tests.structure.source import ROOT
 
 
@@ -23,17 +24,20 @@ def release(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_wheel_and_source_twice(tmp_path: Path) -> None:
     """Both have the mark of typed packages, the checksums are right, and a second run gives the same files."""
     for place in ("first", "second"):
-        done = release("--only=wheel", "--only=notes", f"--out={tmp_path / place}", SOURCE_DATE_EPOCH="1700000000")
+        parts = "--only=wheel", "--only=notes", f"--image={OWN[platform.machine()]}=base"
+        done = release(*parts, f"--out={tmp_path / place}", SOURCE_DATE_EPOCH="1700000000")
         assert done.returncode == 0, done.stderr
     first = tmp_path / "first"
-    wheel, source = first / f"agent_shim-{version()}-py3-none-any.whl", first / f"agent_shim-{version()}.tar.gz"
+    (wheel,) = first.glob(f"agent_shim-{version()}-py3-none-manylinux_*.whl")
+    source = first / f"agent_shim-{version()}.tar.gz"
     with zipfile.ZipFile(wheel) as packed:
         members = set(packed.namelist())
     with tarfile.open(source) as unpacked:
         sources = {name.partition("/")[2] for name in unpacked.getnames()}
 
     assert {"agent_shim/py.typed", "kubernetes_cpi/py.typed"} <= members & sources
-    assert "CHANGELOG.md" in sources
+    assert "agent_shim/host/keeper" in members - sources
+    assert {"CHANGELOG.md", "agent_shim/host/keeper.c"} <= sources
     assert not any(name.startswith(("tests/", "release/")) for name in members)
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=first, check=True)
     assert wheel.name in done.stdout

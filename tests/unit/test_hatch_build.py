@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import hatchling.build
 import pytest
 
 import hatch_build
@@ -59,3 +60,28 @@ def test_the_page_of_the_wheel_has_absolute_links_to_files_that_exist(monkeypatc
     ours = [link for link in links if COMMIT in link]
     assert [link for link in ours if not (ROOT / link.partition(f"{COMMIT}/")[2]).exists()] == []
     assert any("raw.githubusercontent.com" in link for link in ours if link.endswith(".svg"))
+
+
+def test_wheels_need_a_compiler_of_pypi_only_where_the_system_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("")
+    compiler.chmod(0o755)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hatch_build.compilers() == [[str(compiler)]]
+    assert hatchling.build.get_requires_for_build_wheel() == []
+    compiler.unlink()
+    assert hatchling.build.get_requires_for_build_wheel() == ["ziglang"]
+    assert hatchling.build.get_requires_for_build_sdist() == []
+
+
+def test_keeper_that_does_not_compile_stops_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "false")
+
+    with pytest.raises(SystemExit, match=r"cannot compile agent_shim/host/keeper\.c: false "):
+        hatch_build.build_keeper(tmp_path / "keeper")
+    assert list(tmp_path.iterdir()) == []
