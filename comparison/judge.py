@@ -329,7 +329,7 @@ def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
     values: dict[str, set[str]] = {}
     for context in contexts:
         for what in ("umask", "user", "directory"):
-            values.setdefault(what, set()).add(str(context[what]))
+            values.setdefault(what, set()).add(re.sub(r"/[0-9a-f]{40,}", "/DIGEST", str(context[what])))
         for name, limit in context["limits"].items():
             values.setdefault(f"limit {name}", set()).add(str(limit))
         for name, value in context["environment"].items():

@@ -8,19 +8,25 @@ from typing import Final
 
 from comparison.life import RELOADS, SCRATCH, VCAP
 
+LOOK_S: Final = 0.3
 LOG: Final = SCRATCH / "agent.log"
 
 
 def main() -> None:
-    seen = 0
+    asked = seen = offset = 0
     while True:
         monit = subprocess.Popen(["nice", "-n", "-10", VCAP / "bosh/bin/monit", "-I", "-c", VCAP / "bosh/etc/monitrc"])
         while monit.poll() is None:
-            asked = LOG.read_text(errors="replace").count(RELOADS) if LOG.exists() else 0
+            if LOG.exists():
+                with LOG.open("rb") as log:
+                    log.seek(offset)
+                    lines = log.read().rpartition(b"\n")[0]
+                offset += len(lines)
+                asked += lines.count(RELOADS.encode())
             if asked > seen:
                 monit.kill()
             seen = asked
-            time.sleep(0.1)
+            time.sleep(LOOK_S)
         time.sleep(0.2)
 
 

@@ -39,10 +39,11 @@ BROKEN: Final = SCRATCH / "broken"
 """Where an agent is that is broken on purpose."""
 BLOBS: Final = VCAP / "blobs"
 OBSERVER: Final = 59999
-LOOK_S: Final = 0.5
+LOOK_S: Final = 0.7
 SCRIPT_LIMIT_S: Final = 60.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
+MONIT_TRIES: Final = 10
 
 ETC: Final = (
     *(
@@ -170,7 +171,7 @@ class GoWorld(World):
         job = self.plan["job"]
         for place in (VCAP / "data/jobs", *(VCAP / f"data{above}/{job}" for above in ("/sys/run", "/sys/log", ""))):
             subprocess.run(["chown", "-R", "root:vcap", str(place)], check=False)
-        if BPM.exists() and not (VCAP / "packages/bpm").exists():
+        if BPM.exists() and not (VCAP / "packages/bpm/bin/bpm").exists():  # each apply removes what no spec has
             shutil.copytree(BPM, VCAP / "data/packages/bpm/bin", dirs_exist_ok=True)
             (VCAP / "packages/bpm").unlink(missing_ok=True)
             (VCAP / "packages/bpm").symlink_to(VCAP / "data/packages/bpm")
@@ -211,6 +212,7 @@ class Life:
         self.notices = 0
         self.begun_at = time.monotonic()
         self.last: dict[str, int] = {}
+        self.state: dict[str, Any] = {}
         self.has_acted = False
         """The act of the phase is over: states before it do not count."""
         self.seen = ""
@@ -247,6 +249,8 @@ class Life:
         phase.services = {name: pid > 0 for name, pid in pids.items()}
         phase.same = {name: pid > 0 and pid == self.last.get(name) for name, pid in pids.items()}
         self.last = pids
+        phase.shapes["state"] = ", ".join(sorted(shape(self.state)))
+        phase.values["state"] = flat(self.state)
         for notice in self.hm.notices[self.notices :]:
             if notice.kind == "alert":
                 phase.alerts.append(re.sub(r" \([\d.:a-f]*\)", "", notice.body.get("title", "")))
@@ -267,8 +271,7 @@ class Life:
             state = await self.director.value(AGENT, "get_state", "full", timeout=1)
         except (RpcRemoteError, RpcTimeoutError):
             return
-        phase.shapes["state"] = ", ".join(sorted(shape(state)))
-        phase.values["state"] = flat(state)
+        self.state = state
         self.seen = state["job_state"] if self.has_acted else ""
         note(phase.job_states, state["job_state"])
         if self.seen == "running" and phase.running_after < 0:
@@ -449,7 +452,11 @@ class Life:
         """An operator takes a service out of supervision, its process ends, and is supervised again."""
         name, path = next(iter(self.pidfiles.items()))
         async with self.phase("unmonitor") as phase:
-            phase.value = await asyncio.to_thread(shell, f"/var/vcap/bosh/bin/monit unmonitor {name}")
+            for _ in range(MONIT_TRIES):  # it refuses a second action during the first
+                phase.value = await asyncio.to_thread(shell, f"/var/vcap/bosh/bin/monit unmonitor {name}")
+                if phase.value.startswith("0"):
+                    break
+                await asyncio.sleep(self.cycle)
             self.has_acted = True
             await asyncio.sleep(1.5 * self.cycle)
             if pid := living(path):
@@ -584,15 +591,9 @@ def spec_of(plan: dict[str, Any], version: str = "1") -> dict[str, Any]:
         return {"blobstore_id": f"blob-{digest}", "sha1": digest}
 
     job = plan["job"]
-    bpm = (
-        '#!/bin/sh\nexec /var/vcap/packages/bpm/bin/bpm "$@"\n'
-        if BPM.exists()
-        else (
-            '#!/bin/sh\nexec {} -m comparison.bpm "$@" 2>>/mnt/agent.log\n'.format(
-                f"env PYTHONPATH={os.environ['PYTHONPATH']} {sys.executable}"
-            )
-        )
-    )
+    stand_in = f"env PYTHONPATH={os.environ['PYTHONPATH']} {sys.executable} -m comparison.bpm"
+    real = "/var/vcap/packages/bpm/bin/bpm"
+    bpm = f'#!/bin/sh\n[ ! -e {BPM} ] || exec {real} "$@"\nexec {stand_in} "$@" 2>>/mnt/agent.log\n'
     files = {job: plan["files"]} | ({"bpm": {"monit": "", "bin/bpm": bpm}} if job != "bpm" else {})
     bundle = {f"{name}/{path}": text for name, texts in files.items() for path, text in texts.items()}
     packages = {}
