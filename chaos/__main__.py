@@ -116,6 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--soak", type=float, metavar="SECONDS", help="play a mix of all faults for this time, and draw it"
     )
+    parser.add_argument(
+        "--load", type=float, metavar="SECONDS", help="play a load that never pauses for this time: 202 services"
+    )
     parser.add_argument("--picture", type=Path, default=None, metavar="FILE", help=f"default: {soak.PICTURE.name}")
     parser.add_argument(
         "--sabotage",
@@ -130,8 +133,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if asked.sabotage:
         return _sabotage(asked.sabotage, asked.on, asked.into or DOCUMENT, asked.logs, asked.at_once)
+    seconds = asked.soak if asked.load is None else asked.load
     if not asked.list and not guest.is_here():
-        namespaces.enter(words, network=asked.soak is not None)
+        namespaces.enter(words, network=seconds is not None)
+    if asked.load is not None:
+        return soak.main(asked.agent_command, asked.load, asked.picture, soak.LOAD)
     if asked.soak is not None:
         return soak.main(asked.agent_command, asked.soak, asked.picture or soak.PICTURE)
     chosen = [

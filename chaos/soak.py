@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -33,9 +34,6 @@ from chaos.witness import Size
 
 PICTURE: Final = Path(__file__).parents[1] / "docs/pictures/soak.svg"
 JOBS: Final = 20
-SAMPLED: Final = 5.0
-"""Seconds between two samples of the agent's resources."""
-
 HEARTBEAT_PERIOD_S: Final = 30.0
 TOLERANCE: Final = 1.0
 """Tolerated delay of a heartbeat, in seconds."""
@@ -60,12 +58,32 @@ while True:
 """
 
 
+@dataclass(frozen=True)
+class Profile:
+    """What is played. ``sampled`` and ``scraped`` are the seconds between two samples and two scrapes."""
+
+    jobs: int
+    tasks_asked: int
+    """``get_task`` a second."""
+    sampled: int
+    scraped: int
+    is_load: bool = False
+
+
+FAULTS: Final = Profile(JOBS, 5, 5, 15)
+"""All kinds of faults and work."""
+LOAD: Final = Profile(202, 18, 5, 1, is_load=True)
+"""202 services, a death and a flood of logs each second, twenty requests a second, a bus restart each minute."""
+FLOOD_LIMIT: Final = 200 << 20
+
+
 @dataclass
 class Record:
     """Measurements. All times are monotonic seconds."""
 
     begun_at: float
     until: float
+    profile: Profile = FAULTS
     sizes: list[tuple[float, Size]] = field(default_factory=list)
     pings: list[tuple[float, float]] = field(default_factory=list)
     """Round trips of pings in seconds."""
@@ -145,6 +163,7 @@ class Record:
             "threads": threads,
             "heartbeats": len(self.beats),
             "longest gap outside outages, s": round(max((gap for _, gap in self.gaps()), default=0.0), 2),
+            "longest gap, s": round(max((at - before for before, at in pairwise(self.beats)), default=0.0), 2),
             "pings": len(free),
             "ping, median and 99.9 %, ms": [
                 round(1000 * one, 1) for one in (statistics.median(free), sorted(free)[int(len(free) * 0.999)])
@@ -338,6 +357,37 @@ class Soak:
                 await asyncio.sleep(3)
 
 
+class Load(Soak):
+    """A load that never pauses: deaths each second, floods of logs, restarts of the bus."""
+
+    def __init__(self, one: Stand, record: Record, seed: int) -> None:
+        super().__init__(one, record, seed)
+        self._plan = {
+            "job killed": (1, self._one_death),
+            "log flooded": (1, self._log_flood),
+            "bus killed": (60, self._bus_killed),
+        }
+
+    async def _one_death(self) -> None:
+        """Kill a job and do not wait for its next process."""
+        living = sorted(self._stand.live().values())
+        if living:
+            os.kill(self._chance.choice(living), signal.SIGKILL)
+
+    async def _log_flood(self) -> None:
+        """Add megabytes to the log of a job, which a rotation cuts."""
+        log = self._stand.world.base / f"data/sys/log/job{self._chance.randrange(10)}/flood.log"
+
+        def write() -> None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as file:
+                file.write(b"all work and no play\n" * (1 << 17))
+            if log.stat().st_size > FLOOD_LIMIT:
+                log.unlink()
+
+        await asyncio.to_thread(write)
+
+
 # --- observations -----------------------------------------------------------------------------------------------------
 
 
@@ -351,24 +401,25 @@ async def _ask(one: Stand, record: Record) -> None:
             await one.world.director.call(AGENT, "ping", timeout=10, retries=0)
             record.pings.append((begun_at, time.monotonic() - begun_at))
         with contextlib.suppress(RpcTimeoutError, RpcRemoteError):
-            if number % 10 == 0:
+            if number % 10 == 0 or record.profile.is_load:
                 await one.call("get_state", "full", timeout=10)
-        for _ in range(5):
+        for _ in range(record.profile.tasks_asked):
             with contextlib.suppress(RpcTimeoutError, RpcRemoteError):
                 await one.world.director.call(AGENT, "get_task", "none", timeout=10, retries=0)
         await asyncio.sleep(max(0.0, begun_at + 1 - time.monotonic()))
 
 
 async def _measure(one: Stand, record: Record) -> None:
-    """Sample the agent's resources. Every third sample includes a scrape."""
+    """Sample the agent's resources, and scrape its metrics."""
     number = 0
     while True:
         with contextlib.suppress(OSError, KeyError):  # it is just not there
-            record.sizes.append((time.monotonic(), one.size()))
-        if number % 3 == 0:
+            if number % record.profile.sampled == 0:
+                record.sizes.append((time.monotonic(), one.size()))
+        if number % record.profile.scraped == 0:
             await asyncio.to_thread(one.scrape)
         number += 1
-        await asyncio.sleep(SAMPLED)
+        await asyncio.sleep(1)
 
 
 async def _beats(one: Stand, record: Record) -> None:
@@ -392,33 +443,34 @@ async def _sleeper(record: Record) -> None:
         await child.wait()
 
 
-async def soak(command: str, seconds: float, seed: int) -> Record:
+async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULTS) -> Record:
     """Play the profile for this time."""
     async with stand(command) as one:
         await one.boot()
-        await one.deploy(JOBS, 5, 4 << 20)
+        await one.deploy(profile.jobs, 5, 4 << 20)
         one.remember()
         one.omit("I2", "all jobs are killed again and again")
         one.omit("I12", "each death is alerted, and many deaths")
         begun_at = time.monotonic()
-        record = Record(begun_at, begun_at + seconds)
+        record = Record(begun_at, begun_at + seconds, profile=profile)
         watching = [asyncio.create_task(watch(one, record)) for watch in (_ask, _measure, _beats)]
         watching.append(asyncio.create_task(_sleeper(record)))
         try:
-            await Soak(one, record, seed).run()
+            await (Load if profile.is_load else Soak)(one, record, seed).run()
         finally:
             for watch in watching:
                 watch.cancel()
             ended = await asyncio.gather(*watching, return_exceptions=True)
         record.broken += [repr(end) for end in ended if isinstance(end, Exception)]
-        record.broken += await one.witness.broken()
+        if not profile.is_load:  # its last victim may just be dead
+            record.broken += await one.witness.broken()
         return record
 
 
-def main(command: str, seconds: float, into: Path | None) -> int:
+def main(command: str, seconds: float, into: Path | None, profile: Profile = FAULTS) -> int:
     """Return 0 if all conditions held. The figures go to standard output, the picture into a file."""
     seed = int(time.time())
-    record = asyncio.run(soak(command, seconds, seed))
+    record = asyncio.run(soak(command, seconds, seed, profile))
     if into is not None:
         into.write_text(record.picture())
     faults = record.faults()
