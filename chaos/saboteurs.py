@@ -339,8 +339,8 @@ DISKS: Final = (
         "D-09",
         "calls a migration done before anything is copied",
         "agent_shim/services/disks/service.py",
-        "                await self._copy(source.there, target.there, report)\n",
-        "                pass\n",
+        "await self._copy(source.there, target.there, report)",
+        "list[str]()",
         "something is lost|the copy is not|listed",
     ),
 )

@@ -1,9 +1,9 @@
 """Copy a directory with GNU tar, as the Go agent migrates a disk (platform/linux_platform.go, MigratePersistentDisk).
 
 The copy has owners, modes, modification times, extended attributes, ACLs, hard links, holes, links and special files.
-Sockets are left out. The Go agent copies neither ACLs nor extended attributes, so a target that cannot hold them (NFS,
-SMB, most FUSE drivers) does not end the copy, but the caller learns what was lost. Any other message of tar does end
-it: the Go agent would go on without files that tar could not read.
+Sockets are left out. The Go agent accepts that tar cannot store ACLs and attributes on a file system without them (NFS,
+FUSE drivers, ramfs). Here the copy succeeds too, and the caller learns what was lost. All other messages of tar end the
+copy, although the Go agent ignores those of the reading side, because each of them means that content is missing.
 
 A copy that was killed begins again. Everything here blocks for as long as the data takes.
 """
@@ -14,12 +14,11 @@ import errno
 import os
 import re
 import shutil
-import struct
 import subprocess
-import tempfile
+import threading
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -27,178 +26,133 @@ from agent_shim.bulk.protocol import Progress, Report, ignore
 from agent_shim.core.errors import HostError
 from agent_shim.host import files
 from agent_shim.host.command import ENVIRONMENT
-from agent_shim.host.descriptors import closing
 from agent_shim.host.process import SETPRIV
 
 CHUNK_BYTES: Final = 1 << 20
-_MAX_ID: Final = (1 << 32) - 1
 REPORT_PERIOD_S: Final = 0.5
 """Interval of progress reports."""
 MAX_ATTEMPTS: Final = 3
 """Copies before a source that keeps changing is given up."""
 MAX_TEXT_BYTES: Final = 16384
-"""Read of the messages at a time."""
+MIN_FREE_BYTES: Final = 1 << 20
+"""With less free space, an attribute that does not fit means a full disk and not a limit of the file system."""
 SHOWN_CHARS: Final = 200
 """Characters of a message that are shown of its beginning and of its end. Between them are long names."""
 
 _TAR: Final = (SETPRIV, "--pdeathsig", "KILL", "tar", "--numeric-owner")
 """Ends with this process: the next copy into the same directory may begin at once."""
-_KEPT: Final = [f"--xattrs-include={each}" for each in ("user.*", "trusted.*", "security.capability")]
-"""Extended attributes that are data, beside ACLs. Labels given by a mount (SELinux, NFS) are not. They imply the format
-of POSIX, which has nanoseconds."""
+_KEPT: Final = [
+    f"--xattrs-include={each}" for each in ("user.*", "trusted.*", "security.capability", "system.posix_acl_*")
+]
+"""Extended attributes that are data. Labels given by a mount (SELinux, NFS) are not. They imply the format of POSIX,
+which has nanoseconds. ACLs are among them because tar's ``--acls`` sets one on every entry, even where there is none to
+copy, so it fails on each file of a target without ACLs."""
+_ACLS: Final = ("system.posix_acl_access", "system.posix_acl_default")
+_KINDS: Final = {"system": "ACLs", "security": "file capabilities", "user": "user.* attributes"}
+_UNSET: Final = re.compile(r"\w+: Cannot set '([^']*)' extended attribute for file '(.*)': ([^:'\n]+)", re.DOTALL)
+"""Message of tar about an attribute, whose file name is not quoted and may have newlines."""
+_UNSET_START: Final = re.compile(r"\w+: Cannot set '")
+_UNLISTED: Final = re.compile(r"(.*): Warning: Cannot \w*listxattr\w*: (Argument list too long)")
+_FULL: Final = os.strerror(errno.ENOSPC)
+_UNSUITABLE: Final = {
+    os.strerror(each)
+    for each in (errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.E2BIG, errno.ERANGE, errno.EINVAL, errno.ENOSPC)
+}
+"""Why a file system does not take an attribute, however often it is tried. ext4 reports too large ones as ENOSPC."""
 _CHANGED: Final = re.compile("changed as we read it|removed before we read it|shrank by")
 """Messages of tar about a file that changed meanwhile."""
 _TOTAL: Final = re.compile("Total bytes written: ([0-9]+)")
-_NOT_KEPT: Final = re.compile(
-    r"(?:\w*setxattr\w*|acl_\w+): Cannot (?:set|drop) .*: (?:Operation not supported|Operation not permitted"
-    "|Argument list too long|Numerical result out of range|No space left on device)"
-)
-"""Messages of tar about an attribute or an ACL that the target cannot hold. tar itself takes them for warnings."""
-_NOTHING_TO_KEEP: Final = re.compile(r".*: Warning: Cannot \w*(?:xattr|acl_get)\w*: Operation not supported")
-"""Messages of tar about a source without attributes or ACLs."""
-_ACLS: Final = frozenset({"system.posix_acl_access", "system.posix_acl_default"})
-_ACL_OF_0700: Final = struct.pack("<I" + 3 * "HHI", 2, 1, 7, _MAX_ID, 4, 0, _MAX_ID, 32, 0, _MAX_ID)
-"""An ACL that says no more than the mode 0700, as the kernel encodes it (include/uapi/linux/posix_acl_xattr.h)."""
 
 
-class _Messages:
-    """Sorts the messages of the tars that write to ``descriptor``."""
+def mirror(source: Path, target: Path, *, spared: Collection[str] = (), report: Report = ignore) -> list[str]:
+    """Make ``target`` equal to ``source``. Everything else in ``target`` is removed.
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._position, self._rest = descriptor, 0, b""
-        self.total = 0
-        """Bytes of the archive, once tar has counted them."""
-        self.problem = ""
-        """The first message that ends the copy."""
-        self.lost: list[str] = []
-        """Messages about attributes and ACLs that the target cannot hold."""
-
-    def read(self, *, is_last: bool = False) -> str:
-        """Sort the new messages. Return the first one that ends the copy, or ""."""
-        while data := os.pread(self._descriptor, MAX_TEXT_BYTES, self._position):
-            self._position += len(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self._sort(lines)
-        if is_last and self._rest:
-            self._sort([self._rest])
-        return self.problem
-
-    def _sort(self, lines: list[bytes]) -> None:
-        for line in lines:
-            text = line.decode(errors="replace").removeprefix("tar: ")
-            if total := _TOTAL.match(text):
-                self.total = int(total[1])
-            elif _NOT_KEPT.match(text):
-                self.lost.append(_shortened(text))
-            elif not _NOTHING_TO_KEEP.fullmatch(text):
-                self.problem = self.problem or _shortened(text)
-
-
-def mirror(source: Path, target: Path, *, spared: Collection[str] = (), report: Report = ignore) -> str:
-    """Make ``target`` equal to ``source``. All else in it is removed.
-
-    Names in ``spared`` are skipped at the top of both. Returns a sentence about attributes and ACLs that the target
-    cannot hold, or "". Raises ``HostError`` with the first other message of tar.
+    Names in ``spared`` are skipped at the top of both. Returns a text for each kind of attribute that the file system
+    of ``target`` could not store. Raises ``HostError`` with the first message of tar.
     """
     what = f"copy {source} to {target}"
     with files.attempting(what):
         for _ in range(MAX_ATTEMPTS):
             _empty(target, spared)
-            with closing(os.memfd_create("messages")) as descriptor:
-                said = _Messages(descriptor)
-                _copy(source, target, spared, report, said, descriptor)
-            if not said.problem:
+            messages = _copy(source, target, spared, report)
+            free = shutil.disk_usage(target).free
+            if not messages.problem and messages.has_filled and free < MIN_FREE_BYTES:
+                messages.problem = f"cannot store all attributes: {_FULL}"
+            if not messages.problem:
                 files.sync_filesystem(target)
-                return f"{target} cannot hold {len(said.lost)} attributes or ACLs: {said.lost[0]}" if said.lost else ""
-            if not _CHANGED.search(said.problem):
+                return messages.losses()
+            if not _CHANGED.search(messages.problem):
                 break
-    raise HostError(f"cannot {what}: {said.problem}; {shutil.disk_usage(target).free >> 20} MiB are free")
+    raise HostError(f"cannot {what}: {messages.problem}; {free >> 20} MiB are free")
 
 
 def _empty(target: Path, spared: Collection[str]) -> None:
-    """Remove the content of a directory, and close it to jobs: tar opens it at its end.
+    """Empty a directory, set its mode to 0700 and remove its ACLs.
 
-    Tar follows a link that a job puts in the place of a directory that tar has made.
+    Until tar restores the mode at the end, no job can replace a subdirectory with a link, which tar would follow. New
+    entries would inherit a default ACL of the directory, and tar removes none.
     """
     if os.geteuid() == 0:
         os.chown(target, 0, 0)
     if _is_ours(target):
         target.chmod(0o700)
+        for name in _ACLS:
+            with suppress(OSError):  # there is none, or the file system has no ACLs
+                os.removexattr(target, name)
     for path in list(target.iterdir()):
         if path.name not in spared:
             files.remove_tree(path)
 
 
-def _copy(
-    source: Path, target: Path, spared: Collection[str], report: Report, said: _Messages, descriptor: int
-) -> None:
-    """Copy once. ``said`` has the messages afterwards, which the tars write to ``descriptor``."""
-    # Given --acls, tar sets an ACL on every entry, which is a message for each where the target has none.
-    has_acls = _holds_acls(target)
-    tar = [*_TAR, *_KEPT, *(["--acls"] if has_acls else [])]
-    pack = [*tar, "-C", str(source), "--create", "--sparse", "--atime-preserve=system"]
+def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -> _Messages:
+    """Copy once, up to the first problem."""
+    pack = [*_TAR, *_KEPT, "-C", str(source), "--create", "--sparse", "--atime-preserve=system"]
     pack += ["--warning=no-file-ignored", "--anchored", "--no-wildcards", *(f"--exclude=./{name}" for name in spared)]
-    unpack = [*tar, "-C", str(target), "--extract", "--preserve-permissions", "--same-owner"]
+    unpack = [*_TAR, *_KEPT, "-C", str(target), "--extract", "--preserve-permissions", "--same-owner"]
     unpack += ["--delay-directory-restore", "--warning=no-timestamp"]
     unpack += [] if _is_ours(target) else ["--no-recursion", "--anchored", "--no-wildcards", "--exclude=."]
     report(Progress("counting"))
-    count = [*pack, "--file=/dev/null", "--totals", "."]
-    counted = subprocess.run(count, env=ENVIRONMENT, stderr=descriptor, check=False)
-    if said.read() or not said.total:
-        said.problem = said.problem or f"tar ended with {counted.returncode}"
-        return
-    _prepare(source, target, spared, None if has_acls else said.lost)
+    counted = _Messages()
+    with counted.reading() as said:
+        count = [*pack, "--file=/dev/null", "--totals", "."]
+        status = subprocess.run(count, env=ENVIRONMENT, stderr=said, check=False).returncode
+    if status:
+        counted.add_problem(f"tar ended with {status}")
+    if counted.problem:
+        return counted
+    _make_directories(source, target, spared)
     done, reported_at = 0, 0.0
+    messages = _Messages()
     with (
-        subprocess.Popen([*pack, "."], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=descriptor, bufsize=0) as reader,
-        subprocess.Popen(unpack, env=ENVIRONMENT, stdin=subprocess.PIPE, stderr=descriptor, bufsize=0) as writer,
+        messages.reading() as said,
+        subprocess.Popen([*pack, "."], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=said, bufsize=0) as reader,
+        subprocess.Popen(unpack, env=ENVIRONMENT, stdin=subprocess.PIPE, stderr=said, bufsize=0) as writer,
     ):
         assert reader.stdout
         assert writer.stdin
         with writer.stdin, suppress(BrokenPipeError):
-            while not said.read() and (data := reader.stdout.read(CHUNK_BYTES)):
+            while not messages.problem and (data := reader.stdout.read(CHUNK_BYTES)):
                 files.write_all(writer.stdin.fileno(), data)
                 done += len(data)
                 if time.monotonic() - reported_at >= REPORT_PERIOD_S:
                     reported_at = time.monotonic()
-                    report(Progress("copying", done, said.total))
+                    report(Progress("copying", done, counted.total))
         reader.stdout.close()
         statuses = reader.wait(), writer.wait()
-    if not said.read(is_last=True) and any(statuses):
-        said.problem = f"tar ended with {statuses}"
+    if any(statuses):
+        messages.add_problem(f"tar ended with {statuses}")
+    return messages
 
 
-def _prepare(source: Path, target: Path, spared: Collection[str], lost: list[str] | None) -> None:
-    """Make all directories, open to their owner: tar of a root without capabilities cannot fill read-only ones.
-
-    Adds the entries that have an ACL to ``lost``, if given.
-    """
+def _make_directories(source: Path, target: Path, spared: Collection[str]) -> None:
+    """Make all directories, open to their owner: tar of a root without capabilities cannot fill read-only ones."""
     ahead = [source]
     while ahead:
         with os.scandir(here := ahead.pop()) as entries:
             for entry in entries:
-                if here == source and entry.name in spared:
-                    continue
-                found = here / entry.name
-                if (
-                    lost is not None
-                    and not entry.is_symlink()
-                    and _ACLS & set(os.listxattr(found, follow_symlinks=False))
-                ):
-                    lost.append(f"ACL of {_shortened(repr(str(found)))}: Operation not supported")
-                if entry.is_dir(follow_symlinks=False):
-                    ahead.append(found)
+                if entry.is_dir(follow_symlinks=False) and not (here == source and entry.name in spared):
+                    ahead.append(found := here / entry.name)
                     (target / found.relative_to(source)).mkdir(0o700)
-
-
-def _holds_acls(directory: Path) -> bool:
-    """Return True unless the file system has no ACLs. Found by trial."""
-    with tempfile.TemporaryDirectory(prefix=".agent_shim-", dir=directory) as scratch:
-        try:
-            os.setxattr(scratch, "system.posix_acl_access", _ACL_OF_0700)
-        except OSError as exc:
-            return exc.errno != errno.EOPNOTSUPP
-    return True
 
 
 def _is_ours(directory: Path) -> bool:
@@ -206,5 +160,68 @@ def _is_ours(directory: Path) -> bool:
     return directory.stat().st_uid == os.geteuid()
 
 
-def _shortened(text: str) -> str:
+class _Messages:
+    """The messages of tar: its first problem, and the attributes that it could not copy."""
+
+    def __init__(self) -> None:
+        self.problem = ""
+        self.total = 0
+        """Bytes of the archive, as counted by ``--totals``."""
+        self.has_filled = False
+        """True if an attribute did not fit."""
+        self._lost: dict[tuple[str, str], tuple[int, str]] = {}
+        self._begun = ""
+
+    @contextmanager
+    def reading(self) -> Iterator[int]:
+        """Yield the descriptor to write messages to. All of them have been read afterwards.
+
+        A thread reads, because there may be a message for each of a million files.
+        """
+        reading, writing = os.pipe()
+        thread = threading.Thread(target=self._read, args=(reading,))
+        thread.start()
+        try:
+            yield writing
+        finally:
+            os.close(writing)
+            thread.join()
+
+    def losses(self) -> list[str]:
+        """Describe the lost attributes, one text for each kind and reason."""
+        return [
+            f"{kind}: {count}, first of {_short(name)} ({why})" for (kind, why), (count, name) in self._lost.items()
+        ]
+
+    def add_problem(self, text: str) -> None:
+        """Keep a problem if it is the first."""
+        self.problem = self.problem or _short(text)
+
+    def _read(self, pipe: int) -> None:
+        with os.fdopen(pipe, encoding="utf-8", errors="replace", newline="\n") as said:
+            while line := said.readline(MAX_TEXT_BYTES):
+                self._add(line.rstrip("\n").removeprefix("" if self._begun else "tar: "))
+        if self._begun:
+            self.add_problem(self._begun)
+
+    def _add(self, line: str) -> None:
+        text, self._begun = self._begun + line, ""
+        if total := _TOTAL.match(text):
+            self.total = int(total[1])
+        elif unlisted := _UNLISTED.fullmatch(text):
+            self._add_loss("all attributes", unlisted[1], unlisted[2])
+        elif (unset := _UNSET.fullmatch(text)) and unset[3] in _UNSUITABLE:
+            self._add_loss(_KINDS.get(unset[1].partition(".")[0], "trusted.* attributes"), unset[2], unset[3])
+        elif unset is None and _UNSET_START.match(text) and len(text) < MAX_TEXT_BYTES:
+            self._begun = f"{text}\n"
+        else:
+            self.add_problem(text)
+
+    def _add_loss(self, kind: str, name: str, why: str) -> None:
+        self.has_filled = self.has_filled or why == _FULL
+        count, first = self._lost.get((kind, why), (0, name))
+        self._lost[kind, why] = count + 1, first
+
+
+def _short(text: str) -> str:
     return text if len(text) <= 2 * SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…{text[-SHOWN_CHARS:]}"

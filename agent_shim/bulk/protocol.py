@@ -155,8 +155,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """Answer of a worker: the error, or the results of the request.
 
     ``blob_id`` names a new blob. ``sha1`` and ``sha512`` (hex) are digests of the packed archive. The outcomes are in
-    the order of the targets. ``put_error`` is the error of the upload after packing. ``lost`` says which attributes of
-    files a copy could not keep.
+    the order of the targets. ``put_error`` is the error of the upload after packing. ``losses`` describes what a copied
+    tree lacks because its file system cannot store it.
     """
 
     error: str = ""
@@ -164,8 +164,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     blob_id: str = ""
     sha1: str = ""
     sha512: str = ""
-    lost: str = ""
     outcomes: list[Outcome] = []
+    losses: list[str] = []
 
 
 Report = Callable[[Progress], None]

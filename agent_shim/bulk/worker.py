@@ -142,7 +142,8 @@ def _copy_tree(request: CopyTree) -> Done:
 
     # No clean-up: the next copy begins with an empty target.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
-    return Done(lost=copytree.mirror(Path(request.source), Path(request.target), spared=request.spared, report=_send))
+    losses = copytree.mirror(Path(request.source), Path(request.target), spared=request.spared, report=_send)
+    return Done(losses=losses)
 
 
 def _rotate(request: Rotate) -> Done:

@@ -783,7 +783,7 @@ async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
 async def test_a_failed_copy_leaves_the_old_disk_on_the_store_and_goes_on_later(instance: Instance) -> None:
     wanted = await resizing(instance)
 
-    async def cut_off(source: Path, target: Path, report: Callable[[protocol.Progress], None]) -> None:
+    async def cut_off(source: Path, target: Path, report: Callable[[protocol.Progress], None]) -> list[str]:
         report(protocol.Progress("copying"))
         (target / "half").write_text("copied")
         raise HostError("cannot copy half: No space left on device")
@@ -829,8 +829,8 @@ async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
 async def test_a_worker_copies_by_default_and_reports_its_progress(instance: Instance) -> None:
     seen: list[protocol.Progress] = []
 
-    async def copy(source: Path, target: Path, _: object) -> None:
-        await in_worker(source, target, seen.append)
+    async def copy(source: Path, target: Path, _: object) -> list[str]:
+        return await in_worker(source, target, seen.append)
 
     instance.copy = copy
     for number in range(100):
@@ -874,8 +874,9 @@ async def test_nobody_may_use_the_disk_that_is_copied(instance: Instance) -> Non
 
     with ExitStack() as later:
 
-        async def interrupted(source: Path, target: Path, report: object) -> None:
+        async def interrupted(source: Path, target: Path, report: object) -> list[str]:
             later.enter_context(holding(instance.paths.store))
+            return []
 
         instance.copy = interrupted
         with pytest.raises(ActionError, match="is in use: pid"):
@@ -888,11 +889,12 @@ async def test_other_requests_are_refused_during_a_copy(instance: Instance, monk
     await resizing(instance)
     going, go = asyncio.Event(), asyncio.Event()
 
-    async def slow(source: Path, target: Path, report: object) -> None:
+    async def slow(source: Path, target: Path, report: object) -> list[str]:
         assert callable(report)
         report(protocol.Progress("copying", 1, 2))
         going.set()
         await go.wait()
+        return []
 
     instance.copy = slow
     migrating = asyncio.ensure_future(instance.disks.migrate("a", "b"))
@@ -908,6 +910,20 @@ async def test_other_requests_are_refused_during_a_copy(instance: Instance, monk
     go.set()
     await migrating
     assert instance.disks.progress is None
+
+
+@each_way
+async def test_losses_of_a_migration_are_logged(instance: Instance, caplog: pytest.LogCaptureFixture) -> None:
+    await resizing(instance)
+
+    async def copy(source: Path, target: Path, report: object) -> list[str]:
+        return ["ACLs: 2, first of ./db (Operation not supported)"]
+
+    instance.copy = copy
+    await instance.disks.migrate("a", "b")
+
+    text = "disk b cannot store what disk a has: ACLs: 2, first of ./db (Operation not supported)"
+    assert text in [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize("restart", [Instance.start_agent, Instance.remake_container])

@@ -268,7 +268,7 @@ async def test_the_disk_that_is_copied_can_only_be_read(instance: Instance) -> N
     await instance.mount("a", "b")
     said: list[str] = []
 
-    async def copy(source: Path, target: Path, report: object) -> None:
+    async def copy(source: Path, target: Path, report: object) -> list[str]:
         try:
             instance.write("late", "x")
         except OSError as exc:

@@ -142,7 +142,9 @@ RAW: Mapping[str, Raw] = {
     "host.trusted_path": Raw("the walk of the door: holds each step, and opens none", frozenset({"hold"})),
     "host.user_namespace": Raw(KERNEL, frozenset({"is_inside", "overflow_user"})),
     "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
-    "bulk.copytree": Raw("the top of a volume, which tar copies", frozenset({"_empty", "_is_ours", "_prepare"})),
+    "bulk.copytree": Raw(
+        "the top of a volume, which tar copies", frozenset({"_empty", "_is_ours", "_make_directories"})
+    ),
     "host.files": Raw(
         "writes and makes what is ours",
         frozenset(

@@ -194,9 +194,9 @@ PATIENT = msgspec.structs.replace(HASTY, arrival=60.0)
 """A volume that comes late is waited for, however busy the machine."""
 
 
-async def copy_here(source: Path, target: Path, report: Callable[[Progress], None]) -> None:
+async def copy_here(source: Path, target: Path, report: Callable[[Progress], None]) -> list[str]:
     """The copy without a process of its own."""
-    await asyncio.to_thread(copytree.mirror, source, target, spared=OURS, report=report)
+    return await asyncio.to_thread(copytree.mirror, source, target, spared=OURS, report=report)
 
 
 class Instance:
@@ -236,8 +236,8 @@ class Instance:
     def start_agent(self) -> None:
         """A new process, which remembers nothing."""
 
-        async def copy(*what: Any) -> None:
-            await (self.copy or in_worker)(*what)
+        async def copy(*what: Any) -> list[str]:
+            return await (self.copy or in_worker)(*what)
 
         self.disks = Disks(
             self.paths,

@@ -33,15 +33,13 @@ logger = logging.getLogger(__name__)
 DEVICES: Final = Path("/dev")
 SHARED_MEMORY: Final = DEVICES / "shm"
 
-Copy = Callable[[Path, Path, Report], Awaitable[None]]
-"""Copies the first directory to the second and reports its progress (``bulk.copytree``)."""
+Copy = Callable[[Path, Path, Report], Awaitable[list[str]]]
+"""Copies the first directory to the second, reports its progress and returns the losses (``bulk.copytree``)."""
 
 
-async def in_worker(source: Path, target: Path, report: Report) -> None:
+async def in_worker(source: Path, target: Path, report: Report) -> list[str]:
     """Copy in a worker, which may take hours and be killed. Raises ``ActionError`` with its text."""
-    done = await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)
-    if done.lost:
-        logger.warning("the copy of %s has all files, but %s", source, done.lost)
+    return (await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)).losses
 
 
 class Timeouts(msgspec.Struct, frozen=True):
@@ -276,7 +274,8 @@ class Disks:
             await self._wait_until_unused(self._paths.store, source)
             try:
                 await asyncio.to_thread(self.mounts.prepare, source, target)
-                await self._copy(source.there, target.there, report)
+                for loss in await self._copy(source.there, target.there, report):
+                    logger.warning("disk %s cannot store what disk %s has: %s", target.cid, source.cid, loss)
                 await self._wait_until_unused(self._paths.store, source)
                 await asyncio.to_thread(self.mounts.swap, source, target)
             finally:

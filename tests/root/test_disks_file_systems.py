@@ -1,0 +1,147 @@
+"""Disks are copied between file systems of which one lacks ACLs, extended attributes or holes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_shim.bulk import copytree
+from agent_shim.core.errors import HostError
+from agent_shim.services.disks.markers import OURS
+from tests.support.volumes import ACL, alone, fill, fingerprint, mount_ext4, mount_tmpfs
+
+pytestmark = pytest.mark.root
+
+
+def mount_ramfs(point: Path) -> Path:
+    point.mkdir()
+    subprocess.run(["mount", "-t", "ramfs", "none", point], check=True)
+    return point
+
+
+def mount_fuse(point: Path) -> Path:
+    """Mount ext4 through FUSE. The kernel passes ACLs to this driver as it passes other attributes."""
+    image = point.with_suffix(".fuse")
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", image], check=True)
+    point.mkdir()
+    try:
+        subprocess.run(["fuse2fs", image, point], check=True)
+    except FileNotFoundError:
+        pytest.skip("fuse2fs is not installed")
+    return point
+
+
+def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
+    """Remove the extended attributes whose names begin with one of ``lost`` from a fingerprint, and round its times.
+
+    ``fuse2fs`` stores whole seconds.
+    """
+
+    def kept(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return {name: value for name, value in part.items() if not name.startswith(lost)}
+
+    found = {path: [kept(part) for part in entry] for path, entry in tree.items()}
+    for entry in found.values():
+        entry[3] //= 1_000_000_000
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "lost", "kinds"),
+    [
+        pytest.param(mount_tmpfs, (), [], id="tmpfs"),
+        pytest.param(mount_fuse, (), [], id="FUSE"),
+        pytest.param(
+            mount_ramfs,
+            ("system.", "user.", "trusted.", "security."),
+            ["ACLs: 3", "file capabilities: 1", "trusted.* attributes: 1", "user.* attributes: 2"],
+            id="ramfs",
+        ),
+    ],
+)
+@alone
+def test_a_copy_keeps_all_that_the_target_can_store_and_names_the_rest(
+    tmp_path: Path, make: Callable[[Path], Path], lost: tuple[str, ...], kinds: list[str]
+) -> None:
+    """The copy back to ext4 loses nothing more."""
+    source = mount_ext4(tmp_path / "source", tmp_path / "source.image")
+    fill(source, as_root=True)
+    odd = Path(os.fsdecode(os.fsencode(source) + b"/new\nline \xff"))
+    odd.write_text("x")
+    os.setxattr(odd, "user.odd", b"x")
+    before = fingerprint(source)
+    target = make(tmp_path / "target")
+
+    losses = copytree.mirror(source, target, spared=OURS)
+
+    assert without((), fingerprint(target)) == without(lost, before)
+    assert sorted(each.partition(",")[0] for each in losses) == kinds
+    for each in losses:
+        assert each.endswith("(Operation not supported)")
+
+    back = mount_ext4(tmp_path / "back", tmp_path / "back.image")
+    assert copytree.mirror(target, back, spared=OURS) == []
+    assert without((), fingerprint(back)) == without(lost, before)
+
+
+@alone
+def test_an_attribute_too_large_for_the_target_is_named(tmp_path: Path) -> None:
+    """Attributes of a file on ext4 share one block. The error is that of a full disk, which this one is not."""
+    source = mount_tmpfs(tmp_path / "source")
+    (source / "file").write_text("x")
+    os.setxattr(source / "file", "user.large", bytes(20_000))
+    target = mount_ext4(tmp_path / "target", tmp_path / "image")
+
+    losses = copytree.mirror(source, target, spared=OURS)
+
+    assert losses == ["user.* attributes: 1, first of ./file (No space left on device)"]
+    assert (target / "file").read_text() == "x"
+
+
+@alone
+def test_an_attribute_for_which_a_disk_is_too_full_ends_the_copy(tmp_path: Path) -> None:
+    source = mount_tmpfs(tmp_path / "source")
+    (source / "file").write_text("x")
+    os.setxattr(source / "file", "user.large", bytes(20_000))
+    target = mount_ext4(tmp_path / "target", tmp_path / "image")
+    (target / "lost+found").rmdir()
+    (target / "lost+found").write_bytes(bytes(shutil.disk_usage(target).free - (16 << 10)))
+
+    with pytest.raises(HostError, match=r"No space left on device; 0 MiB are free"):
+        copytree.mirror(source, target, spared=OURS)
+
+
+@alone
+def test_attributes_that_cannot_be_listed_are_named(tmp_path: Path) -> None:
+    """Linux lists 64 KiB of names, and tmpfs stores more."""
+    source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
+    (source / "file").write_text("x")
+    for number in range(400):
+        os.setxattr(source / "file", f"user.{number:0240}", b"")
+
+    losses = copytree.mirror(source, target, spared=OURS)
+
+    assert losses == ["all attributes: 1, first of file (Argument list too long)"]
+    assert (target / "file").read_text() == "x"
+
+
+@alone
+def test_default_acls_of_a_target_are_not_inherited(tmp_path: Path) -> None:
+    source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
+    fill(source, as_root=True)
+    os.setxattr(target, "system.posix_acl_default", ACL)
+
+    assert copytree.mirror(source, target, spared=OURS) == []
+
+    assert fingerprint(target) == fingerprint(source)
+    assert os.listxattr(target) == []
