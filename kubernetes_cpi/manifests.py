@@ -286,19 +286,13 @@ def pod(vm: Vm) -> Object:
         "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", _start(properties)],
         "securityContext": _container_security(properties),
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *_ports(properties)],
-        # Not the bus: Directors admit an agent only after create_vm has returned, and Services outlive its outages.
+        # No liveness probe, which would end all jobs if the agent is slow: process 1 restarts an agent that has ended.
+        # Readiness excludes the bus: Directors admit an agent after create_vm only, and Services outlive its outages.
         "readinessProbe": {
             "httpGet": {"path": "/readyz?level=boot", "port": "agent"},
             "periodSeconds": 1,
             "timeoutSeconds": 3,
             "failureThreshold": 3,
-        },
-        "livenessProbe": {
-            "httpGet": {"path": "/healthz", "port": "agent"},
-            "initialDelaySeconds": 10,
-            "periodSeconds": 10,
-            "timeoutSeconds": 3,
-            "failureThreshold": 6,
         },
         "lifecycle": {
             "preStop": {"exec": {"command": [f"{PROGRAM}/bin/agent-shim", "drain", "--timeout", str(properties.grace)]}}

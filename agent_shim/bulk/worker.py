@@ -29,6 +29,8 @@ from agent_shim.host import files, process
 from agent_shim.host.descriptors import closing
 
 PR_SET_PDEATHSIG: Final = 1  # include/uapi/linux/prctl.h
+OOM_SCORE: Final = 500
+"""Lowest oom_score_adj of a worker."""
 
 
 def main() -> int:
@@ -54,8 +56,10 @@ def become_worker(parent: int) -> None:
     if os.getppid() != parent:  # the parent died before it could be watched
         raise SystemExit(128 + signal.SIGTERM)
     process.disable_core_dumps(for_good=True)
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("500")
+    with suppress(OSError, ValueError):
+        score = Path("/proc/self/oom_score_adj")
+        # The kubelet gives up to 1000 to the container, and so to the agent.
+        score.write_text(str(max(OOM_SCORE, int(score.read_text()))))
 
 
 def _send(message: Progress | Done) -> None:

@@ -317,8 +317,9 @@ def _add_for_tools(command: Command) -> None:
     text = "directory for jobs, packages and instance.json: AgentShim.spec of agent.json"
     render.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
 
-    probe = command("probe", _probe, "print the answer of /healthz or /readyz, for exec probes")
-    probe.add_argument("kind", choices=("live", "ready"), help="live is /healthz, ready is /readyz")
+    probe = command("probe", _probe, "say whether the agent's process lives, or the answer of /readyz, for exec probes")
+    text = "live looks for the process and asks it nothing, ready is /readyz"
+    probe.add_argument("kind", choices=("live", "ready"), help=text)
     _base_option(probe)
 
     text = "prepare state and jobs for the BOSH agent and monit (end this agent first)"

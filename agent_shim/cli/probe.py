@@ -1,17 +1,22 @@
-"""``agent-shim probe live|ready``: one request over the control socket, with minimal imports.
+"""``agent-shim probe live|ready``, with minimal imports.
 
 A pod may probe every second, and an interpreter is expensive: this imports neither the daemon nor other commands.
+
+``live`` asks whether the agent's process lives, and never the agent itself: one that is slow, stopped or starved of
+processor time is alive, and a restart of its container would end all jobs. ``ready`` asks the agent.
 """
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import sys
 
 SOCKET = "bosh/agent_shim.sock"
 """``paths.Paths.control_socket`` below the base. A test compares both."""
+LOCK = "bosh/agent_shim.lock"
+"""``paths.Paths.agent_lock`` below the base, which an agent locks for its lifetime (``volume_lease``)."""
 ANSWER_TIMEOUT_S = 10.0
-"""Timeout of the answer: an event loop blocked for longer counts as dead."""
 NO, NO_AGENT = 1, 69
 
 
@@ -26,23 +31,44 @@ def read(words: list[str]) -> tuple[str, str] | None:
 
 
 def main(question: tuple[str, str]) -> int:
-    """Print the reason. Return 0 for yes, 1 for no, 69 without an answer."""
+    """Print the reason. Return 0 for yes, 1 for no, 69 without an agent or an answer."""
     kind, base = question
+    return _live(base) if kind == "live" else _ready(base)
+
+
+def _live(base: str) -> int:
+    path = f"{base}/{LOCK}"
+    why = "no process has locked it"
+    try:
+        with open(path, "rb") as file:
+            # Granted without an agent, and then released at once: an agent that starts in between is started again.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.stdout.write("alive\n")
+        return 0
+    except OSError as exc:
+        why = exc.strerror or str(exc)
+    return _no_agent(f"find the agent by {path}: {why}")
+
+
+def _ready(base: str) -> int:
     path = f"{base}/{SOCKET}"
     try:
         with socket.socket(socket.AF_UNIX) as asked:
             asked.settimeout(ANSWER_TIMEOUT_S)
             asked.connect(path)
-            asked.sendall(b'{"command":"probe","kind":"%b"}\n' % kind.encode())
+            asked.sendall(b'{"command":"probe","kind":"ready"}\n')
             with asked.makefile("rb") as stream:
                 reply = stream.readline()
         import json
 
         answer = json.loads(reply)
     except (OSError, ValueError) as exc:
-        why = getattr(exc, "strerror", None) or exc
-        hint = "(is it running, and are you root or its user?)"
-        sys.stderr.write(f"agent-shim: cannot ask the agent at {path}: {why} {hint}\n")
-        return NO_AGENT
+        return _no_agent(f"ask the agent at {path}: {getattr(exc, 'strerror', None) or exc}")
     sys.stdout.write(f"{answer['reason']}\n")
     return 0 if answer["ok"] else NO
+
+
+def _no_agent(what: str) -> int:
+    sys.stderr.write(f"agent-shim: cannot {what} (is it running, and are you root or its user?)\n")
+    return NO_AGENT

@@ -51,6 +51,7 @@ class Paths:
         """Files that are links to files in ``settings_tmpfs`` if it is in use."""
         self.stamp = self.bosh / "agent_shim.json"
         """The id of the instance that owns this root file system, and of the state backup that belongs to it."""
+        self.agent_lock = self.bosh / "agent_shim.lock"
         self.control_socket = self.bosh / "agent_shim.sock"
         """Away from ``data``: a listening socket keeps a file system mounted."""
         self.shut_down = self.bosh / "shut_down"

@@ -240,8 +240,8 @@ class Daemon:
             case {"command": "status"}:
                 uptime = int(time.monotonic() - self._begun_at)
                 return msgspec.json.encode(await status_report.status(live, self._phase, uptime))
-            case {"command": "probe", "kind": kind}:
-                ok, reason = (True, "alive") if kind == "live" else self._ready("")
+            case {"command": "probe"}:
+                ok, reason = self._ready("")
                 return msgspec.json.encode({"ok": ok, "reason": reason})
             case {"command": "drain"} if live is None:
                 return msgspec.json.encode({"clean": True, "summary": f"nothing to stop: the agent is {self._phase}"})

@@ -238,8 +238,8 @@ class MonitDaemon:
         match request:
             case {"command": "status"}:
                 return msgspec.json.encode(await self._status())
-            case {"command": "probe", "kind": kind}:
-                ok, reason = (True, "alive") if kind == "live" else self._ready("")
+            case {"command": "probe"}:
+                ok, reason = self._ready("")
                 return msgspec.json.encode({"ok": ok, "reason": reason})
             case {"command": "bpm"} if self._options.has_bpm:
                 return msgspec.json.encode(await bpm_api.answer(self._supervisor.bpm, request))

@@ -268,7 +268,7 @@ def _decoded(raw: bytes) -> Lease | None:
 @contextmanager
 def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
     """Lock this root file system for one agent. ``AlreadyRunningError`` "cannot WHAT" for a second one."""
-    path = paths.bosh / "agent_shim.lock"
+    path = paths.agent_lock
     with files.attempting(f"{what}: {path}"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)

@@ -482,6 +482,8 @@ def test_live_attach_leaves_the_pod_as_it_is(cpi: Cpi, cluster: Cluster, server:
     assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
     assert cpi("get_disks", vm) == [disk]
     (name,) = attachments(cluster)
+    (container,) = cluster.of("pods")[name]["spec"]["containers"]
+    assert container["resources"]["requests"]["cpu"] == "10m", "1m is 49 s for an unmount on a busy node"
     spec = cluster.of("pods")[name]["spec"]
     assert "nodeName" not in server.bodies[server.requests.index(f"POST pods/{name}")]
     assert "node-1" in str(spec["affinity"])

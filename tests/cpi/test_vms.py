@@ -26,6 +26,7 @@ def test_first_life_of_a_vm(cpi: Cpi, cluster: Cluster) -> None:
     assert cpi("has_vm", vm) is True
     (container,) = cluster.of("pods")[vm]["spec"]["containers"]
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz?level=boot"
+    assert {"livenessProbe", "startupProbe"} & container.keys() == set(), "a slow agent would end all jobs"
     cpi("set_vm_metadata", vm, {"deployment": "dep", "name": "zookeeper/1", "index": "0", "job": "zookeeper"})
     metadata = cluster.of("pods")[vm]["metadata"]
     assert metadata["labels"]["bosh.io/deployment"] == "dep"

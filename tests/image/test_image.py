@@ -46,9 +46,9 @@ async def test_settings_are_waited_for(site: Site) -> None:
 async def test_running_needs_nothing_from_outside(podman: Podman, image: str) -> None:
     """Without any network the agent lives, waits, and leaves its program as it was."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
-        await container.until(0, "agent-shim", "probe", "live")
+        await container.until(1, "agent-shim", "probe", "ready")
 
-        assert await container.status_of("agent-shim", "probe", "ready") == 1
+        assert await container.status_of("agent-shim", "probe", "live") == 0
         assert [path for path in await container.changed() if path.startswith(("/opt", "/usr", "/lib"))] == []
 
 

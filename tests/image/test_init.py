@@ -17,7 +17,7 @@ from tests.support.environment import AGENT
 
 pytestmark = pytest.mark.image
 
-LIVE = ("agent-shim", "probe", "live")
+READY = ("agent-shim", "probe", "ready")
 AGENT_PID = ("pgrep", "--full", "bin/bosh-agent")
 
 TIERS = {
@@ -56,7 +56,7 @@ async def test_it_comes_up_whatever_is_taken_from_it(
     async with pods.running(
         podman, image, "env", "-i", "/opt/agent_shim/launch", "-P", "x", options=options
     ) as container:
-        await container.until(0, *LIVE)
+        await container.until(1, *READY)
 
         assert (await container.exec("cat", "/proc/1/comm")).strip() == "s6-svscan"
         assert await container.stop() == 0
@@ -71,7 +71,6 @@ async def test_a_crashed_agent_is_back_and_jobs_go_on(site: Site) -> None:
         before = await pid_of_job(container), await container.exec(*AGENT_PID)
         await container.exec("pkill", "-KILL", "--full", "bin/bosh-agent")
         await container.until(1, "sh", "-c", f"pgrep --full bin/bosh-agent | grep -q '^{before[1].strip()}$'")
-        await container.until(0, *LIVE)
         await site.until_state("running")
 
         assert await pid_of_job(container) == before[0]
@@ -128,7 +127,7 @@ async def test_nothing_of_the_environment_reaches_the_agent(podman: Podman, imag
     """Variables of a pod are no business of the agent's scripts. Its own, by their name, are."""
     options = ("--network=none", "--env=SECRET=x", "--env=KUBERNETES_PORT=y", "--env=AGENT_SHIM_GRACE=9")
     async with pods.running(podman, image, options=options) as container:
-        await container.until(0, *LIVE)
+        await container.until(1, *READY)
         pid = (await container.exec(*AGENT_PID)).strip()
         environment = (await container.exec("cat", f"/proc/{pid}/environ")).split("\0")
         names = {line.partition("=")[0] for line in environment}
@@ -140,7 +139,7 @@ async def test_nothing_of_the_environment_reaches_the_agent(podman: Podman, imag
 async def test_orphans_are_reaped(podman: Podman, image: str) -> None:
     """A process left behind in the container does not stay a zombie: process 1 reaps it."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
-        await container.until(0, *LIVE)
+        await container.until(1, *READY)
         waits = "until test -e /tmp/go; do sleep 0.1; done"
         orphan = (await container.exec("sh", "-c", f"({waits}) >/dev/null 2>&1 & echo $!")).strip()
         assert await container.status_of("test", "-d", f"/proc/{orphan}") == 0

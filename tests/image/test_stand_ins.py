@@ -50,8 +50,8 @@ async def said(container: Container, command: str) -> str:
         ("sv status rsyslog | sed 's/(.*/…/'", "run: rsyslog: …\n0\n"),
         ("sv start nothing", "fail: nothing: unable to change to service directory: file does not exist\n1\n"),
         (
-            "sv -w 3 restart agent | sed 's/(.*/…/'; until agent-shim probe live 2>/dev/null; do sleep 0.1; done",
-            "ok: run: agent: …\nalive\n0\n",
+            "sv -w 3 restart agent | sed 's/(.*/…/'; until agent-shim probe ready 2>&1 | grep waiting; do sleep 0.1; done",
+            "ok: run: agent: …\nwaiting for settings\n0\n",
         ),
     ],
 )

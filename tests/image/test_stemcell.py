@@ -99,7 +99,7 @@ async def test_unpacked_image_starts(podman: Podman, taken_apart: Path) -> None:
     await asyncio.to_thread(subprocess.check_call, unpack)
     chain = ("bash", "-c", "exec env -i /usr/sbin/runsvdir-start")
     async with pods.running(podman, str(root), *chain, options=("--network=none", "--rootfs")) as container:
-        await container.until(0, "agent-shim", "probe", "live")
+        await container.until(1, "agent-shim", "probe", "ready")
         assert await container.stop() == 0
     shutil.rmtree(taken_apart)
 

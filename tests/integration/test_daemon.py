@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shlex
+import signal
 import stat
 import urllib.error
 import urllib.request
@@ -85,6 +86,21 @@ async def test_settings_that_come_late_and_in_parts_are_waited_for(instance: Wor
 
     await starting
     assert (await instance.execute("probe", "ready"))[0] == 0
+
+
+async def test_stopped_agent_is_alive_and_a_dead_one_is_not(instance: World) -> None:
+    """A liveness probe that waits for an answer ends all jobs of a container whose agent gets no processor time."""
+    await instance.start_agent()
+    os.kill(instance.pid, signal.SIGSTOP)
+    try:
+        assert await instance.execute("probe", "live") == (0, "alive\n")
+    finally:
+        os.kill(instance.pid, signal.SIGCONT)
+
+    await instance.kill_agent()
+
+    status, output = await instance.execute("probe", "live")
+    assert (status, "agent_shim.lock: no process has locked it" in output) == (69, True)
 
 
 async def test_commands_without_an_agent_and_agents_that_cannot_start_end_with_codes_of_their_own(

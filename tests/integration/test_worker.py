@@ -486,6 +486,18 @@ async def test_secrets_stand_neither_in_arguments_nor_in_the_environment(
     assert score == "500\n"
 
 
+def test_worker_keeps_an_oom_score_above_its_own() -> None:
+    """The agent of a Burstable pod can have 990, and the kernel would then kill it before the worker."""
+    code = (
+        "import os; from pathlib import Path; from agent_shim.bulk import worker; "
+        "score = Path('/proc/self/oom_score_adj'); score.write_text('990'); worker.become_worker(os.getppid()); "
+        "print(score.read_text())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "990"
+
+
 async def test_a_failed_transfer_is_reported_without_its_secrets(paths: Paths, server: Server) -> None:
     """All the way from the worker to the caller."""
     server.plan = ["403"]

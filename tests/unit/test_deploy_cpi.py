@@ -155,3 +155,12 @@ def test_each_az_names_an_entry_of_the_cpi_config() -> None:
     assert {one["value"] for one in read("cloud-config-cpi.yml")} == {
         one["name"] for one in read("cpi-config.yml")["cpis"]
     }
+
+
+def test_no_manifest_ends_jobs_because_their_agent_is_slow() -> None:
+    """A container whose agent waited for the processor was restarted, with all jobs, by a liveness probe."""
+    texts = {path: path.read_text() for path in (ROOT / "deploy").rglob("*.yaml")}
+
+    assert any("readinessProbe:" in text for text in texts.values())
+    ending = re.compile(r"^ *(livenessProbe|startupProbe):", re.MULTILINE)
+    assert [path for path, text in texts.items() if ending.search(text)] == []

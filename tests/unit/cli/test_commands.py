@@ -42,8 +42,10 @@ def test_the_overview_names_every_command_that_has_examples(capsys: pytest.Captu
     assert sorted(listed) == sorted(commands.EXAMPLES)
 
 
-def test_a_probe_asks_the_socket_the_agent_listens_on() -> None:
-    assert Path("/some/base", probe.SOCKET) == Paths(Path("/some/base")).control_socket
+def test_probe_knows_the_files_of_the_agent() -> None:
+    paths = Paths(Path("/some/base"))
+    assert Path("/some/base", probe.SOCKET) == paths.control_socket
+    assert Path("/some/base", probe.LOCK) == paths.agent_lock
 
 
 @pytest.mark.parametrize(
