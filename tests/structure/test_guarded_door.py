@@ -51,6 +51,7 @@ RAW: Mapping[str, Raw] = {
     "bulk.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put"})),
     "bulk.providers": Raw(NAMED, frozenset({"Dav.put", "External.get", "Local._copy", "open_blob"})),
     "bulk.transfer": Raw(PROBE, frozenset({"Transfer._keeping"})),
+    "cli.probe": Raw(OWN, frozenset({"_live"})),
     "daemon.boot": Raw(OWN, frozenset({"_mount_tmpfs", "make_tree"})),
     "supervisor.monit.control_file": Raw(OWN, frozenset({"_take"})),
     "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
