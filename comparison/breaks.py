@@ -84,7 +84,7 @@ BREAKS: Final[dict[str, Break]] = {
         "actions/state.py", "settings.source.vm.name}", '"other"}', r"value in state vm\.name"
     ),
     "a heartbeat has another instance": Break(
-        "daemon/runtime.py", "node_id=spec.id", 'node_id="other"', "value in heartbeat node_id"
+        "daemon/runtime.py", "node_id=spec.id", 'node_id="other"', "value in heartbeat node_id", ("death", "unmonitor")
     ),
     "post-start is left out": _without_script("post-start", "post-start"),
     "post-deploy is left out": _without_script("post-deploy", "post-deploy"),
@@ -114,9 +114,7 @@ BREAKS: Final[dict[str, Break]] = {
         "^changed file: ",
         ("changed file",),
     ),
-    "memory is not judged": Break(
-        "supervisor/rule_engine.py", '"totalmemory %": percent(total, memory_total),', "", "^usage: ", ("usage",)
-    ),
+    "memory is not judged": Break("supervisor/rule_engine.py", '"totalmemory": total,', "", "^usage: ", ("usage",)),
     "processor time is not judged": Break(
         "supervisor/rule_engine.py", 'figures |= {"cpu %"', 'figures |= {"other"', "^usage: ", ("usage",)
     ),

@@ -120,6 +120,11 @@ ROUGHLY: Final[list[tuple[re.Pattern[str], float, float]]] = [
 
 Phases = dict[str, dict[str, Any]]
 
+AFTER_STOPS: Final = (
+    *("monit restart", "unmonitor", "monitor again", "agent restarted", "drain", "stop", "post-stop", "apply"),
+    *("pre-start", "start", "start after stop", "slow start", "pre-stop"),
+)
+"""Phases in which a process can be that outlived a stop or a restart."""
 STARTS: Final = ("start", "post-start", "post-deploy", "rest", "start after stop", "slow start")
 
 ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
@@ -180,7 +185,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     (
         "a stop is over once the pidfile is gone",
         lambda one: (
-            (one.is_survivor and one.act in ("monit restart", "agent restarted", "drain", "stop"))
+            (one.is_survivor and one.act in AFTER_STOPS)
             or ((one.act, one.what) == ("stop", "bpm list") and "failed" in one.go)  # bpm still removes the container
         ),
     ),
@@ -240,8 +245,9 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
 
 
 def _is_left(life: Phases) -> bool:
-    """True if a process that a pidfile names lives after the stop."""
-    return any(life.get("stop", {}).get("services", {}).values())
+    """True if a process that a pidfile names lives after a stop."""
+    stops = [phase for name, phase in life.items() if name.rpartition(": ")[2] == "stop"]
+    return any(lives for stop in stops for lives in stop["services"].values())
 
 
 def _is_late(life: Phases) -> bool:
@@ -339,15 +345,27 @@ def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _values(go: Phases, shim: Phases, kind: str) -> Iterator[Difference]:
-    """Yield values of the states or the heartbeats that differ at the end of a phase in which both worlds rest."""
-    for name in ("rest", "update: start"):
-        seen = [life.get(name, {}).get("values", {}).get(kind, {}) for life in (go, shim)]
+    """Yield the values that differ: of the states at rest and after an update, and of the last heartbeats."""
+    for name in ("rest", "update: start") if kind == "state" else ("life",):
+        seen = [_last_heartbeat(life) if name == "life" else _state(life, name) for life in (go, shim)]
         for path in sorted(set(seen[0]) & set(seen[1])):
             values = [one[path] for one in seen]
-            is_state = path == "job_state" or re.fullmatch(r"processes\[.*\]\.state", path)  # phases compare them
+            is_state = re.fullmatch(
+                r"job_state|number_of_processes|processes\[.*\]\.state", path
+            )  # phases compare them
             if not is_state and not _are_alike(path, *values):
                 go_has, shim_has = (str(value) or "empty" for value in values)
                 yield Difference(name, f"value in {kind} {path}", go_has, shim_has)
+
+
+def _state(life: Phases, name: str) -> dict[str, Any]:
+    return dict(life.get(name, {}).get("values", {}).get("state", {}))
+
+
+def _last_heartbeat(life: Phases) -> dict[str, Any]:
+    """Return the last one since the job was applied."""
+    found = [phase.get("values", {}).get("heartbeat") for name, phase in life.items() if name != "apply"]
+    return dict(next((one for one in reversed(found) if one), {}))
 
 
 def _are_alike(path: str, go: Any, shim: Any) -> bool:

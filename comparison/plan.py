@@ -202,7 +202,7 @@ def _reached(text: str) -> str:
     def limit(found: re.Match[str]) -> str:
         if found[2].lower() == "cpu":
             return f"{found[1]}8%"
-        return f"{found[1]}{'0.2%' if found[3] == '%' else '60 MB'}"
+        return f"{found[1]}60 MB"  # a percentage is a whole number, and one of a large machine's memory too much
 
     return _USAGE.sub(limit, text)
 
