@@ -8,6 +8,7 @@ lives and the allowed differences.
 from __future__ import annotations
 
 import argparse
+import compileall
 import concurrent.futures
 import dataclasses
 import json
@@ -83,6 +84,8 @@ def main() -> int:
     kept = args.keep or Path(tempfile.mkdtemp(prefix="comparison-"))
     kept.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # worlds end with their blocks
+    for package in ("agent_shim", "agent_shim_demo", "comparison", "tests/support"):
+        compileall.compile_dir(CODE / package, quiet=2)  # a world cannot write there, and would compile at each start
     if args.breaks:
         model = next(Checkout(breaks.MODEL).jobs(values, authority.ca, key))
         return prove(plan.plan(Checkout(breaks.MODEL), model), args.cycle, kept, args.jobs)

@@ -35,6 +35,8 @@ class Difference:
     """A script of the job writes process 1 into a pidfile."""
     is_survivor: bool = False
     """A process outlived its stop, or the stop of a restart, in the Go agent's world alone."""
+    is_started_twice: bool = False
+    """A slow start program has begun a process in both worlds, and in the Go agent's a second one or none yet."""
     is_restarted_by_port: bool = False
     """A rule about a port has restarted a process in the Go agent's world."""
     is_pending: bool = False
@@ -125,6 +127,8 @@ AFTER_STOPS: Final = (
     *("pre-start", "start", "start after stop", "slow start", "pre-stop"),
 )
 """Phases in which a process can be that outlived a stop or a restart."""
+LAST: Final = ("pre-stop", "drain", "stop", "post-stop")
+"""Phases after a slow start."""
 STARTS: Final = ("start", "post-start", "post-deploy", "rest", "start after stop", "slow start")
 
 ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
@@ -203,6 +207,10 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     ),
     ("the soft limit of core files", lambda one: one.what.endswith(": limit core") and one.shim.startswith("[1, ")),
     (
+        "a start program slower than its timeout",
+        lambda one: one.is_started_twice and one.phase in ("slow start", *LAST),
+    ),
+    (
         "`monit monitor` of a service",
         lambda one: one.phase == "monitor again" and "Does not exist" in one.go and not one.shim,
     ),
@@ -218,8 +226,10 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         verdict.not_played = f"Go agent: {go['error']}; this agent: {shim['error']}"[:300]
     lives = [{phase["name"]: phase for phase in life["phases"]} for life in (go, shim)]
     verdict.not_played = verdict.not_played or _obstacle(*lives)
-    is_slow = any(life.get("waited", 0) > BUSY_WAIT for life in (go, shim))
-    verdict.is_busy = is_slow and (bool(go["error"] or shim["error"]) or any(map(_is_late, lives)))
+    late = next((phase for life in lives for phase in _late_phases(life)), "")
+    if any(life.get("waited", 0) > BUSY_WAIT for life in (go, shim)) and (late or go["error"] or shim["error"]):
+        verdict.is_busy = True
+        verdict.not_played = verdict.not_played or f"no answer in time: {late}"
     for one in [] if verdict.not_played else _differences(*lives):
         one.line = _line(made.job, one)
         one.is_bpm = "/sys/run/bpm/" in made.job.monit
@@ -235,6 +245,9 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.is_process_1 = any(re.search(r"echo [\"']?1[\"']? *>", text) for text in made.job.files.values())
         restarts = [life["monit restart"]["job_states"][-1:] for life in lives if "monit restart" in life]
         one.is_survivor = any(leaves(lives[0]) and not leaves(lives[1]) for leaves in (_is_left, _outlives_a_restart))
+        one.is_started_twice = _begun(lives[1], "slow start") == 1 and (
+            _begun(lives[0], "slow start") != 1 or _begun(lives[0], *LAST) > 0 or _told_still_runs(lives[0])
+        )
         one.is_pending = restarts == [["failing"]] * len(lives)
         closed = lives[0].get("port closed", {}).get("alerts", [])
         one.is_restarted_by_port = any("Connection failed - restart" in alert for alert in closed)
@@ -250,11 +263,22 @@ def _is_left(life: Phases) -> bool:
     return any(lives for stop in stops for lives in stop["services"].values())
 
 
-def _is_late(life: Phases) -> bool:
-    """True if a process was still about to start at the end of the time for it, or a script had no end."""
-    states = life.get("start", {}).get("states", {}).values()
-    answers = [phase["value"] for phase in life.values()]
-    return any(known[-1] == "starting" for known in states) or "error: no answer" in answers
+def _begun(life: Phases, *names: str) -> int:
+    """Return the largest number of processes of one program that began in phases."""
+    seen = [program for name in names for _, event, program in life.get(name, {}).get("events", []) if event == "lives"]
+    return max(Counter(seen).values(), default=0)
+
+
+def _told_still_runs(life: Phases) -> bool:
+    return "told" in life.get("stop", {}).get("texts", {}).get("processes", "").split()
+
+
+def _late_phases(life: Phases) -> Iterator[str]:
+    """Yield the phases in which the agent did not answer, or a process was still about to start at the end."""
+    for name, phase in life.items():
+        is_starting = name == "start" and any(known[-1] == "starting" for known in phase["states"].values())
+        if is_starting or re.match("error: (no answer|Timed out sending)", phase["value"]):
+            yield name
 
 
 def _outlives_a_restart(life: Phases) -> bool:

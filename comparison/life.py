@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -44,6 +45,8 @@ SCRIPT_LIMIT_S: Final = 60.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
 MONIT_TRIES: Final = 10
+FILES: Final = 1024
+"""Soft limit of open files that an agent inherits."""
 
 ETC: Final = (
     *(
@@ -681,6 +684,10 @@ async def main() -> None:
         await server.add_agent(AGENT)
         async with director.on(server.peer()), hm.on(server.peer(HEALTH_MONITOR)):
             settings(server)
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (min(FILES, hard), hard)
+            )  # agents raise their own, not children's
             world.start()
             life = Life(world, plan, director, hm)
             loop = asyncio.get_running_loop()

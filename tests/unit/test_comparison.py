@@ -253,6 +253,14 @@ def test_a_job_that_does_not_run_on_a_busy_machine_is_busy(tmp_path: Path) -> No
     )
 
 
+def test_a_request_without_an_answer_on_a_busy_machine_is_no_difference(tmp_path: Path) -> None:
+    late = phase("errand", value="error: Timed out sending 'run_errand' to agent 'instance' after 45 seconds")
+    lives = [{"error": "", "waited": 40.0, "phases": [phase("start"), one]} for one in (phase("errand"), late)]
+
+    assert judge.judge(planned(tmp_path, job()), *lives).kind == "busy"
+    assert judge.judge(planned(tmp_path, job()), *(life | {"waited": 0.5} for life in lives)).kind == "difference"
+
+
 def test_scripts_report_themselves_and_missing_hooks_are_there(tmp_path: Path) -> None:
     files = planned(tmp_path, job()).job.files
 
