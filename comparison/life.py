@@ -41,6 +41,8 @@ BROKEN: Final = SCRATCH / "broken"
 BLOBS: Final = VCAP / "blobs"
 OBSERVER: Final = 59999
 LOOK_S: Final = 0.7
+LAST_LOOK_S: Final = 20
+"""Patience of the look at the end of a phase, which is compared."""
 SCRIPT_LIMIT_S: Final = 60.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
@@ -243,7 +245,7 @@ class Life:
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
         self.has_acted = True
-        await self._look(self.now)
+        await self._look(self.now, LAST_LOOK_S)
         self._end(self.now)
 
     def _end(self, phase: Phase) -> None:
@@ -269,9 +271,9 @@ class Life:
             await self._look(phase)
             await asyncio.sleep(LOOK_S)
 
-    async def _look(self, phase: Phase) -> None:
+    async def _look(self, phase: Phase, patience: float = 1) -> None:
         try:
-            state = await self.director.value(AGENT, "get_state", "full", timeout=1)
+            state = await self.director.value(AGENT, "get_state", "full", timeout=patience)
         except (RpcRemoteError, RpcTimeoutError):
             return
         self.state = state
