@@ -8,7 +8,7 @@ monit files of stopped jobs (monit would start them: its own state is older). lo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from agent_shim.core import settings
@@ -29,7 +29,8 @@ READY: Final = "the BOSH agent and monit may be started now"
 def hand_back(paths: Paths) -> list[str]:
     """Prepare the take-over and return a report in lines. Repetition is harmless.
 
-    Raises ``AlreadyRunningError`` while an agent runs, ``NotThereError`` without the base, else ``HostError``.
+    Raises ``AlreadyRunningError`` while an agent runs, ``NotThereError`` without the base, else ``HostError``. Nothing
+    is removed if a file that names jobs or disks cannot be read: their marks would stay, and the backup would be lost.
     """
     if not paths.base.is_dir():
         raise NotThereError(f"cannot hand back: there is no directory {paths.base} (-b names the base)")
@@ -37,7 +38,13 @@ def hand_back(paths: Paths) -> list[str]:
         return [f"no agent has run below {paths.base}", READY]
     with exclusive_agent(paths, "hand back"):
         saved = read_saved(paths.supervisor_state)
-        said = [*_jobs(paths, saved), *_disks(paths), *_firewall(paths)]
+        if saved is None and paths.supervisor_state.exists():
+            raise HostError(
+                f"cannot hand back: {paths.supervisor_state} cannot be read, so the jobs are not known; start the "
+                "agent once and repeat this"
+            )
+        known = _known_disks(paths)
+        said = [*_jobs(paths, saved), *_disks(paths, known), *_firewall(paths)]
         rotation.put_into_force(paths.logrotate_rule)
         files.remove_tree(paths.shut_down)
         files.remove_tree(paths.former_mbus)
@@ -74,13 +81,20 @@ def _job(spec: ProcessSpec, known: tuple[int, int] | None) -> str:
     return f"{spec.name} runs on as {found.pid}"
 
 
-def _disks(paths: Paths) -> Iterator[str]:
+def _known_disks(paths: Paths) -> Mapping[str, hints.DiskSettings]:
     try:
         source = settings.parse(files.read(paths.settings_cache, is_own=True), origin=str(paths.settings_cache))
+    except FileNotFoundError:
+        return {}
     except (OSError, SettingsError) as exc:
-        yield f"cannot look for disks: {exc}"
-        return
-    for cid, disk in hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints)).items():
+        raise HostError(
+            f"cannot hand back: the disks are not known: {exc}; start the agent once and repeat this"
+        ) from exc
+    return hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints))
+
+
+def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[str]:
+    for cid, disk in known.items():
         place = disk.place or paths.store
         if (marker := markers.read(place)) is not None:
             files.remove_tree(place / markers.DIRECTORY)

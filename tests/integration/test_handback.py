@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
 from agent_shim.daemon.handback import hand_back
 from agent_shim.host import files, process
@@ -128,6 +129,24 @@ def test_marks_on_disks_are_removed(tmp_path: Path) -> None:
     assert paths.managed_disk.read_text() == "disk-1"
     assert any("is a link to the disk" in line for line in said)
     assert not any("disk-2" in line for line in said)
+
+
+@pytest.mark.parametrize(("name", "what"), [("supervisor_state", "jobs are"), ("settings_cache", "disks are")])
+def test_nothing_is_removed_if_jobs_or_disks_are_not_known(tmp_path: Path, name: str, what: str) -> None:
+    """A damaged file counted as none: the backup was removed, and marks stayed on the disks."""
+    paths = Paths(tmp_path / "vcap")
+    paths.bosh.mkdir(parents=True)
+    paths.mirror.mkdir(parents=True)
+    damaged = getattr(paths, name)
+    damaged.write_text('{"sche')
+    kept = [damaged, paths.mirror / state_backup.STAMP, paths.mirror / state_backup.SET_ASIDE]
+    for path in kept[1:]:
+        path.write_text("{}")
+
+    with pytest.raises(HostError, match=f"cannot hand back: .*the {what} not known.*start the agent once"):
+        hand_back(paths)
+
+    assert all(path.exists() for path in kept)
 
 
 def test_former_state_of_other_agents_goes_too(tmp_path: Path) -> None:
