@@ -134,8 +134,9 @@ def test_the_admission_policy_knows_the_objects_of_the_cpi() -> None:
     account = yaml.safe_load_all((ROOT / "deploy/cpi/base/account.yaml").read_text())
 
     assert f"variables.kind in {kinds}" in text
-    assert f"variables.labels['{names.MANAGED_BY}'] == '{names.OURS}'" in text
-    assert f"startsWith('{Config().disks.host_path}')" in text
+    assert f"s.metadata.labels['{names.MANAGED_BY}'] == '{names.OURS}'" in text
+    assert f"params.data.host_path : '{Config().disks.host_path}'" in text
+    assert f"params.data.python : '{Config().disks.helper_python}'" in text
     assert f"postStart.exec.command == {attachments.WAIT_UNTIL_DONE['exec']['command']}" in text
     assert f"':{next(account)['metadata']['name']}'" in text
 
