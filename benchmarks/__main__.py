@@ -47,7 +47,6 @@ from benchmarks import (
     installs,
     large,
     lifecycles,
-    light,
     neighbours,
     pings,
     table,
@@ -69,7 +68,7 @@ PARTS: Final[dict[str, Part]] = {
     "ageing": ageing.measure,
 }
 HERE: Final = Path(__file__).parent
-ON_DEMAND: Final[dict[str, Part]] = {"large": large.measure, "scale": light.measure, "cpi": cpi.measure}
+ON_DEMAND: Final[dict[str, Part]] = {"large": large.measure, "cpi": cpi.measure}
 
 
 async def measure(command: str, parts: Mapping[str, Part], scale: float) -> tuple[Figures, dict[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from agent_shim.core.errors import HostError
-from benchmarks import light
 from benchmarks.__main__ import measure
 from benchmarks.measuring import Figures, figure
 from benchmarks.world import world
@@ -30,14 +29,3 @@ async def test_an_agent_that_ends_at_once_is_reported_with_its_last_words() -> N
     with pytest.raises(HostError, match="it has ended: no such bus"):
         async with world("sh -c 'echo no such bus >&2; exit 1'") as w:
             await w.start_agent()
-
-
-async def test_light_agents_come_back_after_an_outage() -> None:
-    """Each with the certificate of its own user: the server would refuse any other's subscription."""
-    point, cost = await light.outage(20, 1.0, 0.1)
-
-    assert min(cost, point.handshake_cpu) > 0
-    assert point.attempts > 1  # each was connected, and one of them at least tried while the server was away
-    assert point.most_attempts_away >= 1
-    assert point.curve is not None
-    assert point.curve[-1][1] == 20
