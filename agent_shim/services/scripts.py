@@ -40,6 +40,8 @@ MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
 
 _MAX_LINE_BYTES: Final = 4096
 _MAX_LINE_CHARS: Final = 300
+_TRACE: Final = re.compile(r"\++ ")
+"""Prefix of commands traced by ``set -x``."""
 SHUTDOWN_ARGUMENTS: Final = ("job_shutdown", "hash_unchanged")
 STATUS_ARGUMENTS: Final = ("job_check_status", "hash_unchanged")
 _INTEGER: Final = re.compile(rb"[+-]?[0-9]{1,18}")
@@ -102,20 +104,20 @@ class Scripts:
         """Run ``bin/NAME`` of every job that has it and wait for all, without a timeout.
 
         Output is appended to the job's logs. Raises ``ActionError`` if one fails, with the last line that each failed
-        script wrote to stderr.
+        script wrote to stderr, or to a log of its job if stderr has only commands traced by ``set -x``.
         """
         last_lines: dict[str, str] = {}
 
         async def run(job: str) -> bool:
             log = self._log_directory(job)
             out, err = log / f"{name}.stdout.log", log / f"{name}.stderr.log"
-            begin = await asyncio.to_thread(_size, err)
+            before = await asyncio.to_thread(_sizes, log)
             argv, environ = [str(self._script(job, name))], {**self._environ, **env}
             script = await self._spawn(job, argv, env=environ, stdout=out, stderr=err, nice=NICE)
             status = await self._end(script, asyncio.Event())
             if status != 0:
                 logger.warning("%s of job %s failed: exit status %s", name, job, status)
-                last_lines[job] = await asyncio.to_thread(_last_line, err, begin)
+                last_lines[job] = await asyncio.to_thread(_cause, log, name, before)
             return status == 0
 
         try:
@@ -257,16 +259,41 @@ def _size(log: Path) -> int:
         return 0
 
 
-def _last_line(log: Path, begin: int) -> str:
-    """Return the last line that was written to a log after byte ``begin``, shortened. "" if there is none."""
+def _sizes(directory: Path) -> dict[str, int]:
+    """Return the sizes of the logs in a job's directory by name. Empty without it."""
+    try:
+        with guarded.held(directory) as held, closing(guarded.open_directory(held, "")) as fd:
+            return {name: _size(directory / name) for name in guarded.names(fd) if name.endswith(".log")}
+    except OSError:
+        return {}
+
+
+def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
+    """Return the last line that a failed script wrote, shortened. "" if there is none.
+
+    Commands that ``set -x`` traces on stderr tell no cause. bosh-dns writes the cause to a log of its own.
+    """
+    err, out = f"{name}.stderr.log", f"{name}.stdout.log"
+    lines = _lines(log / err, before.get(err, 0))
+    if told := [line for line in lines if not _TRACE.match(line)]:
+        return told[-1]
+    grown = [each for each, size in _sizes(log).items() if each != err and size != before.get(each, 0)]
+    for each in sorted(grown, key=lambda each: (each == out, each)):
+        if told := [line for line in _lines(log / each, before.get(each, 0)) if not _TRACE.match(line)]:
+            return f"{each}: {told[-1]}"[:_MAX_LINE_CHARS]
+    return lines[-1] if lines else ""
+
+
+def _lines(log: Path, begin: int) -> list[str]:
+    """Return the last lines that were written to a log after byte ``begin``, each shortened."""
     try:
         with closing(guarded.open_file(log)) as file:
             size = os.fstat(file).st_size
             start = max(begin if begin <= size else 0, size - _MAX_LINE_BYTES)
             written = os.pread(file, _MAX_LINE_BYTES, start).decode(errors="replace").split("\n")
     except OSError:
-        return ""
-    return next((safetext.line(line.strip()[:_MAX_LINE_CHARS]) for line in reversed(written) if line.strip()), "")
+        return []
+    return [safetext.line(line.strip()[:_MAX_LINE_CHARS]) for line in written if line.strip()]
 
 
 def _shown_together(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:

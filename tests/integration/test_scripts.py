@@ -127,6 +127,17 @@ async def test_the_error_ends_with_the_last_line_of_each_failed_script(paths: Pa
     assert "not permitted" not in str(failed.value)
 
 
+async def test_error_of_a_traced_script_quotes_the_log_that_it_wrote(paths: Paths, runner: Scripts) -> None:
+    """The pre-start of bosh-dns runs with ``set -x`` and writes why it fails to its own log."""
+    own = paths.log / "dns/dns_setup.log"
+    own.parent.mkdir(parents=True, exist_ok=True)
+    script(paths, "dns", "pre-start", f"set -x; echo cannot bind >>{own}; exit 2")
+    with pytest.raises(ActionError) as failed:
+        await runner.run_all("pre-start", ["dns"], {})
+
+    assert str(failed.value).endswith(" dns: dns_setup.log: cannot bind")
+
+
 async def test_a_script_ends_before_the_processes_it_leaves(paths: Paths, runner: Scripts) -> None:
     """A child that keeps the output open does not hold the script, nor is it killed."""
     left = paths.tmp / "left"
