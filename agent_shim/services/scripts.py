@@ -40,7 +40,7 @@ MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
 
 _MAX_LINE_BYTES: Final = 4096
 _MAX_LINE_CHARS: Final = 300
-_TRACE: Final = re.compile(r"\++ ")
+_COMMAND_SHOWN: Final = re.compile(r"\++ ")
 """Prefix of commands traced by ``set -x``."""
 SHUTDOWN_ARGUMENTS: Final = ("job_shutdown", "hash_unchanged")
 STATUS_ARGUMENTS: Final = ("job_check_status", "hash_unchanged")
@@ -275,11 +275,11 @@ def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
     """
     err, out = f"{name}.stderr.log", f"{name}.stdout.log"
     lines = _lines(log / err, before.get(err, 0))
-    if told := [line for line in lines if not _TRACE.match(line)]:
+    if told := [line for line in lines if not _COMMAND_SHOWN.match(line)]:
         return told[-1]
     grown = [each for each, size in _sizes(log).items() if each != err and size != before.get(each, 0)]
     for each in sorted(grown, key=lambda each: (each == out, each)):
-        if told := [line for line in _lines(log / each, before.get(each, 0)) if not _TRACE.match(line)]:
+        if told := [line for line in _lines(log / each, before.get(each, 0)) if not _COMMAND_SHOWN.match(line)]:
             return f"{each}: {told[-1]}"[:_MAX_LINE_CHARS]
     return lines[-1] if lines else ""
 
