@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +20,8 @@ from agent_shim.host import guarded, job_cgroups, process
 from agent_shim.host.process import Process
 from agent_shim.supervisor.monit.ast import Program
 from agent_shim.supervisor.ownership import process_record
-from agent_shim.supervisor.ownership.evidence import Ownership
-from agent_shim.supervisor.ownership.process_record import ProcessRecord
+from agent_shim.supervisor.ownership.evidence import Left, Ownership
+from agent_shim.supervisor.ownership.process_record import ProcessRecord, is_rule_label
 from agent_shim.supervisor.ownership.remains import Remains
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Programs:
         self.ownership = Ownership(base)
         self.remains = Remains(self.ownership)
         self.scripts: dict[str, ProcessRecord] = {}
-        """Records of the processes that the scripts of each job start."""
+        """Records, by label, of the processes that the scripts and the rules of each job start."""
         self._gate = asyncio.Semaphore(MAX_CONCURRENT_SPAWNS)
 
     async def run(
@@ -73,12 +73,11 @@ class Programs:
         description: str = "",
         label: str = "",
         pid: int = 0,
-        is_aside: bool = False,
     ) -> Process:
         """Run a program for the service ``name``, whose process is ``pid``, after ``event``. Raises ``HostError``.
 
-        ``label`` is the mark, by default the name. A program ``is_aside`` (the exec of a rule) is no part of the
-        service and survives its stop, which it may itself request.
+        ``label`` is the mark, by default the name. A program of a rule (``process_record.rule_label``) is no part of
+        the service and survives its stop, which it may itself request.
         """
         label = label or name
         async with self._gate:  # with nothing made yet: hundreds wait
@@ -99,11 +98,10 @@ class Programs:
                 env["TZ"] = os.environ["TZ"]
             with contextlib.ExitStack() as opened:
                 output = self._open(name, opened)
-                if not is_aside:
-                    env[process_record.MARK] = process_record.mark(label, self._base)
-                enter = partial(_enter, None if is_aside else self.ownership.cgroup(label), label)
+                env[process_record.MARK] = process_record.mark(label, self._base)
+                enter = partial(_enter, self.ownership.cgroup(label), label)
                 user, group = program.uid or None, program.gid or None
-                return await process.spawn_prepared(
+                started = await process.spawn_prepared(
                     enter,
                     program.argv,
                     env=env,
@@ -113,26 +111,49 @@ class Programs:
                     user=user,
                     group=group,
                 )
+            if is_rule_label(label):
+                self._record(label, started)
+            return started
 
     async def run_script(self, job: str, argv: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Process:
         """Run a script of a job as ``process.spawn`` does: what it starts and leaves belongs to the job."""
         label = process_record.script_label(job)
-        cgroup, record = self.ownership.cgroup(label), self.scripts.setdefault(job, ProcessRecord())
         env = {**env, process_record.MARK: process_record.mark(label, self._base)}
         how["cwd"] = self._directory()
         if all(_VARIABLE.fullmatch(name) for name in env):
-            script = await process.spawn_prepared(partial(_enter, cgroup, label), argv, env=env, **how)
+            enter = partial(_enter, self.ownership.cgroup(label), label)
+            script = await process.spawn_prepared(enter, argv, env=env, **how)
         else:  # a Director's names, which a shell would not pass on
             script = process.spawn(argv, env=env, **how)
+        self._record(label, script)
+        return script
+
+    async def end_left_by_scripts(self, jobs: Iterable[str], grace: float) -> list[Left]:
+        """End the processes that scripts of jobs have left and that no service has taken over. Return the survivors.
+
+        ``jobs`` may have had scripts below an earlier agent. A failed pre-start may leave a process that holds the port
+        of one that the next pre-start starts.
+        """
+        labels = {process_record.script_label(job) for job in jobs} | self.scripts.keys()
+        records = {each: self.scripts.get(each, ProcessRecord()) for each in labels if not is_rule_label(each)}
+        members = await asyncio.gather(*(self.remains.members(*each) for each in records.items()))  # one pass for all
+        left: list[Left] = []
+        for (label, record), found in zip(records.items(), members, strict=True):
+            if found:
+                left += await self.remains.sweep(label, record, found, grace, is_usual=True)
+        return left
+
+    def _record(self, label: str, script: Process) -> None:
+        """Record a script of a job, or a program of its rules: a pidfile may name what it started."""
+        record = self.scripts.setdefault(label, ProcessRecord())
         record.begin(script.identity, None)
         record.is_in_cgroup = script.is_in_cgroup
 
         def end() -> None:
             record.ended(script.identity, script.session, script.seen_ticks)
-            asyncio.get_running_loop().run_in_executor(None, cgroup.remove)
+            asyncio.get_running_loop().run_in_executor(None, self.ownership.cgroup(label).remove)
 
         script.on_end = end
-        return script
 
     def _directory(self) -> Path:
         return self._empty if self._empty.is_dir() else Path("/")

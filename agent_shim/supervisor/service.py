@@ -122,6 +122,8 @@ class Service:
         """The last stop program; it outlives its step if the file breaks meanwhile."""
         self._bpm_start: asyncio.Task[Process] | None = None
         """The start of a bpm process, perhaps beyond its timeout."""
+        self._is_following = False
+        """It examines a changed pidfile, which may take longer than a cycle."""
         self._has_lived = False
         """There may be processes: a stop runs the stop program."""
         self._stop = USUAL_STOP
@@ -303,6 +305,16 @@ class Service:
         """True if the service is running and its pidfile, unless the agent wrote it, names no process."""
         return self.state is State.RUNNING and not self.spec.start_call and self._finder.is_void(self.spec)
 
+    def is_renamed(self) -> bool:
+        """True if the service is running and its pidfile, unless the agent wrote it, names another process."""
+        if self.state is not State.RUNNING or self.spec.start_call or self._is_following:
+            return False
+        return self._finder.is_renamed(self.spec)
+
+    def look_again(self) -> None:
+        """Look at the pidfile: it may name the process that replaces the watched one."""
+        self._end_work()
+
     def doubt(self) -> None:
         """Take the process for absent, as monit does without a number in its pidfile."""
         self._finder.doubt(self.record.traces)
@@ -475,6 +487,8 @@ class Service:
         """
         finder, before = self._finder, self._finder.doubted
         is_settling = self.record.state is State.SETTLING
+        if self.is_renamed() and await self._follows():
+            await self._report_change()
         try:
             async with asyncio.timeout(self._timing.settle if is_settling else None):
                 how = await finder.gone(self.spec)
@@ -486,9 +500,20 @@ class Service:
         if not await self._has_successor(how):
             await self._lost(how)
         elif not (is_settling or is_young) and (before is None or finder.pid != before.pid):
-            said = f"process PID changed to {finder.pid}"
-            self.notify("PID changed", self.spec.change.kind, said)
-            await self.react(self.spec.change, "PID changed", said)
+            await self._report_change()
+
+    async def _follows(self) -> bool:
+        """Follow the pidfile to a process that replaces the watched one. False if it names none of the service."""
+        self._is_following = True
+        try:
+            return await self._finder.follow(self.spec, self.record.traces)
+        finally:
+            self._is_following = False
+
+    async def _report_change(self) -> None:
+        said = f"process PID changed to {self._finder.pid}"
+        self.notify("PID changed", self.spec.change.kind, said)
+        await self.react(self.spec.change, "PID changed", said)
 
     async def _has_successor(self, how: str) -> bool:
         """True if the pidfile names another process.
@@ -563,6 +588,8 @@ class Service:
                 if await finder.look(self.spec, self.record.traces):
                     self.on(Trigger.APPEARED)
                     return
+                if finder.refused and finder.refused not in self.record.reason:
+                    self.record.reason = f"{self.record.reason}; {finder.refused}"
                 if is_restarted and self._is_start_under_way:
                     self._retry_at = time.monotonic() + self._delay()
             if is_restarted:
@@ -589,8 +616,8 @@ class Service:
         try:
             match reaction.kind:
                 case "exec" if reaction.program is not None:
-                    pid = self._finder.pid
-                    await run(spec.name, reaction.program, event, description=description, pid=pid, is_aside=True)
+                    pid, label = self._finder.pid, process_record.rule_label(spec.job)
+                    await run(spec.name, reaction.program, event, description=description, label=label, pid=pid)
                 case "unmonitor":
                     self.unmonitor()
                 case _ if spec.mode == "passive":
@@ -619,6 +646,8 @@ class Service:
         known: list[Identity] = []
         left: list[Left] = []
         if await self._finder.look(self.spec, self.record.traces) or self._has_lived:
+            if self._finder.is_renamed(self.spec) and not self.spec.start_call:
+                await self._finder.follow(self.spec, traces)
             if self.spec.start is not None:
                 # Descent still identifies processes that left their session and cleared their environment.
                 known = await programs.remains.members(self.spec.label, traces)
@@ -632,6 +661,8 @@ class Service:
             self.on(Trigger.STUCK)
             return
         await programs.remains.dismiss(self.spec)
+        if self._finder.lives_refused:
+            self.notify("Execution failed", "alert", f"stopped, but {self._finder.refused}; it still runs")
         self.on(Trigger.EMPTIED)
 
     async def _unproven_left(self) -> list[Left]:

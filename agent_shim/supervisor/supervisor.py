@@ -28,7 +28,7 @@ from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.process_finder import Timing
-from agent_shim.supervisor.ownership.process_record import ProcessRecord, script_label
+from agent_shim.supervisor.ownership.process_record import ProcessRecord
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
@@ -141,8 +141,7 @@ class Supervisor:
     def _records(self) -> list[tuple[str, ProcessRecord]]:
         services = list(self._services.values())  # at once: threads ask too
         of_services = [(each.spec.label, each.record.traces) for each in services]
-        of_scripts = [(script_label(job), record) for job, record in list(self._programs.scripts.items())]
-        return [*of_services, *self.bpm.started.items(), *of_scripts]
+        return [*of_services, *self.bpm.started.items(), *list(self._programs.scripts.items())]
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -177,11 +176,16 @@ class Supervisor:
         self._kills.count()
 
     async def check_pidfiles(self) -> None:
-        """Restart services whose pidfiles name no process, at two looks: a daemon may empty it before it writes it."""
+        """Restart services whose pidfiles name no process, at two looks: a daemon may empty it before it writes it.
+
+        Follow pidfiles that name another process.
+        """
         doubtful = []
         for service in self._all():
             if service.is_void():
                 doubtful.append(service)
+            elif service.is_renamed():
+                service.look_again()
             await asyncio.sleep(0)
         if doubtful:
             await asyncio.sleep(self._shared.timing.look)
@@ -369,13 +373,16 @@ class Supervisor:
         if wait:
             await _stopped(concerned, timeout)
             await self.saved()  # now, and not beside the next request, which would wait
+            left = await self._programs.end_left_by_scripts(
+                {each.job for each in self._files}, self._shared.timing.grace
+            )
             # Orphans of unknown service belong to one of the services stopped now.
             if is_outside and all(each.state not in ACTIVE for each in self._services.values()):
-                left = await self._programs.remains.sweep_strays(begun, self._shared.timing.grace)
+                left += await self._programs.remains.sweep_strays(begun, self._shared.timing.grace)
                 if doubt := await self._programs.remains.doubtful(begun):
                     self._shared.notify(Event("all jobs", "Execution failed", "alert", doubt))
-                if left:
-                    raise ActionError(f"Stopping services errored: {', '.join(map(str, left))} cannot be ended")
+            if left:
+                raise ActionError(f"Stopping services errored: {', '.join(map(str, left))} cannot be ended")
 
     @property
     def killed(self) -> list[str]:

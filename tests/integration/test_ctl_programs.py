@@ -61,11 +61,6 @@ async def test_a_program_is_in_the_cgroup_of_its_service_before_it_runs(
     assert await programs.printed("web") == [str(program.pid)]
     assert program.is_in_cgroup
 
-    rule = await programs.run("web", Program(("/bin/cat", str(procs))), "Action done", is_aside=True)
-    assert await rule.wait() == 0
-    assert not rule.is_in_cgroup
-    assert procs.read_text() == str(program.pid)
-
 
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
     """gcp-tools-release's stackdriver-nozzle gives ``.`` to vcap, with all that is below it."""

@@ -176,6 +176,7 @@ class PlayedFinder:
     """Stands for ``ProcessFinder``."""
 
     refused = ""
+    lives_refused = False
 
     def __init__(self, ownership: Any, *_: Any) -> None:
         self.machine: Machine = ownership.machine
@@ -203,6 +204,9 @@ class PlayedFinder:
             if self.machine.is_there:
                 self.process, self.up_at = self.machine.process, asyncio.get_running_loop().time()
         return self.process is not None
+
+    def is_renamed(self, _: ProcessSpec) -> bool:
+        return False
 
     def is_void(self, _: ProcessSpec) -> bool:
         return self.process is not None

@@ -25,6 +25,7 @@ from agent_shim.supervisor.ownership.process_record import (
     Identity,
     Pidfile,
     ProcessRecord,
+    is_rule_label,
     is_script_label,
     mark,
     script_label,
@@ -46,7 +47,7 @@ class Tie(enum.Enum):
 
     OWNED = "owned"
     SHARED = "shared"
-    """Owned, started by a script of the job: other services may be in its session."""
+    """Owned, started by a script or a rule: other services may be in its session."""
     NAMED = "named"
     """Watched although started by hand or by another program. Never signalled."""
     NONE = "none"
@@ -89,14 +90,20 @@ class Evidence(enum.Enum):
         "agent and kernel",
         Tie.SHARED,
     )
+    RULES = Row(
+        "the same for a program that a rule of any job ran (`then exec`), if a later pidfile of root or of its own "
+        "user names it",
+        "agent and kernel",
+        Tie.SHARED,
+    )
     OTHERS = Row("the same for another service or job", "agent and kernel", Tie.NONE, "it belongs to {}")
     AGENT = Row("the agent started it for itself: `sshd`, a worker", "agent", Tie.NONE, "it belongs to the agent")
     MARK = Row(
-        f"carries the mark of the service or of its job's scripts, `{MARK}`, or monit's mark, `{MONIT_MARK}`",
+        f"carries the mark of the service or of its job's scripts, `{MARK}`, or monit's mark, `{MONIT_MARK}`; or, "
+        "with such a pidfile, the mark of rules",
         "the process: it can mark itself and its descendants",
         Tie.OWNED,
     )
-    OTHERS_MARK = Row("carries the mark of another", "the process", Tie.NONE, "it carries the mark of another service")
     ORPHAN = Row(
         "is an orphan that came to the agent, began since the start program, and a pidfile of root or of its own user "
         "names it that was written since then",
@@ -398,7 +405,7 @@ class Ownership:
         if each.identity == traces.known:
             return (Tie.NAMED if traces.is_only_named else Tie.OWNED), ""
         found, owner = self.evidence(each, label, script_label(job), traces, pidfile)
-        if found in (Evidence.SCRIPTS, Evidence.MARK):
+        if found in (Evidence.SCRIPTS, Evidence.RULES, Evidence.MARK):
             return (Tie.SHARED if owner != label else Tie.OWNED), ""
         return found.value.tie, found.value.why.format(owner)
 
@@ -414,23 +421,30 @@ class Ownership:
         if self.label_of(each.pid) == label:
             return Evidence.CGROUP, label
         verdict = self.verdict(each)
+        # The owner of a pidfile may only name a process that it could signal itself.
+        is_allowed = pidfile.owner in (0, os.geteuid(), proc.user(each.pid))
+        is_older = pidfile.modified + 0.1 > clock.wall_time_of(each.start_ticks)
         if isinstance(verdict, str):
+            if is_rule_label(verdict) and is_allowed and is_older:
+                return Evidence.RULES, verdict
             proofs = {label: Evidence.HISTORY, scripts: Evidence.SCRIPTS}
             return proofs.get(verdict, Evidence.OTHERS), verdict
         if process.is_spawned(each.identity):
             return Evidence.AGENT, ""
-        if verdict is not Unproven.AGENTS and (carried := self._mark_of(each.pid)):
-            return (Evidence.MARK if carried in (label, scripts) else Evidence.OTHERS_MARK), carried
-        # The owner of a pidfile may only name a process that it could signal itself.
-        is_allowed = pidfile.owner in (0, os.geteuid(), proc.user(each.pid))
+        # The mark of another is no evidence against it, because a process inherits the mark of whatever replaced it.
+        carried = self._mark_of(each.pid) if verdict is not Unproven.AGENTS else ""
+        if carried in (label, scripts) or (is_rule_label(carried) and is_allowed and is_older):
+            return Evidence.MARK, carried
         if is_allowed and verdict is Unproven.ORPHAN and is_fresh and each.start_ticks >= traces.begun:
             return Evidence.ORPHAN, label
-        if pidfile.modified + 0.1 > clock.wall_time_of(each.start_ticks):
-            if proc.executable(each.pid).startswith(tuple(f"{self._base}/{name}" for name in PROGRAMS)):
-                return Evidence.PROGRAM, label
-            if is_allowed and f"{self._base}/" in proc.command_line(each.pid):
-                return Evidence.COMMAND, label
-        return Evidence.NOTHING, ""
+        return (self._written_as(each, is_allowed=is_allowed) if is_older else Evidence.NOTHING), label
+
+    def _written_as(self, each: proc.Stat, *, is_allowed: bool) -> Evidence:
+        """Return the evidence of the program and command line of a process that is older than its pidfile."""
+        if proc.executable(each.pid).startswith(tuple(f"{self._base}/{name}" for name in PROGRAMS)):
+            return Evidence.PROGRAM
+        is_named = is_allowed and f"{self._base}/" in proc.command_line(each.pid)
+        return Evidence.COMMAND if is_named else Evidence.NOTHING
 
     def _mark_of(self, pid: int) -> str:
         """Return the label that a process carries. "" without a mark, the mark itself if it is another agent's."""
@@ -453,8 +467,8 @@ class Ownership:
         members = self.members(seen, label, traces)
         ours = {pid for pid, _ in members.identities}
         verdicts = kinship(processes, self.records(), seen.in_cgroup, wanted=fitting)
-        others = set().union(*seen.marked.values())
-        scripts = {pid for pid in fitting if verdicts[pid] == script_label(job)}
+        others = set().union(*(pids for of, pids in seen.marked.items() if not is_rule_label(of)))
+        scripts = {pid for pid in fitting if _is_of_scripts(verdicts[pid], job)}
         ties = dict.fromkeys(scripts, Tie.SHARED) | dict.fromkeys(ours, Tie.OWNED)
         found = [
             Match(processes[pid], ties.get(pid, Tie.NAMED), members.leads)
@@ -476,6 +490,11 @@ class Ownership:
         known = {traces.known[0] for _, traces in self.records() if traces.known and sessions & traces.numbers()}
         more = (sessions | known) - found.keys()
         return found | {pid: one for pid in more if (one := proc.stat(pid)) is not None}
+
+
+def _is_of_scripts(verdict: Verdict, job: str) -> bool:
+    """Return True for a process of the scripts of a job, or of any rule."""
+    return isinstance(verdict, str) and (verdict == script_label(job) or is_rule_label(verdict))
 
 
 def is_job_user(user: int | None) -> bool:

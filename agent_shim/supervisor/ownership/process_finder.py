@@ -19,7 +19,7 @@ from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.host.process import Process
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.evidence import Ownership, Tie
-from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecord
+from agent_shim.supervisor.ownership.process_record import Identity, Pidfile, ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec
 
 MIN_POLL_S: Final = 0.001
@@ -79,6 +79,8 @@ class ProcessFinder:
         self._ownership = ownership
         self.refused = ""
         """Why the process named by the pidfile does not count as the service's."""
+        self._refused: tuple[Pidfile, Identity] | None = None
+        """That pidfile and process."""
         self._timing = timing
         self._changed = changed
 
@@ -108,24 +110,73 @@ class ProcessFinder:
                 if (last := process_record.read(spec.pidfile)) is not None and last.pid == self.process.pid:
                     traces.named_by = last  # even if rewritten: it never means the next process of this number
                 self.process = None
-            self.refused = ""
+            self.refused, self._refused = "", None
             pidfile = process_record.read(spec.pidfile) if spec.pattern is None else None
         found = await self._find(spec, traces, pidfile)
         if found is None:
             return False
+        return await self._adopt(spec, traces, pidfile, *found)
+
+    @property
+    def lives_refused(self) -> bool:
+        """True while the process lives that ``refused`` is about."""
+        if self._refused is None:
+            return False
+        number, start = self._refused[1]
+        named = proc.stat(number)
+        return named is not None and named.is_alive and named.start_ticks == start
+
+    def is_renamed(self, spec: ProcessSpec) -> bool:
+        """True if the pidfile names another living process than the watched one, and has not been refused."""
+        if spec.pidfile is None or self.process is None or not self.process.is_alive:
+            return False
+        with watchdog.reading(spec.name, "its pidfile"):
+            named = process_record.read(spec.pidfile)
+        if named is None or named.pid == self.process.pid or (self._refused and self._refused[0] == named):
+            return False
+        return proc.stat(named.pid) is not None
+
+    async def follow(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
+        """Watch the process that the pidfile names now if it is one of the service. True if it is.
+
+        monit follows the pidfile in each cycle. After a reload the old process may run until its connections end; it
+        stays one of the service. A process that only the pidfile names is taken up when the old one has ended.
+        """
+        before, pidfile = self.process, process_record.read(spec.pidfile)
+        found = await self._find(spec, record, pidfile)
+        if found is None or before is None or pidfile is None:
+            return False
         one, tie = found
+        if tie is Tie.NAMED:
+            self._refuse(pidfile, one, f"{before.pid} ({proc.name(before.pid)}) runs beside it")
+            return False
+        if not record.is_only_named:
+            record.descendants = sorted({*record.descendants, before.identity})
+        if not await self._adopt(spec, record, pidfile, one, tie):
+            return False
+        before.release()
+        return True
+
+    async def _adopt(
+        self, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile | None, one: proc.Stat, tie: Tie
+    ) -> bool:
+        """Watch and record a process. False if it has just exited."""
         leads_session = await asyncio.to_thread(self._ownership.leads_session, one, tie, spec.label)
         if not self._take_up(one):
             return False
-        traces.known, traces.named_by, traces.is_only_named = one.identity, pidfile, tie is Tie.NAMED
+        record.known, record.named_by, record.is_only_named = one.identity, pidfile, tie is Tie.NAMED
         if tie is Tie.SHARED:
-            traces.shared = 0 if leads_session else one.session
-            is_whole = traces.is_in_cgroup or not traces.begun
-            traces.is_in_cgroup = await asyncio.to_thread(self._ownership.gather, spec.label, one.pid) and is_whole
+            record.shared = 0 if leads_session else one.session
+            is_whole = record.is_in_cgroup or not record.begun
+            record.is_in_cgroup = await asyncio.to_thread(self._ownership.gather, spec.label, one.pid) and is_whole
         if leads_session:  # it started with it or with an ancestor of the service
-            traces.widen(one)
+            record.widen(one)
         self._changed()
         return True
+
+    def _refuse(self, pidfile: Pidfile, one: proc.Stat, why: str) -> None:
+        self.refused = f"the pidfile names process {one.pid} ({proc.name(one.pid)}): {why}"
+        self._refused = pidfile, one.identity
 
     def _take_up(self, found: proc.Stat) -> bool:
         own = self.program
@@ -247,7 +298,7 @@ class ProcessFinder:
             return found, Tie.NAMED  # trusted, as monit does
         tie, why = await asyncio.to_thread(self._ownership.tie, found, spec.label, spec.job, traces, pidfile)
         if tie is Tie.NONE:
-            self.refused = f"the pidfile names process {found.pid} ({proc.name(found.pid)}): {why}"
+            self._refuse(pidfile, found, why)
             return None
         return found, tie
 

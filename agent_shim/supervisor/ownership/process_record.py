@@ -22,6 +22,7 @@ MARK: Final = "AGENT_SHIM_SERVICE"
 MONIT_MARK: Final = "MONIT_SERVICE"
 """monit's own variable: identifies processes that monit itself started before the agent took over."""
 _SCRIPTS: Final = "scripts of job "
+_RULES: Final = "rules of job "
 MAX_SESSIONS: Final = 32
 """Maximum number of recorded sessions. Processes in older ones have been swept."""
 
@@ -39,8 +40,18 @@ def script_label(job: str) -> str:
     return f"{_SCRIPTS}{job}"
 
 
+def rule_label(job: str) -> str:
+    """Return the label of the processes that the rules of a job start (``then exec``)."""
+    return f"{_RULES}{job}"
+
+
+def is_rule_label(label: str) -> bool:
+    return label.startswith(_RULES)
+
+
 def is_script_label(label: str) -> bool:
-    return label.startswith(_SCRIPTS)
+    """Return True for the label of scripts or rules: a service may take over what they started."""
+    return label.startswith((_SCRIPTS, _RULES))
 
 
 class Pidfile(NamedTuple):

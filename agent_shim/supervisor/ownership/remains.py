@@ -86,9 +86,11 @@ class Remains:
         """Record the processes proven to belong to services now: their proof may exit."""
         records = [(label, traces) for label, traces in self.ownership.records() if not traces.is_in_cgroup]
         if any(traces.known or traces.descendants for _, traces in records):
+            before = {label: set(each.descendants) for label, each in records}
             living = await asyncio.to_thread(_living, await self.look(), list(self.ownership.records()))
             for label, traces in records:
-                traces.record_descendants(living[label])
+                # A process that was replaced during the pass may be younger than the pass.
+                traces.record_descendants([*living[label], *(set(traces.descendants) - before[label])])
 
     async def members(self, label: str, traces: ProcessRecord, known: Iterable[Identity] = ()) -> list[Identity]:
         """List living processes of the service, including ``known`` and their descendants."""

@@ -24,6 +24,7 @@ from agent_shim.supervisor.ownership.process_record import (
     Session,
     mark,
     read,
+    rule_label,
     script_label,
 )
 
@@ -248,11 +249,12 @@ def test_each_row_of_the_table_decides(kernel: Kernel, monkeypatch: pytest.Monke
     orphan = stat(50, parent=US, start=100)
     traces.begin((40, 90), None)
     decide(orphan)
-    decide(orphan, **{MARK: mark("other", BASE)})
     decide(orphan, **{MARK: mark(script_label("web"), BASE)})
     monkeypatch.setattr(process, "is_spawned", lambda identity: identity == orphan.identity)
     decide(orphan)
     records.append(("other", ProcessRecord(descendants=[orphan.identity])))
+    decide(orphan)
+    records[1:] = [(rule_label("other"), ProcessRecord(descendants=[orphan.identity]))]
     decide(orphan)
     records[1:] = [(script_label("web"), ProcessRecord(descendants=[orphan.identity]))]
     decide(orphan)
@@ -470,8 +472,8 @@ def test_parents_in_a_circle_end() -> None:
     [
         (mark("web", BASE), Tie.OWNED, ""),
         (mark("other", BASE), Tie.NONE, "it belongs to other"),
-        (mark("web", Path("/tmp/world")), Tie.NONE, "it carries the mark of another service"),
-        (None, Tie.NONE, "it carries the mark of another service"),
+        (mark("web", Path("/tmp/world")), Tie.NONE, Evidence.NOTHING.value.why),
+        (None, Tie.NONE, Evidence.NOTHING.value.why),
     ],
 )
 def test_a_cgroup_alone_is_proof(

@@ -1,0 +1,102 @@
+"""Processes that replace the one of a service: reloaded by a rule, by another job, by an operator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from agent_shim.supervisor.supervisor import JobFile
+from tests.support.programs import foreign, is_alive, number_in
+from tests.support.programs.jobs import World, in_state, info, program
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("cgroups_or_not")
+
+START = "echo start >>$log; {daemon}"
+RELOADS = {
+    "forks twice": "old=$(cat $pidfile); {daemon}; while [ $(cat $pidfile) = $old ]; do sleep 0.02; done",
+    "stays a child": "old=$(cat $pidfile); sleep 600 & echo $! >$pidfile",
+}
+
+
+def proxy(world: World, reload: str, *, is_of_another_job: bool = False) -> list[JobFile]:
+    """A job ``haproxy``, and a rule that runs ``reload`` when a file changes (cf-release#926)."""
+    daemon = program("fork_twice.py", world.pidfile("haproxy"))
+    job = world.job("haproxy", START.format(daemon=daemon), "exit 0", timeout=2)
+    script = world.script("haproxy", "reload", reload.format(daemon=daemon))
+    (world.base / "conf").touch()
+    rule = f"""
+    check file conf with path {world.base}/conf
+      if changed timestamp then exec "{script}"
+      group vcap
+    """
+    if is_of_another_job:
+        return [job, JobFile("helper", "", rule)]
+    return [JobFile("haproxy", "", job.text + rule)]
+
+
+@pytest.mark.parametrize(
+    ("how", "old", "is_of_another_job"),
+    [
+        pytest.param("forks twice", "ends", False, id="rule"),
+        pytest.param("forks twice", "stays", True, id="rule of another job"),
+        pytest.param("stays a child", "stays", False, id="child of a rule"),
+    ],
+)
+async def test_a_process_reloaded_by_a_rule_is_followed_and_stopped(
+    world: World, how: str, old: str, is_of_another_job: bool
+) -> None:
+    """No second start program runs beside it, and the stop ends the old process and the new one."""
+    reload = RELOADS[how] + ("; kill $old" if old == "ends" else "")
+    async with world.checking(*proxy(world, reload, is_of_another_job=is_of_another_job)) as supervisor:
+        found = [(await in_state(supervisor, "haproxy", "running")).pid]
+        await until(lambda: info(supervisor, "conf").state == "running" and supervisor.job_state() == "running")
+        await asyncio.sleep(2 * world.timing.cycle)
+        for number in (1, 2):
+            os.utime(world.base / "conf", ns=(0, number))
+            await until(lambda: info(supervisor, "haproxy").pid not in (0, *found))
+            found.append(info(supervisor, "haproxy").pid)
+        assert found[-1] == number_in(world.pidfile("haproxy"))
+        await in_state(supervisor, "haproxy", "running")
+        assert [is_alive(pid) for pid in found] == [old == "stays", old == "stays", True]
+        await supervisor.stop(wait=True)
+
+        assert world.lines() == ["start"]
+        assert not any(map(is_alive, found))
+        assert ("haproxy", "alert") in world.told("PID changed")
+
+
+async def test_a_process_that_another_job_started_is_named_by_the_stop(world: World) -> None:
+    """It is the other job's: the stop of this one leaves it, and an alert says that it still runs."""
+    other = world.base / "other.pid"
+    helper = world.job("helper", f"sleep 600 & echo $! >{other}; echo $$ >$pidfile; exec sleep 600")
+    web = world.job("web", "echo $$ >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $log)")
+    async with world.checking(web, helper) as supervisor:
+        await in_state(supervisor, "web", "running")
+        pid = await until(lambda: number_in(other))
+        world.pidfile("web").write_text(f"{pid}\n")
+        await asyncio.sleep(2 * world.timing.cycle)
+        await supervisor.stop_one("web")
+        await in_state(supervisor, "web", "stopped")
+
+        said = f"stopped, but the pidfile names process {pid} (sleep): it belongs to helper; it still runs"
+        assert [each.description for each in world.events if each.event == "Execution failed"] == [said]
+        assert is_alive(pid)
+
+
+async def test_a_process_that_an_operator_started_replaces_the_old_one(world: World) -> None:
+    """No second start program runs, and the stop ends it like any orphan that a new pidfile of the job names."""
+    web = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
+    async with world.checking(web) as supervisor:
+        old = (await in_state(supervisor, "web", "running")).pid
+        by_hand = foreign("/bin/sleep", 600, TEST_OF=str(world.base))
+        world.pidfile("web").write_text(f"{by_hand}\n")
+        os.kill(old, signal.SIGTERM)
+        await until(lambda: info(supervisor, "web").pid == by_hand)
+        await supervisor.stop(wait=True)
+
+        assert not is_alive(by_hand)
+        assert world.lines() == ["start"]
