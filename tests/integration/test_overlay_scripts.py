@@ -68,6 +68,9 @@ def run(program: Path, *arguments: str, cwd: Path, stdin: str = "", **environ: s
         ("runsvdir-start", (), "start "),
         ("bosh-agent", ("-P", "ubuntu", "-C", "x y"), "bosh-agent -P ubuntu -C x y"),
         ("bosh-agent", ("compile", "a.tgz"), "bosh-agent compile a.tgz"),
+        ("bosh-agent", ("-v",), "bosh-agent -v"),
+        ("init", ("--help",), "bosh-agent --help"),
+        ("runsvdir-start", ("-P", "ubuntu", "-v"), "bosh-agent -P ubuntu -v"),
         ("launch", (), "bosh-agent "),
     ],
 )

@@ -232,7 +232,7 @@ async def test_only_root_gives_a_user_a_crontab(pod: Pod) -> None:
 ALONE = "unshare --pid --fork --mount-proc"
 
 
-def test_process_1_is_the_init_but_for_a_compilation(tmp_path: Path) -> None:
+def test_process_1_is_the_init_except_for_a_compilation_or_a_question(tmp_path: Path) -> None:
     with machine(tmp_path) as box:
         box.run(INSTALL)
         for path in ("init/start", "bin/bosh-agent"):
@@ -240,6 +240,8 @@ def test_process_1_is_the_init_but_for_a_compilation(tmp_path: Path) -> None:
 
         assert box.run(f"{ALONE} /opt/agent_shim/launch -P x") == "init/start -P x\n"
         assert box.run(f"{ALONE} /opt/agent_shim/launch compile a.tgz") == "bin/bosh-agent compile a.tgz\n"
+        for question in ("-v", "-P ubuntu -version", "--help"):
+            assert box.run(f"{ALONE} /opt/agent_shim/launch {question}") == f"bin/bosh-agent {question}\n"
 
 
 FINISH = """
