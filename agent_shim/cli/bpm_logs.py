@@ -35,7 +35,9 @@ class Log(LogFile):
 
     def shown(self, data: bytes, out: BinaryIO) -> bytes:
         """Format the next bytes for ``out``: escape sequences made visible for a terminal, else unchanged."""
-        return safetext.lines(self._decoder.decode(data)).encode() if out.isatty() else data
+        if not out.isatty():
+            return data
+        return safetext.lines(self._decoder.decode(data)).encode(sys.stdout.encoding, sys.stdout.errors or "strict")
 
 
 def copy(log: Log, out: BinaryIO) -> None:

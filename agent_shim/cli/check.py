@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from agent_shim.core import settings
+from agent_shim.core import safetext, settings
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
 from agent_shim.supervisor import plan
@@ -71,7 +71,8 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
         report = by_origin[problem.origin]
         (report.warnings if problem.kind == "missing" else report.mistakes).append(str(problem))
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode([report.as_json() for report in reports])).decode())
+        shown = safetext.value([report.as_json() for report in reports])
+        print(msgspec.json.format(msgspec.json.encode(shown)).decode())
     else:
         for report in reports:
             report.show()
@@ -152,11 +153,12 @@ class _Report:
 
     def show(self) -> None:
         for warning in self.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            print(safetext.lines(f"warning: {warning}"), file=sys.stderr)
         for mistake in self.mistakes:
-            print(mistake, file=sys.stderr)
+            print(safetext.lines(mistake), file=sys.stderr)
         if not self.mistakes:
-            print(f"{self.file}: good ({self.kind}){f', the agent {self.next_step}' if self.next_step else ''}")
+            further = f", the agent {self.next_step}" if self.next_step else ""
+            print(safetext.lines(f"{self.file}: good ({self.kind}){further}"))
 
     def as_json(self) -> dict[str, object]:
         about = {"file": str(self.file), "kind": self.kind, "is_good": not self.mistakes}

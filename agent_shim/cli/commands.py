@@ -517,9 +517,17 @@ def _status_page(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def _terminal_size() -> tuple[int, int]:
+    """Return columns and lines of the terminal on stdout, 0 for a pipe."""
     import shutil  # late: with it come compression libraries, which the daemon does not need
 
-    return shutil.get_terminal_size() if sys.stdout.isatty() else (0, 0)
+    if not sys.stdout.isatty():
+        return 0, 0
+    columns, lines = shutil.get_terminal_size()
+    try:
+        "…".encode(sys.stdout.encoding)
+    except UnicodeEncodeError:  # three dots take its place at the end of a clipped line
+        columns -= 2
+    return columns, lines
 
 
 def _last_lines(args: argparse.Namespace, job: str) -> list[str]:
@@ -542,6 +550,7 @@ def _logs(args: argparse.Namespace) -> int:
     from agent_shim.cli import ansi
     from agent_shim.services.logs import since, tail
 
+    encoded = partial(str.encode, encoding=sys.stdout.encoding, errors=sys.stdout.errors or "strict")
     paths, paint, is_terminal = Paths(args.base.absolute()), ansi.paint_for(sys.stdout), sys.stdout.isatty()
     if args.agent and args.job:
         args.parser.error("--agent is the agent's own log, not that of a job")
@@ -556,8 +565,8 @@ def _logs(args: argparse.Namespace) -> int:
     def show(line: tail.Line) -> None:
         prefix = "" if args.agent else f"{paint(safetext.line(f'{line.job}/{line.file} |'), 'faint')} "
         # A terminal would execute escape sequences. A pipe or file gets the original bytes.
-        text = safetext.lines(line.text).encode() if is_terminal else line.raw
-        sys.stdout.buffer.write(prefix.encode() + text + b"\n")
+        text = encoded(safetext.lines(line.text)) if is_terminal else line.raw
+        sys.stdout.buffer.write(encoded(prefix) + text + b"\n")
         if args.follow:
             sys.stdout.flush()
 

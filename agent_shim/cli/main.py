@@ -5,11 +5,20 @@ The image has links to it with the names ``bosh-agent``, ``bpm`` and ``monit``, 
 
 from __future__ import annotations
 
+import codecs
+import io
 import sys
+from typing import Final
+
+from agent_shim.core import safetext
+
+PLAIN: Final = {"…": "...", "●": "*"}
+"""ASCII in place of our own symbols."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command of this name, by default ``agent-shim``. Return its exit code (listed in docs/commands.md)."""
+    replace_unencodable()
     name = sys.argv[0].rpartition("/")[2] if argv is None else ""
     words = sys.argv[1:] if argv is None else argv
     if name == "bpm":
@@ -28,6 +37,23 @@ def main(argv: list[str] | None = None) -> int:
     from agent_shim.cli import commands
 
     return commands.bosh_agent(words) if name == "bosh-agent" else commands.main(words)
+
+
+def replace_unencodable() -> None:
+    """Let stdout and stderr show the number of a character that their encoding lacks, instead of raising an error.
+
+    The encoding is that of the locale, such as ISO-8859-1 on an old terminal.
+    """
+    codecs.register_error("agent_shim", _replaced)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None if the caller closed it
+            stream.reconfigure(errors="agent_shim")
+
+
+def _replaced(exc: UnicodeError) -> tuple[str, int]:
+    assert isinstance(exc, UnicodeEncodeError)
+    missing = exc.object[exc.start : exc.end]
+    return "".join(PLAIN.get(each) or safetext.number(each) for each in missing), exc.end
 
 
 if __name__ == "__main__":

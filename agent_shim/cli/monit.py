@@ -257,7 +257,7 @@ def _check(command: Command) -> int:
     except FileNotFoundError:
         paths = []
     try:
-        files = [parser.parse(path.read_text(), origin=str(path)) for path in paths]
+        files = [parser.parse(path.read_bytes().decode(), origin=str(path)) for path in paths]
     except (ConfigError, OSError, UnicodeDecodeError) as exc:
         raise MonitError(str(exc)) from exc
     if problems := parser.problems(files):

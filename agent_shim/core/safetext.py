@@ -23,11 +23,11 @@ def lines(text: str) -> str:
 
 
 def _escaped(text: str, kept: str) -> str:
-    return "".join(each if each.isprintable() or each in kept else _number(each) for each in text)
+    return "".join(each if each.isprintable() or each in kept else number(each) for each in text)
 
 
-def _number(character: str) -> str:
-    """Format as JSON does, so that a JSON document stays valid."""
+def number(character: str) -> str:
+    """Return the escape sequence of a character in JSON, so that a JSON document stays valid."""
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{int.from_bytes(units[at : at + 2]):04x}" for at in range(0, len(units), 2))
 

@@ -13,10 +13,15 @@ from agent_shim.core.errors import NoAgentError
 def ask(path: str | os.PathLike[str], request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
     """Send a request to the agent at ``path`` and wait for its reply. Raises ``NoAgentError`` without one. Blocks."""
     try:
+        line = json.dumps(request, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError as exc:
+        wrong = exc.object[exc.start : exc.end]
+        raise NoAgentError(f"cannot ask the agent: an argument is no UTF-8 text, see {wrong!a}") from exc
+    try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout)
             connection.connect(str(path))
-            connection.sendall(json.dumps(request).encode() + b"\n")
+            connection.sendall(line)
             with connection.makefile("rb") as stream:
                 return json.loads(stream.readline())
     except (OSError, ValueError) as exc:

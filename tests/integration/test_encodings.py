@@ -1,0 +1,108 @@
+"""Commands whose output has characters that the encoding of the locale lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_standalone import Place
+from tests.support import jobs
+from tests.support.terminals import on_terminal
+from tests.support.waiting import until
+
+LATIN: Mapping[str, str] = {"PYTHONIOENCODING": "iso-8859-1"}
+ASCII: Mapping[str, str] = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+TEXT = "größe 漢字 😀 \udcff"
+MAIN = "import sys; sys.argv[0] = {!r}; from agent_shim.cli.main import main; sys.exit(main())"
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    """An agent with a running job, which writes to its log, and one that fails with this text."""
+    made = Place(tmp_path)
+    made.lay("jobs/web", jobs.sleeper(made.paths, "web"))
+    said = os.fsencode(TEXT).decode("latin-1")
+    broken = {
+        "monit": f"check process broken with pidfile {made.paths.run}/broken.pid\n"
+        f'  start program "{made.paths.jobs}/broken/bin/ctl"\n  group vcap\n',
+        "bin/ctl": f"#!/usr/bin/env python3\nimport os, sys\nos.write(2, {said!r}.encode('latin-1'))\nsys.exit(1)\n",
+    }
+    made.lay("jobs/broken", broken)
+    made.start()
+    try:
+        await until(made.paths.control_socket.exists)
+        log = made.paths.log / "web"
+        log.mkdir(parents=True, exist_ok=True)
+        (log / "web.log").write_bytes(os.fsencode(f"{TEXT}\n"))
+        (tmp_path / "good.monit").write_text(
+            "check process größe with pidfile /größe.pid\n group vcap\n", encoding="utf-8"
+        )
+        (tmp_path / "wrong.monit").write_text("check process x with pidfile /漢.pid starrt\n", encoding="utf-8")
+        yield made
+    finally:
+        await made.ask("drain", "--timeout", "5")
+        await made.end()
+
+
+def commands(place: Place) -> list[tuple[int, tuple[str, ...]]]:
+    """Return command lines with their exit codes."""
+    base = ("-b", str(place.paths.base))
+    return [
+        (0, ("agent-shim", "status", *base)),
+        (1, ("agent-shim", "status", "broken", *base)),
+        (0, ("agent-shim", "status", "--json", *base)),
+        (0, ("agent-shim", "logs", *base)),
+        (78, ("agent-shim", "check", f"{place.scratch}/good.monit", f"{place.scratch}/wrong.monit")),
+        (66, ("agent-shim", "check", "--json", f"{place.scratch}/no-größe\udcff.monit")),
+        (2, ("agent-shim", "call", "größe 漢\udcff", *base)),
+        (69, ("agent-shim", "start", "größe漢\udcff", *base)),
+        (2, ("agent-shim", "nonsense-größe漢\udcff")),
+        (0, ("agent-shim", "completion", "zsh")),
+        (2, ("bosh-agent", "-größe漢\udcff")),
+        (0, ("bpm", "--help")),
+        (1, ("bpm", "logs", "größe漢\udcff")),
+        (0, ("monit", *base, "summary")),
+        (0, ("monit", *base, "status")),
+        (0, ("monit", "-t", f"{place.scratch}/good.monit")),
+        (1, ("monit", *base, "start", "größe漢\udcff")),
+    ]
+
+
+def run(words: tuple[str, ...], locale: Mapping[str, str], *, on_pty: bool = False) -> tuple[int | None, bytes]:
+    """Run a command of this name. Return its exit code, None from a terminal, and all that it wrote."""
+    argv = [sys.executable, "-c", MAIN.format(words[0]), *words[1:]]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), **locale}
+    if on_pty:
+        return None, on_terminal(["env", "-i", *(f"{key}={value}" for key, value in environment.items()), *argv])
+    done = subprocess.run(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("locale", "on_pty"), [(LATIN, False), (LATIN, True), (ASCII, False)], ids=["pipe", "terminal", "ascii"]
+)
+async def test_commands_show_what_the_encoding_lacks(place: Place, locale: Mapping[str, str], *, on_pty: bool) -> None:
+    """The missing characters appear as their numbers. The exit code is that of the command, not of an error."""
+    status = ("agent-shim", "status", "-b", str(place.paths.base))
+    await until(lambda: b"start program exited" in run(status, locale)[1])
+    pages = {}
+    for wanted, words in commands(place):
+        code, said = await asyncio.to_thread(run, words, locale, on_pty=on_pty)
+        pages[words[:3]] = page = said.decode("latin-1")
+        assert (words, code) == (words, None if on_pty else wanted), page
+        assert "Traceback" not in page, page
+        assert said, words
+
+    details = pages["agent-shim", "status", "broken"]
+    assert r"\u6f22" in details
+    assert details.lstrip("\x1b[0123456789;m").startswith("*")
+    assert json.loads(pages["agent-shim", "status", "--json"])["processes"]
+    assert ("\\u6f22" if on_pty else os.fsencode(TEXT).decode("latin-1")) in pages["agent-shim", "logs", "-b"]
