@@ -162,7 +162,8 @@ class Story:
             await self._errand()
             await self._stop()
         self.say(f"the agent ended with status 0: all {self.steps} steps passed")
-        _print("\nNext: `agent-shim demo --keep` deploys the same and leaves it to you.")
+        command = "./dev demo" if (Path(__file__).parents[1] / "dev").is_file() else "agent-shim demo"
+        _print(f"\nNext: `{command} --keep` deploys the same and leaves it to you.")
 
     async def stay(self) -> None:
         """Deploy, print commands to try, then the alerts of the agent until a signal ends it."""

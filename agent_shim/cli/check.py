@@ -8,7 +8,9 @@ an unknown key of agent.json, which an older version than its author's ignores w
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import pairwise
@@ -105,8 +107,15 @@ def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None
                 if isinstance(rule.test, Connection) and rule.test.protocol.name in UNSPOKEN_PROTOCOLS
             ]
             report.mistakes += [f"{origin}: {wrong}" for wrong in _wrong_programs(each)]
+            report.mistakes += [f"{origin}: {wrong}" for wrong in _wrong_calls(each, report.file)]
     elif report.kind == "bpm":
-        config.parse(_decoded(text, report.file), origin=origin, unknown=unknown)
+        content = _decoded(text, report.file)
+        processes = config.parse(content, origin=origin, job=_job_of(report.file), unknown=unknown).processes
+        names = [process.name for process in processes]
+        unknown += ["no processes: nothing runs"] * (not names)
+        unknown += [
+            f"of {count} processes {name} the first runs" for name, count in Counter(names).items() if count > 1
+        ]
     elif report.kind == "agent":
         unknown_keys: list[str] = []
         try:
@@ -116,8 +125,32 @@ def _check(report: _Report, parsed: list[MonitFile], unknown: list[str]) -> None
         files = ", ".join(str(path) for path in found.settings_files(Paths()))
         report.next_step = f"deploys {found.shim.spec}" if found.shim.spec else f"waits for settings in {files}"
     else:
-        content = settings.parse(text, origin=origin, ignored=unknown)
-        settings.require_bus(settings.Effective(content, settings.UpdateSettings()), origin)
+        given = settings.parse(text, origin=origin, ignored=unknown)
+        settings.require_bus(settings.Effective(given, settings.UpdateSettings()), origin)
+
+
+def _job_of(file: Path) -> str:
+    """Return the job of a rendered file or template, ``JOB/config/bpm.yml`` or ``JOB/templates/bpm.yml``, or ""."""
+    directory = file.absolute().parent
+    return directory.parent.name if directory.name in ("config", "templates") else ""
+
+
+def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
+    """Name the processes that the programs of a check start and the bpm.yml of their job, if it is there, lacks."""
+    for verb, program in (("start", check.start), ("stop", check.stop)):
+        call = plan.bpm_call(program.argv) if program is not None else None
+        if call is None:
+            continue
+        home = file.absolute().parent
+        places = (home / "config/bpm.yml", home / "bpm.yml", home.parent / call.job / "config/bpm.yml")
+        for place in filter(Path.is_file, places if call.job == home.name else places[1:]):
+            with suppress(ConfigError, OSError):  # a mistake of that file
+                found = config.parse(_decoded(place.read_bytes(), place), origin=str(place))
+                if found.process(call.process) is None:
+                    known = ", ".join(process.name for process in found.processes) or "none"
+                    missing = f"process {call.process}, and {place} has {known}"
+                    yield f"line {check.line}: the {verb} program of {check.name} names {missing}"
+            break
 
 
 def _wrong_programs(check: Check) -> Iterator[str]:

@@ -170,8 +170,8 @@ def _row(process: dict[str, Any]) -> tuple[str, ...]:
         shown_state(process),
         str(process["pid"] or "-"),
         duration(process["uptime_secs"]) if process["pid"] else "-",
-        size(process["mem_kb"]),
-        f"{process['cpu_total']:.1f} %",
+        size(process["mem_kb"]) if process["pid"] else "-",
+        f"{process['cpu_total']:.1f} %" if process["pid"] else "-",
         str(process["restarts"]),
         process["last_exit"] or "-",
     )

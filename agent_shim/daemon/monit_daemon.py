@@ -85,6 +85,7 @@ class MonitDaemon:
             on_event=self._tell,
             timing=Timing(cycle=float(control.poll)),
             has_bpm=options.has_bpm,
+            acted_on=control_file.ACTED_ON,
             on_saved=self._write_state_of_monit,
         )
         self._alerts = alerts.Alerts(

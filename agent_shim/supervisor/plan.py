@@ -151,8 +151,12 @@ def bpm_call(argv: Sequence[str]) -> BpmCall | None:
     return BpmCall(verb, found["job"], found["before"] or found["after"] or found["job"]) if found else None
 
 
-def plan(files: Sequence[JobFile], *, has_bpm: bool = True) -> tuple[ProcessSpec, ...]:
+def plan(
+    files: Sequence[JobFile], *, has_bpm: bool = True, acted_on: frozenset[str] = frozenset()
+) -> tuple[ProcessSpec, ...]:
     """Build the specs of all jobs, in the order of the files; without ``has_bpm`` programs of bpm are run as any other.
+
+    ``acted_on`` are the first words of statements outside of checks that the caller acts on: ``set daemon``.
 
     A job with an unusable file, alone or in combination with others, becomes one process with an ``error`` and the name
     of the job. Other jobs are unaffected: a dependency on its services is ignored.
@@ -173,7 +177,7 @@ def plan(files: Sequence[JobFile], *, has_bpm: bool = True) -> tuple[ProcessSpec
     while found := _problems(parsed, errors):
         errors |= found
     order = list(dict.fromkeys(file.job for file in files))
-    specs = [spec for job, file in parsed if job not in errors for spec in _specs(job, file)]
+    specs = [spec for job, file in parsed if job not in errors for spec in _specs(job, file, acted_on)]
     if not has_bpm:
         specs = [msgspec.structs.replace(spec, start_call=None, stop_call=None) for spec in specs]
     taken = {spec.name.lower() for spec in specs}
@@ -196,12 +200,13 @@ def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[st
     }
 
 
-def _specs(job: str, file: values.MonitFile) -> list[ProcessSpec]:
+def _specs(job: str, file: values.MonitFile, acted_on: frozenset[str]) -> list[ProcessSpec]:
     """Build the services of a file. Unsupported statements outside of checks are listed with the first."""
     found = []
+    ignored = [each for each in file.ignored if not acted_on & {each.first_words, each.first_words.split()[0]}]
     for number, check in enumerate(file.services):
         own = ("", check.name) if number == 0 else (check.name,)
-        unsupported = [each.first_words for each in file.ignored if each.service in own]
+        unsupported = [each.first_words for each in ignored if each.service in own]
         spec = spec_of(job, check)
         if is_never_restarted(spec):
             unsupported.append(NEVER_RESTARTED)

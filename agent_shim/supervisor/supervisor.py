@@ -80,13 +80,15 @@ class Supervisor:
         is_strict: bool = False,
         settling: Callable[[], float] = lambda: 0.0,
         has_bpm: bool = True,
+        acted_on: frozenset[str] = frozenset(),
         on_saved: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         """With ``is_strict`` a bpm process that requests more than the container can give does not start. The
         instance is ``starting`` for ``settling()`` seconds after ``start``. Without ``has_bpm`` the release's own bpm
-        runs. ``on_saved`` is called with each saved state (``Saved`` as JSON), in a thread.
+        runs. ``acted_on`` is that of ``plan.plan``. ``on_saved`` is called with each saved state (``Saved`` as JSON),
+        in a thread.
         """
-        self._has_bpm = has_bpm
+        self._plan = partial(plan.plan, has_bpm=has_bpm, acted_on=acted_on)
         self._on_saved = on_saved
         self._settling = settling
         self._settled_at = float("-inf")
@@ -286,9 +288,7 @@ class Supervisor:
 
     async def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
         if job_files != self._files:
-            self._planned = (
-                await asyncio.to_thread(partial(plan.plan, job_files, has_bpm=self._has_bpm)) if job_files else ()
-            )
+            self._planned = await asyncio.to_thread(self._plan, job_files) if job_files else ()
         specs = {spec.name.lower(): spec for spec in self._planned}
         needed = {key: [name.lower() for name in spec.depends] for key, spec in specs.items()}
         known = self._memory | {key: service.record for key, service in self._services.items()}

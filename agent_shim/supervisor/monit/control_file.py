@@ -114,7 +114,7 @@ def _complain(error: ConfigError, depth: int) -> None:
 def _set(control: Control, reader: Reader) -> None:
     """Take what follows ``set``."""
     word = reader.next.kind
-    if word in ("pidfile", "idfile", "statefile", "logfile"):
+    if word in _FILES:
         reader.skip()
         is_syslog = word == "logfile" and reader.take("syslog")
         setattr(control, word, None if is_syslog else Path(reader.path("a path")))
@@ -205,3 +205,8 @@ _STATEMENTS: Final[Mapping[str, Callable[[Control, Reader], None]]] = {
     "eventqueue": _queue,
 }
 """Readers of what follows ``set`` and this word."""
+
+_FILES: Final = ("pidfile", "idfile", "statefile", "logfile")
+
+ACTED_ON: Final = frozenset({"include"} | {f"set {word}" for word in (*_FILES, *_STATEMENTS)})
+"""The first words of the statements that are read here."""

@@ -127,6 +127,57 @@ def test_all_mistakes_of_a_file_are_named_at_once(tmp_path: Path, capsys: pytest
     assert "`$.ntp`" in settings
 
 
+def test_own_directories_of_a_job_are_no_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent refuses them, too. The directory of the file tells whose it is."""
+    file = tmp_path / "web/config/bpm.yml"
+    file.parent.mkdir(parents=True)
+    file.write_text("processes:\n- {name: a, executable: b, additional_volumes: [{path: /var/vcap/store/web}]}")
+
+    assert main(["check", str(file)]) == 78
+    assert "/var/vcap/store/web" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no processes: nothing runs"),
+        ("processes: []", "no processes: nothing runs"),
+        ("proceses: [{name: a}]", "did you mean processes?"),
+        ("processes: [{name: a, executable: b}, {name: a, executable: c}]", "of 2 processes a the first runs"),
+    ],
+)
+def test_a_bpm_file_that_runs_less_than_it_seems_gets_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    """It is a mistake with ``--strict``: bpm accepts the file."""
+    (tmp_path / "bpm.yml").write_text(text)
+
+    assert main(["check", str(tmp_path / "bpm.yml")]) == 0
+    assert said in capsys.readouterr().err
+    assert main(["check", "--strict", str(tmp_path / "bpm.yml")]) == 78
+
+
+def test_a_program_of_bpm_names_a_process_of_the_file_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both mistakes of the file are reported. Without that file nothing is known."""
+    monit = tmp_path / "web/monit"
+    (tmp_path / "web/config").mkdir(parents=True)
+    bpm = "/var/vcap/jobs/bpm/bin/bpm"
+    monit.write_text(
+        f'check process web with pidfile /x\n start program "{bpm} start web -p worker"\n'
+        f' stop program "{bpm} stop web -p worker"\n group vcap\n'
+    )
+    assert main(["check", str(monit)]) == 0
+
+    (tmp_path / "web/config/bpm.yml").write_text("processes: [{name: web, executable: b}]")
+
+    assert main(["check", str(monit)]) == 78
+    said = capsys.readouterr().err
+    assert said.count("names process worker, and ") == 2
+    assert said.count("bpm.yml has web") == 2
+
+
 @pytest.mark.parametrize(
     ("member", "said"),
     [

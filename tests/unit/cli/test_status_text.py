@@ -93,7 +93,7 @@ def test_the_whole_page() -> None:
         "space      system 40 %, ephemeral 93 %\n"
         "\n"
         "PROCESS  STATE    PID  UPTIME    MEMORY    CPU  RESTARTS  LAST EXIT\n"
-        "worker   down       -       -   0.0 MiB  1.2 %         3  exit code 1\n"
+        "worker   down       -       -         -      -         3  exit code 1\n"
         "  the process ended by itself: exit code 1 (no such table)\n"
         "  not acted on: restart when it ends (it has no stop program)\n"
         "web      running  812   1h 1m  20.0 MiB  1.2 %         0  -"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_shim.supervisor.monit import parser
+from agent_shim.supervisor.monit import control_file, parser
 from agent_shim.supervisor.monit.ast import Action, Program
 from agent_shim.supervisor.plan import (
     MAX_FILES,
@@ -115,6 +115,15 @@ check file two with path /tmp
 
     assert one.unsupported == ("set httpd", "alert someone@example.com")
     assert two.unsupported == ("if not match", "ignore match")
+
+
+def test_statements_that_the_daemon_acts_on_are_not_listed_as_ignored() -> None:
+    """In monit's place, the agent reads most statements outside of checks."""
+    text = "set daemon 10\ninclude /etc/x\nset init\n" + check("one", "alert a@example.com")
+
+    (one,) = plan([JobFile("monitrc", "", text)], acted_on=control_file.ACTED_ON)
+
+    assert one.unsupported == ("set init", "alert a@example.com")
 
 
 BOTH = ('start program "/bin/a"', 'stop program "/bin/b"')
