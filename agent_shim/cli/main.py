@@ -8,11 +8,8 @@ from __future__ import annotations
 import codecs
 import io
 import sys
-from typing import Final
 
-from agent_shim.core import safetext
-
-PLAIN: Final = {"…": "...", "●": "*"}
+PLAIN = {"…": "...", "●": "*"}
 """ASCII in place of our own symbols."""
 
 
@@ -51,6 +48,8 @@ def replace_unencodable() -> None:
 
 
 def _replaced(exc: UnicodeError) -> tuple[str, int]:
+    from agent_shim.core import safetext  # late: a probe needs none of it
+
     assert isinstance(exc, UnicodeEncodeError)
     missing = exc.object[exc.start : exc.end]
     return "".join(PLAIN.get(each) or safetext.number(each) for each in missing), exc.end

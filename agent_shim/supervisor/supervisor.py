@@ -88,7 +88,7 @@ class Supervisor:
         runs. ``acted_on`` is that of ``plan.plan``. ``on_saved`` is called with each saved state (``Saved`` as JSON),
         in a thread.
         """
-        self._plan = partial(plan.plan, has_bpm=has_bpm, acted_on=acted_on)
+        self._has_bpm, self._acted_on = has_bpm, acted_on
         self._on_saved = on_saved
         self._settling = settling
         self._settled_at = float("-inf")
@@ -288,7 +288,8 @@ class Supervisor:
 
     async def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
         if job_files != self._files:
-            self._planned = await asyncio.to_thread(self._plan, job_files) if job_files else ()
+            planned = partial(plan.plan, job_files, has_bpm=self._has_bpm, acted_on=self._acted_on)
+            self._planned = await asyncio.to_thread(planned) if job_files else ()
         specs = {spec.name.lower(): spec for spec in self._planned}
         needed = {key: [name.lower() for name in spec.depends] for key, spec in specs.items()}
         known = self._memory | {key: service.record for key, service in self._services.items()}

@@ -270,7 +270,7 @@ async def test_a11_files_beyond_their_limits_fail_their_jobs_alone(
     """The parse of a megabyte held the event loop for 17 s: it is refused, and the rest is parsed in a thread."""
     threads = set()
 
-    def planned(files: Sequence[plan.JobFile], **options: bool) -> tuple[plan.ProcessSpec, ...]:
+    def planned(files: Sequence[plan.JobFile], **options: Any) -> tuple[plan.ProcessSpec, ...]:
         threads.add(threading.current_thread())
         return plan_of(files, **options)
 
