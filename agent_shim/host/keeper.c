@@ -43,7 +43,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { VERSION = 1, MAX_EXITS = 256, MAX_SLOTS = 17, MAX_REAPED = 256, MANY = 64, MAX_PAUSE_MS = 100 };
+enum { VERSION = 1, MAX_EXITS = 256, MAX_SLOTS = 17, MAX_REAPED = 65536, MAX_HELD = 16384, MAX_PAUSE_MS = 100 };
 
 struct ending { /* How a process ended. With at_ms == 0 it has not. */
     pid_t pid;
@@ -61,6 +61,7 @@ static struct ending exits[MAX_EXITS]; /* A ring, for processes that an agent as
 static struct report failure, skipped;
 static unsigned long reaped;
 static int listener, agent = -1, reports = -1, children = -1;
+static int living, held; /* Children that the last round of kills found, alive and dead. */
 static int is_childless, is_killing, is_released, is_unsent;
 
 /* --- the program ----------------------------------------------------------------------------------------------------- */
@@ -92,7 +93,7 @@ static int follow(const char *key, const char *value)
     if (!strcmp(key, "nice"))
         return setpriority(PRIO_PROCESS, 0, atoi(value));
     if (!strcmp(key, "umask"))
-        return umask(number) & 0;
+        return umask(number), 0;
     if (!strcmp(key, "group") && group_count < sizeof groups / sizeof *groups)
         return groups[group_count++] = number, 0;
     if (!strcmp(key, "groups")) /* Those of the instructions before, or none. */
@@ -101,8 +102,6 @@ static int follow(const char *key, const char *value)
         return setresgid(number, number, number);
     if (!strcmp(key, "uid"))
         return setresuid(number, number, number);
-    if (!strcmp(key, "no_new_privs"))
-        return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
     errno = EINVAL;
     return -1;
 }
@@ -206,50 +205,60 @@ static int reap(void)
     return 1;
 }
 
-/* Kill a child and the group that it leads. Return whether there is such a child and it has not ended.
+/* Kill a child and the group that it leads, and count it. Any other pid is ignored.
  *
  * This cannot hit another process. A child's number is its own until it is reaped, which only happens here, and a group
  * with that number was made by that child, in a session that began below. */
-static int kill_child(pid_t pid)
+static void kill_child(pid_t pid)
 {
     siginfo_t ended = {0};
-    if (waitid(P_PID, pid, &ended, WEXITED | WNOHANG | WNOWAIT | __WALL) < 0 || ended.si_pid == pid)
-        return 0;
+    if (waitid(P_PID, pid, &ended, WEXITED | WNOHANG | WNOWAIT | __WALL) < 0)
+        return;
+    if (ended.si_pid == pid) {
+        held++;
+        return;
+    }
+    living++;
     kill(-pid, SIGKILL);
     kill(pid, SIGKILL);
-    return 1;
 }
 
-/* Kill each child once. Return how many there were. */
-static int kill_children(void)
+static void kill_children(void)
 {
     char text[4096];
     pid_t pid = 0;
     ssize_t size;
-    int count = 0;
+    living = held = 0;
     lseek(children, 0, SEEK_SET);
     while ((size = read(children, text, sizeof text)) > 0)
         for (char *at = text; at < text + size; at++)
             if (*at != ' ')
                 pid = pid * 10 + *at - '0';
             else {
-                count += kill_child(pid);
+                kill_child(pid);
                 pid = 0;
             }
     if (children >= 0)
-        return count;
+        return;
     DIR *all = opendir("/proc"); /* A kernel without CONFIG_PROC_CHILDREN: try every process. */
     for (struct dirent *each; all && (each = readdir(all));)
         if ((pid = atoi(each->d_name)) > 0)
-            count += kill_child(pid);
+            kill_child(pid);
     if (all)
         closedir(all);
-    return count;
 }
 
 /* --- the agent ------------------------------------------------------------------------------------------------------- */
 
-/* Send the state. An agent that leaves its answers unread is disconnected. A change it gets once it reads again. */
+static void hang_up(void)
+{
+    if (agent >= 0)
+        close(agent);
+    agent = -1;
+}
+
+/* Send the state. An agent that leaves its answers unread is disconnected. A change it gets once it reads again. One that
+ * has left may have left requests, so it is heard until it has no more. */
 static void send_state(const char *kind, int is_answer)
 {
     char text[2048];
@@ -265,21 +274,21 @@ static void send_state(const char *kind, int is_answer)
             size += sprintf(text + size, " exit=%d:%d:%d:%lld", i, slots[i].pid, slots[i].status, slots[i].at_ms);
     if (send(agent, text, size, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0)
         is_unsent = 0;
-    else if (errno != EAGAIN || is_answer) {
-        close(agent);
-        agent = -1;
-    }
+    else if (errno == EAGAIN && is_answer)
+        hang_up();
 }
 
 static void answer(void)
 {
-    char request[128], kind[32] = "ok";
+    char request[128];
+    const char *kind = "ok";
     int slot, pid;
     long long since_ms;
     ssize_t size = recv(agent, request, sizeof request - 1, MSG_DONTWAIT);
+    if (size < 0 && errno == ECONNRESET)
+        return; /* The agent left with answers unread, but its last requests are still to be read. */
     if (size <= 0) {
-        close(agent);
-        agent = -1;
+        hang_up();
         return;
     }
     request[size] = '\0';
@@ -293,24 +302,17 @@ static void answer(void)
     else if (!strcmp(request, "release"))
         is_released = 1;
     else if (strcmp(request, "state") != 0)
-        strcpy(kind, "error reason=request");
+        kind = "error reason=request";
     send_state(kind, 1);
 }
 
-/* Let an agent connect, in the place of an earlier one. */
+/* Let an agent connect, in the place of an earlier one. The modes of the socket and of its directory say who may. */
 static void accept_agent(void)
 {
-    struct ucred peer;
-    socklen_t size = sizeof peer;
     int caller = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     if (caller < 0)
         return;
-    if (getsockopt(caller, SOL_SOCKET, SO_PEERCRED, &peer, &size) < 0 || (peer.uid != 0 && peer.uid != geteuid())) {
-        close(caller);
-        return;
-    }
-    if (agent >= 0)
-        close(agent);
+    hang_up();
     agent = caller;
     is_unsent = 1;
 }
@@ -340,12 +342,8 @@ int main(int argc, char **argv)
 
     int pause_ms = 0;
     while (!is_childless || !is_released) {
-        struct pollfd ready[] = {
-            {.fd = signals, .events = POLLIN},
-            {.fd = listener, .events = POLLIN},
-            {.fd = reports, .events = POLLIN},
-            {.fd = agent, .events = is_unsent ? POLLIN | POLLOUT : POLLIN},
-        };
+        short of_agent = is_unsent ? POLLIN | POLLOUT : POLLIN;
+        struct pollfd ready[] = {{signals, POLLIN, 0}, {listener, POLLIN, 0}, {reports, POLLIN, 0}, {agent, of_agent, 0}};
         struct signalfd_siginfo got;
         poll(ready, 4, pause_ms);
         pause_ms = pause_ms <= 0 ? 1 : pause_ms < MAX_PAUSE_MS ? 2 * pause_ms : MAX_PAUSE_MS;
@@ -360,10 +358,11 @@ int main(int argc, char **argv)
             accept_agent();
         if (ready[2].revents)
             read_report();
-        /* While many are killed, the dead are kept: they count against the limits of processes, so that a fork storm
-         * starves, however fast it is. */
-        int living = is_killing ? kill_children() : 0;
-        if (living < MANY && reap())
+        /* The dead are kept until none is alive: they count against the limits of processes, so a fork storm starves,
+         * however fast it is. A storm of few processes is found soon, because there are few to search. */
+        if (is_killing)
+            kill_children();
+        if ((!living || held > MAX_HELD) && reap())
             pause_ms = 0;
         else if (!is_killing || is_childless)
             pause_ms = -1;

@@ -76,7 +76,6 @@ class Program(msgspec.Struct, frozen=True):
     oom_score_adj: int | None = None
     limits: Mapping[int, tuple[int, int]] = {}
     """Soft and hard limits by the numbers of ``resource``. -1 is unlimited."""
-    has_no_new_privs: bool = False
     cgroups: Sequence[int] = ()
     """Descriptors of ``cgroup.procs`` files. A cgroup that cannot be joined is reported in ``State.skipped``."""
 
@@ -155,7 +154,7 @@ class Keeper:
         self.state = State(0, 0)
         """Its latest report."""
         self.is_lost = False
-        """The connection is closed although the keeper was not released: it was killed."""
+        """The keeper was killed: the connection is closed although it was not released and had processes below."""
         self.on_change: Callable[[], None] | None = None
         """Called after each report, and when it is lost."""
         self._directory = directory
@@ -321,7 +320,8 @@ class Keeper:
     def _disconnected(self) -> None:
         self.close()
         if not self._is_released:
-            self.is_lost = True
+            # A keeper without children exits by itself when the machine shuts down. Its last report says it all.
+            self.is_lost = not self.state.is_childless
             with contextlib.suppress(OSError):
                 (self._directory / self.name).unlink()
             self._wake()
@@ -351,7 +351,7 @@ async def start(directory: Path, label: str, program: Program) -> Keeper:
     with contextlib.ExitStack() as opened, files.attempting(what):
         name, listener, connection = _bind(directory, label)
         opened.callback(listener.close)
-        spec = opened.enter_context(closing(_spec_file(_spec(program))))
+        spec = opened.enter_context(closing(spec_file(_spec(program))))
         inherited = [listener.fileno(), spec, *program.cgroups]
         try:
             child = process.spawn(
@@ -460,6 +460,8 @@ def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socke
     try:
         with closing(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as place:
             listener.bind(f"/proc/self/fd/{place}/@{token}")
+            os.chmod(f"@{token}", 0o600, dir_fd=place)
+            listener.setblocking(False)
             listener.listen()
             os.rename(f"@{token}", name, src_dir_fd=place, dst_dir_fd=place)
         return name, listener, _connect(directory / name)
@@ -507,8 +509,6 @@ def _spec(program: Program) -> Iterator[str]:
         yield f"gid={program.user.gid}"
     if program.user.uid is not None:
         yield f"uid={program.user.uid}"
-    if program.has_no_new_privs:
-        yield "no_new_privs="
     yield f"exec={_path(program)}"
     yield from (f"arg={each}" for each in program.argv)
     yield from (f"env={name}={value}" for name, value in program.env.items())
@@ -522,7 +522,8 @@ def _path(program: Program) -> str:
     return name if "/" in name else shutil.which(name, path=program.env.get("PATH", os.defpath)) or name
 
 
-def _spec_file(instructions: Iterator[str]) -> int:
+def spec_file(instructions: Iterator[str]) -> int:
+    """Return a file in memory with the instructions of ``keeper.c``."""
     content = b"".join(os.fsencode(each) + b"\0" for each in instructions)
     try:
         spec = os.memfd_create("spec", os.MFD_CLOEXEC | _NOT_EXECUTABLE)

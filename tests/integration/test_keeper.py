@@ -5,21 +5,59 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import resource
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import hatch_build
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, keeper, proc
 from agent_shim.host.keeper import Keeper, Program
+from tests.structure.source import ROOT
 
 HIDDEN = "(setsid sh -c 'exec env -i sleep 1000' &)"
 """Leave a process that forked twice in a new session without an environment."""
+
+
+OPTIONS = """
+const char *__asan_default_options(void) { return "detect_leaks=0:log_path=%s"; }
+const char *__ubsan_default_options(void) { return "log_path=%s"; }
+"""
+"""A keeper has no environment for these, and its standard error is the program's. The search for leaks needs ptrace."""
+
+
+@pytest.fixture(scope="session")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A keeper that reports undefined behaviour and wrong uses of memory in files beside it."""
+    directory = tmp_path_factory.mktemp("sanitized")
+    (directory / "options.c").write_text(OPTIONS.replace("%s", str(directory / "finding")))
+    sources = [ROOT / f"{hatch_build.KEEPER}.c", directory / "options.c"]
+    flags = [*hatch_build.KEEPER_FLAGS, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if compiler is None:
+        pytest.skip("no compiler with sanitizers")
+    subprocess.run([compiler, *flags, "-o", directory / "keeper", *sources], check=True)
+    return directory / "keeper"
+
+
+@pytest.fixture(params=["plain", "sanitized"], autouse=True)
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run each test with the keeper that is delivered, and with one that checks itself."""
+    if request.param == "plain":
+        yield
+        return
+    program: Path = request.getfixturevalue("sanitized")
+    monkeypatch.setattr(keeper, "PROGRAM", program)
+    yield
+    assert [path.read_text() for path in program.parent.glob("finding*")] == []
 
 
 @pytest.fixture
@@ -213,4 +251,76 @@ async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
     assert await kept.is_childless_within(60)
     os.kill(kept.pid, signal.SIGTERM)
 
-    await kept.until(lambda: kept.is_lost)
+    while proc.stat(kept.pid) is not None:
+        await asyncio.sleep(0.01)
+    assert not kept.is_lost
+
+
+async def test_release_is_heard_from_an_agent_that_reads_no_answers(sockets: Path) -> None:
+    """Else its keeper would stay for good."""
+    kept = await keeper.start(sockets, "unread", shell("exit 0"))
+    pid = kept.pid
+    kept.close()
+    (path,) = sockets.iterdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(str(path))
+        for _ in range(10):
+            connection.send(b"state")
+        connection.send(b"release")
+
+    while proc.stat(pid) is not None:
+        await asyncio.sleep(0.01)
+
+
+async def test_agent_that_never_reads_does_not_hold_the_keeper(sockets: Path) -> None:
+    first = await keeper.start(sockets, "slow", shell("exec sleep 1000"))
+    first.close()
+    (path,) = sockets.iterdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(str(path))
+        with contextlib.suppress(ConnectionError):  # a pipe without a reader, or a reset
+            while True:
+                connection.send(b"state")
+
+    (second,) = await keeper.find(sockets)
+    await end(second)
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    """Change, remove, repeat or insert some bytes."""
+    made = bytearray(content)
+    for _ in range(chance.randint(1, 4)):
+        start = chance.randrange(len(made) + 1)
+        end = min(len(made), start + chance.choice([0, 1, 1, 2, 8, 40]))
+        made[start:end] = chance.choice(
+            [b"", b"\0", b"=", b"?", b"-1", b"99999999999999999999", bytes(made[start:end]) * 3, chance.randbytes(3)]
+        )
+    return bytes(made)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_damaged_specs_and_requests_do_not_break_the_keeper(
+    sockets: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still answers, and ends when it is told. The agent writes both, so this guards against its mistakes."""
+    chance = random.Random(seed)
+    program = Program(["/bin/true", "a"], {"A": "b"}, umask=0o22, nice=1, limits={resource.RLIMIT_CORE: (0, 0)})
+    requests = [b"watch 1 99 0", b"state", b"watch 16 -5 7", b"kill"]
+
+    def damaged(instructions: Iterator[str]) -> int:
+        whole = b"".join(os.fsencode(each) + b"\0" for each in instructions)
+        spec = os.memfd_create("spec")
+        os.write(spec, mutated(whole, chance))
+        return spec
+
+    monkeypatch.setattr(keeper, "spec_file", damaged)
+    for _ in range(15):
+        try:
+            kept = await keeper.start(sockets, "fuzz", program)
+        except HostError:
+            continue
+        for _ in range(30):
+            with contextlib.suppress(HostError):
+                await kept.request(mutated(chance.choice(requests), chance).decode("latin-1") or "x")
+        assert (await kept.request("state")).version == 1
+        await end(kept)
