@@ -130,11 +130,11 @@ BREAKS: Final[dict[str, Break]] = {
         "^start after stop: ",
         ("update", "start after stop"),
     ),
-    "a slow start program runs again": Break(
+    "a slow start program is not reported": Break(
         "supervisor/service.py",
-        "if is_restarted and self._is_start_under_way:",
-        "if False:",
-        "^slow start: ",
+        "if not self._is_failure_told:\n                self.notify(*alert)",
+        "",
+        "^slow start: alert web - Execution failed",
         ("update", "slow start"),
     ),
 }

@@ -677,6 +677,9 @@ async def main() -> None:
     cycle = int(os.environ["CYCLE"])
     settle_in(plan["system"])
     spec = spec_of(plan)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    # Agents raise their own limit, and not that of their children.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, hard), hard))
     world = WORLDS[kind](plan, cycle)
     world.prepare()
     director, hm = Director(poll=0.2), HealthMonitor()
@@ -686,10 +689,6 @@ async def main() -> None:
         await server.add_agent(AGENT)
         async with director.on(server.peer()), hm.on(server.peer(HEALTH_MONITOR)):
             settings(server)
-            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (min(FILES, hard), hard)
-            )  # agents raise their own, not children's
             world.start()
             life = Life(world, plan, director, hm)
             loop = asyncio.get_running_loop()
