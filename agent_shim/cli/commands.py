@@ -54,6 +54,9 @@ KINDS: Final = ("monit", "bpm", "agent", "settings")
 
 def main(argv: Sequence[str]) -> int:
     """``agent-shim``: parse the command line, run the command, return the exit code (listed in docs/commands.md)."""
+    if not argv:
+        parser().print_help(sys.stderr)
+        return USAGE
     args, surplus = parser().parse_known_args(argv)
     if surplus:
         args.parser.error(f"unrecognized arguments: {' '.join(surplus)}")
@@ -328,7 +331,10 @@ def _add_for_tools(command: Command) -> None:
 
 def _seconds(text: str) -> float:
     """A positive number of seconds, at most a day."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
     if not 0 < value <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400")
     return value

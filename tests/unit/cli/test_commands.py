@@ -60,3 +60,14 @@ def test_probe_knows_the_files_of_the_agent() -> None:
 )
 def test_a_probe_keeps_its_level(words: list[str], question: tuple[str, str] | None) -> None:
     assert probe.read(words) == question
+
+
+def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main([]) == 2
+    assert "\n    status " in capsys.readouterr().err
+
+
+def test_a_duration_that_is_no_number_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.main(["drain", "--timeout", "soon"])
+    assert "argument --timeout: 'soon' is no number of seconds" in capsys.readouterr().err
