@@ -70,7 +70,7 @@ FROM ${BASE_IMAGE} AS system
 # Programs that scripts of CPIs and of typical releases call; a stemcell has most of them.
 ARG PACKAGES="bash bzip2 ca-certificates cron curl dnsutils file gawk iproute2 iptables less libcap2-bin locales \
     logrotate lsof mount net-tools netcat-openbsd nftables openssh-server openssl perl procps psmisc python3 rsync rsyslog \
-    strace sudo tar tini tzdata unzip util-linux vim-tiny wget xz-utils zip"
+    strace sudo tar tini tzdata unzip util-linux vim-tiny wget xz-utils zip zstd"
 # Tools for `bosh ssh`; `bosh pcap` runs tcpdump. A debugger (gdb, 30 MB on bookworm) is optional.
 ARG TOOLS="iputils-arping iputils-ping tcpdump traceroute"
 ARG DEBUGGER=
@@ -83,8 +83,8 @@ ARG OPTIONAL="runit udhcpc"
 ARG COMPILERS="bison build-essential cmake flex gettext libssl-dev pkg-config zlib1g-dev libreadline-dev"
 # All packages of the tier `slim`: what agent, logins and bpm call, no cron and rsyslog, and nothing for release scripts.
 ARG TIER=full
-ARG SLIM="bash ca-certificates curl iproute2 libcap2-bin libexpat1 libffi8 locales mount openssh-server openssl procps sudo \
-    tar tzdata util-linux xz-utils"
+ARG SLIM="bash bzip2 ca-certificates curl iproute2 libcap2-bin libexpat1 libffi8 locales mount openssh-server openssl procps sudo \
+    tar tzdata util-linux xz-utils zstd"
 # Neither manuals nor translations of messages are installed; licences are.
 ARG EXCLUDED="/usr/share/doc/* /usr/share/man/* /usr/share/info/* /usr/share/locale/* /usr/share/lintian/*"
 # bpm guarantees its processes the locale en_US.UTF-8. Host keys belong to a machine, not to an image.

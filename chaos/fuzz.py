@@ -30,7 +30,7 @@ import msgspec
 from agent_shim.actions import state as _core
 from agent_shim.actions import tasks
 from agent_shim.actions.dispatch import ACTIONS
-from agent_shim.bulk import archive, packing, protocol
+from agent_shim.bulk import archive, compression, packing, protocol
 from agent_shim.core import (
     digest,
     safetext,
@@ -247,7 +247,7 @@ def _unpack(data: bytes) -> None:
 
     Headers of tar are read with their own sums and with right ones.
     """
-    if data.startswith(archive.GZIP):
+    if data.startswith((compression.GZIP, *compression.PROGRAMS)):
         found = _unpacked(data)
     else:
         found = _read_alike(data)
@@ -452,7 +452,7 @@ TARGETS: Final[dict[str, Target]] = {
         _unpack,
         (ArchiveError,),
         (_tar("w:gz"), _tar("w"), gzip.compress(_tar("w")[:600]) + gzip.compress(_tar("w")[600:]), *_DAMAGED, _WIDE),
-        (b"../", b"/", b"\0", b"0000777", archive.GZIP),
+        (b"../", b"/", b"\0", b"0000777", compression.GZIP),
     ),
     "digest": Target(
         lambda data: digest.MultipleDigest.parse(data.decode(errors="replace")),

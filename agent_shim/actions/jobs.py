@@ -41,6 +41,14 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
     Downloads, verifies and unpacks all bundles before it changes anything that runs. A spec without a configuration
     hash is only stored: the Director marks a fresh instance that way.
     """
+    for package in wanted.packages.values():
+        if not package.sha1:  # the Go agent fails to store it, after it has installed everything
+            raise ActionError(f"Persisting apply spec: package {package.name}: no digests have been provided")
+    return await deploy(agent, wanted)
+
+
+async def deploy(agent: Agent, wanted: ApplySpec) -> str:
+    """Apply a spec whose packages need no digest if they are installed, which is so without a Director."""
     settings = agent.settings.current
     networks = _resolved(settings, agent.spec.current.networks, wanted.networks)
     wanted = msgspec.structs.replace(wanted, networks=networks)

@@ -5,7 +5,8 @@ of members and one deadline bound an archive made by mistake. :mod:`tarfile` rea
 here: Python versions differ in what ``tarfile`` writes.
 
 The result is that of GNU tar run by root with ``--no-same-owner``, as the Go agent runs it (bosh-utils
-fileutil/tarball_compressor.go): modes and times are kept, and the unpacking user owns all files.
+fileutil/tarball_compressor.go): modes and times are kept, and the unpacking user owns all files. As under that tar, an
+archive may be compressed in any format for which there is a program (``bulk.compression``).
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgspec
-from isal import igzip, isal_zlib
+from isal import isal_zlib
 
+from agent_shim.bulk import compression
 from agent_shim.core.errors import ArchiveError
 from agent_shim.host import files
 from agent_shim.host.descriptors import closing
@@ -35,7 +37,6 @@ MAX_HEADER_BYTES: Final = 1024 * 1024
 TIMEOUT_S: Final = 3600.0
 """Time for reading an archive, whose unpacking is a part of it."""
 
-GZIP: Final = b"\x1f\x8b"
 REGULAR: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE})
 EXTENDED: Final = frozenset(
     {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
@@ -52,16 +53,8 @@ _BROKEN: Final[tuple[type[Exception], ...]] = (  # type: ignore[assignment]  # i
 """Exceptions of a broken archive. Senseless numbers and endless headers raise the last four."""
 
 
-def is_gzip(source: BinaryIO) -> bool:
-    """Return True if a file starts like gzip. Rewinds it."""
-    source.seek(0)
-    magic = source.read(len(GZIP))
-    source.seek(0)
-    return magic == GZIP
-
-
 def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
-    """Unpack all of ``source``, tar or gzipped tar, into the new directory ``into``.
+    """Unpack all of ``source``, a tar in any compression, into the new directory ``into``.
 
     With ``subtree`` the archive holds rendered templates: it must be gzip, and only the content of that directory
     (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links lead to any path, in packages to
@@ -72,7 +65,7 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
     except OSError as exc:
         raise ArchiveError(f"cannot create {into}: {exc.strerror}") from exc
     try:
-        if subtree and not is_gzip(source):
+        if subtree and not compression.is_gzip(source):
             raise ArchiveError("Detecting prefix of package files: the archive is not gzip")
         try:
             found = _unpack(source, into, subtree)
@@ -169,7 +162,7 @@ class _Blocks:
 
 
 def entries(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
-    """Yield each member of ``source``, tar or gzipped tar, with its normalized path and its data.
+    """Yield each member of ``source``, a tar in any compression, with its normalized path and its data.
 
     The path has no leading ``./`` and no trailing ``/``. Data left unread is skipped. Raises ``ArchiveError``.
     """
@@ -180,8 +173,12 @@ def entries(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[b
 
 
 def _members(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
+    with compression.decompressed(source) as stream:
+        yield from _read(stream)
+
+
+def _read(stream: Any) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
     give_up_at = time.monotonic() + TIMEOUT_S
-    stream: Any = igzip.IGzipFile(fileobj=source) if is_gzip(source) else source  # type: ignore[no-untyped-call]
     blocks: Any = _Blocks(stream)
     tar = tarfile.TarFile(fileobj=blocks, encoding="utf-8", errors="surrogateescape")
     count = end = 0
@@ -206,7 +203,7 @@ def _members(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[
     if not blocks.is_at_end:
         raise ArchiveError("a header in its middle is defective")
     while stream.read(CHUNK_BYTES):
-        pass  # the check of gzip follows the last byte
+        pass  # gzip and others have a checksum behind the last byte
 
 
 def _data(stream: Any, member: tarfile.TarInfo) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from agent_shim.bulk import archive
+from agent_shim.bulk import archive, compression
 from agent_shim.bulk.blobs import Blobs
 from agent_shim.bulk.modes import DIRECTORY_MODE, set_owners_and_modes
 from agent_shim.bulk.protocol import Install, Outcome, Target
@@ -90,7 +90,7 @@ def _unpack(file: BinaryIO, piece: Piece, owner: str | None) -> None:
         archive.unpack(file, piece.temp, subtree=target.name if target.kind == "job" else "")
         set_owners_and_modes(target.kind, piece.temp, owner)
         newest = _newest(piece.temp) if target.kind == "source" else 0
-        piece.outcome = Outcome(compressed=archive.is_gzip(file), newest=newest)
+        piece.outcome = Outcome(compressed=compression.is_compressed(file), newest=newest)
     except (ShimError, OSError) as exc:
         piece.outcome = Outcome(f"{INSTALLING[target.kind]}{exc}")
 

@@ -139,7 +139,7 @@ Request = Install | Get | Put | Pack | CopyTree | Rotate
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Outcome of one target: the error or "", and True if its archive was gzip.
+    """Outcome of one target: the error or "", and False if its archive was a bare tar.
 
     ``newest`` is the latest modification time of a source (seconds since 1970), ``left_out`` the bytes of a log that
     were dropped.

@@ -248,7 +248,7 @@ class Standalone:
         missing = agent.bundles.missing([*wanted[0], *wanted[1]])
         targets = {agent.bundles.path(each): (each.kind, sources[each.kind][each.name]) for each in missing}
         await asyncio.to_thread(install, agent.paths, targets)
-        await jobs.apply(agent, rendered.spec)
+        await jobs.deploy(agent, rendered.spec)
         await self._script("pre-start")
         await jobs.start(agent)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import hashlib
 import io
 import re
+import shutil
 import stat
+import subprocess
 import tarfile
 import time
 import uuid
@@ -157,6 +161,20 @@ async def test_a16_uncompressed_source_gives_an_uncompressed_package(world: Worl
     blob = jobs.blob(store_of(world), out.getvalue())
 
     assert (await compiled_from(world, blob["blobstore_id"], blob["sha1"])).startswith(b"./\0")
+
+
+def compressed(data: bytes, program: str) -> bytes:
+    return subprocess.run([program, "-c"], input=data, stdout=subprocess.PIPE, check=True).stdout
+
+
+@pytest.mark.parametrize("program", ["bzip2", "xz", "zstd"])
+async def test_a16_source_in_another_compression_gives_a_gzipped_package(world: World, program: str) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    bare = gzip.decompress(archive({"packaging": "cp file $BOSH_INSTALL_TARGET", "file": "x"}))
+    blob = jobs.blob(store_of(world), await asyncio.to_thread(compressed, bare, program))
+
+    assert members(await compiled_from(world, blob["blobstore_id"], blob["sha1"])) == {".": None, "./file": b"x"}
 
 
 async def test_a17_from_url_to_url_with_the_headers_of_each(world: World, server: Server) -> None:

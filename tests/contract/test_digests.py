@@ -87,6 +87,14 @@ async def test_digests_are_parsed_before_anything_is_done(world: World) -> None:
     assert await world.value("sync_dns", "blob", WRONG, 4) == "synced"
 
 
+async def test_apply_rejects_a_package_without_a_digest(world: World) -> None:
+    package = {"name": "nginx", "version": "1", "blobstore_id": "not fetched"}
+
+    error = await world.error("apply", {"packages": {"nginx": package}})
+
+    assert error.endswith("Persisting apply spec: package nginx: no digests have been provided")
+
+
 async def test_an_archive_without_id_and_digest_is_stored_as_go_stores_it(world: World) -> None:
     assert await world.value("apply", {"rendered_templates_archive": {"sha1": "", "blobstore_id": ""}}) == "applied"
 

@@ -58,7 +58,9 @@ BANS = (
     Ban(
         ("os.fork", "os.forkpty", "os.posix_spawn", "os.posix_spawnp", "pty", "multiprocessing", "subprocess"),
         "only host makes processes",
-        frozenset({"host", "bulk.copytree", "cli.render"}),  # tar in a worker. Ruby, for which a user waits
+        frozenset(
+            {"host", "bulk.compression", "bulk.copytree", "cli.render"}
+        ),  # in a worker. Ruby, for which a user waits
     ),
     Ban(("os.kill", "os.killpg", "signal.pidfd_send_signal"), "only host sends signals", frozenset({"host"})),
     Ban(("os.system", "os.popen"), "a shell reads the string"),

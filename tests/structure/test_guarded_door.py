@@ -49,6 +49,7 @@ PROBE = "whether something is there; nothing of it is read or written"
 RAW: Mapping[str, Raw] = {
     "actions.jobs": Raw(BUNDLES, frozenset({"monit_files"})),
     "bulk.blobs": Raw(SCRATCH, frozenset({"Blobs._fetch", "Blobs.put"})),
+    "bulk.compression": Raw("a file that is open already", frozenset({"_Piped.__init__"})),
     "bulk.providers": Raw(NAMED, frozenset({"Dav.put", "External.get", "Local._copy", "open_blob"})),
     "bulk.transfer": Raw(PROBE, frozenset({"Transfer._keeping"})),
     "cli.probe": Raw(OWN, frozenset({"_live"})),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import shutil
 import stat
 import subprocess
 import tarfile
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent_shim.bulk import archive
+from agent_shim.bulk import archive, compression
 from agent_shim.core.errors import ArchiveError
 from tests.support.users import as_ordinary_user
 
@@ -112,6 +113,62 @@ def make_tree(tree: Path) -> None:
 
 
 # --- honest archives ------------------------------------------------------------------------------------------------
+
+
+COMPRESSIONS = ("gzip", "bzip2", "xz", "lzma", "zstd", "lzip", "lzop", "compress")
+
+
+def compressed(data: bytes, program: str) -> bytes:
+    """Compress with a program, or skip the test without it."""
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    return subprocess.run([program, "-cf"], input=data, stdout=subprocess.PIPE, check=True).stdout
+
+
+@pytest.mark.parametrize("program", COMPRESSIONS)
+def test_archives_of_each_compression_are_unpacked(tmp_path: Path, program: str) -> None:
+    make_tree(tmp_path / "tree")
+    packed = subprocess.run(["tar", "-c", "-C", tmp_path / "tree", "."], stdout=subprocess.PIPE, check=True).stdout
+    with file(compressed(packed, program)) as source:
+        assert compression.is_compressed(source)
+        archive.unpack(source, tmp_path / "unpacked")
+
+    assert listing(tmp_path / "unpacked") == listing(tmp_path / "tree")
+
+
+@pytest.mark.parametrize("program", [each for each in COMPRESSIONS if each != "gzip"])
+@pytest.mark.parametrize("where", ["end", "middle"])
+def test_truncated_archives_of_each_compression_are_rejected(tmp_path: Path, program: str, where: str) -> None:
+    if (program, where) == ("compress", "end"):
+        pytest.skip("this format marks no end")
+    packed = compressed(member("a", os.urandom(300_000)) + END + bytes(100_000), program)
+    kept = len(packed) - 12 if where == "end" else len(packed) // 2
+
+    with pytest.raises(ArchiveError, match="cannot unpack the archive: "):
+        unpack(packed[:kept], tmp_path / "o")
+
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_large_compressed_archive_is_given_up_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "MAX_BYTES", 1 << 20)
+    packed = compressed(member("a") + member("b", bytes(1 << 20)) + END, "xz")
+
+    with pytest.raises(ArchiveError, match="its size is|too large"):
+        unpack(packed, tmp_path / "o")
+
+
+def test_a_missing_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression, "ENVIRONMENT", {"PATH": str(tmp_path)})
+    with pytest.raises(ArchiveError, match="it is compressed, and there is no program zstd"):
+        unpack(b"\x28\xb5\x2f\xfd" + bytes(1000), tmp_path / "o")
+
+
+def test_a_tar_whose_first_name_begins_like_a_compression_is_a_tar(tmp_path: Path) -> None:
+    with file(member("BZh", b"x") + END) as source:
+        assert not compression.is_compressed(source)
+        archive.unpack(source, tmp_path / "o")
+    assert (tmp_path / "o/BZh").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("kind", ["gnu", "pax", "posix", "ustar", "oldgnu"])

@@ -1,0 +1,120 @@
+"""Decompress archives in each format that GNU tar detects (src/buffer.c).
+
+Gzip is decompressed here, faster than by the program. The other formats need the programs that tar would start.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, BinaryIO, Final, Self
+
+from isal import igzip
+
+from agent_shim.core.errors import ArchiveError
+from agent_shim.host import files
+from agent_shim.host.command import ENVIRONMENT
+
+GZIP: Final = b"\x1f\x8b"
+PROGRAMS: Final[Mapping[bytes, tuple[str, ...]]] = {
+    b"\x1f\x9d": ("gzip", "-dc"),  # compress
+    b"BZh": ("bzip2", "-dc"),
+    b"\xfd7zXZ": ("xz", "-dc"),
+    b"\x5d\0\0": ("xz", "-dc", "--format=lzma"),
+    b"LZIP": ("lzip", "-dc"),
+    b"\x89LZO": ("lzop", "-dc"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "-dc"),
+}
+"""Programs that decompress, by the first bytes of an archive."""
+USTAR: Final = slice(257, 262)
+"""Place of ``ustar`` in the first header of an archive without compression."""
+MAX_TEXT_BYTES: Final = 1000
+
+
+def is_compressed(source: BinaryIO) -> bool:
+    """Return False if a file is a bare tar (bosh-utils fileutil/tarball_compressor.go, IsNonCompressedTarball)."""
+    return _start(source)[USTAR] != b"ustar"
+
+
+def is_gzip(source: BinaryIO) -> bool:
+    """Return True if a file starts like gzip. Rewinds it."""
+    return _start(source).startswith(GZIP)
+
+
+def _start(source: BinaryIO) -> bytes:
+    """Return the first block of a file, and rewind it."""
+    source.seek(0)
+    found = source.read(tarfile.BLOCKSIZE)
+    source.seek(0)
+    return found
+
+
+@contextmanager
+def decompressed(source: BinaryIO) -> Iterator[Any]:
+    """Yield the stream of the tar in the file ``source``, with ``read``, ``tell`` and a ``seek`` that goes forward.
+
+    Its methods raise ``ArchiveError``, or the errors of ``isal`` for gzip.
+    """
+    start = _start(source)
+    program = next((each for magic, each in PROGRAMS.items() if start.startswith(magic)), None)
+    if start[USTAR] == b"ustar":  # a name may begin like one of the formats
+        yield source
+    elif start.startswith(GZIP):
+        yield igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
+    elif program is None:
+        yield source
+    else:
+        with _Piped(source, program) as piped:
+            yield piped
+
+
+class _Piped:
+    """The output of a program whose input is ``source``."""
+
+    def __init__(self, source: BinaryIO, program: tuple[str, ...]) -> None:
+        self._name = program[0]
+        self._offset = 0
+        with ExitStack() as stack:
+            self._messages = stack.enter_context(tempfile.TemporaryFile())
+            # The file is opened again because the program would move the position of ``source`` behind its buffer.
+            given = stack.enter_context(open(f"/proc/self/fd/{source.fileno()}", "rb"))
+            try:
+                self._process = subprocess.Popen(
+                    program, env=ENVIRONMENT, stdin=given, stdout=subprocess.PIPE, stderr=self._messages
+                )
+            except FileNotFoundError:
+                raise ArchiveError(f"it is compressed, and there is no program {self._name}") from None
+            self._opened = stack.pop_all()
+        assert self._process.stdout
+        self._output = self._process.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._output.close()
+        self._process.wait()
+        self._opened.close()
+
+    def tell(self) -> int:
+        return self._offset
+
+    def seek(self, offset: int) -> int:
+        """Read up to ``offset``."""
+        while self._offset < offset and self.read(min(offset - self._offset, files.CHUNK_BYTES)):
+            pass
+        return self._offset
+
+    def read(self, size: int) -> bytes:
+        """Read ``size`` bytes, or fewer at the end. Raises ``ArchiveError`` there if the program has failed."""
+        data = self._output.read(size)
+        self._offset += len(data)
+        if len(data) < size and (status := self._process.wait()):
+            self._messages.seek(0)
+            text = self._messages.read(MAX_TEXT_BYTES).decode(errors="replace").partition("\n")[0]
+            raise ArchiveError(text or f"{self._name} ended with {status}")
+        return data
