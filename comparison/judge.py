@@ -203,7 +203,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     ),
     (
         "the working directory is theirs",
-        lambda one: one.what.endswith(": directory") and one.shim == "/var/vcap/monit/service",
+        lambda one: one.what.endswith(": directory") and one.shim == "/var/vcap/empty",
     ),
     ("the soft limit of core files", lambda one: one.what.endswith(": limit core") and one.shim.startswith("[1, ")),
     (

@@ -109,7 +109,7 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
         (paths.instance, 0o755, own),
         (paths.monit, 0o755, own),
         (paths.monit_job, 0o755, own),
-        (paths.monit_service, 0o755, own),
+        (paths.empty, 0o755, own),
     ]
 
 

@@ -51,12 +51,13 @@ class Programs:
     distinct from the mark of another agent. Their output goes to one file per service in ``output``.
 
     Programs and scripts start in an empty directory that root owns: stackdriver-nozzle of gcp-tools-release gives
-    ``.`` to vcap, which is monit's service directory under runit.
+    ``.`` to vcap, which is monit's service directory under runit. It is directly below ``base``, as is the Go agent's
+    working directory: an errand of shared-redis-release reads ``../jobs/smoke-tests/config.json``.
     """
 
     def __init__(self, base: Path, output: Path) -> None:
         self._base = base
-        self._empty = Paths(base).monit_service
+        self._empty = Paths(base).empty
         self._output = output
         self.ownership = Ownership(base)
         self.remains = Remains(self.ownership)

@@ -363,7 +363,7 @@ exit 7
 
     assert await world.value("drain", "update", wanted) == 0
 
-    path = f"/usr/sbin:/usr/bin:/sbin:/bin {world.paths.monit_service} {os.nice(0)}"
+    path = f"/usr/sbin:/usr/bin:/sbin:/bin {world.paths.empty} {os.nice(0)}"
     assert trace.read_text().splitlines() == [
         f'job_changed hash_changed tool | {{"persistent_disk":0}} | {{"persistent_disk":10}} | {path}',
         f'job_check_status hash_unchanged | {{"persistent_disk":0}} |  | {path}',

@@ -64,8 +64,8 @@ async def test_a_program_is_in_the_cgroup_of_its_service_before_it_runs(
 
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
     """gcp-tools-release's stackdriver-nozzle gives ``.`` to vcap, with all that is below it."""
-    nowhere = tmp_path / "monit/service"
-    nowhere.mkdir(parents=True)
+    nowhere = tmp_path / "empty"
+    nowhere.mkdir()
     programs = Programs(tmp_path, tmp_path / "output")
     program = await programs.run("web", Program(("/bin/sh", "-c", "pwd; exec ls -A")), "Started")
     await program.wait()
@@ -74,6 +74,18 @@ async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) 
 
     assert await programs.printed("web") == [str(nowhere)]
     assert (tmp_path / "said").read_text() == f"{nowhere}\n"
+
+
+async def test_script_reads_a_job_beside_its_working_directory(tmp_path: Path) -> None:
+    """The errand smoke-tests of shared-redis-release reads ``../jobs/smoke-tests/config.json``."""
+    (tmp_path / "jobs/smoke-tests").mkdir(parents=True)
+    (tmp_path / "jobs/smoke-tests/config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    programs = Programs(tmp_path, tmp_path / "output")
+
+    errand = await programs.run_script("smoke-tests", ["/bin/cat", "../jobs/smoke-tests/config.json"], env={})
+
+    assert await errand.wait() == 0
 
 
 @pytest.mark.parametrize("user", [None, "root"])

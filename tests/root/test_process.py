@@ -138,5 +138,5 @@ def expected(name: str) -> dict[str, object]:
         "umask": "0022",
         "oom score": "300",
         "groups": [] if name == "caged" else ["0", "4", "1001"],
-        "directory": DIRECTORIES.get(name, "/var/vcap/monit/service"),
+        "directory": DIRECTORIES.get(name, "/var/vcap/empty"),
     }

@@ -196,7 +196,7 @@ def test_what_a_program_inherits_is_compared(tmp_path: Path, changed: dict[str, 
 
 def test_the_empty_directory_of_the_agent_is_listed(tmp_path: Path) -> None:
     go = phase("start", contexts={"ctl start script": [CONTEXT]})
-    shim = phase("start", contexts={"ctl start script": [CONTEXT | {"directory": "/var/vcap/monit/service"}]})
+    shim = phase("start", contexts={"ctl start script": [CONTEXT | {"directory": "/var/vcap/empty"}]})
 
     assert judged(tmp_path, go, shim).kind == "listed"
 
