@@ -91,7 +91,7 @@ class Paths:
         self.monit = base / "monit"
         self.monit_job = self.monit / "job"
         self.empty = base / "empty"
-        """Working directory of jobs' programs and scripts. Directly below the base, because scripts read ``../jobs``."""
+        """Working directory of scripts and programs of jobs. Scripts read ``../jobs``, so it is directly below."""
         self.stopped_marker = self.monit / "stopped"
         self.monit_user = self.monit / "monit.user"
         self.instance = base / "instance"
