@@ -13,7 +13,7 @@ from agent_shim.actions.agent import Agent
 from agent_shim.actions.dispatch import Mode, ProtocolVersion, action
 from agent_shim.actions.state import record_health
 from agent_shim.bulk.protocol import BlobRef
-from agent_shim.core.errors import ActionError, ShimError, errors_as
+from agent_shim.core.errors import ActionError, HostError, ShimError, errors_as
 from agent_shim.core.settings import Effective
 from agent_shim.core.spec import ApplySpec
 from agent_shim.host import guarded, network
@@ -131,10 +131,11 @@ async def start(agent: Agent) -> str:
     if problem:
         raise ActionError(f"Starting Monitored Services: {problem}")
     await agent.supervisor.configure(job_files)
+    with errors_as("Starting Monitored Services", HostError):
+        await agent.supervisor.start()
     # The Director's start also completes what a recovery waited for, such as pre-start.
     await agent.state_backup.prepared()
     agent.supervisor.resume()
-    await agent.supervisor.start()
     await record_health(agent)
     return "started"
 
@@ -163,7 +164,7 @@ def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
 @action("stop", Mode.TASK)
 async def stop(agent: Agent, protocol: ProtocolVersion) -> str:
     """Stop all jobs; with protocol 3, wait until no process of them is left (agent/action/stop.go)."""
-    with errors_as("Stopping Monitored Services", ActionError):
+    with errors_as("Stopping Monitored Services", ActionError, HostError):
         await agent.supervisor.stop(wait=protocol > 2)
     await record_health(agent)
     return "stopped"

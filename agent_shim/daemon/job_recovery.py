@@ -79,7 +79,7 @@ class JobRecovery:
         logger.info("taking over the processes of %d jobs", len(agent.spec.current.job_names))
         await agent.supervisor.configure(files)
         if not await asyncio.to_thread(agent.paths.stopped_marker.exists):
-            await agent.supervisor.start()
+            await agent.supervisor.start(is_asked=False)
 
     async def run(self) -> None:
         """Attempt until the jobs are started, by this task or by the Director; then wait for ever."""

@@ -197,6 +197,8 @@ ACTIVE: Final = UP | {State.STARTING, State.RESTARTING}
 """Up or starting."""
 MONITORED: Final = frozenset(State) - ENDING - {State.STOPPED, State.UNMONITORED, State.STUCK}
 """States with a non-zero monitor flag in monit."""
+TO_RUN: Final = ACTIVE | {State.DOWN, State.BOUNCING}
+"""States after which another agent starts a process that has ended."""
 
 _SHOWN: Final = {State.BOUNCING: "stopping", State.STUCK: "unmonitored"}
 _REPORTED: Final = {

@@ -18,6 +18,7 @@ import msgspec
 
 from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, HostError
+from agent_shim.core.events import is_set_within
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.host import clock, files, proc
@@ -33,7 +34,7 @@ from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
-from agent_shim.supervisor.state import ACTIVE, ENDING, MONITORED, UNDERWAY, State, job_state
+from agent_shim.supervisor.state import ACTIVE, ENDING, MONITORED, TO_RUN, UNDERWAY, State, Trigger, job_state
 
 __all__ = ["Event", "JobFile", "ProcessInfo", "ServiceInfo", "Supervisor", "Timing"]
 
@@ -43,6 +44,8 @@ SCHEMA: Final = 1
 """Version of the saved state. Other versions are ignored."""
 SAVE_DELAY_S: Final = 0.02
 """Seconds during which changes are gathered into one write."""
+SAVE_RETRY_S: Final = 10.0
+"""Seconds until the next attempt after a write that failed."""
 STOP_TIMEOUT_S: Final = 300.0
 """Seconds the Go agent allows for a stop (jobsupervisor/monit_job_supervisor.go). The Director waits no longer."""
 KILL_SHARE: Final = 0.9
@@ -127,6 +130,11 @@ class Supervisor:
         """Services of a start that is being saved, still in the state before it."""
         self._incarnation = proc.incarnation()
         self._is_dirty = False
+        self._is_closed = asyncio.Event()
+        self._marker_tells = True
+        """The saved state read beside the marker "stopped" says that no job of the Director should run."""
+        self._unsaved = ""
+        """Why the last write of the state failed. "" after one that did not."""
         self._is_sealed = False
         self.leaves_processes = False
         """True once ``close`` has released living processes."""
@@ -221,6 +229,7 @@ class Supervisor:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         for service in self._services.values():
             service.release()
+        self._is_closed.set()
         if self._saving is not None:
             await self._saving
         await self._save()
@@ -232,17 +241,27 @@ class Supervisor:
 
         Returns False without a usable saved state. ``root_is_new`` marks a new container, even one with the process
         numbers of its predecessor.
+
+        The marker "stopped" decides about all jobs of the Director: beside it a saved state in which they are wanted
+        is older than the stop, which could not save another.
         """
         saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
         if saved is None:
             return False
         same_world = saved.incarnation == self._incarnation != "" and not root_is_new
-        self._is_wanted = saved.is_wanted
+        is_outdated = saved.is_wanted and await asyncio.to_thread(self._paths.stopped_marker.exists)
+        self._is_wanted = saved.is_wanted and not is_outdated
         self._memory = saved.services
         async with self._planning:
             if root_is_new:
                 await asyncio.to_thread(write_monit_files, self._paths.monit_job, saved.files)
             await self._take_plan(saved.files, same_world=same_world)
+            if is_outdated:
+                logger.warning("%s is older than the last stop: the jobs stay stopped", self._paths.supervisor_state)
+                for service in self._concerned():
+                    service.stop()
+                    if not same_world:
+                        service.on(Trigger.REBOOTED)
         return True
 
     @property
@@ -331,17 +350,28 @@ class Supervisor:
 
     # --- requests to all services -----------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start all jobs without waiting. Includes services of other groups, as monit starts them at a reload."""
-        self._is_wanted = True
-        self._settled_at = time.monotonic() + self._settling()
+    async def start(self, *, is_asked: bool = True) -> None:
+        """Start all jobs without waiting. Includes services of other groups, as monit starts them at a reload.
+
+        A start that ``is_asked`` for raises ``HostError`` and starts nothing if the next agent would not know of it.
+        """
+        was_wanted, self._is_wanted = self._is_wanted, True
         self._starting = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         try:
-            await asyncio.to_thread(self._paths.stopped_marker.unlink, missing_ok=True)
-            # Save first: if this agent exits on the way, the next one knows every started process.
-            await self._save()
-        finally:
-            wanted, self._starting = self._starting, ()
+            # Save first: if this agent exits on the way, the next one knows every started process, and the marker is
+            # valid until it is gone.
+            if is_asked:
+                await self._require_saved()
+            else:
+                await self._save()
+            with files.attempting(f"remove {self._paths.stopped_marker}"):
+                await asyncio.to_thread(self._paths.stopped_marker.unlink, missing_ok=True)
+        except BaseException:
+            self._is_wanted, self._starting = was_wanted, ()
+            self._changed()
+            raise
+        wanted, self._starting = self._starting, ()
+        self._settled_at = time.monotonic() + self._settling()
         for service in wanted:
             service.start()
 
@@ -359,7 +389,7 @@ class Supervisor:
         A sealed supervisor also stops the services that the Director does not know.
 
         Raises ``ActionError`` in the words of the Go agent (jobsupervisor/monit_job_supervisor.go). The Director
-        matches "Timed out waiting for service".
+        matches "Timed out waiting for service". Raises ``HostError`` if the next agent would start a job again.
         """
         self._is_wanted = self._is_sealed and self._is_wanted
         kill_after = min(timeout * KILL_SHARE, timeout - min(KILL_RESERVE_S, timeout / 2))
@@ -368,12 +398,11 @@ class Supervisor:
         is_outside = any(each.record.traces.begun and not each.record.traces.is_in_cgroup for each in concerned)
         for service in concerned:
             service.stop(StopRequest(time.monotonic() + kill_after, is_one_of_all=True))
-        await self._save()
-        if not (self._is_sealed or self._is_wanted):  # a start may have come meanwhile
-            await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
+        unsaved = await self._record_stop()
         if wait:
             await _stopped(concerned, timeout)
-            await self.saved()  # now, and not beside the next request, which would wait
+            if self._is_dirty:
+                await self._save()  # now, and not beside the next request, which would wait
             left = await self._programs.end_left_by_scripts(
                 {each.job for each in self._files}, self._shared.timing.grace
             )
@@ -384,6 +413,19 @@ class Supervisor:
                     self._shared.notify(Event("all jobs", "Execution failed", "alert", doubt))
             if left:
                 raise ActionError(f"Stopping services errored: {', '.join(map(str, left))} cannot be ended")
+        if unsaved is not None:
+            raise unsaved
+
+    async def _record_stop(self) -> HostError | None:
+        """Save a stop, and write the marker. Return the error if the next agent would start a job again."""
+        is_saved = await self._save()
+        if self._is_sealed or self._is_wanted:  # a start may have come meanwhile
+            return None
+        try:
+            await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
+        except HostError as exc:
+            return exc
+        return None if is_saved or self._marker_tells else HostError(self._unsaved)
 
     @property
     def killed(self) -> list[str]:
@@ -491,21 +533,27 @@ class Supervisor:
             self._saving = asyncio.create_task(self._save_changes(), name="save the supervisor's state")
 
     async def _save_changes(self) -> None:
-        while self._is_dirty:
-            await asyncio.sleep(SAVE_DELAY_S)
+        pause = SAVE_DELAY_S
+        while self._is_dirty and not self._is_closed.is_set():
+            await is_set_within(pause, self._is_closed)
             if self._is_dirty:
-                await self._save()
+                pause = SAVE_DELAY_S if await self._save() else SAVE_RETRY_S
         self._saving = None
 
     async def saved(self) -> None:
-        """Wait until each change so far is saved. A save under way may hold the last one."""
+        """Wait until each change so far is saved. A save under way may hold the last one. Raises ``HostError``."""
         if self._is_dirty or self._writing.locked():
-            await self._save()
+            await self._require_saved()
 
-    async def _save(self) -> None:
+    async def _require_saved(self) -> None:
+        if not await self._save():
+            raise HostError(self._unsaved)
+
+    async def _save(self) -> bool:
+        """Save the present state. Log a failure once, and return False."""
         if self._is_sealed:
             self._is_dirty = False
-            return
+            return True
         async with self._writing:
             self._is_dirty = False
             services = self._memory | {key: service.record for key, service in self._services.items()}
@@ -515,6 +563,7 @@ class Supervisor:
             self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel refused the reading
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
+            marker_tells = self._is_wanted or not any(each.state in TO_RUN for each in self._concerned())
 
             def write() -> None:
                 files.write_atomic(self._paths.supervisor_state, raw, mode=0o600)
@@ -523,8 +572,13 @@ class Supervisor:
             try:
                 await asyncio.to_thread(write)
             except HostError as exc:
-                text = "cannot save the supervisor's state; a restarted agent would lose track of the jobs: %s"
-                logger.warning(text, exc)
+                self._is_dirty = True
+                if str(exc) != self._unsaved:
+                    self._unsaved = str(exc)
+                    logger.warning("a restarted agent would not know the present state of the jobs: %s", exc)
+                return False
+            self._unsaved, self._marker_tells = "", marker_tells
+            return True
 
 
 async def _each_beat(period: float, work: Callable[[], Awaitable[None]]) -> NoReturn:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from agent_shim.core.errors import HostError
 from agent_shim.host import proc, process, reaper
+from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.ownership.process_finder import ProcessFinder
 from agent_shim.supervisor.ownership.process_record import ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec
@@ -270,3 +274,97 @@ async def test_jobs_start_in_spite_of_an_unreadable_state(world: World) -> None:
             await supervisor.start()
 
             assert (await in_state(supervisor, "web", "running")).pid == before["web"]
+
+
+@contextlib.contextmanager
+def unwritable(directory: Path) -> Iterator[None]:
+    """Let no file be written in a directory for the length of the block. For root too, as a full disk."""
+    aside = directory.rename(directory.with_name(f"{directory.name}.aside"))
+    directory.touch()
+    try:
+        yield
+    finally:
+        directory.unlink()
+        aside.rename(directory)
+
+
+async def test_a_stop_that_cannot_be_saved_holds_after_a_restart(world: World) -> None:
+    """The marker tells the next agent that the saved state, in which the job runs, is older."""
+    async with world.supervising(world.job("web"), world.job("other", None, "exit 1", group="group x")) as supervisor:
+        before = {name: (await in_state(supervisor, name, "running")).pid for name in ("web", "other")}
+        with unwritable(world.paths.mirror):
+            await supervisor.stop(wait=True)
+            await supervisor.close()
+    assert not is_alive(before["web"])
+    raw = msgspec.json.decode(world.paths.supervisor_state.read_bytes())
+    raw["is_wanted"], raw["services"]["web"]["state"] = True, "running"
+    world.paths.supervisor_state.write_bytes(msgspec.json.encode(raw))
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+        await in_state(supervisor, "web", "stopped")
+        await asyncio.sleep(0.2)
+
+        assert supervisor.job_state() == "stopped"
+        assert not supervisor.is_wanted
+        assert pids(supervisor) == {"web": 0, "other": before["other"]}
+
+
+async def test_a_job_that_a_stop_left_running_is_ended_by_the_next_agent(world: World) -> None:
+    """The stop could save nothing but the marker, and the agent was killed after it."""
+    async with world.supervising(world.job("web")) as supervisor:
+        found = await in_state(supervisor, "web", "running")
+    world.paths.stopped_marker.touch()
+    async with world.supervisor() as supervisor:
+        await supervisor.recover()
+        await in_state(supervisor, "web", "stopped")
+
+    assert not is_alive(found.pid)
+
+
+async def test_a_stop_fails_if_the_next_agent_would_start_a_job_again(world: World) -> None:
+    """An operator started the job after the last stop, so the marker does not tell that it stopped once more."""
+    async with world.supervising(world.job("web")) as supervisor:
+        await in_state(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+        await supervisor.start_one("web")
+        found = await in_state(supervisor, "web", "running")
+        await supervisor.saved()
+        with unwritable(world.paths.mirror):
+            with pytest.raises(HostError, match=r"cannot write .*supervisor\.json"):
+                await supervisor.stop(wait=True)
+            assert not is_alive(found.pid)
+        await supervisor.stop(wait=True)
+
+
+async def test_a_start_that_cannot_be_saved_fails_and_starts_nothing(world: World) -> None:
+    async with world.supervising(world.job("web")) as supervisor:
+        await in_state(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+        with unwritable(world.paths.mirror):
+            with pytest.raises(HostError, match=r"cannot write .*supervisor\.json"):
+                await supervisor.start()
+            assert (supervisor.job_state(), supervisor.is_wanted) == ("stopped", False)
+        await supervisor.start()
+
+        await in_state(supervisor, "web", "running")
+
+
+async def test_a_request_of_an_operator_that_cannot_be_saved_is_told(world: World) -> None:
+    async with world.supervising(world.job("web")) as supervisor:
+        await in_state(supervisor, "web", "running")
+        with unwritable(world.paths.mirror):
+            answer = await monit_api.answer(supervisor, {"action": "stop", "names": ["web"]}, obstacle="")
+
+        assert "cannot write" in answer["exception"]["message"]
+
+
+async def test_a_state_that_could_not_be_saved_is_saved_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without another change of the jobs."""
+    monkeypatch.setattr("agent_shim.supervisor.supervisor.SAVE_RETRY_S", 0.05)
+    async with world.supervising(world.job("web")) as supervisor:
+        await in_state(supervisor, "web", "running")
+        with unwritable(world.paths.mirror):
+            await supervisor.unmonitor()
+            await asyncio.sleep(0.2)
+
+        await until(lambda: b'"state":"unmonitored"' in world.paths.supervisor_state.read_bytes())

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agent_shim.core.errors import ActionError
+from agent_shim.core.errors import ActionError, HostError
 from agent_shim.supervisor.process_stats import ServiceInfo
 from agent_shim.supervisor.supervisor import Supervisor
 
@@ -39,7 +39,7 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
         if request.get("wait"):
             return {"services": [describe(await supervisor.finished(name)) for name in names]}
         return {"services": [describe(service) for service in supervisor.services() if service.process.name in names]}
-    except ActionError as exc:
+    except (ActionError, HostError) as exc:
         return {"exception": {"message": str(exc)}}
 
 
