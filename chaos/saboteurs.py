@@ -29,9 +29,9 @@ CRASHES: Final = (
         "C-03",
         "writes state in place, cut first",
         "agent_shim/host/files.py",
-        "    try:\n        if is_mount_point(path):\n            _write_in_place(path, data)\n            return\n",
+        "    try:\n        if not path.is_symlink() and is_mount_point(path):\n            _write_in_place(path, data)\n            return\n",
         "    try:\n        if path.suffix == '.json':\n            path.write_bytes(b'')\n            path.write_bytes(data)\n"
-        "            return\n        if is_mount_point(path):\n            _write_in_place(path, data)\n            return\n",
+        "            return\n        if not path.is_symlink() and is_mount_point(path):\n            _write_in_place(path, data)\n            return\n",
         "is no JSON",
     ),
     Saboteur(
@@ -315,7 +315,7 @@ DISKS: Final = (
         "D-10",
         "replaces a file that is a mount point",
         "agent_shim/host/files.py",
-        "        if is_mount_point(path):\n            _write_in_place(path, data)\n            return\n",
+        "        if not path.is_symlink() and is_mount_point(path):\n            _write_in_place(path, data)\n            return\n",
         "",
         "mounted file is not as expected|cannot|Busy|busy",
     ),
@@ -672,8 +672,8 @@ GENERAL: Final = (
         "G-06",
         "says that a disk is mounted, and unmounts it",
         "agent_shim/services/disks/mounting.py",
-        '        self._put(disk, self._paths.store)\n        self._claim(disk, "store")\n\n    def _mount_older',
-        '        self._put(disk, self._paths.store)\n        self._claim(disk, "store")\n        volumes.take_away(self._paths.store)\n'
+        '        self._settle(disk, self._paths.store, "store")\n\n    def _mount_older',
+        '        self._settle(disk, self._paths.store, "store")\n        volumes.take_away(self._paths.store)\n'
         f"        {RAN}\n\n    def _mount_older",
         "I14|disk|mount",
     ),
@@ -744,9 +744,9 @@ GENERAL: Final = (
         "G-14",
         "says that the jobs are stopped, and does nothing",
         "agent_shim/actions/jobs.py",
-        '    with errors_as("Stopping Monitored Services", ActionError):\n',
+        '    with errors_as("Stopping Monitored Services", ActionError, HostError):\n',
         f"    if agent.supervisor.services():\n        {RAN}\n        return 'stopped'\n"
-        '    with errors_as("Stopping Monitored Services", ActionError):\n',
+        '    with errors_as("Stopping Monitored Services", ActionError, HostError):\n',
         "I15|I16|I2|still|left|live",
     ),
     Saboteur(

@@ -57,6 +57,8 @@ class Paths:
         self.shut_down = self.bosh / "shut_down"
         """Holds the id of an agent that the Director has shut down."""
         self.managed_disk = self.bosh / "managed_disk_settings.json"
+        self.taken_down = self.bosh / "taken_down_disks.json"
+        """The unmounted disks whose own marker could not be changed."""
 
         # --- data: the ephemeral disk -------------------------------------------------------------------------------
         self.data = base / "data"

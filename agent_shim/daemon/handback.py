@@ -59,7 +59,7 @@ def _jobs(paths: Paths, saved: Saved | None) -> Iterator[str]:
         return
     files.remove_tree(paths.monit_job)
     files.make_dir(paths.monit_job, 0o755)
-    if not saved.is_wanted:
+    if not saved.is_wanted or paths.stopped_marker.exists():
         yield "the jobs are stopped; monit learns of them when the Director starts them"
         return
     write_monit_files(paths.monit_job, saved.files)

@@ -21,9 +21,11 @@ from agent_shim.actions.state import record_health
 from agent_shim.core.errors import ActionError, HostError, ShimError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Settings
+from agent_shim.host import proc
 from agent_shim.services.disks import hints, markers
 from agent_shim.services.volume_lease import VolumeLeases
-from agent_shim.supervisor.supervisor import Event
+from agent_shim.supervisor.ownership.process_record import MARK, mark
+from agent_shim.supervisor.supervisor import Event, read_saved
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +71,13 @@ class JobRecovery:
     async def _take_over(self) -> None:
         """Take over from monit, or start the jobs of the spec if the supervisor's state is lost.
 
-        Running processes carry monit's mark and are adopted (Go agent: ``monit/job``).
+        Running processes carry monit's mark and are adopted (Go agent: ``monit/job``). A new root file system has no
+        files for monit, and a spec that was restored there was applied by this agent.
         """
         agent = self._agent
         monit, state = agent.paths.monit_job, agent.paths.supervisor_state
-        if not await asyncio.to_thread(lambda: any(monit.glob("*.monitrc")) or state.exists()):
+        is_ours = agent.state_backup.root_is_new
+        if not is_ours and not await asyncio.to_thread(lambda: any(monit.glob("*.monitrc")) or state.exists()):
             return
         files = await asyncio.to_thread(monit_files, agent.paths.jobs, agent.spec.current.job_names)
         logger.info("taking over the processes of %d jobs", len(agent.spec.current.job_names))
@@ -108,6 +112,9 @@ class JobRecovery:
             self._record_obstacle(str(exc))
 
     async def _find_obstacle(self) -> str:
+        state = self._agent.state_backup
+        if state.root_is_new and state.unwritable:
+            return f"the state of this instance may be out of date: {state.unwritable}"
         return missing_files(self._agent) or await self._agent.disks.problem()
 
     def _record_obstacle(self, obstacle: str) -> None:
@@ -139,6 +146,21 @@ class JobRecovery:
         finally:
             running.cancel()
             await asyncio.wait({running})
+
+
+def jobs_live(paths: Paths) -> bool:
+    """Return True if a process of a job lives that an agent started or watched in this container. Blocks.
+
+    No container begins with one. A process with our mark below another root directory is of another container.
+    """
+    saved = read_saved(paths.supervisor_state)
+    if saved is not None and saved.incarnation == proc.incarnation() != "":
+        records = [service.traces for service in saved.services.values()]
+        recorded = {each for one in records for each in (one.known, one.program, *one.descendants) if each is not None}
+        if any((found := proc.stat(pid)) and found.is_alive and found.start_ticks == start for pid, start in recorded):
+            return True
+    marked = proc.census(MARK).marked.items()
+    return any(proc.has_our_root(pid) for value, pids in marked if value.endswith(mark("", paths.base)) for pid in pids)
 
 
 def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:

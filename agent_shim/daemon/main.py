@@ -141,7 +141,11 @@ class Daemon:
         return 1 if stop is not None and stop.reasons else 0
 
     async def _serve_alone(self) -> None:
-        await asyncio.to_thread(self._state_backup.begin)
+        jobs_live, former = (
+            partial(job_recovery.jobs_live, self._paths),
+            self._leases.former.get(self._paths.mirror, ""),
+        )
+        await asyncio.to_thread(self._state_backup.begin, jobs_live, former)
         await boot.boot([boot.tree_step(self._paths)])
         with reaper.reaping():
             async with control_server.listening(self._paths.control_socket, self._answer_operator):

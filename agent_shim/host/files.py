@@ -179,6 +179,16 @@ def remove_leftovers(path: Path) -> None:
                 remove_tree(found)
 
 
+def keep_unreadable(path: Path) -> None:
+    """Rename a document that cannot be used, for operators. Where that is impossible it stays."""
+    aside = path.with_name(f"{path.name}.unreadable")
+    try:
+        path.replace(aside)
+        logger.error("%s is kept as %s", path, aside)
+    except OSError as exc:
+        logger.error("%s stays: %s", path, exc)
+
+
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` when the block succeeds and is removed when it fails.
@@ -225,14 +235,15 @@ def write_atomic(
     """Replace the content of ``path`` atomically, by default on disk too (:func:`replacing`).
 
     A file that is itself a mount point (``/etc/hosts`` in a pod) cannot be replaced: it is written in place and keeps
-    its mode and owner. With ``if_changed`` a file of ours that has this content already is not written.
+    its mode and owner. A link to such a file is replaced as any other link. With ``if_changed`` a file of ours that has
+    this content already is not written.
     """
     if if_changed:
         with suppress(OSError):
             if read(path, is_own=True) == data:
                 return
     try:
-        if is_mount_point(path):
+        if not path.is_symlink() and is_mount_point(path):
             _write_in_place(path, data)
             return
         with replacing(path, mode=mode, owner=owner, is_synced=is_synced) as file:
@@ -255,7 +266,7 @@ def version(path: Path) -> tuple[int, int, int] | None:
 
 def _write_in_place(path: Path, data: bytes) -> None:
     # Truncate after writing: a concurrent reader sees the new bytes with an old tail, never an empty file.
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as file:
         file.write(data)
         file.truncate()
         file.flush()

@@ -29,9 +29,8 @@ class SpecStore:
         except FileNotFoundError:
             self.current = spec.ApplySpec()
         except (OSError, ActionError) as exc:
-            aside = self._paths.spec.with_suffix(".json.unreadable")
-            logger.error("cannot use %s: %s; it is kept as %s", self._paths.spec, exc, aside)
-            await asyncio.to_thread(self._paths.spec.replace, aside)
+            logger.error("cannot use %s: %s", self._paths.spec, exc)
+            await asyncio.to_thread(files.keep_unreadable, self._paths.spec)
             self.current = spec.ApplySpec()
         return self.current
 

@@ -13,16 +13,23 @@ reply to an action. Two stamps show which belong together: one on the root file 
 | of another agent | any | used image of another agent: set its files aside |
 | any | of another agent | used volume of another agent: set the backup aside |
 
+A stamp that is missing or damaged says nothing. Then the container is the same if a process of a job lives in it, or if
+the other stamp names its sequence of pids and the root file system holds state. A backup without a usable stamp is this
+agent's if its container is the same, or if this agent was the last one to hold the volume (``volume_lease``).
+
+A damaged file never replaces its good copy. It is restored from it, and so is a missing one that no agent removes.
+
 State of a newer version of this program is not changed: the boot fails with an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
@@ -50,6 +57,7 @@ class Stamp(msgspec.Struct, frozen=True):
     schema: int
     agent_id: str
     lineage: str
+    """On the root file system "" while it is being restored."""
     incarnation: str = ""
     """Container that wrote it last (``host.proc``)."""
     is_prepared: bool = True
@@ -62,14 +70,33 @@ class BackedUpFile(msgspec.Struct, frozen=True):
     path: Path
     mode: int = 0o600
     owner: str | None = None
+    is_removed: bool = False
+    """Agents remove it: its absence is a state."""
+    is_json: bool = True
+    may_be_empty: bool = False
+
+    def is_whole(self, raw: bytes) -> bool:
+        """Return False for content that no agent wrote, as after a crash of the machine or of its disk."""
+        if not self.is_json:
+            return self.may_be_empty or raw.strip(b"\0 \n") != b""
+        try:
+            return isinstance(wire.decode_json(raw), dict)
+        except ValueError:
+            return False
+
+
+NOTHING: Final = Stamp(SCHEMA, "", "")
+"""Stands for a missing or damaged stamp."""
 
 
 def backup_files(paths: Paths) -> list[BackedUpFile]:
     """Return the files to back up. A copy has the name of its file."""
-    private = (paths.update_settings, paths.former_mbus, paths.spec, paths.tasks, paths.disk_hints, paths.managed_disk)
     return [
-        *map(BackedUpFile, (*private, paths.shut_down)),
-        BackedUpFile(paths.stopped_marker, 0o644),
+        *map(BackedUpFile, (paths.update_settings, paths.former_mbus, paths.spec, paths.disk_hints, paths.taken_down)),
+        BackedUpFile(paths.tasks, is_removed=True),
+        BackedUpFile(paths.managed_disk, is_removed=True, is_json=False),
+        BackedUpFile(paths.shut_down, is_json=False),
+        BackedUpFile(paths.stopped_marker, 0o644, is_removed=True, is_json=False, may_be_empty=True),
         BackedUpFile(paths.dns_records, 0o640, paths.shared_owner),
     ]
 
@@ -83,33 +110,55 @@ class StateBackup:
         self._copied: dict[Path, tuple[int, int, int] | None] = {}
         self._stamp: Stamp | None = None
         self._former = ""
+        self._is_same_container: bool | None = None
+        self._former_holder = ""
         self._writing = asyncio.Lock()
         self._logged = ""
+        self._are_stamps_due = False
+        """A stamp could not be written."""
         self.root_is_new = False
         """True after the backup was restored on a new root file system."""
+        self.unwritable = ""
+        """Why the backup cannot be changed, if its file system is read-only or broken: it may be older than the stop or
+        start of the jobs before the restart. "" for a full one, where the marker of a stop needs no room."""
 
     # --- a new agent ------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, jobs_live: Callable[[], bool] = lambda: False, former_holder: str = "") -> None:
         """Clear the run directory if it belongs to another container. Blocks on the disk.
 
-        Raises ``BootError`` if the state belongs to a newer version.
+        ``jobs_live`` returns True if a process of a job lives in this container. ``former_holder`` is the agent that
+        held the volume before. Raises ``BootError`` if the state belongs to a newer version.
         """
         here, copy = _read(self._paths.stamp), _read(self._copy_stamp)
         for stamp in (here, copy):
             if stamp is not None and stamp.schema > SCHEMA:
                 why = f"schema {stamp.schema} is of a newer version, this one supports {SCHEMA}"
                 raise BootError(f"cannot use the state below {self._paths.base}: {why}")
-        here = here or Stamp(SCHEMA, "", "")
+        here = here or NOTHING
         self._former = here.agent_id or _agent_id(self._paths.settings_cache)
-        now = proc.incarnation()
-        if copy is None or (here.lineage == copy.lineage and now in ("", here.incarnation, copy.incarnation)):
+        self._former_holder = former_holder
+        if copy is None and not self._has_copies():
             return
-        logger.info("this is a new container: clearing %s of its predecessor", self._paths.run)
-        _empty(self._paths.run)
-        # In two files: an agent that finds neither would remove the run files of running jobs.
-        _write(self._paths.stamp, msgspec.structs.replace(here, incarnation=now))
-        _write(self._copy_stamp, msgspec.structs.replace(copy, incarnation=now))
+        self._is_same_container = self._is_continued(here, copy or NOTHING) or jobs_live()
+        if not self._is_same_container:
+            logger.info("this is a new container: clearing %s of its predecessor", self._paths.run)
+            _empty(self._paths.run)
+
+    def _is_continued(self, here: Stamp, copy: Stamp) -> bool:
+        now = proc.incarnation()
+        if here.lineage and copy.lineage:
+            return here.lineage == copy.lineage and now in ("", here.incarnation, copy.incarnation)
+        if here.agent_id and not here.lineage:
+            return False  # the restore on it has not ended
+        # A container that shares the pids of its pod begins with a root file system without state.
+        is_root_used = here.lineage != "" or any(
+            file.path.exists() for file in self._files if file.path != self._paths.update_settings
+        )
+        return is_root_used and now in {here.incarnation, copy.incarnation} - {""}
+
+    def _has_copies(self) -> bool:
+        return self._paths.supervisor_state.exists() or any(self._copy_of(file).exists() for file in self._files)
 
     async def recover(self, agent_id: str) -> None:
         """Restore this agent's backup on a new root file system, and keep it up to date from now on.
@@ -122,36 +171,68 @@ class StateBackup:
             raise BootError(f"cannot restore the state of this agent: {exc}") from exc
 
     def _recover(self, agent_id: str) -> None:
-        here, copy = _read(self._paths.stamp) or Stamp(SCHEMA, "", ""), _read(self._copy_stamp)
+        here, copy = _read(self._paths.stamp) or NOTHING, _read(self._copy_stamp)
         if self._former not in ("", agent_id):
             aside = self._paths.bosh / SET_ASIDE / _plain(self._former)
             self._move([*(file.path for file in self._files), self._paths.stamp], aside, self._former)
             _empty(self._paths.monit_job)  # they are links into the bundles of the jobs
-            here = Stamp(SCHEMA, "", "")
-        if copy is not None and copy.agent_id != agent_id:
+            here = NOTHING
+        is_ours = copy is not None and copy.agent_id == agent_id
+        if (copy is None or not copy.agent_id) and self._has_copies():
+            owners = (agent_id,) if copy is not None else (agent_id, "")  # a damaged stamp hides its owner
+            is_ours = bool(self._is_same_container) or self._former_holder in owners
+            copy = Stamp(SCHEMA, agent_id, "") if is_ours else copy or NOTHING
+        if copy is not None and not is_ours:
             aside = self._paths.mirror / SET_ASIDE / _plain(copy.agent_id)
             copies = [self._copy_of(file) for file in self._files]
             self._move([*copies, self._paths.supervisor_state, self._copy_stamp], aside, copy.agent_id)
             copy = None
-        ours = Stamp(SCHEMA, agent_id, here.lineage or secrets.token_hex(8), proc.incarnation(), here.is_prepared)
-        if copy is not None and here.lineage != copy.lineage:
-            self._restore()
-            self.root_is_new = True
-            ours = msgspec.structs.replace(ours, lineage=copy.lineage, is_prepared=False)
+        is_same_root = here.lineage == copy.lineage != "" if copy is not None else here.lineage != ""
+        if copy is not None and self._is_same_container and self._former in ("", agent_id):
+            is_same_root = True
+        known = here if here.lineage else copy or here
+        lineage = (copy.lineage if copy is not None else "") or here.lineage or secrets.token_hex(8)
+        ours = Stamp(SCHEMA, agent_id, lineage, proc.incarnation(), known.is_prepared)
+        if copy is not None:
+            if not is_same_root:
+                files.write_atomic(self._paths.stamp, msgspec.json.encode(Stamp(SCHEMA, agent_id, "")), mode=0o600)
+            self._restore(is_root_new=not is_same_root)
+            if not is_same_root:
+                self.root_is_new = True
+                ours = msgspec.structs.replace(ours, is_prepared=False)
         # The restore counts from here on. A kill before this repeats it.
-        _write(self._paths.stamp, ours)
-        _write(self._copy_stamp, ours)
         self._stamp = ours
         self._update()
 
-    def _restore(self) -> None:
+    def _restore(self, *, is_root_new: bool) -> None:
+        """Restore what the root file system has lost."""
         for file in self._files:
-            with suppress(FileNotFoundError):
+            if file.path.is_symlink() or not self._is_lost(file, is_root_new=is_root_new):
+                continue
+            try:
                 raw = files.read(self._copy_of(file), is_own=True)
+                if not file.is_whole(raw):
+                    logger.error("the copy of %s is damaged too", file.path)
+                    continue
                 if not file.path.parent.is_dir():
                     files.make_dir(file.path.parent, 0o755)
                 files.write_atomic(file.path, raw, mode=file.mode, owner=file.owner)
-                logger.info("%s is restored from the backup of the former root file system", file.path)
+                logger.warning("%s was missing or damaged: it is restored from its copy", file.path)
+            except FileNotFoundError:
+                continue
+            except OSError as exc:
+                if is_root_new:
+                    raise
+                logger.error("cannot restore %s: %s", file.path, exc)
+
+    @staticmethod
+    def _is_lost(file: BackedUpFile, *, is_root_new: bool) -> bool:
+        try:
+            return not file.is_whole(files.read(file.path, is_own=True))
+        except FileNotFoundError:
+            return is_root_new or not file.is_removed
+        except OSError:
+            return True
 
     def _move(self, found: Iterable[Path], aside: Path, whose: str) -> None:
         for path in found:
@@ -171,7 +252,7 @@ class StateBackup:
         """Record that they have run."""
         if self._stamp is not None and not self._stamp.is_prepared:
             self._stamp = msgspec.structs.replace(self._stamp, is_prepared=True)
-            await asyncio.to_thread(_write, self._paths.stamp, self._stamp)
+            await asyncio.to_thread(self._write_stamps)
 
     # --- copying ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +262,8 @@ class StateBackup:
             return
         async with self._writing:
             # A thread takes longer than these calls of stat.
-            if any(files.version(file.path) != self._copied.get(file.path, ()) for file in self._files):
+            is_changed = any(files.version(file.path) != self._copied.get(file.path, ()) for file in self._files)
+            if is_changed or self._are_stamps_due:
                 await asyncio.to_thread(self._update)
 
     async def watch(self) -> NoReturn:
@@ -192,8 +274,12 @@ class StateBackup:
 
     def _update(self) -> None:
         """Make the copies of changed files equal to them. An equal copy is not written."""
+        self._write_stamps()
         for file in self._files:
             if (seen := files.version(file.path)) == self._copied.get(file.path, ()):
+                continue
+            if seen is None and not file.is_removed:
+                self._copied[file.path] = seen  # never written, or lost: the next agent restores it
                 continue
             copy, raw = self._copy_of(file), None
             try:
@@ -202,15 +288,34 @@ class StateBackup:
                         raw = files.read(file.path, is_own=True)
                 if raw is None:
                     copy.unlink(missing_ok=True)
-                else:
+                elif file.is_whole(raw):
                     files.write_atomic(copy, raw, mode=0o600, if_changed=True)
+                else:
+                    self._say(f"{file.path} is damaged: its copy is kept")
             except OSError as exc:
-                text = f"a restart of the container would lose {file.path}: {exc}"
-                if text != self._logged:
-                    self._logged = text
-                    logger.error("%s", text)
+                self._say(f"a restart of the container would lose {file.path}: {exc}")
                 continue
             self._copied[file.path] = seen
+
+    def _write_stamps(self) -> None:
+        """Write both stamps. An agent on a full disk does without, and tries again."""
+        assert self._stamp is not None
+        self._are_stamps_due, self.unwritable = False, ""
+        for path in (self._paths.stamp, self._copy_stamp):
+            if _read(path) == self._stamp:
+                continue
+            try:
+                files.write_atomic(path, msgspec.json.encode(self._stamp), mode=0o600)
+            except HostError as exc:
+                self._are_stamps_due = True
+                self._say(str(exc))
+                if path == self._copy_stamp and exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    self.unwritable = str(exc)
+
+    def _say(self, text: str) -> None:
+        if text != self._logged:
+            self._logged = text
+            logger.error("%s", text)
 
     def _copy_of(self, file: BackedUpFile) -> Path:
         return self._paths.mirror / file.path.name
@@ -235,17 +340,7 @@ def _read(path: Path) -> Stamp | None:
         return None
     except (OSError, ValueError) as exc:
         logger.error("cannot read %s: %s", path, exc)
-        return Stamp(SCHEMA, "", "")
-
-
-def _write(path: Path, stamp: Stamp) -> None:
-    """Write a stamp. On a full disk the agent starts without it."""
-    if _read(path) == stamp:
-        return
-    try:
-        files.write_atomic(path, msgspec.json.encode(stamp), mode=0o600)
-    except HostError as exc:
-        logger.error("%s", exc)
+        return NOTHING
 
 
 def _agent_id(settings_cache: Path) -> str:

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 NAME: Final = "lease.json"
 SCHEMA: Final = 1
 _MAX_BYTES: Final = 4096
+UNWRITABLE: Final = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full or read-only file system: an agent works there without a lock."""
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -102,6 +104,8 @@ class VolumeLeases:
                 self._boot = proc.boot_id()
         self.held: dict[Path, Hold] = {}
         """By directory."""
+        self.former: dict[Path, str] = {}
+        """The agents (ids, or "") that held our volumes before, by directory."""
         self._seen: dict[Path, tuple[bytes, float]] = {}
         """Leases of other agents, each with the time of its last change."""
 
@@ -126,7 +130,7 @@ class VolumeLeases:
                 if rival := self._rival(directory, descriptor, is_local=is_local):
                     return rival
             except OSError as exc:
-                if exc.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+                if exc.errno in UNWRITABLE:
                     logger.warning("cannot lock %s against a second agent: %s", directory, exc)
                     return ""
                 raise files.failed(f"take {directory.parent}", exc) from exc
@@ -140,6 +144,7 @@ class VolumeLeases:
         is_locked = _lock(descriptor)
         raw = os.pread(descriptor, _MAX_BYTES, 0)
         lease = _decoded(raw)
+        self.former[directory] = lease.agent_id if lease else ""
         if is_locked is not False and (not raw or (lease and lease.is_over)):
             return ""
         before, since = self._seen.get(directory, (None, 0.0))
@@ -265,13 +270,27 @@ def _decoded(raw: bytes) -> Lease | None:
 # --- one root file system --------------------------------------------------------------------------------------------
 
 
+def _created(path: Path) -> int | None:
+    """Open the file of the lock. None on a full or read-only file system: an agent works there without it."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        if exc.errno not in UNWRITABLE:
+            raise
+        logger.warning("cannot lock %s against a second agent: %s", path.parent, exc)
+        return None
+
+
 @contextmanager
 def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
     """Lock this root file system for one agent. ``AlreadyRunningError`` "cannot WHAT" for a second one."""
     path = paths.agent_lock
     with files.attempting(f"{what}: {path}"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        descriptor = _created(path)
+    if descriptor is None:
+        yield
+        return
     try:
         with files.attempting(f"{what}: {path}"):
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -280,8 +299,9 @@ def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
             who = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
             other = f"another agent, process {who}," if who.isdigit() else "another agent"
             raise AlreadyRunningError(f"cannot {what}: {other} holds {path}")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # the lock holds without its number
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

@@ -313,7 +313,7 @@ async def test_a_full_disk_is_mounted_without_a_marker_and_taken_down_by_removin
 async def test_a_disk_that_can_only_be_read_is_taken_down_all_the_same(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its marker still claims the store: this agent has newer facts, and the Director informs the next one."""
+    """Its marker still claims the store: a record on the root file system tells otherwise, to the next agent too."""
     await instance.mount("a")
 
     def read_only(path: Path, *_: object) -> None:
@@ -327,8 +327,41 @@ async def test_a_disk_that_can_only_be_read_is_taken_down_all_the_same(
     monkeypatch.undo()
 
     assert instance.marker("a") == Marker("a", "store")
+    instance.start_agent()
+    await instance.disks.recover()
     assert await instance.disks.list() == []
     await instance.disks.mount("a")
+    instance.start_agent()
+    assert await instance.disks.list() == ["a"]
+
+
+@each_way
+async def test_a_mount_needs_one_record_and_leaves_nothing_mounted_without(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The marker suffices on a full root file system. Without both the next agent would not mount the disk."""
+    instance.attach("a")
+    real = files.write_atomic
+
+    def full(path: Path, data: bytes, **options: Any) -> None:
+        if path == instance.paths.managed_disk:
+            raise HostError("cannot write: No space left on device")
+        real(path, data, **options)
+
+    def full_volume(*_: object) -> None:
+        raise HostError("cannot mark: No space left on device")
+
+    monkeypatch.setattr(files, "write_atomic", full)
+    with monkeypatch.context() as filled:
+        filled.setattr(markers, "write", full_volume)
+        with pytest.raises(HostError, match="No space left on device"):
+            await instance.disks.mount("a")
+        assert await instance.disks.list() == []
+        assert not instance.paths.store.is_symlink()
+        assert mounted(instance) == []
+
+    await instance.disks.mount("a")
+    instance.start_agent()
     assert await instance.disks.list() == ["a"]
 
 

@@ -105,6 +105,7 @@ async def test_hostile_state_files_do_not_block_the_start_or_fill_the_memory(
 async def test_a_copy_that_is_a_fifo_fails_the_boot(tmp_path: Path, name: str) -> None:
     paths = Paths(tmp_path)
     paths.mirror.mkdir(parents=True)
+    paths.bosh.mkdir()
     stamp = {"schema": 1, "agent_id": AGENT, "lineage": "former"}
     (paths.mirror / "agent_shim.json").write_text(json.dumps(stamp))
     os.mkfifo(tmp_path / name)

@@ -117,8 +117,8 @@ RAW: Mapping[str, Raw] = {
         KERNEL,
         frozenset({"_clock", "_directories", "_kernel", "_name_servers", "_space"}),
     ),
-    "services.volume_lease": Raw(OWN, frozenset({"exclusive_agent"})),
-    "daemon.handback": Raw(OWN, frozenset({"_disks", "hand_back"})),
+    "services.volume_lease": Raw(OWN, frozenset({"_created"})),
+    "daemon.handback": Raw(OWN, frozenset({"_disks", "_jobs", "hand_back"})),
     "bulk.archive": Raw(
         "a new directory of ours, by descriptor, O_EXCL and O_NOFOLLOW", frozenset({"_Tree.file", "_unpack"})
     ),
@@ -162,6 +162,7 @@ RAW: Mapping[str, Raw] = {
                 "remove_tree",
                 "replacing",
                 "swap_link",
+                "write_atomic",
                 "sweep",
                 "sync_directory",
                 "sync_filesystem",
@@ -235,7 +236,9 @@ RAW: Mapping[str, Raw] = {
     "core.log": Raw(OWN, frozenset({"_File._open", "_is_svlogds"})),
     "services.logs.archives": Raw(SCRATCH, frozenset({"_tidy"})),
     "services.state_backup": Raw(
-        OWN, frozenset({"StateBackup._move", "StateBackup._restore", "StateBackup._update", "_empty"})
+        OWN,
+        frozenset({f"StateBackup.{name}" for name in ("_has_copies", "_is_continued", "_move", "_restore", "_update")})
+        | {"_empty"},
     ),
     "cli.monit": Raw(NAMED, frozenset({"_check", "_require_control_file", "main"})),
     "cli.release_tarball": Raw(
@@ -273,7 +276,7 @@ RAW: Mapping[str, Raw] = {
     "supervisor.ctl_programs": Raw(
         SCRATCH, frozenset({"Programs._directory", "Programs.trim", "_cut", "Programs.printed"})
     ),
-    "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state"})),
+    "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state", "Supervisor.recover"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
     "bulk.install": Raw(SCRATCH, frozenset({"_newest", "finish"})),

@@ -15,7 +15,7 @@ from agent_shim.supervisor.ownership.evidence import Evidence, Tie
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
 from benchmarks import draw
 from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules
-from tests.support import commands_page, limits_page, metrics_page, shell_pages
+from tests.support import commands_page, limits_page, metrics_page, shell_pages, state_files
 
 PAGES: Final = ROOT / "docs"
 PROMETHEUS: Final = ROOT / "deploy/prometheus"
@@ -127,6 +127,7 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("monit-deviations.md", "statements"): statements,
     ("monit-deviations.md", "without effect"): without_effect,
     ("metrics.md", "metrics"): metrics_page.table,
+    ("reliability.md", "state files"): state_files.table,
     ("supervision.md", "evidence"): evidence,
 }
 """Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""

@@ -112,9 +112,8 @@ def load(path: Path) -> dict[str, DiskSettings]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as exc:
-        aside = path.with_suffix(".json.unreadable")
-        logger.error("cannot use %s: %s; it is kept as %s", path, exc, aside)
-        path.replace(aside)
+        logger.error("cannot use %s: %s", path, exc)
+        files.keep_unreadable(path)
         return {}
 
 

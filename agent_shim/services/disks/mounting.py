@@ -9,11 +9,11 @@ import errno
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from agent_shim.core import wire
 from agent_shim.core.errors import ActionError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import DiskAssociation, Effective
@@ -69,7 +69,7 @@ class DiskMounts:
         self._release = release
         self._binds = binds
         self._taken_down: set[str] = set()
-        """Unmounted disks whose marker could not be updated, on a broken or full volume."""
+        """Disks that this agent has unmounted: their mount or their marker may have stayed."""
 
     # --- current state ---------------------------------------------------------------------------------------------
 
@@ -83,7 +83,8 @@ class DiskMounts:
         return found | {cid: msgspec.structs.replace(found[cid], path=str(path)) for cid, path in moved.items()}
 
     def look(self) -> View:
-        disks = {cid: self._find(cid, known) for cid, known in self.known().items()}
+        down = self._taken_down | self._recorded_down()
+        disks = {cid: self._find(cid, known, is_down=cid in down) for cid, known in self.known().items()}
         try:
             managed = files.read(self._paths.managed_disk, is_own=True).decode().strip()
         except (OSError, UnicodeDecodeError):
@@ -96,14 +97,14 @@ class DiskMounts:
             has_stranger = not any(disk.volume and volumes.shows(place, disk.volume) for disk in disks.values())
         return View(disks, managed, store, target, has_stranger)
 
-    def _find(self, cid: str, known: DiskSettings) -> Disk:
+    def _find(self, cid: str, known: DiskSettings, *, is_down: bool) -> Disk:
         place = known.place
         if place is None and mounts.is_mount_point(self._paths.store) and not self._paths.store.is_symlink():
             place = self._paths.store  # the CPI names none: the volume was mounted there when the container was made
         if place is None or not volumes.is_directory(place) or self.is_bare(place) or self.is_of_container(place):
             return Disk(cid, place)
         marker = markers.read(place)
-        if marker is not None and cid in self._taken_down:
+        if marker is not None and is_down:
             marker = msgspec.structs.replace(marker, role="")
         return Disk(cid, place, place, marker)
 
@@ -205,22 +206,51 @@ class DiskMounts:
             logger.info("disks are placed with %s", "bind mounts" if self._binds else "links")
         return self._binds
 
+    def _settle(self, disk: Disk, place: Path, role: Role) -> None:
+        """Put a disk in its place and claim it. Take it down again if another agent would not find it there."""
+        self._put(disk, place)
+        try:
+            self._claim(disk, role)
+        except HostError:
+            if place != disk.volume:
+                volumes.take_away(place)
+            raise
+
     def _claim(self, disk: Disk, role: Role) -> None:
-        """Mark a disk that was placed. A full or read-only one is used without a marker."""
+        """Record that a disk was placed: in its marker, and for the store in ``managed_disk`` too.
+
+        A full or read-only disk is used without a marker, and a full root file system without the other record. Raises
+        ``HostError`` if the next agent would not mount the disk.
+        """
         before = disk.marker if disk.marker and not disk.is_another else Marker(disk.cid)
         source = before.source if before.role == role or before.is_unfinished else ""
         marker = msgspec.structs.replace(before, role=role, source=source, instance=self._instance())
+        unmarked: HostError | None = None
         if marker != disk.marker:
             try:
                 markers.write(disk.there, marker)
             except HostError as exc:
+                there = markers.read(disk.there)
+                is_known = there is not None and (there.cid, there.role) == (disk.cid, role)
+                if not is_known and (there is not None or role == "target"):
+                    raise
                 logger.warning("%s; another container would not recognize the disk", exc)
+                unmarked = None if is_known else exc
+        self._record_taken_down(disk.cid, is_down=False)
         self._taken_down.discard(disk.cid)
         if role == "store":
-            files.write_atomic(self._paths.managed_disk, disk.cid.encode(), if_changed=True)
+            try:
+                files.write_atomic(self._paths.managed_disk, disk.cid.encode(), if_changed=True)
+            except HostError as exc:
+                if unmarked is not None:
+                    raise
+                logger.warning("%s; the marker of disk %s tells where it belongs", exc, disk.cid)
 
     def _mark_unmounted(self, disk: Disk, volume: Path | None) -> None:
-        """Mark a disk, visible at ``volume``, as unmounted, so that no restart mounts it."""
+        """Record that a disk, visible at ``volume``, is unmounted, so that no restart mounts it.
+
+        Raises ``HostError`` if neither its marker nor the root file system takes the record.
+        """
         before = disk.marker
         if before is None or volume is None:
             return
@@ -229,8 +259,23 @@ class DiskMounts:
             markers.write(volume, msgspec.structs.replace(before, role="", source=source, instance=self._instance()))
         except HostError as exc:
             logger.warning("%s", exc)
-            with suppress(OSError):  # a full disk still allows an unlink
-                markers.remove(volume)
+            try:
+                markers.remove(volume)  # a full disk still allows an unlink
+            except OSError:
+                self._record_taken_down(disk.cid, is_down=True)
+
+    def _recorded_down(self) -> set[str]:
+        """Return the unmounted disks whose markers say otherwise: their volumes cannot be written."""
+        try:
+            return set(wire.decode(files.read(self._paths.taken_down, is_own=True), dict[str, str]))
+        except (OSError, ValueError):
+            return set()
+
+    def _record_taken_down(self, cid: str, *, is_down: bool) -> None:
+        before = self._recorded_down()
+        after = before | {cid} if is_down else before - {cid}
+        if after != before:
+            files.write_atomic(self._paths.taken_down, msgspec.json.encode(dict.fromkeys(sorted(after), "")))
 
     # --- mount and unmount ------------------------------------------------------------------------------------------
 
@@ -248,14 +293,12 @@ class DiskMounts:
         if occupant not in ("", cid):
             if view.target:
                 self.take_down(view, view.target)
-            self._put(disk, self._paths.store_migration_target)
-            self._claim(disk, "target")
+            self._settle(disk, self._paths.store_migration_target, "target")
             return
         if disk.marker and disk.marker.is_unfinished:
             raise ActionError(f"disk {cid} holds an unfinished copy of disk {disk.marker.source}")
         self._refuse_strangers(view)
-        self._put(disk, self._paths.store)
-        self._claim(disk, "store")
+        self._settle(disk, self._paths.store, "store")
 
     def _mount_older(self, view: View, new: Disk) -> str:
         """Mount the former disk when a new, empty one arrives and no marker identifies it. Return its cid, or "".
@@ -277,8 +320,7 @@ class DiskMounts:
             return ""
         logger.info("disk %s is the former one: %s is new and empty", others[0].cid, new.cid)
         self._take(others[0])
-        self._put(others[0], self._paths.store)
-        self._claim(others[0], "store")
+        self._settle(others[0], self._paths.store, "store")
         return others[0].cid
 
     def _refuse_strangers(self, view: View) -> None:
@@ -312,10 +354,12 @@ class DiskMounts:
         self._taken_down.add(cid)
         if view.managed == cid:
             self._paths.managed_disk.unlink(missing_ok=True)
-        if disk is not None and not disk.is_another:
-            self._mark_unmounted(disk, volume)
-        if volume is not None:
-            self._release(volume / markers.DIRECTORY)
+        try:
+            if disk is not None and not disk.is_another:
+                self._mark_unmounted(disk, volume)
+        finally:
+            if volume is not None:
+                self._release(volume / markers.DIRECTORY)
 
     def place_of(self, view: View, cid: str) -> Path | None:
         """Return the mount point of a disk. None if it is not mounted, and for the empty cid, which names no disk."""

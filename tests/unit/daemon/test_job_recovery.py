@@ -33,7 +33,7 @@ class Coming:
             supervisor=self.supervisor,
             scripts=SimpleNamespace(run_all=self._pre_start),
             spec=SimpleNamespace(current=SimpleNamespace(job_names=["web"])),
-            state_backup=SimpleNamespace(is_prepared=False, prepared=self._nothing),
+            state_backup=SimpleNamespace(is_prepared=False, prepared=self._nothing, root_is_new=True, unwritable=""),
             disks=SimpleNamespace(recover=self._nothing, problem=self._no_problem),
         )
 

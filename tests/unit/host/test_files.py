@@ -132,6 +132,16 @@ def test_mounted_file_is_written_in_place(tmp_path: Path, monkeypatch: pytest.Mo
     assert path.stat().st_ino == before
 
 
+def test_a_link_to_a_mount_point_is_replaced(tmp_path: Path) -> None:
+    """``/proc`` is a mount point of each machine; a file that is one would be written through the link."""
+    link = tmp_path / "state"
+    link.symlink_to("/proc")
+    files.write_atomic(link, b"new")
+
+    assert not link.is_symlink()
+    assert link.read_bytes() == b"new"
+
+
 @pytest.mark.parametrize("target", ["/dev/zero", "../outside", "below/../../outside"])
 def test_link_that_leaves_the_directory_is_not_followed(tmp_path: Path, target: str) -> None:
     (tmp_path / "outside").write_bytes(b"outside")

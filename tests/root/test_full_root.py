@@ -1,0 +1,116 @@
+"""An agent whose root file system, or whose data, is full or read-only: a real small file system."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from agent_shim_demo.director import RpcRemoteError
+from benchmarks.world import AGENT, COMMAND, World, world
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+async def instance() -> AsyncIterator[World]:
+    """An instance whose agent is not started yet."""
+    async with world(COMMAND) as made:
+        yield made
+
+
+@pytest.fixture
+def mounted(instance: World) -> Iterator[Callable[[str], Path]]:
+    """Put a directory of the tree on a small ext4 of its own."""
+    places = []
+
+    def mount(name: str) -> Path:
+        place = instance.base / name if name else instance.base
+        image = instance.scratch / f"{name or 'root'}.image"
+        place.mkdir(parents=True, exist_ok=True)
+        with image.open("wb") as file:
+            file.truncate(16 << 20)
+        subprocess.run(["mkfs.ext4", "-q", image], check=True)
+        subprocess.run(["mount", "-o", "loop,errors=remount-ro", image, place], check=True)
+        places.append(place)
+        return place
+
+    yield mount
+    for place in reversed(places):
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def fill(place: Path) -> None:
+    """Leave no block free."""
+    with (place / "filler").open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+
+
+def make_read_only(place: Path) -> None:
+    """As the kernel does after an error of the disk, which cannot be undone while files are open."""
+    device = Path(f"/sys/dev/block/{os.major(place.stat().st_dev)}:{os.minor(place.stat().st_dev)}").resolve().name
+    Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
+
+
+async def test_an_agent_starts_on_a_full_root_file_system(instance: World, mounted: Callable[[str], Path]) -> None:
+    """It answers, and once there is room the next agent in the container is no new one: no job starts again."""
+    root, data = mounted(""), mounted("data")
+    await instance.start_agent()
+    await instance.stop_agent()
+    for path in (root / "bosh").iterdir():
+        if path.is_file() or path.is_socket():
+            path.unlink()
+    for path in (data / "bosh").iterdir():
+        path.unlink()
+    instance.forget_log()
+    fill(root)
+    await instance.start_agent()
+    (root / "filler").unlink()
+    assert "Traceback" not in instance.log_text()
+    pids = await instance.deploy(1)
+    await asyncio.sleep(12)  # the next look of the state backup
+    await instance.kill_agent()
+
+    await instance.start_agent()
+
+    assert (await instance.director.value(AGENT, "get_state"))["job_state"] == "running"
+    assert {name: [pid] for name, pid in pids.items()} == instance.starts()
+    await instance.run("stop")
+
+
+@pytest.mark.parametrize("fault", [fill, make_read_only])
+async def test_a_stop_holds_after_a_restart_whatever_happens_to_data(
+    instance: World, mounted: Callable[[str], Path], fault: Callable[[Path], None]
+) -> None:
+    """During the fault and after it. A start is refused."""
+    data = mounted("data")
+    pids = await instance.deploy(1)
+    fault(data)
+    await instance.run("stop")
+    await instance.kill_agent()
+    await instance.start_agent()
+    if fault is fill:
+        fill(data)  # the stop has removed the pidfile
+    with pytest.raises(RpcRemoteError, match=r"cannot write .*supervisor\.json"):
+        await instance.run("start")
+    await instance.kill_agent()
+    if fault is fill:
+        (data / "filler").unlink()
+    await instance.start_agent()
+    await asyncio.sleep(1)
+
+    assert (await instance.director.value(AGENT, "get_state"))["job_state"] == "stopped"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    assert {name: [pid] for name, pid in pids.items()} == instance.starts()
+    if fault is fill:
+        await instance.run("start")
+        await instance.until_running()
+        await instance.run("stop")
