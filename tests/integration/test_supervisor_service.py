@@ -172,7 +172,7 @@ async def test_absence_may_run_a_program(world: World) -> None:
     async with world.supervising(job) as supervisor:
         kill((await in_state(supervisor, "web", "running")).pid)
 
-        await until(lambda: world.lines().count("told web") >= 2)
+        await until(lambda: world.lines().count(f"told web rules of job web@{world.base}") >= 2)
         assert world.events[0].action == "exec"
 
 

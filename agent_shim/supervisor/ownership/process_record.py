@@ -18,7 +18,7 @@ from agent_shim.host import clock, guarded, proc, trusted_path
 from agent_shim.host.descriptors import closing
 
 MARK: Final = "AGENT_SHIM_SERVICE"
-"""The only variable that start and stop programs receive in addition to monit's."""
+"""The only variable that start programs, stop programs and rules receive in addition to monit's."""
 MONIT_MARK: Final = "MONIT_SERVICE"
 """monit's own variable: identifies processes that monit itself started before the agent took over."""
 _SCRIPTS: Final = "scripts of job "
