@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("cgroups_or_not")
 
 START = "echo start >>$log; {daemon}"
 RELOADS = {
-    "forks twice": "old=$(cat $pidfile); {daemon}; while [ $(cat $pidfile) = $old ]; do sleep 0.02; done",
+    "forks twice": "old=$(cat $pidfile); {daemon}; until new=$(cat $pidfile); [ ${{new:-$old}} != $old ]; do sleep 0.02; done",
     "stays a child": "old=$(cat $pidfile); sleep 600 & echo $! >$pidfile",
 }
 
