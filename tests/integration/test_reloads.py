@@ -16,8 +16,9 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.usefixtures("cgroups_or_not")
 
 START = "echo start >>$log; {daemon}"
+WAIT = "until new=$(cat $pidfile); [ ${{new:-$old}} != $old ]; do sleep 0.02; done"
 RELOADS = {
-    "forks twice": "old=$(cat $pidfile); {daemon}; until new=$(cat $pidfile); [ ${{new:-$old}} != $old ]; do sleep 0.02; done",
+    "forks twice": "old=$(cat $pidfile); {daemon}; " + WAIT,
     "stays a child": "old=$(cat $pidfile); sleep 600 & echo $! >$pidfile",
 }
 
