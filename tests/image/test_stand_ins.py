@@ -50,8 +50,7 @@ async def said(container: Container, command: str) -> str:
         ("sv status rsyslog | sed 's/(.*/…/'", "run: rsyslog: …\n0\n"),
         ("sv start nothing", "fail: nothing: unable to change to service directory: file does not exist\n1\n"),
         (
-            "sv -w 3 restart agent | sed 's/(.*/…/'; "
-            "until agent-shim probe ready | grep waiting; do :; done 2>/dev/null",
+            "sv -w 3 restart agent | sed 's/(.*/…/'; while ! agent-shim probe ready 2>&1 | grep waiting; do :; done",
             "ok: run: agent: …\nwaiting for settings\n0\n",
         ),
     ],
