@@ -221,6 +221,9 @@ class Walk:
             assert now - self.machine.starts[-1] >= self.spec.start.timeout, "down before the timeout of its start"
             self.model.is_trusted = False
             return
+        # It looks from second to second for a process that comes without a start or after its timeout.
+        if service.state is State.DOWN and self.machine.is_there and now - self.model.since <= NOTICED:
+            return
         assert service.state is self.model.state(), f"{service.state} for {self.model}"
         assert service.reported != "running" or (self.machine.is_there and self.model.is_trusted)
 
