@@ -35,6 +35,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, TypeAlias
 
+import hatch_build
 from chaos import confined
 
 ROOT: Final = Path(__file__).parents[1]
@@ -506,6 +507,9 @@ def _make_copy(copy: Path) -> None:
         if name and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+    # git ignores the compiled keeper, which the tests cannot compile in a read-only copy.
+    hatch_build.build_keeper_of_checkout()
+    shutil.copy2(ROOT / hatch_build.KEEPER, copy / hatch_build.KEEPER)
 
 
 if __name__ == "__main__":
