@@ -218,6 +218,7 @@ class Walk:
         self.model.look(service.state, now)
         if service.state is State.DOWN and self.model.wanted == "up" and self.machine.is_starting:
             # A start program slower than its timeout runs on, and the service is down until its process appears.
+            assert self.spec.start is not None
             assert now - self.machine.starts[-1] >= self.spec.start.timeout, "down before the timeout of its start"
             self.model.is_trusted = False
             return
