@@ -123,10 +123,10 @@ BREAKS: Final[dict[str, Break]] = {
     ),
     "a start after a stop does nothing": Break(
         "supervisor/supervisor.py",
-        "        self._is_wanted = True\n        self._settled_at",
+        "        was_wanted, self._is_wanted = self._is_wanted, True\n",
         '        if self._paths.stopped_marker.exists() and getattr(self, "was_here", False):\n            return\n'
         "        self.was_here = self._paths.stopped_marker.exists()\n"
-        "        self._is_wanted = True\n        self._settled_at",
+        "        was_wanted, self._is_wanted = self._is_wanted, True\n",
         "^start after stop: ",
         ("update", "start after stop"),
     ),

@@ -401,8 +401,9 @@ class Supervisor:
         unsaved = await self._record_stop()
         if wait:
             await _stopped(concerned, timeout)
-            if self._is_dirty:
-                await self._save()  # now, and not beside the next request, which would wait
+            # Now, and not beside the next request, which would wait. A save under way may be older than the last end.
+            if self._is_dirty or self._writing.locked():
+                await self._save()
             left = await self._programs.end_left_by_scripts(
                 {each.job for each in self._files}, self._shared.timing.grace
             )
