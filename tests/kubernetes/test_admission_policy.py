@@ -499,9 +499,9 @@ def _fill(api: ApiServer) -> None:
     deadline = time.monotonic() + TIMEOUT_S / 5
     for path, body in made:
         # A new kind is served after a moment.
-        while (reply := api.request("POST", path, body))[0] == 404 and time.monotonic() < deadline:
+        while (answer := api.request("POST", path, body))[0] == 404 and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert reply[0] == 201, f"{path}: {reply[1]}"
+        assert answer[0] == 201, f"{path}: {answer[1]}"
     theft, _ = CREATED["another image"]
     snapshot = document("VolumeSnapshot", "n", "", spec={})
     # A new policy applies after a moment, and so does a new kind.
