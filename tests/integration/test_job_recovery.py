@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -230,6 +231,8 @@ async def test_hanging_pre_start_runs_again_after_a_kill_of_the_agent_and_ends_f
     await deploy(instance, {"job-web": job(instance, "job-web", hang)})
     await restart_container(instance)
     await until(lambda: events(instance) == ["pre-start job-web"])
+    await until(lambda: hanging.exists() and hanging.read_text().strip())
+    first = int(hanging.read_text())
     await instance.kill_agent()
     seen.touch()
     await instance.start_agent()
@@ -238,6 +241,9 @@ async def test_hanging_pre_start_runs_again_after_a_kill_of_the_agent_and_ends_f
 
     seen.unlink()
     hanging.unlink()
+    # A process of a job that lives shows that the container is still the same.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(first, signal.SIGKILL)
     await restart_container(instance)
     await until(lambda: hanging.exists() and hanging.read_text().strip())
     assert (await state(instance))["job_state"] == "starting"
