@@ -163,12 +163,18 @@ def is_leftover(name: str) -> bool:
 
 
 def sweep(places: Iterable[Path]) -> None:
-    """Remove files named by :func:`sibling` in these directories. No other process may be writing there."""
+    """Remove files named by :func:`sibling` in these directories. No other process may be writing there.
+
+    A leftover that cannot be removed stays: a disk that has become read-only must not keep an agent from starting.
+    """
     for place in places:
         with suppress(FileNotFoundError, NotADirectoryError):
             for path in place.iterdir():
                 if is_leftover(path.name):
-                    remove_tree(path)
+                    try:
+                        remove_tree(path)
+                    except HostError as exc:
+                        logger.warning("a leftover of an interrupted write stays: %s", exc)
 
 
 def remove_leftovers(path: Path) -> None:
