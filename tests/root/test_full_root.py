@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from agent_shim_demo.director import RpcRemoteError
 from benchmarks.world import AGENT, COMMAND, World, world
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
 
@@ -76,7 +76,8 @@ async def test_an_agent_starts_on_a_full_root_file_system(instance: World, mount
     (root / "filler").unlink()
     assert "Traceback" not in instance.log_text()
     pids = await instance.deploy(1)
-    await asyncio.sleep(12)  # the next look of the state backup
+    stamp = root / "bosh/agent_shim.json"
+    await until(lambda: stamp.exists() and stamp.stat().st_size)  # the state backup repeats its failed write
     await instance.kill_agent()
 
     await instance.start_agent()
@@ -105,7 +106,7 @@ async def test_a_stop_holds_after_a_restart_whatever_happens_to_data(
     if fault is fill:
         (data / "filler").unlink()
     await instance.start_agent()
-    await asyncio.sleep(1)
+    await until(lambda: instance.log_text().count("boot step jobs that ran before") >= 3)
 
     assert (await instance.director.value(AGENT, "get_state"))["job_state"] == "stopped"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
