@@ -59,6 +59,9 @@ async def deploy(agent: Agent, wanted: ApplySpec) -> str:
             await agent.bundles.activate(jobs, packages)
     await agent.spec.save(wanted)
     await asyncio.to_thread(agent.spec.write_instance_files)
+    # Without a saved state the next agent would take the jobs for ones that ran, and start them in a new container.
+    with errors_as("Applying", HostError):
+        await agent.supervisor.saved()
     return "applied"
 
 

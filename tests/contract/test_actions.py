@@ -17,7 +17,7 @@ import pytest
 
 from agent_shim.host import command
 from agent_shim.services.trusted_cas import TrustedCas
-from agent_shim.supervisor import plan
+from agent_shim.supervisor import plan, supervisor
 from agent_shim.supervisor.monit import parser
 from tests.support import jobs
 from tests.support.waiting import until
@@ -249,6 +249,15 @@ async def test_a11_a_start_is_in_the_backup_at_once(world: World) -> None:
 
     assert not stopped.exists()
     assert spec.read_bytes() == world.paths.spec.read_bytes()
+
+
+async def test_a10_apply_is_saved_before_its_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent in a new container that finds no saved state starts the jobs, also those that were never started."""
+    monkeypatch.setattr(supervisor, "SAVE_DELAY_S", 60.0)
+
+    await deployed(world, "web")
+
+    assert supervisor.read_saved(world.paths.supervisor_state) is not None
 
 
 async def test_a10_processes_of_the_former_spec_are_forgotten_at_the_apply(world: World) -> None:
