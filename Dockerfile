@@ -38,8 +38,6 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install -r requirements/runtime.lock
 COPY LICENSE README.md pyproject.toml hatch_build.py ./
 COPY agent_shim agent_shim
-COPY agent_shim_demo agent_shim_demo
-COPY share share
 # Compile once, without docstrings: without these files the agent starts four times slower. Symbols take two thirds of the
 # libraries of wheels.
 ARG REVISION=

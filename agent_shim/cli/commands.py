@@ -644,7 +644,7 @@ def _handback(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from agent_shim_demo import play
+    from agent_shim.demo import play
 
     return play.main(keep=args.keep)
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from agent_shim.bulk.protocol import BlobRef
+from agent_shim.demo.release import archive
 from agent_shim.services.compiler import Package
-from agent_shim_demo.release import archive
 from tests.contract.test_actions import store_of
 from tests.support import jobs
 from tests.support.http import Server

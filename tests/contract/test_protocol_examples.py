@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from agent_shim.demo.release import archive
 from agent_shim.host import volumes
-from agent_shim_demo.release import archive
 from tests.support import jobs, protocol
 from tests.support.http import http_server
 from tests.support.protocol import Example

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent_shim_demo import pki
+from agent_shim.demo import pki
 from kubernetes_cpi import credentials
 from kubernetes_cpi.config import Cluster
 from kubernetes_cpi.errors import InputError

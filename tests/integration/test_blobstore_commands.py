@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
+from agent_shim.demo.release import archive
 from agent_shim.host import process
-from agent_shim_demo.release import archive
 from tests.structure.source import ROOT
 from tests.support.waiting import until
 from tests.support.world import World

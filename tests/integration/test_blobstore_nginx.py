@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from agent_shim_demo.pki import Authority
-from agent_shim_demo.release import archive
+from agent_shim.demo.pki import Authority
+from agent_shim.demo.release import archive
 from tests.support.jobs import NETWORKS
 from tests.support.nginx import Nginx, nginx
 from tests.support.world import World

@@ -9,9 +9,9 @@ import pytest
 
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.settings import Mbus
-from agent_shim_demo import broker
-from agent_shim_demo.director import HealthMonitor, Peer, joined
-from agent_shim_demo.pki import DIRECTOR, HEALTH_MONITOR
+from agent_shim.demo import broker
+from agent_shim.demo.director import HealthMonitor, Peer, joined
+from agent_shim.demo.pki import DIRECTOR, HEALTH_MONITOR
 from tests.support.broker import NatsServer, knowing
 from tests.support.waiting import until
 

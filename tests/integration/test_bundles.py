@@ -16,9 +16,9 @@ from agent_shim.bulk.protocol import BlobRef, Done, Outcome
 from agent_shim.core.errors import ActionError, BlobError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
+from agent_shim.demo.release import archive
 from agent_shim.host import files
 from agent_shim.services.bundles import MAX_SMALL_BYTES, Bundle, Bundles
-from agent_shim_demo.release import archive
 
 DUMMY = Blobstore()
 

@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 from nats.aio.client import Srv
 
+from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus import link, tls
 from agent_shim.edges.bus.nats import NatsBus
-from agent_shim_demo.pki import Authority
 from tests.support.bus import FAST, INFO, FakeServer, Script, Wire, connected, echo, facing, on_bus
 from tests.support.old_tls import lenient, outdated
 from tests.support.waiting import until

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
-from benchmarks.world import AGENT, World
 from tests.support import jobs
+from tools.bench.world import AGENT, World
 
 WATCH = (5.0, 15.0)
 """``canary_watch_time: 5000-15000``."""

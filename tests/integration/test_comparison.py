@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from comparison.releases import ADDRESS, Checkout, Job
+from tools.comparison.releases import ADDRESS, Checkout, Job
 
 pytestmark = [
     pytest.mark.slow,

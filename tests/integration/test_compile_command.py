@@ -20,8 +20,8 @@ from agent_shim.cli.compile_release import duration, stemcell_slug
 from agent_shim.cli.release_tarball import Job, Manifest, SourcePackage
 from agent_shim.core.errors import ConfigError
 from agent_shim.core.paths import Paths
+from agent_shim.demo.release import archive
 from agent_shim.services.volume_lease import exclusive_agent
-from agent_shim_demo.release import archive
 from tests.support.programs import is_alive
 from tests.support.waiting import TIMEOUT_S
 

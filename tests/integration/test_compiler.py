@@ -14,15 +14,15 @@ from agent_shim.bulk.protocol import BlobRef, Pack, Put
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
+from agent_shim.demo.release import archive
 from agent_shim.edges import control_client
 from agent_shim.services.compiler import Compiler, Package
-from agent_shim_demo.release import archive
-from benchmarks.world import AGENT, COMMAND
-from benchmarks.world import World as Machine
-from benchmarks.world import world as made
 from tests.support import jobs
 from tests.support.programs import end_marked, is_alive
 from tests.support.waiting import TIMEOUT_S, until
+from tools.bench.world import AGENT, COMMAND
+from tools.bench.world import World as Machine
+from tools.bench.world import world as made
 
 FAMILY = """
 trap '' TERM

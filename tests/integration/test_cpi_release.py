@@ -17,9 +17,9 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from cpi_release import release
 from kubernetes_cpi import config
 from kubernetes_cpi.config import Config
+from tools.cpi_release import release
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agent_shim_demo.director import RpcRemoteError
-from agent_shim_demo.pki import HOUR, agent_name
-from benchmarks.world import AGENT, World
+from agent_shim.demo.director import RpcRemoteError
+from agent_shim.demo.pki import HOUR, agent_name
 from tests.support.waiting import until
+from tools.bench.world import AGENT, World
 
 MINUTE = 60.0
 

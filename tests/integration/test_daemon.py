@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
+from agent_shim.demo.director import Director, HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim.demo.release import archive
 from agent_shim.host import files, process
-from agent_shim_demo.director import Director, HealthMonitor
-from agent_shim_demo.pki import HEALTH_MONITOR
-from agent_shim_demo.release import archive
-from benchmarks.idle import free_port
-from benchmarks.world import AGENT, COMMAND, World
 from tests.support import jobs
 from tests.support.broker import NatsServer
 from tests.support.bus import connected, on_bus
 from tests.support.waiting import until
 from tests.support.world import world as contract_world
+from tools.bench.idle import free_port
+from tools.bench.world import AGENT, COMMAND, World
 
 
 def readiness(address: str, level: str) -> tuple[int, str]:

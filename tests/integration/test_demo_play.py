@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim_demo import play
-from agent_shim_demo.director import Director
+from agent_shim.demo import play
+from agent_shim.demo.director import Director
 
 pytestmark = pytest.mark.loop_may_be_held
 

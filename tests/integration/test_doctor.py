@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agent_shim.cli.commands import main
-from agent_shim_demo import pki
+from agent_shim.demo import pki
 from tests.support.broker import NatsServer
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from agent_shim.core.errors import ShimError
-from chaos import fuzz
+from tools.chaos import fuzz
 
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)

@@ -13,7 +13,7 @@ from agent_shim.host import files, process
 from agent_shim.services import state_backup
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
-from benchmarks.world import AGENT, World
+from tools.bench.world import AGENT, World
 
 
 async def test_jobs_run_on_and_are_described_to_monit_there_and_back_again(instance: World) -> None:

@@ -7,10 +7,10 @@ import contextlib
 import json
 from pathlib import Path
 
+from agent_shim.demo.director import HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.edges.alerts import Alerts
 from agent_shim.edges.heartbeat import Heartbeat
-from agent_shim_demo.director import HealthMonitor
-from agent_shim_demo.pki import HEALTH_MONITOR
 from tests.support.broker import NatsServer
 from tests.support.bus import connected, on_bus
 from tests.support.waiting import until

@@ -18,9 +18,9 @@ from aiohttp import web
 
 from agent_shim.bulk import workers
 from agent_shim.core.errors import ActionError
+from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus import https, tls
 from agent_shim.edges.bus.https import HttpsBus
-from agent_shim_demo.pki import Authority
 from tests.support.create_env import Cli, authority, basic, dav_path, head, mbus, on_https, read_answer, trusting
 from tests.support.old_tls import lenient, outdated
 from tests.support.waiting import until

@@ -14,15 +14,15 @@ from typing import Final
 import pytest
 
 from agent_shim.host import process
-from benchmarks.idle import free_port, scrape
-from benchmarks.world import ENVIRONMENT, world
+from tools.bench.idle import free_port, scrape
+from tools.bench.world import ENVIRONMENT, world
 
 JOBS: Final = 5
 LIBRARIES: Final = {"httptools", "msgspec", "nats", "prometheus_client", "psutil"}
 """From outside the standard library."""
 ABSENT: Final = {
     *(
-        "agent_shim_demo",
+        "agent_shim.demo",
         "agent_shim.bulk.copytree",
         "agent_shim.bulk.worker",
         "agent_shim.edges.bus.https",

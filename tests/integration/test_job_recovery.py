@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
+from agent_shim.demo.director import RpcTimeoutError
 from agent_shim.host import files, process
-from agent_shim_demo.director import RpcTimeoutError
-from benchmarks.world import AGENT, COMMAND, NETWORKS, World
 from tests.support import jobs
 from tests.support.waiting import until
+from tools.bench.world import AGENT, COMMAND, NETWORKS, World
 
 pytestmark = pytest.mark.slow
 

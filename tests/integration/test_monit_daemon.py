@@ -22,10 +22,10 @@ import pytest
 
 from agent_shim.core.paths import Paths
 from agent_shim.host import process
-from benchmarks.idle import free_port
 from tests.support import jobs, monitrc
 from tests.support.programs.jobs import World
 from tests.support.waiting import until
+from tools.bench.idle import free_port
 
 USER = "vcap:random-password"
 

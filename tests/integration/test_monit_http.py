@@ -18,9 +18,9 @@ import pytest
 from agent_shim.edges import monit_http
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from benchmarks.world import World as Instance
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
+from tools.bench.world import World as Instance
 
 Where = tuple[str, int]
 USER = "vcap:of-this-machine"

@@ -21,7 +21,7 @@ TESTS = tuple(f"tests/unit/{folder}" for folder in FOLDERS)
 def test_unit_tests_notice_most_of_the_mutants_that_they_reach(tmp_path: Path) -> None:
     """The table also counts the lines that they do not reach, which the later stages of ``./dev mutate`` try."""
     faulthandler.cancel_dump_traceback_later()  # half a minute of work may last long on a busy machine
-    argv = [sys.executable, "-m", "chaos.mutate", *FOLDERS, "--share", "60", "--stages", "1", "--tests", *TESTS]
+    argv = [sys.executable, "-m", "tools.chaos.mutate", *FOLDERS, "--share", "60", "--stages", "1", "--tests", *TESTS]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
     environment = {**outside, "SHIM_MUTATE_STORE": str(tmp_path)}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

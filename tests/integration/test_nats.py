@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from agent_shim.core.errors import BusError
+from agent_shim.demo.director import joined
 from agent_shim.edges.bus import nats
-from agent_shim_demo.director import joined
 from tests.support.bus import FAST, Wire, connected, echo, facing, on_bus, talking
 from tests.support.waiting import until
 

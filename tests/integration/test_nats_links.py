@@ -19,10 +19,10 @@ from msgspec.structs import replace
 
 from agent_shim.core.errors import BusError
 from agent_shim.core.settings import Mbus
+from agent_shim.demo.director import Director
+from agent_shim.demo.pki import SERVER, Authority
 from agent_shim.edges.bus import link
 from agent_shim.edges.bus.nats import REREAD_AFTER_FAILURES, NatsBus, Timing
-from agent_shim_demo.director import Director
-from agent_shim_demo.pki import SERVER, Authority
 from tests.support.broker import NatsServer, knowing
 from tests.support.bus import FAST, Wire, connected, echo, facing, on_bus, sockets_to, talking
 from tests.support.proxy import Proxy

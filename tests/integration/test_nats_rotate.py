@@ -16,13 +16,13 @@ from msgspec.structs import replace
 
 from agent_shim.core.errors import ActionError
 from agent_shim.core.settings import Mbus
+from agent_shim.demo.director import joined
+from agent_shim.demo.pki import EXPIRED, Authority
 from agent_shim.edges.bus import nats
-from agent_shim_demo.director import joined
-from agent_shim_demo.pki import EXPIRED, Authority
-from benchmarks import rotation
 from tests.support.broker import knowing
 from tests.support.bus import FAST, Talk, connected, echo, on_bus, sockets_to, talking
 from tests.support.waiting import until
+from tools.bench import rotation
 
 
 async def test_t11_no_request_is_lost_or_done_twice(tmp_path: Path) -> None:

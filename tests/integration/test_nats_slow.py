@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from agent_shim.core.settings import Mbus
+from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus.nats import NatsBus, Timing
-from agent_shim_demo.pki import Authority
 from tests.support.bus import Wire, connected, echo, facing
 from tests.support.waiting import until
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from agent_shim.core.errors import SettingsError
 from agent_shim.core.settings import Mbus
-from agent_shim_demo.pki import EXPIRED, NOT_YET_VALID, Authority, Pair
+from agent_shim.demo.pki import EXPIRED, NOT_YET_VALID, Authority, Pair
 from tests.support.broker import NatsServer, knowing
 from tests.support.bus import connected, on_bus
 from tests.support.waiting import until

@@ -22,10 +22,10 @@ import pytest
 import yaml
 
 from agent_shim.core.paths import Paths
+from agent_shim.demo.pki import Authority
 from agent_shim.edges.metrics import Metrics
 from agent_shim.host import process
 from agent_shim.host.process import Process
-from agent_shim_demo.pki import Authority
 from tests.support import jobs
 from tests.unit.edges.test_metrics import FULL
 

@@ -12,12 +12,12 @@ import zipfile
 from pathlib import Path
 
 from hatch_build import version
-from release.__main__ import OWN, manifest_digest, repack
 from tests.structure.source import ROOT
+from tools.release.__main__ import OWN, manifest_digest, repack
 
 
 def release(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "release", *arguments]
+    command = [sys.executable, "-m", "tools.release", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment})
 
 
@@ -38,7 +38,7 @@ def test_wheel_and_source_twice(tmp_path: Path) -> None:
     assert {"agent_shim/py.typed", "kubernetes_cpi/py.typed"} <= members & sources
     assert "agent_shim/host/keeper" in members - sources
     assert {"CHANGELOG.md", "agent_shim/host/keeper.c"} <= sources
-    assert not any(name.startswith(("tests/", "release/")) for name in members)
+    assert not any(name.startswith(("tests/", "tools/")) for name in members)
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=first, check=True)
     assert wheel.name in done.stdout
     assert release("--compare", str(first), str(tmp_path / "second")).returncode == 0

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from agent_shim.core.paths import Paths
 from agent_shim.daemon.boot import GO_AGENT_PASSWORD
+from agent_shim.demo.director import HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.services.volume_lease import NAME
-from agent_shim_demo.director import HealthMonitor
-from agent_shim_demo.pki import HEALTH_MONITOR
-from benchmarks.idle import free_port
-from benchmarks.world import AGENT, COMMAND, World
 from tests.support.waiting import until
+from tools.bench.idle import free_port
+from tools.bench.world import AGENT, COMMAND, World
 
 PERIOD_S = 30.0
 PROGRAMS = Path("tests/support/programs").resolve()

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.world import COMMAND, World
 from tests.structure.source import ROOT
 from tests.support.commands_page import parsers
+from tools.bench.world import COMMAND, World
 
 SCRIPTS = ROOT / "agent_shim/cli/completion"
 SHELLS = {
@@ -138,7 +138,7 @@ async def test_names_of_services_are_completed_in_fish(running: World) -> None:
 
 @pytest.mark.slow
 def test_the_manual_page_is_set_without_a_warning() -> None:
-    argv = ["groff", "-man", "-Tascii", "-P-cbou", "-ww", str(ROOT / "share/agent-shim.1")]
+    argv = ["groff", "-man", "-Tascii", "-P-cbou", "-ww", str(ROOT / "agent_shim/cli/completion/agent-shim.1")]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
 
     assert done.stderr == ""

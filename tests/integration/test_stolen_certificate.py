@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agent_shim_demo.director import joined
-from agent_shim_demo.pki import DIRECTOR, Authority
+from agent_shim.demo.director import joined
+from agent_shim.demo.pki import DIRECTOR, Authority
 from tests.support.bus import connected, on_bus, talking
 from tests.support.waiting import until
 

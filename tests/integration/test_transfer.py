@@ -19,7 +19,7 @@ from agent_shim.bulk import transfer as transfers
 from agent_shim.bulk.routes import Timing
 from agent_shim.bulk.transfer import Transfer
 from agent_shim.core.errors import BlobError, LastingError
-from agent_shim_demo.pki import EXPIRED, Authority
+from agent_shim.demo.pki import EXPIRED, Authority
 from tests.support import http
 from tests.support.http import Server, http_proxy, http_server
 from tests.support.serving import serving

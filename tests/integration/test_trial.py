@@ -73,7 +73,7 @@ class Played:
 
     @property
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "trial", f"--state={self.state}", f"--bosh-deployment={self.deployments}"]
+        return [sys.executable, "-m", "tools.trial", f"--state={self.state}", f"--bosh-deployment={self.deployments}"]
 
     def environment(self, **more: str) -> dict[str, str]:
         return {**os.environ, "PATH": f"{self.programs}:{os.environ['PATH']}", "STATE": str(self.state), **more}
@@ -201,7 +201,7 @@ def test_missing_programs_are_named(played: Played) -> None:
 
 
 def read(name: str) -> Any:
-    text = (ROOT / "trial/bosh" / name).read_text()
+    text = (ROOT / "tools/trial/bosh" / name).read_text()
     return yaml.safe_load(text.replace("((internal_ip))", "192.0.2.7").replace("((disk))", "128"))
 
 
@@ -215,7 +215,7 @@ def test_cloud_properties_and_properties_of_the_cpi_are_known() -> None:
 
 
 def test_job_of_the_release_renders_to_a_bpm_yml() -> None:
-    job = ROOT / "trial/release/jobs/hello"
+    job = ROOT / "tools/trial/release/jobs/hello"
     spec = yaml.safe_load((job / "spec").read_text())
     assert [job / "templates" / name for name in spec["templates"]] == list((job / "templates").iterdir())
     text = (job / "templates/bpm.yml.erb").read_text().replace('<%= p("greeting").to_json %>', '"hi"')

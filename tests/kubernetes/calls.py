@@ -18,7 +18,7 @@ from typing import Any, Final
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 """The PATH that the Director gives (external_cpi.rb)."""
 START: Final = "from kubernetes_cpi.__main__ import run; run()"
-"""The argument of ``-c`` in cpi_release/jobs/kubernetes_cpi/templates/cpi.erb."""
+"""The argument of ``-c`` in tools/cpi_release/jobs/kubernetes_cpi/templates/cpi.erb."""
 LIMIT_S: Final = 180.0
 """Bound of a call. The Director has none."""
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.core.paths import Paths
-from agent_shim_demo.director import Director, RpcTimeoutError
-from agent_shim_demo.pki import Authority
-from agent_shim_demo.release import archive
+from agent_shim.demo.director import Director, RpcTimeoutError
+from agent_shim.demo.pki import Authority
+from agent_shim.demo.release import archive
 from tests.kubernetes.calls import Cpi, CpiError
 from tests.support import jobs
 from tests.support.broker import NatsServer

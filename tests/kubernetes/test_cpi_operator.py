@@ -284,7 +284,8 @@ def status_of(url: str) -> int:
 async def test_vms_of_the_trial_run(node: Node, tmp_path: Path) -> None:
     """Director and instances of ``./dev try-kubernetes``. A port of the Director's pod is one of the node."""
     director, minimal = (
-        yaml.safe_load((ROOT / f"trial/bosh/{name}.yml").read_text())[0]["value"] for name in ("director", "cloud")
+        yaml.safe_load((ROOT / f"tools/trial/bosh/{name}.yml").read_text())[0]["value"]
+        for name in ("director", "cloud")
     )
     director["ports"].append({"port": 9190, "host_port": 9190})
     way = next(way for way in WAYS if way.attach == "auto")

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import pytest
 
-from comparison.__main__ import live
-from comparison.plan import plan
-from comparison.releases import Checkout, Job
+from tools.comparison.__main__ import live
+from tools.comparison.plan import plan
+from tools.comparison.releases import Checkout, Job
 
 AT_ONCE: Final = 4
 CYCLE_S: Final = 2

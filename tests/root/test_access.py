@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from agent_shim.demo.pki import Authority
 from agent_shim.host import network
-from agent_shim_demo.pki import Authority
 from tests.support.fleet import Fleet
 from tests.support.machine import Machine
 from tests.support.pod import pod as pods

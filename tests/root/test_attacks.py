@@ -19,12 +19,12 @@ import pytest
 from agent_shim.bulk import copytruncate
 from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
+from agent_shim.demo.director import RpcRemoteError
 from agent_shim.host import files, guarded
 from agent_shim.services.disks import markers
 from agent_shim.services.logs import tail
 from agent_shim.supervisor import filesystem_usage
 from agent_shim.supervisor.ownership import process_record
-from agent_shim_demo.director import RpcRemoteError
 from tests.support import jobs
 from tests.support.guest import ROOT
 from tests.support.pod import AGENT, Pod, end

@@ -12,11 +12,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from chaos import __main__ as _played  # noqa: F401 - importing it enters all cases
-from chaos import crash
-from chaos.cases import CASES
-from chaos.scorecard import earlier
 from tests.structure.source import ROOT
+from tools.chaos import __main__ as _played  # noqa: F401 - importing it enters all cases
+from tools.chaos import crash
+from tools.chaos.cases import CASES
+from tools.chaos.scorecard import earlier
 
 pytestmark = pytest.mark.root
 
@@ -27,7 +27,7 @@ SHORT = sorted(case.id for case in CASES.values() if not case.is_long)
 def test_it_holds(case: str, tmp_path: Path) -> None:
     """With all invariants afterwards, below a process 1 of its own."""
     into = tmp_path / "rows"
-    argv = [sys.executable, "-m", "chaos", case, "--into", str(into)]
+    argv = [sys.executable, "-m", "tools.chaos", case, "--into", str(into)]
     said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False).stderr
 
     assert into.exists(), said

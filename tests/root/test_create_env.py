@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
-from agent_shim_demo.release import archive
+from agent_shim.demo.release import archive
 from tests.integration.test_create_env import EMPTY, NETWORKS, spec
 from tests.support.create_env import Cli, mbus, pair
 from tests.support.jobs import sleeper

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
+from agent_shim.demo.director import HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.host import network
-from agent_shim_demo.director import HealthMonitor
-from agent_shim_demo.pki import HEALTH_MONITOR
 from tests.support import jobs
 from tests.support.fleet import Fleet
 from tests.support.machine import Machine

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from agent_shim.demo.director import RpcRemoteError
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
-from agent_shim_demo.director import RpcRemoteError
 from tests.support.pod import Pod
 from tests.support.waiting import until
 

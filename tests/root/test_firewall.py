@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from agent_shim.demo.director import Director, RpcTimeoutError
+from agent_shim.demo.pki import Authority
 from agent_shim.services.firewall import AWAITED
-from agent_shim_demo.director import Director, RpcTimeoutError
-from agent_shim_demo.pki import Authority
 from tests.support.broker import NatsServer
 from tests.support.pod import AGENT, Pod
 from tests.support.proxy import Proxy

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim_demo.director import RpcRemoteError
-from benchmarks.world import AGENT, COMMAND, World, world
+from agent_shim.demo.director import RpcRemoteError
 from tests.support.waiting import until
+from tools.bench.world import AGENT, COMMAND, World, world
 
 pytestmark = pytest.mark.root
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
-from agent_shim_demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from tests.support import jobs, monitrc
 from tests.support.go_agent import CTL, NAMES, alive, starts
 from tests.support.pod import AGENT, Pod, end

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
+from agent_shim.demo.pki import Authority
 from agent_shim.host import files
-from agent_shim_demo.pki import Authority
 from tests.support import jobs
 from tests.support.pod import AGENT, Pod
 from tests.support.waiting import until

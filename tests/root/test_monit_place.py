@@ -21,8 +21,8 @@ from typing import Any, Final
 import pytest
 
 from agent_shim.core.paths import Paths
-from agent_shim_demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutError
-from agent_shim_demo.pki import HEALTH_MONITOR
+from agent_shim.demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutError
+from agent_shim.demo.pki import HEALTH_MONITOR
 from tests.root.test_firewall import Netted
 from tests.root.test_firewall import pod as netted  # noqa: F401 - a fixture
 from tests.support import jobs, monitrc

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not MONIT, reason="no monit 5.2.5: set MONIT_525 to its path"),
 ]
 
-TEMPLATES: Final = CODE / "cpi_release/jobs/agent_shim_monit/templates"
+TEMPLATES: Final = CODE / "tools/cpi_release/jobs/agent_shim_monit/templates"
 NAMES: Final = [f"job{number}" for number in range(50)]
 RUN: Final = "#!/bin/bash\nexec /mnt/monit -I -c /var/vcap/bosh/etc/monitrc\n"
 CTL: Final = """#!/bin/sh

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from chaos import confined, mutate
 from tests.structure.source import ROOT
+from tools.chaos import confined, mutate
 
 pytestmark = pytest.mark.root
 

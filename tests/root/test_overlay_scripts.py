@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim_demo.director import RpcTimeoutError
+from agent_shim.demo.director import RpcTimeoutError
 from tests.structure.source import ROOT
 from tests.support.machine import machine
 from tests.support.pod import AGENT, Pod

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from agent_shim_demo.release import archive
+from agent_shim.demo.release import archive
 from tests.support import jobs
 from tests.support.pod import Pod
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent_shim_demo.director import RpcRemoteError
+from agent_shim.demo.director import RpcRemoteError
 from tests.support import protocol
 from tests.support.fleet import fleet
 from tests.support.protocol import Example

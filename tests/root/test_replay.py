@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent_shim_demo.director import RpcRemoteError
+from agent_shim.demo.director import RpcRemoteError
 from tests.support.corpus import CORPUS
 from tests.support.effects import Effects
 from tests.support.fleet import Fleet

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent_shim_demo.pki import Authority
+from agent_shim.demo.pki import Authority
 from tests.root.conftest import Inside
 from tests.support.machine import Machine
 

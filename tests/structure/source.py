@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "agent_shim"
+DEMO = "demo"
 FLOORS: Mapping[str, int] = {
     "__main__": 7,
     "cli": 7,
@@ -62,10 +63,12 @@ class Module:
 
 @cache
 def modules() -> Mapping[str, Module]:
-    """Every module of the package, by name."""
+    """Every module of the agent, by name, without the demo, which plays the Director beside it."""
     found = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+        if parts[0] == DEMO:
+            continue
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
         found[name] = Module(name, path.read_text(), is_package)

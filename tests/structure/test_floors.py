@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterator, Mapping
 
 import pytest
 
-from tests.structure.source import FLOORS, PACKAGE, Module, imports, modules
+from tests.structure.source import DEMO, FLOORS, PACKAGE, Module, imports, modules
 
 STRANGERS = frozenset({3})
 """Floors whose services do not know each other. On the others a neighbour may be imported."""
 
 LIBRARIES: Mapping[str, frozenset[str]] = {
-    "agent_shim_demo": frozenset({"cli.commands"}),
     "aiohttp": frozenset({"bulk.transfer", "edges.bus.https"}),
     "httptools": frozenset({"edges.http_server", "supervisor.network_checks"}),
     "isal": frozenset({"bulk"}),
@@ -45,7 +44,10 @@ def violations(module: Module, known: Collection[str]) -> Iterator[str]:
         return
     for target, line in imports(module):
         library, _, inner = target.partition(".")
-        if library == PACKAGE:
+        if library == PACKAGE and inner.partition(".")[0] == DEMO:
+            if module.name != "cli.commands":
+                yield f"{module.name}:{line} imports {target}: only the command `demo` may"
+        elif library == PACKAGE:
             name = _module_of(inner, known)
             there = floor_of(name)
             if there is None:

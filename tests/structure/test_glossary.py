@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tests.structure.source import ROOT, texts
 
-SHIPPED = ("agent_shim/", "agent_shim_demo/", "kubernetes_cpi/")
+SHIPPED = ("agent_shim/", "kubernetes_cpi/")
 ROW = re.compile(r"^\| ([^|]+) \| [^|]+ \| ([^|]*) \|$", re.MULTILINE)
 
 OF_OTHERS = frozenset(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.structure.source import ROOT, modules
 
-OTHERS = ("agent_shim_demo", "kubernetes_cpi", "cpi_release", "release", "stemcell_overlay")
+OTHERS = ("kubernetes_cpi", "tools/cpi_release", "tools/release", "stemcell_overlay")
 """The product is these packages and the agent."""
 FREE = ("tests/unit/core", "tests/structure")
 """``core`` is functions of values, each tested by itself; tests of the structure read the source."""

@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from chaos import __main__ as _played  # noqa: F401 - importing it enters all cases
-from chaos.cases import CASES
-from chaos.sabotage import INVARIANTS, WITNESSED, Saboteur, is_caught
-from chaos.saboteurs import GENERAL, SABOTEURS
-from chaos.scorecard import Row
 from tests.structure.source import ROOT
+from tools.chaos import __main__ as _played  # noqa: F401 - importing it enters all cases
+from tools.chaos.cases import CASES
+from tools.chaos.sabotage import INVARIANTS, WITNESSED, Saboteur, is_caught
+from tools.chaos.saboteurs import GENERAL, SABOTEURS
+from tools.chaos.scorecard import Row
 
 
 def test_every_case_and_invariant_has_one() -> None:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import pytest
 
-from chaos import crash, disks, fuzz, messages, network, resources, supervision
-from chaos.cases import CASES
 from tests.structure.source import ROOT
+from tools.chaos import crash, disks, fuzz, messages, network, resources, supervision
+from tools.chaos.cases import CASES
 
 PLAYED = (crash, disks, messages, network, resources, supervision)
 """Importing them enters their cases."""

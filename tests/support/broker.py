@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from agent_shim.core.errors import ShimError
+from agent_shim.demo import broker
+from agent_shim.demo.broker import SERVER_TIMEOUT_S, nats_server
+from agent_shim.demo.pki import Authority, Pair
 from agent_shim.host import process
-from agent_shim_demo import broker
-from agent_shim_demo.broker import SERVER_TIMEOUT_S, nats_server
-from agent_shim_demo.pki import Authority, Pair
 
 __all__ = ["SERVER_TIMEOUT_S", "NatsServer", "knowing", "nats_server"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 
 from agent_shim.core.settings import Mbus
+from agent_shim.demo.director import Director, HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR, Authority, Pair
 from agent_shim.edges.bus import Handle, tls
 from agent_shim.edges.bus.nats import NatsBus, Timing
-from agent_shim_demo.director import Director, HealthMonitor
-from agent_shim_demo.pki import HEALTH_MONITOR, Authority, Pair
 from tests.support.broker import NatsServer
 from tests.support.serving import serving
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from agent_shim.core.settings import Mbus
+from agent_shim.demo.pki import Authority, Pair
 from agent_shim.edges.bus import Handle
 from agent_shim.edges.bus.https import Bounds, HttpsBus
-from agent_shim_demo.pki import Authority, Pair
 
 USER = "mbus"
 PASSWORD = "p/ss:w%rd"

@@ -13,9 +13,9 @@ from agent_shim.daemon import boot
 from agent_shim.supervisor.monit import parser, rules
 from agent_shim.supervisor.ownership.evidence import Evidence, Tie
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
-from benchmarks import draw
 from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules
 from tests.support import commands_page, limits_page, metrics_page, shell_pages, state_files
+from tools.bench import draw
 
 PAGES: Final = ROOT / "docs"
 PROMETHEUS: Final = ROOT / "deploy/prometheus"
@@ -164,7 +164,7 @@ FILES: Final[Mapping[str, Callable[[], str]]] = {
     "agent_shim/cli/completion/agent-shim.bash": partial(shell_pages.completion, "bash"),
     "agent_shim/cli/completion/_agent-shim": partial(shell_pages.completion, "zsh"),
     "agent_shim/cli/completion/agent-shim.fish": partial(shell_pages.completion, "fish"),
-    "share/agent-shim.1": shell_pages.manual,
+    "agent_shim/cli/completion/agent-shim.1": shell_pages.manual,
     "docs/pictures/figures.svg": lambda: draw.figures((ROOT / "README.md").read_text()),
 }
 """Generated files."""

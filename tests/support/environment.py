@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.core.paths import Paths
-from agent_shim_demo.director import Director, HealthMonitor, RpcTimeoutError
-from agent_shim_demo.pki import HEALTH_MONITOR, Authority
+from agent_shim.demo.director import Director, HealthMonitor, RpcTimeoutError
+from agent_shim.demo.pki import HEALTH_MONITOR, Authority
 from tests.support import jobs
 from tests.support.broker import NatsServer
 from tests.support.proxy import Proxy

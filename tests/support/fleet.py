@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from agent_shim_demo.director import Director
+from agent_shim.demo.director import Director
 from tests.support.broker import NatsServer
 from tests.support.machine import Machine, machine
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from agent_shim_demo.pki import Pair
+from agent_shim.demo.pki import Pair
 from tests.support.serving import serving
 
 HALF = "half"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_shim.core.paths import Paths
-from agent_shim_demo.release import archive
+from agent_shim.demo.release import archive
 
 NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "prefix": "32"}}
 

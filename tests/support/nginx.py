@@ -22,8 +22,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from agent_shim.demo.pki import Authority
 from agent_shim.host import process
-from agent_shim_demo.pki import Authority
 
 SECRET = "n0b0dy-kn0ws"
 

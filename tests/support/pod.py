@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.core.paths import Paths
-from agent_shim_demo.director import Director, RpcTimeoutError
+from agent_shim.demo.director import Director, RpcTimeoutError
 from tests.support import jobs
 from tests.support.broker import NatsServer
 from tests.support.cpi import Cpi

@@ -15,8 +15,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from agent_shim_demo.director import Director, RpcRemoteError
-from agent_shim_demo.release import archive
+from agent_shim.demo.director import Director, RpcRemoteError
+from agent_shim.demo.release import archive
 
 LEFT_OUT = frozenset({"get_task", "cancel_task"})
 """Polls: the replaying Director makes its own."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import table
-from benchmarks.measuring import figure
+from tools.bench import table
+from tools.bench.measuring import figure
 
 MACHINE = {"cores": 2, "kernel": "6.18", "python": "3.11.2", "load_before": 0.1}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from comparison import breaks, judge, plan
-from comparison.releases import Checkout, Job
+from tools.comparison import breaks, judge, plan
+from tools.comparison.releases import Checkout, Job
 
 PAGE = Path(__file__).parents[2] / "docs/monit-deviations.md"
 MONIT = """check process web

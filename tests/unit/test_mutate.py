@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos import mutate
-from chaos.mutate import mutants
 from tests.structure.source import ROOT
+from tools.chaos import mutate
+from tools.chaos.mutate import mutants
 
 MODULE = '''"""A docstring with 1 number."""
 import logging

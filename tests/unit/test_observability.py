@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import draw
 from kubernetes_cpi import names
 from tests.support import metrics_page
+from tools.bench import draw
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORDS = frozenset({"instance", "job", "le"})

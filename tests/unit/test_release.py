@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hatch_build import semantic_version
-from release import texts
 from tests.structure.source import ROOT
+from tools.release import texts
 
 CHANGELOG = "# Changelog\n\nAll.\n\n## Unreleased\n\n- new\n\n## 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"
 

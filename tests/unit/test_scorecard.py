@@ -11,11 +11,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from chaos import __main__ as playing
-from chaos import sabotage, witness
-from chaos.cases import Case
-from chaos.sabotage import Saboteur
-from chaos.scorecard import Row, earlier, enter_general, write
+from tools.chaos import __main__ as playing
+from tools.chaos import sabotage, witness
+from tools.chaos.cases import Case
+from tools.chaos.sabotage import Saboteur
+from tools.chaos.scorecard import Row, earlier, enter_general, write
 
 SCALED = "1 of 1 on 2026-11-20"
 LATER = "3 of 3 on 2026-11-21"

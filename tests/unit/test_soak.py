@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
-from chaos.soak import Record
-from chaos.witness import Size
+from tools.chaos.soak import Record
+from tools.chaos.witness import Size
 
 MIB = 1 << 20
 HOUR = 3600

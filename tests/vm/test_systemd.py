@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from agent_shim.core.paths import Paths
-from agent_shim_demo.director import Director, HealthMonitor
-from agent_shim_demo.pki import HEALTH_MONITOR
+from agent_shim.demo.director import Director, HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR
 from tests.structure.source import ROOT
 from tests.support import jobs
 from tests.support.broker import NatsServer

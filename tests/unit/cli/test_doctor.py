@@ -15,9 +15,9 @@ from agent_shim.cli.doctor.finding import GOOD, LIMITED, ON_HOST, WRONG, Finding
 from agent_shim.cli.doctor.limits import LIMITS, NEEDED, USEFUL
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import AgentConfig, Effective, UpdateSettings, parse
+from agent_shim.demo import pki
 from agent_shim.host import capabilities, mounts
 from agent_shim.host.capabilities import NAMES, Privileges
-from agent_shim_demo import pki
 
 FEW = frozenset({*NEEDED, *USEFUL})
 

@@ -12,7 +12,7 @@ import pytest
 from agent_shim.core import settings
 from agent_shim.core.errors import ConfigError, SettingsError
 from agent_shim.core.paths import Paths
-from agent_shim_demo.pki import HOUR, Authority
+from agent_shim.demo.pki import HOUR, Authority
 
 CERT = {"ca": "CA", "certificate": "CERT", "private_key": "KEY"}
 

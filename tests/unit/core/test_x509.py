@@ -6,7 +6,7 @@ import pytest
 from cryptography import x509 as reference
 
 from agent_shim.core import x509
-from agent_shim_demo import pki
+from agent_shim.demo import pki
 
 pytestmark = pytest.mark.filterwarnings("ignore:Attribute's length")
 

@@ -9,8 +9,8 @@ import pytest
 
 from agent_shim.core.settings import Mbus
 from agent_shim.daemon.runtime import certificates
+from agent_shim.demo.pki import EXPIRED, HOUR, Authority
 from agent_shim.services.certificate_watch import DAY_S, DOOR, CertificateWatch
-from agent_shim_demo.pki import EXPIRED, HOUR, Authority
 
 AUTHORITY = Authority()
 

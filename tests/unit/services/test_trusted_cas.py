@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.paths import Paths
+from agent_shim.demo.pki import Authority
 from agent_shim.services import trusted_cas
 from agent_shim.services.trusted_cas import TrustedCas, split
-from agent_shim_demo.pki import Authority
 
 A, B = (Authority(name).ca.strip() for name in "ab")
 NONE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"

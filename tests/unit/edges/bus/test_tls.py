@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.serialization import (
 
 from agent_shim.core.errors import CredentialsError
 from agent_shim.core.settings import Mbus
+from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus import tls
-from agent_shim_demo.pki import Authority
 
 AUTHORITY = Authority()
 OURS = AUTHORITY.agent("agent")

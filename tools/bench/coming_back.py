@@ -1,0 +1,62 @@
+"""``./dev run python -m tools.bench.coming_back``: time until an instance runs again after a restart. Needs root.
+
+Prints one JSON document. Five jobs with a pre-start each and a disk, in containers with their own mounts and pids:
+restarted in place, created again with all volumes, and an agent that is restarted beside its jobs. Seconds from exec of
+the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.core.paths import Paths
+from tests.support import jobs
+from tests.support.pod import Pod, pod
+
+JOBS: Final = [f"job{number}" for number in range(5)]
+ROUNDS: Final = 7
+
+
+def job(name: str) -> dict[str, str | bytes]:
+    """A process that sleeps, after a pre-start that does nothing."""
+    return {**jobs.sleeper(Paths(), name), "bin/pre-start": "#!/bin/sh\nexit 0\n"}
+
+
+async def running(one: Pod, begun_at: float) -> float:
+    """Return the seconds from ``begun_at`` (monotonic) until the Director sees all jobs running."""
+    await one.until("running")
+    return time.monotonic() - begun_at
+
+
+async def measure() -> dict[str, Any]:
+    """All figures."""
+    found: dict[str, list[float]] = {"restarted in place": [], "made anew": [], "agent restarted": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        async with pod(Path(scratch)) as one:
+            one.attach("disk-1")
+            await one.start()
+            await one.run("mount_disk", "disk-1")
+            await one.run("apply", jobs.spec(one.scratch / "blobs", {name: job(name) for name in JOBS}))
+            await one.run("start")
+            await one.until("running")
+            for number in range(ROUNDS):
+                found["restarted in place"].append(await running(one, await one.restart()))
+                one.kill()
+                one.attach(f"disk-{number + 2}")
+                found["made anew"].append(await running(one, await one.start()))
+                one.end_agent()
+                found["agent restarted"].append(await running(one, await one.start_agent()))
+    return {
+        name: {"median": round(statistics.median(times), 3), "min": round(min(times), 3), "max": round(max(times), 3)}
+        for name, times in found.items()
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({"unit": "s", "rounds": ROUNDS, "jobs": len(JOBS)} | asyncio.run(measure()), indent=2))

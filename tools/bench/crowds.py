@@ -1,0 +1,128 @@
+"""Supervision of 10, 50, 200 and 500 processes: idle cost, and the time until all are back after a kill.
+
+All are killed at once. The pidfile gives the time of each restart, so no polling disturbs the measurement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+from tools.bench.measuring import Figures, Stopwatch, figure
+from tools.bench.world import AGENT, ENVIRONMENT, World, world
+
+SIZES: Final = (10, 50, 200, 500)
+ROUNDS: Final = 3
+KILLED: Final = 200
+IDLE_S: Final = 30.0
+"""Seconds between two heartbeats. A measurement lasts one interval, or two where the figure has a budget."""
+PINGED_S: Final = 15.0
+CALM_S: Final = 6.0
+FIRST_FAILURE_S: Final = 32.0
+"""Time after which the next death of a process counts as a first one, with an immediate restart."""
+
+
+async def measure(command: str, scale: float, found: Figures) -> None:
+    """``scale`` multiplies the numbers of processes and the idle time."""
+    slower = max(scale, 0.2)
+    async with world(command) as w:
+        await w.start_agent()
+        await asyncio.sleep(CALM_S)
+        alone = await share(w, IDLE_S * slower)
+    for size in SIZES:
+        await crowd(command, max(2, int(size * scale)), size, slower, alone, found)
+
+
+async def crowd(command: str, jobs: int, size: int, slower: float, alone: float, found: Figures) -> None:
+    """``size`` names the figures of ``jobs`` processes. ``alone`` is the agent's share without any."""
+    async with world(command) as w:
+        await w.start_agent()
+        await asyncio.sleep(CALM_S)
+        empty = w.own_memory()
+        await w.director.run(AGENT, "apply", w.spec(jobs, 0))
+        begun_at = time.monotonic()
+        await w.run("start")
+        await running(w, jobs, 1)
+        started = time.monotonic() - begun_at
+        await w.until_running()
+        await asyncio.sleep(CALM_S)
+        cpu = await share(w, (2 if size == KILLED else 1) * IDLE_S * slower)
+        lags: list[float] = []
+        pinging = asyncio.create_task(ping(w, lags))
+        await asyncio.sleep(PINGED_S * slower)
+        pinging.cancel()
+        await asyncio.wait([pinging])
+        name = f"{size}_processes"
+        found[f"{name}_started"] = figure([started], "s")
+        found[f"{name}_idle_cpu"] = figure([cpu], "%", floor=[alone], floor_is="the agent without any")
+        found[f"{name}_memory_added"] = figure([w.own_memory() - empty], "MB")
+        found[f"{name}_slowest_ping"] = figure([max(lags)], "s")
+        if size == KILLED:
+            firsts, lasts, floors = [], [], []
+            for number in range(ROUNDS):
+                await asyncio.sleep(FIRST_FAILURE_S if number else 0)
+                first, last = await killed(w, jobs, number + 2)
+                firsts.append(first)
+                lasts.append(last)
+                floors.append(await spawned(jobs))
+            found[f"{name}_killed_first_back"] = figure(firsts, "s")
+            found[f"{name}_killed_last_back"] = figure(
+                lasts, "s", floor=floors, floor_is="the same number of processes spawned one after the other"
+            )
+
+
+async def share(w: World, seconds: float) -> float:
+    """Return the processor time in percent of one core."""
+    used, watch = w.cpu_seconds(), Stopwatch()
+    await asyncio.sleep(seconds)
+    return (w.cpu_seconds() - used) / watch.seconds * 100
+
+
+async def ping(w: World, into: list[float]) -> None:
+    """Twice a second: a shorter interval would load the machine."""
+    while True:
+        watch = Stopwatch()
+        await w.director.value(AGENT, "ping")
+        into.append(watch.seconds)
+        await asyncio.sleep(0.5)
+
+
+async def running(w: World, jobs: int, starts: int) -> None:
+    """Wait until each job was started this many times and its pidfile names a living process."""
+    async with asyncio.timeout(300):
+        while True:
+            known = w.starts()
+            if len(known) == jobs and all(len(pids) == starts for pids in known.values()):
+                pids = w.pids()
+                if all(pids.get(job) == known[job][-1] and Path(f"/proc/{pids[job]}").exists() for job in known):
+                    return
+            await asyncio.sleep(0.2)
+
+
+async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
+    """Kill all at once. Return the seconds until the first and until the last successor has written its pidfile."""
+    pids = w.pids().values()
+    begun_at = time.time()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    await running(w, jobs, starts)
+    back_at = [path.stat().st_mtime - begun_at for path in (w.base / "data/sys/run").glob("job*/*.pid")]
+    return min(back_at), max(back_at)
+
+
+async def spawned(jobs: int) -> float:
+    """Measure the start of as many shells and nothing else."""
+
+    def spawn() -> float:
+
+        watch = Stopwatch()
+        for _ in range(jobs):
+            subprocess.run(["/bin/sh", "-c", ":"], env=ENVIRONMENT, check=True)
+        return watch.seconds
+
+    return await asyncio.to_thread(spawn)

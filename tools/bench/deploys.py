@@ -1,0 +1,101 @@
+"""A deploy as the Director sees it: one get_task at once, then one each second, and a manifest's watch times.
+
+The same steps are also measured without the Director's pauses: that is the agent's share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from tools.bench.measuring import MB, Figures, figure
+from tools.bench.world import AGENT, World, world
+
+INSTANCES: Final = 20
+JOBS: Final = 5
+PACKAGES: Final = 6
+POLL_S: Final = 1.0
+"""Pause between two queries of the Director for a task."""
+ROUNDS: Final = 3
+Steps = dict[str, list[float]]
+"""Seconds of each request of a deploy."""
+KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
+
+
+async def measure(command: str, scale: float, found: Figures) -> None:
+    """``scale`` multiplies the number of instances: one agent, deployed repeatedly."""
+    async with world(command) as w:
+        await w.start_agent()
+        await update(w, "first", POLL_S)
+        polled, bare, nothing = [], [], []
+        steps: Steps = {}
+        turns: Steps = {}
+        for number in range(ROUNDS):
+            polled.append(await update(w, f"polled-{number}", POLL_S, turns=turns))
+            bare.append(await update(w, f"bare-{number}", 0, steps))
+            nothing.append(await no_op(w))
+        floor_is = "the same asked without a pause"
+        found["deploy_of_one_instance_as_the_director_polls"] = figure(polled, "s", floor=bare, floor_is=floor_is)
+        found["deploy_without_changes"] = figure(nothing, "s")
+        for name, seconds in steps.items():
+            found[f"deploy_step_{name}"] = figure(seconds, "s")
+        for name, counts in turns.items():
+            found[f"deploy_queries_of_{name}"] = figure(counts, "queries")
+        begun_at = time.monotonic()
+        instances = max(2, int(INSTANCES * scale))
+        row = [await update(w, f"row-{number}", POLL_S) for number in range(instances)]
+        whole = time.monotonic() - begun_at
+    found["each_of_20_instances_one_after_the_other"] = figure(row, "s", floor=bare, floor_is=floor_is)
+    found["20_instances_one_after_the_other"] = figure([whole / instances * INSTANCES], "s")
+
+
+async def update(
+    w: World, version: str, poll: float, steps: Steps | None = None, *, turns: Steps | None = None
+) -> float:
+    """Change everything on one instance, in the order of the Director's instance updater.
+
+    Adds to ``steps`` the seconds of each step, from the request to its result, and to ``turns`` the number of queries.
+    """
+    spec = w.spec(JOBS, PACKAGES, MB, version=version)
+    ask = _asking(w, poll, {} if steps is None else steps, {} if turns is None else turns)
+    begun_at = time.monotonic()
+    await ask("prepare", spec)
+    await ask("run_script", "pre-stop", {"env": KEEP})
+    await ask("drain", "update", spec)
+    await ask("stop")
+    await ask("run_script", "post-stop", {})
+    await ask("update_settings", {"trusted_certs": "", "disk_associations": []})
+    await ask("apply", spec)
+    await ask("run_script", "pre-start", {})
+    await ask("start")
+    started_at = time.monotonic()
+    while (await w.director.value(AGENT, "get_state"))["job_state"] != "running":
+        await asyncio.sleep(poll or 0.002)
+    if steps is not None:
+        steps.setdefault("get_state_until_running", []).append(time.monotonic() - started_at)
+    await ask("run_script", "post-start", {})
+    return time.monotonic() - begun_at
+
+
+async def no_op(w: World) -> float:
+    """Deploy without a change: query the state of each instance, and send the DNS records."""
+    begun_at = time.monotonic()
+    await w.director.value(AGENT, "get_state", "full")
+    await w.director.value(AGENT, "ping")
+    return time.monotonic() - begun_at
+
+
+def _asking(w: World, poll: float, steps: Steps, turns: Steps) -> Callable[..., Awaitable[Any]]:
+    w.director.poll = poll
+
+    async def ask(method: str, *arguments: Any) -> Any:
+        name = arguments[0] if method == "run_script" else method
+        begun_at, before = time.monotonic(), w.director.polls
+        result = await w.director.run(AGENT, method, *arguments)
+        steps.setdefault(name, []).append(time.monotonic() - begun_at)
+        turns.setdefault(name, []).append(w.director.polls - before)
+        return result
+
+    return ask

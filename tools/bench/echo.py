@@ -1,0 +1,41 @@
+"""``python -m tools.bench.echo CONFIG``: the smallest agent, nats-py that answers every request with pong.
+
+No agent in this language with this client can start, answer or live at a lower cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nats
+
+
+async def serve(settings: dict[str, Any]) -> None:
+    """Connect by the settings of a CPI, and answer endlessly."""
+    mbus = settings["env"]["bosh"]["mbus"]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=mbus["cert"]["ca"])
+    context.check_hostname = False
+    with tempfile.NamedTemporaryFile("w") as pair:
+        pair.write(mbus["cert"]["certificate"] + "\n" + mbus["cert"]["private_key"])
+        pair.flush()
+        context.load_cert_chain(pair.name)
+    client = await nats.connect(mbus["urls"], tls=context)
+
+    async def answer(message: Any) -> None:
+        await client.publish(json.loads(message.data)["reply_to"], b'{"value":"pong"}')
+
+    await client.subscribe(f"agent.{settings['agent_id']}", cb=answer)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    config = json.loads(Path(sys.argv[1]).read_text())
+    source = config["Infrastructure"]["Settings"]["Sources"][0]["SettingsPath"]
+    asyncio.run(serve(json.loads(Path(source).read_text())))

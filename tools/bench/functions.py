@@ -1,0 +1,104 @@
+"""``python -m tools.bench.functions``: the functions of the agent on the paths of an apply, a start and a restart.
+
+Counts distinct functions entered in all threads, without comprehensions and lambdas: in all of ``agent_shim``, in its
+supervisor's three modules of states, services and requests, and those of states and services without properties.
+``-v`` lists them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from inspect import CO_OPTIMIZED
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import agent_shim
+from agent_shim.supervisor.service import Service
+from agent_shim.supervisor.state import State
+from tests.support import jobs
+from tests.support.world import World, world
+
+HOME: Final = Path(agent_shim.__file__).parent
+UNNAMED: Final = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
+LIFECYCLE: Final = ("supervisor/state.py", "supervisor/service.py")
+REQUESTS: Final = (*LIFECYCLE, "supervisor/supervisor.py")
+PROPERTIES: Final = frozenset(name for name, value in vars(Service).items() if isinstance(value, property))
+
+
+@contextmanager
+def entered() -> Iterator[set[CodeType]]:
+    """Record the agent's code that the block enters, in this thread and all that start within it: also those of a new
+    executor, as the threads of the old one would not be seen.
+    """
+    found: set[CodeType] = set()
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        # A module or a class is no function, though an import runs it as one.
+        if event == "call" and code.co_flags & CO_OPTIMIZED and code.co_filename.startswith(f"{HOME}/"):
+            found.add(code)
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+    threading.setprofile(see)
+    sys.setprofile(see)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+async def until(fact: Callable[[], bool]) -> None:
+    while not fact():
+        await asyncio.sleep(0.001)
+
+
+async def measure(one: World) -> dict[str, set[CodeType]]:
+    """Apply and start a job of one process, then kill the process."""
+    store = Path(one.agent.settings.current.blobstore.options["blobstore_path"])
+    spec = jobs.spec(store, {"web": jobs.sleeper(one.paths, "web")}, {"tool": {"bin/tool": "#!/bin/sh\n"}})
+    with entered() as apply:
+        reply = await one.call("apply", spec)
+        await one.agent.tasks.find(reply["value"]["agent_task_id"]).ended.wait()
+    await asyncio.sleep(1)
+    with entered() as start:
+        await one.call("start")
+        record = one.agent.supervisor._services["web"].record  # noqa: SLF001 - its properties would count
+        await until(lambda: record.state is State.RUNNING)
+    await asyncio.sleep(1)
+    pid = one.agent.supervisor.services()[0].pid
+    with entered() as restart:
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: record.state is State.SETTLING)
+    return {"apply": apply, "start": start, "restart": restart}
+
+
+def named(found: set[CodeType], *modules: str) -> list[str]:
+    """Return the functions of these modules, or of all."""
+    places = {(str(Path(code.co_filename).relative_to(HOME)), code.co_name) for code in found}
+    return sorted(f"{path} {name}" for path, name in places if name not in UNNAMED and (not modules or path in modules))
+
+
+async def main() -> None:
+    """Print a row for each path."""
+    with tempfile.TemporaryDirectory() as base:
+        async with world(Path(base)) as one:
+            paths = await measure(one)
+    for path, found in paths.items():
+        lifecycle = [each for each in named(found, *LIFECYCLE) if each.split()[1] not in PROPERTIES]
+        print(f"{path}: {len(named(found))}, {len(named(found, *REQUESTS))}, {len(lifecycle)}")
+        if "-v" in sys.argv:
+            print("\n".join(f"    {each}" for each in named(found)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

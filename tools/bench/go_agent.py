@@ -1,0 +1,70 @@
+"""``./dev run python -m tools.bench.go_agent BINARY [--monit MONIT] [...]``: ``./dev bench`` for the Go agent.
+
+BINARY is a bosh-agent, MONIT its monit (default: the one on PATH; a stemcell has 5.2.5, and later ones refuse start
+requests of the agent). Further options go to ``./dev bench``. Needs root: everything runs in new mount, network and pid
+namespaces, with an empty ``/var/vcap``, a syslog, and the rest of the disk read-only except ``/tmp``, and ends with
+them. Memory and processor time are sums over both programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+SCRIPT: Final = Path(__file__).with_name("go_agent.sh")
+
+_INSIDE: Final = """
+set -eu
+ip link set lo up
+mkdir -p /var/vcap
+for place in /var/vcap /run; do mount -t tmpfs tmpfs $place; done
+mount --bind /tmp /tmp
+mount -o remount,bind,ro /
+"$1" -c "$SYSLOG" &
+until [ -S /run/log ]; do sleep 0.05; done
+"$@" || exit
+"""
+
+_SYSLOG: Final = """
+import socket
+listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+listening.bind("/run/log")
+while True:
+    listening.recv(65536)
+"""
+"""The Go agent looks for a missing one ten times a second."""
+
+
+def main() -> int:
+    """Measure. The JSON goes to standard output."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("binary", type=Path)
+    parser.add_argument("--monit", default=shutil.which("monit"), type=Path, help="default: the one on PATH")
+    args, rest = parser.parse_known_args()
+    if os.geteuid() != 0:
+        parser.error("the namespaces need root")
+    for program in (args.binary, args.monit):
+        if program is None or not os.access(program, os.X_OK):
+            parser.error(f"there is no program {program or 'monit'}")
+    binary, monit = args.binary.resolve(), args.monit.resolve()
+    command = f"{shlex.join(map(str, (SCRIPT, binary, monit)))} {{config}} {{base}}"
+    bench = [sys.executable, "-m", "tools.bench", "--agent-command", command, "--agent-name", name(monit), *rest]
+    namespaces = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    inside = ["sh", "-c", _INSIDE, "sh", *bench]
+    return subprocess.run([*namespaces, *inside], env={**os.environ, "SYSLOG": _SYSLOG}, check=False).returncode
+
+
+def name(monit: Path) -> str:
+    """Return the heading of the figures."""
+    said = subprocess.run([monit, "-V"], capture_output=True, text=True, check=True).stdout
+    return f"Go agent and monit {said.split('version', 1)[1].split()[0]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+#!/bin/sh
+# go_agent.sh BINARY MONIT CONFIG BASE: become the Go agent of one world, with a monit beside it as on a stemcell.
+#
+# Run by tools/bench/go_agent.py, in namespaces of its own: monit's port is the same on every machine. Platform "dummy"
+# leaves the machine alone and so asks no service manager to restart monit; that is done here when the agent waits for
+# it. Monit has its usual cycle of ten seconds. A test may take another MONIT_PORT: the Go agent knows only this one.
+set -eu
+port=${MONIT_PORT:-2822}
+binary=$1 monit=$2 config=$3 base=$4
+beside=${base%/*}/beside log=${base%/*}/agent.log rc=$base/bosh/etc/monitrc
+
+keep_monit() {
+    trap '' HUP
+    tail -n 0 -F "$log" 2>/dev/null | grep --line-buffered -F 'Waiting for monit to reload' | while read -r _; do
+        kill -9 "$(cat "$beside/monit.pid")"
+    done &
+    while [ -e "$rc" ]; do # 137: killed
+        "$monit" -I -c "$rc" || [ $? = 137 ] || sleep 1
+    done
+}
+
+first_start() {
+    mkdir -p "$beside" "$base/bosh/bin" "$base/bosh/etc" "$base/monit/job" "$base/data/sys/run"
+    ln -sfn "$base/data/sys" "$base/sys"
+    : >"$base/monit/empty.monitrc"
+    (
+        umask 077
+        cat >"$rc" <<END
+set daemon 10
+set logfile $base/monit/monit.log
+set pidfile $beside/monit.pid
+set idfile $base/monit/monit.id
+set statefile $base/monit/monit.state
+set httpd port $port and use address 127.0.0.1
+    allow 127.0.0.1
+include $base/monit/*.monitrc
+include $base/monit/job/*.monitrc
+END
+    )
+    printf '#!/bin/sh\nexec %s -c %s "$@"\n' "$monit" "$rc" >"$base/bosh/bin/monit"
+    chmod 755 "$base/bosh/bin/monit"
+    setsid "$0" "$@" keeper >>"$base/monit/out" 2>&1 &
+    echo $! >"$beside/group"
+    until [ -s "$beside/monit.pid" ]; do sleep 0.02; done
+}
+
+if [ "${5:-}" = keeper ]; then
+    keep_monit
+elif ! [ -e "$beside/group" ]; then
+    if grep -q "$(printf ' 0100007F:%04X 00000000:0000 0A ' "$port")" /proc/net/tcp; then # somebody listens
+        echo "cannot start monit: another one listens on port $port, which is the same for every Go agent" >&2
+        exit 1
+    fi
+    first_start "$@"
+fi
+export PATH="$base/bosh/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+exec "$binary" -P dummy -M monit -C "$config" -b "$base"

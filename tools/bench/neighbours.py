@@ -1,0 +1,48 @@
+"""Memory of many agents on one machine: PSS of several agents on one bus.
+
+Shared memory (the interpreter, libraries) is divided among them, so the share of each falls with their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Final
+
+from tools.bench.measuring import Figures, figure
+from tools.bench.world import ECHO, World, world
+
+AGENTS: Final = 8
+ROOM_MB: Final = 4096.0
+"""MB: 4 GiB."""
+CALM_S: Final = 5.0
+IDLE_S: Final = 30.0
+
+
+async def measure(command: str, scale: float, found: Figures) -> None:
+    """``scale`` multiplies the idle time. Each agent has one job. They boot one after the other."""
+    least = await memory(ECHO, jobs=0)
+    each = await memory(command, jobs=1, idle=IDLE_S * max(0.2, scale), found=found)
+    found["pss_of_each_of_8_agents"] = figure(each, "MB", floor=least, floor_is="a bare nats-py echo")
+    found["agents_in_4_GiB"] = figure([ROOM_MB // (sum(each) / len(each))], "agents")
+
+
+async def memory(command: str, *, jobs: int, idle: float = 0.0, found: Figures | None = None) -> list[float]:
+    """Return the MB of each agent while all of them run."""
+    async with AsyncExitStack() as opened:
+        worlds: list[World] = []
+        for _ in range(AGENTS):
+            w = await opened.enter_async_context(world(command))
+            worlds.append(w)
+            await w.start_agent()
+            if jobs:
+                await w.run("apply", w.spec(jobs, 1))
+                await w.run("start")
+                await w.until_running()
+        await asyncio.sleep(CALM_S)
+        if found is not None:
+            before = [w.cpu_seconds() for w in worlds]
+            await asyncio.sleep(idle)
+            shares = [(w.cpu_seconds() - used) / idle * 100 for w, used in zip(worlds, before, strict=True)]
+            found["idle_cpu_of_each_of_8_agents"] = figure(shares, "%")
+        return [w.pss() for w in worlds]

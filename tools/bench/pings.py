@@ -1,0 +1,42 @@
+"""Round trips, one after the other and many at once. The floor is ``tools.bench.echo`` in the same minute."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from tools.bench.measuring import Figures, figure, timed
+from tools.bench.world import AGENT, ECHO, World, world
+
+BLOCKS: Final = 5
+SERIAL: Final = 100
+AT_ONCE: Final = 500
+
+
+async def measure(command: str, scale: float, found: Figures) -> None:
+    """Measure both in turns, so that other work on the machine affects both. ``scale`` has no effect."""
+    trips: dict[str, list[float]] = {"ours": [], "least": []}
+    rates: dict[str, list[float]] = {"ours": [], "least": []}
+    async with world(command) as ours, world(ECHO) as least:
+        for w in (ours, least):
+            await w.start_agent()
+        for _ in range(BLOCKS):
+            for name, w in (("ours", ours), ("least", least)):
+                await serial(w, trips[name])
+                rates[name].append(await pipelined(w))
+    floor_is = "a bare nats-py echo"
+    found["ping"] = figure(trips["ours"], "s", floor=trips["least"], floor_is=floor_is)
+    found["pipelined_pings_per_second"] = figure(rates["ours"], "1/s", floor=rates["least"], floor_is=floor_is)
+
+
+async def serial(w: World, into: list[float]) -> None:
+    for _ in range(SERIAL):
+        with timed(into):
+            await w.director.value(AGENT, "ping")
+
+
+async def pipelined(w: World) -> float:
+    begun_at = time.monotonic()
+    await asyncio.gather(*(w.director.value(AGENT, "ping") for _ in range(AT_ONCE)))
+    return AT_ONCE / (time.monotonic() - begun_at)

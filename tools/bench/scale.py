@@ -1,0 +1,320 @@
+"""``./dev run python -m tools.bench.scale``: 10 to 1000 agents on one nats-server, at rest and after its outage.
+
+Each agent is the real bus module with the real heartbeat; about fifty share a process. The server is nats-server with
+mutual TLS, the users of nats-sync and P-256 keys. A run is a minute of heartbeats, one request to all agents at once,
+and a kill of the server, which returns after 15 s with no state. Prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from agent_shim.core.settings import Mbus
+from agent_shim.demo.director import Director, HealthMonitor
+from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim.edges import heartbeat
+from agent_shim.edges.bus.nats import NatsBus, Timing
+from tests.support.broker import NatsServer
+from tools.bench.measuring import Stopwatch, cpu_seconds, pss
+
+COUNTS: Final = (10, 50, 200, 500, 1000)
+AGENTS_PER_PROCESS: Final = 50
+STEADY_S: Final = 62.0
+"""Seconds at rest: two heartbeats of each agent."""
+AWAY_S: Final = 15.0
+"""Length of the outage in seconds."""
+TICK_S: Final = 0.25
+RETURN_TIMEOUT_S: Final = 600.0
+
+VITALS: Final = {
+    "cpu": {"user": "1.5", "sys": "0.7", "wait": "0.0"},
+    "disk": {name: {"percent": "41", "inode_percent": "7"} for name in ("system", "ephemeral", "persistent")},
+    "load": ["0.10", "0.15", "0.09"],
+    "mem": {"kb": "1234567", "percent": "31"},
+    "swap": {"kb": "0", "percent": "0"},
+    "uptime": {"secs": 123456},
+}
+_MESSAGE: Final = heartbeat.Message(
+    deployment="deployment",
+    job="job",
+    index=0,
+    job_state="running",
+    vitals=VITALS,
+    node_id="a0b1c2d3-e4f5-6789-abcd-ef0123456789",
+    number_of_processes=5,
+)
+BEAT: Final = msgspec.json.encode(_MESSAGE)
+
+
+# --- about fifty agents ---------------------------------------------------------------------------------------------
+
+
+async def answer(data: bytes) -> tuple[str, bytes]:
+    """Every request with pong."""
+    return json.loads(data)["reply_to"], b'{"value":"pong"}'
+
+
+async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None:
+    """One agent: its bus and its heartbeat."""
+    mbus = Mbus(tuple(own["urls"]), own["ca"], own["certificate"], own["private_key"])
+
+    async def send(message: bytes) -> None:
+        await bus.publish(f"hm.agent.heartbeat.{agent_id}", message)
+
+    async def measure() -> None:
+        """Return the vitals, which are always the same."""
+
+    beat = heartbeat.Heartbeat(measure, lambda _: BEAT, send)
+    bus = NatsBus(agent_id, mbus, answer, on_connected=beat.beat_now)
+    buses.append(bus)
+    await asyncio.gather(bus.run(), beat.run())
+
+
+async def crowd() -> None:
+    """Run agents with the names on standard input. Print the number of connected ones, attempts and bytes each tick."""
+    given = json.loads(sys.stdin.readline())
+    buses: list[NatsBus] = []
+    lives = [asyncio.create_task(live(agent_id, own, buses)) for agent_id, own in given.items()]
+    while True:
+        await asyncio.sleep(TICK_S - time.monotonic() % TICK_S)
+        stats = [bus.stats for bus in buses]
+        told = {
+            "at": time.monotonic(),
+            "connected": sum(bus.is_connected for bus in buses),
+            "attempts": sum(each.attempts for each in stats),
+            "connects": sum(each.connects for each in stats),
+            "sent": sum(each.sent for each in stats),
+            "sent_bytes": sum(each.sent_bytes for each in stats),
+        }
+        print(json.dumps(told), flush=True)
+        for each in lives:
+            if each.done():
+                each.result()
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------
+
+
+class Crowds:
+    """The processes of agents, and the sum of their last lines."""
+
+    def __init__(self) -> None:
+        self._children: list[asyncio.subprocess.Process] = []
+        self._reading: list[asyncio.Task[None]] = []
+        self._last: dict[int, dict[str, float]] = {}
+        self.series: list[tuple[float, dict[str, float]]] = []
+
+    async def add(self, given: dict[str, Any]) -> None:
+        """Start one more process, with these agents."""
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tools.bench.scale", "--crowd"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(given).encode() + b"\n")
+        self._children.append(child)
+        self._reading.append(asyncio.create_task(self._read(child)))
+
+    async def _read(self, child: asyncio.subprocess.Process) -> None:
+        assert child.stdout is not None
+        while line := await child.stdout.readline():
+            self._last[child.pid] = json.loads(line)
+            self.series.append((time.monotonic(), self.now))
+
+    @property
+    def now(self) -> dict[str, float]:
+        """Sums over all processes."""
+        names = ("connected", "attempts", "connects", "sent", "sent_bytes")
+        return {name: sum(each[name] for each in self._last.values()) for name in names}
+
+    @property
+    def cpu(self) -> float:
+        """Return the processor time of all of them, in seconds."""
+        return sum(cpu_seconds(child.pid) for child in self._children)
+
+    async def until_connected(self, count: int) -> None:
+        async with asyncio.timeout(RETURN_TIMEOUT_S):
+            while self.now["connected"] < count:
+                await asyncio.sleep(TICK_S / 5)
+
+    async def end(self) -> None:
+        for child in self._children:
+            child.kill()
+            await child.wait()
+        await asyncio.gather(*self._reading)
+
+
+@asynccontextmanager
+async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
+    """Run agents that try to connect, for the length of the block."""
+    crowds = Crowds()
+    try:
+        for begin in range(0, count, AGENTS_PER_PROCESS):
+            await crowds.add(
+                {
+                    f"agent-{number}": msgspec.structs.asdict(server.mbus(f"agent-{number}"))
+                    for number in range(begin, min(count, begin + AGENTS_PER_PROCESS))
+                }
+            )
+        yield crowds
+    finally:
+        await crowds.end()
+
+
+@dataclass
+class Point:
+    """Measurements with ``agents`` agents. Seconds, MB, percent of one core."""
+
+    agents: int
+    all_connected_after: float = 0.0
+    server_mb: float = 0.0
+    server_cpu_percent: float = 0.0
+    messages_per_second: float = 0.0
+    payload_bytes_per_second: float = 0.0
+    asked_all_after: float = 0.0
+    """Seconds from one request of the Director to all agents until the last answer."""
+    handshake_cpu: float = 0.0
+    """Processor time of the server for each reconnected agent, in seconds."""
+    agent_cpu: float = 0.0
+    """Processor time of each agent from the end of the server to its reconnection, in seconds."""
+    back_first: float = 0.0
+    back_median: float = 0.0
+    back_last: float = 0.0
+    """Seconds from the server's return until the first, the middle and the last agent is connected."""
+    attempts: float = 0.0
+    """Connection attempts of each agent."""
+    most_attempts_away: float = 0.0
+    """In any second between the kill and the next start."""
+    most_attempts_per_second: float = 0.0
+    """In any second after it."""
+    deaf: int = 0
+    curve: list[tuple[float, float, float]] | None = None
+    """Seconds since the server's return, number of connected agents, attempts so far."""
+
+
+async def measure(count: int) -> Point:
+    """A bus with so many agents."""
+    point = Point(count)
+    with tempfile.TemporaryDirectory() as scratch:
+        server = NatsServer(Path(scratch) / "bus")
+        for number in range(count):
+            await server.add_agent(f"agent-{number}")
+        async with server:
+            director, monitor = Director(), HealthMonitor()
+            async with director.on(server.peer()), monitor.on(server.peer(HEALTH_MONITOR)):
+                watch = Stopwatch()
+                async with agents(server, count) as crowds:
+                    await crowds.until_connected(count)
+                    point.all_connected_after = watch.seconds
+                    await asyncio.sleep(3)
+                    await steady(point, server, monitor)
+                    point.asked_all_after, deaf = await asked(director, count)
+                    point.deaf += deaf
+                    await storm(point, server, crowds)
+                    await asyncio.sleep(1)
+                    _, deaf = await asked(director, count)
+                    point.deaf += deaf
+    return point
+
+
+async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> None:
+    """Measure the server's resources and the Health Monitor's messages at rest."""
+    used, watch, before = cpu_seconds(server.pid), Stopwatch(), len(monitor.notices)
+    await asyncio.sleep(STEADY_S)
+    point.server_cpu_percent = (cpu_seconds(server.pid) - used) / watch.seconds * 100
+    point.messages_per_second = (len(monitor.notices) - before) / watch.seconds
+    point.payload_bytes_per_second = point.messages_per_second * len(BEAT)
+    point.server_mb = pss(server.pid)
+
+
+async def asked(director: Director, count: int) -> tuple[float, int]:
+    """Ask all agents at once. Return the seconds until the last answer, and the number of agents without one."""
+    watch = Stopwatch()
+    answers = await asyncio.gather(
+        *(director.value(f"agent-{number}", "ping", timeout=30.0) for number in range(count)), return_exceptions=True
+    )
+    return watch.seconds, sum(isinstance(each, BaseException) for each in answers)
+
+
+async def storm(point: Point, server: NatsServer, crowds: Crowds, away: float = AWAY_S) -> None:
+    """Kill the server, start it again after the outage, and record the reconnections."""
+    before, used = crowds.now, crowds.cpu
+    crowds.series.clear()
+    await server.kill()
+    await asyncio.sleep(away)
+    point.most_attempts_away = steepest([(at, now["attempts"]) for at, now in crowds.series])
+    crowds.series.clear()
+    await server.start()
+    back = time.monotonic()
+    await crowds.until_connected(point.agents)
+    point.back_last = time.monotonic() - back
+    point.handshake_cpu = cpu_seconds(server.pid) / point.agents
+    point.agent_cpu = (crowds.cpu - used) / point.agents
+    point.attempts = (crowds.now["attempts"] - before["attempts"]) / point.agents
+    seen = [(at - back, now["connected"], now["attempts"]) for at, now in crowds.series]
+    point.back_first = next((at for at, connected, _ in seen if connected), point.back_last)
+    point.back_median = next((at for at, connected, _ in seen if connected >= point.agents / 2), point.back_last)
+    point.most_attempts_per_second = steepest([(at, attempts) for at, _, attempts in seen])
+    point.curve = seen[:: max(1, len(seen) // 200)]
+
+
+def steepest(series: Sequence[tuple[float, float]]) -> float:
+    """Return the maximum growth of a sum within one second."""
+    most, begin = 0.0, 0
+    for at, value in series:
+        while series[begin][0] < at - 1:
+            begin += 1
+        most = max(most, value - series[begin][1])
+    return most
+
+
+async def main_async(counts: Sequence[int], kept: Path | None) -> dict[str, Any]:
+    points: list[dict[str, Any]] = []
+    for count in counts:
+        print(f"scale: {count} agents", file=sys.stderr, flush=True)
+        points.append(asdict(await measure(count)))
+        if kept is not None:  # a machine that cannot hold the next number does not take the others with it
+            kept.write_text(json.dumps(points))
+    beat = statistics.mean([len(BEAT)])
+    return {
+        "cores": os.cpu_count(),
+        "beat_bytes": beat,
+        "timing": {"connect": Timing().connect, "longest": Timing().longest},
+        "measured": points,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("counts", nargs="*", type=int, metavar="N", help=f"default: {COUNTS}")
+    parser.add_argument("--crowd", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the results so far after each number")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or started processes remain
+    if args.crowd:
+        asyncio.run(crowd())
+        return 0
+    json.dump(asyncio.run(main_async(args.counts or COUNTS, args.keep)), sys.stdout)
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

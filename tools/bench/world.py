@@ -1,0 +1,379 @@
+"""A private bus, a Director and an agent to measure, in a scratch directory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from agent_shim.core.errors import HostError
+from agent_shim.demo.director import Director, RpcTimeoutError
+from agent_shim.demo.release import archive
+from agent_shim.edges.bus.nats import NatsBus
+from agent_shim.host import guarded, process
+from tests.support.broker import NatsServer
+from tests.support.residue import remove_cgroups
+from tools.bench.measuring import cpu_seconds, own_memory, pss
+
+AGENT: Final = "bench-agent"
+BYSTANDER: Final = "bystander"
+NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
+PROGRAM: Final = os.environ.get("BENCH_PROGRAM", "")
+"""Directory of the program as the image has it, which ``./dev bench`` makes. "" for the checkout."""
+INTERPRETER: Final = f"{PROGRAM}/bin/python3" if PROGRAM else sys.executable
+_RUN: Final = f"{shlex.quote(PROGRAM)}/bin/agent-shim" if PROGRAM else f"{shlex.quote(INTERPRETER)} -m agent_shim.cli"
+COMMAND: Final = f"{_RUN} run -C {{config}} -b {{base}}"
+
+ECHO: Final = f"{shlex.quote(INTERPRETER)} -m tools.bench.echo {{config}}"
+"""The floor of many figures; it runs as an agent does, from the top of the project."""
+
+ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""Variables with which the image starts an agent."""
+ROOT: Final = Path(__file__).parents[2]
+MAX_PIDFILE_BYTES: Final = 64
+MAX_KEPT_BYTES: Final = 64 << 20
+
+_CTL = """
+#!/bin/sh
+run={base}/data/sys/run/{job}
+case $1 in
+start) mkdir -p $run; echo $$ | tee -a {base}/data/{job}/starts > $run/{job}.pid; exec sleep 100000 ;;
+stop) kill $(cat $run/{job}.pid); rm -f $run/{job}.pid ;;
+esac
+"""
+_MONIT = """
+check process {job}
+  with pidfile {base}/data/sys/run/{job}/{job}.pid
+  start program "{base}/jobs/{job}/bin/ctl start"
+  stop program "{base}/jobs/{job}/bin/ctl stop"
+  group vcap
+"""
+
+
+@dataclass
+class World:
+    """A scratch directory with a bus and an agent. ``command`` contains ``{config}`` and ``{base}``."""
+
+    scratch: Path
+    command: str
+    server: NatsServer
+    director: Director
+    agent: process.Process | None = None
+    urls: tuple[str, ...] = ()
+    """Address at which the agent finds the bus, if not the server's own."""
+    http: str = "127.0.0.1:0"
+    bosh: dict[str, Any] = field(default_factory=dict)
+    """More members of ``env.bosh``."""
+    is_apart: bool = False
+    """The command's only child is the agent, process 1 of a pid namespace: pidfiles have no pids of this machine."""
+    agent_id: str = AGENT
+    applied: dict[str, Any] | None = None
+    """The spec of the last ``apply`` that succeeded."""
+    is_started: bool = False
+    """True after ``start``, until ``stop``."""
+    kept: Path | None = None
+    """Directory for copies of small blobs: an ``apply`` deletes one."""
+
+    @property
+    def base(self) -> Path:
+        return self.scratch / "vcap"
+
+    @property
+    def pid(self) -> int:
+        assert self.agent is not None
+        if not self.is_apart:
+            return self.agent.pid
+        return int(Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()[0])
+
+    @property
+    def beside(self) -> Path:
+        """Directory for pidfiles of a command that runs more programs than the agent.
+
+        ``*.pid`` are measured with the agent. The group that ``group`` leads is ended with the world: it outlives an
+        agent that is killed or started again.
+        """
+        return self.scratch / "beside"
+
+    def pss(self) -> float:
+        """Return the memory (MB) of the agent and of the programs beside it."""
+        return sum(map(pss, self.together()))
+
+    def own_memory(self) -> float:
+        """Return the memory (MB) that the same have written and share with none; for differences."""
+        return sum(map(own_memory, self.together()))
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time of the same, in seconds."""
+        return sum(map(cpu_seconds, self.together()))
+
+    def together(self) -> list[int]:
+        """Return the pids of the agent and of the programs beside it."""
+        return [self.pid, *(int(path.read_text()) for path in self.beside.glob("*.pid"))]
+
+    async def start_agent(self) -> float:
+        """Start the agent. Return the seconds from exec to its first pong. Raises ``HostError`` if it ends before."""
+        if not self.config.exists():
+            self.write_settings()
+        begun_at = time.monotonic()
+        self.exec_agent()
+        async with asyncio.timeout(120):
+            while True:
+                try:
+                    # A slow machine gets more time for one answer.
+                    patience = 0.01 if time.monotonic() - begun_at < 5 else 1.0
+                    await self.director.value(self.agent_id, "ping", timeout=patience)
+                    return time.monotonic() - begun_at
+                except RpcTimeoutError:
+                    if not self.is_apart and self.agent is not None and self.agent.is_over:
+                        raise HostError(f"cannot start the agent: it has ended: {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+    def log_text(self) -> str:
+        """Return the agent's log, "" before its start."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def forget_log(self) -> None:
+        """Begin a new log with the next agent."""
+        self._log.unlink(missing_ok=True)
+
+    @property
+    def _log(self) -> Path:
+        return self.scratch / "agent.log"
+
+    def exec_agent(self) -> None:
+        """Start the agent with the present settings, without waiting for an answer."""
+        env = {**os.environ, **ENVIRONMENT, **({"PYTHONPATH": str(ROOT)} if self.command == ECHO else {})}
+        self.agent = process.spawn(self.argv(), env=env, cwd=self.scratch, stdout=self._log, stderr=self._log)
+
+    def argv(self) -> list[str]:
+        """The words of the command."""
+        return [word.format(config=self.config, base=self.base) for word in shlex.split(self.command)]
+
+    @property
+    def config(self) -> Path:
+        """The agent.json."""
+        return self.scratch / "agent.json"
+
+    @property
+    def source(self) -> Path:
+        """Return the settings that a CPI would write."""
+        return self.scratch / "settings.json"
+
+    async def kill_agent(self) -> None:
+        """Kill the agent."""
+        assert self.agent is not None
+        self.agent.send(signal.SIGKILL)
+        await self.agent.wait()
+        self.agent = None
+
+    def starts(self) -> dict[str, list[int]]:
+        """Return all pids under which each job was started."""
+        return {
+            path.parent.name: [int(line) for line in path.read_text().split()]
+            for path in (self.base / "data").glob("*/starts")
+        }
+
+    async def stop_agent(self) -> int | None:
+        """End the agent in order, if it runs. Return its exit code."""
+        if self.agent is None:
+            return None
+        self.agent.send(signal.SIGKILL if self.is_apart else signal.SIGTERM)
+        code = await self.agent.wait()
+        self.agent = None
+        return code
+
+    async def deploy(self, jobs: int = 1, packages: int = 0, size: int = 0, **options: Any) -> dict[str, int]:
+        """Deploy ``spec`` to an agent, started if there is none. Return the pids of the running jobs."""
+        if self.agent is None:
+            await self.start_agent()
+        await self.run("apply", self.spec(jobs, packages, size, **options))
+        await self.run("start")
+        await self.until_running()
+        return self.pids()
+
+    async def execute(self, *words: str, module: str = "cli") -> tuple[int | None, str]:
+        """Run ``agent-shim`` for this agent. Return its exit code and output."""
+        out = self.scratch / f"{words[0]}.out"
+        out.unlink(missing_ok=True)
+        argv = [INTERPRETER, "-m", f"agent_shim.{module}", *words, "-b", str(self.base)]
+        status = await process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out).wait()
+        return status, out.read_text()
+
+    def end_what_is_beside(self) -> None:
+        """The agent first: it would start the jobs again."""
+        with suppress(FileNotFoundError, ProcessLookupError):
+            os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)
+
+    def write_settings(self) -> None:
+        """Write the files for the start of the agent. The first start does it by itself."""
+        mbus = self.server.mbus(self.agent_id)
+        cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
+        self.store.mkdir(exist_ok=True)
+        document = {
+            "agent_id": self.agent_id,
+            "vm": {"name": "vm-bench"},
+            "networks": NETWORKS,
+            "blobstore": {"provider": "local", "options": {"blobstore_path": str(self.store)}},
+            "env": {"bosh": {"mbus": {"urls": list(self.urls or mbus.urls), "cert": cert}, **self.bosh}},
+        }
+        self.source.touch(mode=0o600)
+        self.source.write_text(json.dumps(document))
+        sources = {"Sources": [{"Type": "File", "SettingsPath": str(self.source)}]}
+        options = {"Infrastructure": {"Settings": sources}, "AgentShim": {"http": self.http}}
+        self.config.write_text(json.dumps(options))
+
+    @property
+    def store(self) -> Path:
+        """The directory of the local blobstore."""
+        return self.scratch / "blobs"
+
+    def blob(self, name: str, content: bytes) -> dict[str, str]:
+        """Put a blob into the store. Return its id and digest."""
+        (self.store / name).write_bytes(content)
+        if self.kept is not None and len(content) <= MAX_KEPT_BYTES:
+            (self.kept / name).write_bytes(content)
+        return {"blobstore_id": name, "sha1": hashlib.sha1(content).hexdigest()}  # noqa: S324 - the protocol's
+
+    def spec(
+        self,
+        jobs: int,
+        packages: int,
+        size: int = 0,
+        *,
+        version: str = "1",
+        more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Return a spec of ``jobs`` sleeping jobs and ``packages`` packages of ``size`` bytes each, half of them
+        random.
+
+        ``more`` jobs come with their files.
+        """
+        names = [f"job{number}" for number in range(jobs)]
+        files: dict[str, str | bytes] = {f"{job}/{path}": text for job, of in more.items() for path, text in of.items()}
+        for name in names:
+            words = {"base": self.base, "job": name}
+            files[f"{name}/monit"] = _MONIT.format(**words)
+            files[f"{name}/bin/ctl"] = _CTL.format(**words)
+            files[f"{name}/version"] = version
+        packed = {
+            f"package{number}": {
+                "name": f"package{number}",
+                "version": version,
+                **self.blob(f"package{number}-{version}", _content(number, size)),
+            }
+            for number in range(packages)
+        }
+        templates = [{"name": name, "version": version} for name in (*names, *more)]
+        return {
+            "deployment": "bench",
+            "job": {"name": "bench", "template": names[0], "version": version, "templates": templates},
+            "index": 0,
+            "id": "bench-instance",
+            "name": "bench",
+            "az": "z1",
+            "networks": NETWORKS,
+            "packages": packed,
+            "configuration_hash": version,
+            "persistent_disk": 0,
+            "rendered_templates_archive": self.blob(f"templates-{version}", archive(files)),
+        }
+
+    def pids(self) -> dict[str, int]:
+        """Return the pids in the pidfiles of the jobs, of bpm's too."""
+        found: dict[str, int] = {}
+        if self.is_apart:
+            return found
+        run = self.base / "data/sys/run"
+        for path in (*run.glob("*/*.pid"), *run.glob("bpm/*/*.pid")):
+            # A case may have put a pipe there, which would block an open.
+            with suppress(OSError):
+                text = guarded.head(path, MAX_PIDFILE_BYTES).strip()
+                if text.isdigit() and int(text) > 1:
+                    found[path.stem] = int(text)
+        return found
+
+    async def run(self, method: str, *arguments: Any, limit: float | None = None) -> float:
+        """Run an action, polling without a pause, for ``limit`` seconds at most. Return its seconds."""
+        begun_at = time.monotonic()
+        await self.director.run(self.agent_id, method, *arguments, limit=limit)
+        took = time.monotonic() - begun_at
+        if method == "apply":
+            self.applied = arguments[0]
+        elif method in ("start", "stop"):
+            self.is_started = method == "start"
+        return took
+
+    async def until_running(self) -> float:
+        """Return the seconds until the agent reports the jobs as running."""
+        begun_at = time.monotonic()
+        async with asyncio.timeout(120):
+            while (await self.director.value(self.agent_id, "get_state"))["job_state"] != "running":
+                await asyncio.sleep(0.002)
+        return time.monotonic() - begun_at
+
+
+async def _echo(data: bytes) -> tuple[str, bytes]:
+    await asyncio.sleep(0.001)  # or it would be polled in every turn of the loop
+    return json.loads(data)["reply_to"], b'{"value":"pong"}'
+
+
+@asynccontextmanager
+async def bystander(w: World) -> AsyncIterator[None]:
+    """Run another client on the bus, ``BYSTANDER``, that only answers. Its delays are the machine's."""
+    await w.server.add_agent(BYSTANDER)
+    bus = NatsBus(BYSTANDER, w.server.mbus(BYSTANDER), _echo)
+    running = asyncio.create_task(bus.run())
+    try:
+        await bus.wait_connected()
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+def _content(seed: int, size: int) -> bytes:
+    """Return a package: half random bytes, half text."""
+    random_half = random.Random(seed).randbytes(size // 2)
+    text_half = (b"all work and no play makes a dull package\n" * (size // 80 + 1))[: size // 2]
+    return archive({"content": random_half + text_half})
+
+
+@asynccontextmanager
+async def world(command: str) -> AsyncIterator[World]:
+    """Yield a world with a bus and a Director, and no agent yet."""
+    scratch = Path(tempfile.mkdtemp(prefix="agent-shim-bench-"))
+    director = Director(poll=0)
+    try:
+        async with NatsServer(scratch / "bus") as server:
+            await server.add_agent(AGENT)
+            async with director.on(server.peer()):
+                made = World(scratch, command, server, director)
+                try:
+                    yield made
+                finally:
+                    await made.stop_agent()
+                    made.end_what_is_beside()
+                    for pid in made.pids().values():
+                        survivor = process.adopt(pid)
+                        if survivor is not None:
+                            await survivor.terminate(1)
+    finally:
+        remove_cgroups(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,203 @@
+"""Run a command as root without harm to this machine, whatever the command does (a mutant of the agent, for example).
+
+``confined.py SCRATCH COMMAND ...`` runs it in its own mount, pid, network, ipc and cgroup namespaces. Only SCRATCH, a
+new ``/tmp`` and its own cgroup are writable. ``/dev`` has harmless devices only, the network a loopback only. Its end,
+or its parent's, ends every process inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from agent_shim.host import mounts
+from tests.support.own_cgroups import joining, own_cgroups
+from tools.chaos import namespaces
+
+ROOT: Final = Path(__file__).parents[2]
+MAX_PROCESSES: Final = 2000
+MAX_MEMORY: Final = 8 << 30
+_INSIDE: Final = "SHIM_CONFINED_CGROUPS"
+"""Environment variable of the second half, inside the namespaces: mounts of cgroups, each ``FROM:TO``."""
+_FRESH: Final = ("/tmp", "/var/tmp", "/run")
+_DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
+_CLOSED: Final = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
+_MOUNT_SETATTR: Final = 442
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_RDONLY, _NODEV = 1, 4
+_CLONE_NEWPID: Final = 0x20000000
+_PR_SET_PDEATHSIG: Final = 1
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def command(scratch: Path, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs ``argv`` confined. Raises SystemExit without root, which the namespaces require."""
+    if os.geteuid() != 0:
+        raise SystemExit("cannot confine mutants: namespaces take root")
+    return [sys.executable, __file__, str(scratch), *argv]
+
+
+def fresh_proc() -> None:
+    """Mount a ``/proc`` of the new pid namespace, in which no setting of the kernel can be changed.
+
+    By system calls: a program for each mutant would take longer than its tests.
+    """
+    _checked(_LIBC.mount(b"proc", b"/proc", b"proc", 0, None))
+    for place in map(os.fsencode, filter(os.path.exists, _CLOSED)):
+        _checked(_LIBC.mount(place, place, None, mounts.MS_BIND, None))
+        _set(os.fsdecode(place), on=_RDONLY)
+
+
+def fork() -> int:
+    """Fork into new pid and mount namespaces. Return 0 in the child, which is not process 1, and the pid of process 1
+    here.
+
+    The end of that process 1 ends all processes there. Its exit code is the child's.
+    """
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    _checked(_LIBC.unshare(_CLONE_NEWPID))
+    first = os.fork()
+    if first != 0:
+        _checked(_LIBC.setns(own, _CLONE_NEWPID))
+        os.close(own)
+        return first
+    os.close(own)
+    code = 1
+    try:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        mounts.leave_mount_namespace()
+        fresh_proc()
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            return 0
+        code = _reap(child)
+    finally:
+        if os.getpid() == 1:
+            os._exit(code)
+    raise AssertionError("unreachable")
+
+
+def _reap(child: int) -> int:
+    """Wait for all processes until ``child`` ends. Return its exit code, 128 + N if signal N ended it."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def main(scratch: Path, argv: Sequence[str]) -> int:
+    """The exit code of the command."""
+    if _INSIDE in os.environ:
+        _enter(scratch)
+        return namespaces.main("/run/signals", list(argv))
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with _cgroups() as places:
+        inside = {_INSIDE: " ".join(f"{ours}:{top}" for ours, top in places)}
+        enter = ["unshare", "--mount", "--pid", "--net", "--ipc", "--cgroup", "--fork", "--mount-proc", "--kill-child"]
+        again = [sys.executable, __file__, str(scratch), *argv]
+        running = subprocess.Popen(
+            joining(places, [*enter, "--", *again]),
+            env={**os.environ, **inside},
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - no threads here
+        )
+        try:
+            return running.wait()
+        finally:
+            running.kill()
+            running.wait()
+
+
+@contextlib.contextmanager
+def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
+    """Make limited cgroups. Yield the directory of each and the top of its hierarchy."""
+    with own_cgroups("confined") as made:
+        for ours, _ in made:
+            for name, value in (
+                ("pids.max", MAX_PROCESSES),
+                ("memory.max", MAX_MEMORY),
+                ("memory.limit_in_bytes", MAX_MEMORY),
+            ):
+                if (ours / name).exists():
+                    (ours / name).write_text(str(value))
+        yield made
+
+
+def _enter(scratch: Path) -> None:
+    """Arrange the mounts of the new namespace, of which this process is process 1."""
+    _set("/", on=_RDONLY | _NODEV, recursive=True)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    aside = Path("/mnt")
+    mounts.mount_tmpfs(aside)
+    # Directories that a new tmpfs will hide are moved aside and mounted again.
+    needed = (ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
+    shown = [place for place in needed if any(map(place.is_relative_to, _FRESH))]
+    for number, place in enumerate([scratch, *shown]):
+        (aside / str(number)).mkdir()
+        _mount("--rbind", str(place), str(aside / str(number)))
+    _devices(aside / "dev")
+    for fresh in _FRESH:
+        mounts.mount_tmpfs(Path(fresh), "mode=1777")
+        _set(fresh, on=_NODEV)
+    for number, place in reversed(list(enumerate([scratch, *shown]))):
+        place.mkdir(parents=True, exist_ok=True)
+        _mount("--rbind", str(aside / str(number)), str(place))
+    _set(str(scratch), off=_RDONLY)
+    for pair in os.environ.pop(_INSIDE).split():
+        ours, top = pair.split(":")
+        _mount("--bind", ours, top)
+        _set(top, off=_RDONLY)
+    mounts.unmount(aside, lazy=True)
+    os.chdir(Path.cwd())
+    fresh_proc()
+
+
+def _devices(at: Path) -> None:
+    """Replace ``/dev`` by one with harmless devices only, to which none can be added."""
+    at.mkdir()
+    mounts.mount_tmpfs(at)
+    for name in _DEVICES:
+        (at / name).touch()
+        _mount("--bind", f"/dev/{name}", str(at / name))
+        _set(str(at / name), off=_RDONLY | _NODEV)
+    for name in ("pts", "shm"):
+        (at / name).mkdir()
+    for name, to in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1")):
+        (at / name).symlink_to(to)
+    _mount("-t", "devpts", "-o", "newinstance,ptmxmode=666,mode=620", "devpts", str(at / "pts"))
+    mounts.mount_tmpfs(at / "shm", "mode=1777")
+    _mount("--rbind", str(at), "/dev")
+    _set("/dev", on=_RDONLY)
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+def _set(place: str, *, on: int = 0, off: int = 0, recursive: bool = False) -> None:
+    """Change attributes of the mount at ``place``, or of it and all mounts below."""
+    values = ctypes.create_string_buffer(struct.pack("4Q", on, off, 0, 0))
+    flags = _AT_RECURSIVE if recursive else 0
+    _checked(_LIBC.syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(place), flags, values, ctypes.c_size_t(32)))
+
+
+def _checked(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,615 @@
+"""C: crashes, restarts and the end of the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.core.paths import Paths
+from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim.demo.release import archive
+from tools.bench.world import AGENT, World
+from tools.chaos.cases import case
+from tools.chaos.stand import CannotInjectError, NotHeldError, Stand, asked, at_most, commands, expect, refused, until
+from tools.chaos.supervision import checked, deployed, reaches
+
+MB = 1 << 20
+
+
+@case(
+    "C-01",
+    "SIGKILL of the agent at random moments, 200 jobs running",
+    scale="20 kills of 100",
+    has_full=True,
+    is_long=True,
+)
+async def killed_often(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(200)
+    stand.remember()
+    chance, longest = random.Random(1), 0.0
+    for _ in range(stand.of(20, 100)):
+        await asyncio.sleep(chance.uniform(0.0, 1.0))
+        beats = len(stand.monitor.of("heartbeat", AGENT))
+        await stand.kill_agent()
+        longest = max(longest, await stand.answers(5))
+    await until(lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 5, "heartbeat after the last kill")
+    return f"back after {longest:.2f} s at most, 0 jobs restarted"
+
+
+@case(
+    "C-02",
+    "SIGKILL at every system call by which an apply changes a file (2 packages, 2 jobs)",
+    scale="each eighth",
+    has_full=True,
+    is_long=True,
+)
+async def killed_in_apply(stand: Stand) -> str:
+    world = stand.world
+    await stand.boot()
+    spec = world.spec(2, 2, MB // 4)
+    await world.run("prepare", spec)
+    await world.run("apply", spec)
+    await stand.stop()
+    stand.remember()
+    clean = _installed(world, "1")
+
+    async def apply(version: str) -> Told:
+        spec = world.spec(2, 2, MB // 4, version=version)
+        told = await killed(stand, int(version[1:]), "all", [world.base], partial(_ask, stand, "apply", spec))
+        await world.run("apply", spec)
+        where = f"after the kill at {told.get('call')} of {told.get('path')}"
+        expect(_installed(world, version) == clean, f"{where} something is not as after an apply without a kill")
+        expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
+        await _tidied([world.base], where)
+        for path in world.store.iterdir():
+            path.unlink()
+        return told
+
+    count, last = await _sweep(apply, stand.of(8, 1))
+    return f"{count} kills, the last at call {last}; each repeated apply the same, to the byte, as one without a kill"
+
+
+Told = dict[str, Any]
+"""Report of a tracer about a kill. Empty if there are fewer calls."""
+
+
+async def killed(
+    stand: Stand, number: int, who: str, places: Sequence[Path], work: Callable[[], Awaitable[None]]
+) -> Told:
+    """Kill a victim at call ``number`` of ``work`` that changes a file below ``places``.
+
+    Returns when a killed agent runs again. ``work`` may have failed or be unfinished.
+    """
+    pid = stand.pid
+    async with _tracing(pid, number, who, places) as lines:
+        working = asyncio.ensure_future(work())
+        telling = asyncio.create_task(lines.readline())
+        await asyncio.wait([working, telling], return_when=asyncio.FIRST_COMPLETED)
+    told: Told = json.loads(await telling or "{}")  # the tracer may have killed after the work, until it ended
+    if not told:
+        await working
+        return {}
+    if pid in told["killed"]:
+        stand.expected_ends += 1
+        working.cancel()
+        await until(lambda: len(stand.ends) == stand.expected_ends, 10, "the end of the agent")
+        await stand.answers(10)
+    with contextlib.suppress(asyncio.CancelledError, RpcRemoteError, RpcTimeoutError):
+        await working
+    return told
+
+
+async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:
+    """Return the reports of all calls of ``work`` that change a file below ``places``. None is killed."""
+    async with _tracing(stand.pid, 0, "root", places) as lines:
+        reading = asyncio.create_task(lines.read())
+        await work()
+    return [json.loads(line) for line in (await reading).splitlines()]
+
+
+async def _end_workers(pid: int) -> None:
+    """End the workers that rest: the tracer follows those that start while it runs."""
+    while workers := [child for child in _children(pid) if b"agent_shim.bulk.worker" in _command_line(child)]:
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        await asyncio.sleep(0.01)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+@contextlib.asynccontextmanager
+async def _tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> AsyncIterator[asyncio.StreamReader]:
+    """Yield the lines of a tracer of a process that is followed."""
+    await _end_workers(pid)
+    argv = ["-m", "tools.chaos.tracer", str(pid), str(number), who, *map(str, places)]
+    tracer = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert tracer.stdout is not None
+    assert tracer.stderr is not None
+    try:
+        if await tracer.stdout.readline() != b"following\n":
+            raise CannotInjectError((await tracer.stderr.read()).decode()[-200:].strip() or "no tracer")
+        yield tracer.stdout
+    finally:
+        if tracer.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(tracer.pid, signal.SIGTERM)  # terminate() may reap it, and asyncio would lose its status
+        await tracer.wait()
+
+
+async def _ask(stand: Stand, method: str, *arguments: object) -> None:
+    await stand.world.run(method, *arguments)
+
+
+async def _sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
+    """Kill at each ``step``th call until two calls in a row do not occur: two runs differ by a call or two.
+
+    Return the number of kills and the last call.
+    """
+    count, last, beyond, number = 0, 0, 0, 1
+    while beyond < 2:
+        if await point(f"v{number}"):
+            count, last, beyond = count + 1, number, 0
+        else:
+            beyond += 1
+        number += step
+    expect(count > 1, "nothing was killed")
+    return count, last
+
+
+async def _tidied(places: Sequence[Path], where: str) -> None:
+    """Check that no half-written file remains. A file that is being written has another name each time."""
+
+    def left() -> set[Path]:
+        return {path for place in places for glob in (".*.tmp-*", "worker-*") for path in place.rglob(glob)}
+
+    first = left()
+    await until(lambda: not first & left(), 5, f"{where} {len(first)} temporary files go")
+
+
+def _installed(world: World, version: str) -> dict[str, tuple[int, bytes]]:
+    """Return modes and contents of all files of packages and jobs, without version numbers in them."""
+    found = {}
+    for place in (world.base / "packages", world.base / "jobs"):
+        for top in place.iterdir():
+            for path in (one for one in top.rglob("*") if one.is_file()):
+                content = path.read_bytes()
+                if path.name == "version":
+                    expect(content == version.encode(), f"{path} is of another version")
+                    content = b""
+                found[str(path.relative_to(world.base))] = path.stat().st_mode, hashlib.sha256(content).digest()
+    return found
+
+
+@case(
+    "C-03",
+    "SIGKILL at every system call that writes state: settings, specs, tasks, disks, jobs, copies",
+    scale="each third",
+    has_full=True,
+    is_long=True,
+)
+async def killed_in_writes(stand: Stand) -> str:
+    world = stand.world
+    await stand.boot()
+    await stand.deploy(2)
+    stand.remember()
+    stand.omit("I2", "each round stops the jobs and starts them")
+    base, wrong, written = world.base, list[str](), set[str]()
+    places = [base / "bosh", base / "data/bosh", base / "instance", base / "monit"]
+
+    def look() -> None:
+        wrong.extend(stand.witness.documents())
+
+    async def work(version: str) -> None:
+        document = json.loads(world.source.read_text())
+        document["vm"]["name"] = version
+        world.source.write_text(json.dumps(document))
+        spec = world.spec(2, 0, version=version)
+        update = {"trusted_certs": "", "disk_associations": [], "unknown": version}
+        requests = (
+            ("update_settings", update),
+            ("add_persistent_disk", f"disk-{version}", {"path": f"/dev/{version}"}),
+            ("stop",),
+            ("apply", spec),
+            ("start",),
+            ("remove_persistent_disk", f"disk-{version}"),
+        )
+        for request in requests:
+            await world.run(*request)
+
+    async def point(version: str) -> Told:
+        told = await killed(stand, int(version[1:]), "root", places, partial(work, version))
+        written.add(Path(told.get("path", "")).name.lstrip(".").partition(".tmp-")[0])
+        where = f"after the kill at {told.get('call')} of {told.get('path')}"
+        expect(not wrong, f"{where}: {'; '.join(wrong)}")
+        await work(version)
+        expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
+        await _tidied(places, where)
+        return told
+
+    async def boot() -> None:
+        os.kill(stand.pid, signal.SIGCONT)
+        await stand.answers(60)  # each of its system calls is traced
+        await world.until_running()
+
+    async def boot_point(version: str) -> Told:
+        command = world.command
+        world.command = f"sh -c {shlex.quote(STANDING)} sh {command}"
+        await stand.kill_agent()
+        before = world.agent
+        await until(lambda: world.agent is not before and _stands(stand.pid), 10, "the next agent")
+        world.command = command
+        told = await killed(stand, int(version[1:]), "root", places, boot)
+        written.add(Path(told.get("path", "")).name.lstrip(".").partition(".tmp-")[0])
+        where = f"after the kill of a boot at {told.get('call')} of {told.get('path')}"
+        expect(not wrong, f"{where}: {'; '.join(wrong)}")
+        await world.until_running()
+        await _tidied(places, where)
+        return told
+
+    stand.between = look
+    count, last = await _sweep(point, stand.of(3, 1))
+    await world.until_running()
+    boots, last_of_boot = await _sweep(boot_point, stand.of(3, 1))
+    stand.between = lambda: None
+    names = {name for name in written if name.endswith(".json")}
+    expect(len(names) >= 5, f"killed in writes of {sorted(names)} alone")
+    told = f"{count} kills at work, the last at call {last}, and {boots} in boots, the last at {last_of_boot}"
+    return f"{told}; in writes of {len(names)} documents among others: each old or new, every boot ok"
+
+
+STANDING: Final = 'kill -STOP $$; exec "$@"'
+"""A program that waits for a tracer to follow it, and then becomes the agent."""
+
+
+def _stands(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "State:\tT" in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+@case("C-04", "SIGKILL of the agent; a job dies before the next agent starts", is_long=True)
+async def supervisor_killed(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(20)
+    victim, pid = next(iter(stand.live().items()))
+    state = Paths(stand.world.base).supervisor_state
+    # An agent that does not know that the job ran has seen no end of it.
+
+    def saved() -> str:
+        return str(json.loads(state.read_bytes().splitlines()[-1])["services"][victim]["state"])
+
+    await until(lambda: saved() == "running", 10, "a saved state")
+    stand.remember()
+    stand.dies(victim)
+    stand.between = lambda: os.kill(pid, signal.SIGKILL)
+    await stand.kill_agent()
+    back = await stand.answers(5)
+    stand.between = lambda: None
+    again = await until(lambda: stand.live().get(victim, pid) != pid, 10, "the job that died runs again")
+    told = {one["name"]: one for one in (await asked(stand, "status"))["processes"]}
+    expect(told[victim]["last_exit"] == "unknown", f"an invented exit: {told[victim]}")
+    return f"back after {back:.2f} s, the job {again:.2f} s later; its exit is reported as unknown; 19 of 20 untouched"
+
+
+@case("C-05", "SIGTERM to process 1 with 20 jobs; a job ignores TERM, another needs 8 s", is_long=True)
+async def container_ended(stand: Stand) -> str:
+    stand.contain()
+    await stand.boot()
+    jobs = {f"job{n}": _obedient(f"job{n}") for n in range(18)}
+    jobs["deaf"] = checked("deaf", "echo $$ > {run}/deaf.pid; trap '' TERM; while :; do sleep 0.1; done")
+    jobs["slow"] = _obedient("slow", "sleep 8;")
+    await deployed(stand, jobs)
+    for name in jobs:
+        await reaches(stand, name, "running", 20)
+    stand.remember()
+    stand.involved = set(jobs)
+    stand.told = {r"^deaf .* Execution failed - alert, severity 1$": 1}
+    stand.expected_ends += 1
+    begun_at = time.monotonic()
+    os.kill(stand.pid, signal.SIGTERM)
+    await until(lambda: len(stand.ends) == 1, 29, "the end of process 1")
+    took = at_most(time.monotonic() - begun_at, 29, "seconds until the end of process 1")
+    ended = (stand.world.base / "data/ended").read_text().split()
+    expect(len(set(ended)) == 19, f"only {len(set(ended))} of 19 jobs could end by themselves")
+    expect(stand.ends == [1], f"ended with {stand.ends[0]}, though one had to be killed")
+    await stand.answers(10)
+    for name in jobs:
+        await reaches(stand, name, "running", 10)
+    wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
+    expect(not wrong, f"not started exactly once more: {wrong}")
+    return f"exit code 1 after {took:.1f} s: 1 job killed, 19 ended by themselves; the next agent starts all"
+
+
+def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
+    """A job that reports an end by a stop request."""
+    trap = f"trap '{farewell} echo {name} >> {{base}}/data/ended; exit 0' TERM"
+    monit, programs = checked(name, f"echo $$ > {{run}}/{name}.pid; {trap}; while :; do sleep 0.1; done")
+    return monit.replace('/ctl stop" with timeout 3 seconds', '/ctl stop" with timeout 20 seconds'), programs
+
+
+@case("C-06", "SIGTERM while a package is compiled by children that ignore it")
+async def ended_in_compile(stand: Stand) -> str:
+    await stand.boot()
+    stand.remember()
+    script = f"echo $$ > {stand.world.base}/data/compiling\ntrap '' TERM\nsleep 100006 & sleep 100007\n"
+    blob = stand.world.blob("source", archive({"packaging": script}))
+    await stand.call("compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
+    await until((stand.world.base / "data/compiling").exists, 5, "packaging")
+    stand.expected_ends += 1
+    agent = stand.world.agent
+    assert agent is not None
+    begun_at = time.monotonic()
+    agent.send(signal.SIGTERM)
+    await agent.wait()
+    took = at_most(time.monotonic() - begun_at, 5, "seconds until the agent ends")
+    await stand.answers(10)
+    expect(commands("sleep 100006") + commands("sleep 100007") == 0, "processes of the compilation are left")
+    left = list((stand.world.base / "data/compile").glob("*"))
+    expect(not left, f"left behind: {left}")
+    return f"the agent ended after {took:.2f} s, nothing of the compilation is left"
+
+
+@case("C-07", "the container is killed and starts in place: its root is new, its data is kept")
+async def restarted_in_place(stand: Stand) -> str:
+    stand.contain()
+    await stand.boot()
+    await stand.deploy(5)
+    stand.remember()
+    stand.involved = set(stand.world.starts())
+    base = stand.world.base
+
+    def reset() -> None:
+        for place in base.iterdir():
+            if place.is_dir() and not place.is_symlink() and place.name != "data":
+                shutil.rmtree(place)
+            elif not place.is_dir() or place.is_symlink():
+                place.unlink()
+        for number in range(5):
+            (base / f"data/sys/run/job{number}/job{number}.pid").write_text("1\n")  # the next agent
+        (base / "data/sys/run/stale").touch()
+
+    stand.between = reset
+    await stand.kill_agent()
+    begun_at = time.monotonic()
+    await stand.answers(10)
+    await stand.world.until_running()
+    took = at_most(time.monotonic() - begun_at, 10, "seconds until the jobs run")
+    wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
+    expect(not wrong, f"not started exactly once more: {wrong}")
+    expect(not (base / "data/sys/run/stale").exists(), "the run directory of before is still there")
+    return f"all jobs run {took:.1f} s after it was killed, none of 5 pidfiles that named process 1 was believed"
+
+
+@case("C-08", "the agent is replaced while 50 jobs and an errand run", is_long=True)
+async def replaced(stand: Stand) -> str:
+    await stand.boot()
+    world = stand.world
+    await stand.deploy(50)
+    stand.script("job0", "run", f"touch {world.base}/data/in-errand\nsleep 2\necho done")
+    stand.remember()
+    stand.expected_ends += 1
+    task = (await stand.call("run_errand", "job0"))["agent_task_id"]
+    await until((world.base / "data/in-errand").exists, 5, "errand")
+    agent = world.agent
+    assert agent is not None
+    agent.send(signal.SIGTERM)
+    await agent.wait()
+    back = await stand.answers(5)
+    # As with the Go agent, a script that ran for the old process is lost, and the Director gets that error.
+    error = await refused(stand, "get_task", task)
+    expect("could not be found" in error, error)
+    return f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is reported as lost, as by the Go agent"
+
+
+PARTS: Final = (
+    "bus", "heartbeat", "alerts", "tasks", "settings", "coming back", "copy of the state", "leases", "addresses",
+    "certificates", "loop lag", "logs of jobs", "memory of bpm processes", "rules", "process descendants",
+)  # fmt: skip
+
+
+@case(
+    "C-09",
+    f"an unforeseen error in each of {len(PARTS)} parts of the agent, then repeatedly",
+    is_long=True,
+)
+async def planted(stand: Stand) -> str:
+    if "-m agent_shim.cli" not in stand.world.command:
+        raise CannotInjectError("needs an agent written in Python")
+    part = stand.world.scratch / "part"
+    failpoints = Path(__file__).with_name("failpoints.py")
+    stand.world.command = stand.world.command.replace("-m agent_shim.cli", f"{failpoints} {part}")
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+
+    async def fail(name: str) -> None:
+        label = f'agent_shim_part_failures_total{{part="{name}"}}'
+        before = stand.metric(label)
+        part.write_text(name)
+        os.kill(stand.pid, signal.SIGRTMIN)
+        await until(lambda: stand.ends or stand.metric(label) > before, 10, f"the failure of {name}")
+
+    for name in PARTS:
+        await fail(name)
+        await stand.answers(5)
+    expect(not stand.ends, f"the agent ended with {stand.ends}")
+    beat = await stand.heartbeat(31)
+    stand.expected_ends += 2
+    for pause in (0.5, 1, 2, 4, 8):
+        await fail("tasks")
+        with contextlib.suppress(NotHeldError):
+            await until(lambda: stand.ends, pause, "the end")
+        if stand.ends:
+            break  # the signal would end the next agent while it boots
+    await until(lambda: stand.ends, 5, "the end of the agent whose lane keeps failing")
+    first = await stand.answers(5)
+    part.write_text("supervisor")
+    os.kill(stand.pid, signal.SIGRTMIN)
+    await until(lambda: len(stand.ends) == 2, 10, "the end of the agent whose supervisor has failed")
+    back = max(first, await stand.answers(5))
+    await stand.world.until_running()
+    return (
+        f"a heartbeat within {beat:.0f} s; a lane that keeps failing ends the agent, which is back after {back:.1f} s"
+    )
+
+
+@case("C-10", "a second agent is started on the same tree")
+async def twice(stand: Stand) -> str:
+    await stand.boot()
+    stand.remember()
+    begun_at = time.monotonic()
+    done = await asyncio.to_thread(
+        subprocess.run, stand.world.argv(), capture_output=True, text=True, timeout=20, check=False
+    )
+    took = at_most(time.monotonic() - begun_at, 20, "seconds until it ends")
+    expect(done.returncode == 3, f"it ended with {done.returncode}")
+    expect(str(stand.pid) in done.stderr, f"it does not name the other: {done.stderr[-200:]}")
+    return f"ends with 3 after {took:.2f} s and names the other"
+
+
+VICTIMS: Final = ("caller", "all", "root")
+"""In turn: the worker alone, which makes the calls, the agent and its worker, the agent alone."""
+
+
+@case(
+    "C-11",
+    "SIGKILL of a worker, of the agent, or of both, at every system call by which the worker installs packages",
+    scale="3 calls of each kind",
+    has_full=True,
+    is_long=True,
+)
+async def killed_in_worker(stand: Stand) -> str:
+    world = stand.world
+    await stand.boot()
+    spec = await stand.deploy(2)
+    places = [world.base / "data/packages", world.base / "data/tmp"]
+    answers: dict[str, str] = {}
+
+    async def apply(version: str) -> None:
+        try:
+            packages = {name: {**package, "version": version} for name, package in packed.items()}
+            await world.run("apply", {**spec, "configuration_hash": version, "packages": packages})
+        except RpcRemoteError as exc:
+            answers[version] = str(exc)
+            raise
+
+    # Two of one blob are unpacked one after the other, in the same order each time.
+    blob = world.blob("large", _large())
+    packed = {name: {"name": name, **blob} for name in ("large0", "large1")}
+    await apply("first")
+    clean = _tree(world.base / "packages/large0")
+    stand.remember()
+    jobs = stand.live()
+    calls = await recorded(stand, places, partial(apply, "second"))
+    chosen = list(_chosen(calls, stand.pid, stand.of(len(VICTIMS), len(calls))))
+    kills, kinds = Counter[str](), set[str]()
+    for number, victim in chosen:
+        version, agent = f"{victim}-{number}", stand.pid
+        told = await killed(stand, number, victim, places, partial(apply, version))
+        where = f"after the kill of {victim} at {told.get('call')} of {told.get('path')}"
+        expect(told != {}, f"{where}: there is no call {number} of {len(calls)}")
+        half = [path for path in places[0].glob("*/[!.]*") if _tree(path) != clean]
+        expect(not half, f"{where} a part of a package has the name of a whole one: {half[:1]}")
+        if agent not in told["killed"]:
+            expect("was killed by SIGKILL" in answers.get(version, ""), f"{where} the agent says: {answers}")
+            kinds.add(told["call"])
+        kills[victim] += 1
+        await apply(version)
+        expect(
+            all(_tree(world.base / "packages" / name) == clean for name in packed),
+            f"{where} something is not as after an apply without a kill",
+        )
+        expect(len(list(places[0].glob("*/*"))) == len(packed), f"{where} another version is left")
+        expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
+        expect(stand.live() == jobs, f"{where} the jobs are others: {stand.live()} after {jobs}")
+        await _tidied([world.base], where)
+    _check_syncs(calls, places[0])
+    await world.run("start")  # an apply forgets the jobs, whose processes it leaves
+    await world.until_running()
+    done = f"{kills.total()} kills at {len(kinds)} kinds of call, {kills['caller']} kills of the worker alone"
+    return f"{done}; each package whole or absent, each repeated apply the same"
+
+
+def _large() -> bytes:
+    """Return a package of some megabytes."""
+    content = random.Random(11).randbytes(4 << 20)
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as tar:
+        for number in range(3):
+            kinds = {"": tarfile.DIRTYPE, "/file": tarfile.REGTYPE, "/link": tarfile.SYMTYPE, "/hard": tarfile.LNKTYPE}
+            for name, kind in kinds.items():
+                member = tarfile.TarInfo(f"{number}{name}")
+                member.type, member.mode = kind, 0o755
+                member.linkname = f"{number}/file" if kind == tarfile.LNKTYPE else "file"
+                member.size = len(content) // 3 + 1 if kind == tarfile.REGTYPE else 0
+                tar.addfile(member, io.BytesIO(content[number * len(content) // 3 :] + b"....."))
+    return out.getvalue()
+
+
+def _tree(top: Path) -> dict[str, tuple[int, bytes]]:
+    """Return mode and content of all below ``top``."""
+    found = {}
+    for path in top.rglob("*"):
+        content = os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        found[str(path.relative_to(top))] = path.lstat().st_mode, content
+    return found
+
+
+def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int, str]]:
+    """Yield numbers of calls of workers and victims: of each kind of call, ``most`` at even distances."""
+    kinds = defaultdict[str, list[int]](list)
+    for told in calls:
+        if told["pid"] != agent:
+            kinds[told["call"]].append(told["number"])
+    for numbers in kinds.values():
+        count = min(most, len(numbers))
+        for turn in range(count):
+            yield numbers[turn * (len(numbers) - 1) // max(1, count - 1)], VICTIMS[turn % len(VICTIMS)]
+    expect({"rename", "syncfs", "symlinkat", "mkdirat", "openat"} <= set(kinds), f"only {sorted(kinds)}")
+
+
+def _check_syncs(calls: Sequence[Told], packages: Path) -> None:
+    """Check that a file system is synced between the last change of a package and its renaming, and the name after it.
+
+    A kill leaves written data to the kernel. The end of a machine does not.
+    """
+    renamed = 0
+    for at, told in enumerate(calls):
+        path = Path(told["path"])
+        if told["call"] != "rename" or not path.is_relative_to(packages) or not path.name.startswith("."):
+            continue
+        renamed += 1
+        before = [
+            one["call"] for one in calls[:at] if Path(one["path"]).is_relative_to(path) or one["call"] == "syncfs"
+        ]
+        expect(before[-1:] == ["syncfs"], f"{path.name} is renamed after {before[-1:]}, before it is on disk")
+        after = [one["call"] for one in calls[at:]]
+        expect("syncfs" in after, f"the new name of {path.name} is not on disk")
+    expect(renamed == 2, f"{renamed} packages are renamed")

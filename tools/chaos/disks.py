@@ -1,0 +1,481 @@
+"""D: disks, blobs and files."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from agent_shim.demo.release import archive
+from agent_shim.services.logs.archives import REMARKS
+from tests.support.volumes import fill, fingerprint, holding, mount_ext4
+from tools.bench.world import AGENT
+from tools.chaos.cases import case
+from tools.chaos.stand import (
+    CannotInjectError,
+    Stand,
+    at_most,
+    expect,
+    injecting,
+    refused,
+    small,
+    unmounted_after,
+    until,
+)
+
+
+@case("D-03", "errors of reading, writing and syncing; then the kernel makes the data read-only", is_long=True)
+async def broken_disk(stand: Stand) -> str:
+    device = loop_device(stand, 200)
+    await stand.boot()
+    await stand.deploy(2)
+    stand.remember()
+    stand.omit("I2", "the case stops the jobs and starts them")
+    stand.omit("I17", "the data is read-only at the end")
+    errors = []
+    faults = (
+        ("fsync:error=EIO", "fdatasync:error=EIO"),
+        ("syncfs:error=EIO",),
+        ("write:error=EIO:when=2+",),
+        ("read:error=EIO:when=5+",),
+    )
+    for number, calls in enumerate(faults):
+        spec = stand.world.spec(2, 2, 1 << 20, version=f"v{number}")
+        async with injecting(stand, *calls):
+            errors.append(await refused(stand, "apply", spec))
+            await stand.call("ping", timeout=2)
+        await stand.world.run("apply", spec)
+    for method in ("stop", "start"):
+        await stand.world.run(method)
+    await stand.world.until_running()
+    jobs, alerts = stand.live(), len(stand.alerts())
+    Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
+    errors.append(await refused(stand, "apply", stand.world.spec(2, 2, 1 << 20, version="ro")))
+    beat = await stand.heartbeat(31)
+    state = await stand.call("get_state", "full")
+    expect(state["job_state"] == "running" and stand.live() == jobs, "the jobs do not go on")
+    raised = len(stand.alerts()) - alerts
+    expect(raised <= 1, f"{raised} alerts")
+    await stand.stop()
+    expect(not stand.live(), "the jobs cannot be stopped")
+    told = " / ".join(error.rpartition(": ")[2] for error in errors)
+    return f"refused: {told}; a heartbeat within {beat:.0f} s; each apply complete once the disk is well"
+
+
+def loop_device(stand: Stand, megabytes: int) -> str:
+    """Put the agent's data on a file system that the kernel makes read-only after an error. Yield the name of its
+    device.
+    """
+    place, image = stand.world.base / "data", stand.world.scratch / "data.img"
+    place.mkdir(parents=True)
+    with image.open("wb") as file:
+        file.truncate(megabytes << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    done = subprocess.run(["mount", "-o", "loop,errors=remount-ro", str(image), str(place)], check=False)
+    if done.returncode:
+        raise CannotInjectError("needs root, a loop device and ext4")
+    unmounted_after(stand, place)
+    source = subprocess.run(["findmnt", "-no", "SOURCE", str(place)], check=True, capture_output=True, text=True)
+    return source.stdout.strip().rpartition("/")[2]
+
+
+@case("D-05", "blobs that are cut, changed or missing")
+async def bad_blobs(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(1)
+    stand.remember()
+    stand.involved = {"job0"}
+    await stand.stop()
+    spec = stand.world.spec(1, 1, 1 << 20, version="2")
+    blob = stand.world.store / "package0-2"
+    good = blob.read_bytes()
+    errors = []
+    # The changed one is a complete archive: only its digest is wrong.
+    for content in (good[:-1000], archive({"content": b"another"}), b"", None):
+        if content is None:
+            blob.unlink()
+        else:
+            blob.write_bytes(content)
+        errors.append(await refused(stand, "apply", spec))
+        expect(not (stand.world.base / "packages/package0").exists(), "a wrong package was put in place")
+    blob.write_bytes(good)
+    await stand.world.run("apply", spec)
+    await stand.world.run("start")
+    expect(len(errors) == 4, f"{len(errors)} kinds were refused")
+    return f"{len(errors)} kinds refused, the right one is taken afterwards"
+
+
+async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
+    """Apply packages that do not fit, check, make room, apply again. ``inodes`` is the number left, if limited."""
+    await stand.boot()
+    data = stand.world.base / "data"
+    if inodes:
+        told = os.statvfs(data)
+        limit = told.f_files - told.f_ffree + inodes
+        subprocess.run(["mount", "-o", f"remount,nr_inodes={limit}", str(data)], check=True)
+    stand.remember()
+    errors = set()
+    for megabytes in (8, 4, 2):
+        # In a thread: a blocked event loop answers no ping of the bus.
+        spec = await asyncio.to_thread(stand.world.spec, 1, 8, megabytes << 20, version=f"v{megabytes}")
+        error = await refused(stand, "apply", spec)
+        expect("No space left on device" in error, f"refused without its reason: {error}")
+        errors.add(error.rpartition(": ")[2])
+        beat = await stand.call("get_state", "full")
+        expect("vitals" in beat, "no vitals")
+        left = list(data.rglob("*.tmp-*"))
+        expect(not left, f"left behind: {left[:3]}")
+    subprocess.run(["mount", "-o", "remount,size=400m,nr_inodes=100k", str(data)], check=True)
+    await stand.world.run("apply", spec)
+    return f"refused: {' / '.join(sorted(errors))}; applied once there was room"
+
+
+@case("D-01", "no space left while an apply unpacks")
+async def no_space(stand: Stand) -> str:
+    small(stand, "size=12m")
+    return await _until_it_fits(stand)
+
+
+@case("D-02", "no inodes left while an apply unpacks")
+async def no_inodes(stand: Stand) -> str:
+    small(stand, "size=400m")
+    return await _until_it_fits(stand, inodes=8)
+
+
+def _hostile() -> dict[str, bytes]:
+    """Archives that want out."""
+    made: dict[str, bytes] = {}
+
+    def add(name: str, *members: tuple[tarfile.TarInfo, bytes]) -> None:
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w:gz") as tar:
+            for member, content in members:
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        made[name] = out.getvalue()
+
+    def info(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+        one = tarfile.TarInfo(name)
+        one.type, one.linkname, one.mode = kind, link, mode
+        return one
+
+    add("dots", (info("../../escaped"), b"x"))
+    add("absolute", (info("/tmp/agent-shim-chaos-escaped"), b"x"))
+    add("link then write", (info("l", tarfile.SYMTYPE, "/tmp"), b""), (info("l/agent-shim-chaos-escaped"), b"x"))
+    add("hard link out", (info("h", tarfile.LNKTYPE, "/etc/passwd"), b""))
+    add("device", (info("d", tarfile.CHRTYPE), b""))
+    add("fifo", (info("f", tarfile.FIFOTYPE), b""))
+    add("file as directory", (info("a"), b"x"), (info("a/b"), b"x"))
+    made["cut"] = made["dots"][:-12]
+    made["no archive"] = b"\x1f\x8b" + os.urandom(1000)
+    return made
+
+
+@case("D-06", "hostile archives")
+async def hostile(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(1)
+    stand.remember()
+    told = 0
+    for number, (name, content) in enumerate(_hostile().items()):
+        spec = stand.world.spec(1, 1, 1000, version=f"bad{number}")
+        spec["packages"]["package0"] |= stand.world.blob(f"hostile-{number}", content)
+        error = await refused(stand, "apply", spec)
+        told += bool(error)
+        escaped = list(stand.world.scratch.rglob("*escaped*"))
+        expect(not escaped and not os.path.exists("/tmp/agent-shim-chaos-escaped"), f"{name}: something got out")
+    expect(told == len(_hostile()), f"only {told} kinds are refused")
+    return f"{told} kinds refused, nothing outside"
+
+
+@case(
+    "D-07",
+    "logs that grow, rotate and vanish while they are fetched",
+    scale="400 files, 200 MB",
+    has_full=True,
+    is_long=True,
+)
+async def moving_logs(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(1)
+    logs, count = stand.world.base / "data/sys/log/job0", stand.of(400, 20_000)
+    logs.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(_write_half_random, logs, count)
+    (logs / "loop.log").symlink_to("loop.log")
+    (logs / "out.log").symlink_to("/etc/passwd")
+    os.mkfifo(logs / "fifo.log")
+    stand.remember()
+    before, watched = stand.size(), Watched()
+    moving = asyncio.create_task(_move(logs, count))
+    watching = asyncio.create_task(_watch(stand, watched))
+    begun_at = time.monotonic()
+    try:
+        result = await stand.world.director.run(AGENT, "fetch_logs", "job", [])
+    finally:
+        took = time.monotonic() - begun_at
+        for task in (moving, watching):
+            task.cancel()
+        await asyncio.wait([moving, watching])
+    blob = stand.world.store / result["blobstore_id"]
+    names, remarks = await asyncio.to_thread(_members, blob)
+    size = blob.stat().st_size
+    expect(took < 300, f"it took {took:.0f} s")
+    expect(len(names) > count * 0.6, f"only {len(names)} members of logs of which most are always there")
+    expect(not {"fifo.log", "out.log"} & names, "a FIFO or a link that leads out is packed")
+    expect("vanished before it was read" in remarks, "it is not told what vanished")
+    expect("leads out of the directory" in remarks, "it is not told which link leads out")
+    expect(watched.disk <= size, f"{watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive")
+    grown = watched.memory - before.memory
+    expect(grown < 30 << 20, f"the agent grew by {grown >> 20} MiB")
+    return (
+        f"{len(names)} members in {took:.1f} s; {watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive; "
+        f"the agent {grown / (1 << 20):+.1f} MiB, its worker {watched.worker >> 20} MiB"
+    )
+
+
+def _write_half_random(logs: Path, count: int) -> None:
+    """Make files of half a megabyte, half of it random."""
+    line = b"all work and no play makes a dull log\n"
+    for number in range(count):
+        (logs / f"{number}.log").write_bytes(os.urandom(250_000) + line * (250_000 // len(line)))
+
+
+async def _move(logs: Path, count: int) -> None:
+    """Remove, rotate and extend files in all places, until cancelled."""
+    chance = random.Random(7)
+    while True:
+        gone, moved, grown = (f"{chance.randrange(count)}.log" for _ in range(3))
+        (logs / gone).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            (logs / moved).rename(logs / f"{moved}.1")
+        with (logs / grown).open("ab") as file:
+            file.write(b"more\n" * 1000)
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Watched:
+    """Record maxima in bytes for the length of the block: resident memory, and files below ``data/tmp``."""
+
+    memory: int = 0
+    worker: int = 0
+    disk: int = 0
+
+
+async def _watch(stand: Stand, watched: Watched) -> None:
+    """Runs until cancelled. The blobstore is another machine's disk."""
+    while True:
+        watched.memory = max(watched.memory, stand.size().memory)
+        for child in Path(f"/proc/{stand.pid}/task/{stand.pid}/children").read_text().split():
+            with suppress(OSError):
+                if b"agent_shim.bulk.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
+                    watched.worker = max(watched.worker, pages * os.sysconf("SC_PAGESIZE"))
+        disk = 0
+        for path in (stand.world.base / "data/tmp").rglob("*"):
+            with suppress(OSError):
+                disk += path.lstat().st_size if path.is_file() else 0
+        watched.disk = max(watched.disk, disk)
+        await asyncio.sleep(0.05)
+
+
+def _members(archive: Path) -> tuple[set[str], str]:
+    """Return the names of the files in an archive of logs, and its remarks on files that changed."""
+    with tarfile.open(archive) as tar:
+        names, remarks = set(), ""
+        for member in tar:
+            name = member.name.rpartition("/")[2]
+            if name == REMARKS and (file := tar.extractfile(member)):
+                remarks = file.read().decode()
+            names.add(name)
+    return names, remarks
+
+
+@case("D-10", "the hosts file is a mount, then a read-only one")
+async def mounted_hosts(stand: Stand) -> str:
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for a mount")
+    await stand.boot()
+    stand.remember()
+    hosts, own = stand.world.base / "etc/hosts", stand.world.scratch / "hosts"
+    own.write_text("127.0.0.1 localhost\n")
+    hosts.parent.mkdir(exist_ok=True)
+    hosts.touch()
+    subprocess.run(["mount", "--bind", str(own), str(hosts)], check=True)
+    try:
+        for version, options in ((1, "remount,bind,rw"), (2, "remount,bind,ro")):
+            subprocess.run(["mount", "-o", options, str(hosts)], check=True)
+            records = {"version": version, "records": [[f"10.0.0.{version}", f"neighbour{version}"]]}
+            blob = stand.world.blob(f"dns{version}", json.dumps(records).encode())
+            answer = await stand.call("sync_dns", blob["blobstore_id"], blob["sha1"], version)
+            expect(answer == "synced", str(answer))
+            kept = json.loads((stand.world.base / "instance/dns/records.json").read_bytes())
+            expect(kept == records, f"records of version {version} are not there")
+    finally:
+        subprocess.run(["umount", str(hosts)], check=True)
+    text = own.read_text()
+    expect("10.0.0.1 neighbour1" in text and "neighbour2" not in text, "the mounted file is not as expected")
+    return "written in place; the read-only one stays, and bosh-dns has the new records all the same"
+
+
+WRITER = """
+import os, sys, time
+number, ends_at = 0, time.time() + float(sys.argv[2])
+while time.time() < ends_at:
+    out = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for _ in range(100):
+        os.write(out, f"{number} {time.time():.3f} {'x' * 80}\\n".encode())
+        number += 1
+    os.close(out)
+    time.sleep(0.01)
+"""
+"""Write numbered lines with their times, a megabyte a second. Ends by itself."""
+
+
+@case(
+    "D-08",
+    "rotation of 5 000 logs, a huge log, and a log in use",
+    scale="1 of 50 GB",
+    has_full=True,
+    is_long=True,
+)
+async def rotation(stand: Stand) -> str:
+    big, total = stand.of(10**9, 50 * 10**9), stand.of(64 << 20, 1 << 30)
+    if (free := shutil.disk_usage(stand.world.scratch).free) < big + 10**10:
+        raise CannotInjectError(f"needs {big // 10**9 + 10} GB of disk, {free // 10**9} are free")
+    stand.world.write_settings()
+    options = json.loads(stand.world.config.read_text())
+    options["AgentShim"]["logs"] = {"size": "1M", "keep": 50, "total": str(total), "period": 2}
+    stand.world.config.write_text(json.dumps(options))
+    logs = stand.world.base / "data/sys/log/job0"
+    logs.mkdir(parents=True)
+    await stand.boot()
+    await stand.deploy(1)
+    stand.remember()
+    moving, many = logs / "moving.log", logs / "many"
+    await asyncio.to_thread(_write_logs, stand.world.scratch / "many", big)
+    writer = await asyncio.create_subprocess_exec(sys.executable, "-c", WRITER, str(moving), "40")
+    (stand.world.scratch / "many").rename(many)
+
+    def large() -> list[str]:
+        return [path.name for path in many.glob("*.log") if path.stat().st_size > 1 << 20]
+
+    took = await until(lambda: not large(), 30, "all that are too large are rotated")
+    await stand.answers(1)
+    await writer.wait()
+    await stand.heartbeat(35)
+    size = sum(path.stat().st_size for path in logs.rglob("*.gz"))
+    expect(size <= total, f"{size >> 20} MiB of archives")
+    kept = len(list(many.glob("*.log.1.gz")))
+    expect(kept == 101, f"{kept} of 101 have an archive")
+    said = f"many/big.log was too large to keep: its first {big - total // 2} bytes are lost"
+    expect(said in (stand.world.scratch / "agent.log").read_text(), "it is not told what is gone")
+    lost, window = _lost(moving)
+    at_most(window, 1, "seconds whose lines are lost")
+    at_most(lost, 1000, "lines lost of a writer without a pause")
+    archives = len(list(logs.glob("moving.log.*.gz")))
+    expect(archives > 5, f"only {archives} archives of a log of 40 MB")
+    told = f"{archives} archives of the log in use, {lost} lines lost, {window * 1000:.0f} ms"
+    return f"{took:.0f} s; {total >> 21} MiB of the huge log are kept; {told} at most"
+
+
+def _write_logs(logs: Path, big: int) -> None:
+    """Write small logs, a hundred that are too large, and one of ``big`` bytes, all on the disk."""
+    logs.mkdir()
+    for number in range(5000):
+        (logs / f"{number}.log").write_bytes(b"all work and no play\n" * (100_000 if number % 50 == 0 else 10))
+    line = b"all work and no play makes a dull log\n" * 27_000
+    with (logs / "big.log").open("wb") as file:
+        while (left := big - file.tell()) > 0:
+            file.write(line[:left])
+
+
+def _lost(log: Path) -> tuple[int, float]:
+    """Return the number of lines that are neither in the log nor in its archives, and the longest time without one."""
+    found = {}
+    for path in log.parent.glob(f"{log.name}*"):
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        for line in text.splitlines():
+            words = line.split()
+            if len(words) == 3 and words[0].isdigit():
+                found[int(words[0])] = float(words[1])
+    numbers = sorted(found)
+    gaps = [(later - one - 1, found[later] - found[one]) for one, later in pairwise(numbers) if later > one + 1]
+    return sum(gap for gap, _ in gaps), max((time for _, time in gaps), default=0.0)
+
+
+@case("D-09", "disks that are busy, mounted twice, missing, half migrated", is_long=True)
+async def awkward_disks(stand: Stand) -> str:
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for disks")
+    scratch, base = stand.world.scratch, stand.world.base
+    stand.after.callback(_unmount_below, scratch)
+    places = {name: scratch / f"volume-{name}" for name in ("old", "new", "missing")}
+    for name in ("old", "new"):
+        mount_ext4(places[name], scratch / f"{name}.image", 128 << 20)
+    stand.world.write_settings()
+    document = json.loads(stand.world.source.read_text())
+    document["disks"] = {"persistent": {name: {"path": str(path)} for name, path in places.items()}}
+    stand.world.source.write_text(json.dumps(document))
+    await stand.boot()
+
+    for _ in range(2):
+        await stand.world.run("mount_disk", "old")
+    store = base / "store"
+    mounted = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    [device] = [words[words.index("-") + 2] for words in mounted if words[4] == str(places["new"])]
+    fill(store, as_root=True)
+    (store / "big").write_bytes(os.urandom(40 << 20))
+    await stand.deploy(3)
+    stand.remember()
+    missing = await refused(stand, "mount_disk", "missing")
+    expect(str(places["missing"]) in missing, f"the path is not named: {missing}")
+    with holding(store, "cwd") as holder:
+        busy = await refused(stand, "unmount_disk", "old")
+        expect(str(holder.pid) in busy, f"who keeps it busy is not named: {busy}")
+    expect(await listed(stand) == ["old"], "the busy disk is gone")
+    before = fingerprint(store)
+
+    await stand.world.run("mount_disk", "new")
+    kills = 0
+    for pause in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8):
+        await stand.call("migrate_disk", "old", "new")
+        await asyncio.sleep(pause)
+        await stand.kill_agent()
+        kills += 1
+        await stand.answers(30)
+        names = set(await listed(stand))
+        expect(names in ({"old", "new"}, {"new"}, {"old"}), f"listed: {names}")
+        expect(fingerprint(store) == before, f"something is lost after {pause} s")
+        await stand.world.run("mount_disk", "new")
+    await stand.world.run("migrate_disk", "old", "new")
+    expect(fingerprint(store) == before, "the copy is not what was copied")
+    for _ in range(2):
+        await stand.world.run("unmount_disk", "old")
+    expect(await listed(stand) == ["new"], "the new disk is not listed alone")
+    stand.moved[str(store)] = device
+    return f"{kills} kills in a migration, {len(before)} files the same; a holder and a path are named"
+
+
+async def listed(stand: Stand) -> list[str]:
+    """Return the result of ``list_disk``."""
+    names: list[str] = await stand.world.director.run(AGENT, "list_disk")
+    return names
+
+
+def _unmount_below(place: Path) -> None:
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    for point in reversed([point for point in points if point.startswith(f"{place}/")]):
+        subprocess.run(["umount", "--lazy", point], check=False)

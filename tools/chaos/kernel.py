@@ -1,0 +1,336 @@
+"""Cases that need their own kernel: cgroup v2 with memory limits, disks that hang, clocks, links that lose packets.
+
+Played only in the virtual machine of ``tests.support.guest``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim.demo.pki import Pair
+from agent_shim.host import cgroups, job_cgroups
+from tools.bench.world import AGENT, BYSTANDER, bystander
+from tools.chaos.cases import case
+from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, until
+
+HOUR = 3600.0
+CONTAINER = 300 << 20
+"""Memory limit of the container of R-03, in bytes."""
+
+_EATER = {
+    "monit": """
+check process {name}
+  with pidfile {base}/data/sys/run/{name}/{name}.pid
+  start program "{base}/jobs/{name}/bin/ctl start"
+  stop program "{base}/jobs/{name}/bin/ctl stop"
+  group vcap
+""",
+    "bin/ctl": """#!/bin/sh
+run={base}/data/sys/run/{name}
+case $1 in
+start)
+  mkdir -p $run {base}/data/{name}
+  echo $$ | tee -a {base}/data/{name}/starts > $run/{name}.pid
+  while [ ! -e {base}/data/{name}/eat ]; do sleep 0.1; done
+  rm {base}/data/{name}/eat
+  exec tail </dev/zero ;;
+stop) kill $(cat $run/{name}.pid); rm -f $run/{name}.pid ;;
+esac
+""",
+}
+"""A program that allocates memory without end on request."""
+_LIMITED = {
+    "monit": """
+check process {name}
+  with pidfile {base}/data/sys/run/bpm/{name}/{name}.pid
+  start program "{base}/jobs/bpm/bin/bpm start {name}"
+  stop program "{base}/jobs/bpm/bin/bpm stop {name}"
+  group vcap
+""",
+    "config/bpm.yml": """
+processes:
+- name: {name}
+  executable: /bin/sh
+  args:
+  - -c
+  - |
+    while [ ! -e {base}/data/{name}/eat ]; do sleep 0.1; done
+    rm {base}/data/{name}/eat
+    exec tail </dev/zero
+  ephemeral_disk: true
+  limits: {{memory: 64M}}
+""",
+}
+
+
+def _files(kind: dict[str, str], name: str, stand: Stand) -> dict[str, str]:
+    return {path: text.format(name=name, base=stand.world.base) for path, text in kind.items()}
+
+
+def _named(name: str, alerts: list[dict[str, Any]]) -> bool:
+    return any(name in json.dumps(one) for one in alerts)
+
+
+@contextmanager
+def container(limit: int) -> Iterator[Path]:
+    """Make a cgroup of version 2 with a memory limit, marked as systemd marks a delegated one."""
+    ours = cgroups.find().memory
+    if ours is None or ours.version != 2:
+        raise CannotInjectError("needs a memory cgroup of version 2")
+    top = job_cgroups.place(ours)
+    place = top / "container"
+    (top / "cgroup.subtree_control").write_text("+memory +pids")
+    place.mkdir()
+    (place / "memory.max").write_text(str(limit))
+    os.setxattr(place, "user.delegate", b"1")
+    (place / "agent").mkdir()
+    try:
+        yield place
+    finally:
+        (place / "cgroup.kill").write_text("1")
+        for group in sorted((path for path in place.rglob("*") if path.is_dir()), reverse=True):
+            _remove(group)
+        _remove(place)
+
+
+def _remove(group: Path) -> None:
+    """Wait for the end of killed processes."""
+    for _ in range(1000):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.01)
+
+
+@case(
+    "R-03",
+    "a job or a container beyond its memory, one process killed or all",
+    scale="60 s of 30 to come back",
+    guest=True,
+)
+async def out_of_memory(stand: Stand) -> str:
+    if "vcap:" not in Path("/etc/passwd").read_text():
+        _do("useradd", "--uid", "1000", "vcap")
+    stand.world.scratch.chmod(0o755)
+    group = stand.after.enter_context(container(CONTAINER))
+    enter = f'echo 0 >{group}/agent/cgroup.procs; exec "$@"'
+    stand.world.command = f"sh -c {shlex.quote(enter)} sh {stand.world.command}"
+    await stand.boot()
+    more = {"limited": _files(_LIMITED, "limited", stand), "eater": _files(_EATER, "eater", stand)}
+    await stand.deploy(3, more=more)
+    stand.remember()
+    stand.involved = set(more)
+    stand.told = dict.fromkeys(("^limited ", "^eater "))
+    data = stand.world.base / "data"
+
+    (data / "limited/eat").touch()
+    said = await until(
+        lambda: stand.alerts("used 64.0 MiB, its limit is 64.0 MiB: it was killed"), 120, "alert of the limit"
+    )
+    await stand.world.until_running()
+    (data / "eater/eat").touch()
+    alone = await until(lambda: _named("eater", stand.alerts("out of memory")), 120, "alert that names the job")
+    await stand.world.until_running()
+    expect(len(stand.ends) == 0, "the agent died with a job")
+    expect({len(pids) for name, pids in stand.world.starts().items() if name != "eater"} == {1}, "others died")
+
+    before = stand.live()
+    (group / "memory.oom.group").write_text("1")
+    stand.expected_ends, stand.involved = 1, set(stand.live())
+    stand.told |= {r"^job\d .* Does not exist - restart, severity 1$": None}
+    (data / "eater/eat").touch()
+    await until(lambda: len(stand.ends) == 1, 120, "the end of all")
+    begun_at = time.monotonic()
+    await until(lambda: len(stand.live()) == 5 and not set(stand.live().values()) & set(before.values()), 60, "all")
+    await stand.answers(10)
+    await stand.world.until_running()
+    back = at_most(time.monotonic() - begun_at, 70, "seconds until everything runs")
+    return (
+        f"reported after {said:.1f} s (limit of the job) and {alone:.1f} s (container); "
+        f"all runs {back:.1f} s after the end of the container"
+    )
+
+
+@case("N-07", "the certificate ends while connected; clocks 2 h ahead", guest=True)
+async def expired(stand: Stand) -> str:
+    def settings(pair: Pair) -> None:
+        document = json.loads(stand.world.source.read_text())
+        document["env"]["bosh"]["mbus"]["cert"] |= {"certificate": pair.certificate, "private_key": pair.private_key}
+        stand.world.source.write_text(json.dumps(document))
+
+    authority = stand.world.server.authority
+    stand.world.write_settings()
+    settings(authority.agent(AGENT, valid=(-HOUR, HOUR)))
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    links = stand.proxy.connections
+    with _clock(2 * HOUR):
+        beat = await stand.heartbeat(35)
+        await stand.answers(1)
+        expect(stand.proxy.connections == links, "the link was given up though the server had nothing against it")
+        vitals = (await stand.call("get_state", "full"))["vitals"]
+        expect(int(vitals["uptime"]["secs"]) >= 0, "a negative uptime")
+        await until(lambda: "has ended" in _log(stand), 70, "the log tells of the end")
+
+        stand.proxy.cut()
+        await asyncio.sleep(30)
+        attempts = stand.proxy.connections - links
+        expect(attempts > 1, "no further attempt")
+        expect(attempts <= 30, f"{attempts} attempts in 30 s")
+        expect("bus_certificate_expiry_timestamp_seconds" in stand.scrape(), "no metric of the end")
+        try:
+            await stand.call("ping", timeout=1)
+        except RpcTimeoutError:
+            pass
+        else:
+            expect(False, "the server took a certificate that has ended")
+        told = _log(stand).count("has ended")
+        expect(told == 1, f"told {told} times")
+
+        settings(authority.agent(AGENT))
+        back = await stand.answers(CONNECTED + 8)
+    return f"a heartbeat {beat:.0f} s later, {attempts} attempts in 30 s; back {back:.1f} s after a valid certificate"
+
+
+def _log(stand: Stand) -> str:
+    return (stand.world.scratch / "agent.log").read_text(errors="replace")
+
+
+@contextmanager
+def _clock(ahead: float) -> Iterator[None]:
+    """Set the wall clock of this machine forward, and back again."""
+    begun_at = time.time(), time.monotonic()
+    time.clock_settime(time.CLOCK_REALTIME, begun_at[0] + ahead)
+    try:
+        yield
+    finally:
+        time.clock_settime(time.CLOCK_REALTIME, begun_at[0] + time.monotonic() - begun_at[1])
+
+
+@case("D-04", "a disk that hangs", scale="60 s of 600", has_full=True, guest=True)
+async def hanging_disk(stand: Stand) -> str:
+    volume = stand.world.scratch / "volume"
+    name = stand.after.enter_context(_mapped(stand.world.scratch / "image", volume))
+    stand.world.write_settings()
+    document = json.loads(stand.world.source.read_text())
+    document["disks"] = {"persistent": {"disk-1": {"path": str(volume)}}}
+    stand.world.source.write_text(json.dumps(document))
+    await stand.boot()
+    await stand.world.run("mount_disk", "disk-1")
+    expect(await stand.world.director.run(AGENT, "list_disk") == ["disk-1"], "the disk is not mounted")
+    await stand.deploy(3)
+    expect("persistent" in (await stand.call("get_state", "full"))["vitals"]["disk"], "no vitals of the disk")
+    stand.remember()
+    store, lasting = stand.world.base / "store", stand.of(60, 600)
+    longest, others, beats = 0.0, 0.0, len(stand.monitor.of("heartbeat", AGENT))
+    async with bystander(stand.world):
+        with _suspended(name):
+            writer = await asyncio.create_subprocess_exec("sh", "-c", f"echo x >{store}/x; sync {store}/x")
+            ends_at = time.monotonic() + lasting
+            while time.monotonic() < ends_at:
+                for request in (("ping",), ("get_state", "full")):
+                    longest = max(longest, await _seconds(stand, AGENT, *request))
+                others = max(others, await _seconds(stand, BYSTANDER, "ping"))
+                await asyncio.sleep(0.5)
+            expect(writer.returncode is None, "the disk did not hang")
+            beats = len(stand.monitor.of("heartbeat", AGENT)) - beats
+            expect(beats >= lasting // 30, f"{beats} heartbeats in {lasting} s")
+    await asyncio.wait_for(writer.wait(), 30)
+    await stand.answers(1)
+    told = f"a request took {longest * 1000:.0f} ms at most, one to an echo server {others * 1000:.0f}"
+    # A shared emulated processor may stall for a second: for all processes.
+    expect(longest < 2 + others, told)
+    return f"{told}; {beats} heartbeats in {lasting} s"
+
+
+async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) -> float:
+    """Return the seconds that a request takes."""
+    begun_at = time.monotonic()
+    await stand.world.director.value(agent, method, *arguments, timeout=20)
+    return time.monotonic() - begun_at
+
+
+@contextmanager
+def _mapped(image: Path, point: Path) -> Iterator[str]:
+    """Mount a volume on a device mapper. Yield the name of the device."""
+    name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"  # the one before may go late
+    point.mkdir()
+    _do("truncate", "-s", "64M", str(image))
+    loop = _do("losetup", "--find", "--show", str(image))
+    _do("dmsetup", "create", name, "--table", f"0 {(64 << 20) // 512} linear {loop} 0")
+    _do("mkfs.ext4", "-q", f"/dev/mapper/{name}")
+    _do("mount", f"/dev/mapper/{name}", str(point))
+    try:
+        yield name
+    finally:
+        _do("umount", "--lazy", str(point))
+        _do("dmsetup", "remove", "--retry", "--deferred", name)
+        _do("losetup", "--detach", loop)
+
+
+@contextmanager
+def _suspended(name: str) -> Iterator[None]:
+    """Block all reads and writes of the volume."""
+    _do("dmsetup", "suspend", "--nolockfs", "--noflush", name)
+    try:
+        yield
+    finally:
+        _do("dmsetup", "resume", name)
+
+
+@case("N-15", "0.5 s of delay, ± 0.3 s, packets lost, doubled, reordered", scale="2 % lost of 20 %", guest=True)
+async def bad_link(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    requests = []
+    # With a fifth of the packets lost, TCP itself needs 5 s and more for one request in ten.
+    async with _netem(stand.proxy.port, "delay 500ms 300ms loss 2% duplicate 5%"):
+        beats, begun_at = len(stand.monitor.of("heartbeat", AGENT)), time.monotonic()
+        for number in range(20):
+            asked_at = time.monotonic()
+            try:
+                await stand.call("get_state" if number % 2 else "ping", timeout=10)
+            except (RpcTimeoutError, RpcRemoteError) as exc:
+                expect(False, str(exc))
+            requests.append(time.monotonic() - asked_at)
+        beat = await stand.heartbeat(36)
+        took = time.monotonic() - begun_at
+        expect(len(stand.monitor.of("heartbeat", AGENT)) - beats >= int(took / 35), "heartbeats are missing")
+    await stand.answers(10)  # packets in its queue are lost with it
+    expect(max(requests) < 5, f"a request took {max(requests):.1f} s")
+    return f"a request took {max(requests):.1f} s at most; a heartbeat within {beat:.0f} s"
+
+
+@asynccontextmanager
+async def _netem(port: int, how: str) -> AsyncIterator[None]:
+    """Send packets to and from one port of the loopback through a bad network."""
+    _do("tc", "qdisc", "add", "dev", "lo", "root", "handle", "1:", "prio", "bands", "4")
+    try:
+        _do("tc", "qdisc", "add", "dev", "lo", "parent", "1:4", "handle", "30:", "netem", *how.split())
+        for side in ("sport", "dport"):
+            match = ("u32", "match", "ip", side, str(port), "0xffff", "flowid", "1:4")
+            _do("tc", "filter", "add", "dev", "lo", "parent", "1:", "protocol", "ip", *match)
+        yield
+    finally:
+        _do("tc", "qdisc", "del", "dev", "lo", "root")
+
+
+def _do(*argv: str) -> str:
+    done = subprocess.run(argv, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CannotInjectError(f"{' '.join(argv[:2])}: {done.stderr.strip()}")
+    return done.stdout.strip()

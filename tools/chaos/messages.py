@@ -1,0 +1,163 @@
+"""M: malformed, many or large messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from typing import Final
+
+from tools.bench.world import AGENT
+from tools.chaos.cases import case
+from tools.chaos.stand import CannotInjectError, Stand, at_most, expect
+
+BAD: tuple[bytes, ...] = (
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"x"',
+    b"\xff\xfe",
+    b'{"method": 7}',
+    b'{"method": "ping", "arguments": {}, "reply_to": "director.x.y.z"}',
+    b'{"method": "ping", "reply_to": "director.x.y.z", "protocol": "x"}',
+    b'{"method": "apply", "arguments": [null], "reply_to": "director.x.y.z", "protocol": 3}',
+    b'{"method": "apply", "arguments": ["' + b"9" * 5000 + b'"], "reply_to": "director.x.y.z", "protocol": 3}',
+    b'{"method": "get_task", "arguments": [' + b"9" * 100_000 + b'], "reply_to": "director.x.y.z", "protocol": 3}',
+    b'{"a":' * 100_000,
+    b"[" * 500_000,
+    b'{"method": "ping", "arguments": [], "reply_to": "a\\r\\nPUB x 1", "protocol": 3}',
+    b'{"method": "' + b"m" * 900_000 + b'", "arguments": [], "reply_to": "director.x.y.z", "protocol": 3}',
+    b'{"method": "ping", "arguments": [NaN], "reply_to": "director.x.y.z", "protocol": 3}',
+    b'{"method": "ssh", "arguments": ["cleanup", {"user_regex": "(a+)+$"}], "reply_to": "director.x.y.z"}',
+    b'{"method": "\\ud800", "arguments": [], "reply_to": "director.x.y.z", "protocol": 3}',
+)
+
+PINGS_PER_S: Final = 5000
+"""Pings a second of a flood."""
+
+_GOOD = [
+    {"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.x.y.z"}
+    for method, arguments in (
+        ("ping", []),
+        ("get_state", ["full"]),
+        ("get_task", ["1"]),
+        ("cancel_task", ["1"]),
+        ("list_disk", []),
+        ("info", []),
+        ("sync_dns", ["a", "b", 1]),
+        ("run_script", ["nothing", {}]),
+    )
+]
+
+
+def mutated(chance: random.Random) -> bytes:
+    """Return a valid request with a few bytes changed."""
+    raw = bytearray(json.dumps(chance.choice(_GOOD)).encode())
+    for _ in range(chance.randint(1, 8)):
+        place = chance.randrange(len(raw))
+        match chance.randrange(3):
+            case 0:
+                raw[place] = chance.randrange(256)
+            case 1:
+                del raw[place]
+            case _:
+                raw[place:place] = raw[: chance.randrange(20)]
+    return bytes(raw)
+
+
+@case("M-01", "malformed and mutated requests, twice", scale="10 000 of 100 000", has_full=True, is_long=True)
+async def malformed(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(2)
+    for message in BAD:
+        await _publish(stand, message)
+    await stand.answers(2)
+    stand.remember()
+    before = stand.live()
+    slowest = await _mutated(stand, stand.of(5000, 50_000))
+    stand.remember_memory()
+    slowest = max(slowest, await _mutated(stand, stand.of(5000, 50_000)))
+    expect(slowest < 1, f"a ping took {slowest:.2f} s meanwhile")
+    expect(stand.live() == before, "a job was restarted")
+    stand.involved = set(before)  # one of the messages is an apply of an empty spec
+    await stand.deploy(2)
+    return f"the slowest ping meanwhile took {slowest * 1000:.0f} ms"
+
+
+async def _mutated(stand: Stand, count: int) -> float:
+    """Return the seconds of the slowest ping during a flood of malformed requests."""
+    chance, slowest = random.Random(1), 0.0
+    for number in range(count):
+        message = chance.choice(BAD) if chance.random() < 0.02 else mutated(chance)
+        await _publish(stand, message)
+        if number % 500 == 0:
+            begun_at = time.monotonic()
+            await stand.call("ping", timeout=5)
+            slowest = max(slowest, time.monotonic() - begun_at)
+    return slowest
+
+
+async def _publish(stand: Stand, message: bytes) -> None:
+    peer = stand.world.director._peer
+    assert peer is not None
+    await peer.publish(f"agent.{AGENT}", message)
+
+
+@case(
+    "M-02", "two floods: 5 000 pings/s, 5 000 get_task, 200 tasks", scale="10 s of 60 each", has_full=True, is_long=True
+)
+async def flood(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(2)
+    before = stand.size()
+    stand.remember()
+    sent, beat, back = await _flood(stand)
+    kept = stand.size().memory - before.memory
+    expect(kept < 30 << 20, f"memory grew by {kept >> 20} MiB")
+    stand.remember_memory()
+    again = await _flood(stand)
+    sent, beat, back = min(sent, again[0]), max(beat, again[1]), max(back, again[2])
+    more = stand.size().memory - before.memory - kept
+    rest = f"a heartbeat within {beat:.0f} s, a pong after {back * 1000:.0f} ms"
+    return f"{sent} pings/s; {rest}; the first left {_mb(kept)}, the second {_mb(more)}"
+
+
+def _mb(size: int) -> str:
+    return f"{size / (1 << 20):+.1f} MiB"
+
+
+async def _flood(stand: Stand) -> tuple[int, float, float]:
+    """Return the pings sent per second, and the seconds until the next heartbeat and until a pong afterwards."""
+    tasks = [asyncio.create_task(stand.call("run_script", "nothing", {}, timeout=60)) for _ in range(200)]
+    asked = [asyncio.create_task(stand.call("get_task", "none", timeout=60)) for _ in range(5000)]
+    begun_at = time.monotonic()
+    sent = 0
+    seconds = stand.of(10, 60)
+    ping = {"protocol": 3, "method": "ping", "arguments": [], "reply_to": "director.x.y.z"}
+    message = json.dumps(ping).encode()
+    while (lasted := time.monotonic() - begun_at) < seconds:
+        while sent < lasted * PINGS_PER_S:
+            await _publish(stand, message)
+            sent += 1
+        await asyncio.sleep(0.01)
+    if sent < 0.95 * PINGS_PER_S * seconds:
+        raise CannotInjectError(f"needs a machine that sends {PINGS_PER_S} pings/s, this one sent {sent // seconds}")
+    beat = await stand.heartbeat(31)
+    await asyncio.gather(*tasks, *asked, return_exceptions=True)
+    return sent // seconds, beat, await stand.answers(5)
+
+
+@case("M-03", "an errand that prints 50 MB, half of it quotes and broken UTF-8", is_long=True)
+async def large_reply(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(1)
+    stand.remember()
+    stand.script("job0", "run", "yes '\"\\' | head -c 25000000\nhead -c 25000000 /dev/urandom")
+    result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=60, limit=120)
+    size = len(json.dumps(result))
+    at_most(size, 2 << 20, "bytes of the reply, escaped")
+    expect(result["exit_code"] == 0, f"exit code {result['exit_code']}")
+    expect(len(result["stdout"]) > 100_000, "nearly nothing of the output is left")
+    return f"a reply of {size >> 10} KiB"

@@ -1,0 +1,62 @@
+"""Run cases in their own pid namespace: a misdirected signal hits no process of this machine, and is recorded.
+
+Run as a program it is that process 1: ``namespaces.py SIGNALS COMMAND ...`` runs the command, reaps orphans, records
+the signals that reach it in the file ``SIGNALS`` (a line with the number of each), and ends with the exit code of the
+command.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+INSIDE: Final = "SHIM_CHAOS_SIGNALS"
+"""Environment variable, set below our own process 1: the file with the signals that it received."""
+FATAL: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def enter(arguments: Sequence[str], *, network: bool = False) -> None:
+    """Continue as ``python -m tools.chaos ARGUMENTS`` in new mount and pid namespaces. Only root does."""
+    if os.geteuid() != 0 or INSIDE in os.environ:
+        return
+    descriptor, signals = tempfile.mkstemp(prefix="agent-shim-chaos-signals-")
+    os.close(descriptor)
+    os.environ[INSIDE] = signals
+    kinds = ["--mount", "--pid", *(["--net"] if network else [])]
+    first = [sys.executable, __file__, signals, sys.executable, "-m", "tools.chaos", *arguments]
+    if network:
+        first = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", *first]
+    os.execvp("unshare", ["unshare", *kinds, "--fork", "--mount-proc", "--kill-child", "--", *first])
+
+
+def signals_to_init() -> list[int]:
+    """Return the numbers of the signals that process 1 received. SIGKILL from inside never reaches it."""
+    return [int(line) for line in Path(os.environ[INSIDE]).read_text().split()]
+
+
+def main(signals: str, command: list[str]) -> int:
+    """Act as process 1. Return the exit code of ``command``, 128 + N if signal N ended it."""
+
+    def record(number: int, _frame: FrameType | None) -> None:
+        with Path(signals).open("a") as file:
+            file.write(f"{number}\n")
+
+    for number in FATAL:
+        signal.signal(number, record)
+    child = os.posix_spawnp(command[0], command, os.environ)
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            Path(signals).unlink(missing_ok=True)
+            return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

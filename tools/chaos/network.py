@@ -1,0 +1,443 @@
+"""N: the bus and the network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import time
+import uuid
+from bisect import bisect, bisect_left
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final, cast
+
+from agent_shim.core.settings import Mbus
+from agent_shim.demo.pki import SERVER
+from agent_shim.edges.bus.nats import NatsBus
+from tests.support.bus import FakeServer, Wire
+from tests.support.proxy import Proxy
+from tools.bench.measuring import cpu_seconds
+from tools.bench.world import AGENT
+from tools.chaos.cases import case
+from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, refused, until
+
+
+@case("N-01", "the server is killed and comes back", scale="after 1 and 10 s of 1 to 600", has_full=True, is_long=True)
+async def server_killed(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    took = []
+    for outage in (1, 10, *([60, 600] if stand.is_full else [])):
+        beats = len(stand.monitor.of("heartbeat", AGENT))
+        await stand.world.server.kill()
+        await asyncio.sleep(outage)
+        await stand.world.server.start()
+        took.append(await stand.answers(CONNECTED))
+        await until(lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 3, "heartbeat at once")  # noqa: B023
+    return f"back {' and '.join(f'{seconds:.1f}' for seconds in took)} s after the server"
+
+
+@case("N-02", "a black hole in both directions", scale="40 s of 120", has_full=True, is_long=True)
+async def black_hole(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    stand.proxy.swallow()
+    left = stand.proxy.left
+    dead = await until(lambda: stand.proxy.left > left, 16, "dead link noticed")
+    await asyncio.sleep(stand.of(40, 120) - dead)
+    stand.proxy.flow()
+    back = await stand.answers(CONNECTED)
+    return f"dead after {dead:.1f} s, back {back:.1f} s after it healed"
+
+
+@case("N-03", "the server is stopped by a signal", scale="30 s of 45", has_full=True, is_long=True)
+async def server_stopped(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    stand.world.server.pause()
+    try:
+        await asyncio.sleep(stand.of(30, 45))
+    finally:
+        stand.world.server.resume()
+    return f"back {await stand.answers(CONNECTED):.1f} s after it resumed"
+
+
+@case("N-04", "the link is cut again and again", scale="every 3 s for 1 of 30 min", has_full=True, is_long=True)
+async def flaps(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    links, begun_at = stand.proxy.connections, time.monotonic()
+    seconds = stand.of(60, 1800)
+    while time.monotonic() - begun_at < seconds:
+        stand.proxy.cut()
+        await asyncio.sleep(3)
+    made = stand.proxy.connections - links
+    expect(made <= seconds, f"{made} attempts in {seconds} s")
+    return f"{made} attempts in {seconds} s, back after {await stand.answers(CONNECTED):.1f} s"
+
+
+@case("N-05", "600 MB are applied and packed beside pings", is_long=True)
+async def heavy(stand: Stand) -> str:
+    await stand.boot()
+    # In threads: a blocked event loop would stop the proxy here, and agent and bus drop a silent link.
+    spec = await asyncio.to_thread(stand.world.spec, 2, 6, 100 << 20)
+    logs = stand.world.base / "data/sys/log/job0"
+    logs.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread((logs / "big.log").write_bytes, b"all work and no play\n" * (20 << 20))
+    stand.remember()
+
+    async def work() -> None:
+        await stand.world.run("prepare", spec)
+        await stand.world.run("apply", spec)
+        await stand.world.run("fetch_logs", "job", [])
+
+    working = asyncio.create_task(work())
+    longest = 0.0
+    while not working.done():
+        begun_at = time.monotonic()
+        await stand.call("ping", timeout=5)
+        longest = max(longest, time.monotonic() - begun_at)
+        await asyncio.sleep(0.01)
+    await working
+    expect(longest < 0.25, f"a ping took {longest * 1000:.0f} ms")
+    return f"the longest ping took {longest * 1000:.0f} ms"
+
+
+@case("N-08", "bus credentials change by update_settings, then to invalid ones", is_long=True)
+async def rotated(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    longest = 0.0
+    for _ in range(5):
+        fresh = stand.world.server.mbus(AGENT)
+        cert = {"ca": fresh.ca, "certificate": fresh.certificate, "private_key": fresh.private_key}
+        links = stand.proxy.connections
+        begun_at = time.monotonic()
+        await stand.world.run("update_settings", {"mbus": {"urls": list(stand.world.urls), "cert": cert}})
+        await stand.answers(5)
+        longest = at_most(max(longest, time.monotonic() - begun_at), 10, "seconds until the answer over the new link")
+        expect(stand.proxy.connections > links, "the link is the old one")
+    bad = {"ca": fresh.ca, "certificate": "nonsense", "private_key": fresh.private_key}
+    await refused(stand, "update_settings", {"mbus": {"urls": list(stand.world.urls), "cert": bad}})
+    await stand.answers(2)
+    return f"5 changes, {longest:.2f} s at most until the answer over the new link; a bad one is refused"
+
+
+@case("N-09", "its user is removed from the server and restored", scale="20 s of 120", has_full=True, is_long=True)
+async def unknown(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    await stand.world.server.remove_agent(AGENT)
+    await asyncio.sleep(stand.of(20, 120))
+    await stand.world.server.add_agent(AGENT)
+    return f"back {await stand.answers(CONNECTED):.1f} s after it was known again"
+
+
+@case("N-13", "requests arrive twice, results are queried late and in another order")
+async def duplicates(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(1)
+    stand.remember()
+    stand.script("job0", "count", f"echo once >> {stand.world.base}/data/count")
+    director = stand.world.director
+    request_id = str(uuid.uuid4())
+    for _ in range(4):
+        await director._send(AGENT, "run_script", ("count", {}), request_id)
+    count = stand.world.base / "data/count"
+    await until(count.exists, 5, "the script")
+    tasks = [(await stand.call("run_script", "pre-stop", {}))["agent_task_id"] for _ in range(3)]
+    for task in reversed(tasks):
+        await stand.world.director.value(AGENT, "get_task", task)
+    expect(count.read_text() == "once\n", f"the script ran {count.read_text().count('once')} times")
+    return "one effect of four copies"
+
+
+@case("N-14", "reply subjects that are dead, forbidden, empty or long")
+async def replies(stand: Stand) -> str:
+    await stand.boot()
+    stand.remember()
+    peer = stand.world.director._peer
+    assert peer is not None
+    subjects = ("director.nobody.x.y", "", "a" * 10_000, "agent.other", "x y", "director.*.>", "_INBOX.1", "$SYS.REQ")
+    for reply_to in subjects:
+        message = {"protocol": 3, "method": "ping", "arguments": [], "reply_to": reply_to}
+        await peer.publish(f"agent.{AGENT}", json.dumps(message).encode())
+    links = stand.proxy.connections
+    await stand.answers(2)
+    expect(stand.proxy.connections == links, "the link was given up")
+    return f"{len(subjects)} kinds, the link stays"
+
+
+@case("N-11", "the server stops reading during a flood of requests, twice", is_long=True)
+async def full_window(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(50)
+    stand.remember()
+    took = []
+    for _ in range(2):
+        stand.remember_memory()
+        asked = [asyncio.create_task(stand.call("get_state", "full", timeout=40)) for _ in range(300)]
+        await asyncio.sleep(0.05)
+        stand.proxy.swallow()
+        await asyncio.sleep(20)
+        stand.proxy.flow()
+        await asyncio.gather(*asked, return_exceptions=True)
+        took.append(await stand.answers(CONNECTED))
+    return f"back {max(took):.1f} s after it read again"
+
+
+class NameServer(asyncio.DatagramProtocol):
+    """Answers a query for an IPv4 address with ``address``. Depending on ``mode`` with an error, or not at all."""
+
+    CODES: Final = {"answer": 0, "SERVFAIL": 2, "NXDOMAIN": 3}
+
+    def __init__(self) -> None:
+        self.mode = "answer"
+        self.address = "127.0.0.1"
+        self._transport: asyncio.DatagramTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.DatagramTransport", transport)
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        if self.mode == "silence" or self._transport is None:
+            return
+        question = data[12 : data.index(b"\0", 12) + 5]
+        is_found = self.mode == "answer" and question[-4:] == b"\0\1\0\1"
+        head = data[:2] + (0x8180 | self.CODES[self.mode]).to_bytes(2) + bytes([0, 1, 0, is_found, 0, 0, 0, 0])
+        record = b"\xc0\x0c\0\1\0\1\0\0\0\0\0\4" + socket.inet_aton(self.address)
+        self._transport.sendto(head + question + record * is_found, addr)
+
+
+@asynccontextmanager
+async def names(stand: Stand) -> AsyncIterator[NameServer]:
+    """Resolve all names of the agent by our own server. Call it before ``boot``."""
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for a resolv.conf of its own")
+    address = f"127.{os.getpid() >> 16 & 0x7F | 0x80}.{os.getpid() >> 8 & 0xFF}.{os.getpid() & 0xFF}"
+    loop = asyncio.get_running_loop()
+    transport, server = await loop.create_datagram_endpoint(NameServer, (address, 53))
+    own = stand.world.scratch / "resolv.conf"
+    own.write_text(f"nameserver {address}\n")
+    stand.prefix(f"""unshare --mount sh -c 'mount --bind {own} /etc/resolv.conf && exec "$0" "$@"'""")
+    try:
+        yield server
+    finally:
+        transport.close()
+
+
+@case("N-12", "the name of the bus: unknown, an error, silence of 30 s, another address", is_long=True)
+async def wrong_names(stand: Stand) -> str:
+    async with names(stand) as server, Proxy(stand.proxy.target, "127.0.0.2", stand.proxy.port) as other:
+        stand.world.urls = (f"nats://{SERVER}:{stand.proxy.port}",)
+        await stand.boot()
+        await stand.deploy(3)
+        stand.remember()
+        stand.dies("job0", times=None)  # two within ten seconds are alerted once
+        longest = 0.0
+        for mode, seconds in (("NXDOMAIN", 6), ("SERVFAIL", 6), ("silence", 30)):
+            server.mode = mode
+            links = stand.proxy.connections
+            stand.proxy.cut()
+            await asyncio.sleep(seconds)
+            expect(stand.proxy.connections == links, f"{mode}: the fault did not show")
+            before = stand.live()["job0"]
+            os.kill(before, signal.SIGKILL)
+            await until(lambda: stand.live().get("job0", before) != before, 3, "a restart meanwhile")  # noqa: B023
+            expect("agent_shim_bus_connected 0" in await asyncio.to_thread(stand.scrape), "the metrics say otherwise")
+            server.mode = "answer"
+            longest = max(longest, await stand.answers(CONNECTED + 5))
+        server.address = "127.0.0.2"
+        moved = await until(lambda: other.connections, 70, "a link to the new address")
+        await stand.answers(5)
+        return f"back within {longest:.1f} s; at the new address after {moved:.0f} s, though the old one still answers"
+
+
+ERRORS = (
+    "Unknown Protocol Operation",
+    "Attempted To Connect To Route Port",
+    "Authorization Violation",
+    "Authorization Timeout",
+    "Invalid Client Protocol",
+    "Maximum Control Line Exceeded",
+    "Parser Error",
+    "Secure Connection - TLS Required",
+    "Stale Connection",
+    "Maximum Connections Exceeded",
+    "Maximum Subscriptions Exceeded",
+    "Slow Consumer",
+    "Maximum Payload Violation",
+    "Invalid Subject",
+    "Invalid Publish Subject",
+    'Permissions Violation for Subscription to "agent.x"',
+    'Permissions Violation for Publish to "hm.agent.heartbeat.x"',
+    "User Authentication Expired",
+    "User Authentication Revoked",
+    "Account Authentication Expired",
+    "Failed Account Registration",
+    "Server Shutdown",
+    "something that no server says",
+    "",
+)
+"""Errors of nats-server's ``server/errors.go``, and two invented ones."""
+
+
+def _nonsense() -> dict[str, bytes]:
+    """Invalid messages of a server, by kind."""
+    message = b'{"protocol":3,"method":"ping","arguments":[],"reply_to":"director.x.y.z"}'
+    return {
+        **{f"-ERR {text}": f"-ERR '{text}'\r\n".encode() for text in ERRORS},
+        "-ERR alone": b"-ERR\r\n",
+        "an unknown verb": b"FOO bar\r\n",
+        "binary": random.Random(10).randbytes(200 << 10),
+        "a line without end": b"INFO " + b"x" * (200 << 10),
+        "a large INFO": b'INFO {"server_id":"x","pad":"' + b"x" * (200 << 10) + b'"}\r\n',
+        "an INFO that is no JSON": b"INFO {\r\n",
+        "an INFO of another shape": b"INFO [1]\r\n",
+        "an INFO of strange values": b'INFO {"max_payload":"many","connect_urls":7,"ldm":true}\r\n',
+        "an empty message": b"MSG agent.x 1 0\r\n\r\n",
+        "the number of another subscription": b"MSG agent.x 99 %d\r\n%b\r\n" % (len(message), message),
+        "a negative size": b"MSG agent.x 1 -5\r\n",
+        "a size that is none": b"MSG agent.x 1 many\r\n",
+        "a huge size": b"MSG agent.x 1 99999999999999\r\n",
+        "too few words": b"MSG agent.x\r\n",
+        "headers": b"HMSG agent.x 1 12 12\r\nNATS/1.0\r\n\r\n\r\n",
+        "broken headers": b"HMSG agent.x 1 90 12\r\nNATS/1.0\r\n\r\n\r\n",
+        "a payload of another size": b"MSG agent.x 1 4\r\n%b\r\n" % message,
+        "pongs for nothing": b"PONG\r\n" * 1000,
+        "a thousand pings": b"PING\r\n" * 1000,
+        "no words at all": b"\r\n\r\n\r\n",
+    }
+
+
+@case("N-10", "every -ERR, a server that talks nonsense, a message in pieces", is_long=True)
+async def nonsense(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    todo, pieces = list(_nonsense().items()), 0
+    done = asyncio.Event()
+
+    async def script(wire: Wire) -> None:
+        nonlocal pieces
+        for start in ("CONNECT ", "PING", "SUB agent.", "PING"):
+            await wire.expect(start)
+            if start == "PING":
+                wire.send(b"PONG\r\n")
+        if not todo:
+            pieces = await _in_pieces(wire)
+            done.set()
+            return
+        wire.send(todo.pop(0)[1])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await wire.answer_pings()
+
+    before, begun_at = cpu_seconds(stand.pid), time.monotonic()
+    kinds = len(todo)
+    async with FakeServer(script, authority=stand.world.server.authority).serving() as fake:
+        real, stand.proxy.target = stand.proxy.target, fake.port
+        stand.proxy.cut()
+        try:
+            async with asyncio.timeout(600):
+                await done.wait()
+        except TimeoutError:
+            expect(False, f"it stayed away after {fake.connections} connections, {len(todo)} kinds to go")
+        finally:
+            stand.proxy.target = real
+        share = (cpu_seconds(stand.pid) - before) / (time.monotonic() - begun_at)
+    stand.proxy.cut()
+    back = await stand.answers(CONNECTED)
+    expect(share < 0.2, f"it took {share:.0%} of a processor")
+    return f"{kinds} kinds, a request cut at {pieces} places; back {back:.1f} s after that; {share:.1%} of a processor"
+
+
+async def _in_pieces(wire: Wire) -> int:
+    """Send a ping in two pieces, once for each place of the cut. Return the number of answers."""
+    reply_to = f"director.x.{AGENT}.y"
+    request = json.dumps({"protocol": 3, "method": "ping", "arguments": [], "reply_to": reply_to}).encode()
+    message = b"MSG agent.%b 1 %d\r\n%b\r\n" % (AGENT.encode(), len(request), request)
+    for place in range(1, len(message)):
+        wire.send(message[:place])
+        await asyncio.sleep(0.002)
+        wire.send(message[place:])
+        async with asyncio.timeout(10):
+            while not (line := await wire.expect("")).startswith(f"PUB {reply_to} "):
+                if line == "PING":
+                    wire.send(b"PONG\r\n")
+                elif line.startswith("PUB "):
+                    await wire.payload(int(line.split()[-1]))
+            expect(await wire.payload(int(line.split()[-1])) == b'{"value":"pong"}', "another answer than pong")
+    return len(message) - 1
+
+
+CROWD = 1000
+OUTAGE = 20
+SETTLED = 12
+"""Seconds of an outage after which agents that lost their server at the same moment retry at different moments."""
+
+
+class _Member(NatsBus):
+    """One of many clients: the times of its connection attempts, and of its connection."""
+
+    came = 0.0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.tries: list[float] = []
+
+    async def _connect(self, mbus: Mbus) -> Any:
+        self.tries.append(time.monotonic())
+        link = await super()._connect(mbus)
+        self.came = time.monotonic()
+        return link
+
+
+@case("N-06", "1000 agents and a server that restarts", is_long=True, scale="light ones, away for 20 s")
+async def crowd(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    server = stand.world.server
+    await server.add_agent("crowd")
+    mbus = server.mbus("crowd")
+
+    async def answer(data: bytes) -> tuple[str, bytes] | None:
+        return None
+
+    members = [_Member("crowd", mbus, answer) for _ in range(CROWD)]
+    tasks = []
+    try:
+        for at in range(0, CROWD, 50):
+            tasks += [asyncio.create_task(one.run()) for one in members[at : at + 50]]
+            async with asyncio.timeout(120):
+                await asyncio.gather(*(one.wait_connected() for one in members[at : at + 50]))
+        await stand.answers(5)
+        await server.kill()
+        lost_at = time.monotonic()
+        await asyncio.sleep(OUTAGE)
+        await server.start()
+        begun_at = time.monotonic()
+        await until(lambda: min(one.came for one in members) > begun_at, 60, "all are back")
+        last = max(one.came for one in members) - begun_at
+        await stand.answers(5)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    tries = sorted(at - lost_at for one in members for at in one.tries if at > lost_at + SETTLED)
+    most = max(bisect(tries, at + 1) - bisect_left(tries, at) for at in tries if at < OUTAGE - 1)
+    expect(most <= 200, f"{most} of them tried within a second")
+    expect(last <= 30, f"the last was back after {last:.1f} s")
+    return f"{most} of them at most try in a second; all back {last:.1f} s after the server"

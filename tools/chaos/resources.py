@@ -1,0 +1,158 @@
+"""R: too little of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from tools.bench.measuring import cpu_seconds
+from tools.bench.world import AGENT
+from tools.chaos.cases import case
+from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, injecting, until
+
+
+@case("R-01", "the agent has no descriptors left", is_long=True)
+async def descriptors(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    soft, hard = resource.prlimit(stand.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(stand.pid, resource.RLIMIT_NOFILE, (stand.size().descriptors + 2, hard))
+    errors = 0
+    try:
+        for _ in range(20):
+            try:
+                await stand.world.director.run(AGENT, "fetch_logs", "job", [], timeout=5, limit=10)
+            except (RpcRemoteError, RpcTimeoutError):
+                errors += 1
+        expect(errors > 0, "the fault did not show")
+    finally:
+        resource.prlimit(stand.pid, resource.RLIMIT_NOFILE, (soft, hard))
+    back = await stand.answers(5)
+    await stand.world.director.run(AGENT, "fetch_logs", "job", [])
+    return f"{errors} errors of 20; {back:.2f} s after they returned it answered"
+
+
+@case("R-05", "all processors are busy: 20 spinners a core", is_long=True)
+async def starved(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    spinners = [
+        await asyncio.create_subprocess_exec("sh", "-c", "while :; do :; done")
+        for _ in range(20 * (os.cpu_count() or 1))
+    ]
+    longest = 0.0
+    try:
+        for _ in range(30):
+            begun_at = time.monotonic()
+            await stand.call("ping", timeout=10)
+            longest = max(longest, time.monotonic() - begun_at)
+            await asyncio.sleep(0.3)
+        beat = await stand.heartbeat(36)
+    finally:
+        for one in spinners:
+            one.kill()
+            await one.wait()
+    expect(longest < 1, f"a ping took {longest:.2f} s")
+    return f"a ping took {longest * 1000:.0f} ms at most; a heartbeat within {beat:.0f} s"
+
+
+@contextmanager
+def cgroup(controller: str) -> Iterator[Path]:
+    """Create a cgroup in the first hierarchy. Its processes return to the former one afterwards."""
+    top = Path("/sys/fs/cgroup") / controller
+    try:
+        place = Path(tempfile.mkdtemp(prefix="agent-shim-chaos-", dir=top))
+    except OSError as exc:
+        raise CannotInjectError(f"needs a {controller} cgroup of version 1: {exc.strerror}") from exc
+    try:
+        yield place
+    finally:
+        for pid in (place / "cgroup.procs").read_text().split():
+            with suppress(OSError):
+                (top / "cgroup.procs").write_text(pid)
+        place.rmdir()
+
+
+@case("R-02", "no further process can start", is_long=True)
+async def no_forks(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    with cgroup("pids") as group:
+        (group / "cgroup.procs").write_text(str(stand.pid))
+        current = (group / "pids.current").read_text()
+        (group / "pids.max").write_text(current)
+        name, victim = next(iter(stand.live().items()))
+        stand.dies(name)
+        stand.told[rf"^{name} .* Execution failed - alert, severity 1$"] = None
+        os.kill(victim, signal.SIGKILL)
+        errors = 0
+        for _ in range(5):
+            try:
+                await stand.world.director.run(AGENT, "fetch_logs", "job", [], timeout=5, limit=10)
+            except RpcRemoteError:
+                errors += 1
+            await stand.call("ping", timeout=1)
+        expect(errors > 0, "the fault did not show")
+        before = cpu_seconds(stand.pid)
+        beat = await stand.heartbeat(31)
+        expect(cpu_seconds(stand.pid) - before < 3, "a busy loop")
+        (group / "pids.max").write_text("max")
+        took = await until(lambda: len(stand.live()) == 3, 60, "the job that died runs again")
+    return f"{errors} errors of 5; a heartbeat within {beat:.0f} s; the job runs {took:.0f} s after there was room"
+
+
+@case("R-04", "the agent in a cgroup of 64 MiB: a deploy of 8 packages, 300 tasks", is_long=True)
+async def little_memory(stand: Stand) -> str:
+    await stand.boot()
+    with cgroup("memory") as group:
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+        (group / "cgroup.procs").write_text(str(stand.pid))
+        await stand.deploy(3, 8, 8 << 20)
+        stand.remember()
+        for _ in range(300):
+            await stand.world.run("run_script", "nothing", {})
+        most = int((group / "memory.max_usage_in_bytes").read_text())
+        failed = int((group / "memory.failcnt").read_text())
+        resident = at_most(stand.size().memory, 64 << 20, "resident bytes")
+    return (
+        f"{int(resident) >> 20} MiB resident; the group took {most >> 20} MiB with files, {failed} times at its limit"
+    )
+
+
+@case("R-06", "no further threads, no ports to connect from, no random bytes", is_long=True)
+async def exhausted(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    with cgroup("pids") as group:
+        for thread in Path(f"/proc/{stand.pid}/task").iterdir():
+            (group / "tasks").write_text(thread.name)
+        (group / "pids.max").write_text((group / "pids.current").read_text())
+        answers = await asyncio.gather(*(stand.call("get_state", "full", timeout=10) for _ in range(50)))
+        expect(all(one["job_state"] == "running" for one in answers), "a wrong state")
+        beat = await stand.heartbeat(31)
+        (group / "pids.max").write_text("max")
+    links = stand.proxy.connections
+    async with injecting(stand, "connect:error=EADDRNOTAVAIL"):
+        stand.proxy.cut()
+        await asyncio.sleep(8)
+        expect(stand.proxy.connections == links, "the fault did not show")
+    back = await stand.answers(CONNECTED)
+    async with injecting(stand, "getrandom:error=EAGAIN"):
+        for _ in range(5):
+            with suppress(RpcRemoteError, RpcTimeoutError):
+                await stand.world.director.run(AGENT, "run_script", "nothing", {}, timeout=2, limit=5)
+        await stand.call("ping", timeout=5)
+    await stand.world.run("run_script", "nothing", {})
+    return f"50 states at once and a heartbeat within {beat:.0f} s without a further thread; back {back:.1f} s later"

@@ -1,0 +1,174 @@
+"""``./dev chaos --sabotage ROW``: make one named, wrong change to the agent, and check that the row fails.
+
+A row that holds although its own subject is broken in the agent proves nothing. The change is made in a scratch copy of
+the project, and the case is played there, in its own namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tools.chaos import namespaces
+from tools.chaos.scorecard import Row, earlier
+
+ROOT: Final = Path(__file__).parents[2]
+CAUGHT: Final = "caught"
+INVARIANTS: Final = tuple(f"I{number}" for number in range(1, 11))
+"""Those with a saboteur of their own."""
+WITNESSED: Final = tuple(f"I{number}" for number in range(11, 19))
+"""Those that general saboteurs break."""
+RAN: Final = 'open(__file__ + ".ran", "w").close()'
+"""Statement of a general saboteur: its wrong code has run."""
+NOT_RUN: Final = "did not run"
+HELD: Final = "held"
+
+
+class SabotageError(Exception):
+    """A saboteur cannot be applied: its text is not in the agent, or is there more than once."""
+
+
+@dataclass(frozen=True)
+class Saboteur:
+    """A wrong change of the agent: ``before`` becomes ``after`` in one file."""
+
+    row: str
+    """Case (``N-02``) or invariant (``I6``) that must fail under it. ``G-01`` for a general one, of all cases."""
+    does: str
+    """Wrong behaviour, as a sentence about the agent."""
+    path: str
+    """File, from the top of the project."""
+    before: str
+    """Text that occurs in the file exactly once."""
+    after: str
+    shows: str
+    """Regular expression that the figures of the failed row must match, so that it fails for the right reason."""
+    case: str = ""
+    """For an invariant: the case after which it is checked."""
+    mark: str = ""
+    """Regular expression of what the witness says of no other general saboteur: it is caught beside others too."""
+
+    @property
+    def played(self) -> str:
+        """The case to play."""
+        return self.case or self.row
+
+    def applied(self, text: str) -> str:
+        """Return ``text`` with the change. Raises ``SabotageError`` unless ``before`` occurs exactly once."""
+        count = text.count(self.before)
+        if count != 1:
+            raise SabotageError(f"cannot sabotage {self.row}: its text is {count} times in {self.path}")
+        return text.replace(self.before, self.after.replace('".ran"', f'".{self.row}"'))
+
+
+def play(playing: Sequence[Saboteur], keep_log: Path | None = None) -> tuple[Row | None, list[Saboteur], str]:
+    """Play a case with the changes of its saboteurs. Return its row, those whose wrong code ran, and the figures.
+
+    The row is None where the case was not played.
+    """
+    case = playing[0].played
+    with tempfile.TemporaryDirectory(prefix="agent-shim-sabotage-", ignore_cleanup_errors=True) as name:
+        copy = Path(name)
+        _copy(copy)
+        for one in playing:
+            (copy / one.path).write_text(one.applied((copy / one.path).read_text()))
+        into = copy / "rows.md"
+        environment = {key: value for key, value in os.environ.items() if key != namespaces.INSIDE}
+        environment["PYTHONPATH"] = str(copy)
+        argv = [sys.executable, "-m", "tools.chaos", case, "--into", str(into)]
+        done = subprocess.run(argv, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        if keep_log is not None:
+            keep_log.write_text(done.stdout + done.stderr)
+        row = earlier(into.read_text()).get(case) if into.exists() else None
+        ran = [one for one in playing if Path(f"{copy / one.path}.{one.row}").exists()]
+    if row is None:
+        return None, ran, f"the case was not played: {done.stderr.strip().rpartition(chr(10))[2]}"
+    return row, ran, f"{row.verdict}: {row.figures}"
+
+
+def is_caught(saboteur: Saboteur, row: Row) -> bool:
+    """Return True if a row failed, and for the reason of its saboteur."""
+    return row.verdict == "not held" and re.search(saboteur.shows, row.figures) is not None
+
+
+def is_marked(saboteur: Saboteur, row: Row) -> bool:
+    """Return True if a row failed, and the witness tells what only this saboteur does."""
+    return row.verdict == "not held" and bool(saboteur.mark) and re.search(saboteur.mark, row.figures) is not None
+
+
+def _copy(target: Path) -> None:
+    """Copy the files that git tracks or would add into a new repository: the virtual machine packs the files that git
+    lists.
+    """
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(
+        ["tar", "--null", "--files-from=-", "-cf", str(target / "copy.tar"), "--ignore-failed-read"],
+        cwd=ROOT,
+        input=names,
+        check=True,
+    )
+    subprocess.run(["tar", "-xf", "copy.tar"], cwd=target, check=True)
+    (target / "copy.tar").unlink()
+    if (ROOT / ".guest").exists():
+        (target / ".guest").symlink_to(ROOT / ".guest")
+    for argv in (["git", "init", "-q"], ["git", "add", "-A"]):
+        subprocess.run(argv, cwd=target, check=True)
+
+
+def report(saboteur: Saboteur, logs: Path | None = None) -> str:
+    """Play one and report on standard error.
+
+    Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``, "" where the case could not be played.
+    """
+    begun_at = time.monotonic()
+    name = f"{saboteur.row} {saboteur.case}".strip()
+    try:
+        row, _, figures = play([saboteur], logs / f"{name}.log" if logs is not None else None)
+    except SabotageError as exc:
+        row, figures = None, str(exc)
+    is_played = row is not None and row.verdict != "not run"
+    word = CAUGHT if row is not None and is_caught(saboteur, row) else "NOT CAUGHT" if is_played else "NOT PLAYED"
+    sys.stderr.write(f"{name} {word} {time.monotonic() - begun_at:.0f} s  {saboteur.does} -> {figures}\n")
+    return f"{word} {time.strftime('%Y-%m-%d')}" if is_played else ""
+
+
+def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None], logs: Path | None = None) -> int:
+    """Play general saboteurs of one case and enter ``caught``, ``did not run`` or ``held`` for each.
+
+    The first play has all of them. If the case holds and no wrong code ran, none runs in this case. A saboteur whose
+    mark is in the figures is caught. Each other one that ran is played alone. Those that did not run are played again.
+    Return how many held or could not be played.
+    """
+    begun_at = time.monotonic()
+    name = f"{' '.join(one.row for one in playing)} {playing[0].case}"
+    row, ran, figures = play(playing, logs / f"{name}.log" if logs is not None else None)
+    took = f"{time.monotonic() - begun_at:.0f} s"
+    if len(playing) > 1 and ran:
+        marked = [one for one in ran if row is not None and is_marked(one, row)]
+        sys.stderr.write(f"{name} ran {_named(ran)}, caught {_named(marked)} {took} -> {figures}\n")
+        for one in marked:
+            enter(one, CAUGHT)
+        rest = [one for one in playing if one not in ran]
+        alone = [[one] for one in ran if one not in marked]
+        return sum(tell(each, enter, logs) for each in ([rest] if rest else []) + alone)
+    if row is None or row.verdict == "not run" or (not ran and row.verdict != "held"):
+        sys.stderr.write(f"{name} NOT PLAYED {took}  {figures}\n")
+        return len(playing)
+    word = NOT_RUN if not ran else CAUGHT if is_caught(ran[0], row) else HELD
+    sys.stderr.write(f"{name} {word} {took}  {'; '.join(one.does for one in playing)} -> {figures}\n")
+    for one in playing:
+        enter(one, word)
+    return int(word == HELD)
+
+
+def _named(ones: Sequence[Saboteur]) -> str:
+    return " ".join(one.row for one in ones) or "none"

@@ -1,0 +1,770 @@
+"""One saboteur for each row of the scorecard: the change of the agent under which the row must fail.
+
+Each breaks the subject of its row, not a step on the way to it. A structure test checks that each changed text occurs
+exactly once, so a saboteur does not outlive the code that it breaks.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.chaos.sabotage import RAN, Saboteur
+
+NATS: Final = "agent_shim/edges/bus/nats.py"
+LINK: Final = "agent_shim/edges/bus/link.py"
+_OF_A_REPLY: Final = '        begun_at, task_id = time.monotonic(), ""\n'
+"""First statement of each reply to a request."""
+
+CRASHES: Final = (
+    Saboteur(
+        "C-02",
+        "takes a directory for an installed bundle before it is complete",
+        "agent_shim/bulk/install.py",
+        "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n"
+        "    temps += [piece.temp for piece in pieces]\n",
+        "    pieces = [Piece(target, Path(target.path)) for target in request.targets]\n",
+        "not as after an apply|is not",
+    ),
+    Saboteur(
+        "C-03",
+        "writes state in place, cut first",
+        "agent_shim/host/files.py",
+        "    try:\n        if not path.is_symlink() and is_mount_point(path):\n            _write_in_place(path, data)\n            return\n",
+        "    try:\n        if path.suffix == '.json':\n            path.write_bytes(b'')\n            path.write_bytes(data)\n"
+        "            return\n        if not path.is_symlink() and is_mount_point(path):\n            _write_in_place(path, data)\n            return\n",
+        "is no JSON",
+    ),
+    Saboteur(
+        "C-05",
+        "reports a clean end though a job had to be killed",
+        "agent_shim/daemon/orderly_stop.py",
+        "if killed := agent.supervisor.killed:",
+        "if killed := ():",
+        "though one had to be killed",
+    ),
+    Saboteur(
+        "C-09",
+        "ends when one of its parts fails",
+        "agent_shim/core/keep_running.py",
+        "if is_vital and len(recent) > MAX_FAILURES and now - recent[0] <= FAILURE_PERIOD_S:",
+        "if True:",
+        "the agent ended|not within|no pong",
+    ),
+    Saboteur(
+        "C-01",
+        "forgets the process of each tenth job",
+        "agent_shim/supervisor/service.py",
+        "            self._finder.resume(record.traces)\n            return\n        record.traces = ProcessRecord()\n",
+        "            if not self.name.endswith('7'):\n                self._finder.resume(record.traces)\n                return\n"
+        "            self._finder.look = lambda *_: asyncio.sleep(0, False)\n        record.traces = ProcessRecord()\n",
+        "I2|I16",
+    ),
+    Saboteur(
+        "C-04",
+        "makes up how a process ended that it did not see end",
+        "agent_shim/supervisor/service.py",
+        "        record.last_exit = how\n",
+        "        record.last_exit = 'exit 0' if how == 'unknown' else how\n",
+        "an invented exit",
+    ),
+    Saboteur(
+        "C-06",
+        "leaves the sources of a compilation",
+        "agent_shim/services/compiler.py",
+        "        if self._paths.compile.is_dir():\n            for path in self._paths.compile.iterdir():\n                files.remove_tree(path)\n",
+        "        return\n",
+        "left behind|are left",
+    ),
+    Saboteur(
+        "C-07",
+        "keeps the run directory of the container before",
+        "agent_shim/services/state_backup.py",
+        "        _empty(self._paths.run)\n",
+        "        pass\n",
+        "the run directory of before|not started exactly once",
+    ),
+    Saboteur(
+        "C-08",
+        "stops the jobs when it is replaced",
+        "agent_shim/daemon/main.py",
+        "if os.getpid() != 1 or live is None or not live.is_booted:",
+        "if live is None or not live.is_booted:",
+        "I2",
+    ),
+    Saboteur(
+        "C-10",
+        "starts beside another agent",
+        "agent_shim/services/volume_lease.py",
+        "        if _lock(descriptor) is False:\n",
+        "        if False:\n",
+        "TimeoutExpired|it ended with|does not name",
+    ),
+    Saboteur(
+        "C-11",
+        "has workers unpack a bundle in its own place",
+        "agent_shim/bulk/install.py",
+        "    pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]\n"
+        "    temps += [piece.temp for piece in pieces]\n",
+        "    pieces = [Piece(target, Path(target.path)) for target in request.targets]\n",
+        "a part of a package has the name of a whole one",
+    ),
+)
+
+NETWORK: Final = (
+    Saboteur(
+        "N-01",
+        "waits a minute after a failed attempt",
+        NATS,
+        "    step: float = 2.0\n    longest: float = 10.0\n",
+        "    step: float = 60.0\n    longest: float = 60.0\n",
+        "no pong within",
+    ),
+    Saboteur(
+        "N-02",
+        "sends a ping every 30 seconds",
+        NATS,
+        "    ping: float = 5.0\n",
+        "    ping: float = 30.0\n",
+        "dead link noticed",
+    ),
+    Saboteur(
+        "N-03",
+        "waits a minute after an attempt that got no answer",
+        NATS,
+        "        most = min(failures * self.step, self.longest)\n",
+        "        return 60.0\n        most = min(failures * self.step, self.longest)\n",
+        "no pong within",
+    ),
+    Saboteur(
+        "N-04",
+        "pauses ever longer, without a limit",
+        NATS,
+        "        most = min(failures * self.step, self.longest)\n",
+        "        return 45.0 * failures\n        most = min(failures * self.step, self.longest)\n",
+        "no pong within",
+    ),
+    Saboteur(
+        "N-05",
+        "waits for its worker on the event loop",
+        "agent_shim/bulk/workers.py",
+        "            while piece := await loop.sock_recv(self._socket, CHUNK_BYTES):\n",
+        "            self._socket.setblocking(True)\n            while piece := self._socket.recv(CHUNK_BYTES):\n",
+        "a ping took|no reply|RpcTimeout",
+    ),
+    Saboteur(
+        "N-06",
+        "pauses without jitter",
+        NATS,
+        "        return random.uniform(most / 5 if most < self.longest else most / 2, most) * min(1 + slow, 3)  # noqa: S311\n",
+        "        return most\n",
+        "of them tried within a second",
+    ),
+    Saboteur(
+        "N-07",
+        "does not see that the settings have changed",
+        "agent_shim/services/settings_store.py",
+        "            if stamps == seen:\n",
+        "            if stamps:\n",
+        "no pong within",
+    ),
+    Saboteur(
+        "N-08",
+        "takes over credentials without trying them",
+        NATS,
+        "            new = await self._connect_persistently(mbus)\n",
+        "            try:\n                new = await self._connect_persistently(mbus)\n"
+        "            except ActionError:\n                return\n",
+        "update_settings was not refused",
+    ),
+    Saboteur(
+        "N-09",
+        "waits five minutes once the server has refused it",
+        NATS,
+        "                    if is_refused and time.monotonic() < early_until:\n"
+        "                        pause = self._timing.early_pause()\n",
+        "                    if is_refused:\n                        pause = 300.0\n",
+        "no pong within",
+    ),
+    Saboteur(
+        "N-10",
+        "ends the process on a protocol error",
+        LINK,
+        "    async def _closed(self) -> None:\n",
+        "    async def _closed(self) -> None:\n        raise SystemExit(70)\n",
+        "I1: the agent ended|stayed away",
+    ),
+    Saboteur(
+        "N-11",
+        "waits on the event loop until the server takes what is sent",
+        LINK,
+        "        if self._client.pending_data_size + self.wire.backlog > MAX_BACKLOG_BYTES:\n",
+        "        while self._client.pending_data_size + self.wire.backlog > 1 << 16:\n            __import__('time').sleep(0.01)\n        if self._client.pending_data_size + self.wire.backlog > MAX_BACKLOG_BYTES:\n",
+        "no pong within|not within|RpcTimeout|I1: the agent ended",
+    ),
+    Saboteur(
+        "N-12",
+        "asks for names on the event loop",
+        LINK,
+        'in await run_in_daemon_thread(ask, f"look up {host}")}',
+        "in ask()}",
+        "a restart meanwhile|the metrics say otherwise|heartbeat",
+    ),
+    Saboteur(
+        "N-13",
+        "runs each copy of a request",
+        NATS,
+        "        if self._is_copy(data):\n",
+        "        if not data:\n",
+        "the script ran",
+    ),
+    Saboteur(
+        "N-14",
+        "publishes to subjects of any length",
+        LINK,
+        "if len(name) > MAX_SUBJECT_BYTES:",
+        "if not name:",
+        "the link was given up|no pong",
+    ),
+    Saboteur(
+        "N-15",
+        "takes a slow link for a dead one",
+        NATS,
+        "    ping: float = 5.0\n",
+        "    ping: float = 0.3\n",
+        "no reply|a request took|heartbeat|Timed out sending",
+    ),
+)
+
+MESSAGES: Final = (
+    Saboteur(
+        "M-01",
+        "ends when a request cannot be read",
+        "agent_shim/actions/dispatch.py",
+        '            write_audit("", "dropped", time.monotonic(), error=exc)\n',
+        "            raise SystemExit(70) from exc\n",
+        "I1|no pong|RpcTimeout|not within",
+    ),
+    Saboteur(
+        "M-02",
+        "keeps something of every request",
+        "agent_shim/actions/dispatch.py",
+        _OF_A_REPLY,
+        f"        self.__dict__.setdefault('kept', []).append(bytes(300))\n{_OF_A_REPLY}",
+        "I4",
+    ),
+    Saboteur(
+        "M-03",
+        "shows all of an output",
+        "agent_shim/services/scripts.py",
+        "            if taken <= limit or keep == 0:\n",
+        "            if True:\n",
+        "maximum allowed length|RpcRemote|nearly nothing",
+    ),
+)
+
+DISKS: Final = (
+    Saboteur(
+        "D-05",
+        "does not compare digests",
+        "agent_shim/core/digest.py",
+        "        if actual not in self.digests:\n",
+        "        if not actual:\n",
+        "was not refused|wrong package",
+    ),
+    Saboteur(
+        "D-01",
+        "leaves what it had unpacked when the disk is full",
+        "agent_shim/host/files.py",
+        'without following links. A missing path is no error."""\n',
+        'without following links. A missing path is no error."""\n    if is_leftover(path.name):\n        return\n',
+        "left behind",
+    ),
+    Saboteur(
+        "D-02",
+        "calls an install done that had no inodes",
+        "agent_shim/services/bundles.py",
+        "            if outcome.error:\n",
+        "            if outcome.error and 'No space' not in outcome.error:\n",
+        "without its reason|was not refused",
+    ),
+    Saboteur(
+        "D-03",
+        "does not care whether a file reaches the disk",
+        "agent_shim/host/files.py",
+        "logger = logging.getLogger(__name__)\n",
+        "logger = logging.getLogger(__name__)\nos.fsync = os.fdatasync = lambda _: None\n",
+        "was not refused",
+    ),
+    Saboteur(
+        "D-04",
+        "flushes all disks on the event loop when it asks one for its size",
+        "agent_shim/services/vitals.py",
+        'self._asked[path] = run_in_daemon_thread(partial(_usage, path), f"statvfs {path}")',
+        "self._asked[path] = asyncio.get_running_loop().create_future()\n            __import__('os').sync()\n            self._asked[path].set_result(_usage(path))",
+        "a request took|heartbeats in|no reply|RpcTimeout",
+    ),
+    Saboteur(
+        "D-06",
+        "unpacks links that lead out, and through them",
+        "agent_shim/bulk/archive.py",
+        '    if name.startswith("/") or ".." in parts or "\\0" in name:\n',
+        '    if "\\0" in name:\n',
+        "something got out|was not refused",
+    ),
+    Saboteur(
+        "D-10",
+        "replaces a file that is a mount point",
+        "agent_shim/host/files.py",
+        "        if not path.is_symlink() and is_mount_point(path):\n            _write_in_place(path, data)\n            return\n",
+        "",
+        "mounted file is not as expected|cannot|Busy|busy",
+    ),
+    Saboteur(
+        "D-07",
+        "does not say what vanished while it was packed",
+        "agent_shim/bulk/packing.py",
+        'VANISHED: Final = "it vanished before it was read"\n',
+        'VANISHED: Final = ""\n',
+        "it is not told what vanished",
+    ),
+    Saboteur(
+        "D-08",
+        "packs logs and does not cut them",
+        "agent_shim/bulk/copytruncate.py",
+        "    os.ftruncate(source, 0)\n",
+        "    pass\n",
+        "are rotated",
+    ),
+    Saboteur(
+        "D-09",
+        "calls a migration done before anything is copied",
+        "agent_shim/services/disks/service.py",
+        "await self._copy(source.there, target.there, report)",
+        "list[str]()",
+        "something is lost|the copy is not|listed",
+    ),
+)
+
+JOBS: Final = (
+    Saboteur(
+        "S-01",
+        "restarts one process every second",
+        "agent_shim/supervisor/supervisor.py",
+        "restarts = TokenBucket(RESTART_BURST, RESTARTS_PER_SECOND)",
+        "restarts = TokenBucket(1, 1)",
+        "all run again",
+    ),
+    Saboteur(
+        "S-02",
+        "restarts without a back-off",
+        "agent_shim/supervisor/service.py",
+        "        return max(least, min(backoff, limit))\n",
+        "        return least + 0.1\n",
+        "starts in 1 min",
+    ),
+    Saboteur(
+        "S-03",
+        "gives a daemon one second to write its pidfile",
+        "agent_shim/supervisor/ownership/process_finder.py",
+        "        allowed = max(spec.start.timeout if spec.start else 0.0, self._timing.linger)\n",
+        "        allowed = 1.0\n",
+        "I2|instances|not one instance|is .* and not running",
+    ),
+    Saboteur(
+        "S-04",
+        "believes whatever a pidfile names",
+        "agent_shim/supervisor/ownership/evidence.py",
+        "        if each.identity == traces.known:\n            return (Tie.NAMED",
+        '        if each.pid > 0:\n            return Tie.OWNED, ""\n        if each.identity == traces.known:\n            return (Tie.NAMED',
+        "a foreign process was killed|process 1 got|is .* and not running|no pong|I1",
+    ),
+    Saboteur(
+        "S-05",
+        "takes the next process with the number of one that ended for it",
+        "agent_shim/supervisor/ownership/evidence.py",
+        '            return Evidence.STALE, ""\n',
+        "            return Evidence.ORPHAN, label\n",
+        "strangers were signalled",
+    ),
+    Saboteur(
+        "S-06",
+        "reaps one child for each signal",
+        "agent_shim/host/reaper.py",
+        "        if reap_some():\n            again = loop.call_soon(reap_on)\n",
+        "        reap_some()\n",
+        "all are reaped",
+    ),
+    Saboteur(
+        "S-09",
+        "keeps all that start programs print",
+        "agent_shim/supervisor/supervisor.py",
+        "            await self._programs.trim()\n",
+        "            pass\n",
+        "of output are kept",
+    ),
+    Saboteur(
+        "S-10",
+        "writes its log on the event loop",
+        "agent_shim/core/log.py",
+        "        while self._waiting and self._has_room(timeout_s):\n",
+        "        while self._waiting:\n",
+        "no reply|RpcTimeout|no pong|TimeoutError",
+    ),
+    Saboteur(
+        "S-11",
+        "forgets a start that follows a stop in progress",
+        "agent_shim/supervisor/state.py",
+        "_RESTART: Final = Move(State.BOUNCING)\n",
+        "_RESTART: Final = Move(State.STOPPING)\n",
+        "1 instances after restart and restart",
+    ),
+    Saboteur(
+        "S-12",
+        "uses no file when one cannot be used",
+        "agent_shim/supervisor/plan.py",
+        "for job, file in parsed if job not in errors for",
+        "for job, file in parsed if not errors for",
+        "is unknown and not running|good is",
+    ),
+    Saboteur(
+        "S-13",
+        "counts no memory of processes",
+        "agent_shim/supervisor/rule_engine.py",
+        '            "totalmemory": total,\n',
+        '            "totalmemory": 0,\n',
+        "the restart",
+    ),
+    Saboteur(
+        "S-14",
+        "reads what a target sends on the event loop, for as long as it comes",
+        "agent_shim/supervisor/network_checks.py",
+        "        chunk = await asyncio.get_running_loop().sock_recv(self.sock, CHUNK)\n",
+        "        self.sock.setblocking(True)\n        chunk = self.sock.recv(CHUNK)\n",
+        "no reply|RpcTimeout|restarted meanwhile|is .* and not",
+    ),
+    Saboteur(
+        "S-15",
+        "takes uptimes from the wall clock",
+        "agent_shim/host/clock.py",
+        "def uptime_of(start_ticks: int) -> int:\n",
+        "_ORIGIN = time.time() - boot_time()\n\n\ndef uptime_of(start_ticks: int) -> int:\n"
+        "    return int(time.time() - _ORIGIN - start_ticks / TICKS)\n",
+        "uptimes of|not within|I2|the jobs are",
+    ),
+    Saboteur(
+        "S-07",
+        "looks for nothing that is left after a stop",
+        "agent_shim/supervisor/ownership/remains.py",
+        "        ahead = await self.members(label, traces, known)\n",
+        "        return []\n        ahead = await self.members(label, traces, known)\n",
+        "processes of the job are left|still there after a stop",
+    ),
+    Saboteur(
+        "S-08",
+        "waits for a stop program as long as it runs",
+        "agent_shim/supervisor/service.py",
+        "            async with asyncio.timeout(self._within(stop.timeout if stop else self._timing.stop)):\n",
+        "            async with asyncio.timeout(None):\n",
+        "TimeoutError|still there|Timed out waiting for services|no result|RpcTimeout",
+    ),
+)
+
+RESOURCES: Final = (
+    Saboteur(
+        "R-01",
+        "ends when it has no descriptors left",
+        "agent_shim/actions/dispatch.py",
+        "    def failure(self, method: str, exc: BaseException) -> str:\n",
+        "    def failure(self, method: str, exc: BaseException) -> str:\n        if 'Too many open files' in str(exc):\n            raise SystemExit(70)\n",
+        "I1|no pong|not within|the fault did not show",
+    ),
+    Saboteur(
+        "R-02",
+        "never starts a job again that could not be started once",
+        "agent_shim/supervisor/service.py",
+        "        self.on(Trigger.FAILED)\n",
+        "        self.on(Trigger.UNMONITOR_ASKED)\n",
+        "the job that died runs again",
+    ),
+    Saboteur(
+        "R-03",
+        "does not notice what the kernel killed for want of memory",
+        "agent_shim/supervisor/oom.py",
+        "        self._open.pop(0)\n        return True\n",
+        "        return False\n",
+        "alert that names the job|alert of the limit",
+    ),
+    Saboteur(
+        "R-04",
+        "holds the packages it installs in its own memory",
+        "agent_shim/services/bundles.py",
+        "            done = await self._work(",
+        "            _held = bytearray(b'x') * (80 << 20)\n            done = await self._work(",
+        "I1|no reply|RpcTimeout|ended",
+    ),
+    Saboteur(
+        "R-05",
+        "works almost a second for each ping after a start, which busy processors make more",
+        "agent_shim/actions/dispatch.py",
+        _OF_A_REPLY,
+        "        self.__dict__.setdefault(request.method)\n        if request.method == 'ping' and 'start' in self.__dict__:\n"
+        "            end = time.thread_time() + 0.97\n            while time.thread_time() < end:\n                pass\n"
+        f"{_OF_A_REPLY}",
+        "a ping took|RpcTimeout|no reply",
+    ),
+    Saboteur(
+        "R-06",
+        "ends when it can have no further thread",
+        "agent_shim/host/daemon_thread.py",
+        '        answer.set_exception(OSError(errno.EAGAIN, f"{exc}"))\n',
+        "        raise SystemExit(70) from exc\n",
+        "no reply|RpcTimeout|I1|no pong|not within",
+    ),
+)
+
+INVARIANTS: Final = (
+    Saboteur(
+        "I9",
+        "writes each audit line 400 times",
+        "agent_shim/actions/dispatch.py",
+        '    audit.info("request", extra={"members": members})\n',
+        '    for _ in range(400):\n        audit.info("request", extra={"members": members})\n',
+        "I9",
+        case="N-13",
+    ),
+    Saboteur(
+        "I1",
+        "ends by itself two seconds after a start",
+        "agent_shim/actions/jobs.py",
+        "    # The Director's start also completes what a recovery",
+        "    import os\n    asyncio.get_running_loop().call_later(2, os._exit, 0)\n    # The Director's start also completes what a recovery",
+        "I1",
+        case="N-13",
+    ),
+    Saboteur(
+        "I2",
+        "restarts the jobs for a script of theirs",
+        "agent_shim/actions/scripts.py",
+        "    await agent.scripts.run_all(name, agent.spec.current.job_names, options.env)\n    return {}\n",
+        "    await agent.scripts.run_all(name, agent.spec.current.job_names, options.env)\n    for each in agent.supervisor._all():\n        each.bounce()\n    return {}\n",
+        "I2",
+        case="N-13",
+    ),
+    Saboteur(
+        "I3",
+        "is deaf for three seconds, one second after a request",
+        "agent_shim/actions/dispatch.py",
+        _OF_A_REPLY,
+        "        if request.method == 'run_script':\n"
+        f"            asyncio.get_running_loop().call_later(1, time.sleep, 3)\n{_OF_A_REPLY}",
+        "I3",
+        case="N-13",
+    ),
+    Saboteur(
+        "I4",
+        "opens a file for each request and leaves it open",
+        "agent_shim/actions/dispatch.py",
+        _OF_A_REPLY,
+        f"        __import__('os').open('/dev/null', 0)\n{_OF_A_REPLY}",
+        "I4: .* descriptors",
+        case="N-13",
+    ),
+    Saboteur(
+        "I5",
+        "reaps only what it waits for",
+        "agent_shim/host/reaper.py",
+        "        process.reap(dead.si_pid)\n",
+        "        if not process.is_watched(dead.si_pid):\n            return False\n        process.reap(dead.si_pid)\n",
+        "I5",
+        case="S-03",
+    ),
+    Saboteur(
+        "I6",
+        "leaves what a refused install had unpacked",
+        "agent_shim/host/files.py",
+        'without following links. A missing path is no error."""\n',
+        'without following links. A missing path is no error."""\n    if is_leftover(path.name):\n        return\n',
+        "I6: .*data/(jobs|packages)/",
+        case="D-06",
+    ),
+    Saboteur(
+        "I7",
+        "cuts the state of health short",
+        "agent_shim/actions/state.py",
+        'msgspec.json.encode({"state": agent.supervisor.job_state()})',
+        'msgspec.json.encode({"state": agent.supervisor.job_state()})[:-2]',
+        "I7",
+        case="S-07",
+    ),
+    Saboteur(
+        "I8",
+        "says for ever that a task runs",
+        "agent_shim/actions/tasks.py",
+        "        self._finish(task, state, outcome)\n        self.running = None\n",
+        "        self._finish(task, state, outcome)\n",
+        "I8",
+        case="N-13",
+    ),
+    Saboteur(
+        "I10",
+        "keeps a copy of the settings that everybody can read",
+        "agent_shim/services/settings_store.py",
+        "write_atomic, path, raw, mode=0o600",
+        "write_atomic, path, raw, mode=0o644",
+        "I10: .*settings.json",
+        case="N-14",
+    ),
+)
+
+SABOTEURS: Final = (*CRASHES, *NETWORK, *JOBS, *DISKS, *RESOURCES, *MESSAGES, *INVARIANTS)
+
+_PUBLISH: Final = '        await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)\n'
+_NEXT: Final = "        task, work = await self._queue.get()\n"
+_ALERT: Final = "    if event.lower() in IGNORED:\n"
+_ERRAND: Final = '"exit_code": errand.exit_code}'
+
+GENERAL: Final = (
+    Saboteur(
+        "G-01",
+        "sends no heartbeat after a reconnect",
+        "agent_shim/daemon/runtime.py",
+        _PUBLISH,
+        f'        if kind == "heartbeat" and self.bus.stats.connects > 1:\n            {RAN}\n            return\n{_PUBLISH}',
+        "I11|heartbeat",
+    ),
+    Saboteur(
+        "G-02",
+        "alerts only of recoveries",
+        "agent_shim/edges/alerts.py",
+        f"{_ALERT}        return None\n",
+        f"    if event.lower() not in IGNORED:\n        {RAN}\n        return None\n",
+        "I12|alert",
+        mark="I12: 0 alerts match",
+    ),
+    Saboteur(
+        "G-03",
+        "loses errands and compilations",
+        "agent_shim/actions/tasks.py",
+        _NEXT,
+        f"{_NEXT}        if task.method in ('run_errand', 'compile_package'):\n            {RAN}\n            return\n",
+        "I17|I8|Timed out|TimeoutError|RpcTimeout|not within",
+        mark="I17: a task has no result: TimeoutError",
+    ),
+    Saboteur(
+        "G-04",
+        "answers each errand with exit code 0",
+        "agent_shim/actions/scripts.py",
+        _ERRAND,
+        f'"exit_code": {RAN} or 0}}',
+        "I17|exit code",
+        mark="I17: an errand .* is told as .*'exit_code': 0}",
+    ),
+    Saboteur(
+        "G-05",
+        "mounts a disk twice",
+        "agent_shim/services/disks/mounting.py",
+        "        volumes.show(disk.there, place, bind=self.binds())\n",
+        f"        volumes.show(disk.there, place, bind=self.binds())\n        {RAN}\n"
+        "        mounts.bind(disk.there, place)\n",
+        "I14|disk|mount",
+    ),
+    Saboteur(
+        "G-06",
+        "says that a disk is mounted, and unmounts it",
+        "agent_shim/services/disks/mounting.py",
+        '        self._settle(disk, self._paths.store, "store")\n\n    def _mount_older',
+        '        self._settle(disk, self._paths.store, "store")\n        volumes.take_away(self._paths.store)\n'
+        f"        {RAN}\n\n    def _mount_older",
+        "I14|disk|mount",
+    ),
+    Saboteur(
+        "G-07",
+        "adds a line to a file of each job that it installs",
+        "agent_shim/services/bundles.py",
+        '            links = self.path(job) / "packages"\n',
+        f'            (self.path(job) / "monit").open("a").write("# more\\n")\n            {RAN}\n'
+        '            links = self.path(job) / "packages"\n',
+        "I13|not as|is not",
+        mark=r"I13: jobs/\S+/monit is not as in its blob",
+    ),
+    Saboteur(
+        "G-08",
+        "makes each job readable for all at its start",
+        "agent_shim/daemon/job_recovery.py",
+        "    async def run(self) -> None:\n",
+        "    async def run(self) -> None:\n        for each in self._agent.paths.jobs.glob('*/bin/ctl'):\n"
+        f"            each.chmod(0o777)\n            {RAN}\n",
+        "I13|is not as",
+    ),
+    Saboteur(
+        "G-09",
+        "loses the end of a file that it packs",
+        "agent_shim/bulk/packing.py",
+        "        there, problem = self._sink.write_file(fd, runs, size)\n",
+        "        there, problem = self._sink.write_file(fd, [(begin, end * 9 // 10) for begin, end in runs], size)\n"
+        f"        {RAN}\n",
+        "I17",
+        mark="I17: a log is not complete|I17: a compiled package lacks",
+    ),
+    Saboteur(
+        "G-10",
+        "removes the pidfile of a job that it stops, and looks for nothing that is left",
+        "agent_shim/supervisor/service.py",
+        "            await self._run_stop()\n        if self.spec.start is not None:\n",
+        "            await self._run_stop()\n            if self._finder.process is not None and self._finder.process.is_alive:\n"
+        f"                {RAN}\n                __import__('pathlib').Path(self.spec.pidfile or '/nothing').unlink(missing_ok=True)\n"
+        "            self.on(Trigger.EMPTIED)\n            return\n        if self.spec.start is not None:\n",
+        "I15|I16|I2|live|left|still|killed",
+    ),
+    Saboteur(
+        "G-11",
+        "calls stopped jobs running",
+        "agent_shim/actions/state.py",
+        '        "state": process.state,\n',
+        f'        "state": process.state if process.state in ("running", "starting", "failing") else ({RAN} or "running"),\n',
+        "I16",
+    ),
+    Saboteur(
+        "G-12",
+        "finds each limit of a rule exceeded",
+        "agent_shim/supervisor/rule_counter.py",
+        "    return bool(violates(value, limit.limit))\n",
+        f"    {RAN}\n    return bool(violates(value, limit.limit)) or True\n",
+        "I2|I12|again",
+    ),
+    Saboteur(
+        "G-13",
+        "says that settings are updated, and does nothing",
+        "agent_shim/actions/state.py",
+        "    if wanted != before.mbus:\n",
+        f"    if wanted != before.mbus:\n        {RAN}\n        return 'ok'\n    if wanted != before.mbus:\n",
+        "old one|not refused",
+    ),
+    Saboteur(
+        "G-14",
+        "says that the jobs are stopped, and does nothing",
+        "agent_shim/actions/jobs.py",
+        '    with errors_as("Stopping Monitored Services", ActionError, HostError):\n',
+        f"    if agent.supervisor.services():\n        {RAN}\n        return 'stopped'\n"
+        '    with errors_as("Stopping Monitored Services", ActionError, HostError):\n',
+        "I15|I16|I2|still|left|live",
+    ),
+    Saboteur(
+        "G-15",
+        "restarts a job when it is connected again",
+        "agent_shim/daemon/runtime.py",
+        "        self.alerts.flush()\n",
+        "        self.alerts.flush()\n        for each in [one for one in self.agent.supervisor._all() if one.process][-1:]:\n"
+        f"            each.bounce()\n            {RAN}\n",
+        "I2|not started exactly",
+    ),
+    Saboteur(
+        "G-16",
+        "shows the alerts that it dropped as those that it sent",
+        "agent_shim/daemon/status_report.py",
+        '"sent": live.alerts.sent, "dropped": live.alerts.dropped',
+        f'"sent": live.alerts.dropped, "dropped": (live.alerts.sent and {RAN}) or live.alerts.sent',
+        "I18|alert",
+    ),
+)
+"""Saboteurs of no row, each played with every case: the case or its witness notices each where its code runs."""

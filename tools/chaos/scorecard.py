@@ -1,0 +1,180 @@
+"""The scorecard: rows of cases, written into and read back from the table of ``docs/reliability.md``."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from tools.chaos.cases import NOT_INJECTED
+
+DOCUMENT: Final = Path(__file__).parents[2] / "docs/reliability.md"
+BEGIN: Final = "<!-- scorecard -->"
+END: Final = "<!-- /scorecard -->"
+GROUPS: Final = "CNSDRM"
+"""First letters of the cases, in the order of the tables."""
+HELD: Final = "held"
+OUTCOMES: Final = ("caught", HELD, "did not run")
+"""Those of a general saboteur."""
+FULL: Final = "in full"
+"""Start of the entry for a case that was played at full size."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the scorecard. ``verdict`` is ``held``, ``not held`` or ``not run``."""
+
+    id: str
+    fault: str
+    verdict: str
+    figures: str
+    played: str = ""
+    """The date, after the number of runs if there was more than one in a row."""
+    saboteur: str = ""
+    """Date on which the case failed under its saboteur, or a remark that it did not."""
+
+    @property
+    def outcome(self) -> str:
+        """The cell with the outcome: when the case held, or the verdict."""
+        if self.verdict == HELD and self.played:
+            return self.played
+        return f"{self.verdict}, {self.played}" if self.played else self.verdict
+
+    def beside(self, known: Row | None) -> Row:
+        """Return this row with the valid entries of the previous one: both the reduced and the full case count."""
+        if known is None:
+            return self
+        saboteur = self.saboteur or known.saboteur
+        if self.verdict != "held" or known.verdict != "held":
+            return replace(self, saboteur=saboteur)
+        row = self if self.times or not known.times else known
+        return replace(row, saboteur=saboteur, played="; ".join(filter(None, (row.times, self.full or known.full))))
+
+    @property
+    def times(self) -> str:
+        """Date and number of the reduced runs."""
+        return "; ".join(part for part in self.played.split("; ") if not part.startswith(FULL))
+
+    @property
+    def full(self) -> str:
+        """When it was played in full."""
+        return "; ".join(part for part in self.played.split("; ") if part.startswith(FULL))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the text for the document."""
+    count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("held", "not held", "not run")}
+    lines = [
+        f"{len(rows)} cases: {count['held']} held, {count['not held']} not held, {count['not run']} not run.",
+        "",
+        "| case | fault | held | figures | saboteur caught |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.id} | {r.fault} | {r.outcome} | {' '.join(r.figures.replace('|', '/').split())[:300]} | {r.saboteur} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def earlier(text: str) -> dict[str, Row]:
+    """Return the rows of a document."""
+    rows = {}
+    for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[0] not in ("case", "---"):
+            number, fault, outcome, figures, saboteur = cells
+            is_date = not outcome.startswith((HELD, "not "))
+            verdict, _, played = (HELD, "", outcome) if is_date else outcome.partition(", ")
+            rows[number] = Row(number, fault, verdict, figures, played, saboteur)
+    return rows
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Replace the rows of the same cases in a document, which is created if missing. Safe for concurrent writers."""
+    with _locked(path):
+        text = path.read_text() if path.exists() else ""
+        known = earlier(text)
+        known |= {row.id: row.beside(known.get(row.id)) for row in rows}
+        known |= {number: Row(number, fault, "not run", why) for number, (fault, why) in NOT_INJECTED.items()}
+        _replace(path, text, known)
+
+
+def enter_saboteur(path: Path, case: str, caught: str) -> None:
+    """Set the last cell in the row of a case or an invariant: the date on which its saboteur was caught, or
+    ``NOT CAUGHT`` with the date.
+    """
+    caught = caught.removeprefix("caught ")
+    with _locked(path):
+        text = path.read_text()
+        known = earlier(text)
+        if case in known:
+            known[case] = replace(known[case], saboteur=caught)
+            _replace(path, text, known)
+        else:
+            path.write_text(re.sub(rf"^(\| {case} \|.*\|)[^|]*\|$", rf"\1 {caught} |", text, flags=re.MULTILINE))
+
+
+def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
+    """Enter the outcome of a general saboteur in a case, one of ``OUTCOMES``, in its line of the table."""
+    with _locked(path):
+
+        def entered(line: re.Match[str]) -> str:
+            cells = [cell.strip() for cell in line[0].strip("|").split("|")]
+            position = len(cells) - len(GROUPS) + GROUPS.index(case[0])
+            cells[position] = _shown(_outcomes(cells[position]) | {int(case[2:]): outcome})
+            return f"| {' | '.join(cells)} |".replace("  ", " ")
+
+        path.write_text(re.sub(rf"^\| {saboteur} \|.*\|$", entered, path.read_text(), flags=re.MULTILINE))
+
+
+def _outcomes(cell: str) -> dict[int, str]:
+    """Return the outcome of each number in a cell: in ``3 **4** (1-2 5)`` one is caught and one has held."""
+    caught, _, others = cell.partition("(")
+    found = dict[int, str]()
+    for words, outcome in ((caught, OUTCOMES[0]), (others.rstrip(")"), OUTCOMES[2])):
+        for word in words.split():
+            first, _, last = word.strip("*").partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            found |= dict.fromkeys(numbers, HELD if word.startswith("*") else outcome)
+    return found
+
+
+def _shown(outcomes: Mapping[int, str]) -> str:
+    """Return the cell with these outcomes."""
+    caught, held, others = ([one for one in sorted(outcomes) if outcomes[one] == name] for name in OUTCOMES)
+    parts = [*_ranges(caught), *(f"**{one}**" for one in held), f"({' '.join(_ranges(others))})" if others else ""]
+    return " ".join(filter(None, parts))
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    groups = [
+        [one for _, one in ones] for _, ones in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ]
+    return [f"{ones[0]}-{ones[-1]}" if ones[1:] else f"{ones[0]}" for ones in groups]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _place(case: str) -> tuple[int, str]:
+    return GROUPS.index(case[0]), case
+
+
+def _replace(path: Path, text: str, known: dict[str, Row]) -> None:
+    ordered = sorted(known.values(), key=lambda row: _place(row.id))
+    head, _, rest = text.partition(BEGIN)
+    path.write_text(f"{head}{BEGIN}\n{table(ordered)}\n{END}{rest.partition(END)[2]}")

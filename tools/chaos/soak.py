@@ -1,0 +1,479 @@
+"""``./dev chaos --soak SECONDS``: faults and work of all kinds for a given time, and a picture of the agent's
+resources.
+
+The Director sends requests all the time; jobs are killed and deployed again, their logs fetched, errands run;
+credentials change; malformed messages and floods of requests arrive; the bus is cut, killed and made silent. The agent
+is killed once, early in the first quarter, in which everything also happens for the first time. Growth is measured
+after it. A second process only sleeps and reads the clock: a delay of both is the machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from tools.bench.draw import Band, Line, charts
+from tools.bench.world import AGENT
+from tools.chaos.messages import BAD, mutated
+from tools.chaos.stand import CONNECTED, Stand, stand, until
+from tools.chaos.witness import Size
+
+PICTURE: Final = Path(__file__).parents[2] / "docs/pictures/soak.svg"
+JOBS: Final = 20
+HEARTBEAT_PERIOD_S: Final = 30.0
+TOLERANCE: Final = 1.0
+"""Tolerated delay of a heartbeat, in seconds."""
+
+GROWTH: Final = 1 << 20
+"""Tolerated growth of memory after the first quarter, in bytes an hour."""
+
+_NONSENSE: Final = tuple(message for message in BAD if b"[null]" not in message)
+"""An empty ``apply`` removes all jobs."""
+
+_SLEEPER: Final = """
+import time
+due = time.monotonic()
+while True:
+    due += 0.1
+    time.sleep(max(0, due - time.monotonic()))
+    late = time.monotonic() - due
+    if late > 0.02:
+        print(due, late, flush=True)
+    if late > 1:
+        due = time.monotonic()
+"""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is played. ``sampled`` and ``scraped`` are the seconds between two samples and two scrapes."""
+
+    jobs: int
+    tasks_asked: int
+    """``get_task`` a second."""
+    sampled: int
+    scraped: int
+    is_load: bool = False
+
+
+FAULTS: Final = Profile(JOBS, 5, 5, 15)
+"""All kinds of faults and work."""
+LOAD: Final = Profile(202, 18, 5, 1, is_load=True)
+"""202 services, a death and a flood of logs each second, twenty requests a second, a bus restart each minute."""
+FLOOD_LIMIT: Final = 200 << 20
+
+
+@dataclass
+class Record:
+    """Measurements. All times are monotonic seconds."""
+
+    begun_at: float
+    until: float
+    profile: Profile = FAULTS
+    sizes: list[tuple[float, Size]] = field(default_factory=list)
+    pings: list[tuple[float, float]] = field(default_factory=list)
+    """Round trips of pings in seconds."""
+    sleeper: list[tuple[float, float]] = field(default_factory=list)
+    """Delays of the sleeping process above 20 ms."""
+    beats: list[float] = field(default_factory=list)
+    outages: list[Band] = field(default_factory=list)
+    """Periods in which the case had stopped the bus or the agent, until the next answer."""
+    done: dict[str, int] = field(default_factory=dict)
+    """Number of each kind of event."""
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def settled_at(self) -> float:
+        """The end of the first quarter."""
+        return self.begun_at + (self.until - self.begun_at) / 4
+
+    def settled(self) -> list[tuple[float, Size]]:
+        """Return samples of the agent after the first quarter."""
+        return [(moment, size) for moment, size in self.sizes if moment >= self.settled_at]
+
+    def growth(self) -> float:
+        """Growth of memory after the first quarter, in bytes an hour: the slope of a line through all samples."""
+        samples = self.settled()
+        if len(samples) < 3:
+            return 0.0
+        line = statistics.linear_regression([at for at, _ in samples], [float(size.memory) for _, size in samples])
+        return line.slope * 3600
+
+    def ends(self, what: Callable[[Size], int]) -> tuple[float, float]:
+        """Return the median of a figure in the first and the last third of the time after the first quarter."""
+        values = [what(size) for _, size in self.settled()]
+        third = max(1, len(values) // 3)
+        return statistics.median(values[:third]), statistics.median(values[-third:])
+
+    def gaps(self) -> list[tuple[float, float]]:
+        """Return the time of each heartbeat and the gap before it, for gaps without an outage of the bus."""
+        found = []
+        for before, at in zip(self.beats, self.beats[1:], strict=False):
+            if not any(begin < at and end > before for begin, end in self.outages):
+                found.append((at, at - before))
+        return found
+
+    def starved(self, begin: float, end: float) -> float:
+        """Return the maximum delay of the sleeping process in a period."""
+        return max((late for at, late in self.sleeper if begin <= at + late and at <= end), default=0.0)
+
+    def faults(self) -> list[str]:
+        """Return the violations."""
+        found = list(self.broken)
+        if (growth := self.growth()) > GROWTH:
+            found.append(f"memory grows by {growth / (1 << 20):.2f} MiB an hour")
+        first, last = self.ends(lambda size: size.descriptors)
+        if last > first + 1:
+            found.append(f"{last:g} descriptors after {first:g}")
+        first, last = self.ends(lambda size: size.threads)
+        if last > first + 1:
+            found.append(f"{last:g} threads after {first:g}")
+        for at, gap in self.gaps():
+            late = gap - HEARTBEAT_PERIOD_S
+            if late > TOLERANCE and late > 2 * (machine := self.starved(at - late - 1, at)):
+                moment = at - self.begun_at
+                found.append(f"a heartbeat {late:.1f} s late at {moment:.0f} s; the sleeper was {machine:.1f} s late")
+        return found
+
+    def figures(self) -> dict[str, object]:
+        """All of it in numbers."""
+        descriptors, threads = self.ends(lambda size: size.descriptors), self.ends(lambda size: size.threads)
+        memory = self.ends(lambda size: size.memory)
+        free = [took for at, took in self.pings if not any(begin - 1 < at < end + 1 for begin, end in self.outages)]
+        return {
+            "seconds": round(self.until - self.begun_at),
+            "done": self.done,
+            "memory, first and last third after the first quarter, MiB": [round(one / (1 << 20), 1) for one in memory],
+            "growth, MiB an hour": round(self.growth() / (1 << 20), 2),
+            "descriptors": descriptors,
+            "threads": threads,
+            "heartbeats": len(self.beats),
+            "longest gap outside outages, s": round(max((gap for _, gap in self.gaps()), default=0.0), 2),
+            "longest gap, s": round(max((at - before for before, at in pairwise(self.beats)), default=0.0), 2),
+            "pings": len(free),
+            "ping, median and 99.9 %, ms": [
+                round(1000 * one, 1) for one in (statistics.median(free), sorted(free)[int(len(free) * 0.999)])
+            ]
+            if free
+            else [],
+            "longest ping, ms": round(1000 * max(free, default=0.0)),
+            "sleeper at most late, ms": round(1000 * self.starved(self.begun_at, self.until)),
+            "outages": len(self.outages),
+        }
+
+    def picture(self) -> str:
+        """Draw memory, descriptors, lag and gaps over time. Outages are shaded."""
+
+        def moved(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+            return [(at - self.begun_at, value) for at, value in points]
+
+        def of(what: Callable[[Size], int]) -> list[tuple[float, float]]:
+            return moved([(at, float(what(size))) for at, size in self.sizes])
+
+        gaps = [(at, at - before) for before, at in zip(self.beats, self.beats[1:], strict=False)]
+        panels: list[tuple[str, str, Sequence[Line]]] = [
+            ("Resident memory of the agent", "bytes", [("resident", of(lambda size: size.memory))]),
+            (
+                "Descriptors and threads of the agent",
+                "",
+                [("descriptors", of(lambda size: size.descriptors)), ("threads", of(lambda size: size.threads))],
+            ),
+            (
+                "Lag: an answered ping, and a process beside it that only sleeps",
+                "s",
+                [("ping", moved(_highest(self.pings))), ("sleeper", moved(_highest(self.sleeper)))],
+            ),
+            ("Gaps between heartbeats (period 30 s; more when something changes)", "s", [("gap", moved(gaps))]),
+        ]
+        bands = [(begin - self.begun_at, end - self.begun_at) for begin, end in self.outages]
+        return charts(panels, 0.0, self.until - self.begun_at, bands)
+
+
+def _highest(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the maximum of every ten seconds: a picture has no room for more."""
+    found: dict[int, tuple[float, float]] = {}
+    for at, value in points:
+        key = int(at // 10)
+        if key not in found or value > found[key][1]:
+            found[key] = (at, value)
+    return list(found.values())
+
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+
+
+class Soak:
+    """Plays the profile on a stand."""
+
+    def __init__(self, one: Stand, record: Record, seed: int) -> None:
+        self._stand = one
+        self._record = record
+        self._chance = random.Random(seed)
+        self._version = 1
+        self._plan: dict[str, tuple[float, Callable[[], Awaitable[None]]]] = {
+            "nonsense": (60, self._nonsense),
+            "job killed": (60, self._one_job),
+            "errand": (120, self._errand),
+            "logs fetched": (300, self._logs),
+            "flood": (300, self._flood),
+            "all jobs killed": (360, self._all_jobs),
+            "credentials changed": (420, self._credentials),
+            "deployed": (600, self._deploy),
+            "bus killed": (840, self._bus_killed),
+            "bus swallows": (900, self._bus_swallows),
+            "bus cut": (960, self._bus_cut),
+        }
+
+    async def run(self) -> None:
+        """Run until the end: each event once in the first quarter, then as often as planned."""
+        record = self._record
+        await self._do("agent killed", self._agent_killed)
+        quarter = record.settled_at - time.monotonic()
+        step = quarter / (len(self._plan) + 1)
+        due = {name: time.monotonic() + number * step for number, name in enumerate(self._plan)}
+        while (name := min(due, key=lambda each: due[each])) and due[name] < record.until - 20:
+            await asyncio.sleep(due[name] - time.monotonic())
+            interval, action = self._plan[name]
+            await self._do(name, action)
+            due[name] = max(due[name] + interval, time.monotonic())
+        await asyncio.sleep(record.until - time.monotonic())
+
+    async def _do(self, name: str, action: Callable[[], Awaitable[None]]) -> None:
+        self._record.done[name] = self._record.done.get(name, 0) + 1
+        try:
+            await action()
+        except Exception as exc:  # noqa: BLE001 - the soak continues and reports failures at its end
+            moment = time.monotonic() - self._record.begun_at
+            self._record.broken.append(f"{name} at {moment:.0f} s: {type(exc).__name__}: {exc}")
+
+    @asynccontextmanager
+    async def _outage(self, back: float = CONNECTED) -> AsyncIterator[None]:
+        begun_at = time.monotonic()
+        beats = len(self._record.beats)
+        self._record.outages.append((begun_at, float("inf")))
+        try:
+            yield
+            await self._stand.answers(back)
+            await until(lambda: len(self._record.beats) > beats, 3, "heartbeat at once")
+        finally:
+            self._record.outages[-1] = (begun_at, time.monotonic())
+
+    async def _running(self) -> None:
+        async with asyncio.timeout(90):
+            while (await self._stand.call("get_state", timeout=30))["job_state"] != "running":
+                await asyncio.sleep(0.5)
+
+    async def _agent_killed(self) -> None:
+        async with self._outage(30):
+            await self._stand.kill_agent()
+
+    async def _nonsense(self) -> None:
+        for _ in range(100):
+            bad = self._chance.random() < 0.05
+            await self._publish(self._chance.choice(_NONSENSE) if bad else mutated(self._chance))
+
+    async def _flood(self) -> None:
+        ping = {"protocol": 3, "method": "ping", "arguments": [], "reply_to": "director.x.y.z"}
+        for _ in range(2000):
+            await self._publish(json.dumps(ping).encode())
+
+    async def _publish(self, message: bytes) -> None:
+        peer = self._stand.world.director._peer
+        assert peer is not None
+        await peer.publish(f"agent.{AGENT}", message)
+
+    async def _one_job(self) -> None:
+        name, pid = self._chance.choice(sorted(self._stand.live().items()))
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: self._stand.live().get(name, pid) != pid, 10, f"{name} again")
+
+    async def _all_jobs(self) -> None:
+        dead = set(self._stand.live().values())
+        for pid in dead:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(set(self._stand.live().values()) - dead) == JOBS, 75, "all jobs again")
+        await self._running()
+
+    async def _errand(self) -> None:
+        job = f"job{self._chance.randrange(JOBS)}"
+        script = self._stand.world.base / f"jobs/{job}/bin/run"
+        script.write_text("#!/bin/sh\nhead -c 2000000 /dev/urandom | od\n")
+        script.chmod(0o755)
+        await self._stand.world.director.run(AGENT, "run_errand", job, timeout=30)
+
+    async def _logs(self) -> None:
+        logs = self._stand.world.base / "data/sys/log/job0"
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "big.log").write_bytes(b"all work and no play\n" * (1 << 20))
+        result = await self._stand.world.director.run(AGENT, "fetch_logs", "job", [], timeout=30)
+        (self._stand.world.store / result["blobstore_id"]).unlink(missing_ok=True)
+
+    async def _credentials(self) -> None:
+        fresh = self._stand.world.server.mbus(AGENT)
+        cert = {"ca": fresh.ca, "certificate": fresh.certificate, "private_key": fresh.private_key}
+        urls = list(self._stand.world.urls)
+        await self._stand.world.run("update_settings", {"mbus": {"urls": urls, "cert": cert}})
+
+    async def _deploy(self) -> None:
+        self._version += 1
+        world = self._stand.world
+        for old in world.store.iterdir():
+            old.unlink()
+        spec = world.spec(JOBS, 5, 4 << 20, version=str(self._version))
+        for method, *arguments in (("prepare", spec), ("stop",), ("apply", spec), ("start",)):
+            await world.run(method, *arguments)
+        await self._running()
+
+    async def _bus_killed(self) -> None:
+        async with self._outage():
+            await self._stand.world.server.kill()
+            await asyncio.sleep(5)
+            await self._stand.world.server.start()
+
+    async def _bus_swallows(self) -> None:
+        async with self._outage():
+            self._stand.proxy.swallow()
+            await asyncio.sleep(20)
+            self._stand.proxy.flow()
+
+    async def _bus_cut(self) -> None:
+        async with self._outage():
+            for _ in range(5):
+                self._stand.proxy.cut()
+                await asyncio.sleep(3)
+
+
+class Load(Soak):
+    """A load that never pauses: deaths each second, floods of logs, restarts of the bus."""
+
+    def __init__(self, one: Stand, record: Record, seed: int) -> None:
+        super().__init__(one, record, seed)
+        self._plan = {
+            "job killed": (1, self._one_death),
+            "log flooded": (1, self._log_flood),
+            "bus killed": (60, self._bus_killed),
+        }
+
+    async def _one_death(self) -> None:
+        """Kill a job and do not wait for its next process."""
+        living = sorted(self._stand.live().values())
+        if living:
+            os.kill(self._chance.choice(living), signal.SIGKILL)
+
+    async def _log_flood(self) -> None:
+        """Add megabytes to the log of a job, which a rotation cuts."""
+        log = self._stand.world.base / f"data/sys/log/job{self._chance.randrange(10)}/flood.log"
+
+        def write() -> None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as file:
+                file.write(b"all work and no play\n" * (1 << 17))
+            if log.stat().st_size > FLOOD_LIMIT:
+                log.unlink()
+
+        await asyncio.to_thread(write)
+
+
+# --- observations -----------------------------------------------------------------------------------------------------
+
+
+async def _ask(one: Stand, record: Record) -> None:
+    """Send requests as a Director does during a deploy: five get_task a second, sometimes get_state, and a ping."""
+    number = 0
+    while True:
+        number += 1
+        begun_at = time.monotonic()
+        with contextlib.suppress(RpcTimeoutError):
+            await one.world.director.call(AGENT, "ping", timeout=10, retries=0)
+            record.pings.append((begun_at, time.monotonic() - begun_at))
+        with contextlib.suppress(RpcTimeoutError, RpcRemoteError):
+            if number % 10 == 0 or record.profile.is_load:
+                await one.call("get_state", "full", timeout=10)
+        for _ in range(record.profile.tasks_asked):
+            with contextlib.suppress(RpcTimeoutError, RpcRemoteError):
+                await one.world.director.call(AGENT, "get_task", "none", timeout=10, retries=0)
+        await asyncio.sleep(max(0.0, begun_at + 1 - time.monotonic()))
+
+
+async def _measure(one: Stand, record: Record) -> None:
+    """Sample the agent's resources, and scrape its metrics."""
+    number = 0
+    while True:
+        with contextlib.suppress(OSError, KeyError):  # it is just not there
+            if number % record.profile.sampled == 0:
+                record.sizes.append((time.monotonic(), one.size()))
+        if number % record.profile.scraped == 0:
+            await asyncio.to_thread(one.scrape)
+        number += 1
+        await asyncio.sleep(1)
+
+
+async def _beats(one: Stand, record: Record) -> None:
+    """Record the times of heartbeats, and clear the Health Monitor's list."""
+    while True:
+        record.beats += [notice.at for notice in one.monitor.of("heartbeat", AGENT)]
+        one.monitor.notices.clear()
+        await asyncio.sleep(0.05)
+
+
+async def _sleeper(record: Record) -> None:
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", _SLEEPER, stdout=asyncio.subprocess.PIPE)
+    assert child.stdout is not None
+    try:
+        async for line in child.stdout:
+            at, late = map(float, line.split())
+            record.sleeper.append((at, late))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULTS) -> Record:
+    """Play the profile for this time."""
+    async with stand(command) as one:
+        await one.boot()
+        await one.deploy(profile.jobs, 5, 4 << 20)
+        one.remember()
+        one.omit("I2", "all jobs are killed again and again")
+        one.omit("I12", "each death is alerted, and many deaths")
+        begun_at = time.monotonic()
+        record = Record(begun_at, begun_at + seconds, profile=profile)
+        watching = [asyncio.create_task(watch(one, record)) for watch in (_ask, _measure, _beats)]
+        watching.append(asyncio.create_task(_sleeper(record)))
+        try:
+            await (Load if profile.is_load else Soak)(one, record, seed).run()
+        finally:
+            for watch in watching:
+                watch.cancel()
+            ended = await asyncio.gather(*watching, return_exceptions=True)
+        record.broken += [repr(end) for end in ended if isinstance(end, Exception)]
+        if not profile.is_load:  # its last victim may just be dead
+            record.broken += await one.witness.broken()
+        return record
+
+
+def main(command: str, seconds: float, into: Path | None, profile: Profile = FAULTS) -> int:
+    """Return 0 if all conditions held. The figures go to standard output, the picture into a file."""
+    seed = int(time.time())
+    record = asyncio.run(soak(command, seconds, seed, profile))
+    if into is not None:
+        into.write_text(record.picture())
+    faults = record.faults()
+    figures = {"seed": seed, **record.figures(), "faults": faults}
+    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+    return 1 if faults else 0

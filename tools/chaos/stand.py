@@ -1,0 +1,382 @@
+"""The environment of a case: an agent with its init, a bus behind a proxy, a Director and a Health Monitor, all real.
+
+The agent under test is a command, known only by its protocol. After each case its witness returns the violations of
+the invariants. An invariant that cannot be seen from outside is checked by its visible effects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from agent_shim.core.paths import Paths
+from agent_shim.demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutError
+from agent_shim.demo.pki import HEALTH_MONITOR
+from agent_shim.edges import control_client
+from agent_shim.host import proc, process
+from tests.support.proxy import Proxy
+from tools.bench.world import AGENT, World, world
+from tools.chaos.witness import CANARY, Size, Witness
+
+CONNECTED: Final = 12.0
+"""Seconds within which an agent reconnects to a restored bus."""
+
+RESTART_PAUSE: Final = 0.2
+
+
+class NotHeldError(Exception):
+    """A case did not have the expected outcome."""
+
+
+class CannotInjectError(Exception):
+    """This machine cannot inject the fault."""
+
+
+def expect(fact: bool, what: str) -> None:
+    """Raise ``NotHeldError`` unless ``fact``."""
+    if not fact:
+        raise NotHeldError(what)
+
+
+def at_most(figure: float, limit: float, what: str) -> float:
+    """Return a figure of the row. Raise ``NotHeldError`` beyond its limit."""
+    expect(figure <= limit, f"{what}: {figure:.2f}, more than {limit:g}")
+    return figure
+
+
+async def until(fact: Callable[[], Any], within: float, what: str) -> float:
+    """Wait until ``fact()`` is true, and return the seconds. Raises ``NotHeldError`` after ``within`` seconds."""
+    begun_at = time.monotonic()
+    while not fact():
+        if time.monotonic() - begun_at > within:
+            raise NotHeldError(f"{what}: not within {within:g} s")
+        await asyncio.sleep(0.005)
+    return time.monotonic() - begun_at
+
+
+@dataclass
+class Stand:
+    """``jobs`` is the number of running jobs. ``involved`` are those that the fault or the case restarts."""
+
+    world: World
+    proxy: Proxy
+    monitor: HealthMonitor
+    jobs: int = 0
+    involved: set[str] = field(default_factory=set)
+    port: int = 0
+    is_full: bool = False
+    """Plays the case at full size."""
+    expected_ends: int = 0
+    ends: list[int | None] = field(default_factory=list)
+    omitted: dict[str, str] = field(default_factory=dict)
+    """Invariants that are not checked after this case, each with the reason."""
+    between: Callable[[], object] = lambda: None
+    """Action of the init before it restarts the agent."""
+    after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Resources of a case, open until the invariants are checked."""
+    told: dict[str, int | None] = field(default_factory=dict)
+    """Patterns of the expected alerts ("title, severity N"), each with their number. None is at least one."""
+    failing: set[str] = field(default_factory=set)
+    """Jobs that may be in any state after the case."""
+    lasting: set[str] = field(default_factory=set)
+    """Command lines of processes that belong to a job though neither its pidfile nor its start shows it."""
+    moved: dict[str, str] = field(default_factory=dict)
+    """Points at which the case has mounted something else, each with a part of its source."""
+    written: set[str] = field(default_factory=set)
+    """Files of jobs that the case wrote itself: ``JOB/bin/run``."""
+    restarted_at: int = 0
+    """Notices of the agent before its last start by the init."""
+    _init: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.witness = Witness(self)
+
+    # --- what cases do ---
+
+    def of(self, scaled: int, full: int) -> int:
+        """Return a number or a duration: ``scaled``, or ``full`` for a case at full size."""
+        return full if self.is_full else scaled
+
+    @property
+    def pid(self) -> int:
+        return self.world.pid
+
+    def contain(self) -> None:
+        """Make the agent process 1 of a container (its own namespaces). Call it before ``boot``."""
+        if os.geteuid() != 0:
+            raise CannotInjectError("needs root for namespaces")
+        self.world.is_apart = True
+        self.prefix("unshare --pid --mount --fork --mount-proc --kill-child --")
+
+    def prefix(self, command: str) -> None:
+        """Run the agent by this command. Call it before ``boot``."""
+        self.world.command = f"{command} {self.world.command}"
+
+    async def boot(self) -> float:
+        """Start the agent under an init that restarts it. Return the seconds until its first answer."""
+        took = await self.world.start_agent()
+        self._init = asyncio.create_task(self._keep(), name="init")
+        return took
+
+    async def deploy(
+        self,
+        jobs: int,
+        packages: int = 0,
+        size: int = 0,
+        version: str = "1",
+        more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Deploy this number of jobs, and ``more`` given by their files. Return the spec."""
+        spec = self.world.spec(jobs, packages, size, version=version, more=more)
+        self.jobs = jobs
+        await self.world.run("prepare", spec)
+        await self.stop()
+        await self.world.run("apply", spec)
+        await self.world.run("start")
+        await self.world.until_running()
+        return spec
+
+    async def stop(self, limit: float | None = None) -> float:
+        """Stop all jobs. Return the seconds. Their processes end, and not only what their pidfiles name."""
+        before = self.witness.processes()
+        took = await self.world.run("stop", limit=limit)
+        alive = {one.identity for one in proc.table().values() if one.is_alive}
+        left = [line for identity, line in before.items() if identity in alive]
+        expect(not left, f"still there after a stop: {', '.join(left[:3])}")
+        return took
+
+    async def call(self, method: str, *arguments: Any, timeout: float = 5.0) -> Any:
+        """One reply's value."""
+        return await self.world.director.value(AGENT, method, *arguments, timeout=timeout)
+
+    async def answers(self, within: float) -> float:
+        """Return the seconds until a ping is answered."""
+        begun_at = time.monotonic()
+        while time.monotonic() - begun_at < within:
+            with contextlib.suppress(RpcTimeoutError):
+                await self.call("ping", timeout=0.25)
+                return time.monotonic() - begun_at
+        raise NotHeldError(f"no pong within {within:g} s")
+
+    async def heartbeat(self, within: float) -> float:
+        """Return the seconds until the next heartbeat."""
+        before = len(self.monitor.of("heartbeat", AGENT))
+        return await until(lambda: len(self.monitor.of("heartbeat", AGENT)) > before, within, "heartbeat")
+
+    async def kill_agent(self) -> None:
+        """Send SIGKILL. The init restarts the agent."""
+        self.expected_ends += 1
+        agent = self.world.agent
+        assert agent is not None
+        agent.send(signal.SIGKILL)
+        await agent.wait()
+
+    def omit(self, invariant: str, why: str) -> None:
+        """Skip an invariant after this case. The row gives the reason."""
+        self.omitted[invariant] = why
+
+    def dies(self, *names: str, times: int | None = 1) -> None:
+        """Announce that the fault ends the processes of these jobs, and that they are started again."""
+        self.involved |= set(names)
+        self.told |= {rf"^{name} \(127\.0\.0\.1\) - Does not exist - restart, severity 1$": times for name in names}
+
+    def script(self, job: str, name: str, text: str) -> None:
+        """Write a program of a job, which its blob does not have."""
+        path = self.world.base / "jobs" / job / "bin" / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        self.written.add(f"{job}/bin/{name}")
+
+    def live(self) -> dict[str, int]:
+        """Return the living processes in the pidfiles of the jobs."""
+        return {name: pid for name, pid in self.world.pids().items() if _lives(pid)}
+
+    def scrape(self) -> str:
+        """Return the text of the metrics. Empty without metrics."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    def metric(self, name: str) -> float:
+        """Return the value of a metric (labels are part of the name). 0 without it."""
+        return self.read_metric(name) or 0.0
+
+    def read_metric(self, name: str) -> float | None:
+        """Return the value of a metric. None without it, or without an answer."""
+        lines = [line.rpartition(" ") for line in self.scrape().splitlines()]
+        return next((float(value) for label, _, value in lines if label == name), None)
+
+    def alerts(self, text: str = "") -> list[dict[str, Any]]:
+        """Return the alerts so far that contain ``text``."""
+        return [one.body for one in self.monitor.of("alert", AGENT) if text in json.dumps(one.body)]
+
+    def size(self) -> Size:
+        """Return the resources that the agent holds now."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        memory = int(fields["VmRSS"].split()[0]) * 1024
+        return Size(len(list(Path(f"/proc/{self.pid}/fd").iterdir())), int(fields["Threads"]), memory)
+
+    # --- what the witness sees ---
+
+    def remember(self) -> None:
+        """Record the reference for the invariants. Call it after the setup and before the fault."""
+        self.witness.remember()
+
+    def remember_memory(self) -> None:
+        """Take the current memory of the agent as the reference. Call it between a first flood and a second.
+
+        Memory that an allocator keeps after the first flood is no leak: here up to 9 MiB, and 0.5 more after four
+        further floods.
+        """
+        self.witness.remember_memory()
+
+    # --- init ---
+
+    async def _keep(self) -> None:
+        while True:
+            agent = self.world.agent
+            assert agent is not None
+            self.ends.append(await agent.wait())
+            await asyncio.sleep(RESTART_PAUSE)
+            self.between()
+            self.restarted_at = len(self.monitor.notices)
+            self.world.exec_agent()
+
+    async def end(self) -> None:
+        """Stop starting it again."""
+        if self._init is not None:
+            self._init.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._init
+
+
+async def asked(stand: Stand, command: str, **members: Any) -> Any:
+    """Return the agent's response to an operator, on its socket."""
+    socket = Paths(stand.world.base).control_socket
+    return await asyncio.to_thread(control_client.ask, socket, {"command": command, **members}, timeout=60)
+
+
+def commands(line: str) -> int:
+    """Return the number of living processes with this command line."""
+    words = line.replace(" ", "\0").encode() + b"\0"
+    found = 0
+    for stat in proc.table().values():
+        with contextlib.suppress(OSError):
+            found += stat.is_alive and Path(f"/proc/{stat.pid}/cmdline").read_bytes() == words
+    return found
+
+
+async def refused(stand: Stand, method: str, *arguments: Any) -> str:
+    """Return the error of an action that must fail."""
+    try:
+        await stand.world.run(method, *arguments)
+    except RpcRemoteError as exc:
+        return str(exc)
+    raise NotHeldError(f"{method} was not refused")
+
+
+@asynccontextmanager
+async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
+    """Make system calls of the agent and its children fail for the length of the block: ``fsync:error=EIO``."""
+    if shutil.which("strace") is None or os.geteuid() != 0:
+        raise CannotInjectError("needs root and the Debian package strace")
+    calls = ",".join(fault.partition(":")[0] for fault in faults)
+    injected = [word for fault in faults for word in ("-e", f"inject={fault}")]
+    # A worker may be there already. strace reports the attached processes: from then on the fault is active.
+    below = proc.children(proc.table()).get(stand.pid, [])
+    workers = [pid for pid in below if "agent_shim.bulk.worker" in proc.command_line(pid)]
+    traced = [word for pid in (stand.pid, *workers) for word in ("-p", str(pid))]
+    argv = ["strace", "-f", *traced, "-o", "/dev/null", "-e", f"trace={calls}", *injected]
+    tracer = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE)
+    try:
+        assert tracer.stderr is not None
+        async with asyncio.timeout(10):
+            for _ in (stand.pid, *workers):
+                if b"attached" not in (said := await tracer.stderr.readline()):
+                    raise CannotInjectError(f"strace: {said.decode().strip()}")
+        yield
+    finally:
+        tracer.terminate()  # it detaches from all processes
+        await tracer.wait()
+
+
+def small(stand: Stand, options: str) -> None:
+    """Put the agent's data on a tmpfs, before ``boot``; it stays until the invariants are checked."""
+    place = stand.world.base / "data"
+    place.mkdir(parents=True)
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for a small tmpfs")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], check=True)
+    unmounted_after(stand, place)
+
+
+def unmounted_after(stand: Stand, place: Path) -> None:
+    """Unmount ``place`` once the invariants are checked."""
+    stand.after.callback(subprocess.run, ["umount", "--lazy", str(place)], check=True)
+
+
+def _lives(pid: int) -> bool:
+    stat = proc.stat(pid)
+    return stat is not None and stat.is_alive
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@asynccontextmanager
+async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
+    """Provide a stand with a bus and no client."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
+    monitor, port = HealthMonitor(), _free_port()
+    # Set by the image's launcher for every agent: memory of threads returns to the system.
+    os.environ |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    async with (
+        world(command) as made,
+        monitor.on(made.server.peer(HEALTH_MONITOR)),
+        Proxy(int(made.server.url.rpartition(":")[2])) as proxy,
+    ):
+        made.urls = (f"nats://127.0.0.1:{proxy.port}",)
+        made.http = f"127.0.0.1:{port}"
+        made.kept = made.scratch / "kept"
+        made.kept.mkdir()
+        made.bosh = {"password": "", "secret_note": CANARY}
+        one = Stand(made, proxy, monitor, port=port, is_full=is_full)
+        try:
+            yield one
+        finally:
+            await one.end()
+            if made.agent is not None:
+                await made.kill_agent()  # what it did about the end of its jobs would belong to no case
+            end_marked(made)
+            one.after.close()
+
+
+def end_marked(made: World) -> None:
+    """Kill all remaining processes of the jobs of a world."""
+    marker = str(made.base).encode()
+    for stat in proc.table().values():
+        with contextlib.suppress(OSError):
+            texts = [Path(f"/proc/{stat.pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
+            if any(marker in text for text in texts) and stat.pid != os.getpid():
+                process.send(stat.identity, signal.SIGKILL)

@@ -1,0 +1,568 @@
+"""S: jobs that die, loop, hang, give false pids and hide processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from agent_shim.demo.director import RpcTimeoutError
+from agent_shim.demo.release import archive
+from agent_shim.host import proc
+from tools.bench.measuring import cpu_seconds
+from tools.bench.world import AGENT, NETWORKS
+from tools.chaos import namespaces
+from tools.chaos.cases import case
+from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, asked, at_most, commands, expect, small, until
+
+SLEEPER: Final = "exec sleep 100000"
+RUN_TIMEOUT_S: Final = 2 * 3600
+"""Maximum duration of all rounds of S-05 in seconds."""
+
+
+def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: str = "1") -> dict[str, Any]:
+    """Return a spec of jobs by their programs and their monit files, in which ``{{base}}`` is replaced."""
+    base = stand.world.base
+    files: dict[str, str | bytes] = {}
+    for name, (monit, programs) in monits.items():
+        files[f"{name}/monit"] = monit.replace("{base}", str(base))
+        files |= {f"{name}/bin/{word}": text.replace("{base}", str(base)) for word, text in programs.items()}
+    templates = [{"name": name, "version": version} for name in monits]
+    first = next(iter(monits))
+    return {
+        "deployment": "chaos",
+        "job": {"name": "chaos", "template": first, "version": version, "templates": templates},
+        "index": 0,
+        "id": "chaos-instance",
+        "name": "chaos",
+        "az": "z1",
+        "networks": NETWORKS,
+        "packages": {},
+        "configuration_hash": version,
+        "persistent_disk": 0,
+        "rendered_templates_archive": stand.world.blob(f"chaos-{version}", archive(files)),
+    }
+
+
+def checked(
+    name: str, start: str, stop: str = "kill $(cat {run}/{name}.pid)", rules: str = ""
+) -> tuple[str, dict[str, str]]:
+    """Return a job of one process with a ctl script, which records each start for the invariants."""
+    run = "{base}/data/sys/run/" + name
+    words = {"run": run, "name": name}
+    for old, new in words.items():
+        start, stop = start.replace("{" + old + "}", new), stop.replace("{" + old + "}", new)
+    monit = f"""
+check process {name} with pidfile {run}/{name}.pid
+  start program "{{base}}/jobs/{name}/bin/ctl start" with timeout 3 seconds
+  stop program "{{base}}/jobs/{name}/bin/ctl stop" with timeout 3 seconds
+  group vcap
+  {rules}
+"""
+    record = f"mkdir -p {{base}}/data/{name}; echo $$ >> {{base}}/data/{name}/starts"
+    script = f"#!/bin/sh\nmkdir -p {run}\ncase $1 in\nstart)\n{record}\n{start}\n;;\nstop)\n{stop}\n;;\nesac\n"
+    return monit, {"ctl": script}
+
+
+def simple(name: str) -> tuple[str, dict[str, str]]:
+    """A job that sleeps."""
+    return checked(name, f"echo $$ > {{run}}/{name}.pid\n{SLEEPER}")
+
+
+async def deployed(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]]) -> None:
+    """Apply and start, without waiting for running jobs."""
+    wanted = spec(stand, monits)
+    for method, *arguments in (("prepare", wanted), ("stop",), ("apply", wanted), ("start",)):
+        await stand.world.run(method, *arguments)
+
+
+async def process_states(stand: Stand) -> dict[str, str]:
+    """Return the entries of ``get_state full`` by process."""
+    state = await stand.call("get_state", "full")
+    return {one["name"]: one["state"] for one in state["processes"]}
+
+
+async def reaches(stand: Stand, name: str, state: str, within: float) -> float:
+    """Return the seconds until a process is reported in a state."""
+    begun_at = time.monotonic()
+    seen = ""
+    while time.monotonic() - begun_at < within:
+        seen = (await process_states(stand)).get(name, "unknown")
+        if seen == state:
+            return time.monotonic() - begun_at
+        await asyncio.sleep(0.02)
+    expect(False, f"{name} is {seen} and not {state} after {within:g} s")
+    return within
+
+
+@case("S-01", "200 jobs are killed at once", is_long=True)
+async def all_killed(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(200)
+    stand.remember()
+    before = stand.live()
+    stand.dies(*before)
+    begun_at = time.monotonic()
+    for pid in before.values():
+        os.kill(pid, signal.SIGKILL)
+
+    def again() -> int:
+        return sum(pid != before[name] for name, pid in stand.live().items())
+
+    first = await until(again, 1, "the first runs again")
+    await until(lambda: again() == len(before), 15, "all run again")
+    last = at_most(time.monotonic() - begun_at, 16, "seconds until all run again")
+    await stand.world.until_running()
+    wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
+    expect(not wrong, f"not started exactly once more: {wrong}")
+    await until(lambda: len(stand.alerts()) == len(before), 10, "an alert of each")
+    alerts = len(stand.alerts())
+    return f"the first after {first * 1000:.0f} ms, the last after {last:.2f} s; {alerts} alerts"
+
+
+@case("S-02", "10 jobs that exit at once", scale="1 min of an hour", has_full=True, is_long=True)
+async def crash_loops(stand: Stand) -> str:
+    await stand.boot()
+    bad = {f"bad{n}": checked(f"bad{n}", f"echo x >> {{base}}/data/bad{n}.starts; exit 1") for n in range(10)}
+    await deployed(stand, bad | {"good": simple("good")})
+    await reaches(stand, "good", "running", 5)
+    stand.remember()
+    stand.involved = stand.failing = set(bad)
+    stand.told = {rf"^{name} .* Execution failed - alert, severity 1$": None for name in bad}
+    good = stand.live()["good"]
+    minutes = stand.of(1, 60)
+    await asyncio.sleep(60 * minutes)
+    starts = [len((stand.world.base / f"data/bad{n}.starts").read_text().split()) for n in range(10)]
+    expect(max(starts) <= 23 + 6 * (minutes - 1), f"{max(starts)} starts in {minutes} min")
+    expect(min(starts) >= 4, f"only {min(starts)} starts: given up")
+    states = await process_states(stand)
+    expect(states["bad0"] == "failing" or states["bad0"] == "starting", f"it is reported as {states['bad0']}")
+    expect(stand.live()["good"] == good, "another job was restarted")
+    return f"{min(starts)} to {max(starts)} starts in {minutes} min; reported as {states['bad0']}"
+
+
+@case("S-03", "a daemon writes its pidfile late, or never", is_long=True)
+async def late_pidfile(stand: Stand) -> str:
+    await stand.boot()
+    late = "(setsid sleep 100001 & echo $! > {base}/data/late.pid; sleep 2; cp {base}/data/late.pid {run}/late.pid) &"
+    never = "setsid sleep 100002 &"
+    await deployed(stand, {"late": checked("late", late), "never": checked("never", never)})
+    stand.remember()
+    stand.involved = stand.failing = {"never"}
+    stand.told = {"^never .* Execution failed - alert, severity 1$": None}
+    stand.lasting = {"sleep 100002"}
+    took = await reaches(stand, "late", "running", 10)
+    await asyncio.sleep(8)
+    count = commands("sleep 100002")
+    expect(count <= 1, f"{count} instances of a daemon that writes no pidfile")
+    expect(commands("sleep 100001") == 1, "not one instance of the late one")
+    return f"the late one runs after {took:.1f} s; {count} instance of the other"
+
+
+@case("S-04", "pidfiles that lie: a foreign process, 1, the agent, garbage, empty, sparse, a link, a FIFO")
+async def lying_pidfiles(stand: Stand) -> str:
+    if namespaces.INSIDE not in os.environ:
+        raise CannotInjectError("needs a process 1 of its own, which takes root")
+    await stand.boot()
+    stranger = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220 - a process unrelated to the jobs
+    names = ["foreign", "one", "agent", "garbage", "empty", "sparse", "link", "fifo"]
+    try:
+        for name in names:
+            run = stand.world.base / "data/sys/run" / name
+            run.mkdir(parents=True)
+            place = run / f"{name}.pid"
+            match name:
+                case "foreign" | "one" | "agent" | "garbage" | "empty":
+                    numbers = {"foreign": str(stranger.pid), "one": "1", "agent": str(stand.pid), "garbage": "\0x7%"}
+                    place.write_text(numbers.get(name, ""))
+                case "sparse":
+                    with place.open("wb") as file:
+                        file.truncate(4 << 30)
+                case "link":
+                    place.symlink_to("/proc/1/stat")
+                case "fifo":
+                    os.mkfifo(place)
+        ctl = "rm -f {run}/{name}.pid; echo $$ > {run}/{name}.pid; " + SLEEPER
+        await deployed(stand, {name: checked(name, ctl) for name in names})
+        for name in names:
+            await reaches(stand, name, "running", 10)
+        stand.remember()
+        await stand.stop()
+        expect(stranger.poll() is None, "a foreign process was killed")
+        expect(not namespaces.signals_to_init(), f"process 1 got signals {namespaces.signals_to_init()}")
+    finally:
+        stranger.kill()
+        stranger.wait()
+    return f"{len(names)} kinds: none believed, all jobs started, no other process signalled"
+
+
+@case(
+    "S-05",
+    "pids reused between check and signal",
+    scale="300 rounds of 10 000",
+    has_full=True,
+    is_long=True,
+)
+async def numbers_again(stand: Stand) -> str:
+    if os.geteuid() != 0:
+        raise CannotInjectError("needs root for a pid namespace")
+    await stand.boot()
+    stand.remember()
+    rounds = str(stand.of(300, 10_000))
+    program = [sys.executable, "-m", "tests.support.programs.reuse", str(stand.world.scratch / "reuse"), rounds, "5"]
+    # The shell is process 1: other orphans become its children.
+    inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
+    apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside]
+    done = await asyncio.to_thread(
+        subprocess.run, apart, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+    )
+    by_signal = {128 + number for number in (signal.SIGTERM, signal.SIGKILL)}
+    expect(done.returncode not in by_signal, "strangers were signalled: the program that makes them")
+    expect(done.returncode == 0, done.stderr[-500:])
+    told = json.loads(done.stdout)
+    expect(told["signalled"] == [], f"strangers were signalled: {told['signalled'][:3]}")
+    expect(told["taken"] > 0.8 * told["rounds"], f"only {told['taken']} numbers could be taken")
+    return f"{told['taken']} pids reused by strangers, none signalled"
+
+
+_STORM = """
+import os
+for _ in range({children}):
+    if os.fork() == 0:
+        for _ in range({each}):
+            if os.fork() == 0:
+                os._exit(0)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@case("S-06", "50 000 orphans exit in 10 bursts below an agent that is process 1", is_long=True)
+async def orphans(stand: Stand) -> str:
+    stand.contain()
+    await stand.boot()
+    await stand.deploy(2)
+    stand.script("job0", "run", "exit 7")
+    stand.remember()
+    inside = ["nsenter", "-t", str(stand.pid), "-p", "--", sys.executable, "-c", _STORM.format(children=50, each=100)]
+    longest, wrong, before, begun_at = 0.0, 0, cpu_seconds(stand.pid), time.monotonic()
+    for _ in range(10):
+        storm = await asyncio.create_subprocess_exec(*inside)
+        result = await stand.world.director.run(AGENT, "run_errand", "job0", timeout=30, limit=60)
+        wrong += result["exit_code"] != 7
+        expect(await storm.wait() == 0, "the storm has failed")
+        longest = max(longest, await until(lambda: not _dead_children(stand.pid), 5, "all are reaped"))
+    used = (cpu_seconds(stand.pid) - before) / (time.monotonic() - begun_at)
+    expect(not wrong, f"{wrong} of 10 errands were told another exit code than theirs")
+    expect(longest <= 1, f"reaped {longest:.2f} s after a burst")
+    at_most(used, 0.9, "share of a processor")
+    return f"all reaped {longest:.2f} s after each burst at most, {used:.0%} of a processor; 10 exit codes of 10 right"
+
+
+def _dead_children(pid: int) -> int:
+    return sum(stat.parent == pid and not stat.is_alive for stat in proc.table().values())
+
+
+@case("S-07", "a job ignores TERM, forks on TERM, and leaves children in sessions of their own")
+async def deaf(stand: Stand) -> str:
+    await stand.boot()
+    start = """echo $$ > {run}/deaf.pid
+setsid sleep 100003 &
+trap 'sleep 100004 &' TERM
+while :; do sleep 0.2; done"""
+    await deployed(stand, {"deaf": checked("deaf", start)})
+    await reaches(stand, "deaf", "running", 5)
+    stand.remember()
+    stand.told = {"^deaf .* Execution failed - alert, severity 1$": 1}
+    took = at_most(await stand.stop(), 45, "seconds until the answer to stop")
+    left = commands("sleep 100003") + commands("sleep 100004")
+    expect(left == 0, f"{left} processes of the job are left")
+    return f"nothing left {took:.1f} s after the stop"
+
+
+@case("S-08", "the stop program hangs, fails, or is missing", is_long=True)
+async def bad_stops(stand: Stand) -> str:
+    await stand.boot()
+    ctl = "echo $$ > {run}/{name}.pid; " + SLEEPER
+    monit, programs = checked("missing", ctl)
+    await deployed(
+        stand,
+        {
+            "hangs": checked("hangs", ctl, "sleep 1000"),
+            "fails": checked("fails", ctl, "exit 1"),
+            "missing": (monit.replace("/ctl stop", "/none stop"), programs),
+        },
+    )
+    for name in ("hangs", "fails", "missing"):
+        await reaches(stand, name, "running", 5)
+    stand.remember()
+    begun_at = time.monotonic()
+    await stand.stop(limit=60)
+    took = at_most(time.monotonic() - begun_at, 60, "seconds until all have ended")
+    stand.told = {rf"^{name} .* Execution failed - alert, severity 1$": 1 for name in ("hangs", "fails", "missing")}
+    expect(not stand.live(), f"still there: {stand.live()}")
+    return f"all gone {took:.1f} s after the stop"
+
+
+@case("S-09", "the start program hangs, prints without end, leaves its output open", is_long=True)
+async def bad_starts(stand: Stand) -> str:
+    await stand.boot()
+    talk = "echo $$ > {run}/talks.pid; (yes | head -c 200000000); " + SLEEPER
+    leave = "sleep 100005 & echo $$ > {run}/leaves.pid; " + SLEEPER
+    jobs = {
+        "hangs": checked("hangs", "sleep 1000"),
+        "talks": checked("talks", talk),
+        "leaves": checked("leaves", leave),
+    }
+    await deployed(stand, jobs | {"good": simple("good")})
+    for name in ("good", "talks", "leaves"):
+        await reaches(stand, name, "running", 10)
+    stand.remember()
+    stand.involved = stand.failing = {"hangs"}
+    stand.told = {"^hangs .* Execution failed - alert, severity 1$": None}
+    await asyncio.sleep(15)
+    states = await process_states(stand)
+    expect(states["hangs"] != "running", "the one that hangs is said to be running")
+    kept = max((path.stat().st_blocks * 512 for path in stand.world.base.rglob("*") if path.is_file()), default=0)
+    expect(kept <= 2 << 20, f"{kept >> 20} MiB of output are kept")
+    return f"{kept >> 10} KiB of 200 MB of output kept; the others are on time"
+
+
+def unread(stand: Stand) -> None:
+    """Send the output of the agent into a pipe without a reader. Call it before ``boot``."""
+    pipe = stand.world.scratch / "unread"
+    os.mkfifo(pipe)
+    stand.after.callback(os.close, os.open(pipe, os.O_RDWR))
+    stand.prefix(f"""sh -c 'exec "$0" "$@" 2>{pipe}'""")
+
+
+@case("S-10", "jobs that write without end, no reader of the agent's log, a full disk", is_long=True)
+async def talkative(stand: Stand) -> str:
+    small(stand, "size=48m")
+    unread(stand)
+    await stand.boot()
+    loop = "echo $$ > {run}/loud.pid; n=0; while :; do n=$((n+1)); echo $n > {run}/count; "
+    loop += "head -c 1000000 /dev/zero; head -c 1000000 /dev/zero >> {base}/data/sys/log/loud.log; done 2>/dev/null"
+    await deployed(stand, {"loud": checked("loud", loop), "good": simple("good")})
+    for name in ("loud", "good"):
+        await reaches(stand, name, "running", 10)
+    stand.remember()
+    stand.omit("I9", "the log goes into a pipe that nothing reads, where I10 cannot look either")
+    before = stand.live()
+    data = stand.world.base / "data"
+
+    def left() -> int:
+        told = os.statvfs(data)
+        return told.f_bavail * told.f_frsize
+
+    for _ in range(1000):  # 200 KiB of its log. A pipe takes 64
+        await stand.call("ping")
+    await until(lambda: left() < 1 << 20, 60, "the disk is full")
+    os.kill(stand.pid, signal.SIGSTOP)
+    await asyncio.sleep(5)
+    os.kill(stand.pid, signal.SIGCONT)
+    await stand.answers(5)
+    beat = await stand.heartbeat(31)
+    expect(stand.live() == before, "a job was restarted")
+    expect("disk" in stand.monitor.of("heartbeat", AGENT)[-1].body["vitals"], "no disk in the vitals")
+    subprocess.run(["mount", "-o", "remount,size=400m", str(data)], check=True)
+    os.kill(before["good"], signal.SIGKILL)
+    stand.dies("good")
+    again = await until(lambda: stand.live().get("good", before["good"]) != before["good"], 40, "a restart")
+    await stand.stop()
+    return f"no job was restarted; a heartbeat within {beat:.0f} s; with room a job is back in {again:.2f} s"
+
+
+COMMANDS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
+OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
+"""Number of instances after two concurrent commands of this kind. Other pairs have no certain outcome."""
+
+
+@case("S-11", "each two commands at once, from running and from stopped", is_long=True)
+async def racing(stand: Stand) -> str:
+    await stand.boot()
+    ctl = "echo $$ > {run}/{name}.pid; exec sleep 100011"
+    await deployed(stand, {"racer": checked("racer", ctl)})
+    await reaches(stand, "racer", "running", 10)
+    stand.remember()
+    stand.involved = {"racer"}
+
+    def ask(action: str) -> Any:
+        return asked(stand, "services", action=action, names=["racer"], wait=True)
+
+    longest, races = 0.0, 0
+    for before in ("start", "stop"):
+        for first, second in itertools.product(COMMANDS, repeat=2):
+            await ask(before)
+            begun_at = time.monotonic()
+            async with asyncio.timeout(30):
+                await asyncio.gather(ask(first), ask(second))
+            longest = at_most(max(longest, time.monotonic() - begun_at), 30, "seconds of a race")
+            races += 1
+            count = commands("sleep 100011")
+            expect(count <= 1, f"{first} and {second} after {before}: {count} instances")
+            if first == second and first in OUTCOMES:
+                told = f"{OUTCOMES[first]} instances after {first} and {second} from {before}"
+                await until(lambda: commands("sleep 100011") == OUTCOMES[first], 10, told)  # noqa: B023
+            [seen] = (await asked(stand, "services", action="show"))["services"]
+            if seen["phase"] in ("running", "stopped"):
+                wanted = int(seen["phase"] == "running")  # its script may not have reached the exec yet
+                told = f"{wanted} instances, as it is {seen['phase']} after {first} and {second}"
+                await until(lambda: commands("sleep 100011") == wanted, 5, told)  # noqa: B023
+    await ask("stop")
+    expect(commands("sleep 100011") == 0, "it runs though it was stopped last")
+    await ask("start")
+    await until(lambda: commands("sleep 100011") == 1, 5, "it runs, as it was started last")
+    return f"{races} races, each over after {longest:.2f} s at most, never two instances"
+
+
+@case("S-12", "a cycle of dependencies, a missing one, a name twice, 500 checks")
+async def bad_files(stand: Stand) -> str:
+    await stand.boot()
+    jobs = {
+        "cycle-a": _with(simple("cycle-a"), "depends on cycle-b"),
+        "cycle-b": _with(simple("cycle-b"), "depends on cycle-a"),
+        "lonely": _with(simple("lonely"), "depends on nobody"),
+        "good": simple("good"),
+        **{name: _placed(simple("twin"), "twin", name) for name in ("twin-a", "twin-b")},
+    }
+    many = "".join(simple(f"m{number}")[0].replace(f"jobs/m{number}/", "jobs/many/") for number in range(500))
+    script = "#!/bin/sh\nexit 0\n"
+    await deployed(stand, jobs | {"many": (many.replace("group vcap", "group vcap\n  mode manual"), {"ctl": script})})
+    took = await reaches(stand, "good", "running", 10)
+    stand.remember()
+    states = await process_states(stand)
+    stand.failing = states.keys() - {"good"}
+    stand.told = {r"^m\d+ .* Execution failed - alert, severity 1$": None}
+    wrong = {name: states.get(name) for name in ("cycle-a", "lonely") if states.get(name) == "running"}
+    expect(not wrong, f"said to be running: {wrong}")
+    expect(len(stand.world.starts().get("twin", ())) <= 1, "the name that is there twice was started twice")
+    told = json.dumps(await asked(stand, "services", action="show"))
+    for why in ("depends on itself", "which is not defined", "is defined already"):
+        expect(why in told, f"it is not told of a job that {why}")
+    return f"the good one runs after {took:.2f} s beside 500 others and four files with errors"
+
+
+def _placed(job: tuple[str, dict[str, str]], name: str, place: str) -> tuple[str, dict[str, str]]:
+    """A job whose check has another name than the job."""
+    return job[0].replace(f"jobs/{name}/", f"jobs/{place}/"), job[1]
+
+
+def _with(job: tuple[str, dict[str, str]], rule: str) -> tuple[str, dict[str, str]]:
+    return f"{job[0].rstrip()}\n  {rule}\n", job[1]
+
+
+@case("S-13", "a memory rule trips: a job grows beyond it and is restarted once", is_long=True)
+async def memory_rule(stand: Stand) -> str:
+    await stand.boot()
+    hungry = """echo $$ > {run}/hungry.pid
+test -e {base}/data/grown && exec sleep 100008
+touch {base}/data/grown
+exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
+    rule = "if totalmem > 100 Mb for 2 cycles then restart"
+    small = checked("small", f"echo $$ > {{run}}/small.pid\n{SLEEPER}", rules=rule)
+    await deployed(stand, {"hungry": checked("hungry", hungry, rules=rule), "small": small, "good": simple("good")})
+    await reaches(stand, "hungry", "running", 10)
+    stand.remember()
+    stand.involved = {"hungry"}
+    stand.told = {r"^hungry \(127\.0\.0\.1\) - Resource limit matched - restart, severity 3$": 1}
+    good = stand.live()["good"]
+    took = await until(lambda: commands("sleep 100008") == 1, 60, "the restart")
+    await asyncio.sleep(15)
+    expect(commands("sleep 100008") == 1, "it was restarted again")
+    expect(stand.live()["good"] == good, "another job was restarted")
+    return f"restarted once, {took:.0f} s after it had grown; {len(stand.alerts('hungry'))} alerts"
+
+
+@case("S-14", "the target of a check hangs, drips, never ends", is_long=True)
+async def hanging_checks(stand: Stand) -> str:
+    await stand.boot()
+
+    # Cancelled at the end of the case. Python 3.11 logs a cancelled handler as an error.
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            for _ in range(600):
+                writer.write(b"x")
+                await asyncio.sleep(1)
+
+    async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+
+    jobs = {"good": simple("good")}
+    servers = []
+    for name, serve in (("hangs", hang), ("drips", drip), ("pours", pour)):
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        servers.append(server)
+        port = server.sockets[0].getsockname()[1]
+        rule = f"if failed host 127.0.0.1 port {port} protocol http with timeout 2 seconds for 60 cycles then restart"
+        jobs[name] = checked(name, f"echo $$ > {{run}}/{name}.pid\n{SLEEPER}", rules=rule)
+    try:
+        await deployed(stand, jobs)
+        for name in jobs:
+            await reaches(stand, name, "running", 30)  # ``starting`` until its first check
+        stand.remember()
+        await asyncio.sleep(25)
+        before = stand.live()["good"]
+        stand.dies("good")
+        os.kill(before, signal.SIGKILL)
+        took = await until(lambda: stand.live().get("good", before) != before, 2, "a job restarted meanwhile")
+    finally:
+        for server in servers:
+            server.close()
+    return f"a job that died meanwhile ran again after {took * 1000:.0f} ms"
+
+
+DAY: Final = 24 * 3600
+
+
+@case("S-15", "the clock jumps: a day ahead, a day back, to 1970", scale="no suspension, no leap second", is_long=True)
+async def clock_jumps(stand: Stand) -> str:
+    library = next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
+    if library is None:
+        raise CannotInjectError("needs the Debian package faketime")
+    jump = stand.world.scratch / "jump"
+    jump.write_text("+0\n")
+    fake = f"LD_PRELOAD={library} FAKETIME_TIMESTAMP_FILE={jump} FAKETIME_NO_CACHE=1 FAKETIME_DONT_FAKE_MONOTONIC=1"
+    stand.prefix(f"env {fake} FAKETIME_DISABLE_SHM=1")
+    await stand.boot()
+    await stand.deploy(3)
+    stand.remember()
+    gaps, shown = [], []
+    for seconds in (DAY, -DAY, -int(time.time()) + 60):
+        jump.write_text(f"{seconds:+d}\n")
+        gaps.append(await stand.heartbeat(31.5))
+        state = await stand.call("get_state", "full")
+        shown += [one["uptime"]["secs"] for one in state["processes"]]
+        expect(state["job_state"] == "running", f"the jobs are {state['job_state']}")
+        expect(min(shown) >= 0 and max(shown) < DAY, f"uptimes of {min(shown)} to {max(shown)} s")
+    # In 1970 no certificate is valid yet.
+    stand.proxy.cut()
+    links = stand.proxy.connections
+    await until(lambda: stand.proxy.connections > links + 1, 20, "it tries again")
+    expect(not await _is_back(stand), "a certificate of the future was taken")
+    jump.write_text("+0\n")
+    back = await stand.answers(CONNECTED)
+    rest = f"refused in 1970, back {back:.1f} s after that"
+    return f"uptimes of {min(shown)} to {max(shown)} s, heartbeats within {max(gaps):.0f} s; {rest}"
+
+
+async def _is_back(stand: Stand) -> bool:
+    with contextlib.suppress(RpcTimeoutError):
+        await stand.call("ping", timeout=1)
+        return True
+    return False

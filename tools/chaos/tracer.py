@@ -1,0 +1,225 @@
+"""``python -m tools.chaos.tracer PID NUMBER WHO PATH…``: SIGKILL at the NUMBERth system call that changes files.
+
+Follows a process, its threads and all descendants (ptrace), and counts the calls of all of them together that change a
+file at or below one of the PATHs: each call is a state that a crash can leave, and nothing changes between two calls.
+strace counts for each thread separately, so some calls are never reached. The last counted call is not executed. WHO
+selects the victims: ``all`` followed processes, the process (``root``), or the process that makes the call
+(``caller``). NUMBER 0 kills none.
+
+Prints ``following`` once every change is traced, then a line of JSON for each counted call if none is killed, else one
+for the last: ``call``, ``path``, ``pid``, ``killed``. It ends after that, when the process ends, or by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import signal
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NoReturn
+
+# include/uapi/linux/ptrace.h
+SEIZE: Final = 0x4206
+INTERRUPT: Final = 0x4207
+LISTEN: Final = 0x4208
+SYSCALL: Final = 24
+GET_SYSCALL_INFO: Final = 0x420E
+OPTIONS: Final = 0x01 | 0x02 | 0x04 | 0x08 | 0x10
+"""TRACESYSGOOD, TRACEFORK, TRACEVFORK, TRACECLONE, TRACEEXEC."""
+EVENT_STOP: Final = 128
+ENTRY: Final = 1
+INFO: Final = struct.Struct("<B3xIQQ7Q")
+"""``struct ptrace_syscall_info`` at the entry of a call: what it is, architecture, two pointers, number, arguments."""
+WALL: Final = 0x40000000
+STOPPING: Final = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+CHANGING: Final = os.O_CREAT | os.O_TRUNC
+HERE: Final = -100
+"""AT_FDCWD."""
+
+BY_DESCRIPTOR: Final = {
+    1: ("write", 0), 18: ("pwrite64", 0), 20: ("writev", 0), 296: ("pwritev", 0), 40: ("sendfile", 0),
+    275: ("splice", 2), 326: ("copy_file_range", 2), 77: ("ftruncate", 0), 285: ("fallocate", 0), 74: ("fsync", 0),
+    75: ("fdatasync", 0), 306: ("syncfs", 0), 91: ("fchmod", 0), 93: ("fchown", 0), 190: ("fsetxattr", 0),
+}  # fmt: skip
+"""Numbers on x86-64: the name, and the position of the descriptor among the arguments."""
+BY_PATH: Final = {
+    82: ("rename", 0), 83: ("mkdir", 0), 84: ("rmdir", 0), 85: ("creat", 0), 86: ("link", 1), 87: ("unlink", 0),
+    88: ("symlink", 1), 90: ("chmod", 0), 92: ("chown", 0), 94: ("lchown", 0), 76: ("truncate", 0), 133: ("mknod", 0),
+    188: ("setxattr", 0), 189: ("lsetxattr", 0), 2: ("open", 0),
+}  # fmt: skip
+"""The same for calls with a path."""
+BY_DIRECTORY: Final = {
+    258: ("mkdirat", 0), 259: ("mknodat", 0), 260: ("fchownat", 0), 263: ("unlinkat", 0), 264: ("renameat", 0),
+    265: ("linkat", 2), 266: ("symlinkat", 1), 268: ("fchmodat", 0), 280: ("utimensat", 0), 316: ("renameat2", 0),
+    257: ("openat", 0), 437: ("openat2", 0), 452: ("fchmodat2", 0),
+}  # fmt: skip
+"""The same for calls with a directory and a path in it, one after the other."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
+
+
+def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> int:
+    done = int(_libc.ptrace(request, tid, address, data))
+    if done < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return done
+
+
+class Tracer:
+    """``run`` is all of it."""
+
+    def __init__(self, root: int, number: int, who: str, places: list[str]) -> None:
+        self._root = root
+        self._number = number
+        self._who = who
+        self._places = tuple(places)
+        self._count = 0
+        self._threads: set[int] = set()
+        self._info = ctypes.create_string_buffer(INFO.size)
+
+    def run(self) -> None:
+        """Follow until a process is killed or the traced one ends."""
+        self._seize()
+        while self._threads:
+            tid, status = os.waitpid(-1, WALL)
+            if not os.WIFSTOPPED(status):
+                self._threads.discard(tid)
+                if tid == self._root:
+                    return
+                continue
+            self._threads.add(tid)
+            with suppress(ProcessLookupError):
+                if self._stopped(tid, os.WSTOPSIG(status), status >> 16):
+                    return
+
+    def _seize(self) -> None:
+        """All threads, including those created meanwhile."""
+        while missing := {int(task.name) for task in Path(f"/proc/{self._root}/task").iterdir()} - self._threads:
+            for tid in missing:
+                self._threads.add(tid)
+                with suppress(ProcessLookupError):
+                    _ptrace(SEIZE, tid, 0, OPTIONS)
+                    _ptrace(INTERRUPT, tid)
+        waiting = set(self._threads)
+        while waiting:
+            tid, status = os.waitpid(-1, WALL)
+            waiting.discard(tid)
+            self._threads.add(tid)
+            if os.WIFSTOPPED(status):
+                with suppress(ProcessLookupError):
+                    self._stopped(tid, os.WSTOPSIG(status), status >> 16)
+        sys.stdout.write("following\n")
+        sys.stdout.flush()
+
+    def _stopped(self, tid: int, reason: int, event: int) -> bool:
+        """Let a thread continue. True if a process was killed instead."""
+        if reason == signal.SIGTRAP | 0x80:
+            if self._at_last(tid):
+                return True
+            _ptrace(SYSCALL, tid)
+        elif event == EVENT_STOP and reason in STOPPING:
+            _ptrace(LISTEN, tid)
+        else:
+            _ptrace(SYSCALL, tid, 0, 0 if event else reason)
+        return False
+
+    def _at_last(self, tid: int) -> bool:
+        _ptrace(GET_SYSCALL_INFO, tid, INFO.size, ctypes.addressof(self._info))
+        kind, _, _, _, call, *arguments = INFO.unpack(self._info.raw)
+        if kind != ENTRY:
+            return False
+        try:
+            name, path = self._named(tid, call, arguments)
+        except OSError:
+            return False
+        if not path.startswith(self._places):
+            return False
+        self._count += 1
+        is_last = self._count == self._number
+        if is_last or not self._number:
+            pid = _group(tid)
+            killed = self._kill(pid) if is_last else []
+            told = {"number": self._count, "call": name, "path": path, "pid": pid, "killed": killed}
+            sys.stdout.write(json.dumps(told) + "\n")
+            sys.stdout.flush()
+        return is_last
+
+    def _named(self, tid: int, call: int, arguments: list[int]) -> tuple[str, str]:
+        """Return the name of a call that changes a file, and the path. Empty for other calls."""
+        if found := BY_DESCRIPTOR.get(call):
+            return found[0], str(Path(f"/proc/{tid}/fd/{arguments[found[1]]}").readlink())
+        if found := BY_PATH.get(call):
+            if call == 2 and not arguments[1] & CHANGING:
+                return "", ""
+            return found[0], str(Path(f"/proc/{tid}/cwd").readlink() / _text(tid, arguments[found[1]]))
+        if found := BY_DIRECTORY.get(call):
+            name, position = found
+            if name in ("openat", "openat2"):
+                flags = struct.unpack("<Q", _memory(tid, arguments[2], 8))[0] if call == 437 else arguments[2]
+                if not flags & CHANGING:
+                    return "", ""
+            descriptor = ctypes.c_int(arguments[position]).value
+            above = Path(f"/proc/{tid}", "cwd" if descriptor == HERE else f"fd/{descriptor}").readlink()
+            return name, str(above / _text(tid, arguments[position + 1]))
+        return "", ""
+
+    def _kill(self, caller: int) -> list[int]:
+        """Return the thread that enters the call; it is stopped and has not executed it."""
+        if self._who == "all":
+            others = {_group(tid) for tid in self._threads} - {caller, 0}
+            pids = [caller, *sorted(others)]
+        else:
+            pids = [self._root if self._who == "root" else caller]
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a kill is always told
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return pids
+
+
+def _group(tid: int) -> int:
+    """The process that a thread belongs to. 0 if it is gone."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{tid}/status").read_text().splitlines():
+            if line.startswith("Tgid:"):
+                return int(line.split()[1])
+    return 0
+
+
+def _memory(tid: int, address: int, size: int) -> bytes:
+    with open(f"/proc/{tid}/mem", "rb", buffering=0) as memory:
+        return os.pread(memory.fileno(), size, address)
+
+
+def _text(tid: int, address: int) -> str:
+    return os.fsdecode(_memory(tid, address, 4096).partition(b"\0")[0]) if address else ""
+
+
+def main() -> int:
+    """Return 0, or 77 where tracing is impossible."""
+    root, number, who, *places = sys.argv[1:]
+    if platform.machine() != "x86_64":
+        sys.stderr.write("the numbers of system calls are for x86-64\n")
+        return 77
+
+    def end(*_: object) -> NoReturn:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        Tracer(int(root), int(number), who, places).run()
+    except PermissionError as exc:
+        sys.stderr.write(f"ptrace: {exc.strerror}\n")
+        return 77
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

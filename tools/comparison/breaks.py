@@ -1,0 +1,140 @@
+"""Ways to break this agent on purpose. Each must be noticed as a difference: ``./dev compare-release --breaks``.
+
+The broken agent is a copy, so a text that is no longer there is an error and no silent success.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.support.machine import CODE
+from tools.comparison.judge import Verdict
+
+MODEL: Final = Path(__file__).with_name("model")
+"""A release whose only job takes part in every phase."""
+
+
+@dataclass(frozen=True)
+class Break:
+    """``old`` becomes ``new`` in a file of the agent. ``shows`` is an expression for the difference, "phase: what"."""
+
+    path: str
+    old: str
+    new: str
+    shows: str
+    trials: tuple[str, ...] = ()
+
+    def copy(self, place: Path) -> None:
+        """Copy the agent to a directory and break it there. Raises ``LookupError`` if it has no such text."""
+        shutil.copytree(CODE / "agent_shim", place / "agent_shim", ignore=shutil.ignore_patterns("__pycache__"))
+        file = place / "agent_shim" / self.path
+        text = file.read_text()
+        if self.old not in text:
+            raise LookupError(f"cannot break the agent: {self.path} has no {self.old!r}")
+        file.write_text(text.replace(self.old, self.new))
+
+    def is_noticed(self, verdict: Verdict) -> bool:
+        """True if a difference that no page lists is the one expected."""
+        return any(re.search(self.shows, f"{one.phase}: {one.what}") for one in verdict.differences)
+
+
+_SPAWN: Final = "supervisor/ctl_programs.py"
+_SCRIPTS: Final = "await agent.scripts.run_all("
+_REACT: Final = "await service.react(rule.action, complaint.word, finding.text)"
+
+
+def _without_script(name: str, phase: str, *trials: str) -> Break:
+    """An agent that leaves a script out and says nothing."""
+    new = f'if name != "{name}":\n        {_SCRIPTS}'
+    return Break("actions/scripts.py", _SCRIPTS, new, rf"^{phase}: script {name}", trials)
+
+
+BREAKS: Final[dict[str, Break]] = {
+    "MONIT_SERVICE is missing": Break(
+        _SPAWN, '"MONIT_SERVICE": name,', "", "ctl start script: environment MONIT_SERVICE"
+    ),
+    "MONIT_HOST is wrong": Break(
+        _SPAWN, "socket.gethostname()", '"elsewhere"', "ctl start script: environment MONIT_HOST"
+    ),
+    "programs start in /tmp": Break(_SPAWN, "cwd=self._directory(),", 'cwd="/tmp",', "ctl start script: directory"),
+    "programs have another umask": Break(
+        "host/process.py", "umask: int = 0o022", "umask: int = 0o077", "ctl start script: umask"
+    ),
+    "programs ignore their user": Break(
+        _SPAWN, "program.uid or None, program.gid or None", "None, None", "plain lives: user"
+    ),
+    "programs have the agent's limits": Break(
+        "host/process.py", "limits := file_limits_of_children()", "limits := None", "serve lives: limit nofile"
+    ),
+    "scripts lack TMPDIR": Break(
+        "services/scripts.py", '{**environ, "PATH": PATH}', '{"PATH": PATH}', "pre-start script: environment TMPDIR"
+    ),
+    "each alert is sent twice": Break(
+        "edges/alerts.py",
+        "self.waiting.append(message)",
+        "self.waiting.extend((message, message))",
+        "^death: alert web - Does not exist",
+        ("death",),
+    ),
+    "the state has another VM": Break(
+        "actions/state.py", "settings.source.vm.name}", '"other"}', r"value in state vm\.name"
+    ),
+    "a heartbeat has another instance": Break(
+        "daemon/runtime.py", "node_id=spec.id", 'node_id="other"', "value in heartbeat node_id", ("death", "unmonitor")
+    ),
+    "post-start is left out": _without_script("post-start", "post-start"),
+    "post-deploy is left out": _without_script("post-deploy", "post-deploy"),
+    "pre-stop is left out": _without_script("pre-stop", "update: pre-stop", "update"),
+    "post-stop is left out": _without_script("post-stop", "update: post-stop", "update"),
+    "drain takes an update for a shutdown": Break(
+        "services/scripts.py",
+        'if kind == "shutdown":',
+        'if kind == "update":\n        return list(SHUTDOWN_ARGUMENTS)\n    if kind == "shutdown":',
+        "^update: drain: script drain",
+        ("update",),
+    ),
+    "an update keeps the old spec": Break(
+        "actions/state.py",
+        "state = agent.spec.current.members()",
+        'state = agent.spec.current.members() | {"configuration_hash": "hash 1"}',
+        "^update: start: value in state configuration_hash",
+        ("update",),
+    ),
+    "an errand always succeeds": Break(
+        "actions/scripts.py", '"exit_code": errand.exit_code', '"exit_code": 0', "^errand: answer", ("errand",)
+    ),
+    "a changed file runs no program": Break(
+        "supervisor/rule_engine.py",
+        _REACT,
+        f'if rule.action.kind != "exec":\n                {_REACT}',
+        "^changed file: ",
+        ("changed file",),
+    ),
+    "memory is not judged": Break("supervisor/rule_engine.py", '"totalmemory": total,', "", "^usage: ", ("usage",)),
+    "processor time is not judged": Break(
+        "supervisor/rule_engine.py", 'figures |= {"cpu %"', 'figures |= {"other"', "^usage: ", ("usage",)
+    ),
+    "unmonitor does nothing": Break(
+        "supervisor/supervisor.py", "self._named(name).unmonitor()", "self._named(name)", "^unmonitor: ", ("unmonitor",)
+    ),
+    "a start after a stop does nothing": Break(
+        "supervisor/supervisor.py",
+        "        was_wanted, self._is_wanted = self._is_wanted, True\n",
+        '        if self._paths.stopped_marker.exists() and getattr(self, "was_here", False):\n            return\n'
+        "        self.was_here = self._paths.stopped_marker.exists()\n"
+        "        was_wanted, self._is_wanted = self._is_wanted, True\n",
+        "^start after stop: ",
+        ("update", "start after stop"),
+    ),
+    "a slow start program is not reported": Break(
+        "supervisor/service.py",
+        "if not self._is_failure_told:\n                self.notify(*alert)",
+        "",
+        "^slow start: alert web - Execution failed",
+        ("update", "slow start"),
+    ),
+}

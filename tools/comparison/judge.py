@@ -1,0 +1,543 @@
+"""Compares two lives of a job."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tools.comparison.plan import Plan
+from tools.comparison.releases import Job
+
+
+@dataclass
+class Difference:
+    """``line`` is the place in the release. ``allowed`` is the row of docs/monit-deviations.md that has it."""
+
+    phase: str
+    what: str
+    go: str
+    shim: str
+    line: str = ""
+    allowed: str = ""
+    is_bpm: bool = False
+    go_alerts: str = ""
+    """Alerts of the Go agent in the phase."""
+    go_answer: str = ""
+    is_dependent: bool = False
+    """The service of the difference depends on another one."""
+    has_no_localhost: bool = False
+    """The job took ``localhost`` out of the names of the machine."""
+    is_process_1: bool = False
+    """A script of the job writes process 1 into a pidfile."""
+    is_survivor: bool = False
+    """A process outlived its stop, or the stop of a restart, in the Go agent's world alone."""
+    is_started_twice: bool = False
+    """A slow start program has begun a process in both worlds, and in the Go agent's a second one or none yet."""
+    is_restarted_by_port: bool = False
+    """A rule about a port has restarted a process in the Go agent's world."""
+    is_pending: bool = False
+    """The restart of the phase before had not ended in either world."""
+
+    @property
+    def act(self) -> str:
+        """The phase without the occasion: "stop" of "update: stop"."""
+        return self.phase.rpartition(": ")[2]
+
+    def __str__(self) -> str:
+        return f"{self.phase}: {self.what}: {self.go or 'none'} | {self.shim or 'none'}  ({self.line})"
+
+
+@dataclass
+class Verdict:
+    """One of the reasons is set, or both lives were compared."""
+
+    job: Job
+    not_rendered: str = ""
+    not_played: str = ""
+    is_busy: bool = False
+    """The machine was too busy for a verdict on why the job did not run."""
+    differences: list[Difference] = field(default_factory=list)
+    listed: list[Difference] = field(default_factory=list)
+    has_process: bool = True
+    helped: list[str] = field(default_factory=list)
+    """Programs made to live, and ``lenient`` if scripts went on after errors."""
+
+    @property
+    def kind(self) -> str:
+        if self.not_rendered:
+            return "not rendered"
+        if self.not_played:
+            return "busy" if self.is_busy else "needs more than a stand-in"
+        if self.differences:
+            return "difference"
+        return "listed" if self.listed else "equal"
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "job": str(self.job),
+            "kind": self.kind,
+            "reason": self.not_rendered or self.not_played,
+            "helped": self.helped,
+            "guessed": list(self.job.guessed),
+            "differences": [vars(one) for one in self.differences],
+            "listed": [vars(one) for one in self.listed],
+        }
+
+    def __str__(self) -> str:
+        reason = self.not_rendered or self.not_played
+        shown = "".join(f"\n            {one}" for one in self.differences)
+        return f"{self.job}: {self.kind}{f': {reason}' if reason else ''}{shown}"
+
+
+OF_THE_PROGRAM: Final = "Copyright|as agent-shim|message$|not acted on$"
+MAX_NAMES: Final = 4
+OF_BPM: Final = frozenset(("bpm", "runc", "tini"))
+OF_BPMS_WORDS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job configuration): .*", re.DOTALL)
+"""Usage texts and reasons of an unreadable file, which docs/bpm.md leaves to either program."""
+FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid", "size", "timestamp")
+"""Lines of monit's texts that docs/monit-deviations.md lists for every job."""
+UNSTEADY_STATES: Final = 4
+"""Changes of the state of a process at rest."""
+
+DEATHS: Final = ("death", "port closed", "unmonitor")
+"""Phases in which processes end."""
+HOOKS: Final = re.compile(r"/bin/(pre-start|post-start|post-deploy|pre-stop|drain|post-stop|run)((?: .*)?)$")
+BUSY_WAIT: Final = 2.0
+"""A life that waits for a processor this many times longer than it works is played on a busy machine."""
+VOLATILE: Final = re.compile(
+    r"_|PWD|OLDPWD|SHLVL|AGENT_SHIM_\w+|BPM_STAND_IN|MONIT_DATE|MONIT_DESCRIPTION|MONIT_PROCESS_\w+"
+)
+"""Variables of shells and of stand-ins, and those of monit whose values change from cycle to cycle."""
+ROUGHLY: Final[list[tuple[re.Pattern[str], float, float]]] = [
+    (re.compile(r"uptime|load"), math.inf, 0),
+    (re.compile(r"\bcpu\b"), 100, 0),
+    (re.compile(r"percent"), 15, 0),
+    (re.compile(r"mem\.kb$"), 8192, 0.5),
+]
+"""Figures by path, with the absolute and the relative difference that two worlds side by side may have."""
+
+Phases = dict[str, dict[str, Any]]
+
+AFTER_STOPS: Final = (
+    *("monit restart", "unmonitor", "monitor again", "agent restarted", "drain", "stop", "post-stop", "apply"),
+    *("pre-start", "start", "start after stop", "slow start", "pre-stop"),
+)
+"""Phases in which a process can be that outlived a stop or a restart."""
+LAST: Final = ("pre-stop", "drain", "stop", "post-stop")
+"""Phases after a slow start."""
+STARTS: Final = ("start", "post-start", "post-deploy", "rest", "start after stop", "slow start")
+
+ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
+    (
+        "the first check follows the start",
+        lambda one: one.act in STARTS and "Does not exist" in one.go and not one.shim,
+    ),
+    (
+        "a changed parent is reported",
+        lambda one: "PPID changed" in one.go or ("PPID changed" in one.go_alerts and "failing" in one.what),
+    ),
+    (
+        "a process whose pidfile is emptied",
+        lambda one: (
+            (
+                (one.act == "empty pidfile" or (one.act not in DEATHS and "Does not exist" in one.go_alerts))
+                and one.what.endswith("SIGTERM")
+                and not one.go
+            )
+            or (one.act == "stop" and one.what == "processes left" and not one.shim)
+        ),
+    ),
+    (
+        "a bpm process whose pidfile is emptied",
+        lambda one: one.is_bpm and one.act in ("empty pidfile", "pidfile filled again"),
+    ),
+    (
+        "the count of a rule survives a restart",
+        lambda one: (
+            (
+                one.act == "port closed"
+                and "Connection failed - restart" in one.go_alerts
+                and (one.what.endswith(" lives") or "state" in one.what or one.what.startswith("process of "))
+            )
+            or (  # the last restart may end in the next phase
+                one.act == "port open again"
+                and one.is_restarted_by_port
+                and one.what.endswith((" lives", " is the former one"))
+            )
+        ),
+    ),
+    ("alerts go by mail to `localhost`", lambda one: one.has_no_localhost),
+    (
+        "process 1 in any pidfile",
+        lambda one: one.is_process_1 and one.what.startswith(("monit status Process", "state processes")),
+    ),
+    (
+        "other processes of a dead service",
+        lambda one: one.act in DEATHS and one.what.endswith("SIGTERM") and not one.go,
+    ),
+    (
+        "checks, starts and stops wait for each other",
+        lambda one: (
+            (one.act == "death" and one.what.startswith("alert") and one.is_dependent and not one.go)
+            or (one.act in ("agent restarted", "stop") and one.is_pending)
+        ),
+    ),
+    (
+        "a stop is over once the pidfile is gone",
+        lambda one: (
+            (one.is_survivor and one.act in AFTER_STOPS)
+            or ((one.act, one.what) == ("stop", "bpm list") and "failed" in one.go)  # bpm still removes the container
+        ),
+    ),
+    (
+        "a stop runs no stop program for a dead process",
+        lambda one: one.act == "stop" and "/sys/run/bpm/" in one.what and one.go == "left",
+    ),
+    (
+        "a restart starts the next process beside a stop program",
+        lambda one: one.act == "monit restart" and "Does not exist" in one.go and not one.shim,
+    ),
+    (
+        "the working directory is theirs",
+        lambda one: one.what.endswith(": directory") and one.shim == "/var/vcap/empty",
+    ),
+    ("the soft limit of core files", lambda one: one.what.endswith(": limit core") and one.shim.startswith("[1, ")),
+    (
+        "a start program slower than its timeout",
+        lambda one: one.is_started_twice and one.phase in ("slow start", *LAST),
+    ),
+    (
+        "`monit monitor` of a service",
+        lambda one: one.phase == "monitor again" and "Does not exist" in one.go and not one.shim,
+    ),
+    ("a stop while a start is pending", lambda one: one.act == "stop" and "errored" in one.go_answer),
+]
+"""Rows of docs/monit-deviations.md by how they begin, and the differences that are theirs."""
+
+
+def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
+    """Compare two lives phase by phase. A job that runs in neither world needs more than stand-ins."""
+    verdict = Verdict(made.job, has_process=bool(made.services))
+    if go["error"] or shim["error"]:
+        verdict.not_played = f"Go agent: {go['error']}; this agent: {shim['error']}"[:300]
+    lives = [{phase["name"]: phase for phase in life["phases"]} for life in (go, shim)]
+    verdict.not_played = verdict.not_played or _obstacle(*lives)
+    late = next((phase for life in lives for phase in _late_phases(life)), "")
+    if any(life.get("waited", 0) > BUSY_WAIT for life in (go, shim)) and (late or go["error"] or shim["error"]):
+        verdict.is_busy = True
+        verdict.not_played = verdict.not_played or f"no answer in time: {late}"
+    for one in [] if verdict.not_played else _differences(*lives):
+        one.line = _line(made.job, one)
+        one.is_bpm = "/sys/run/bpm/" in made.job.monit
+        if one.is_bpm and one.phase == "death" and one.what.endswith("SIGTERM"):
+            continue  # the init of a process of bpm passes it on. The stand-in for bpm has none
+        seen = lives[0].get(one.phase, {})
+        words = one.what.split()
+        one.is_dependent = any(
+            service.name in words and re.search(r"\bdepends\s+on\b", service.text) for service in made.services
+        )
+        said = "".join(lives[0].get("rest", {}).get("texts", {}).values())
+        one.has_no_localhost = "did not resolve 'localhost'" in said
+        one.is_process_1 = any(re.search(r"echo [\"']?1[\"']? *>", text) for text in made.job.files.values())
+        restarts = [life["monit restart"]["job_states"][-1:] for life in lives if "monit restart" in life]
+        one.is_survivor = any(leaves(lives[0]) and not leaves(lives[1]) for leaves in (_is_left, _outlives_a_restart))
+        one.is_started_twice = _begun(lives[1], "slow start") == 1 and (
+            _begun(lives[0], "slow start") != 1 or _begun(lives[0], *LAST) > 0 or _told_still_runs(lives[0])
+        )
+        one.is_pending = restarts == [["failing"]] * len(lives)
+        closed = lives[0].get("port closed", {}).get("alerts", [])
+        one.is_restarted_by_port = any("Connection failed - restart" in alert for alert in closed)
+        one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
+        one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
+        (verdict.listed if one.allowed else verdict.differences).append(one)
+    return verdict
+
+
+def _is_left(life: Phases) -> bool:
+    """True if a process that a pidfile names lives after a stop."""
+    stops = [phase for name, phase in life.items() if name.rpartition(": ")[2] == "stop"]
+    return any(lives for stop in stops for lives in stop["services"].values())
+
+
+def _begun(life: Phases, *names: str) -> int:
+    """Return the largest number of processes of one program that began in phases."""
+    seen = [program for name in names for _, event, program in life.get(name, {}).get("events", []) if event == "lives"]
+    return max(Counter(seen).values(), default=0)
+
+
+def _told_still_runs(life: Phases) -> bool:
+    return "told" in life.get("stop", {}).get("texts", {}).get("processes", "").split()
+
+
+def _late_phases(life: Phases) -> Iterator[str]:
+    """Yield the phases in which the agent did not answer, or a process was still about to start at the end."""
+    for name, phase in life.items():
+        is_starting = name == "start" and any(known[-1] == "starting" for known in phase["states"].values())
+        if is_starting or re.match("error: (no answer|Timed out sending)", phase["value"]):
+            yield name
+
+
+def _outlives_a_restart(life: Phases) -> bool:
+    """True if ``monit restart`` began a process and ended none."""
+    events = {event for _, event, _ in life.get("monit restart", {}).get("events", [])}
+    return "lives" in events and not any(event.startswith("SIG") for event in events)
+
+
+def _obstacle(go: Phases, shim: Phases) -> str:
+    """Return why a job ran in neither world."""
+    failed = [life["pre-start"] for life in (go, shim) if life.get("pre-start", {}).get("value", "")[:5] == "error"]
+    if len(failed) == 2:
+        return f"pre-start: {(failed[0]['texts'].get('log') or failed[0]['value'])[-160:]}".replace("\n", " / ")
+    if all("start" in life and life["start"]["running_after"] < 0 for life in (go, shim)):
+        states = ", ".join(f"{name} {states[-1]}" for name, states in go["start"]["states"].items())
+        return f"runs in neither world: {states}: {go.get('rest', {}).get('texts', {}).get('logs', '')[-200:]}".replace(
+            "\n", " / "
+        )
+    if all("rest" in life and life["rest"]["job_states"][-1:] != ["running"] for life in (go, shim)):
+        logs = go["rest"]["texts"].get("logs", "")[-200:]
+        return f"stays up in neither world: {logs}".replace("\n", " / ")
+    return ""
+
+
+def tools(life: dict[str, Any]) -> list[str]:
+    """Return the stand-ins that ran as tools of start programs, in order."""
+    events = [one for phase in life["phases"] if phase["name"] in ("start", "rest") for one in phase["events"]]
+    return [program for _, event, program in events if event == "tool"]
+
+
+def is_unsteady(lives: list[dict[str, Any]]) -> bool:
+    """True if a process has ended again and again at rest: a program that should live is taken for a tool."""
+    resting = [phase for life in lives for phase in life["phases"] if phase["name"] == "rest"]
+    return any(len(states) >= UNSTEADY_STATES for phase in resting for states in phase["states"].values())
+
+
+def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
+    for name in list(go) + [name for name in shim if name not in go]:
+        if name not in go or name not in shim:
+            yield Difference(name, "phase", "played" if name in go else "", "played" if name in shim else "")
+            continue
+        seen = [dict(_facts(life[name])) for life in (go, shim)]
+        for what in sorted({*seen[0], *seen[1]}):
+            values = [one.get(what, "") for one in seen]
+            if values[0] != values[1] and not (what.endswith(" tool") and _runs_beside(go, shim, name, what)):
+                yield Difference(name, what, values[0], values[1])
+    yield from _inherited(go, shim)
+    for kind in ("state", "heartbeat"):
+        yield from _values(go, shim, kind)
+        shapes = [_shapes(life, kind) for life in (go, shim)]
+        for member in sorted(shapes[0] ^ shapes[1]) if all(shapes) else ():
+            go_has, shim_has = ("there" if member in shape else "" for shape in shapes)
+            yield Difference("rest", f"{kind} {member}", go_has, shim_has)
+
+
+def _inherited(go: Phases, shim: Phases) -> Iterator[Difference]:
+    """Yield what programs that run in both lives inherit in one of them alone."""
+    lives = [_contexts(life) for life in (go, shim)]
+    for program in sorted(set(lives[0]) & set(lives[1])):
+        facts = [_facts_of(life[program]) for life in lives]
+        for what in sorted({*facts[0], *facts[1]}):
+            values = [one.get(what, "") for one in facts]
+            if values[0] != values[1]:
+                yield Difference("life", f"{program}: {what}", values[0], values[1])
+
+
+def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
+    """Return what each program inherited in all phases."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for phase in life.values():
+        for program, contexts in phase.get("contexts", {}).items():
+            found.setdefault(program, []).extend(contexts)
+    return found
+
+
+def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
+    """Return each fact of the contexts of a program, with all the values that it had."""
+    values: dict[str, set[str]] = {}
+    for context in contexts:
+        for what in ("umask", "user", "directory"):
+            values.setdefault(what, set()).add(re.sub(r"/[0-9a-f]{40,}", "/DIGEST", str(context[what])))
+        for name, limit in context["limits"].items():
+            values.setdefault(f"limit {name}", set()).add(str(limit))
+        for name, value in context["environment"].items():
+            if not VOLATILE.fullmatch(name):
+                values.setdefault(f"environment {name}", set()).add(re.sub(r"\d{3,}", "N", value))
+    return {what: ", ".join(sorted(seen)) or "empty" for what, seen in values.items()}
+
+
+def _values(go: Phases, shim: Phases, kind: str) -> Iterator[Difference]:
+    """Yield the values that differ: of the states at rest and after an update, and of the last heartbeats."""
+    for name in ("rest", "update: start") if kind == "state" else ("life",):
+        seen = [_last_heartbeat(life) if name == "life" else _state(life, name) for life in (go, shim)]
+        for path in sorted(set(seen[0]) & set(seen[1])):
+            values = [one[path] for one in seen]
+            is_state = re.fullmatch(
+                r"job_state|number_of_processes|processes\[.*\]\.state", path
+            )  # phases compare them
+            if not is_state and not _are_alike(path, *values):
+                go_has, shim_has = (str(value) or "empty" for value in values)
+                yield Difference(name, f"value in {kind} {path}", go_has, shim_has)
+
+
+def _state(life: Phases, name: str) -> dict[str, Any]:
+    return dict(life.get(name, {}).get("values", {}).get("state", {}))
+
+
+def _last_heartbeat(life: Phases) -> dict[str, Any]:
+    """Return the last one since the job was applied."""
+    found = [phase.get("values", {}).get("heartbeat") for name, phase in life.items() if name != "apply"]
+    return dict(next((one for one in reversed(found) if one), {}))
+
+
+def _are_alike(path: str, go: Any, shim: Any) -> bool:
+    numbers = [_number(value) for value in (go, shim)]
+    if None in numbers or isinstance(go, str) != isinstance(shim, str):
+        return bool(go == shim)
+    one, other = (number or 0.0 for number in numbers)
+    for pattern, absolute, relative in ROUGHLY:
+        if pattern.search(path):
+            return one >= 0 and other >= 0 and abs(one - other) <= max(absolute, relative * max(one, other))
+    return bool(go == shim)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        return None
+
+
+def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
+    """True if a tool ran in the phase before or after in the life that lacks it: scripts run on past their phase."""
+    for life in (go, shim):
+        names = list(life)
+        around = [life[one] for one in names[max(names.index(name) - 1, 0) : names.index(name) + 2]]
+        if what not in {f"{program} {event}" for phase in around for _, event, program in phase["events"]}:
+            return False
+    return True
+
+
+def _shapes(life: Phases, kind: str) -> set[str]:
+    """Return the members that the documents of a kind had since the job was started, with their types."""
+    later = [phase for name, phase in life.items() if name not in ("apply", "pre-start", "start", "post-start")]
+    members = {member for phase in later for member in phase.get("shapes", {}).get(kind, "").split(", ") if member}
+    return {member for member in members if not re.search(r"vitals\.disk\.persistent|: NoneType", member)}
+
+
+def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each comparable fact of a phase and its value."""
+    name = phase["name"].rpartition(": ")[2]
+    answer = re.sub(r"(Failed Jobs: [\w, -]+\.).*", r"\1", phase["value"], flags=re.DOTALL)  # this agent adds a reason
+    yield "answer", re.sub(r"[0-9a-f-]{36}|\d+\.\d+", "…", answer)[:200]
+    yield "job state", "".join(phase["job_states"][-1:])
+    if name in ("rest", "port closed", "port open again", "agent restarted", "usage", "unmonitor"):
+        yield "is failing meanwhile", str("failing" in phase["job_states"][1:])
+    for process, states in phase["states"].items():
+        yield f"state of {process}", states[-1]
+    for service, lives in phase["services"].items():
+        yield f"process of {service}", "lives" if lives else "is dead"
+        yield f"process of {service} is the former one", str(phase["same"][service]) if lives else ""
+    if name not in (
+        "pre-start",
+        "start",
+        "rest",
+        "monit restart",
+        "stop",
+    ):  # many a ctl script sends KILL on the heels of TERM
+        for (event, program), count in Counter((event, program) for _, event, program in phase["events"]).items():
+            if (name, event) != ("post-start", "lives"):  # a process of the start may say so late
+                yield f"{program} {event}", str(count) if event == "lives" else "yes"
+    yield from _told(phase)
+    for command, said in phase["texts"].items():
+        yield from _said(command, said)
+    if "processes" in phase["texts"]:
+        left = set(phase["texts"]["processes"].split()) - OF_BPM
+        yield "processes left", " ".join(sorted(left))
+    for file in phase["files"]:
+        if file.startswith(("data/jobs/bpm/", "data/sys/run/bpm-runc/")) or (
+            " " in file and file.startswith("data/sys/log/") and re.search(r"(pre-|post-|drain).*\.log", file)
+        ):
+            continue
+        yield f"file {file}", "left"
+
+
+def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the alerts with their numbers, and the arguments of each script that the Director runs."""
+    for alert, number in sorted(Counter(phase["alerts"]).items()):
+        yield f"alert {alert}", alert if number == 1 else f"{alert} ({number} times)"
+    runs = Counter((found[1], found[2]) for script in phase.get("scripts", []) if (found := HOOKS.search(script)))
+    for (script, arguments), number in runs.items():
+        yield f"script {script}", f"{number} x {arguments}".strip()
+
+
+def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
+    """Yield the code of a command, the state of each service and the titles of the other lines, without figures."""
+    if command.startswith("bpm "):
+        yield command, re.sub(OF_BPMS_WORDS, r"\1", re.sub(r"\d+", "N", re.sub(r"[ \t]+", " ", said)))
+    if not command.startswith("monit "):
+        return
+    code, _, text = said.partition("\n")
+    yield f"code of {command}", code
+    about = ""
+    for line in text.splitlines():
+        title, _, value = (word.strip() for word in re.sub(r" {2,}", "\0", line.strip()).partition("\0"))
+        if service := re.match(r"(\w+) '([^']*)'", line):
+            about = f" {service[1]} {re.sub('^system_.*', 'system', service[2])}"
+            yield f"{command}{about}", value or "said"
+        elif (
+            title
+            and not re.match(OF_THE_PROGRAM, title)
+            and not (about.startswith((" System", " File", " Directory", " Fifo", " Filesystem")) and title in FIGURES)
+        ):
+            shown = value if title in ("status", "monitoring status") else "said"
+            yield f"{command}{about}: {re.sub(r'[0-9]+', 'N', title)}", shown
+
+
+def _line(job: Job, one: Difference) -> str:
+    """Return the place in the release that a difference comes from, as far as its words show."""
+    text = job.sources.get(f"jobs/{job.name}/monit", "")
+    lines = text.splitlines()
+    words = one.what.split()
+    script = next((path for path in job.sources if path.split("/")[-1].split(".")[0] == one.phase), "")
+    if script:
+        return script
+    found = [
+        number for number, line in enumerate(lines, 1) if any(len(word) > 3 and word in line for word in words[1:])
+    ]
+    if "port" in one.phase:
+        found = [number for number, line in enumerate(lines, 1) if re.search(r"failed|unixsocket", line)] or found
+    return f"jobs/{job.name}/monit:{found[0] if found else 1}"
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """Return all differences and the counts, as Markdown."""
+    rows = ["", "| job | phase | what | Go agent and monit | this agent | from |", "|---|---|---|---|---|---|"]
+    for verdict in sorted(verdicts, key=str):
+        rows += [
+            f"| {verdict.job} | {one.phase} | {one.what} | {one.go or '-'} | {one.shim or '-'} | {one.line} |"
+            for one in verdict.differences
+        ]
+    counts = Counter(verdict.kind for verdict in verdicts)
+    rows += ["", ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))]
+    return "\n".join(rows)
+
+
+def reasons(verdicts: list[Verdict]) -> str:
+    """Return the rows of the deviations with the jobs and releases that each touches, as Markdown."""
+    rows = ["", "| row of the deviations | jobs | releases |", "|---|---|---|"]
+    titles = dict.fromkeys(title for title, _ in ALLOWED)
+    for title in titles:
+        touched = [verdict for verdict in verdicts if any(one.allowed == title for one in verdict.listed)]
+        names = sorted({verdict.job.release.rpartition("/")[2] for verdict in touched})
+        shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+        rows.append(f"| {title} … | {len(touched)} | {shown} |")
+    return "\n".join(rows)
+
+
+def counts(verdicts: list[Verdict]) -> str:
+    """Return the releases with the numbers of their jobs that were played, as a paragraph."""
+    played = Counter(verdict.job.release.rpartition("/")[2] for verdict in verdicts if not verdict.not_rendered)
+    return "\n" + ", ".join(f"{name} {count}" for name, count in sorted(played.items())) + "."

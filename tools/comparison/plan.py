@@ -1,0 +1,409 @@
+"""Deduces from the texts of a job the programs of packages that its life needs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from tools.comparison.releases import Checkout, Job
+
+TOOLS: Final = ("curl", "jq", "openssl", "python3", "iptables", "ip6tables", "ipset", "nc", "rsync", "setpriv")
+"""Programs beside those of a minimal Debian that are themselves in both worlds if this machine has them."""
+NEVER_LIVE: Final = ("yq", "keytool", "lsb_release")
+CAP_SYS_RESOURCE: Final = 24
+TRIALS: Final = (
+    *("death", "empty pidfile", "monit restart", "port closed", "usage", "changed file", "unmonitor"),
+    *("agent restarted", "errand", "update", "start after stop", "slow start"),
+)
+HOOKS: Final = ("pre-start", "post-start", "post-deploy", "pre-stop", "drain", "post-stop", "run")
+"""Scripts of a job that the Director runs. A job that lacks one gets one that only reports itself."""
+TOLD: Final = "/var/vcap/packages/stand_in/told"
+SLOW_TIMEOUT_S: Final = 10
+SLOW_S: Final = 16
+"""A start program that is slower than its timeout."""
+STAND_IN: Final = "STAND_IN"
+STAND_IN_TEXT: Final = Path(__file__).with_name("stand_in.py").read_text()
+_PATH: Final = re.compile(r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)((?:/[\w.@+-]+)*)")
+_ASSIGNED: Final = re.compile(
+    r"^\s*(?:export\s+|declare\s+(?:-\w+\s+)*|readonly\s+|local\s+)?(\w+)=[\"']?([^\s\"';]*)", re.MULTILINE
+)
+_SOURCED: Final = re.compile(
+    r"^\s*(?:source|\.)\s+[\"']?(/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/[^\s\"';]+)", re.MULTILINE
+)
+_WORD: Final = re.compile(r"(?<![\w./$-])([A-Za-z][\w-]*(?:\.[a-z]+)?)(?![\w/=(.])")
+_BIN: Final = re.compile(r"/(?:bin|sbin)$")
+_PORT: Final = re.compile(r"\bport\s+(\d+)|\burl\s+[\"']?http://[^\s/:]+:(\d+)")
+_SOCKET: Final = re.compile(r"\bunixsocket\s+[\"']?(/[^\s\"']+)")
+_START: Final = re.compile(
+    r"(\bstart(?:\s+program)?\s*=?\s*)(\"[^\"]+\"|'[^']+')(\s+as\s+uid\s+\S+(?:\s+and\s+gid\s+\S+)?)?"
+    r"(\s+(?:with\s+)?timeout\s+\d+\s+seconds?)?"
+)
+_USAGE: Final = re.compile(
+    r"(\bif\s+(?:total)?(mem|memory|cpu)(?:\s+usage)?\s*(?:>|gt|greater)\s*)[\d.]+\s*(%|[KMG]?i?B\b)?", re.IGNORECASE
+)
+_CYCLES: Final = re.compile(r"(\d+)\s+cycles?", re.IGNORECASE)
+
+
+@dataclass
+class Service:
+    """One check of a monit file. ``line`` counts in the rendered file."""
+
+    name: str
+    kind: str
+    pidfile: str
+    start: str
+    ports: list[dict[str, Any]]
+    text: str
+
+
+@dataclass
+class Plan:
+    """The life of one job."""
+
+    job: Job
+    services: list[Service]
+    files: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Contents of packages: their files by package."""
+    system: set[str] = field(default_factory=set)
+    """Programs that scripts call by name and that neither the machine nor a package has."""
+
+    lives: list[str] = field(default_factory=list)
+    """Programs that live although nothing in how they are started says so."""
+    is_lenient: bool = False
+    """Scripts go on after errors, in both worlds."""
+
+    acts: tuple[tuple[str, str], ...] = ()
+    """Further phases after the rest: their names and shell commands."""
+    trials: tuple[str, ...] = TRIALS
+
+    @property
+    def slow(self) -> list[str]:
+        """The command lines of start programs that are shell scripts of the job."""
+        commands = re.findall(
+            r"/var/vcap/jobs/[^\"']+", "\n".join(found[2] for found in _START.finditer(self.job.monit))
+        )
+        own = f"/var/vcap/jobs/{self.job.name}/"
+        scripts = {own + path for path, text in self.job.files.items() if TOLD in text}
+        return [" ".join(command.split()) for command in commands if command.split()[0] in scripts]
+
+    @property
+    def second(self) -> dict[str, str]:
+        """The files of the second version of the job, whose start programs have short timeouts."""
+        short = rf"\1\2\3 with timeout {SLOW_TIMEOUT_S} seconds"
+        texts = self.job.files.items()
+        return {path: _START.sub(short, text) if _is_monit(path) else text for path, text in texts}
+
+    @property
+    def watched(self) -> list[str]:
+        """Paths of the files that rules about changes watch."""
+        rule = r"(?is)\bpath\s+[\"']?([^\s\"']+).*\b(?:changed|timestamp|checksum|match)\b"
+        found = [re.search(rule, one.text) for one in self.services if one.kind == "file"]
+        return [one[1] for one in found if one]
+
+    @property
+    def ports(self) -> list[dict[str, Any]]:
+        return [port for service in self.services for port in service.ports]
+
+    @property
+    def cycles(self) -> int:
+        """The longest rate of the monit file."""
+        return min(max([int(found) for found in _CYCLES.findall(self.job.monit)] or [1]), 15)
+
+    @property
+    def expectation(self) -> dict[str, Any]:
+        """The plan.json of the stand-ins."""
+        shared = [port for service in self.services if service.kind != "process" for port in service.ports]
+        names = sorted((str(one.get("name")) for one in processes(self.job)), key=len)
+        owners = {Path(service.pidfile).stem: service.name for service in self.services if service.pidfile}
+        return {
+            "bpm": {name: owners.get(name, name) for name in names},
+            "commands": {
+                str(one.get("name")): " ".join(map(str, [one.get("executable"), *(one.get("args") or [])]))
+                for one in processes(self.job)
+            },
+            "tmp": f"/var/vcap/data/{self.job.name}/tmp",
+            "services": {
+                service.name: {"pidfile": service.pidfile, "start": service.start, "ports": service.ports + shared}
+                for service in self.services
+                if service.kind == "process"
+            },
+            "starts": sorted({service.start for service in self.services if service.start}),
+            "ports": self.ports,
+            "lives": self.lives,
+        }
+
+
+def plan(checkout: Checkout, job: Job) -> Plan:
+    """Return what the life of a rendered job needs."""
+    job = replace(job, files={path: _within_limits(text) for path, text in job.files.items()})
+    if any(one.get("capabilities") for one in processes(job)):
+        job = replace(job, files=job.files | {"config/bpm.yml": _within_capabilities(job.files["config/bpm.yml"])})
+    known = {service.name for service in _services(job.monit)}
+    job = replace(job, files={path: _alone(path, text, known) for path, text in job.files.items()})
+    job = replace(job, files={path: _reached(text) if _is_monit(path) else text for path, text in job.files.items()})
+    made = Plan(job, list(_services(job.monit)))
+    texts = {path: _expanded(text) for path, text in job.files.items()}
+    for name in job.packages:
+        made.files[name] = {}
+    on_path = set()
+    words = set()
+    for path, text in texts.items():
+        for package, inside in _PATH.findall(text):
+            place = inside.strip("/").rstrip(".")
+            files = made.files.setdefault(package, {})
+            if _BIN.search(inside):
+                on_path.add((package, place))
+            elif place and not place.endswith((".", "/")):
+                files[place] = STAND_IN
+        if path.startswith("bin/") or text.startswith("#!"):
+            words |= set(_WORD.findall(text))
+    known = {word for word in words if len(word) > 1 and not _is_here(word)}
+    made.system |= {word for word in known if shutil.which(word)}
+    for package, place in on_path:
+        for word in known:
+            made.files[package].setdefault(f"{place}/{word}", STAND_IN)
+    _take_sourced(checkout, texts.values(), made)
+    _drop_directories(made)
+    made.files.pop("bpm", None)
+    hooks = {f"bin/{name}": _hook(name) for name in HOOKS}
+    made.job = replace(job, files=hooks | {path: told(path, text) for path, text in job.files.items()})
+    return made
+
+
+def _hook(name: str) -> str:
+    return f'#!/bin/sh\n{TOLD} "$0" "$@"\n' + ("echo 0\n" if name == "drain" else "echo done\n" * (name == "run"))
+
+
+def told(path: str, text: str) -> str:
+    """Return a shell script of a job that reports itself first. Any other text as it is."""
+    head, newline, rest = text.partition("\n")
+    if not path.startswith("bin/") or not re.match(r"#!\S*(?:/env )?(?:ba|da)?sh\b", head) or not newline:
+        return text
+    return f'{head}\n{TOLD} "$0" "$@" </dev/null >/dev/null 2>&1 || true\n{rest}'
+
+
+def _is_monit(path: str) -> bool:
+    return path == "monit" or path.endswith(".monit")
+
+
+def _reached(text: str) -> str:
+    """Return a monit file with limits of memory and processor time that a stand-in can reach."""
+
+    def limit(found: re.Match[str]) -> str:
+        if found[2].lower() == "cpu":
+            return f"{found[1]}8%"
+        return f"{found[1]}60 MB"  # a percentage is a whole number, and one of a large machine's memory too much
+
+    return _USAGE.sub(limit, text)
+
+
+def _alone(path: str, text: str, known: set[str]) -> str:
+    """Return a monit file without dependencies on services of other jobs, which are not there."""
+    if not _is_monit(path):
+        return text
+    return re.sub(r"\bdepends\s+(?:on\s+)?([\w-]+)", lambda found: found[0] if found[1] in known else "", text)
+
+
+def _drop_directories(made: Plan) -> None:
+    """A place below which there are others is a directory."""
+    for files in made.files.values():
+        for place in [one for one in files if any(other.startswith(f"{one}/") for other in files)]:
+            del files[place]
+
+
+@functools.cache
+def _is_here(word: str) -> bool:
+    """True for a program of this machine that a stemcell has as well. Others differ from machine to machine."""
+    place = shutil.which(word)
+    return place is not None and (word in TOOLS or not _base() or str(Path(place).resolve().name) in _base())
+
+
+@functools.cache
+def _base() -> frozenset[str]:
+    """Return the names of the programs of a minimal Debian, none on other systems."""
+    try:
+        shown = ["dpkg-query", "-W", "-f", "${Priority}\\t${db-fsys:Files}\\n\\n"]
+        listed = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return frozenset()
+    packages = [one for one in listed.split("\n\n") if one.strip().startswith(("required", "important", "standard"))]
+    return frozenset(re.findall(r"/s?bin/([^/\s]+)$", "\n".join(packages), re.MULTILINE))
+
+
+def _within_limits(text: str) -> str:
+    """Lower the limits that a job asks for: a machine without CAP_SYS_RESOURCE cannot raise its hard limits."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    text = re.sub(r"(ulimit\s+-[SH]?n\s+)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
+    text = re.sub(r"(open_files['\"]?:\s*)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
+    return re.sub(r"ulimit\s+-[SH]?[a-mo-z]+\s+\w+", "true", text)
+
+
+def _within_capabilities(text: str) -> str:
+    """Return a bpm.yml without the capabilities that this machine cannot give: runc starts no process with them."""
+    document = yaml.safe_load(text)
+    bounds = re.search(r"CapBnd:\s*(\w+)", Path("/proc/self/status").read_text())
+    held = int(bounds[1], 16) if bounds else 0
+    for one in document["processes"]:
+        asked = one.get("capabilities") or []
+        one["capabilities"] = [name for name in asked if name != "SYS_RESOURCE" or held >> CAP_SYS_RESOURCE & 1]
+    return yaml.safe_dump(document)
+
+
+def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
+    """Prepare a further life after one in which the job did not run. False if nothing is left to try.
+
+    ``said`` are the logs of scripts: what they have not found is there in the next life. ``called`` are the stand-ins
+    that ran as tools of the start program: the last of them lives. Where that does not help, scripts are lenient.
+    """
+    found = _learn_paths(made, said)
+    new = [name for name in called if name not in (*made.lives, *NEVER_LIVE)][-1:]
+    made.lives += new
+    if found or new:
+        return True
+    if made.is_lenient:
+        return False
+    made.is_lenient = True
+    made.job = replace(made.job, files={path: lenient(path, text) for path, text in made.job.files.items()})
+    for files in made.files.values():
+        files |= {path: lenient(path, text) for path, text in files.items()}
+    return True
+
+
+def lenient(path: str, text: str) -> str:
+    """Return a shell script that goes on after errors, and a bpm.yml without hooks. Any other text as it is."""
+    if path == "config/bpm.yml" and "hooks" in text:
+        document = yaml.safe_load(text)
+        for one in document.get("processes") or []:
+            one.pop("hooks", None)
+        return yaml.safe_dump(document)
+    if not re.match(r"#!\S*(?:/env )?(?:ba|da)?sh\b", text) and not path.endswith(".sh"):
+        return text
+    text = re.sub(r"\A(#!.*?sh)[ \t]+-\w.*", r"\1", text)
+    text = re.sub(r"(?m)^([ \t]*)set[ \t]+-(?:\w*[eu]\w*|o[ \t]+(?:errexit|nounset|pipefail))\b.*$", r"\1set +e", text)
+    text = re.sub(r"\bexit[ \t]+-?[1-9]\d*\b", "true", text)
+    return f"{text}\nexit 0\n" if path in ("bin/pre-start", "bin/post-start") else text
+
+
+def _learn_paths(made: Plan, said: str) -> bool:
+    """Add stand-ins for the programs and files that scripts have not found. False without any."""
+    found, news = False, []
+    for package, place in re.findall(
+        r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)/([\w./@+-]*[\w@+-])[*]?['’]?: "
+        r"(?:No such file|not found|Not a directory)",
+        said,
+    ):
+        alike = [name for name in made.files if name.startswith(package)] or [package]
+        news += [(name, place) for name in alike]
+    for word in re.findall(r"([\w.-]+): (?:command )?not found", said) + re.findall(
+        r"failed to execute ([\w.-]+)", said
+    ):
+        if not word.isdigit() and word not in made.system:
+            made.system.add(word)
+            found = True
+    for package, place in news:
+        files = made.files.setdefault(package, {})
+        if place not in files and not any(one.startswith(f"{place}/") for one in files):
+            files[place] = STAND_IN
+            found = True
+    _drop_directories(made)
+    return found
+
+
+def _services(text: str) -> Iterable[Service]:
+    parts = re.split(r"(?m)^[ \t]*check\s+(?=\w+\s)", text, flags=re.IGNORECASE)[1:]
+    for part in parts:
+        head = part.split(None, 2)
+        pidfile = re.search(r"\bpidfile\s+[\"']?(/[^\s\"']+)", part)
+        start = re.search(r"\bstart(?:\s+program)?\s*=?\s*(?:\"([^\"]+)\"|'([^']+)'|(/\S+))", part)
+        ports: list[dict[str, Any]] = [
+            {"port": int(number)} | ({"udp": True} if re.search(rf"port\s+{number}\s+type\s+udp", part) else {})
+            for number in dict.fromkeys("".join(found) for found in _PORT.findall(part))
+        ]
+        ports += [{"path": path} for path in dict.fromkeys(_SOCKET.findall(part))]
+        command = next((found for found in start.groups() if found), "") if start else ""
+        yield Service(
+            head[1].strip("\"'"),
+            head[0].lower(),
+            pidfile[1] if pidfile else "",
+            _program(command),
+            ports,
+            part,
+        )
+
+
+def _program(command: str) -> str:
+    """Return the part of a start program that its command line has: the script behind ``sh -c`` or ``bash``."""
+    scripts = re.findall(r"/var/vcap/jobs/\S+", command)
+    return scripts[0].strip("'\";") if scripts else command.split(maxsplit=1)[0] if command else ""
+
+
+def _expanded(text: str) -> str:
+    """Return a script with the variables that it assigns in place, as far as that needs no shell."""
+    values: dict[str, str] = {}
+    for name, value in _ASSIGNED.findall(text):
+        values.setdefault(name, _substituted(value, values))
+    return _substituted(text, values) if values else text
+
+
+def _substituted(text: str, values: dict[str, str]) -> str:
+    return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: values.get(found[1] or found[2], found[0]), text)
+
+
+def _take_sourced(checkout: Checkout, texts: Iterable[str], made: Plan) -> None:
+    """Take files that scripts source from the release."""
+    names = checkout.names()
+    for text in texts:
+        for path in _SOURCED.findall(text):
+            found = _PATH.match(path)
+            if found is None or not found[2].strip("/"):
+                continue
+            package, place = found[1], found[2].strip("/")
+            same = [name for name in names if name.startswith("src/") and name.endswith("/" + Path(place).name)]
+            same.sort(key=lambda name: (f"/{package}/" not in name, len(name)))
+            if same:
+                made.files.setdefault(package, {})[place] = checkout.read(same[0])
+            else:
+                made.files.setdefault(package, {})[place] = STAND_IN
+
+
+def processes(job: Job) -> list[dict[str, Any]]:
+    """Return the processes of a bpm.yml."""
+    try:
+        document = yaml.safe_load(job.files.get("config/bpm.yml", "")) or {}
+    except yaml.YAMLError:
+        return []
+    found = document.get("processes") if isinstance(document, dict) else None
+    return [one for one in found or [] if isinstance(one, dict)]
+
+
+def written(made: Plan, bpm: str = "") -> str:
+    """Return the plan as JSON for the program that plays it. ``bpm`` is a process that the real bpm runs."""
+    return json.dumps(
+        {
+            "release": made.job.release,
+            "job": made.job.name,
+            "files": made.job.files,
+            "packages": made.files | {"stand_in": {"plan.json": json.dumps(made.expectation), "told": STAND_IN}},
+            "second": made.second,
+            "slow": made.slow,
+            "watched": made.watched,
+            "has_usage": bool(_USAGE.search(made.job.monit)),
+            "services": [vars(service) for service in made.services],
+            "ports": made.ports,
+            "system": sorted(made.system),
+            "acts": made.acts,
+            "trials": made.trials,
+            "cycles": made.cycles,
+            "bpm": bpm,
+        }
+    )

@@ -1,0 +1,246 @@
+"""``./dev cpi-release`` builds a BOSH release with the CPI, for ``bosh upload-release`` and ``bosh create-env``.
+
+Its job ``kubernetes_cpi`` has properties generated from the types of the configuration. Its package contains an
+interpreter, the libraries of requirements/cpi.lock and the program, all compiled: the packaging script only copies.
+
+The interpreter is a copy of the running one, so the release needs its architecture and its glibc or a newer one. Equal
+trees, interpreters and lock files give equal bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from hatch_build import KEEPER, build_keeper, semantic_version
+from kubernetes_cpi import schema
+from kubernetes_cpi.config import Config
+
+Member: TypeAlias = tuple[str, bytes | str, int]
+"""Name, content (a string is the target of a link) and mode of a file."""
+ROOT: Final = Path(__file__).parents[2]
+HERE: Final = Path(__file__).parent
+NAME: Final = "bosh-kubernetes-cpi"
+JOB: Final = "kubernetes_cpi"
+TEMPLATES: Final = {"cpi.erb": "bin/cpi", "cpi.json.erb": "config/cpi.json"}
+OF_DEPLOYMENTS: Final[Mapping[str, dict[str, Any]]] = {
+    "agent.mbus": {"description": "Address of the message bus, where `kubernetes_cpi.agent.mbus` is empty."},
+    "ntp": {"description": "Time servers, where `kubernetes_cpi.agent.ntp` is empty."},
+    "blobstore.provider": {
+        "description": "`local` in `bosh create-env`, where `kubernetes_cpi.agent.blobstore` is empty."
+    },
+    "blobstore.path": {"description": "Directory of that blobstore, in the VM."},
+}
+"""Properties that deployment manifests set for every CPI alike."""
+
+
+def main() -> int:
+    return command("cpi-release", "Build a BOSH release with the CPI.", release)
+
+
+def command(name: str, description: str, build: Callable[[str, Path], Path]) -> int:
+    """Run ``./dev NAME``, which builds a release of a version in a directory."""
+    parser = argparse.ArgumentParser(prog=f"./dev {name}", description=description)
+    parser.add_argument(
+        "--version", default=semantic_version(), help="version of the release (default: that of the project)"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="directory of the tarball (default: dist)")
+    arguments = parser.parse_args()
+    try:
+        made = build(arguments.version, arguments.out)
+    except subprocess.CalledProcessError as exc:
+        print(f"{name}: cannot build the release: {exc}", file=sys.stderr)
+        return 1
+    except OSError as exc:
+        print(f"{name}: cannot build the release: {exc.strerror}: {exc.filename}", file=sys.stderr)
+        return 1
+    print(made)
+    return 0
+
+
+def release(version: str, out: Path) -> Path:
+    """Build the tarball in ``out`` and return its path."""
+    return write(out, NAME, version, {JOB: job_files()}, lambda content: package_tree(content, JOB, "cpi.lock", JOB))
+
+
+def write(
+    out: Path, name: str, version: str, jobs: Mapping[str, Iterable[Member]], make_package: Callable[[Path], None]
+) -> Path:
+    """Build a release of jobs and one package, which has the name of the first."""
+    job = next(iter(jobs))
+    with tempfile.TemporaryDirectory() as scratch:
+        content = Path(scratch)
+        make_package(content)
+        package = tarball(tree(content))
+    packed = {each: tarball(files) for each, files in jobs.items()}
+    of_jobs = [_entry(each, content) | {"packages": [job]} for each, content in packed.items()]
+    of_package = _entry(job, package) | {"dependencies": []}
+    manifest = {
+        "name": name,
+        "version": version,
+        "commit_hash": _commit(),
+        "uncommitted_changes": False,
+        "jobs": of_jobs,
+        "packages": [of_package],
+    }
+    whole = tarball(
+        [
+            ("release.MF", as_yaml(manifest), 0o644),
+            *((f"jobs/{each}.tgz", content, 0o644) for each, content in packed.items()),
+            (f"packages/{job}.tgz", package, 0o644),
+            ("LICENSE", (ROOT / "LICENSE").read_bytes(), 0o644),
+        ],
+        level=0,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}-{version}.tgz"
+    beside = path.with_name(path.name + ".part")
+    beside.write_bytes(whole)
+    beside.replace(path)
+    return path
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
+
+
+def properties() -> dict[str, dict[str, Any]]:
+    """Return each property of the job, with its description and its default."""
+    rows = {key: text for key, _, _, text in schema.rows(Config)}
+    leaves = [key for key in rows if not any(other.startswith(f"{key}.") for other in rows)]
+    found = {
+        f"{JOB}.{key}": {"description": rows[key], "default": functools.reduce(getattr, key.split("."), Config())}
+        for key in leaves
+    }
+    return {**found, **OF_DEPLOYMENTS}
+
+
+def job_files() -> Iterator[Member]:
+    return files_of_job(JOB, TEMPLATES, properties())
+
+
+def files_of_job(
+    name: str, templates: Mapping[str, str], known: Mapping[str, dict[str, Any]], package: str = ""
+) -> Iterator[Member]:
+    """Return the files of a job without processes. Its package has its name by default."""
+    where = HERE / "jobs" / name
+    manifest = {"name": name, "templates": dict(templates), "packages": [package or name], "properties": dict(known)}
+    yield "job.MF", as_yaml(manifest), 0o644
+    yield "monit", b"", 0o644
+    for template in templates:
+        yield f"templates/{template}", (where / "templates" / template).read_bytes(), 0o644
+
+
+# --- the package ------------------------------------------------------------------------------------------------------
+
+
+def package_tree(target: Path, name: str, lock: str, program: str) -> None:
+    """Create ``packaging`` and ``python``: interpreter, libraries of a lock file, and program."""
+    shutil.copy(HERE / "packages" / name / "packaging", target / "packaging")
+    python = target / "python"
+    subprocess.run([sys.executable, ROOT / "stemcell_overlay/make/interpreter", python], check=True)
+    shared = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
+    # Debian's interpreter says that it is shared, and has its library in itself.
+    if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.exists():
+        shutil.copy(shared, python / "lib")
+        _look_beside(python / "bin", shared.parent)
+    # Libraries go beside the standard library: every build of Python searches this directory, wherever it is.
+    library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements" / lock)]
+    subprocess.run([*install, *pinned, "--target", str(library)], check=True, stdout=sys.stderr)
+    shutil.copytree(ROOT / program, library / program, ignore=shutil.ignore_patterns("__pycache__"))
+    if KEEPER.startswith(f"{program}/"):
+        build_keeper(library / KEEPER)
+    # A separate process with a fixed seed: the order of sets determines the bytes of compiled modules.
+    compile_all = [
+        str(python / "bin/python3"),
+        "-B",
+        "-m",
+        "compileall",
+        "-qf",
+        "--invalidation-mode",
+        "unchecked-hash",
+    ]
+    arguments = ["-s", str(target), str(library)]
+    subprocess.run([*compile_all, *arguments], check=True, env={"PYTHONHASHSEED": "0"}, stdout=sys.stderr)
+
+
+def _look_beside(programs: Path, where: Path) -> None:
+    """Set the library path of programs to ``../lib`` instead of the build's directory (like chrpath)."""
+    before, after = f"{where}\0".encode(), b"$ORIGIN/../lib\0"
+    for path in programs.iterdir():
+        content = path.read_bytes()
+        if not path.is_symlink() and before in content:
+            if len(before) < len(after):
+                raise SystemExit(
+                    f"cpi-release: cannot build the release: the interpreter has no room for another path than {where}"
+                )
+            path.write_bytes(content.replace(before, after.ljust(len(before), b"\0")))
+
+
+def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
+    """Yield name, content (a string is the target of a link) and mode of each file, in order."""
+    for path in sorted(top.rglob("*")):
+        name = str(path.relative_to(top))
+        if path.is_symlink():
+            yield name, str(path.readlink()), 0o777
+        elif path.is_file():
+            yield name, path.read_bytes(), 0o755 if os.access(path, os.X_OK) else 0o644
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> bytes:
+    """Return a tarball. Equal files give equal bytes."""
+    target = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=target, mode="wb", compresslevel=level, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive,
+    ):
+        for name, content, mode in files:
+            member = tarfile.TarInfo(f"./{name}")
+            member.mode = mode
+            if isinstance(content, str):
+                member.type, member.linkname = tarfile.SYMTYPE, content
+                archive.addfile(member)
+            else:
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return target.getvalue()
+
+
+def _entry(name: str, content: bytes) -> dict[str, Any]:
+    """Return the manifest entry of a job or package. Its fingerprint is a digest of its content."""
+    digest = hashlib.sha256(content).hexdigest()
+    return {"name": name, "version": digest, "fingerprint": digest, "sha1": f"sha256:{digest}"}
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def as_yaml(document: dict[str, Any]) -> bytes:
+    """Return the document as JSON, which is YAML."""
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""``python -m tools.trial.own DIRECTORY``: hold a node of Kubernetes until DIRECTORY has a file ``stop``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from tests.kubernetes import node as nodes
+from tests.kubernetes.__main__ import run_as_node
+from tests.kubernetes.cpi_site import CLASS, STORAGE
+
+DEFAULT = {"storageclass.kubernetes.io/is-default-class": "true"}
+
+
+def main(where: Path) -> int:
+    """Start the node in new namespaces, write ``node.json``, and wait. Return the exit code."""
+    if nodes.NODE not in os.environ:
+        return run_as_node([sys.executable, "-m", "tools.trial.own", str(where)])
+    node = nodes.Node(nodes.here())
+    node.start()
+    storage = STORAGE | {"metadata": {"name": CLASS, "annotations": DEFAULT}}
+    done = node.kubectl("apply", "--filename=-", stdin=json.dumps(storage))
+    if done.returncode != 0:
+        print(done.stderr, file=sys.stderr)
+        return 1
+    told = {"address": nodes.ADDRESS, "kubeconfig": str(node.where / "kubeconfig"), "digest": node.digest()}
+    unfinished = where / "node.json.new"
+    unfinished.write_text(json.dumps(told))
+    unfinished.rename(where / "node.json")
+    while not (where / "stop").exists():
+        time.sleep(0.2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
