@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -118,12 +119,24 @@ def without_effect() -> str:
     return "\n".join(["| statement | why |", "|---|---|", *rows, ""])
 
 
+def decisions() -> str:
+    """The records, and whether each still holds."""
+    rows = ["| record | decision | status |", "|---|---|---|"]
+    for path in sorted((PAGES / "decisions").glob("0*.md")):
+        text = path.read_text()
+        number, title = text.partition("\n")[0].removeprefix("# ").split(". ", 1)
+        later = re.search(r"^Superseded by \[record (\d+)\]", text, re.MULTILINE)
+        rows.append(f"| [{number}]({path.name}) | {title} | {f'superseded by {later[1]}' if later else 'holds'} |")
+    return "\n".join([*rows, ""])
+
+
 GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("architecture.md", "floors"): floor_table,
     ("architecture.md", "states"): lambda: f"```mermaid\n{mermaid()}```\n",
     ("commands.md", "commands"): commands_page.tables,
+    ("decisions/README.md", "records"): decisions,
     ("lifecycle.md", "boot steps"): boot_steps,
-    ("limits.md", "limits"): limits_page.table,
+    ("configuration.md", "limits"): limits_page.table,
     ("monit-deviations.md", "statements"): statements,
     ("monit-deviations.md", "without effect"): without_effect,
     ("metrics.md", "metrics"): metrics_page.table,

@@ -1,4 +1,4 @@
-"""The table of limits for docs/limits.md, with the values of the constants."""
+"""The table of limits for docs/configuration.md, with the values of the constants."""
 
 from __future__ import annotations
 
