@@ -1,152 +1,136 @@
 """``agent-shim render``: evaluate the templates of an instance group without a Director, for ``AgentShim.spec``.
 
 The manifest describes a deployment and has all variables filled (``bosh interpolate``). Releases are directories with
-``jobs``, or tarballs. Packages of compiled tarballs are unpacked, too. Ruby evaluates the templates (``render.rb``). A
-link has the values that ``consumes`` of the manifest gives it: only a Director finds others. Warnings name
-packages that are not there: those of source releases.
+``jobs``, or tarballs. Packages of compiled tarballs are unpacked, too. Ruby evaluates the templates (``render.rb``)
+with properties and links as a Director would give them. Warnings name missing packages: those of source releases.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final
 
-import msgspec
-import yaml
-
-from agent_shim.bulk import archive
+from agent_shim.cli import deployment, links
+from agent_shim.cli.deployment import BPM, Group, Job, Manifest, Release, ReleaseJob
 from agent_shim.core.errors import ConfigError, NotThereError
 
-EXECUTABLE = 0o755
-COMPILE = "give its compiled release (`bosh-agent compile` makes it), or put it into `packages`"
-
-T = TypeVar("T")
-
-
-class _Job(msgspec.Struct):
-    name: str
-    properties: dict[str, Any] | None = None
-    consumes: dict[str, Any] | None = None
-
-
-class _Network(msgspec.Struct):
-    name: str
-
-
-class _Group(msgspec.Struct):
-    name: str
-    jobs: list[_Job] = []
-    networks: list[_Network] | None = None
-    persistent_disk: int | None = 0
-
-
-class _Manifest(msgspec.Struct):
-    instance_groups: list[_Group]
-    name: str = "standalone"
-    properties: dict[str, Any] | None = None
-
-
-class _Spec(msgspec.Struct):
-    """The file of a job in its release. ``templates`` maps sources to targets."""
-
-    properties: dict[str, Any] | None = None
-    templates: dict[str, str] | None = None
-    packages: list[str] | None = None
-
-
-class _Loader(yaml.SafeLoader):
-    """Leaves a date as its text: ruby gets JSON, which has no dates."""
-
-
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
+EXECUTABLE: Final = 0o755
+COMPILE: Final = "give its compiled release (`bosh-agent compile` makes it), or put it into `packages`"
+LOOPBACK: Final = "127.0.0.1"
 
 
 def main(args: argparse.Namespace) -> int:
     """Write ``jobs``, ``packages`` and ``instance.json`` into the directory ``args.out``."""
-    manifest = _yaml(args.manifest, _Manifest)
-    if found := re.search(rb"\(\(([^()]+)\)\)", msgspec.json.encode(manifest)):
-        variable = found[0].decode()
-        raise ConfigError(f"cannot render {args.manifest}: {variable} has no value; fill it by `bosh interpolate`")
-    group = _group(manifest, args.group)
-    wanted = [job for job in group.jobs if not args.only or job.name in args.only]
-    missing = set(args.only or ()) - {job.name for job in wanted}
-    if missing or not wanted:
-        what = f"job {', '.join(sorted(missing))}" if missing else "jobs"
-        raise ConfigError(f"cannot render {args.manifest}: {group.name} has no {what}")
+    manifest = deployment.read_manifest(args.manifest)
+    group = manifest.group(args.group)
+    wanted = _wanted(group, args.only or (), args.manifest)
     with tempfile.TemporaryDirectory() as scratch:
-        releases = [_unpacked(release, Path(scratch, str(number))) for number, release in enumerate(args.releases)]
-        jobs = [_job(manifest, group, job, releases) for job in wanted]
-        for name, files in _evaluated(jobs).items():
+        releases = [
+            deployment.open_release(release, Path(scratch, str(number))) for number, release in enumerate(args.releases)
+        ]
+        known = _known(manifest, releases)
+        jobs = [job for job in wanted if (group.name, job.name) in known or job.name != BPM]
+        if missing := [job.name for job in jobs if (group.name, job.name) not in known]:
+            raise NotThereError(f"cannot render {missing[0]}: none of the releases has this job")
+        addresses = links.Addresses(
+            lambda *about: LOOPBACK if about[:2] == (group, 0) else _static(*about), lambda *_: ""
+        )
+        resolver = links.Resolver(manifest, {key: found.spec for key, found in known.items()}, addresses)
+        evaluated = _evaluated([_input(manifest, group, job, known[group.name, job.name], resolver) for job in jobs])
+        for name, files in evaluated.items():
             _write(args.out / "jobs" / name, files)
-        for package in (path for release in releases for path in release.glob("compiled_packages/*.tgz")):
-            _unpack(package, args.out / "packages" / package.stem)
+        for package in (path for release in releases for path in release.directory.glob("compiled_packages/*.tgz")):
+            deployment.unpack(package, args.out / "packages" / package.stem)
     about = {"deployment": manifest.name, "name": group.name, "id": f"{group.name}-0"}
     (args.out / "instance.json").write_text(json.dumps(about))
-    for job in jobs:
-        for package in sorted(job["packages"]):
-            if not (args.out / "packages" / package).exists():
-                sys.stderr.write(f"warning: {job['name']} needs the package {package}: {COMPILE}\n")
+    for warning in [*resolver.warnings, *_without_packages(group, jobs, known, args.out)]:
+        sys.stderr.write(f"warning: {warning}\n")
     return 0
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise NotThereError(f"cannot read {path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"cannot read {path}: {exc}") from exc
+def _wanted(group: Group, only: Sequence[str], manifest: Path) -> list[Job]:
+    wanted = [job for job in group.jobs if not only or job.name in only]
+    missing = set(only) - {job.name for job in wanted}
+    if missing or not wanted:
+        what = f"job {', '.join(sorted(missing))}" if missing else "jobs"
+        raise ConfigError(f"cannot render {manifest}: {group.name} has no {what}")
+    return wanted
 
 
-def _yaml(path: Path, wanted: type[T]) -> T:
-    try:
-        return msgspec.convert(yaml.load(_text(path), Loader=_Loader), wanted)  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as exc:
-        raise ConfigError(f"cannot read {path}: {exc}") from exc
+def _known(manifest: Manifest, releases: Sequence[Release]) -> dict[tuple[str, str], ReleaseJob]:
+    """Return the jobs of all groups that one of the releases has, since any of them may provide a link."""
+    every = ((group.name, job) for group in manifest.instance_groups for job in group.jobs)
+    return {(group, job.name): found for group, job in every if (found := deployment.find_job(job, releases))}
 
 
-def _group(manifest: _Manifest, name: str) -> _Group:
-    found = [group for group in manifest.instance_groups if name in ("", group.name)]
-    if len(found) != 1:
-        known = ", ".join(group.name for group in manifest.instance_groups)
-        raise ConfigError(f"cannot choose an instance group: --group names one of {known or 'none'}")
-    return found[0]
+def _static(group: Group, index: int, network: str, _: bool) -> str | None:
+    return group.static_ip(index, network)
 
 
-def _job(manifest: _Manifest, group: _Group, job: _Job, releases: list[Path]) -> Any:
-    """Return a job with its properties and templates, as ``render.rb`` reads it."""
-    home = next((found for release in releases if (found := release / "jobs" / job.name).is_dir()), None)
-    if home is None:
-        raise NotThereError(f"cannot render {job.name}: none of the releases has this job")
-    spec = _yaml(home / ("job.MF" if (home / "job.MF").is_file() else "spec"), _Spec)
-    properties: dict[str, Any] = json.loads(json.dumps(job.properties or manifest.properties or {}))
-    for path, about in (spec.properties or {}).items():
-        if isinstance(about, dict) and about.get("default") is not None:
-            _put_default(properties, path.split("."), about["default"])
-    templates = {target: _text(home / "templates" / source) for source, target in (spec.templates or {}).items()}
-    if (monit := home / "monit").is_file():
-        templates["monit"] = _text(monit)
+def _input(manifest: Manifest, group: Group, job: Job, found: ReleaseJob, resolver: links.Resolver) -> dict[str, Any]:
+    """Return a job as ``render.rb`` reads it."""
+    properties = _bound(manifest, group, job, found)
+    resolved = resolver.resolve(group, job)
+    texts = [
+        {
+            "source": f"templates/{source}",
+            "target": target,
+            "text": deployment.read_text(found.directory / "templates" / source),
+        }
+        for source, target in (found.spec.templates or {}).items()
+    ]
+    if (monit := found.directory / "monit").is_file():
+        texts.append({"source": "monit", "target": "monit", "text": deployment.read_text(monit)})
+    spec = _spec(manifest, group, job)
     return {
         "name": job.name,
         "properties": properties,
-        "links": {name: given for name, given in (job.consumes or {}).items() if isinstance(given, dict)},
-        "templates": templates,
-        "spec": _spec(manifest, group, job.name),
-        "packages": spec.packages or [],
+        "links": resolved.found,
+        "absent": resolved.absent,
+        "templates": texts,
+        "spec": {**spec, "properties": properties, "links": resolved.found},
     }
 
 
-def _spec(manifest: _Manifest, group: _Group, job: str) -> dict[str, Any]:
+def _bound(manifest: Manifest, group: Group, job: Job, found: ReleaseJob) -> dict[str, Any]:
+    """Return the properties that the spec of the job has, with values of the manifest or defaults.
+
+    A Director gives a template no others. Members of mappings are sorted, as it sorts them.
+    """
+    given = manifest.properties_of(group, job)
+    bound: dict[str, Any] = {}
+    for path in found.spec.properties or {}:
+        keys = path.split(".")
+        value: Any = given
+        for key in keys:
+            if not isinstance(value, dict):
+                what = f"a mapping above `{key}`, not {type(value).__name__}"
+                raise ConfigError(f"cannot render {group.name}/{job.name}: the property {path} needs {what}")
+            if (value := value.get(key)) is None:
+                break
+        place = bound
+        for key in keys[:-1]:
+            if not isinstance(below := place.get(key), dict):
+                place[key] = below = {}
+            place = below
+        place[keys[-1]] = _sorted(found.spec.default(path) if value is None else value)
+    return bound
+
+
+def _sorted(value: Any) -> Any:
+    return {key: _sorted(value[key]) for key in sorted(value, key=str)} if isinstance(value, dict) else value
+
+
+def _spec(manifest: Manifest, group: Group, job: Job) -> dict[str, Any]:
     """Return ``spec`` of the templates: one instance with the address of this machine's loopback."""
-    network = {"ip": "127.0.0.1", "netmask": "255.0.0.0", "gateway": "127.0.0.1", "dns": [], "default": ["gateway"]}
+    network = {"ip": LOOPBACK, "netmask": "255.0.0.0", "gateway": LOOPBACK, "dns": [], "default": ["gateway"]}
     return {
         "name": group.name,
         "deployment": manifest.name,
@@ -154,28 +138,22 @@ def _spec(manifest: _Manifest, group: _Group, job: str) -> dict[str, Any]:
         "id": f"{group.name}-0",
         "az": "z1",
         "bootstrap": True,
-        "address": "127.0.0.1",
-        "ip": "127.0.0.1",
-        "dns_domain_name": "bosh",
-        "job": {"name": group.name, "template": job},
-        "networks": dict.fromkeys([each.name for each in group.networks or ()] or ["default"], network),
+        "address": LOOPBACK,
+        "ip": LOOPBACK,
+        "dns_domain_name": links.DOMAIN,
+        "job": {
+            "name": group.name,
+            "template": group.jobs[0].name,
+            "templates": [{"name": each.name} for each in group.jobs],
+        },
+        "release": {"name": job.release, "version": manifest.version_of(job.release)},
+        "networks": dict.fromkeys(group.network_names, network),
         "persistent_disk": group.persistent_disk,
     }
 
 
-def _put_default(properties: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Give a property its default unless the manifest has a value, also a part of one."""
-    *above, last = path
-    for key in above:
-        below = properties.setdefault(key, {})
-        if not isinstance(below, dict):
-            return
-        properties = below
-    if properties.get(last) is None:
-        properties[last] = value
-
-
-def _evaluated(jobs: list[Any]) -> dict[str, dict[str, str]]:
+def _evaluated(jobs: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return the files of each job. Raises ``ConfigError`` with a line for each template that fails."""
     ruby = shutil.which("ruby")
     if ruby is None:
         raise ConfigError("cannot render templates: ruby is not installed; apt-get install ruby")
@@ -184,9 +162,17 @@ def _evaluated(jobs: list[Any]) -> dict[str, dict[str, str]]:
         [ruby, "-EUTF-8:UTF-8", program], input=json.dumps(jobs), capture_output=True, encoding="utf-8", check=False
     )
     if done.returncode != 0:
-        raise ConfigError(f"cannot render {done.stderr.strip()}")
-    found: dict[str, dict[str, str]] = json.loads(done.stdout)
-    return found
+        raise ConfigError(f"cannot render templates: {done.stderr.strip()}")
+    found = json.loads(done.stdout)
+    if found["errors"]:
+        raise ConfigError("\n".join(map(_failure, found["errors"])))
+    files: dict[str, dict[str, str]] = found["files"]
+    return files
+
+
+def _failure(error: Mapping[str, Any]) -> str:
+    line = f":{error['line']}" if error["line"] else ""
+    return f"cannot render {error['job']}/{error['source']}{line}: {error['text']}"
 
 
 def _write(home: Path, files: Mapping[str, str]) -> None:
@@ -200,21 +186,13 @@ def _write(home: Path, files: Mapping[str, str]) -> None:
             path.chmod(EXECUTABLE)
 
 
-def _unpacked(release: Path, scratch: Path) -> Path:
-    """Return the directory of a release. Jobs of a tarball are tarballs themselves."""
-    if release.is_dir():
-        return release
-    _unpack(release, scratch)
-    for job in list(scratch.glob("jobs/*.tgz")):
-        _unpack(job, job.with_suffix(""))
-    return scratch
-
-
-def _unpack(tarball: Path, directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tarball.open("rb") as packed:
-            archive.unpack(packed, directory)
-    except FileNotFoundError:
-        raise NotThereError(f"cannot read {tarball}: there is no such file") from None
+def _without_packages(
+    group: Group, jobs: Sequence[Job], known: Mapping[tuple[str, str], ReleaseJob], out: Path
+) -> list[str]:
+    """Return a warning for each package that is not there."""
+    return [
+        f"{job.name} needs the package {package}: {COMPILE}"
+        for job in jobs
+        for package in sorted(known[group.name, job.name].spec.packages or ())
+        if not (out / "packages" / package).exists()
+    ]

@@ -1,9 +1,39 @@
-# Evaluates ERB templates of jobs as a Director does: [{name, properties, spec, links, templates: {path: text}}] on standard
-# input becomes {name: {path: text}} on standard output. The first mistake ends it with a line on standard error.
+# Evaluates ERB templates of jobs as a Director does. Standard input is [{name, properties, spec, links, absent, templates: [{source,
+# target, text}]}]. Standard output is {files: {name: {target: text}}, errors: [{job, source, line, text}]}. What a template prints
+# goes to standard error.
+require 'digest'
 require 'erb'
+require 'ipaddr'
 require 'json'
+require 'openssl'
 require 'ostruct'
+require 'securerandom'
+require 'set'
+require 'shellwords'
+require 'time'
+require 'uri'
 require 'yaml'
+begin
+  require 'base64'
+rescue LoadError
+  nil # no longer a part of ruby 3.4
+end
+
+RESULT = $stdout.dup
+$stdout.reopen($stderr)
+
+# Templates may use these methods of ActiveSupport, which a Director loads for them.
+class Object
+  def blank? = respond_to?(:empty?) ? !!empty? : !self
+  def present? = !blank?
+  def presence = present? ? self : nil
+end
+
+class String
+  def blank? = strip.empty?
+end
+
+class Missing < StandardError; end
 
 module Properties
   NONE = Object.new
@@ -11,7 +41,7 @@ module Properties
   def p(names, default = NONE)
     found = Array(names).map { |name| find(name) }.find { |value| !value.nil? }
     return found unless found.nil?
-    raise "there is no property #{Array(names).join(', ')}" if default.equal?(NONE)
+    raise Missing, "there is no property #{Array(names).join(', ')}" if default.equal?(NONE)
     default
   end
 
@@ -38,15 +68,41 @@ class Nothing
   def else_if_link(*) = self
 end
 
+class LinkInstance
+  include Properties
+  attr_reader :name, :index, :id, :az, :properties, :bootstrap
+
+  def initialize(link, given, is_manual)
+    @link, @is_manual = link, is_manual
+    @name, @index, @id, @az, @address, @bootstrap = given.values_at('name', 'index', 'id', 'az', 'address', 'bootstrap')
+    @properties = @raw_properties = given['properties']
+  end
+
+  def address
+    return @address if @address || @is_manual
+    raise Missing, "the link #{@link} has no address of #{@name}/#{@index}: give static_ips in the manifest, or --addresses"
+  end
+end
+
 class Link
   include Properties
-  attr_reader :instances, :properties, :address
+  attr_reader :instances, :properties
 
-  def initialize(given)
-    @raw_properties = given['properties'] || {}
-    @properties = deep(@raw_properties)
-    @instances = (given['instances'] || []).map { |one| deep(one) }
-    @address = given['address']
+  def initialize(name, given)
+    @name, @given = name, given
+    @properties = @raw_properties = given['properties']
+    @instances = given['instances'].map { |one| LinkInstance.new(name, one, given['is_manual']) }
+  end
+
+  # Only a Director's DNS knows other groups of instances than all, those of a zone, and one.
+  def address(criteria = {})
+    return @given['address'] if @given['is_manual']
+    zones = criteria[:azs] || criteria['azs']
+    meant = zones ? @instances.select { |one| zones.include?(one.az) } : @instances
+    return meant.first.address if meant.size == 1
+    return @given['whole'] if @given['whole'] && meant.size == @instances.size
+    raise Missing, "the link #{@name} has no address of #{meant.size} instances together, which bosh-dns would give: " \
+                   "use --group-address, or `address` in `consumes`"
   end
 end
 
@@ -55,12 +111,16 @@ class Job
   attr_reader :name, :index, :spec, :properties, :raw_properties
 
   def initialize(given)
-    @raw_properties, @links = given['properties'], given['links']
+    @raw_properties, @links, @absent = given['properties'], given['links'], given['absent']
+    @job = given['name']
     @properties, @spec = deep(@raw_properties), deep(given['spec'])
     @name, @index = @spec.name, @spec.index
   end
 
-  def link(name) = Link.new(@links.fetch(name) { raise "there is no link #{name}: consumes of the job names none" })
+  def link(name)
+    return Link.new(name, @links[name]) if @links.key?(name)
+    raise Missing, "there is no link #{name}: #{@absent.fetch(name) { "the spec of #{@job} consumes none of this name" }}"
+  end
 
   def if_link(name)
     return Otherwise.new(self) unless @links.key?(name)
@@ -68,9 +128,9 @@ class Job
     Nothing.new
   end
 
-  def render(path, text)
+  def render(place, text)
     template = ERB.new(text, trim_mode: '-')
-    template.filename = path
+    template.filename = place
     template.result(binding)
   end
 end
@@ -83,13 +143,28 @@ def deep(value)
   end
 end
 
-begin
-  found = JSON.parse($stdin.read).to_h do |given|
-    $at = given['name']
-    [given['name'], given['templates'].to_h { |path, text| [path, Job.new(given).render($at = "#{given['name']}/#{path}", text)] }]
+# The line in the template, and a text that tells which value is missing where ruby says only that something is nil.
+def mistake(error, place, text)
+  line = (error.backtrace || []).grep(/\A#{Regexp.escape(place)}:/).first.to_s[/:(\d+)/, 1]
+  line ||= error.message[/#{Regexp.escape(place)}:(\d+)/, 1]
+  said = error.message.lines.map(&:strip).reject(&:empty?).first.to_s.sub(/\A#{Regexp.escape(place)}:\d+: /, '')
+  if error.is_a?(NoMethodError) && error.receiver.nil? && line
+    said = "a value is missing (nil), so it has no `#{error.name}`, in: #{text.lines[line.to_i - 1].to_s.strip}"
   end
-rescue StandardError, ScriptError => e
-  line = (e.backtrace || []).grep(/\A#{Regexp.escape($at)}:/).first.to_s[/:(\d+)/]
-  abort("#{$at}#{line}: #{e.message.lines.first.to_s.strip}")
+  said = "the template ends the program: #{said}" if error.is_a?(SystemExit)
+  { line: line.to_i, text: said }
+rescue ArgumentError # of `receiver`
+  { line: line.to_i, text: said }
 end
-puts JSON.generate(found)
+
+files, errors = {}, []
+JSON.parse($stdin.read).each do |given|
+  rendered = files[given['name']] = {}
+  given['templates'].each do |template|
+    place = "#{given['name']}/#{template['source']}"
+    rendered[template['target']] = Job.new(given).render(place, template['text'])
+  rescue Exception => e # as the Director: a template may call abort
+    errors << { job: given['name'], source: template['source'], **mistake(e, place, template['text']) }
+  end
+end
+RESULT.puts JSON.generate(files: files, errors: errors)

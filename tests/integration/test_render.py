@@ -20,6 +20,7 @@ SPEC = {
     "templates": {"ctl.erb": "bin/ctl", "web.conf.erb": "config/web.conf"},
     "packages": ["web"],
     "properties": {"port": {"default": 80}, "tls.enabled": {"default": False}, "name": {}, "extra": {}},
+    "consumes": [{"name": "db", "type": "db", "optional": True}],
 }
 CONF = """\
 port <%= p('port') %>
@@ -108,17 +109,109 @@ def test_templates_write_yaml_and_json_without_asking_for_them(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("conf", "said"),
     [
-        ("a\n<%= p('name') %>\n", "cannot render web/config/web.conf:2: there is no property name"),
-        ("<%= link('db').address %>", "cannot render web/config/web.conf:1: there is no link db: consumes of the job"),
-        ("<% if %>", "cannot render web/config/web.conf"),
+        ("a\n<%= p('name') %>\n", ":2: there is no property name\n"),
+        ("<%= link('db').address %>", ":1: there is no link db: it is optional, and no job of the manifest provides"),
+        ("<%= link('x').address %>", ":1: there is no link x: the spec of web consumes none of this name\n"),
+        ("<% if %>", ":1: syntax error, unexpected ';'\n"),
+        ("<% abort('bad') %>", ":1: the template ends the program: bad\n"),
+        (
+            "\n<%= spec.networks.private.ip %>",
+            ":2: a value is missing (nil), so it has no `ip`, in: <%= spec.networks.private.ip %>\n",
+        ),
     ],
 )
 def test_a_mistake_names_its_place(tmp_path: Path, conf: str, said: str) -> None:
     done = render(manifest(tmp_path), release(tmp_path / "r", conf), "--out", tmp_path / "out")
 
     assert done.returncode == 78
-    assert said in done.stderr
+    assert f"cannot render web/templates/web.conf.erb{said}" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_each_template_with_a_mistake_is_named(tmp_path: Path) -> None:
+    source = release(tmp_path / "r", "<%= p('name') %>")
+    (source / "jobs/web/monit").write_text("<%= p('extra') %>")
+    done = render(manifest(tmp_path), source, "--out", tmp_path / "out")
+
+    assert done.stderr == (
+        "agent-shim: cannot render web/templates/web.conf.erb:1: there is no property name\n"
+        "cannot render web/monit:1: there is no property extra\n"
+    )
+
+
+LINKED = """\
+<% link('db').instances.each do |one| -%>
+<%= one.name %>/<%= one.index %> <%= one.id %> <%= one.az %> <%= one.bootstrap %> <%= one.address %>
+<% end -%>
+<%= link('db').p('port') %> <%= link('db').properties['port'] %> <%= link('db').if_p('x') { 1 }.else { 'no x' } %>
+<% if_link('x') { } .else_if_link('db') do |db| -%>
+<%= spec.links.db.default_network %>
+<% end -%>
+"""
+
+
+def linked(where: Path, template: str = LINKED, **db: object) -> tuple[Path, Path]:
+    """Return a manifest and a release. The group ``front`` consumes the link ``db`` of the group ``db``."""
+    source = release(where / "r", template)
+    spec = {
+        "name": "db",
+        "provides": [{"name": "db", "type": "db", "properties": ["port"]}],
+        "properties": {"port": {}},
+    }
+    (source / "jobs/db").mkdir()
+    (source / "jobs/db/spec").write_text(yaml.safe_dump(spec))
+    given = manifest(where)
+    document = yaml.safe_load(given.read_text())
+    job = {"name": "db", "properties": {"port": 5432}}
+    document["instance_groups"].append({"name": "db", "instances": 2, "azs": ["z1", "z2"], "jobs": [job], **db})
+    given.write_text(yaml.safe_dump(document))
+    return given, source
+
+
+def test_link_to_another_group_of_the_manifest(tmp_path: Path) -> None:
+    networks = [{"name": "private", "static_ips": ["10.0.0.4-10.0.0.5"]}]
+    done = render(*linked(tmp_path, networks=networks), "--group", "front", "--out", tmp_path / "out")
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/jobs/web/config/web.conf").read_text().splitlines() == [
+        *("db/0 db-0 z1 true 10.0.0.4", "db/1 db-1 z2 false 10.0.0.5"),
+        *("5432 5432 no x", "private"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("<%= link('db').instances.last.address %>", "the link db has no address of db/1: give static_ips in the"),
+        ("<%= link('db').address %>", "the link db has no address of 2 instances together, which bosh-dns would"),
+        ("<%= link('db').instances[2].address %>", "a value is missing (nil), so it has no `address`, in: <%= link('"),
+    ],
+)
+def test_an_unknown_address_is_a_mistake_with_a_remedy(tmp_path: Path, template: str, said: str) -> None:
+    done = render(*linked(tmp_path, template), "--group", "front", "--out", tmp_path / "out")
+
+    assert f"cannot render web/templates/web.conf.erb:1: {said}" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_properties_are_those_of_the_spec_alone(tmp_path: Path) -> None:
+    conf = "<%= p('other', 'none') %> <%= properties.extra.to_h.keys %> <%= ''.blank? %>"
+    given = manifest(tmp_path, properties={"other": 1, "extra": {"b": 1, "a": 2}})
+    done = render(given, release(tmp_path / "r", conf), "--out", tmp_path / "out")
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/jobs/web/config/web.conf").read_text() == "none [:a, :b] true"
+
+
+def test_the_agents_own_bpm_needs_no_release(tmp_path: Path) -> None:
+    given = manifest(tmp_path)
+    document = yaml.safe_load(given.read_text())
+    document["instance_groups"][0]["jobs"].append({"name": "bpm", "release": "bpm"})
+    given.write_text(yaml.safe_dump(document))
+    done = render(given, release(tmp_path / "r"), "--out", tmp_path / "out")
+
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "out/jobs").iterdir()] == ["web"]
 
 
 def test_a_variable_without_a_value_is_refused(tmp_path: Path) -> None:

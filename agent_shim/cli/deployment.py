@@ -1,0 +1,290 @@
+"""Read deployment manifests and releases, as far as commands without a Director need them.
+
+A release is a checkout, or a tarball of sources or of compiled packages. Mistakes raise ``ConfigError`` or
+``NotThereError`` with their place.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import yaml
+
+from agent_shim.bulk import archive
+from agent_shim.core.errors import ConfigError, NotThereError
+
+BPM: Final = "bpm"
+"""The agent brings this job itself, so nobody has to give its release. It provides and consumes no links."""
+ERRAND: Final = "errand"
+
+T = TypeVar("T")
+
+
+# --- the manifest -----------------------------------------------------------------------------------------------------
+
+
+class Job(msgspec.Struct):
+    """A job of an instance group. Values of ``consumes`` and ``provides`` are mappings or the string ``nil``."""
+
+    name: str
+    release: str = ""
+    properties: dict[str, Any] | None = None
+    consumes: dict[str, Any] | None = None
+    provides: dict[str, Any] | None = None
+    custom_provider_definitions: list[dict[str, Any]] | None = None
+
+
+class Network(msgspec.Struct):
+    """A network of an instance group. ``default`` says what it is the default for."""
+
+    name: str
+    static_ips: list[str] | str | None = None
+    default: list[str] | None = None
+
+
+class Disk(msgspec.Struct):
+    """A disk of ``persistent_disks``, which is a link of type ``disk``."""
+
+    name: str
+
+
+class Resources(msgspec.Struct):
+    """``vm_resources``; memory and disk in MiB."""
+
+    cpu: float = 0
+    ram: int = 0
+    ephemeral_disk_size: int = 0
+
+
+class Group(msgspec.Struct):
+    """An instance group. ``persistent_disk`` in MiB."""
+
+    name: str
+    jobs: list[Job] = []
+    instances: int | None = None
+    azs: list[str] | None = None
+    networks: list[Network] | None = None
+    persistent_disk: int | None = None
+    persistent_disk_type: str | None = None
+    persistent_disks: list[Disk] | None = None
+    properties: dict[str, Any] | None = None
+    vm_resources: Resources | None = None
+    lifecycle: str = "service"
+
+    @property
+    def count(self) -> int:
+        """Return the number of instances, which is 1 where the manifest has none."""
+        return 1 if self.instances is None else self.instances
+
+    @property
+    def network_names(self) -> list[str]:
+        """Return the names of the networks in order, of which there is at least one."""
+        return [each.name for each in self.networks or ()] or ["default"]
+
+    @property
+    def default_network(self) -> str:
+        """Return the network of the instance's address: ``addressable``, else ``gateway``, else the first."""
+        for purpose in ("addressable", "gateway"):
+            for network in self.networks or ():
+                if purpose in (network.default or ()):
+                    return network.name
+        return self.network_names[0]
+
+    def az(self, index: int) -> str | None:
+        """Return the zone of an instance: they take turns, as in a first deployment by a Director."""
+        return self.azs[index % len(self.azs)] if self.azs else None
+
+    def static_ip(self, index: int, network: str) -> str | None:
+        """Return the static address of an instance in a network. None without one. Raises ``ConfigError``."""
+        for each in self.networks or ():
+            if each.name == network:
+                given = [each.static_ips] if isinstance(each.static_ips, str) else each.static_ips or ()
+                return next((ip for number, ip in enumerate(_addresses(self.name, given)) if number == index), None)
+        return None
+
+
+class ReleaseOfManifest(msgspec.Struct):
+    """A member of ``releases``."""
+
+    name: str
+    version: str | int | float = ""
+
+
+class Manifest(msgspec.Struct):
+    """A deployment manifest, with all variables filled."""
+
+    instance_groups: list[Group]
+    name: str = "standalone"
+    properties: dict[str, Any] | None = None
+    releases: list[ReleaseOfManifest] | None = None
+
+    def group(self, name: str) -> Group:
+        """Return the group of this name, or the only one for "". Raises ``ConfigError``."""
+        found = [group for group in self.instance_groups if name in ("", group.name)]
+        if len(found) != 1:
+            known = ", ".join(group.name for group in self.instance_groups)
+            raise ConfigError(f"cannot choose an instance group: --group names one of {known or 'none'}")
+        return found[0]
+
+    def properties_of(self, group: Group, job: Job) -> dict[str, Any]:
+        """Return the properties of a job: its own, else those of its group over those of the manifest."""
+        return _merged(self.properties or {}, group.properties or {}) if job.properties is None else job.properties
+
+    def version_of(self, release: str) -> str:
+        """Return the version of a release, "" if the manifest names none."""
+        return next((str(each.version) for each in self.releases or () if each.name == release), "")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest. Raises ``ConfigError`` for a variable without a value."""
+    manifest = read_yaml(path, Manifest)
+    if found := re.search(rb"\(\(([^()]+)\)\)", msgspec.json.encode(manifest)):
+        variable = found[0].decode()
+        raise ConfigError(f"cannot render {path}: {variable} has no value; fill it by `bosh interpolate`")
+    return manifest
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _addresses(group: str, given: Sequence[str]) -> Iterator[str]:
+    """Yield addresses of ``static_ips``: single ones, ranges ``FIRST-LAST`` and blocks ``ADDRESS/BITS``."""
+    for text in given:
+        try:
+            if "/" in text:
+                yield from map(str, ipaddress.ip_network(text, strict=False))
+                continue
+            first, _, last = text.partition("-")
+            start, end = (ipaddress.ip_address(each.strip()) for each in (first, last or first))
+            for number in range(int(start), int(end) + 1):
+                yield str(type(start)(number))
+        except ValueError as exc:
+            raise ConfigError(f"cannot read static_ips of the instance group {group}: {exc}") from exc
+
+
+# --- releases ---------------------------------------------------------------------------------------------------------
+
+
+class Consumed(msgspec.Struct):
+    """A link that the spec of a job consumes."""
+
+    name: str
+    type: str
+    optional: bool = False
+
+
+class Provided(msgspec.Struct):
+    """A link that the spec of a job provides, with paths of properties."""
+
+    name: str
+    type: str
+    properties: list[str] | None = None
+
+
+class JobSpec(msgspec.Struct):
+    """The file ``spec`` or ``job.MF`` of a job. ``templates`` maps sources to targets."""
+
+    properties: dict[str, Any] | None = None
+    templates: dict[str, str] | None = None
+    packages: list[str] | None = None
+    consumes: list[Consumed] | None = None
+    provides: list[Provided] | None = None
+
+    def default(self, path: str) -> Any:
+        """Return the default of a property, or None."""
+        about = (self.properties or {}).get(path)
+        return about.get("default") if isinstance(about, dict) else None
+
+
+class Release(NamedTuple):
+    """A release in a directory, and its name, which is "" if no file tells it."""
+
+    directory: Path
+    name: str
+
+
+class ReleaseJob(NamedTuple):
+    """A job of a release: its directory and its spec."""
+
+    directory: Path
+    spec: JobSpec
+
+
+class _Named(msgspec.Struct):
+    name: str = ""
+    final_name: str = ""
+
+
+def open_release(path: Path, scratch: Path) -> Release:
+    """Return a release. A tarball, and the jobs in it, are unpacked below ``scratch``."""
+    if not path.is_dir():
+        unpack(path, scratch)
+        for job in list(scratch.glob("jobs/*.tgz")):
+            unpack(job, job.with_suffix(""))
+        path = scratch
+    for name in ("release.MF", "config/final.yml", "config/dev.yml"):
+        if (path / name).is_file():
+            about = read_yaml(path / name, _Named)
+            if found := about.name or about.final_name:
+                return Release(path, found)
+    return Release(path, "")
+
+
+def find_job(job: Job, releases: Sequence[Release]) -> ReleaseJob | None:
+    """Return a job of the release that the manifest names, else of the first one that has it. None if none has."""
+    having = [release for release in releases if (release.directory / "jobs" / job.name).is_dir()]
+    if not having:
+        return None
+    release = next((each for each in having if each.name == job.release), having[0])
+    home = release.directory / "jobs" / job.name
+    return ReleaseJob(home, read_yaml(home / ("job.MF" if (home / "job.MF").is_file() else "spec"), JobSpec))
+
+
+def unpack(tarball: Path, directory: Path) -> None:
+    """Unpack a tarball into ``directory``, whose former content goes."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarball.open("rb") as packed:
+            archive.unpack(packed, directory)
+    except FileNotFoundError:
+        raise NotThereError(f"cannot read {tarball}: there is no such file") from None
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Leaves a date as its text: ruby gets JSON, which has no dates."""
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise NotThereError(f"cannot read {path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read {path}: {exc}") from exc
+
+
+def read_yaml(path: Path, wanted: type[T]) -> T:
+    """Return the document of a file."""
+    try:
+        return msgspec.convert(yaml.load(read_text(path), Loader=_Loader), wanted)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as exc:
+        raise ConfigError(f"cannot read {path}: {exc}") from exc

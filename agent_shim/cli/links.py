@@ -1,0 +1,253 @@
+"""Resolve the links between the jobs of a manifest, as the Director does.
+
+The rules are those of ``bosh/director/links`` in bosh: a link that ``consumes`` of the manifest does not mention is
+provided by the only job that provides its type; with ``from``, by the only one of that name and type; ``nil`` blocks
+it; and ``instances``, ``properties`` and ``address`` are its content. An optional link may be absent unless
+``consumes`` mentions it. Two providers are a mistake. What the Director knows of other deployments is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from agent_shim.cli.deployment import BPM, Consumed, Group, Job, JobSpec, Manifest
+from agent_shim.core.errors import ConfigError
+
+NIL: Final = "nil"
+"""Blocks a link where the manifest has it in place of a mapping."""
+MANUAL: Final = ("instances", "properties", "address")
+DOMAIN: Final = "bosh"
+
+Address = Callable[[Group, int, str, bool], str | None]
+"""Returns the address of an instance: its group, index and network, and whether it must be an IP. None if unknown."""
+
+
+class Addresses(NamedTuple):
+    """Addresses of instances, and of a whole group (``link.address``). ``whole`` is "" if groups have none."""
+
+    one: Address
+    whole: Callable[[Group, str], str]
+
+
+class Provider(NamedTuple):
+    """A link that a job provides, or a disk, for which ``job`` is ""."""
+
+    group: Group
+    job: str
+    original: str
+    name: str
+    type: str
+    properties: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        """Return a text such as ``nats (type nats) of nats/nats-tls``, in the order name, group, job."""
+        return f"{self.name} (type {self.type}) of {self.group.name}" + (f"/{self.job}" if self.job else "")
+
+
+class Links(NamedTuple):
+    """The links of a job by their names, and the reason why a link is absent."""
+
+    found: dict[str, dict[str, Any]]
+    absent: dict[str, str]
+
+
+class Resolver:
+    """All providers of a manifest. ``specs`` has the specs of jobs by group and name, where known."""
+
+    def __init__(self, manifest: Manifest, specs: Mapping[tuple[str, str], JobSpec], addresses: Addresses) -> None:
+        self._manifest, self._specs, self._addresses = manifest, specs, addresses
+        self._errors: list[str] = []
+        self.warnings: list[str] = []
+        self._unknown = [
+            f"{group.name}/{job.name}"
+            for group in manifest.instance_groups
+            for job in group.jobs
+            if (group.name, job.name) not in specs and job.name != BPM
+        ]
+        self.providers = [each for group in manifest.instance_groups for each in self._providers(group)]
+        self._raise_errors()
+
+    def resolve(self, group: Group, job: Job) -> Links:
+        """Return the links of a job. Raises ``ConfigError`` with a line for each that cannot be resolved."""
+        links = Links({}, {})
+        given = dict(job.consumes or {})
+        for wanted in self._specs[group.name, job.name].consumes or ():
+            is_explicit = wanted.name in given
+            source = given.pop(wanted.name, {})
+            where = f"the link {wanted.name} of {group.name}/{job.name}"
+            mistakes = list(_mistakes(source))
+            self._errors += [f"cannot resolve {where}: {mistake}" for mistake in mistakes]
+            if mistakes:
+                continue
+            if source == NIL and wanted.optional:
+                links.absent[wanted.name] = f"`consumes` of {job.name} blocks it with nil"
+            elif source == NIL:
+                self._errors.append(f"cannot resolve {where}: it is not optional, but `consumes` blocks it with nil")
+            elif any(key in source for key in MANUAL):
+                links.found[wanted.name] = self._manual(source, where)
+            elif is_explicit or not self._is_absent(wanted):
+                self._add(links, wanted, source if is_explicit else None, where)
+            else:
+                why = f"it is optional, and no job of the manifest provides the type {wanted.type}"
+                links.absent[wanted.name] = f"{why}; {_advice(wanted)}"
+        self.warnings += [f"{job.name} consumes no link {name}, so `consumes` of it has no effect" for name in given]
+        self._raise_errors()
+        return links
+
+    def _is_absent(self, wanted: Consumed) -> bool:
+        """True if an optional link has no provider, and none can be in a release that is not there."""
+        return wanted.optional and not self._unknown and all(each.type != wanted.type for each in self.providers)
+
+    def _add(self, links: Links, wanted: Consumed, source: Mapping[str, Any] | None, where: str) -> None:
+        """Add a link from a job of the manifest. ``source`` is its value in ``consumes``, None without one."""
+        of_type = [each for each in self.providers if each.type == wanted.type]
+        if source is None:
+            source, found = {}, of_type
+        else:
+            if source.get("deployment") not in (None, self._manifest.name):
+                why = f"only a Director knows the deployment {source['deployment']}"
+                self._errors.append(f"cannot resolve {where}: {why}; {_advice(wanted)}")
+                return
+            name = str(source.get("from", wanted.name)).rpartition(".")[2]
+            found = [each for each in of_type if each.name == name]
+        network = source.get("network")
+        if len(found) != 1:
+            self._errors.append(f"cannot resolve {where}: {self._failure(wanted, source, of_type, found)}")
+        elif network and network not in ([] if not found[0].job else found[0].group.network_names):
+            self._errors.append(f"cannot resolve {where}: {found[0]} does not belong to the network {network}")
+        else:
+            links.found[wanted.name] = self._content(found[0], network, bool(source.get("ip_addresses")))
+
+    def _failure(
+        self, wanted: Consumed, source: Mapping[str, Any], of_type: Sequence[Provider], found: Sequence[Provider]
+    ) -> str:
+        if found:
+            several = ", ".join(map(str, found))
+            choose = f"`consumes: {{{wanted.name}: {{from: NAME}}}}` chooses one"
+            return f"it has several providers: {several}; {choose}, and `provides: {{LINK: {{as: NAME}}}}` names them"
+        named = f" by the name {source['from']}" if "from" in source else ""
+        why = f"no job provides the type {wanted.type}{named}"
+        if of_type:
+            return f"{why}; `from` may name one of: {', '.join(map(str, of_type))}"
+        if self._unknown:
+            unknown = f"the releases of {', '.join(self._unknown)} are not given, and one of these jobs may provide it"
+            block = f", or block it: `consumes: {{{wanted.name}: nil}}`" if wanted.optional else ""
+            return f"{why}, but {unknown}; give their releases, too{block}"
+        return f"{why}; {_advice(wanted)}"
+
+    def _content(self, provider: Provider, network: str | None, must_be_ip: bool) -> dict[str, Any]:
+        if not provider.job:
+            about = {"deployment_name": self._manifest.name, "properties": provider.properties}
+            return {**about, "networks": [], "instances": []}
+        group = provider.group
+        chosen = network or group.default_network
+        return {
+            "deployment_name": self._manifest.name,
+            "domain": DOMAIN,
+            "default_network": chosen,
+            "networks": group.network_names,
+            "instance_group": group.name,
+            "group_name": f"{provider.name}-{provider.type}",
+            "use_link_dns_names": False,
+            "use_short_dns_addresses": False,
+            "properties": provider.properties,
+            "whole": self._addresses.whole(group, chosen) or None,
+            "instances": [
+                {
+                    "name": group.name,
+                    "id": f"{group.name}-{index}",
+                    "index": index,
+                    "bootstrap": index == 0,
+                    "az": group.az(index),
+                    "address": self._addresses.one(group, index, chosen, must_be_ip),
+                }
+                for index in range(group.count)
+            ],
+        }
+
+    def _manual(self, source: Mapping[str, Any], where: str) -> dict[str, Any]:
+        if not isinstance(source.get("instances"), list):
+            self._errors.append(f"cannot resolve {where}: `consumes` has no `instances: [{{address: …}}]` for it")
+        return {**{key: source.get(key) for key in MANUAL}, "deployment_name": self._manifest.name, "is_manual": True}
+
+    def _providers(self, group: Group) -> Iterator[Provider]:
+        for job in group.jobs:
+            if spec := self._specs.get((group.name, job.name)):
+                yield from self._provided(group, job, spec)
+        for disk in group.persistent_disks or ():
+            yield Provider(group, "", disk.name, disk.name, "disk", {"name": disk.name})
+
+    def _provided(self, group: Group, job: Job, spec: JobSpec) -> Iterator[Provider]:
+        given = dict(job.provides or {})
+        where = f"{group.name}/{job.name}"
+        released = [(each.name, each.type, each.properties) for each in spec.provides or ()]
+        custom = [
+            (each.get("name"), each.get("type"), each.get("properties"))
+            for each in job.custom_provider_definitions or ()
+        ]
+        names = [name for name, *_ in [*released, *custom]]
+        for name, kind, paths in [*custom, *released]:
+            if not (isinstance(name, str) and name and isinstance(kind, str) and kind):
+                self._errors.append(f"cannot read custom_provider_definitions of {where}: each has a name and a type")
+                continue
+            if names.count(name) > 1:
+                self._errors.append(f"cannot read custom_provider_definitions of {where}: {name} is provided twice")
+                continue
+            source = given.pop(name, {})
+            if source == NIL:
+                continue
+            if not isinstance(source, dict) or "name" in source or "type" in source:
+                what = "`as`, `shared` and `aliases`, or the string nil"
+                self._errors.append(f"cannot read `provides` of {where}: the value of {name} is a mapping with {what}")
+                continue
+            properties = self._mapped(group, job, spec, name, paths or ())
+            yield Provider(group, job.name, name, str(source.get("as", name)), kind, properties)
+        self.warnings += [f"{job.name} provides no link {name}, so `provides` of it has no effect" for name in given]
+
+    def _mapped(self, group: Group, job: Job, spec: JobSpec, link: str, paths: Sequence[str]) -> dict[str, Any]:
+        """Return the properties of a link: values of the manifest, else defaults, else null."""
+        mapped: dict[str, Any] = {}
+        for path in paths:
+            value: Any = self._manifest.properties_of(group, job)
+            keys = path.split(".")
+            for key in keys:
+                if not isinstance(value, dict) or key not in value:
+                    if path not in (spec.properties or {}):
+                        why = f"its property {path} is not in the spec of the job"
+                        self._errors.append(f"cannot provide the link {link} of {group.name}/{job.name}: {why}")
+                    value = spec.default(path)
+                    break
+                value = value[key]
+            place = mapped
+            for key in keys[:-1]:
+                place = place.setdefault(key, {})
+            place[keys[-1]] = value
+        return mapped
+
+    def _raise_errors(self) -> None:
+        if self._errors:
+            raise ConfigError("\n".join(self._errors))
+
+
+def _mistakes(source: Any) -> Iterator[str]:
+    """Yield what the Director refuses in a value of ``consumes``."""
+    if source == NIL:
+        return
+    if not isinstance(source, dict):
+        yield "its value in `consumes` is neither a mapping nor the string nil"
+        return
+    for key in ("instances", "properties"):
+        if key in source and "from" in source:
+            yield f"`consumes` has both `{key}` and `from`"
+    if "properties" in source and "instances" not in source:
+        yield "`consumes` has `properties` without `instances`"
+    if not isinstance(source.get("ip_addresses", True), bool):
+        yield "`ip_addresses` in `consumes` is neither true nor false"
+    if "name" in source or "type" in source:
+        yield "`consumes` has `name` or `type`, which only the release has"
+
+
+def _advice(wanted: Consumed) -> str:
+    values = "{instances: [{address: …}], properties: {…}}"
+    return f"add a job that provides it, or its values to the job: `consumes: {{{wanted.name}: {values}}}`"
