@@ -71,6 +71,8 @@ OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(etc-hosts|containers/
 """The directory on a node from which a kubelet mounts the hosts file and the termination log into containers."""
 DISKS_OF_WARDEN: Final = Path("/warden-cpi-dev")
 """The directory of the host below which the warden CPI mounts disks. Other CPIs mount each disk below that path."""
+MOUNTS_OF_LXD: Final = frozenset(map(Path, ("/dev/lxd", "/dev/.lxd-mounts", "/dev/incus", "/dev/.incus-mounts")))
+"""Mounts that LXD or Incus makes in each container (LXD's driver_lxc.go)."""
 RESOLV_CONF: Final = Path("/etc/resolv.conf")
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -117,17 +119,27 @@ def examine(paths: Paths, config: Path | None) -> Report:
             except (OSError, ValueError, LookupError) as exc:
                 findings.append(Finding(topic, LIMITED, f"cannot be looked at: {exc}"))
         mounts_work = not error_of(privilege_probes.bind_mount, view.scratch)
-    tier = "privileged" if mounts_work else "root with few capabilities"
-    return Report(tier if view.is_root else "restricted: no root", findings)
+    return Report(_tier(view, mounts_work=mounts_work), findings)
+
+
+def _tier(view: ContainerView, *, mounts_work: bool) -> str:
+    """Name the kind of the container. Root of a user namespace has no power over the host."""
+    if not view.is_root:
+        return "restricted: no root"
+    if user_namespace.is_inside():
+        return "unprivileged: root of a user namespace" + (" that may mount" if mounts_work else "")
+    return "privileged" if mounts_work else "root with few capabilities"
 
 
 def runtime(settings: Effective | None) -> Runtime:
-    """The creator of the container, by a mount of a kubelet or of all disks by warden; else a bus implies a CPI."""
+    """The creator of the container, by a mount that only it makes; else a bus implies a CPI."""
     table = mounts.mounts()
     if "KUBERNETES_SERVICE_HOST" in os.environ or any(OF_A_KUBELET.search(mount.root) for mount in table):
         return "pod"
     if any(mount.point == DISKS_OF_WARDEN for mount in table):
         return "warden"
+    if any(mount.point in MOUNTS_OF_LXD for mount in table):
+        return "lxd"
     return "cpi" if settings is not None and settings.mbus.urls else "engine"
 
 
@@ -252,7 +264,9 @@ def _cgroups(view: ContainerView) -> Iterator[Finding]:
     found = cgroups.find()
     hierarchy = found.memory or found.cpu
     if hierarchy is None:
-        yield view.judged("cgroups", "not visible", "no cgroups")
+        # With lxcfs, /proc/meminfo and /proc/stat describe the container.
+        is_own = any(mount.point == Path("/proc/meminfo") for mount in mounts.mounts())
+        yield view.judged("cgroups", "not visible", "no cgroups, lxcfs" if is_own else "no cgroups")
         return
     ours = "" if "memory" in job_cgroups.offered() else f"version {hierarchy.version}, read-only"
     yield view.judged("cgroups", ours, "cgroups read-only", good=f"version {hierarchy.version}, can be made below ours")

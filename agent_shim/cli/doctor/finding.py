@@ -19,27 +19,29 @@ WIDTH: Final = 120
 """Maximum columns of a line."""
 SHOWN: Final = {GOOD: "ok", LIMITED: "limited", WRONG: "WRONG"}
 
-Runtime = Literal["pod", "cpi", "warden", "engine"]
+Runtime = Literal["pod", "cpi", "warden", "lxd", "engine"]
 """The creator of the container, and thus the place of a change: a pod's manifest, ``cloud_properties`` of a CPI outside
-of Kubernetes, the host of Garden, options of ``docker run`` and ``podman run``."""
+of Kubernetes, the host of Garden, the configuration of LXD, options of ``docker run`` and ``podman run``."""
 
 CLOUD_PROPERTIES: Final = "cloud_properties of the VM"
 ON_HOST: Final = "the host of Garden: the warden CPI has no cloud property but ports"
 
 
 class Limit(NamedTuple):
-    """The consequence of a limit, and the change for a pod, a CPI and an engine. "" is the change for a pod."""
+    """The consequence of a limit, and the change in each place. "" is that of a pod, for LXD that of a CPI."""
 
     verdict: str
     follows: str
     pod: str = ""
     cpi: str = ""
     engine: str = ""
+    lxd: str = ""
 
     def change(self, runtime: Runtime) -> str:
         cpi = self.cpi or self.pod
         warden = ON_HOST if cpi.startswith(CLOUD_PROPERTIES) else cpi
-        return {"pod": self.pod, "cpi": cpi, "warden": warden, "engine": self.engine or self.pod}[runtime]
+        engine, lxd = self.engine or self.pod, self.lxd or cpi
+        return {"pod": self.pod, "cpi": cpi, "warden": warden, "lxd": lxd, "engine": engine}[runtime]
 
 
 class Finding(NamedTuple):

@@ -1,6 +1,6 @@
 """Limits of containers: the consequence of each, and the change that removes it.
 
-A change has three forms if the places differ: for a pod, for a CPI outside of Kubernetes, and for docker and podman.
+A change has up to four forms: for a pod, for a CPI outside of Kubernetes, for docker and podman, and for the LXD CPI.
 The second names ``cloud_properties`` of the Docker CPI (keys of Docker's HostConfig). Texts may contain ``{words}``.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from agent_shim.cli.doctor.finding import LIMITED, WRONG, Limit
+from agent_shim.cli.doctor.finding import CLOUD_PROPERTIES, LIMITED, WRONG, Limit
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - that very directory
 
@@ -59,10 +59,13 @@ few capabilities = limited: {lost}
   cpi: an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all, for jobs that need
     one of them
   engine: --cap-add=NAME, for jobs that need one of them
+  lxd: cloud_properties of the VM: config: {{security.privileged: "true"}}, and no lxc.cap.drop in raw.lxc, for jobs
+    that need one of them
 no new privileges = limited: sudo, su and other setuid programs do nothing, for jobs and in bosh ssh
   pod: securityContext.allowPrivilegeEscalation: true, where sudo is needed
   cpi: cloud_properties of the VM: SecurityOpt without no-new-privileges, where sudo is needed
   engine: no --security-opt=no-new-privileges, where sudo is needed
+  lxd: cloud_properties of the VM: config: raw.lxc without lxc.no_new_privs = 1, where sudo is needed
 no vcap = wrong: jobs cannot run as vcap
   pod: an image with the overlay of this project, or `useradd -u 1000 vcap`
 no login programs = limited: no bosh ssh
@@ -74,31 +77,40 @@ no mounts = limited: a persistent disk is shown by a link (scripts that ask `mou
   pod: securityContext.privileged: true, or mount the volume on /var/vcap/store itself
   cpi: an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all
   engine: --privileged, or --volume=NAME:/var/vcap/store
+  lxd: cloud_properties of the VM: config: {{security.nesting: "true"}}, or security.privileged
 no isolation = limited: a process of bpm.yml can read the files of other jobs that vcap can read
   pod: a node with Linux 5.13 or newer and Landlock, and a seccomp profile that allows it (RuntimeDefault does)
 no cgroups = limited: memory and processor in heartbeats are the host's; kills by the memory limit go unreported
   pod: mount /sys/fs/cgroup (read-only is enough)
   cpi: the property mount_cgroupfs of the CPI
   engine: --volume=/sys/fs/cgroup:/sys/fs/cgroup:ro
+  lxd: cloud_properties of the VM: config: raw.lxc with lxc.mount.auto = cgroup:mixed
 cgroups read-only = good: limits.memory of bpm.yml is kept by a watchdog that looks once a second, limits.processes is
     not
+no cgroups, lxcfs = limited: kills by the memory limit go unreported
+  pod: mount /sys/fs/cgroup (read-only is enough)
+  lxd: cloud_properties of the VM: config: raw.lxc with lxc.mount.auto = cgroup:mixed
 no memory limit = limited: one job can take the memory of the whole machine; heartbeats tell the machine's memory
   pod: resources.limits.memory
   cpi: cloud_properties of the VM: Memory: BYTES
   engine: --memory=SIZE
+  lxd: cloud_properties of the VM: instance_type, or config: {{limits.memory: SIZE}}
 few open files = limited: jobs that want more open files get these (bpm.yml limits.open_files is often 65536 or
     100000)
   pod: the default ulimits of the container runtime on the node (LimitNOFILE)
   cpi: cloud_properties of the VM: Ulimits: [{{Name: nofile, Soft: 1048576, Hard: 1048576}}]
   engine: --ulimit=nofile=1048576:1048576
+  lxd: cloud_properties of the VM: config: {{limits.kernel.nofile: "1048576"}}
 volume not writable = wrong: {needs} cannot be kept there
   pod: a volume mounted on {path}, writable by this user (fsGroup for a user that is not root)
   cpi: cloud_properties of the VM: ReadonlyRootfs: false, Mounts without ReadOnly
   engine: --volume=NAME:{path}, writable by this user
+  lxd: cloud_properties of the VM: devices without readonly: "true"
 volume noexec = wrong: no program of a job or package runs there
   pod: a volume on {path} that is mounted without noexec
   cpi: cloud_properties of the VM: no Tmpfs or Mounts on {path} with noexec
   engine: --volume=NAME:{path} without noexec
+  lxd: cloud_properties of the VM: no raw.mount.options=noexec of a device
 no volume = limited: {needs} are gone with the container
   pod: a volume mounted on {path}
   cpi: a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data
@@ -107,10 +119,12 @@ top directory not writable = limited: {needs}
   pod: an emptyDir on {path}
   cpi: cloud_properties of the VM: ReadonlyRootfs: false
   engine: --tmpfs={path}
+  lxd: cloud_properties of the VM: no readonly: "true" of the device root
 directory not writable = limited: {needs}
   pod: readOnlyRootFilesystem: false
   cpi: cloud_properties of the VM: ReadonlyRootfs: false
   engine: no --read-only
+  lxd: cloud_properties of the VM: no readonly: "true" of the device root
 disk full = wrong: state cannot be written: a deploy fails
   pod: a larger volume, or room
 disk nearly full = limited: a package may not fit in any more
@@ -119,6 +133,7 @@ little shared memory = limited: databases that share memory between processes (p
   pod: an emptyDir with medium: Memory on /dev/shm
   cpi: cloud_properties of the VM: ShmSize: BYTES
   engine: --shm-size=SIZE
+  lxd: cloud_properties of the VM: config: raw.lxc with lxc.mount.entry = tmpfs dev/shm tmpfs size=BYTES,create=dir 0 0
 old kernel = limited: {lost}
   pod: a newer kernel on the node, or a runtime class with fewer restrictions
 no inotify = limited: the agent does not use it; jobs that watch files fail or poll
@@ -128,6 +143,7 @@ no init = limited: an agent that ends may not be started again, and SIGTERM to t
   pod: command: [/opt/agent_shim/launch, …] or /sbin/init; shareProcessNamespace: false
   cpi: cloud_properties of the VM: no Init, no PidMode
   engine: /sbin/init as the command; no --init, no --pid=host
+  lxd: cloud_properties of the VM: config: raw.lxc without lxc.init.cmd
 wrong year = wrong: certificates are not good yet: no bus
   pod: the time of the node
 other uptime = good: nothing here: ages come from the kernel; scripts that use /proc/uptime may be surprised
@@ -165,6 +181,8 @@ address missing = wrong: other instances look for this one at the wrong place
   pod: `bosh recreate` this instance, or give the pod its address again
   cpi: `bosh recreate` this instance
   engine: --ip=ADDRESS
+  lxd: no DHCP server gave this address: `lxc network list-leases NAME` shows what it gave. The subnet of the
+    cloud-config has to be that of LXD's network
 no default route = limited: dynamic networks get no address
   pod: hostNetwork or a CNI network
   cpi: name of the network in cloud_properties of the subnet
@@ -180,7 +198,8 @@ def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMIT
     """Return the limit of a container without these capabilities."""
     options = " ".join(f"--cap-add={name}" for name in names)
     pod = f"securityContext.capabilities.add: [{', '.join(names)}]{more}"
-    return Limit(verdict, follows, pod, cpi=f"{_PRIVILEGED_BY_CPI}{more}", engine=f"{options}{more}")
+    lxd = f'{CLOUD_PROPERTIES}: config: {{security.privileged: "true"}}, and no lxc.cap.drop in raw.lxc{more}'
+    return Limit(verdict, follows, pod, cpi=f"{_PRIVILEGED_BY_CPI}{more}", engine=f"{options}{more}", lxd=lxd)
 
 
 def _rows(table: str) -> Iterator[tuple[str, Limit]]:

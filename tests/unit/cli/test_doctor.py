@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from datetime import timedelta
@@ -16,7 +17,7 @@ from agent_shim.cli.doctor.limits import LIMITS, NEEDED, USEFUL
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import AgentConfig, Effective, UpdateSettings, parse
 from agent_shim.demo import pki
-from agent_shim.host import capabilities, mounts
+from agent_shim.host import capabilities, cgroups, mounts, user_namespace
 from agent_shim.host.capabilities import NAMES, Privileges
 
 FEW = frozenset({*NEEDED, *USEFUL})
@@ -105,6 +106,8 @@ def test_every_limit_says_what_follows_and_what_to_change(name: str) -> None:
     assert limit.verdict == GOOD or limit.pod
     for runtime in get_args(Runtime):
         said = limit.change(runtime)
+        if runtime == "lxd":  # it takes no keys of Docker's HostConfig
+            assert not re.search(r"HostConfig|Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|SecurityOpt|PidMode", said)
         if runtime != "pod" and limit.cpi:
             assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", said)
     # The Docker CPI sets privileges and bind mounts of a container. Other keys are not its own.
@@ -113,22 +116,58 @@ def test_every_limit_says_what_follows_and_what_to_change(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "pod", "cpi", "engine"),
+    ("name", "pod", "cpi", "engine", "lxd"),
     [
-        ("little shared memory", "medium: Memory", "ShmSize", "--shm-size"),
-        ("few open files", "LimitNOFILE", "Ulimits", "--ulimit=nofile"),
-        ("no memory limit", "resources.limits", "Memory", "--memory"),
-        ("no name server", "dnsPolicy", "cloud-config", "--dns"),
-        ("no low ports", "securityContext", "an engine that runs as root", "--cap-add=NET_BIND"),
+        ("little shared memory", "medium: Memory", "ShmSize", "--shm-size", "raw.lxc"),
+        ("few open files", "LimitNOFILE", "Ulimits", "--ulimit=nofile", "limits.kernel.nofile"),
+        ("no memory limit", "resources.limits", "Memory", "--memory", "limits.memory"),
+        ("no name server", "dnsPolicy", "cloud-config", "--dns", "cloud-config"),
+        ("no low ports", "securityContext", "an engine that runs as root", "--cap-add=NET_BIND", "security.privileged"),
+        ("address missing", "bosh recreate", "bosh recreate", "--ip", "list-leases"),
     ],
 )
-def test_advice_is_in_the_words_of_the_runtime(name: str, pod: str, cpi: str, engine: str) -> None:
+def test_advice_is_in_the_words_of_the_runtime(name: str, pod: str, cpi: str, engine: str, lxd: str) -> None:
     said = {runtime: LIMITS[name].change(runtime) for runtime in get_args(Runtime)}
 
     assert pod in said["pod"]
     assert cpi in said["cpi"]
     assert engine in said["engine"]
+    assert lxd in said["lxd"]
     assert said["warden"] == (ON_HOST if said["cpi"].startswith("cloud_properties") else said["cpi"])
+
+
+@pytest.mark.parametrize(
+    ("is_inside", "mount_error", "tier"),
+    [
+        (False, 0, "privileged"),
+        (False, errno.EPERM, "root with few capabilities"),
+        (True, 0, "unprivileged: root of a user namespace that may mount"),
+        (True, errno.EPERM, "unprivileged: root of a user namespace"),
+    ],
+)
+def test_only_root_of_the_host_is_called_privileged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_inside: bool, mount_error: int, tier: str
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(user_namespace, "is_inside", lambda: is_inside)
+    monkeypatch.setattr(doctor, "PROBES", {})
+    monkeypatch.setattr(doctor, "error_of", lambda *_: mount_error)
+
+    assert doctor.examine(Paths(tmp_path), None).tier == tier
+
+
+@pytest.mark.parametrize(("place", "says"), [("/proc/meminfo", False), ("/proc/other", True)])
+def test_host_memory_is_not_mentioned_where_lxcfs_shows_that_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, says: bool
+) -> None:
+    monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup())
+    table = f"36 35 98:0 / {place} rw - fuse.lxcfs lxcfs rw\n".encode()
+    monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(table))
+
+    finding = found("cgroups", tmp_path)
+
+    assert finding.verdict == LIMITED
+    assert ("the host's" in finding.follows) == says
 
 
 REPORT = Report(
@@ -168,6 +207,8 @@ def test_colours_change_nothing_but_colours() -> None:
         ("/containers/0f2f/hosts", "/etc/hosts", True, "cpi"),
         ("/warden_cpi/persistent_bind_mounts_dir/0f2f", "/warden-cpi-dev", True, "warden"),
         ("/volumes/disk-1", "/warden-cpi-dev/disk-1", True, "cpi"),
+        ("/", "/dev/.lxd-mounts", True, "lxd"),
+        ("/", "/dev/incus", False, "lxd"),
         ("/", "/etc/hosts", False, "engine"),
     ],
 )
