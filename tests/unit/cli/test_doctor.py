@@ -160,7 +160,7 @@ def test_only_root_of_the_host_is_called_privileged(
 def test_host_memory_is_not_mentioned_where_lxcfs_shows_that_of_the_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, says: bool
 ) -> None:
-    monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup())
+    monkeypatch.setattr(cgroups, "find", cgroups.Cgroup)
     table = f"36 35 98:0 / {place} rw - fuse.lxcfs lxcfs rw\n".encode()
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(table))
 
