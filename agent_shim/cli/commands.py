@@ -54,12 +54,13 @@ KINDS: Final = ("monit", "bpm", "agent", "settings")
 
 def main(argv: Sequence[str]) -> int:
     """``agent-shim``: parse the command line, run the command, return the exit code (listed in docs/commands.md)."""
-    if not argv:
-        parser().print_help(sys.stderr)
-        return USAGE
-    args, surplus = parser().parse_known_args(argv)
+    grammar = parser()
+    args, surplus = grammar.parse_known_args(argv)
     if surplus:
-        args.parser.error(f"unrecognized arguments: {' '.join(surplus)}")
+        getattr(args, "parser", grammar).error(f"unrecognized arguments: {' '.join(surplus)}")
+    if args.command is None:
+        grammar.print_help(sys.stderr)
+        return USAGE
     is_daemon: bool = args.run is _run
     if is_daemon:
         return _run(args)
@@ -208,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"agent-shim {VERSION}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(

@@ -17,6 +17,7 @@ import msgspec
 import yaml
 
 from agent_shim.bulk import archive
+from agent_shim.cli import yaml_errors
 from agent_shim.core.errors import ConfigError, NotThereError
 
 BPM: Final = "bpm"
@@ -287,4 +288,4 @@ def read_yaml(path: Path, wanted: type[T]) -> T:
     try:
         return msgspec.convert(yaml.load(read_text(path), Loader=_Loader), wanted)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as exc:
-        raise ConfigError(f"cannot read {path}: {exc}") from exc
+        raise ConfigError(f"cannot read {path}: {yaml_errors.in_a_line(exc)}") from exc

@@ -19,6 +19,7 @@ import msgspec
 import yaml
 
 from agent_shim.bulk import archive, packing
+from agent_shim.cli import yaml_errors
 from agent_shim.core.digest import MultipleDigest
 from agent_shim.core.errors import ArchiveError, ConfigError, DigestError
 from agent_shim.host import files
@@ -123,7 +124,7 @@ def parse_manifest(raw: bytes) -> Manifest:
         document = yaml.load(raw, Loader=_Loader)  # noqa: S506 - makes texts, lists and mappings alone
         return msgspec.convert(_without_nulls({} if document is None else document), Manifest, strict=False)
     except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError, RecursionError) as exc:
-        raise ConfigError(f"cannot read {MANIFEST}: {exc}") from exc
+        raise ConfigError(f"cannot read {MANIFEST}: {yaml_errors.in_a_line(exc)}") from exc
 
 
 def _without_nulls(value: Any) -> Any:

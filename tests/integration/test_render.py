@@ -261,6 +261,8 @@ def test_the_error_names_a_binary_template(tmp_path: Path) -> None:
         ("instance_groups: [g]", "at `$.instance_groups[0]`"),
         ("name: shop", "`instance_groups`"),
         ("a", "cannot read"),
+        ("a: : [b", "manifest.yml: line 1 column 4: mapping values are not allowed here\n"),
+        ("a: \0", "manifest.yml: character 4: special characters are not allowed\n"),
     ],
 )
 def test_a_mistake_of_a_manifest_names_its_place(tmp_path: Path, text: str, said: str) -> None:

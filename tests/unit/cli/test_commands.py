@@ -71,3 +71,10 @@ def test_a_duration_that_is_no_number_is_named(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         commands.main(["drain", "--timeout", "soon"])
     assert "argument --timeout: 'soon' is no number of seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--bogus"], ["--bogus", "status"], ["status", "--bogus"]])
+def test_an_unknown_option_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.main(words)
+    assert capsys.readouterr().err.endswith("error: unrecognized arguments: --bogus\n")
