@@ -78,7 +78,7 @@ def test_every_alert_has_a_test_a_severity_and_words_for_people() -> None:
     assert {alert["alert"] for alert in alerts} == tested
     for alert in alerts:
         assert alert["labels"]["severity"] in ("critical", "warning")
-        assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
+        assert set(alert["annotations"]) == {"summary", "description", "runbook_url", "bosh_instance"}
 
 
 def test_panels_do_not_overlap_and_have_a_title_and_a_description() -> None:
