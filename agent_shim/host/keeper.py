@@ -119,28 +119,25 @@ class State(msgspec.Struct, frozen=True):
 
 
 def user(name: str | None, group: str | None) -> User:
-    """Look up the user of a program by names or numbers. The user brings its groups. Without root it changes nothing.
+    """Look up the user of a program by names or numbers. Without root it changes nothing.
 
-    Raises ``HostError`` "there is no user X".
+    As in monit (spawn.c), a user brings neither its group nor its supplementary groups: without ``group`` the agent's
+    group stays. Raises ``HostError`` "there is no user X".
     """
     if (name is None and group is None) or os.geteuid() != 0:
         return User()
-    found = User()
+    uid = gid = None
     try:
-        if name is not None and name.isdigit():
-            found = User(int(name), None, ())
-        elif name is not None:
-            entry = pwd.getpwnam(name)
-            found = User(entry.pw_uid, entry.pw_gid, tuple(os.getgrouplist(name, entry.pw_gid)))
+        if name is not None:
+            uid = int(name) if name.isdigit() else pwd.getpwnam(name).pw_uid
     except KeyError:
         raise HostError(f"there is no user {name}") from None
     try:
         if group is not None:
             gid = int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
-            found = msgspec.structs.replace(found, gid=gid)
     except KeyError:
         raise HostError(f"there is no group {group}") from None
-    return found
+    return User(uid, gid, None if uid is None else ())
 
 
 class Keeper:

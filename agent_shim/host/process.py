@@ -272,8 +272,8 @@ def spawn(
     """Run a program without a shell, in its own session: processes of one session can join each other's groups, which
     are signalled as a whole, and have a terminal of the agent.
 
-    A stream of None is ``/dev/null``. A path is opened for appending. ``user`` and ``group`` are names or numbers. The
-    user brings its supplementary groups. Without root both are ignored. ``executable`` is the file to execute if it is
+    A stream of None is ``/dev/null``. A path is opened for appending. ``user`` and ``group`` are names or numbers.
+    Without root both are ignored. ``executable`` is the file to execute if it is
     not ``argv[0]``. ``inherited`` are further descriptors that keep their numbers. Raises ``HostError`` "cannot run
     PROGRAM: why".
     """
@@ -621,20 +621,16 @@ def _exit_info(pidfd: int | None) -> int | None:
 
 
 def _as_user(program: str, user: str | None, group: str | None) -> list[str]:
-    """Return the beginning of a command that executes ``program`` as this user and group, with the user's groups.
+    """Return the beginning of a command that executes ``program`` as this user and group, as monit does (spawn.c).
 
-    Raises ``HostError`` for an unknown name.
+    A user brings neither its group nor its supplementary groups. Raises ``HostError`` for an unknown name.
     """
     if (user is None and group is None) or os.geteuid() != 0:
         return []
-    chosen = {} if user else {"keep-groups": ""}
+    chosen = {"clear-groups": ""} if user else {"keep-groups": ""}
     try:
-        if user is not None and user.isdigit():
-            chosen = {"reuid": user, "clear-groups": ""}
-        elif user is not None:
-            entry = pwd.getpwnam(user)
-            groups = ",".join(map(str, os.getgrouplist(user, entry.pw_gid)))
-            chosen = {"reuid": str(entry.pw_uid), "regid": str(entry.pw_gid), "groups": groups}
+        if user is not None:
+            chosen["reuid"] = user if user.isdigit() else str(pwd.getpwnam(user).pw_uid)
     except KeyError:
         raise HostError(f"cannot run {program}: there is no user {user}") from None
     try:

@@ -79,7 +79,7 @@ class Users:
                 with errors_as("Adding user to groups"):
                     await command.run("usermod", "-G", GROUPS, user)
                 with errors_as("Setting ssh public key"):
-                    await _authorize(user, self._paths.ssh_home / user, public_key)
+                    await self._authorize(user, self._paths.ssh_home / user, public_key)
             except BaseException:
                 if user not in known and user in self.made():
                     with contextlib.suppress(HostError):
@@ -105,7 +105,7 @@ class Users:
                     home = pwd.getpwnam("vcap").pw_dir
                 except KeyError:
                     raise HostError("there is no such user") from None
-                await _authorize("vcap", Path(home), "\n".join(keys))
+                await self._authorize("vcap", Path(home), "\n".join(keys))
 
     async def set_passwords(self, hashed: str, *, keep_root: bool) -> None:
         """Set the password of vcap, and of root unless ``keep_root``, to this crypt hash."""
@@ -124,6 +124,13 @@ class Users:
             await asyncio.to_thread(files.make_dir, self._paths.ssh_home, 0o755)
             await command.run("useradd", "-m", "-b", str(self._paths.ssh_home), "-s", "/bin/bash", user)
         await asyncio.to_thread(files.make_dir, self._paths.ssh_home / user, 0o700)
+
+    async def _authorize(self, user: str, home: Path, keys: str) -> None:
+        """Replace the authorized keys of ``user``, as that user."""
+        env = command.ENVIRONMENT | {"HOME": str(home)}
+        argv = ["/bin/sh", "-c", _REPLACE_KEYS]
+        group = next((row[3] for row in self._accounts() if row[0] == user), None)
+        await command.run(*argv, given=keys, user=user, group=group, env=env, timeout=KEYS_TIMEOUT_S)
 
     def _with_password(self, users: Sequence[str]) -> bool:
         """Return True if one of them has a usable password."""
@@ -192,10 +199,3 @@ def _remove_files(account: pwd.struct_passwd) -> None:
 
 def _has_processes(number: int) -> bool:
     return any(stat.is_alive and proc.user(stat.pid) == number for stat in proc.table().values())
-
-
-async def _authorize(user: str, home: Path, keys: str) -> None:
-    """Replace the authorized keys of ``user``, as that user."""
-    env = command.ENVIRONMENT | {"HOME": str(home)}
-    argv = ["/bin/sh", "-c", _REPLACE_KEYS]
-    await command.run(*argv, given=keys, user=user, env=env, timeout=KEYS_TIMEOUT_S)
