@@ -106,7 +106,7 @@ class Programs:
                     enter,
                     program.argv,
                     env=env,
-                    cwd=self._directory(),
+                    cwd=self.directory(),
                     stdout=output,
                     stderr=output,
                     user=user,
@@ -120,7 +120,7 @@ class Programs:
         """Run a script of a job as ``process.spawn`` does: what it starts and leaves belongs to the job."""
         label = process_record.script_label(job)
         env = {**env, process_record.MARK: process_record.mark(label, self._base)}
-        how["cwd"] = self._directory()
+        how["cwd"] = self.directory()
         if all(_VARIABLE.fullmatch(name) for name in env):
             enter = partial(_enter, self.ownership.cgroup(label), label)
             script = await process.spawn_prepared(enter, argv, env=env, **how)
@@ -156,7 +156,8 @@ class Programs:
 
         script.on_end = end
 
-    def _directory(self) -> Path:
+    def directory(self) -> Path:
+        """Return the working directory of programs and scripts."""
         return self._empty if self._empty.is_dir() else Path("/")
 
     # --- program output ---------------------------------------------------------------------------------------------

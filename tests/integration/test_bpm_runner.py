@@ -308,14 +308,16 @@ def test_an_unknown_key_is_logged_once_for_each_content(world: World, caplog: py
 
 
 async def test_hook_runs_first_and_its_failure_is_reported(world: World) -> None:
-    """With the same environment, outside the rules; without it there is no process."""
+    """With the same environment, in the directory of a start program; without it there is no process."""
+    empty = Paths(world.base).empty
+    empty.mkdir(exist_ok=True)
     hook = world.base / "hook"
-    hook.write_text("#!/bin/sh\necho hook $NAME >>$LOG\nexit $WITH\n")
+    hook.write_text("#!/bin/sh\necho hook $NAME in $(pwd) >>$LOG\nexit $WITH\n")
     hook.chmod(0o755)
     more = f"  hooks: {{pre_start: {hook}}}\n  env: {{NAME: n, WITH: '0', LOG: {world.log}}}\n"
     async with world.supervising(job(world, "exec sleep 600", more)) as supervisor:
         await in_state(supervisor, "web", "running")
-        assert world.lines() == ["hook n"]
+        assert world.lines() == [f"hook n in {empty}"]
         await supervisor.stop(wait=True)
         job(world, "exec sleep 600", more.replace("'0'", "'3'"))
         await supervisor.start()
@@ -335,7 +337,7 @@ async def test_a_hook_slower_than_the_timeout_runs_on_once(world: World, end: st
     async with world.supervising(slow) as supervisor:
         found = await in_state(supervisor, "web", "down")
         assert found.reason == "cannot start: no process after 1 seconds, and its start still runs"
-        (first,) = world.lines()
+        (first,) = await until(world.lines, "the hook has begun")
         await asyncio.sleep(3 * world.timing.cycle)
         assert is_alive(int(first))
         if end == "running":

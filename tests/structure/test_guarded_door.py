@@ -274,7 +274,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "supervisor.ownership.process_finder": Raw(PROBE, frozenset({"ProcessFinder.look_at_path"})),
     "supervisor.ctl_programs": Raw(
-        SCRATCH, frozenset({"Programs._directory", "Programs.trim", "_cut", "Programs.printed"})
+        SCRATCH, frozenset({"Programs.directory", "Programs.trim", "_cut", "Programs.printed"})
     ),
     "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state", "Supervisor.recover"})),
     "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),

@@ -309,9 +309,13 @@ class Bpm:
         return running
 
     async def _run_hook(self, entry: Entry, wanted: bpm.Process) -> None:
-        """Run the pre_start hook as root without isolation. Raises ``HostError`` if it fails."""
+        """Run the pre_start hook as root without isolation, in bpm's own directory. Raises ``HostError`` if it fails.
+
+        That is the directory of the start program that calls bpm.
+        """
         env = {**self._env(entry.job, wanted), MARK: entry.mark}
-        hook = process.spawn([wanted.pre_start], env=env, stdout=entry.logs["stdout"], stderr=entry.logs["stderr"])
+        out, err = entry.logs.values()
+        hook = process.spawn([wanted.pre_start], env=env, cwd=self._programs.directory(), stdout=out, stderr=err)
         status = await hook.wait_or_terminate(QUIT_TIMEOUT_S)
         if status != 0:
             raise HostError(f"the pre_start hook {wanted.pre_start} failed: exit {status}")
