@@ -67,7 +67,7 @@ class Cpi:
         """Create the container, push its files, and start it."""
         vm = f"c-{uuid.uuid4()}"
         config = [f"--config={key}={value}" for key, value in properties.get("config", {}).items()]
-        self._lxc("init", stemcell, vm, *config)
+        self._lxc("init", stemcell, vm, f"--type={properties['instance_type']}", *config)
         for number, network in enumerate(networks.values()):
             device = [
                 "nic",
@@ -118,6 +118,15 @@ class Cpi:
         self._push(vm, SETTINGS, json.dumps(settings), mode="0644")
         self._lxc("start", vm)
         return hint
+
+    def detach_disk(self, vm: str, disk: str) -> None:
+        """Stop the container by force, remove the volume and its hint, and start it again."""
+        self._lxc("stop", "--force", vm)
+        self._lxc("config", "device", "remove", vm, disk)
+        settings = json.loads(self._lxc("file", "pull", f"{vm}{SETTINGS}", "-"))
+        del settings["disks"]["persistent"][disk]
+        self._push(vm, SETTINGS, json.dumps(settings), mode="0644")
+        self._lxc("start", vm)
 
     def reboot_vm(self, vm: str) -> None:
         self._lxc("restart", "--force", vm)
@@ -177,6 +186,9 @@ class RealCpi(Cpi):
 
     def attach_disk(self, vm: str, disk: str) -> Any:
         return self._call("attach_disk", vm, disk)
+
+    def detach_disk(self, vm: str, disk: str) -> None:
+        self._call("detach_disk", vm, disk)
 
     def reboot_vm(self, vm: str) -> None:
         self._call("reboot_vm", vm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -21,12 +22,19 @@ async def create(cpi: Cpi, bosh: Environment, stemcell: str, kind: str, ip: str)
     network = {"type": "manual", "ip": ip, "netmask": "255.255.255.0", "gateway": "10.245.0.1", "dns": ["10.245.0.1"]}
     properties: dict[str, Any] = {
         "ephemeral_disk": 500,
+        "instance_type": "c1-m2",
         "config": {"security.privileged": PRIVILEGED[kind]},
         "devices": {"blobs": {"type": "disk", "source": str(bosh.blobs), "path": BLOBS}},
     }
     env = json.loads(bosh.settings())["env"]
     networks = {"default": {**network, "default": ["dns", "gateway"], "cloud_properties": {}}}
     return await asyncio.to_thread(cpi.create_vm, AGENT, stemcell, properties, networks, env)
+
+
+def doctor(lxc: Lxc, vm: str) -> dict[str, Any]:
+    """Return the report of ``agent-shim doctor``. It ends with 1 if something is wrong."""
+    found: dict[str, Any] = json.loads(lxc("exec", vm, "--", "sh", "-c", "agent-shim doctor --json || test $? = 1"))
+    return found
 
 
 @pytest.mark.parametrize(("kind", "ip"), [("unprivileged", "10.245.0.20"), ("privileged", "10.245.0.21")])
@@ -43,6 +51,14 @@ async def test_vm_lives_from_stemcell_to_recreation(
     assert all(process["uptime"].get("secs", 0) >= 0 for process in state["processes"])
     # A semaphore needs /dev/shm, which LXD does not give to containers.
     inside(vm, "python3", "-c", "import multiprocessing; multiprocessing.Lock()")
+
+    # The instance type becomes limits of LXD, and doctor speaks of LXD's keys alone.
+    assert lxc("config", "get", vm, "limits.memory").strip() == "2048MB"
+    report = doctor(lxc, vm)
+    assert report["tier"].startswith("unprivileged: root of a user namespace" if kind == "unprivileged" else "priv")
+    found = {finding["topic"]: finding for finding in report["findings"]}
+    assert "2048" in found["limits"]["found"] or "the host's" not in found["cgroups"]["follows"]
+    assert not re.search("Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|bosh recreate", str(report))
 
     # The CPI attaches by a forced stop. The jobs come back without the Director, and the disk is mounted on request.
     disk = await asyncio.to_thread(cpi.create_disk, 200)
@@ -76,4 +92,13 @@ async def test_vm_lives_from_stemcell_to_recreation(
     await bosh.director.run(AGENT, "mount_disk", disk)
     await bosh.deploy()
     await asyncio.to_thread(inside, vm, "test", "-e", "/var/vcap/store/kept")
+
+    # The Director stops the jobs before it detaches the disk, and they stay stopped in the restarted container.
+    await bosh.director.run(AGENT, "stop")
+    await bosh.director.run(AGENT, "unmount_disk", disk)
+    await bosh.director.run(AGENT, "remove_persistent_disk", disk)
+    await asyncio.to_thread(cpi.detach_disk, vm, disk)
+    await bosh.until_pong()
+    assert await bosh.director.run(AGENT, "list_disk") == []
+    assert (await bosh.director.value(AGENT, "get_state"))["job_state"] == "stopped"
     await asyncio.to_thread(cpi.delete_vm, vm)

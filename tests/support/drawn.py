@@ -87,7 +87,7 @@ def boot_steps() -> str:
             yield from rows(child)
 
     steps = [f"1. {name}" for name in (*rows(functions["tree_step"]), *rows(functions["steps"]))]
-    return "\n".join([*steps, "", "¹ A failure ends the boot. ² Runs beside the connection to the bus.", ""])
+    return "\n".join([*steps, "", "¹ A failure ends the boot. ² Runs while the agent connects to the bus.", ""])
 
 
 def statements() -> str:
