@@ -85,14 +85,14 @@ def base_image(podman: Podman, where: Path) -> str:
     return tag
 
 
-def build(podman: Podman, base: str, target: str = "") -> str:
+def build(podman: Podman, base: str, target: str = "", *, tree: Path = ROOT, name: str = IMAGE) -> str:
     """Our image from the Dockerfile without the compilers, or a stage of it. The one it replaces goes."""
-    image = f"{IMAGE}-{target}" if target else IMAGE
+    image = f"{name}-{target}" if target else name
     before = podman.run("image", "inspect", "--format", "{{.Id}}", image).stdout.decode().strip()
     secrets = [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
     stage = [f"--target={target}"] if target else []
     arguments = [f"--build-arg=BASE_IMAGE={base}", "--build-arg=COMPILERS=", *stage, *secrets, "--tag", image]
-    podman("build", "--quiet", *arguments, str(ROOT))
+    podman("build", "--quiet", *arguments, str(tree))
     if before and before != podman("image", "inspect", "--format", "{{.Id}}", image).strip():
         podman.run("rmi", before)
     return image

@@ -1,0 +1,162 @@
+"""Upgrades from an earlier release and the way back, with running jobs and a disk.
+
+In place, where the program is exchanged below running jobs, and by new containers on the same volumes, as a kubelet and
+the CPIs for Kubernetes make them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from agent_shim.core.paths import Paths
+from tests.image import pods
+from tests.image.pods import Container, Podman
+from tests.image.site import Site
+from tests.image.test_starts import CPIS, DISK, disks_of, started
+from tests.structure.source import ROOT
+from tests.support import jobs
+from tests.support.environment import AGENT
+
+pytestmark = pytest.mark.image
+
+FORMER: Final = {"0.2.0": "9b696af0"}
+"""The commits of earlier releases: the last two."""
+CPI: Final = CPIS["kubernetes (sykesm)"]
+OVERLAY: Final = ("stemcell_overlay", "systemd")
+PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid", "/var/vcap/sys/run/user/user.pid")
+PUT_PROGRAM: Final = """
+set -e
+cp -a /opt/agent_shim /mnt/program
+tar -C /mnt -cf - program
+rm -r /mnt/program
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """An image, and the tree of its sources."""
+
+    image: str
+    tree: Path
+
+    async def install(self, podman: Podman, container: Container) -> None:
+        """Exchange the program in a running container, and restart the agent (docs/upgrading.md, Staying current)."""
+        read = ("run", "--rm", "--network=none", self.image, "sh", "-c", PUT_PROGRAM)
+        program = (await asyncio.to_thread(podman.run, *read)).stdout
+        sources = ["tar", "-C", str(self.tree), "--exclude=program", "-cf", "-", *OVERLAY]
+        overlay = (await asyncio.to_thread(subprocess.run, sources, capture_output=True, check=True)).stdout
+        await container.exec("rm", "-rf", "/mnt/new")
+        await container.exec("mkdir", "/mnt/new")
+        await container.exec("tar", "-C", "/mnt/new", "-xf", "-", stdin=overlay)
+        await container.exec("tar", "-C", "/mnt/new/stemcell_overlay", "-xf", "-", stdin=program)
+        await container.exec("/mnt/new/stemcell_overlay/apply", "/")
+        await container.exec("sv", "restart", "agent")
+
+
+@pytest.fixture(scope="module", params=FORMER)
+def former(
+    request: pytest.FixtureRequest, podman: Podman, base: str, tmp_path_factory: pytest.TempPathFactory
+) -> Release:
+    """An earlier release, built as it was."""
+    tree = tmp_path_factory.mktemp("former")
+    packed = subprocess.run(["git", "-C", str(ROOT), "archive", FORMER[request.param]], capture_output=True)
+    if packed.returncode != 0:
+        pytest.fail(f"cannot build {request.param}: {packed.stderr.decode()}; `git fetch --unshallow` may help")
+    subprocess.run(["tar", "-C", str(tree), "-xf", "-"], input=packed.stdout, check=True)
+    return Release(pods.build(podman, base, tree=tree, name=f"{pods.IMAGE}-{request.param}"), tree)
+
+
+@pytest.fixture
+def now(image: str) -> Release:
+    return Release(image, ROOT)
+
+
+def release(version: str) -> Mapping[str, Mapping[str, str | bytes]]:
+    """A job of root and one of vcap, which has to pass ``/var/vcap/data``."""
+    user = jobs.process(Paths(), "user", "echo $$ >$pidfile; exec chpst -u vcap:vcap /var/vcap/jobs/user/bin/run")
+    run = f"#!/bin/sh\n# {version}\nexec sleep 1000\n"
+    return {"sleeper": jobs.sleeper(Paths(), "sleeper"), "user": user | {"bin/run": run}}
+
+
+def at(site: Site, one: Release) -> Site:
+    return dataclasses.replace(site, image=one.image)
+
+
+async def is_whole(site: Site, container: Container) -> None:
+    """Check that the jobs run and that the disk is on the store, with the file of a job."""
+    await site.until_state("running")
+    assert await site.director.run(AGENT, "list_disk") == [DISK]
+    await container.exec("test", "-e", "/var/vcap/store/kept")
+
+
+async def test_volumes_go_to_a_new_release_and_back(site: Site, former: Release, now: Release) -> None:
+    """Pods on the same volumes, with no deploy between. The second deploy has a changed job."""
+    data, disk = site.scratch / "data", site.scratch / "disk"
+    for path in (data, disk):
+        path.mkdir()
+    settings = site.settings(disks=disks_of(CPI.disks))
+    volumes = (f"--volume={data}:/var/vcap/data", f"--volume={disk}:{CPI.disks}/{DISK}")
+    async with started(at(site, former), CPI, *volumes, settings=settings) as container:
+        await site.until_pong()
+        await site.director.run(AGENT, "mount_disk", DISK)
+        await site.deploy(release("1"))
+        await container.exec("touch", "/var/vcap/store/kept")
+        await container.kill()
+    for one in (now, former, now):
+        async with started(at(site, one), CPI, *volumes, settings=settings) as container:
+            await is_whole(site, container)
+            await site.deploy(release(one.image))
+            await container.stop()
+
+
+async def test_rollback_runs_jobs_of_vcap_on_a_volume_that_its_provisioner_closed(
+    site: Site, former: Release, now: Release
+) -> None:
+    """Earlier releases do not open a volume with mode 0750. This one leaves it open."""
+    data = site.scratch / "data"
+    data.mkdir(mode=0o750)
+    volume = f"--volume={data}:/var/vcap/data"
+    async with started(at(site, now), CPI, volume) as container:
+        await site.deploy(release("1"))
+        await container.stop()
+    async with started(at(site, former), CPI, volume):
+        await site.until_state("running")
+        await site.deploy(release("2"))
+
+
+async def test_program_is_exchanged_below_running_jobs_and_back(
+    site: Site, podman: Podman, former: Release, now: Release
+) -> None:
+    """No job is restarted."""
+    disk = site.scratch / "disk"
+    disk.mkdir()
+    settings = site.settings(disks=disks_of(CPI.disks))
+    volume = f"--volume={disk}:{CPI.disks}/{DISK}"
+    async with started(at(site, former), CPI, volume, settings=settings) as container:
+        await site.until_pong()
+        await site.director.run(AGENT, "mount_disk", DISK)
+        await site.deploy(release("1"))
+        await container.exec("touch", "/var/vcap/store/kept")
+        before = await container.exec(*PID)
+        versions = [await version(container)]
+        for one in (now, former):
+            await one.install(podman, container)
+            await site.until_pong()
+            versions.append(await version(container))
+            await is_whole(site, container)
+            assert await container.exec(*PID) == before
+        assert versions == [versions[0], versions[1], versions[0]]
+        assert versions[0] != versions[1]
+
+
+async def version(container: Container) -> Any:
+    """Return the version of the running agent, once it answers."""
+    await container.until(0, "agent-shim", "status")
+    return (await container.exec("agent-shim", "status", "--json")).partition('"version"')[2].split('"')[1]
