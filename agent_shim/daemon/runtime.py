@@ -335,7 +335,7 @@ def assemble(
         compiler=Compiler(paths, environ, work),
         scripts=Scripts(paths, environ, supervisor.run_script),
         logs=Logs(paths, work),
-        vitals=Vitals(paths, lambda: persistent.is_mounted),
+        vitals=Vitals(paths, lambda: persistent.is_mounted, persistent.dynamic_places),
         dns=Dns(paths),
         users=users,
         sshd=Sshd(paths, ssh_port, lambda: bool(users.made() or store.current.source.env.bosh.authorized_keys)),

@@ -281,7 +281,7 @@ def _of_machine(figures: Figures) -> Iterator[Metric]:
 
 
 def _of_file_systems(disks: Collection[tuple[str, os.statvfs_result]]) -> Iterator[Metric]:
-    """Disk usage by role: system, ephemeral (``data``), persistent (``store``)."""
+    """Disk usage by role: system, ephemeral (``data``), persistent (``store``), or the cid of a dynamic disk."""
     rows: Rows = [((role,), known.f_blocks * known.f_frsize) for role, known in disks]
     yield _gauge("disk_size_bytes", "Size of a disk.", rows, "disk")
     rows = [((role,), (known.f_blocks - known.f_bfree) * known.f_frsize) for role, known in disks]

@@ -40,9 +40,10 @@ HOST: Final = "host"
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The vitals as numbers: bytes and seconds, by scope (``container``, ``host``), minutes and role of a disk.
+    """The vitals as numbers: bytes and seconds, by scope (``container``, ``host``), minutes and disk.
 
-    A figure that cannot be read is missing; without limits the memory of the container is that of the machine.
+    A disk is known by its role, a dynamic one by its cid. A figure that cannot be read is missing; without limits the
+    memory of the container is that of the machine.
     """
 
     memory: Mapping[str, Memory] = msgspec.field(default_factory=dict)
@@ -56,11 +57,22 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Vitals:
-    """Takes samples. ``persistent_mounted`` returns True with a disk on the store."""
+    """Takes samples.
 
-    def __init__(self, paths: Paths, persistent_mounted: Callable[[], bool], *, proc: Path = host_stats.PROC) -> None:
+    ``persistent_mounted`` returns True with a disk on the store, ``dynamic`` the directories of dynamic disks by cid.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        persistent_mounted: Callable[[], bool],
+        dynamic: Callable[[], Mapping[str, Path]] = dict,
+        *,
+        proc: Path = host_stats.PROC,
+    ) -> None:
         self._paths = paths
         self._persistent_mounted = persistent_mounted
+        self._dynamic = dynamic
         self._proc = proc
         self._cgroup = cgroups.find(proc)
         self._times = CpuTimes(0.0, 0.0, 0.0, 0.0)
@@ -122,9 +134,11 @@ class Vitals:
         places = {"system": Path("/"), "ephemeral": self._paths.data}
         if self._persistent_mounted():
             places["persistent"] = self._paths.store
+        roles = set(places)
+        places = {**await asyncio.to_thread(self._dynamic), **places}
         usages = zip(places, await asyncio.gather(*map(self._ask, places.values())), strict=True)
         self._usages = {name: usage for name, usage in usages if isinstance(usage, os.statvfs_result)}
-        return {name: disk_vitals(usage) for name, usage in self._usages.items()}
+        return {name: disk_vitals(usage) for name, usage in self._usages.items() if name in roles}
 
     async def _ask(self, path: Path) -> Usage | None:
         """Ask a disk once: while it owes an answer, no further call is made."""

@@ -1087,9 +1087,11 @@ async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: Instan
 
     await instance.disks.add_dynamic("a", str(volume))
     assert link.readlink() == volume
+    assert instance.disks.dynamic_places() == {"a": volume}
     for _ in range(2):
         await instance.disks.remove_dynamic("a")
         assert not link.is_symlink()
+    assert instance.disks.dynamic_places() == {}
 
 
 @pytest.mark.parametrize(("hint", "why"), [("/does/not/exist", "there is no /does/not/exist"), (None, "the CPI has")])

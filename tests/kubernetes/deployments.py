@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -98,6 +99,16 @@ class Instance:
     """As the agent of its last VM has reported them. The Director sends them to the next (network_settings.rb)."""
 
 
+@dataclass
+class DynamicDisk:
+    """A row of the Director's table ``dynamic_disks``. ``vm`` is "" while it is not attached."""
+
+    name: str
+    cid: str
+    vm: str = ""
+    hint: Any = None
+
+
 class Deployments:
     """Instances on a cluster. ``vms`` and ``disks`` are all cids that this Director knows."""
 
@@ -108,6 +119,9 @@ class Deployments:
         self.vm_type = vm_type
         self.disk_type: dict[str, Any] = {}
         self.disk_size_mib = 64
+        self.files: dict[str, str] = {}
+        """Files of its jobs beside the usual ones, or in their place."""
+        self.dynamic_disks: dict[str, DynamicDisk] = {}
         self.vms: set[str] = set()
         self.disks: set[str] = set()
         self.secrets: list[str] = []
@@ -202,6 +216,44 @@ class Deployments:
         await self.cpi.call("delete_disk", disk)
         self.disks.discard(disk)
 
+    # --- dynamic disks ----------------------------------------------------------------------------------------------
+
+    async def provide_dynamic_disk(self, instance: Instance, name: str) -> str:
+        """``POST /dynamic_disks/provide`` (jobs/dynamic_disks): create and attach a disk unless it is. Its cid."""
+        disk = next((one for one in self.dynamic_disks.values() if one.name == name), None)
+        if disk is None:
+            properties = self.disk_type | {"name": name}
+            disk = DynamicDisk(name, await self.cpi.call("create_disk", self.disk_size_mib, properties, instance.vm))
+            self.dynamic_disks[disk.cid] = disk
+            self.disks.add(disk.cid)
+        if not disk.vm:
+            disk.hint = await self.cpi.call("attach_disk", instance.vm, disk.cid)
+            assert len(json.dumps(disk.hint)) <= 255, "the column of the Director's table"
+            disk.vm = instance.vm
+            metadata = {"director": "director", "deployment": "dep", "owner": "a volume driver"}
+            await self.cpi.call("set_disk_metadata", disk.cid, metadata)
+        assert disk.vm == instance.vm, "disk is attached to a different vm"
+        await self.ask(instance, "add_dynamic_disk", disk.cid, disk.hint)
+        return disk.cid
+
+    async def detach_dynamic_disk(self, instance: Instance, cid: str) -> None:
+        """``POST /dynamic_disks/NAME/detach``, and steps/detach_dynamic_disk_step.rb."""
+        await self.ask(instance, "remove_dynamic_disk", cid)
+        await self.cpi.call("detach_disk", instance.vm, cid)
+        self.dynamic_disks[cid].vm = ""
+
+    async def delete_dynamic_disk(self, cid: str) -> None:
+        """``DELETE /dynamic_disks/NAME``, and disk_deleter.rb at the end of ``bosh delete-deployment``."""
+        if await self.cpi.call("has_disk", cid):
+            await self.delete_disk(cid)
+        del self.dynamic_disks[cid]
+
+    async def _detach_all_dynamic_disks(self, instance: Instance) -> None:
+        """steps/detach_instance_disks_step.rb, before a VM is deleted whose agent answers."""
+        for disk in self.dynamic_disks.values():
+            if disk.vm == instance.vm:
+                await self.detach_dynamic_disk(instance, disk.cid)
+
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def spec(self, instance: Instance) -> dict[str, Any]:
@@ -224,7 +276,8 @@ class Deployments:
     def job(self, name: str) -> dict[str, str]:
         """The files of its job; it also is an errand."""
         drain = "#!/bin/sh\n[ ! -d /var/vcap/store ] || echo drained >>/var/vcap/store/drained\necho 0\n"
-        return jobs.sleeper(Paths(), name) | {"bin/run": "#!/bin/sh\necho the errand has run\n", "bin/drain": drain}
+        errand = "#!/bin/sh\necho the errand has run\n"
+        return jobs.sleeper(Paths(), name) | {"bin/run": errand, "bin/drain": drain} | self.files
 
     async def start(self, instance: Instance) -> None:
         """Apply and start, until the jobs run (instance_updater/starter.rb)."""
@@ -282,6 +335,7 @@ class Deployments:
         await self.stop(instance)
         if instance.disk:
             await self.detach(instance, instance.disk)
+        await self._detach_all_dynamic_disks(instance)
         await self.delete_vm(instance)
 
     async def recreate(self, instance: Instance) -> None:
@@ -331,10 +385,11 @@ class Deployments:
         await self.start(instance)
 
     async def delete(self, instance: Instance) -> None:
-        """``bosh delete-deployment``: the disk is orphaned, and stays."""
+        """An instance of ``bosh delete-deployment``: the disk is orphaned, and stays."""
         await self.stop(instance)
         if instance.disk:
             await self.detach(instance, instance.disk)
+        await self._detach_all_dynamic_disks(instance)
         await self.delete_vm(instance)
 
     async def errand(self, group: str = "errand") -> str:

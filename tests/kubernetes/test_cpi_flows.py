@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from agent_shim.core.paths import Paths
 from tests.kubernetes import cpi_site
 from tests.kubernetes.calls import CpiError
 from tests.kubernetes.cpi_site import LABEL, WAYS, Site, Way
 from tests.kubernetes.deployments import Instance
 from tests.kubernetes.node import Node
 from tests.kubernetes.objects import Document
+from tests.support import jobs
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.asyncio(loop_scope="module")]
 
@@ -169,38 +171,84 @@ async def test_detach_of_a_mounted_disk(site: Site, db: Instance) -> None:
 
 
 async def _dynamic_disk(site: Site, db: Instance) -> tuple[str, str]:
-    """A disk that comes to a VM whose jobs run, with a file on it, and the link to it (jobs/dynamic_disks)."""
-    disk = await site.deployments.create_disk(db)
-    await _attach_dynamic(site, db, disk)
+    """A disk that comes to a VM whose jobs run, with a file on it, and the link to it."""
+    disk = await site.deployments.provide_dynamic_disk(db, "of-a-driver")
     link = f"/var/vcap/data/dynamic_disks/{disk}"
     await site.exec(db, "sh", "-c", f"echo kept >{link}/file; sync")
     return disk, link
 
 
-async def _attach_dynamic(site: Site, db: Instance, disk: str) -> None:
-    hint = await site.cpi.call("attach_disk", db.vm, disk)
-    await site.deployments.ask(db, "add_dynamic_disk", disk, hint)
-
-
 async def _delete_dynamic(site: Site, db: Instance, disk: str) -> None:
-    await site.deployments.ask(db, "remove_dynamic_disk", disk)
-    await site.cpi.call("detach_disk", db.vm, disk)
-    await site.deployments.delete_disk(disk)
+    await site.deployments.detach_dynamic_disk(db, disk)
+    await site.deployments.delete_dynamic_disk(disk)
 
 
 @LIVE
 async def test_dynamic_disk(site: Site, db: Instance) -> None:
-    """It comes and goes while the jobs run on, in the same pod."""
+    """It comes and goes while the jobs run on, in the same pod. Providing it again changes nothing."""
     before = await site.namespace.pod(db.vm).container()
     disk, link = await _dynamic_disk(site, db)
-    await site.deployments.ask(db, "remove_dynamic_disk", disk)
-    await site.cpi.call("detach_disk", db.vm, disk)
+    await site.deployments.provide_dynamic_disk(db, "of-a-driver")
+    await site.deployments.detach_dynamic_disk(db, disk)
     assert await site.exec(db, "sh", "-c", f"ls {link} 2>/dev/null || true") == ""
-    await _attach_dynamic(site, db, disk)
+    await site.deployments.provide_dynamic_disk(db, "of-a-driver")
 
     assert await site.exec(db, "cat", f"{link}/file") == "kept\n"
     assert (await site.namespace.pod(db.vm).container())["containerID"] == before["containerID"]
+    claim = await site.namespace.kubectl("get", "pvc", disk, "-o", "jsonpath={.metadata.annotations}")
+    assert "a volume driver" in claim
     await _delete_dynamic(site, db, disk)
+    await site.check(db)
+
+
+def _driver(disk: str) -> dict[str, str]:
+    """A job that brings the disk to a place of its own, as docs/disks.md tells a volume driver to."""
+    start = f"""
+disk=/var/vcap/data/dynamic_disks/{disk} place=/var/vcap/data/volume
+if [ -b $disk ]; then mkdir -p $place; mount $disk $place
+elif mkdir -p $place && mount --bind $disk/ $place; then :
+else rmdir $place; ln -s $disk $place
+fi
+echo kept >>$place/file
+echo $$ >$pidfile
+cd $place
+exec sleep 1000"""
+    stop = """
+kill $(cat $pidfile); while [ -e /proc/$(cat $pidfile) ]; do sleep 0.1; done; rm $pidfile
+place=/var/vcap/data/volume
+[ -L $place ] && rm $place || { umount $place && rmdir $place; }"""
+    return jobs.process(Paths(), "db", start, stop)
+
+
+@LIVE
+async def test_job_that_mounts_a_dynamic_disk(site: Site, db: Instance) -> None:
+    """It holds the disk until it is stopped. A recreated VM gets the disk again when the driver asks for it."""
+    director = site.deployments
+    disk = await director.provide_dynamic_disk(db, "of-a-driver")
+    director.files = _driver(disk)
+    try:
+        await director.stop(db)
+        await director.start(db)
+        await director.ask(db, "remove_dynamic_disk", disk)
+        with pytest.raises(CpiError, match="uses it"):
+            await site.cpi.call("detach_disk", db.vm, disk)
+        await director.provide_dynamic_disk(db, "of-a-driver")
+        await director.world.agents.value(db.agent, "get_state", "full")  # asks the disks for their figures
+        _, metrics = await site.namespace.pod(db.vm).get("/metrics")
+        assert f'agent_shim_disk_size_bytes{{disk="{disk}"}}' in metrics
+        await director.stop_hard(db)
+        director.files = {}
+        await director.new_vm(db)
+        await director.provide_dynamic_disk(db, "of-a-driver")
+        director.files = _driver(disk)
+        await director.stop(db)
+        await director.start(db)
+        assert await site.exec(db, "cat", "/var/vcap/data/volume/file") == "kept\nkept\n"
+        await director.stop(db)
+    finally:
+        director.files = {}
+    await _delete_dynamic(site, db, disk)
+    await director.start(db)
     await site.check(db)
 
 

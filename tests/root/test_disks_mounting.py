@@ -249,6 +249,9 @@ async def test_no_link_leads_to_a_directory_without_a_mount(tmp_path: Path) -> N
 
     assert (instance.paths.dynamic_disks / "a").readlink() == on_node
     assert (instance.paths.instance_disks / "data").readlink() == on_node
+    assert instance.disks.dynamic_places() == {"a": on_node}
+    mounts.unmount(on_node)
+    assert instance.disks.dynamic_places() == {}, "its figures would be those of the directory below"
 
 
 @by("mounts")

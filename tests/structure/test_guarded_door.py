@@ -111,7 +111,7 @@ RAW: Mapping[str, Raw] = {
             }
         ),
     ),
-    "services.disks.service": Raw(PROBE, frozenset({"Disks._is_there", "_missing"})),
+    "services.disks.service": Raw(PROBE, frozenset({"Disks._is_there", "Disks.dynamic_places", "_missing"})),
     "services.dns": Raw(KERNEL, frozenset({"lines_naming"})),
     "cli.doctor": Raw(
         KERNEL,
@@ -143,7 +143,7 @@ RAW: Mapping[str, Raw] = {
     "host.capabilities": Raw(KERNEL, frozenset({"privileges"})),
     "host.trusted_path": Raw("the walk of the door: holds each step, and opens none", frozenset({"hold"})),
     "host.user_namespace": Raw(KERNEL, frozenset({"is_inside", "overflow_user"})),
-    "host.cgroups": Raw(KERNEL, frozenset({"_text", "find", "trees"})),
+    "host.cgroups": Raw(KERNEL, frozenset({"_text", "end_oom_group", "find", "trees"})),
     "bulk.copytree": Raw(
         "the top of a volume, which tar copies", frozenset({"_empty", "_is_ours", "_make_directories"})
     ),

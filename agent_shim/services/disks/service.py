@@ -7,7 +7,9 @@ through the task lane, one request at a time. Failures are ``ActionError`` or ``
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
@@ -22,7 +24,7 @@ from agent_shim.bulk.protocol import CopyTree, Progress, Report
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import DiskAssociation, Effective
-from agent_shim.host import files, process, volumes
+from agent_shim.host import files, mounts, process, volumes
 from agent_shim.services.disks import hints
 from agent_shim.services.disks.hints import DiskSettings
 from agent_shim.services.disks.markers import OURS, Disk
@@ -321,6 +323,20 @@ class Disks:
         """Remove that link, if it exists."""
         link = self._paths.dynamic_disks / plain(cid)
         await asyncio.to_thread(link.unlink, missing_ok=True)
+
+    def dynamic_places(self) -> dict[str, Path]:
+        """Return the directories of mounted dynamic disks by cid. Does not ask the disks, which may not answer.
+
+        A device is left out, because the volume driver that uses it decides where its file system is mounted.
+        """
+        points = {mount.point for mount in mounts.mounts()} if self._paths.is_system else None
+        found: dict[str, Path] = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._paths.dynamic_disks) as entries:
+            for entry in entries:
+                place = Path(entry.path).readlink() if entry.is_symlink() else None
+                if place is not None and (points is None or place in points):
+                    found[entry.name] = place
+        return found
 
     async def _wait_for_path(self, place: Path | None) -> None:
         """Wait for a volume, a device or a file at ``place``."""

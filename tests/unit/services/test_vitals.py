@@ -120,6 +120,15 @@ async def test_persistent_vitals_exist_only_with_a_disk_on_the_store(paths: Path
     assert "persistent" in (await taken.sample())["disk"]
 
 
+async def test_dynamic_disks_have_figures_but_no_vitals(paths: Paths, proc: Path, tmp_path: Path) -> None:
+    """The Director's members of ``disk`` are three."""
+    places = {"disk-d": tmp_path, "disk-gone": tmp_path / "gone"}
+    taken = Vitals(paths, lambda: False, lambda: places, proc=proc)
+
+    assert set((await taken.sample())["disk"]) == {"system", "ephemeral"}
+    assert set(taken.figures().disks) == {"system", "ephemeral", "disk-d"}
+
+
 async def test_a_place_that_is_not_there_is_left_out(tmp_path: Path, proc: Path) -> None:
     """The other disks are reported."""
     sample = await Vitals(Paths(tmp_path / "none"), lambda: True, proc=proc).sample()
