@@ -25,7 +25,7 @@ from agent_shim.core.errors import ActionError, BootError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import BoshEnv
 from agent_shim.daemon.job_recovery import JobRecovery
-from agent_shim.host import files, mounts
+from agent_shim.host import cgroups, files, mounts
 from agent_shim.host.descriptors import closing
 from agent_shim.services import bosh_env, resolver
 from agent_shim.services.bundles import install_bpm_wrapper
@@ -188,6 +188,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         Step("name servers", as_root(resolver.write_servers, settings.name_servers)),
         Step("time servers", partial(_write_time_servers, paths, settings.ntp)),
         Step("temporary files", as_root(asyncio.to_thread, _make_temporary_files, paths)),
+        Step("out-of-memory kills", as_root(asyncio.to_thread, _kill_one_process)),
         Step("trusted certificates", authorities, late=True),
         Step("names of other instances", names),
         Step("leftovers of interrupted work", leftovers),
@@ -238,6 +239,19 @@ async def _write_time_servers(paths: Paths, servers: list[str]) -> str | None:
     if not servers:
         return "no servers in the settings"
     await asyncio.to_thread(files.write_atomic, paths.bosh_etc / "ntpserver", " ".join(servers).encode())
+    return None
+
+
+def _kill_one_process() -> str | None:
+    """Let the kernel kill one process of this container when memory runs out, instead of the agent and all jobs.
+
+    The kernel allows it where the cgroup of the container is writable, as in privileged pods.
+    """
+    try:
+        if not cgroups.end_oom_group(cgroups.find()):
+            return "one process ends alone"
+    except OSError as exc:
+        return f"a kill ends all jobs, unless singleProcessOOMKill of the kubelet is true: {exc.strerror}"
     return None
 
 

@@ -186,6 +186,27 @@ def oom_kills_of(version: int, level: Path) -> int | None:
     return _member(level / ("memory.events" if version == 2 else "memory.oom_control"), "oom_kill")
 
 
+def oom_group(cgroup: Cgroup) -> Path | None:
+    """Return the file that makes an out-of-memory kill end all processes of this container. None if one ends alone.
+
+    A kubelet sets it on every container in version 2, unless its ``singleProcessOOMKill`` is true. Only the top of the
+    mount is the container: the root of a machine has no such file, and below it the group is the choice of an operator
+    (``OOMPolicy=kill`` of a systemd unit).
+    """
+    if cgroup.memory is None or cgroup.memory.version != 2:
+        return None
+    path = cgroup.memory.levels[-1] / "memory.oom.group"
+    return path if _text(path).strip() == "1" else None
+
+
+def end_oom_group(cgroup: Cgroup) -> bool:
+    """Let an out-of-memory kill end one process of this container. False if it does. Raises ``OSError``."""
+    path = oom_group(cgroup)
+    if path is not None:
+        path.write_text("0")
+    return path is not None
+
+
 def memory_peak(version: int, level: Path) -> int | None:
     """Return the maximum of charged bytes. None where the kernel does not report it."""
     return _number(level / ("memory.peak" if version == 2 else "memory.max_usage_in_bytes"))

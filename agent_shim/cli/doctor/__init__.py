@@ -274,6 +274,8 @@ def _cgroups(view: ContainerView) -> Iterator[Finding]:
     total = memory.total if memory else None
     texts = [f"memory {total / MIB:.0f} MiB" if total else "", f"{cpus:g} processors" if cpus else ""]
     yield view.judged("limits", ", ".join(filter(None, texts)) or "none", "" if total else "no memory limit")
+    if (group := cgroups.oom_group(found)) is not None:
+        yield view.judged("out of memory", f"{group} is 1", "kills together")
 
 
 def _job_limits(view: ContainerView) -> Iterator[Finding]:

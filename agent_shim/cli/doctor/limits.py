@@ -90,6 +90,12 @@ cgroups read-only = good: limits.memory of bpm.yml is kept by a watchdog that lo
 no cgroups, lxcfs = limited: kills by the memory limit go unreported
   pod: mount /sys/fs/cgroup (read-only is enough)
   lxd: cloud_properties of the VM: config: raw.lxc with lxc.mount.auto = cgroup:mixed
+kills together = limited: when memory runs out, the kernel ends the agent and all jobs, not only the process that needs
+    too much
+  pod: singleProcessOOMKill: true in the configuration of the node's kubelet, or securityContext.privileged: true, with
+    which the agent turns it off
+  cpi: an engine that does not set memory.oom.group on containers
+  engine: 0 in memory.oom.group of the container's cgroup
 no memory limit = limited: one job can take the memory of the whole machine; heartbeats tell the machine's memory
   pod: resources.limits.memory
   cpi: cloud_properties of the VM: Memory: BYTES

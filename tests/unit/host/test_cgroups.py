@@ -164,6 +164,18 @@ def test_oom_kills_are_counted(tmp_path: Path) -> None:
     assert cgroups.oom_kills(cgroups.Cgroup(), HOST.total) is None
 
 
+def test_only_the_container_as_a_whole_is_freed_from_kills_of_all(tmp_path: Path) -> None:
+    """A group below it is an operator's choice, such as OOMPolicy=kill of a unit. The root of a machine has no file."""
+    write(tmp_path / "leaf", {"memory.oom.group": "1\n"})
+    assert cgroups.oom_group(version_2(tmp_path, "leaf")) is None
+    write(tmp_path, {"memory.oom.group": "1\n"})
+    assert cgroups.oom_group(version_2(tmp_path, "leaf")) == tmp_path / "memory.oom.group"
+    assert cgroups.end_oom_group(version_2(tmp_path, "leaf"))
+    assert (tmp_path / "memory.oom.group").read_text() == "0"
+    assert not cgroups.end_oom_group(version_2(tmp_path, "leaf"))
+    assert (tmp_path / "leaf/memory.oom.group").read_text().strip() == "1"
+
+
 UNIFIED = b"31 23 0:28 / /sys/fs/cgroup ro - cgroup2 cgroup rw,nsdelegate\n"
 UNIFIED_OF_POD = b"31 23 0:28 /kubepods/pod1 /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
 SPLIT = b"""32 31 0:29 /docker/1 /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct
