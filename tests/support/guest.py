@@ -26,6 +26,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 CACHE: Final = ROOT / ".guest"
+KEEPER: Final = "agent_shim/host/keeper"
 SUITE: Final = "trixie"
 PYTHON: Final = "3.13"
 """The one of the suite."""
@@ -134,11 +135,13 @@ def _boot(base: Path, scratch: Path, limit: float) -> int | None:
 
 
 def _pack(disk: Path, command: Sequence[str]) -> None:
-    """The files of this project that git knows or would take, and what to run."""
+    """The files of this project that git knows or would take, the compiled keeper, and what to run."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
+    subprocess.run([sys.executable, "hatch_build.py"], cwd=ROOT, check=True)
     with tarfile.open(disk, "w") as tar:
-        for name in names:
+        # The guest has no compiler.
+        for name in [*names, KEEPER]:
             if name and os.path.lexists(ROOT / name):
                 tar.add(ROOT / name, name, filter=_of_root)
         script = f"export NO_COLOR=1 SHIM_TEST_SLOW=4\nexec {shlex.join(command)}\n".encode()
