@@ -172,6 +172,8 @@ class Worker:
             "imageGCHighThresholdPercent": 100,
             "evictionHard": {"memory.available": "50Mi"},
             "syncFrequency": "2s",
+            # How soon it notices that a volume is too large.
+            "volumeStatsAggPeriod": "2s",
             "nodeStatusUpdateFrequency": "2s",
         }
         options: dict[str, Any] = {

@@ -207,6 +207,10 @@ class Pod:
         """Delete it by force and wait for the end of its process: the object goes before it."""
         container = await self.container()
         await self.namespace.kubectl("delete", "pod", self.name, "--force", "--grace-period=0")
+        await self.until_ended(container)
+
+    async def until_ended(self, container: Document) -> None:
+        """Wait until a container has no process left, which may be long after its pod has been deleted."""
         async with asyncio.timeout(LIMIT):
             while await self._processes(container):
                 await asyncio.sleep(0.1)

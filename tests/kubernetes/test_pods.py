@@ -230,3 +230,29 @@ async def test_drains_beyond_the_grace_are_cut_short(namespace: Namespace, bosh:
     assert await pod.end() == (1, "agent-shim: not clean: drain scripts were cut short\n")
     lines = trace.read_text().splitlines()
     assert sorted(lines) == ["one begins", "three begins", "two begins"]
+
+
+def slow_to_drain(trace: str) -> dict[str, str]:
+    """A job whose drain takes eight seconds, and whose process notes that it was asked to end."""
+    start = f'echo $$ >$pidfile; trap "echo stopped >>{trace}; exit 0" TERM; while :; do sleep 0.1; done'
+    drain = f"#!/bin/sh\necho drain begins >>{trace}\nsleep 8\necho drain ends >>{trace}\necho 0\n"
+    return jobs.process(Paths(), "slow", start) | {"bin/drain": drain}
+
+
+async def test_evicted_pod_cuts_drains_short_and_stops_its_jobs(namespace: Namespace, bosh: Environment) -> None:
+    """The kubelet gives a hook one second and the container two more, whatever grace the pod has."""
+    if namespace.node.minor < 36:
+        pytest.skip("older kubelets give other times")
+    documents = pod_of_cpi(bosh, bosh.settings(disks=DISKS))
+    (data,) = (one for one in pod_spec(documents)["volumes"] if "emptyDir" in one)
+    data["emptyDir"] = {"sizeLimit": "16Mi"}
+    await namespace.apply(documents)
+    await bosh.until_pong()
+    await bosh.director.run(AGENT, "mount_disk", DISK)
+    await bosh.deploy({"slow": slow_to_drain("/var/vcap/store/trace")})
+    pod = namespace.pod("vm-1")
+    await pod.exec("sh", "-c", "head -c 32M /dev/zero >/var/vcap/data/fill")
+
+    ended = await pod.until(lambda one: one["status"]["phase"] == "Failed", "evicted")
+    assert ended["status"]["reason"] == "Evicted"
+    assert (namespace.volume(DISK) / "trace").read_text() == "drain begins\nstopped\n"

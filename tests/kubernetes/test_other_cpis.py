@@ -1,0 +1,219 @@
+"""Pods as the Kubernetes CPIs of others make them, and their way of attaching a disk: the pod ends and returns with it.
+
+sykesm/kubernetes-cpi actions/create_vm.go and volume_manager.go, of which cfibmers/kubernetes-cpi is a fork, and
+SAP/bosh-kubernetes-cpi-release CPI/Kubernetes/Action/CreateVm.hs and AttachDisk.hs. They delete a pod without grace and
+create the next at once, while the kubelet still ends the container of the first. Their Directors send no hints.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pytest
+
+from tests.image.pods import IMAGE
+from tests.kubernetes.objects import Document, Namespace
+from tests.support.environment import AGENT, BLOBS, Environment
+
+pytestmark = pytest.mark.kubernetes
+
+OLD: Final = "one"
+NEW: Final = "two"
+ADDRESS: Final = "bosh.cloudfoundry.org/ip-address"
+"""Annotation for a CNI that fixes the address of a pod. Others ignore it."""
+SAP_COMMAND: Final = "; ".join(
+    [
+        *(
+            f"cp /etc/{name} /etc/{name}.dup; umount /etc/{name}; mv /etc/{name}.dup /etc/{name}"
+            for name in ("resolv.conf", "hosts", "hostname")
+        ),
+        "exec env -i /usr/sbin/runsvdir-start",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Cpi:
+    """``disk`` makes the CID of a disk from its id, ``place`` its directory in the pod."""
+
+    pod: Callable[[], Document]
+    settings: Callable[[str], Document]
+    disk: Callable[[str], str]
+    place: str
+    claim: str
+    has_many_disks: bool
+
+
+def _pod(name: str, container: Document, volumes: list[Document], **spec: Any) -> Document:
+    labels = {"bosh.cloudfoundry.org/agent-id": AGENT}
+    root = {"securityContext": {"privileged": True, "runAsUser": 0}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": labels, "annotations": {}},
+        "spec": {"containers": [{"image": f"{IMAGE}:latest", **container, **root}], "volumes": volumes, **spec},
+    }
+
+
+def _sykesm_pod() -> Document:
+    container = {
+        "name": "bosh-job",
+        # The CPI says Always, but this cluster has no registry.
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["/usr/sbin/runsvdir-start"],
+        "args": [],
+        "volumeMounts": [
+            {
+                "name": "bosh-config",
+                "mountPath": "/var/vcap/bosh/instance_settings.json",
+                "subPath": "instance_settings.json",
+            },
+            {"name": "bosh-ephemeral", "mountPath": "/var/vcap/data"},
+        ],
+    }
+    item = {"key": "instance_settings", "path": "instance_settings.json"}
+    volumes = [
+        {"name": "bosh-config", "configMap": {"name": f"agent-{AGENT}", "items": [item]}},
+        {"name": "bosh-ephemeral", "emptyDir": {}},
+    ]
+    return _pod(f"agent-{AGENT}", container, volumes, hostname=AGENT)
+
+
+def _sykesm_settings(document: str) -> Document:
+    metadata = {"name": f"agent-{AGENT}"}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"instance_settings": document}}
+
+
+def _sap_pod() -> Document:
+    container = {
+        "name": "bosh",
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["/bin/bash", "-c", SAP_COMMAND],
+        "tty": True,
+        "stdin": True,
+        "volumeMounts": [
+            {"name": "ephemeral-disk", "mountPath": "/var/vcap/data"},
+            {"name": "agent-settings", "mountPath": "/var/vcap/bosh/settings-source-file"},
+        ],
+    }
+    volumes = [
+        {"name": "ephemeral-disk", "emptyDir": {}},
+        {"name": "agent-settings", "secret": {"secretName": f"agent-settings-{AGENT}"}},
+    ]
+    return _pod(AGENT, container, volumes)
+
+
+def _sap_settings(document: str) -> Document:
+    metadata = {"name": f"agent-settings-{AGENT}"}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"config.json": document}}
+
+
+CPIS: Final = {
+    "sykesm": Cpi(_sykesm_pod, _sykesm_settings, "cluster:{}".format, "/mnt/{}", "disk-{}", has_many_disks=True),
+    "SAP": Cpi(_sap_pod, _sap_settings, str, "/var/vcap/bosh/disks/{}", "{}", has_many_disks=False),
+}
+
+
+@dataclass
+class Vm:
+    """The pod of a VM, with what its CPI keeps of it in the cluster."""
+
+    cpi: Cpi
+    namespace: Namespace
+    bosh: Environment
+
+    @property
+    def name(self) -> str:
+        found: str = self.cpi.pod()["metadata"]["name"]
+        return found
+
+    async def create(self, *disks: str) -> None:
+        """Make the settings and the pod with these disks."""
+        persistent = {self.cpi.disk(disk): self.cpi.place.format(disk) for disk in disks}
+        networks = {"default": {"type": "dynamic", "preconfigured": True, "dns": None}}
+        settings = json.loads(self.bosh.settings(disks={"persistent": persistent}, networks=networks))
+        settings["vm"] = {"name": AGENT}
+        pod = self.cpi.pod()
+        self._mount(pod, "blobs", {"hostPath": {"path": str(self.bosh.blobs)}}, BLOBS)
+        for disk in disks:
+            source = {"persistentVolumeClaim": {"claimName": self.cpi.claim.format(disk)}}
+            self._mount(pod, f"disk-{disk}", source, self.cpi.place.format(disk))
+        claims = [_claim(self.cpi.claim.format(disk)) for disk in disks]
+        await self.namespace.apply([*claims, self.cpi.settings(json.dumps(settings)), pod])
+
+    def _mount(self, pod: Document, name: str, source: Document, path: str) -> None:
+        spec = pod["spec"]
+        spec["volumes"] = [*copy.copy(spec["volumes"]), {"name": name, **source}]
+        mounts = spec["containers"][0]["volumeMounts"]
+        spec["containers"][0]["volumeMounts"] = [*copy.copy(mounts), {"name": name, "mountPath": path}]
+
+    async def recreate(self, *disks: str) -> None:
+        """Attach and detach disks as the CPI does: delete without grace and create.
+
+        It then sleeps for fifteen seconds, in which the former container ends. Until then two agents have one name.
+        """
+        pod = self.namespace.pod(self.name)
+        former = await pod.container()
+        await self.namespace.kubectl("delete", "pod", self.name, "--force", "--grace-period=0")
+        await self.create(*disks)
+        await pod.until_ended(former)
+        await self.bosh.until_pong()
+
+    async def exec(self, *command: str) -> str:
+        return await self.namespace.pod(self.name).exec(*command)
+
+
+def _claim(name: str) -> Document:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {
+            "accessModes": ["ReadWriteOnce"],
+            "storageClassName": "",
+            "resources": {"requests": {"storage": "64Mi"}},
+        },
+    }
+
+
+@pytest.mark.parametrize("name", CPIS)
+async def test_disks_come_and_go_with_the_pods_of_other_cpis(
+    namespace: Namespace, bosh: Environment, name: str
+) -> None:
+    """A first deploy with a disk, the pod once more while its former container still ends, a larger disk, detaching."""
+    cpi = CPIS[name]
+    vm = Vm(cpi, namespace, bosh)
+    old = cpi.disk(OLD)
+    bosh.blobs.mkdir()
+    await vm.create()
+    await bosh.until_pong()
+    await vm.recreate(OLD)
+    await bosh.director.run(AGENT, "mount_disk", old)
+    await bosh.deploy()
+    await vm.exec("touch", "/var/vcap/store/kept")
+
+    await vm.recreate(OLD)
+
+    assert await bosh.director.run(AGENT, "list_disk") == [old]
+    await bosh.deploy()
+    last = OLD
+    if cpi.has_many_disks:
+        await bosh.director.run(AGENT, "stop")
+        await vm.recreate(OLD, NEW)
+        await bosh.director.run(AGENT, "mount_disk", cpi.disk(NEW))
+        await bosh.director.run(AGENT, "migrate_disk", old, cpi.disk(NEW))
+        await bosh.director.run(AGENT, "unmount_disk", old)
+        await vm.recreate(NEW)
+        await bosh.deploy()
+        last = NEW
+    await vm.exec("test", "-e", "/var/vcap/store/kept")
+    assert await bosh.director.run(AGENT, "list_disk") == [cpi.disk(last)]
+    await bosh.director.run(AGENT, "stop")
+    await bosh.director.run(AGENT, "unmount_disk", cpi.disk(last))
+    await vm.recreate()
+    assert await bosh.director.run(AGENT, "list_disk") == []
+    assert (namespace.volume(cpi.claim.format(last)) / "kept").exists()
