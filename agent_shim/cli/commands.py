@@ -294,6 +294,8 @@ def _add_for_operators(command: Command) -> None:
     text = "stop all jobs in order, as at the end of the container: pre-stop, drain, stop, post-stop"
     drain = command("drain", _drain, text)
     drain.add_argument("--timeout", type=_seconds, metavar="S", help="total seconds (default: the grace)")
+    text = "cut scripts short if a drain is already running; process 1 does so when it is to end"
+    drain.add_argument("--hurry", action="store_true", help=text)
     _base_option(drain)
 
 
@@ -434,7 +436,7 @@ def _argument(text: str) -> Any:
 
 
 def _drain(args: argparse.Namespace) -> int:
-    answer = _ask(args, {"command": "drain", "timeout": args.timeout}, timeout=None)
+    answer = _ask(args, {"command": "drain", "timeout": args.timeout, "hurry": args.hurry}, timeout=None)
     if "exception" in answer:
         raise NoAgentError(answer["exception"]["message"])
     print(safetext.lines(answer["summary"]))

@@ -250,6 +250,8 @@ class Daemon:
             case {"command": "drain"} if live is None:
                 return msgspec.json.encode({"clean": True, "summary": f"nothing to stop: the agent is {self._phase}"})
             case {"command": "drain", "timeout": grace} if live is not None and live.is_booted:
+                if request.get("hurry") and live.endings.orderly_stop is not None:
+                    live.endings.orderly_stop.hurry.set()
                 await live.endings.begin_orderly_stop(float(grace if grace is not None else self._config.shim.grace))
                 stop = live.endings.orderly_stop
                 assert stop is not None

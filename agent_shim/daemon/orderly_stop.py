@@ -28,13 +28,19 @@ KILL_RESERVE_S: Final = 3.0
 """Seconds before the end of the grace at which scripts are cut short."""
 MIN_STOP_S: Final = 1.0
 """Minimum seconds for the stop."""
+HURRIED_SCRIPT_END_S: Final = 0.2
+"""Time for scripts to end in a hurry: a kubelet that evicts a pod kills it two seconds after the signal."""
 NEXT_STATES: Final = dict.fromkeys(
     ("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep"
 )
 
 
 class OrderlyStop(msgspec.Struct):
-    """One stop. ``hurry`` cuts the scripts short, ``reasons`` list deviations from a clean stop."""
+    """One stop. ``reasons`` list deviations from a clean stop.
+
+    ``hurry`` cuts the scripts short. It is set by a signal that ends the container while a stop already runs: a kubelet
+    sends one during a preStop hook only if the time is up, or if it evicts the pod.
+    """
 
     grace: float
     hurry: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
@@ -79,6 +85,7 @@ class OrderlyStop(msgspec.Struct):
             self.reasons.append(f"{name} scripts were cut short")
             working.cancel()
             # Their end may take half of the remaining time. The other half is for the processes.
-            await asyncio.wait({working}, timeout=max(0.0, self.ends_at - time.monotonic()) / 2)
+            half = max(0.0, self.ends_at - time.monotonic()) / 2
+            await asyncio.wait({working}, timeout=min(half, HURRIED_SCRIPT_END_S) if self.hurry.is_set() else half)
         elif (error := working.exception()) is not None:
             self.reasons.append(f"{name}: {error}")

@@ -103,6 +103,22 @@ async def test_an_end_that_is_not_clean_says_so(site: Site) -> None:
         assert "drain scripts were cut short" in container.logs()
 
 
+async def test_signal_during_a_drain_cuts_it_short(site: Site) -> None:
+    """A kubelet gives the hook of an evicted pod one second, and the container two more."""
+    leaves = "/var/vcap/data/trace"
+    async with site.container("/sbin/init") as container:
+        await container.put(SETTINGS, site.settings())
+        await site.deploy({"sleeper": draining(600, leaves=leaves)})
+        hook = asyncio.create_task(container.status_of("agent-shim", "drain", "--timeout", "900"))
+        await container.until(0, "grep", "-q", ".", leaves)
+        async with asyncio.timeout(60):
+            await container.signal("TERM")
+            assert await container.ended() == 1
+            await hook
+
+        assert "not clean: drain scripts were cut short" in container.logs()
+
+
 async def test_somebody_logs_in(site: Site) -> None:
     """The key that ``bosh ssh`` sends opens the door: the server was not there before, and goes with its last user."""
     key = site.scratch / "key"

@@ -113,6 +113,7 @@ complete -c agent-shim -n '_shtab_agent_shim_using doctor' -s b -xka "(__fish_co
 complete -c agent-shim -n '_shtab_agent_shim_using; and test $_shtab_agent_shim_npos -eq 0' -a drain -d 'Stop all jobs in order, as at the end of the container: pre-stop, drain, stop, post-stop.'
 complete -c agent-shim -n '_shtab_agent_shim_using drain' -s h -l help -d 'show this help message and exit'
 complete -c agent-shim -n '_shtab_agent_shim_using drain' -l timeout -x -d 'total seconds (default: the grace)'
+complete -c agent-shim -n '_shtab_agent_shim_using drain' -l hurry -d 'cut scripts short if a drain is already running; process 1 does so when it is to end'
 complete -c agent-shim -n '_shtab_agent_shim_using drain' -s b -xka "(__fish_complete_directories)" -d 'root directory instead of /var/vcap'
 complete -c agent-shim -n '_shtab_agent_shim_using; and test $_shtab_agent_shim_npos -eq 0' -a start -d 'Start services and their dependencies.'
 complete -c agent-shim -n '_shtab_agent_shim_using start' -s h -l help -d 'show this help message and exit'
