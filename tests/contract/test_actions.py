@@ -508,6 +508,7 @@ async def test_a18_upload_with_line_breaks_is_used_and_a_wrong_checksum_refused(
     assert "illegal base64 data" in await world.error("upload_blob", upload | {"payload": "!!"})
 
 
+@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize("blob_id", ["../x", "a/b", "", ".", ".."])
 async def test_a18_blob_ids_that_are_no_file_names_are_refused(world: World, blob_id: str) -> None:
     upload = {"blob_id": blob_id, "checksum": hashlib.sha1(b"x").hexdigest(), "payload": "eA=="}
@@ -520,6 +521,7 @@ async def test_a19_list_disk_without_disks(world: World) -> None:
     assert await world.value("list_disk") == []
 
 
+@pytest.mark.attack("a request puts orders for `ip` into an address")
 async def test_a25_delete_arp_entries_never_fails(world: World) -> None:
     assert await world.call("delete_arp_entries", {"ips": ["192.0.2.1", "not an address; rm -rf /", ""]}) == {
         "value": {}

@@ -108,6 +108,7 @@ async def test_a_task_that_is_cut_short_has_its_reason(
     assert [(line["result"], line.get("error")) for line in ends] == [("failed", "CancelledError")]
 
 
+@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_no_argument_no_value_and_no_bug_is_reported(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

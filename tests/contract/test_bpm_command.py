@@ -221,6 +221,7 @@ async def test_run_shows_output_and_ends_as_the_process_does(tmp_path: Path) -> 
         assert not (found.paths.sys / "run/bpm/web/web.pid").exists()
 
 
+@pytest.mark.attack("text of a job gives orders to an operator's terminal")
 @pytest.mark.parametrize("terminals", [("stdout", "stderr"), ("stderr",), ("stdout",)], ids="+".join)
 async def test_what_run_shows_gives_no_orders_to_a_terminal(tmp_path: Path, terminals: tuple[str, ...]) -> None:
     """Escape sequences of a process are shown by their numbers there. The stream that is none gets its bytes."""
@@ -245,6 +246,7 @@ async def test_what_run_shows_gives_no_orders_to_a_terminal(tmp_path: Path, term
                 assert (found.paths.base / name).read_bytes() == b"\x1b]0;owned\x07\n"
 
 
+@pytest.mark.attack("text of a job gives orders to an operator's terminal")
 async def test_lists_and_errors_give_no_orders_to_a_terminal(tmp_path: Path) -> None:
     """Names and values of a bpm.yml come from a release."""
     async with machine(tmp_path) as found:

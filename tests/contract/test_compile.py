@@ -289,6 +289,7 @@ async def test_a16_result_that_cannot_be_stored(world: World) -> None:
     assert left(world) == []
 
 
+@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_a_signed_url_is_in_no_text(world: World, server: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Neither in the log nor in what can be read of the task and the package; nor its headers."""
     caplog.set_level("DEBUG")

@@ -37,6 +37,7 @@ async def test_d1_a_bare_digest_is_a_sha1(world: World) -> None:
     assert await refused(world, SHA1) == ""
 
 
+@pytest.mark.attack("a blobstore delivers another blob than the requested one")
 @pytest.mark.parametrize(
     "good", [f"{WRONG};sha256:{SHA256}", f"sha256:00;sha512:{SHA512};{WRONG}", f"sha512:{SHA512};sha256:00"]
 )
@@ -59,6 +60,7 @@ async def test_d4_two_of_one_algorithm_are_refused(world: World) -> None:
     )
 
 
+@pytest.mark.attack("a blobstore delivers another blob than the requested one")
 @pytest.mark.parametrize("empty", ["", ";", ";;;"])
 async def test_d5_a_blob_without_a_digest_is_refused(world: World, empty: str | None) -> None:
     assert await refused(world, empty) == "no digest algorithm found. Supported algorithms: sha1, sha256, sha512"

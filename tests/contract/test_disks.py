@@ -172,6 +172,7 @@ async def test_a24_a_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world
     assert not link.is_symlink()
 
 
+@pytest.mark.attack("a request names no disk")
 @pytest.mark.parametrize("cid", ["", None])
 @pytest.mark.parametrize("method", ["mount_disk", "unmount_disk"])
 async def test_a21_a_request_without_a_cid_touches_no_disk(world: World, method: str, cid: str | None) -> None:
@@ -183,6 +184,7 @@ async def test_a21_a_request_without_a_cid_touches_no_disk(world: World, method:
     assert world.paths.store.resolve() == stranger
 
 
+@pytest.mark.attack("a request names no disk")
 @pytest.mark.parametrize("cid", ["", None])
 async def test_a23_a_disk_without_a_cid_is_never_known(world: World, cid: str | None) -> None:
     hint = volume(world, "nameless")

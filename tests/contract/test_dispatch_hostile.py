@@ -155,6 +155,7 @@ def test_each_action_has_arguments(world: World) -> None:
     assert arguments(world).keys() == ACTIONS.keys()
 
 
+@pytest.mark.attack("a request is malformed, or has a value of another type")
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in WORKING)) for name in sorted(ACTIONS)]
 )

@@ -24,6 +24,7 @@ from tests.support.world import World, is_running
 UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 
+@pytest.mark.attack("a request is malformed, or has a value of another type")
 @pytest.mark.parametrize(
     "request_bytes", [b"{", b'{"method":"ping","protocol":"3"}', b'{"method":"ping","reply_to":5}']
 )

@@ -40,6 +40,7 @@ WRONG = (
 )
 
 
+@pytest.mark.attack("a neighbour calls the create-env endpoint without the password")
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/agent"), ("GET", "/agent"), ("PUT", "/blobs/a/b"), ("GET", "/blobs/")]
 )
@@ -125,6 +126,7 @@ async def test_t9_absent_blob_is_404(cli: Cli) -> None:
     assert (answer.status, answer.body) == (404, b"")
 
 
+@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize("blob_id", ["", "..", ".hidden", "-c", "%2e%2e", "a%2F..", "a%00b", "x" * 256, "tmp"])
 async def test_t9_id_that_is_no_plain_name_is_refused(cli: Cli, world: World, blob_id: str) -> None:
     before = sorted(world.paths.data.rglob("*"))
@@ -140,6 +142,7 @@ async def test_t9_id_that_is_no_plain_name_is_refused(cli: Cli, world: World, bl
     assert [path for path in held if path.startswith(str(world.paths.blobs))] == []
 
 
+@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 async def test_t9_link_is_no_blob(cli: Cli, world: World) -> None:
     (world.paths.blobs / "link").symlink_to("/etc/passwd")
 

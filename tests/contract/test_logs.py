@@ -136,6 +136,7 @@ async def test_a5_logs_that_are_not_there_make_an_empty_archive(world: World) ->
     assert await fetched(world, "system") == {}
 
 
+@pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
 async def test_a5_a_job_cannot_have_other_files_read(world: World) -> None:
     (world.paths.log / "web/secret.log").symlink_to(world.paths.settings_cache)
     (world.paths.log / "web/all").symlink_to(world.paths.bosh)
@@ -217,6 +218,7 @@ async def test_the_oldest_bundle_makes_way_for_one_too_many(world: World, monkey
     assert [path.exists() for path in paths] == [False, True, True]
 
 
+@pytest.mark.attack("an SSH user reads another operator's archive of logs")
 @pytest.mark.root
 @pytest.mark.parametrize(("owner", "group"), [("nobody", None), ("nobody:daemon", "daemon")])
 async def test_a4_a_bundle_belongs_to_whom_it_is_for(world: World, owner: str, group: str | None) -> None:
@@ -287,6 +289,7 @@ async def test_remove_file_removes_a_file_among_the_temporary_ones(world: World)
     assert [path.name for path in (left, link, target) if os.path.lexists(path)] == ["target"]
 
 
+@pytest.mark.attack("a request removes another file than an archive of logs")
 async def test_remove_file_removes_nothing_else(world: World) -> None:
     """The Go agent removes any path as root, with everything below it."""
     kept = await world.value("bundle_logs", {"log_type": "job"})
@@ -322,6 +325,7 @@ async def test_a4_removing_a_missing_bundle_succeeds(world: World, path: str) ->
     assert await world.call("remove_file", path) == {"value": path}
 
 
+@pytest.mark.attack("a request removes another file than an archive of logs")
 async def test_a_link_in_the_place_of_a_bundle_is_removed_and_not_followed(world: World) -> None:
     path = Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"])
     victim = world.paths.base / "victim"

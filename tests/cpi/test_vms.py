@@ -300,6 +300,7 @@ def helpers(cluster: Cluster) -> list[str]:
     return [" ".join(one["command"][5:]) for one in containers if one["name"] == attachments.CONTAINER]
 
 
+@pytest.mark.attack("root in a container of the CPI fills the node's file system")
 @pytest.mark.parametrize("tier", ["userns", "privileged", "base"])
 def test_room_on_the_node_is_bounded_before_a_job_runs(cpi: Cpi, cluster: Cluster, tier: str) -> None:
     """Root of a user namespace mounts the directory of its live disks writable. Root of the node does what it wants."""

@@ -104,6 +104,7 @@ async def test_the_cache_of_create_env_is_the_directory_of_the_bus(paths: Paths)
     assert await content(made(paths, "local", blobstore_path="/var/vcap/micro_bosh/data/cache")) == b"data"
 
 
+@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
@@ -217,6 +218,7 @@ async def test_a_program_that_replaces_the_file_is_understood(paths: Paths) -> N
     assert list(paths.tmp.iterdir()) == []
 
 
+@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_a_failing_program_is_quoted_without_secrets(paths: Paths) -> None:
     """Neither options nor signed queries nor users of URLs are in errors. Hosts may be."""
     program(
@@ -263,6 +265,7 @@ async def test_a_cancelled_program_is_ended(paths: Paths, tmp_path: Path) -> Non
     assert list(paths.tmp.iterdir()) == []
 
 
+@pytest.mark.attack("a blobstore sends without end")
 async def test_endless_output_is_not_kept_in_memory(paths: Paths) -> None:
     program(paths, "head -c 64000000 /dev/zero | tr '\\0' x >&2; echo the end; exit 1")
     tracemalloc.start()

@@ -16,6 +16,7 @@ from tests.support.broker import NatsServer, knowing
 from tests.support.waiting import until
 
 
+@pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
 async def test_agent_speaks_only_for_itself(tmp_path: Path) -> None:
     """An agent may notify the Health Monitor about itself, and about no other."""
     async with (
@@ -34,6 +35,7 @@ async def test_agent_speaks_only_for_itself(tmp_path: Path) -> None:
         assert monitor.of("alert", "other") == []
 
 
+@pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
 @pytest.mark.parametrize("subject", ["agent.other", "agent.>", "_INBOX.x", "director.>"])
 async def test_agent_hears_only_its_own(tmp_path: Path, subject: str) -> None:
     """Another subscription is refused."""

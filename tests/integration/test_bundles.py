@@ -296,6 +296,7 @@ async def test_jobs_get_their_directories_once(paths: Paths, bundles: Bundles, t
 # --- blobs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize("blob_id", ["../x", "a/b", "", "tmp/.."])
 async def test_a_blob_has_a_plain_name(paths: Paths, bundles: Bundles, blob_id: str) -> None:
     """Or it is not kept, and nothing is deleted."""
@@ -364,6 +365,7 @@ async def test_trouble_with_the_disk_is_a_failed_action(
         await do(bundles, bundle)
 
 
+@pytest.mark.attack("a worker answers another request, or dies at any moment")
 async def test_an_answer_for_another_request_is_noticed(paths: Paths) -> None:
     """One outcome for each bundle."""
 

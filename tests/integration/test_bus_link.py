@@ -95,6 +95,7 @@ async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:
         assert bus.stats.attempts == 2
 
 
+@pytest.mark.attack("a neighbour sends the agent nonsense from a server that it accepts as the bus")
 @pytest.mark.parametrize(
     "words",
     [
@@ -142,6 +143,7 @@ async def test_strange_word_does_no_harm(words: bytes) -> None:
         assert bus.stats.connects == 1
 
 
+@pytest.mark.attack("a neighbour sends the agent nonsense from a server that it accepts as the bus")
 async def test_servers_of_a_cluster_are_forgotten() -> None:
     """The settings have the addresses. nats-py remembers all that a server ever says, and compares each with them."""
 
@@ -180,6 +182,7 @@ async def test_the_loop_logs_no_error_of_a_handshake_that_fails_as_the_agent_end
     assert caplog.records == []
 
 
+@pytest.mark.attack("a neighbour stalls the connection to the bus")
 async def test_pings_of_a_server_that_reads_nothing_end_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers to them wait in memory. The pongs it sends unasked would keep the link alive."""
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
@@ -198,6 +201,7 @@ async def test_pings_of_a_server_that_reads_nothing_end_the_link(monkeypatch: py
     assert sent < 50_000_000
 
 
+@pytest.mark.attack("a neighbour sends the agent nonsense from a server that it accepts as the bus")
 @pytest.mark.parametrize("words", [b"MSG agent.agent 1 %d\r\n" % 10**11, b"INFO ", b"MSG ", b"+"])
 async def test_line_or_message_without_an_end_is_not_kept(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection ends by the bytes, before its pings fail."""
@@ -220,6 +224,7 @@ async def test_line_or_message_without_an_end_is_not_kept(words: bytes, monkeypa
     assert sent < 20_000_000
 
 
+@pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 @pytest.mark.parametrize("limit", ["5", '"x"', "null", "-1", "[]"])
 async def test_limit_that_was_told_in_the_clear_does_not_make_the_agent_mute(limit: str) -> None:
     """One word before TLS, and each later reply and heartbeat was dropped."""
@@ -270,6 +275,7 @@ async def test_subscription_that_is_denied() -> None:
         assert bus.stats.attempts == 3
 
 
+@pytest.mark.attack("a neighbour stalls the connection to the bus")
 @pytest.mark.parametrize("lines", [0, 1, 2, 3])
 async def test_server_that_falls_silent_in_the_handshake(lines: int) -> None:
     """At whichever point it stops answering, the attempt ends and another begins."""
@@ -334,6 +340,7 @@ async def test_end_during_a_failed_attempt_leaves_no_connection() -> None:
         await asyncio.wait_for(closed.wait(), 30)
 
 
+@pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 async def test_plain_server_is_not_talked_to() -> None:
     """A man in the middle who removes TLS from the server's greeting gets no bytes from the agent."""
     plain = json.loads(INFO[5:])
@@ -351,6 +358,7 @@ async def test_plain_server_is_not_talked_to() -> None:
     assert seen == []
 
 
+@pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 async def test_old_tls_is_not_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A man in the middle who offers only TLS 1.1 gets no bytes, though OpenSSL would speak it. Others do."""
     real, seen = tls.client_context, list[str]()
@@ -375,6 +383,7 @@ async def test_old_tls_is_not_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
         writer.close()
 
 
+@pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 async def test_words_in_the_clear_are_not_believed() -> None:
     """Bytes after the greeting and before TLS are not taken for the server's."""
     heard = []

@@ -135,6 +135,7 @@ async def test_source_is_gone_before_the_package_is_packed(paths: Paths, store: 
     assert list(paths.tmp.iterdir()) == []
 
 
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 async def test_nothing_follows_a_link_where_the_logs_should_be(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
     """vcap may have put it there."""
     victim = tmp_path / "victim"

@@ -20,6 +20,7 @@ async def echo(request: dict[str, Any], line: bytes, _: control_server.Peer) -> 
     return json.dumps({"request": request, "size": len(line)}).encode()
 
 
+@pytest.mark.attack("a job connects to the control socket")
 async def test_a_request_is_answered_and_the_socket_is_private(tmp_path: Path) -> None:
     """Each kind of value arrives, in both directions. A socket that a dead agent has left is replaced."""
     sent = {"text": 'a"\\\n\x1b\u00e9', "list": ["x", ()], "numbers": [1, -2, 0.5], "rest": [None, True, False, {}]}

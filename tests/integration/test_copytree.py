@@ -44,6 +44,7 @@ def big(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.attack("a job has a disk migration write through its links")
 def test_a_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Names are no options. Former content is removed, and its links lead nowhere."""
     source, target = pair
@@ -88,6 +89,7 @@ def test_spared_names_are_left_alone_at_the_top_of_both_sides(pair: tuple[Path, 
     assert fingerprint(target, spared=skipped) == fingerprint(source, spared=skipped)
 
 
+@pytest.mark.attack("a job has a disk migration write through its links")
 @pytest.mark.usefixtures("big")
 def test_a_copy_is_closed_to_jobs_until_it_is_complete(pair: tuple[Path, Path]) -> None:
     """A job would put a link in the place of a directory, and tar write where it leads."""
@@ -140,6 +142,7 @@ def test_a_source_that_never_rests_is_named(pair: tuple[Path, Path], big: Path) 
     assert phases.count("counting") == copytree.MAX_ATTEMPTS
 
 
+@pytest.mark.attack("a job ends a disk migration with a path or a time that cannot be copied")
 def test_a_tree_deeper_than_a_path_may_be_long_ends_the_copy(pair: tuple[Path, Path]) -> None:
     """A job needs no privilege to make one. The first message of tar names it, once."""
     source, target = pair

@@ -212,6 +212,7 @@ async def test_create_env_and_delete_env(machine: Machine) -> None:
     assert await machine.stop() == 0
 
 
+@pytest.mark.attack("a reader finds secrets in the log")
 async def test_no_password_is_in_the_log(machine: Machine) -> None:
     """The log has no password of the address and none that callers sent. The agent refuses a bus of another kind."""
     await machine.start()

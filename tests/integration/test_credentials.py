@@ -112,6 +112,7 @@ async def test_the_certificate_that_begins_later_is_used_also_by_the_next_start(
     assert "the server does not know us" not in instance.log_text().split("the agent stops")[-1]
 
 
+@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 async def test_an_agent_returns_with_its_former_credentials_when_the_new_ones_fail(
     instance: World,
 ) -> None:
@@ -147,6 +148,7 @@ async def test_a_certificate_near_its_end_is_reported(instance: World) -> None:
     assert told in (await instance.execute("status"))[1]
 
 
+@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 async def test_an_invalid_certificate_is_refused_beside_a_good_one_of_the_settings(instance: World) -> None:
     """The Director has to learn of it: it would believe the agent on its new credentials."""
     await instance.start_agent()

@@ -51,6 +51,7 @@ async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(instance: World
     assert instance.pids() == before
 
 
+@pytest.mark.attack("a job reads the memory or a core file of the agent")
 async def test_the_agent_may_open_more_files_than_its_jobs_and_leaves_no_core(instance: World) -> None:
     """Jobs get the soft limit of the container, as under the Go agent and monit. A job may have thousands of processes,
     each a descriptor of the agent. A core file would hold the key of the bus. A job may still ask for one.
@@ -245,6 +246,7 @@ async def test_unknown_agent_is_refused_and_comes_up_when_the_server_learns_of_i
     assert await asyncio.to_thread(readiness, port, "agent") == (200, "connected\n")
 
 
+@pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(instance: World) -> None:
     """Half-written files are removed at the next start: SIGKILL in the middle of a write leaves them without a name."""
     await instance.start_agent()

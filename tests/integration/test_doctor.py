@@ -106,6 +106,7 @@ def test_a_configuration_that_was_named_and_is_not_there_is_an_error(tmp_path: P
     )
 
 
+@pytest.mark.attack("a reader finds secrets in the log")
 @pytest.mark.parametrize(
     "url",
     [

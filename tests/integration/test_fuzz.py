@@ -11,6 +11,7 @@ from agent_shim.core.errors import ShimError
 from tools.chaos import fuzz
 
 
+@pytest.mark.attack("a request is malformed, or has a value of another type")
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_mutated_input_is_read_or_refused(name: str) -> None:
     """Inputs that once broke something are the first."""

@@ -60,6 +60,7 @@ LENGTHS = {
 }
 
 
+@pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 async def test_a_body_that_would_be_too_large_is_refused_at_its_head(where: Where, length: bytes) -> None:
     """However its length is written, and whatever of it comes."""
@@ -79,6 +80,7 @@ BEGINNINGS = {
 }
 
 
+@pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
 async def test_no_connection_makes_us_keep_more_than_a_request(where: Where, beginning: bytes) -> None:
     """Fifty megabytes after any beginning: the connection ends, and memory does not grow by as much."""
@@ -121,6 +123,7 @@ AMBIGUOUS = {
 }
 
 
+@pytest.mark.attack("a neighbour hides a second request behind the first")
 @pytest.mark.parametrize("headers", AMBIGUOUS.values(), ids=AMBIGUOUS)
 async def test_ambiguous_requests_are_refused(where: Where, heard: list[Request], headers: bytes) -> None:
     answer = await ask(where, b"POST /web HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n0\r\n\r\n")
@@ -129,6 +132,7 @@ async def test_ambiguous_requests_are_refused(where: Where, heard: list[Request]
     assert heard == []
 
 
+@pytest.mark.attack("a neighbour hides a second request behind the first")
 @pytest.mark.parametrize(
     "line", [b"GET / HTTP/0.9", b"GET / HTTP/2.0", b"GET / HTTP/1.2", b"GET /\0 HTTP/1.1", b"GET /"]
 )
@@ -137,6 +141,7 @@ async def test_another_protocol_is_refused(where: Where, heard: list[Request], l
     assert heard == []
 
 
+@pytest.mark.attack("a neighbour hides a second request behind the first")
 async def test_a_second_request_on_a_connection_is_not_heard(where: Where, heard: list[Request]) -> None:
     answer = await ask(where, b"GET /1 HTTP/1.1\r\n\r\nPOST /2 HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
 
@@ -145,6 +150,7 @@ async def test_a_second_request_on_a_connection_is_not_heard(where: Where, heard
     assert answer.endswith(b"here")
 
 
+@pytest.mark.attack("a neighbour hides a second request behind the first")
 async def test_what_follows_a_request_does_not_change_its_method_or_version(where: Where, heard: list[Request]) -> None:
     for follows in (b"HEAD /2 HTTP/1.1\r\n\r\n", b"DELETE /2 HTTP/1.1\r\n\r\n", b"GET /2 HTTP/0.9\r\n\r\n"):
         answer = await ask(where, b"POST /1 HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody" + follows)
@@ -179,6 +185,7 @@ async def test_a_request_is_the_same_in_one_piece_and_byte_by_byte(
     )
 
 
+@pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_a_caller_is_heard_though_more_than_there_is_room_for_come_behind_it(where: Where) -> None:
     """All wait in the kernel when the loop turns."""
     with socket.create_connection(where) as probe, ExitStack() as crowd:
@@ -188,6 +195,7 @@ async def test_a_caller_is_heard_though_more_than_there_is_room_for_come_behind_
         assert (await asyncio.to_thread(probe.recv, 100)).startswith(b"HTTP/1.0 200 ")
 
 
+@pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_idle_connections_of_one_address_do_not_close_those_of_another(where: Where) -> None:
     reader, writer = await asyncio.open_connection(*where)
     async with AsyncExitStack() as crowd:
@@ -209,6 +217,7 @@ async def test_callers_that_have_gone_take_no_room(where: Where, monkeypatch: py
     writer.close()
 
 
+@pytest.mark.attack("a neighbour hides a second request behind the first")
 async def test_a_trailer_is_not_read_as_a_header(where: Where, heard: list[Request]) -> None:
     """A proxy may have looked for a password in the head alone."""
     head = b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"

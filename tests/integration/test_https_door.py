@@ -264,6 +264,7 @@ async def test_requests_beyond_64_mib_get_503_and_later_ones_are_answered(agent:
         assert bus.stats.flooded >= 1
 
 
+@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 async def test_strangers_do_not_take_the_place_of_who_knows_the_password(agent: Agent, tmp_path: Path) -> None:
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         cli = Cli(bus.port)
@@ -278,6 +279,7 @@ async def test_strangers_do_not_take_the_place_of_who_knows_the_password(agent: 
         assert (await read_answer(reader)).status == 200
 
 
+@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize("begins_tls", [False, True])
 async def test_full_door_drops_the_oldest_stranger_though_it_has_not_even_begun_tls(
     agent: Agent, tmp_path: Path, begins_tls: bool
@@ -299,6 +301,7 @@ async def test_full_door_drops_the_oldest_stranger_though_it_has_not_even_begun_
         assert await Cli(bus.port).value("ping") == "ping"
 
 
+@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 async def test_strangers_of_one_address_do_not_close_the_handshake_of_another(agent: Agent, tmp_path: Path) -> None:
     """Twenty connections during one handshake, over a long line."""
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
@@ -312,6 +315,7 @@ async def test_strangers_of_one_address_do_not_close_the_handshake_of_another(ag
         writer.close()
 
 
+@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 async def test_a_flood_of_handshakes_keeps_no_other_caller_out(agent: Agent, tmp_path: Path) -> None:
     """Twice as many strangers as there are places: each makes a handshake and comes again."""
     done = 0
@@ -415,6 +419,7 @@ async def test_invalid_http_or_tls_ends_only_its_connection(hasty: HttpsBus, sai
     assert await cli.value("ping") == "ping"
 
 
+@pytest.mark.attack("a neighbour calls the create-env endpoint without the password")
 async def test_old_tls_is_not_spoken_to_callers(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that offers only TLS 1.1 is refused, though OpenSSL would accept it.
 
@@ -438,6 +443,7 @@ async def test_old_tls_is_not_spoken_to_callers(agent: Agent, tmp_path: Path, mo
     assert await spoken() == "TLSv1.1"
 
 
+@pytest.mark.attack("a neighbour calls the create-env endpoint without the password")
 @pytest.mark.parametrize(
     ("to", "body", "status"),
     [(("PUT", dav_path("one")), b"abc", 201), (("POST", "/agent"), b'{"method":"break"}', 500)],
@@ -496,6 +502,7 @@ async def test_port_that_is_taken_is_tried_again(
         await asyncio.gather(running, return_exceptions=True)
 
 
+@pytest.mark.attack("a neighbour calls the create-env endpoint without the password")
 async def test_address_without_a_password_lets_nobody_in(agent: Agent, tmp_path: Path) -> None:
     async with on_https(agent.handle, tmp_path, mbus(urls=("https://127.0.0.1:0",))) as bus:
         for auth in ("", basic("", ""), "Basic "):
@@ -533,6 +540,7 @@ async def test_an_unusable_certificate_or_address_keeps_the_old_one(bus: HttpsBu
     assert await Cli(bus.port).value("ping") == "ping"
 
 
+@pytest.mark.attack("a reader finds secrets in the log")
 @pytest.mark.parametrize(
     ("address", "said"),
     [
@@ -558,6 +566,7 @@ async def test_an_address_that_cannot_be_listened_at_is_reported_without_its_pas
 # --- strangers that never end -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize(
     ("begin", "again"),
     [
@@ -590,6 +599,7 @@ async def test_what_a_stranger_sends_without_an_end_is_not_kept(bus: HttpsBus, b
     assert (await Cli(bus.port).call("ping")) == {"value": "ping"}
 
 
+@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize(("begin", "again"), [(b"GET /agent HTTP/1.1\r\nX: ", b"a"), (b"", b"\r\n")])
 async def test_stranger_that_sends_a_little_at_a_time_is_dropped(hasty: HttpsBus, begin: bytes, again: bytes) -> None:
     """Something always comes before the time is over that a whole head has."""

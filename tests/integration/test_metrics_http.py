@@ -185,6 +185,7 @@ async def test_half_closed_client(where: Where) -> None:
     assert answer.endswith(b"ok\n")
 
 
+@pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_slow_client_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that does not end in time, even if bytes trickle in, loses only its own connection."""
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
@@ -212,6 +213,7 @@ async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float)
             await asyncio.sleep(pause)
 
 
+@pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_client_that_never_closes_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that keeps the connection after the response loses it."""
     monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
@@ -224,6 +226,7 @@ async def test_client_that_never_closes_is_dropped(where: Where, monkeypatch: py
     writer.close()
 
 
+@pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every place taken by connections that say nothing, a probe is answered at once and the oldest goes."""
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 600.0)
@@ -238,6 +241,7 @@ async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: p
             writer.close()
 
 
+@pytest.mark.attack("a job takes the port of the metrics or of sshd")
 async def test_agent_runs_while_its_port_is_in_use_or_off(caplog: pytest.LogCaptureFixture) -> None:
     """A port in use is an error that names the address. The agent continues without it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

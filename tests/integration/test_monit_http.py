@@ -249,6 +249,7 @@ async def test_the_machine_itself_takes_each_action(world: World) -> None:
 # --- who may ask ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack("a job calls monit's port without the password")
 async def test_without_the_password_nothing_is_reported_or_done(world: World) -> None:
     """401, and the service runs on. A file that is missing or empty opens nothing."""
     async with listening(world, world.job("web")) as (supervisor, where):
@@ -270,6 +271,7 @@ async def test_without_the_password_nothing_is_reported_or_done(world: World) ->
             world.paths.monit_user.touch()
 
 
+@pytest.mark.attack("a job calls monit's port without the password")
 async def test_mail_port_answers_and_takes_nothing() -> None:
     """A CPI that tries it sees a live agent; of a mail as monit would write it nothing is read, and it is hung up."""
     mail = b"From: monit@localhost\r\nService: web\r\nEvent: does not exist\r\nAction: alert\r\nDate: now\r\n\r\n.\r\n"

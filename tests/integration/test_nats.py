@@ -80,6 +80,7 @@ async def test_request_that_breaks_breaks_alone(tmp_path: Path) -> None:
         assert talk.bus.stats.connects == 1
 
 
+@pytest.mark.attack("another agent forges a reply_to")
 async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
     """The server denies a reply to another client's subject. The connection stays."""
 
@@ -95,6 +96,7 @@ async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
         assert "director.x.other.y" in talk.bus.stats.last_error
 
 
+@pytest.mark.attack("another agent forges a reply_to")
 @pytest.mark.parametrize(
     ("subject", "size"),
     [
@@ -121,6 +123,7 @@ async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str
         assert talk.bus.stats.connects == 1
 
 
+@pytest.mark.attack("another agent forges a reply_to")
 @pytest.mark.parametrize(
     "subject", ["agent.agent", "agent.other", "director.>", "hm.agent.alert.other", "$SYS.REQ.SERVER.PING", ">"]
 )
@@ -143,6 +146,7 @@ async def test_a_forged_reply_to_reaches_no_one_else(tmp_path: Path, subject: st
         assert (talk.bus.stats.connects, talk.bus.stats.received) == (1, 2)
 
 
+@pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
 @pytest.mark.parametrize("subject", ["agent.agent", "director.x.agent.y", "hm.agent.heartbeat.agent"])
 async def test_another_agent_neither_asks_us_nor_speaks_for_us(tmp_path: Path, subject: str) -> None:
     async with talking(tmp_path) as talk:

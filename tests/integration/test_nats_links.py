@@ -186,6 +186,7 @@ async def test_connections_that_do_not_last_are_paced(is_greeted: bool) -> None:
         assert time.monotonic() - began_at >= 0.3  # a busy machine only adds to the pauses
 
 
+@pytest.mark.attack("a neighbour stalls the connection to the bus")
 async def test_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publishing to a server that takes nothing fails after a while, and never blocks."""
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 1 << 20)
@@ -296,6 +297,7 @@ async def test_a_silent_name_server_does_not_delay_others(tmp_path: Path, monkey
         silence.set()
 
 
+@pytest.mark.attack("a reader finds secrets in the log")
 @pytest.mark.parametrize(
     "urls",
     [
@@ -319,6 +321,7 @@ async def test_addresses_that_are_none(tmp_path: Path, urls: tuple[str, ...]) ->
         assert bus.stats.last_error.startswith("cannot ")
 
 
+@pytest.mark.attack("a reader finds secrets in the log")
 @pytest.mark.parametrize(
     ("address", "told"),
     [

@@ -91,6 +91,7 @@ async def test_second_rotation_waits_until_the_first_has_closed_its_old_connecti
         assert time.monotonic() - began_at >= 0.5
 
 
+@pytest.mark.attack("a request is delivered twice")
 async def test_a_request_that_is_delivered_twice_is_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Director's reply subject names one request. Other callers may repeat themselves, and memory has a bound."""
     monkeypatch.setattr(nats, "MAX_SEEN", 3)
@@ -201,6 +202,7 @@ async def test_addresses_that_only_the_new_settings_have(tmp_path: Path) -> None
         assert await talk.director.value("agent", "ping") == "ping"
 
 
+@pytest.mark.attack("a neighbour answers neither look-ups nor connections, in the place of the bus or a name server")
 async def test_many_silent_addresses_take_no_longer_than_one(tmp_path: Path) -> None:
     """Each takes the timeout of an attempt, and the other tasks of the agent wait meanwhile."""
     async with talking(tmp_path, timing=replace(FAST, connect=2.0, unreachable=0.5)) as talk:

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("cgroups_or_not")
 WAITS = "echo begun >>$log; until [ -s {victim} ]; do sleep 0.02; done; cp {victim} $pidfile; " + LASTING
 
 
+@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_a_fresh_pidfile_that_names_a_younger_process_of_others_is_not_believed(world: World) -> None:
     """It lives on, the service is not called running, and its status says why."""
     victim, go = world.base / "victim", world.base / "go"
@@ -50,6 +51,7 @@ async def test_a_fresh_pidfile_that_names_a_younger_process_of_others_is_not_bel
         assert is_alive(parent)
 
 
+@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_a_pidfile_that_names_what_the_agent_started_for_itself_is_not_believed(world: World) -> None:
     """Its sshd, a script, a worker."""
     victim = world.base / "victim"
@@ -64,6 +66,7 @@ async def test_a_pidfile_that_names_what_the_agent_started_for_itself_is_not_bel
         assert own.is_alive
 
 
+@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("carries", ["its mark", "the mark of the liar", "no mark"])
 async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(world: World, carries: str) -> None:
     """Any mark is possible: more attributes identify a service's process."""
@@ -88,6 +91,7 @@ async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(wor
         await supervisor.stop(wait=True)
 
 
+@pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("entry", ["", "another job's mark", "the mark of a job that is not there"])
 async def test_what_forked_twice_and_changed_its_environment_does_not_survive_the_stop(
     world: World, entry: str
@@ -106,6 +110,7 @@ async def test_what_forked_twice_and_changed_its_environment_does_not_survive_th
         assert not is_alive(pid)
 
 
+@pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("user", ["0", "x"])
 async def test_a_process_whose_name_forges_its_user_does_not_survive_the_stop(world: World, user: str) -> None:
     """``/proc/PID/status`` begins with the name. The kernel escapes a newline there and no carriage return."""
@@ -120,6 +125,7 @@ async def test_a_process_whose_name_forges_its_user_does_not_survive_the_stop(wo
         assert not is_alive(pid)
 
 
+@pytest.mark.attack("a job hides a process from its stop")
 async def test_a_stop_of_one_job_says_what_it_cannot_tell(world: World, cgroups_or_not: cgroups.Tree | None) -> None:
     """With cgroups it is ended; without, it may be another job's: the stop fails and names it."""
     child = world.base / "child"
@@ -140,6 +146,7 @@ async def test_a_stop_of_one_job_says_what_it_cannot_tell(world: World, cgroups_
         assert not is_alive(pid)
 
 
+@pytest.mark.attack("a job outruns its stop by forking")
 @pytest.mark.parametrize("how", ["", "setsid", "setsid wipe"])
 async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop(
     world: World, how: str, cgroups_or_not: cgroups.Tree | None
@@ -200,6 +207,7 @@ async def test_an_endless_chain_of_forks_does_not_outrun_the_stop_of_the_next_ag
         counter.unlink(missing_ok=True)
 
 
+@pytest.mark.attack("a job outruns its stop by forking")
 @pytest.mark.parametrize("cgroups_or_not", ["none"], indirect=True)
 async def test_zombies_of_one_job_keep_no_other_job_from_its_stop_by_the_next_agent(world: World) -> None:
     """In each pass new processes of the other job have exited: a zombie has no environment."""
@@ -238,6 +246,7 @@ async def test_a_job_that_makes_its_environment_terabytes_long_starts_and_stops(
         assert not is_alive(pid)
 
 
+@pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("how", ["", "daemon", "wipe"])
 async def test_a_process_that_ended_its_first_thread_does_not_survive_the_stop(world: World, how: str) -> None:
     """The kernel calls it a zombie while its other threads run: as the service's process, and beside it."""
@@ -258,6 +267,7 @@ async def test_a_process_that_ended_its_first_thread_does_not_survive_the_stop(w
             os.close(pidfd)
 
 
+@pytest.mark.attack("a job hides a process from its stop")
 async def test_a_subreaper_of_the_job_hides_nothing(world: World) -> None:
     """Its orphans come to it, and with its end to us."""
     child = world.base / "child"
@@ -290,6 +300,7 @@ async def test_a_session_that_a_daemon_begins_after_its_pidfile_is_its_service_s
         await supervisor.stop(wait=True)
 
 
+@pytest.mark.attack("a job hides a process from its stop")
 async def test_a_process_of_root_that_a_stop_cannot_attribute_is_reported(
     world: World, cgroups_or_not: cgroups.Tree | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

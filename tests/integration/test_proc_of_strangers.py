@@ -30,6 +30,7 @@ async def test_an_environment_of_terabytes_is_read_as_far_as_its_bound(tmp_path:
     await huge.terminate(1)
 
 
+@pytest.mark.attack("a job hides a process from its stop")
 async def test_a_process_that_ended_its_first_thread_is_read_by_another_thread(tmp_path: Path) -> None:
     """The kernel shows none of its memory, files and environment under its own number."""
     headless = process.spawn(argv("leaderless.py", tmp_path / "pid"), env={"MARK": "web"}, cwd=tmp_path)

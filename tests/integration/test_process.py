@@ -159,6 +159,7 @@ sys.exit(asyncio.run(become()))"""
     assert done.stdout.split() == ids.split()
 
 
+@pytest.mark.attack("a job has root write a script's output through a link or a hard link")
 async def test_output_is_appended_to_a_regular_file_of_one_name_alone(env: dict[str, str], tmp_path: Path) -> None:
     """Both streams go to its end, and others may not read it. It holds with a reader of a pipe too."""
     log = tmp_path / "log"
@@ -361,6 +362,7 @@ asyncio.run(main())
     ]
 
 
+@pytest.mark.attack("a job joins the process group of another script, a worker or sshd")
 async def test_no_program_joins_the_group_of_another(env: dict[str, str], tmp_path: Path) -> None:
     """A job's process that a script has left would have the signals for its own group meet a script of root."""
     victim = process.spawn(["/bin/sleep", "600"], env=env)
@@ -382,6 +384,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.attack("a job reads the agent's terminal or types into it")
 def test_the_terminal_of_the_agent_is_closed_to_its_programs() -> None:
     """They could read from it, type into it, and have the agent stopped when it writes there."""
     pid, terminal = pty.fork()
@@ -455,6 +458,7 @@ async def test_group_of_a_dead_process_is_signalled_as_one_until_it_is_reaped(
     assert sent.count((child.pid, signal.SIGTERM)) == 1
 
 
+@pytest.mark.attack("a job has its process id reused between the check and the signal")
 async def test_a_signal_is_for_a_process_and_not_for_who_has_its_number(env: dict[str, str]) -> None:
     """A process with another start time is another process. After the end the number may be another's."""
     child = process.spawn(["/bin/sleep", "600"], env=env)

@@ -233,6 +233,7 @@ async def test_what_the_deployment_says_goes_first(logs: Path) -> None:
     assert log.stat().st_size == 0
 
 
+@pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
 async def test_links_and_second_names_are_left_alone(logs: Path, tmp_path: Path) -> None:
     """A job may point its log at any file of the machine: nothing is read from there, cut, or given away."""
     secret = tmp_path / "secret"
@@ -352,6 +353,7 @@ def test_sizes_are_logrotates(text: str, number: int | None) -> None:
 # --- what a job may do to it ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack("a job gives its logs names that are not UTF-8")
 async def test_a_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is rotated as any other. In the log of the agent it is one line."""
     caplog.set_level("INFO")

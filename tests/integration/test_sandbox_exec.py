@@ -44,6 +44,7 @@ async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None
     return status, {name: value.strip() for name, _, value in lines}
 
 
+@pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 async def test_nothing_can_be_gained(tmp_path: Path) -> None:
     """No capability in any set, none to come. Signals that Python ignores reach the program."""
     status, found = await run(tmp_path, order())
@@ -54,6 +55,7 @@ async def test_nothing_can_be_gained(tmp_path: Path) -> None:
     assert {found[f"Cap{name}"].strip("0") for name in ("Inh", "Prm", "Eff", "Amb")} == {""}
 
 
+@pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 @pytest.mark.root
 async def test_user_without_groups_keeps_what_was_asked_for(tmp_path: Path) -> None:
     """User and group alone, one capability in all sets, the others gone from the bounding set."""

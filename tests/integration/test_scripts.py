@@ -166,6 +166,7 @@ async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts
     assert not is_alive(child)
 
 
+@pytest.mark.attack("a job has root write a script's output through a link or a hard link")
 async def test_a_log_that_is_a_link_is_not_followed(paths: Paths, runner: Scripts) -> None:
     """A user with write access to the log directory cannot redirect root's writes."""
     script(paths, "web", "pre-start", "echo out")

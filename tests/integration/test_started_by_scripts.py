@@ -154,6 +154,7 @@ async def test_a_stop_ends_what_a_failed_pre_start_left(world: World) -> None:
         assert not is_alive(pid)
 
 
+@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_the_processes_of_another_jobs_scripts_are_not_believed(world: World) -> None:
     other = world.base / "other.number"
     dns(world, f"setsid sleep 600 & echo $! >{other}")

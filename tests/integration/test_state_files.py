@@ -67,6 +67,7 @@ KINDS: Mapping[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.attack("root in a container damages the files from which the agent starts")
 @pytest.mark.parametrize(
     "names",
     [
@@ -101,6 +102,7 @@ async def test_hostile_state_files_do_not_block_the_start_or_fill_the_memory(
         assert "Traceback" not in instance.log_text(), kind
 
 
+@pytest.mark.attack("root in a container damages the files from which the agent starts")
 @pytest.mark.parametrize("name", COPIES)
 async def test_a_copy_that_is_a_fifo_fails_the_boot(tmp_path: Path, name: str) -> None:
     paths = Paths(tmp_path)

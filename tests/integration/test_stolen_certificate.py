@@ -22,6 +22,7 @@ LONG_S = 20.0
 """Length of the request that the thief answers first."""
 
 
+@pytest.mark.attack("another agent uses a stolen certificate")
 @pytest.mark.parametrize("subject", ["agent.agent", "agent.agent thieves"], ids=["subscription", "queue group"])
 async def test_a_thief_hears_requests_and_takes_none_away(tmp_path: Path, subject: str) -> None:
     """A member of a queue group would take requests from other members alone: the agent is in none."""
@@ -36,6 +37,7 @@ async def test_a_thief_hears_requests_and_takes_none_away(tmp_path: Path, subjec
         assert talk.bus.stats.connects == 1
 
 
+@pytest.mark.attack("another agent uses a stolen certificate")
 @pytest.mark.parametrize(
     "subject",
     "agent.agent agent.other agent.* director.x.other.y hm.agent.alert.other hm.director.alert _INBOX.x"
@@ -59,6 +61,7 @@ async def test_a_thief_asks_no_agent_and_speaks_for_no_other(tmp_path: Path, sub
         assert talk.monitor.notices == []
 
 
+@pytest.mark.attack("another agent uses a stolen certificate")
 @pytest.mark.parametrize(
     "subject", ["agent.other", "agent.*", "agent.>", "director.>", "hm.>", "_INBOX.>", "$SYS.>", ">", "agent.other x"]
 )
@@ -83,6 +86,7 @@ async def test_a_thief_overhears_no_other_agent(tmp_path: Path, subject: str) ->
         assert heard == []
 
 
+@pytest.mark.attack("another agent uses a stolen certificate")
 async def test_a_thief_answers_before_the_agent_and_the_director_believes_it(tmp_path: Path) -> None:
     """No mechanism of the protocol or of the agent prevents that: the holder of the key is the agent."""
     async with talking(tmp_path) as talk:
@@ -96,6 +100,7 @@ async def test_a_thief_answers_before_the_agent_and_the_director_believes_it(tmp
             assert await talk.director.value("agent", "sleep", LONG_S) == "forged"
 
 
+@pytest.mark.attack("another agent uses a stolen certificate")
 async def test_a_thief_that_never_reads_holds_up_no_request(tmp_path: Path) -> None:
     """The server closes its connection alone. Each request and reply between Director and agent arrives."""
     async with talking(tmp_path) as talk:
@@ -111,6 +116,7 @@ async def test_a_thief_that_never_reads_holds_up_no_request(tmp_path: Path) -> N
         assert (talk.bus.stats.connects, talk.bus.stats.received) == (1, 200)
 
 
+@pytest.mark.attack("another agent uses the CPI's certificate after the credentials were changed")
 async def test_a_thief_of_the_first_certificate_is_shut_out_by_the_change_to_the_second(tmp_path: Path) -> None:
     """The certificate in the settings of the CPI ends with the Director's ``update_settings``.
 
@@ -133,6 +139,7 @@ async def test_a_thief_of_the_first_certificate_is_shut_out_by_the_change_to_the
             await until(lambda: heard != [])
 
 
+@pytest.mark.attack("a neighbour acts as the bus, or asks in the Director's name")
 async def test_a_thief_is_not_admitted_as_someone_else(tmp_path: Path) -> None:
     """The certificate gives the name, whatever the client claims. Certificates of other authorities do not count."""
     async with talking(tmp_path) as talk:
@@ -146,6 +153,7 @@ async def test_a_thief_is_not_admitted_as_someone_else(tmp_path: Path) -> None:
         assert await talk.director.value("agent", "ping") == "ping"
 
 
+@pytest.mark.attack("another agent uses a stolen certificate")
 async def test_two_agents_of_one_id_both_answer(tmp_path: Path) -> None:
     """As a former container that is not gone yet: neither loses its link, and the first reply counts."""
     async with talking(tmp_path) as talk, on_bus(talk.server.mbus("agent")) as twin:

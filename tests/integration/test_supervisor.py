@@ -189,6 +189,7 @@ async def test_late_pidfile_heals(world: World) -> None:
         assert world.lines() == ["once"]
 
 
+@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_stale_pidfile_is_not_believed(world: World) -> None:
     """Its number is another's by now: that one is not the service, and no signal meets it."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
@@ -206,6 +207,7 @@ async def test_stale_pidfile_is_not_believed(world: World) -> None:
         assert stranger.is_alive
 
 
+@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_foreign_pidfile_is_not_believed_though_new(world: World) -> None:
     """A script that writes the number of a process it has not started makes no running service."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
@@ -474,6 +476,7 @@ async def test_a_process_of_a_check_without_a_start_program_is_not_signalled(wor
         assert not is_alive(int(world.lines()[0]))
 
 
+@pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.usefixtures("cgroups_or_not")
 @pytest.mark.parametrize("how", ["", "wipe"])
 async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> None:

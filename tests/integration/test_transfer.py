@@ -82,6 +82,7 @@ async def test_a_url_is_asked_for_as_it_stands(server: Server, transfer: Transfe
     assert server.requests[0].headers["accept-encoding"] == "identity"
 
 
+@pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 @pytest.mark.parametrize(
     ("how", "blob"),
     [(http.NO_LENGTH, BLOB), (http.ENCODED, gzip.compress(BLOB)), (http.DRIBBLE, b"slow and steady")],
@@ -108,6 +109,7 @@ async def test_a_redirect_is_followed(server: Server, transfer: Transfer) -> Non
     assert server.requests[0].headers["authorization"] == http.basic("me:word")
 
 
+@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -134,6 +136,7 @@ async def test_a_get_that_stalls_ends_in_bounded_time(server: Server, tmp_path: 
     assert said == f"Excuting GET request: {server.host}: it stalled"
 
 
+@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 @pytest.mark.parametrize(
     ("url", "text"),
     [
@@ -158,6 +161,7 @@ async def test_an_unreachable_host_or_proxy_is_named(
     assert await failure(transfer, "http://blobs.example/b") == f"Excuting GET request: {gone}"
 
 
+@pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 async def test_a_redirect_without_end_is_left(server: Server, transfer: Transfer) -> None:
     """Ten are enough."""
     server.plan = [f"redirect:{server.url}/b?{SECRET}"] * 20
@@ -229,6 +233,7 @@ async def test_a_put_that_nobody_takes_or_answers_ends(server: Server, tmp_path:
 # --- TLS ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack("a neighbour acts as the blobstore")
 async def test_the_ca_of_the_settings_is_trusted_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of those of the system."""
     authority, system = Authority("blobstore-ca"), Authority("system-ca")
@@ -250,6 +255,7 @@ async def test_the_ca_of_the_settings_is_trusted_and_no_other(tmp_path: Path, mo
                 assert "s3cr3t" not in said
 
 
+@pytest.mark.attack("a neighbour acts as the blobstore")
 @pytest.mark.parametrize("wrong", ["host", "time"])
 async def test_a_certificate_must_be_for_the_host_and_the_day(tmp_path: Path, wrong: str) -> None:
     """The text names its fault."""
@@ -261,6 +267,7 @@ async def test_a_certificate_must_be_for_the_host_and_the_day(tmp_path: Path, wr
     assert ("IP address mismatch" if wrong == "host" else "certificate has expired") in said
 
 
+@pytest.mark.attack("a blobstore sends without end")
 async def test_a_blob_without_an_end_leaves_room_for_others(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +279,7 @@ async def test_a_blob_without_an_end_leaves_room_for_others(
             await transfer.download(f"{server.url}/b", {}, hashlib.sha256())
 
 
+@pytest.mark.attack("a request is malformed, or has a value of another type")
 @pytest.mark.parametrize(
     ("url", "headers"),
     [
@@ -293,6 +301,7 @@ async def test_what_can_never_be_asked_is_refused_for_good(
             await transfer.download(url.format(url=server.url), headers, hashlib.sha256())
 
 
+@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 @pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])
 async def test_a_ca_that_is_none_is_reported(tmp_path: Path, ca: str) -> None:
     """Not what it was."""
@@ -342,6 +351,7 @@ async def test_nothing_is_left_open(server: Server, transfer: Transfer) -> None:
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
+@pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 @pytest.mark.parametrize(
     ("begin", "endless"),
     [

@@ -185,6 +185,7 @@ async def test_what_fails_is_reported_and_keeps_nothing_else_from_succeeding(pat
     assert left_half_made(paths) == []
 
 
+@pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 async def test_a_store_that_stalls_does_not_hold_the_lane_for_each_blob(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +221,7 @@ async def test_a_bundle_that_somebody_else_installed_meanwhile_stays_and_an_olde
     assert left_half_made(paths) == []
 
 
+@pytest.mark.attack("a job replaces a blob of its local blobstore with a link")
 @pytest.mark.parametrize("planted", ["lease", "link"])
 async def test_a_job_that_owns_a_local_store_holds_no_install(paths: Paths, tmp_path: Path, planted: str) -> None:
     """An open waits for 45 s on a file under a lease of its owner."""
@@ -245,6 +247,7 @@ async def test_a_job_that_owns_a_local_store_holds_no_install(paths: Paths, tmp_
 # --- other requests -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 @pytest.mark.slow
 async def test_an_attempt_that_stalls_is_given_up_and_made_again(paths: Paths, server: Server) -> None:
     """With the times of real use, whether the server falls silent in the midst or trickles."""
@@ -358,6 +361,7 @@ async def test_a_terminated_worker_tidies_up_while_it_unpacks(paths: Paths, star
     assert len(tree(paths.data_packages)) in (0, 5000)
 
 
+@pytest.mark.attack("a worker answers another request, or dies at any moment")
 async def test_a_worker_killed_at_any_moment_leaves_whole_bundles_or_none(
     paths: Paths, started: list[process.Process]
 ) -> None:
@@ -451,6 +455,7 @@ class Guess(msgspec.Struct, tag=True):
     password: str
 
 
+@pytest.mark.attack("a worker answers another request, or dies at any moment")
 async def test_a_request_nobody_understands_is_a_bug_and_told_without_its_text() -> None:
     """The place and the kind of error, not the words: they may hold a secret."""
     with pytest.raises(ActionError) as caught:
@@ -465,6 +470,7 @@ async def test_a_request_nobody_understands_is_a_bug_and_told_without_its_text()
 # --- what it keeps to itself ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_secrets_stand_neither_in_arguments_nor_in_the_environment(
     paths: Paths, server: Server, started: list[process.Process]
 ) -> None:
@@ -498,6 +504,7 @@ def test_worker_keeps_an_oom_score_above_its_own() -> None:
     assert done.stdout.strip() == "990"
 
 
+@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_a_failed_transfer_is_reported_without_its_secrets(paths: Paths, server: Server) -> None:
     """All the way from the worker to the caller."""
     server.plan = ["403"]

@@ -410,6 +410,7 @@ echo before >/hidden/file
 """
 
 
+@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("tier", ["userns", "privileged"])
 async def test_disk_that_root_of_a_vm_hides_is_not_reported_as_detached(node: Node, tmp_path: Path, tier: str) -> None:
     if node.minor < 30:
@@ -446,6 +447,7 @@ echo $!
 """
 
 
+@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 async def test_clone_in_a_vm_keeps_its_disk(node: Node, tmp_path: Path) -> None:
     """By open_tree: a mount in no table."""
     if node.minor < 30:
@@ -466,6 +468,7 @@ async def test_clone_in_a_vm_keeps_its_disk(node: Node, tmp_path: Path) -> None:
         await site.check()
 
 
+@pytest.mark.attack("root in a container of the CPI fills the node's file system")
 async def test_root_of_a_user_namespace_has_no_room_on_the_node(node: Node, tmp_path: Path) -> None:
     """The directory of its live disks lies on the node's file system."""
     if node.minor < 30:

@@ -108,6 +108,7 @@ def number_of(pod: Pod, pattern: str) -> int:
     return int(pod.machine.run(f"pgrep -o -f '{pattern}'"))
 
 
+@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("victim", ["the agent", "process 1", "another job"])
 async def test_who_is_named_in_a_foreign_pidfile_lives(pod: Pod, victim: str) -> None:
     """It does not count as running either, unless it is process 1: that names a job without a process, as in monit."""
@@ -131,6 +132,7 @@ async def test_who_is_named_in_a_foreign_pidfile_lives(pod: Pod, victim: str) ->
     pod.machine.run(f"kill -0 {web} 1")
 
 
+@pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
 async def test_a_pidfile_of_vcap_that_names_an_operators_program_makes_no_dead_job_running(pod: Pod) -> None:
     """A program of root with our directory in its arguments. The Director's stop succeeds too."""
     await pod.start()
@@ -148,6 +150,7 @@ async def test_a_pidfile_of_vcap_that_names_an_operators_program_makes_no_dead_j
     pod.machine.run(f"kill -0 {victim}")
 
 
+@pytest.mark.attack("a job has root write a script's output through a link or a hard link")
 async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(pod: Pod) -> None:
     """A pipe without a reader would block a process that opens it."""
     planted = {"pipe": "mkfifo {log}", "link": "ln -s {victim} {log}", "second-name": "ln {victim} {log}"}
@@ -169,6 +172,7 @@ async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(po
     assert [job for job in planted if f"{job}/post-start.stdout.log" not in pod.log] == []
 
 
+@pytest.mark.attack("a job replaces its error log with a link to the settings or with a FIFO")
 async def test_a_planted_error_log_neither_blocks_nor_leaks(pod: Pod) -> None:
     """A process in its jail may write anything into its directory of logs, and then fail.
 
@@ -211,6 +215,7 @@ async def test_a_planted_error_log_neither_blocks_nor_leaks(pod: Pod) -> None:
     assert await pod.director.value(AGENT, "ping") == "pong"
 
 
+@pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["link", "file", "directory in the place of the pidfile"])
 async def test_what_is_put_where_bpm_keeps_its_pidfiles_leads_nowhere_and_stops_nothing(pod: Pod, planted: str) -> None:
     """All users may write above it."""
@@ -233,6 +238,7 @@ async def test_what_is_put_where_bpm_keeps_its_pidfiles_leads_nowhere_and_stops_
     assert pod.machine.run("ls /var/vcap/sys/run/bpm/caged") == ""
 
 
+@pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
 async def test_a_pidfile_that_a_job_has_put_where_bpm_keeps_them_names_nobody(pod: Pod) -> None:
     """Before the first process of bpm.yml runs, any user can make that directory. Its name and times fit."""
     await pod.start()
@@ -252,6 +258,7 @@ async def test_a_pidfile_that_a_job_has_put_where_bpm_keeps_them_names_nobody(po
     assert int(pod.machine.run(f"{bpm} pid caged")) != victim
 
 
+@pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 async def test_what_is_put_where_the_run_directory_of_a_later_job_will_be_is_moved_away(pod: Pod) -> None:
     """Its start script, which runs as root, would write its pidfile through a link."""
     planted = {"link": "ln -s /var/vcap/data/elsewhere", "file": "touch", "pipe": "mkfifo"}
@@ -269,6 +276,7 @@ async def test_what_is_put_where_the_run_directory_of_a_later_job_will_be_is_mov
     assert made == dict.fromkeys(planted, "directoryroot770\n")
 
 
+@pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
 async def test_a_job_cannot_prevent_the_start_by_an_entry_at_the_run_directory(pod: Pod, planted: str) -> None:
     """Jobs of the Go agent run before the first start of this one, which has no such directory yet."""
@@ -283,6 +291,7 @@ async def test_a_job_cannot_prevent_the_start_by_an_entry_at_the_run_directory(p
     assert pod.machine.run("ls /var/vcap/data/elsewhere; stat -c %U%a /var/vcap/sys/run/agent_shim") == "root700\n"
 
 
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 def test_no_directory_is_made_or_given_away_through_the_link_of_another(tmp_path: Path) -> None:
     """A link of root is followed: images and operators make them."""
     for name in ("victim", "victim/there", "way"):
@@ -300,6 +309,7 @@ def test_no_directory_is_made_or_given_away_through_the_link_of_another(tmp_path
     assert (tmp_path / "victim/there").stat().st_uid == 0
 
 
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 @pytest.mark.parametrize("planted", ["link", "link on the way", "link of root that was moved", "link of root"])
 def test_only_links_that_root_alone_can_have_made_are_followed(tmp_path: Path, planted: str) -> None:
     """By what reads a pidfile, or a file that a rule of monit names."""
@@ -330,6 +340,7 @@ def test_only_links_that_root_alone_can_have_made_are_followed(tmp_path: Path, p
     assert process_record.read(path) is None
 
 
+@pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
 def test_a_file_of_root_with_a_second_name_is_not_read(tmp_path: Path) -> None:
     """Where hard links are not protected (``fs.protected_hardlinks`` is the host's) a job may give any file a name."""
     (tmp_path / "job").mkdir()
@@ -343,6 +354,7 @@ def test_a_file_of_root_with_a_second_name_is_not_read(tmp_path: Path) -> None:
     assert guarded.tail(tmp_path / "job/x.log", 10, tmp_path) == b"secret"
 
 
+@pytest.mark.attack("a job connects to the control socket")
 async def test_another_user_at_the_control_socket_gets_no_answer(pod: Pod) -> None:
     """Neither is it after its mode was opened to all."""
     await pod.start()
@@ -357,6 +369,7 @@ async def test_another_user_at_the_control_socket_gets_no_answer(pod: Pod) -> No
     assert pod.machine.run(f"{AS_VCAP} {sys.executable} {place}") == "hung up\n"
 
 
+@pytest.mark.attack("a job reads the memory or a core file of the agent")
 async def test_the_memory_of_the_agent_is_closed_to_its_jobs(pod: Pod) -> None:
     """The certificate of the bus is in it."""
     await pod.start()
@@ -368,6 +381,7 @@ async def test_the_memory_of_the_agent_is_closed_to_its_jobs(pod: Pod) -> None:
     assert pod.machine.run(f"{AS_VCAP} {sys.executable} {place}") == "['not read', 'not traced']\n"
 
 
+@pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_a_job_finds_no_secret_of_the_agent(pod: Pod) -> None:
     """In no file, command line or environment that it may read."""
     pod.env = {"note": CANARY, "blobstores": [{"provider": "local", "options": {"blobstore_path": "/var/vcap/blobs"}}]}
@@ -407,6 +421,7 @@ async def test_thousands_of_processes_of_a_job_hold_no_loop(pod: Pod) -> None:
     assert re.findall("the event loop was blocked: a callback computed.*", pod.log) == []
 
 
+@pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
 async def test_a_volume_that_all_users_may_write_gives_no_job_the_rights_of_root(pod: Pod) -> None:
     """The kubelet makes an emptyDir with mode 0777, where a job could exchange the directories of root's programs."""
     pod.start_container()
@@ -432,6 +447,7 @@ async def test_jobs_pass_volumes_that_their_provisioner_closed(pod: Pod) -> None
     assert pod.machine.run(f"{AS_VCAP} ls -d /var/vcap/data/packages/.") == "/var/vcap/data/packages/.\n"
 
 
+@pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
 async def test_a_job_makes_no_directory_where_the_ssh_server_needs_one_of_root(pod: Pod) -> None:
     """``/run`` is an emptyDir where the root file system is read-only."""
     pod.start_container()
@@ -441,6 +457,7 @@ async def test_a_job_makes_no_directory_where_the_ssh_server_needs_one_of_root(p
     assert pod.machine.run(f"{AS_VCAP} mkdir /run/sshd 2>/dev/null || stat -c %U%a /run") == "root755\n"
 
 
+@pytest.mark.attack("a job reads the logs of root's scripts")
 @pytest.mark.parametrize("planted", ["set-group-id", "access list"])
 @pytest.mark.parametrize("kind", ["log", "archive"])
 def test_what_root_makes_in_the_directory_of_a_job_is_not_the_jobs_to_read(
@@ -470,6 +487,7 @@ def test_what_root_makes_in_the_directory_of_a_job_is_not_the_jobs_to_read(
         assert gzip.decompress((tmp_path / "made").read_bytes()) == b"secret"
 
 
+@pytest.mark.attack("a job forges the marker of its disk")
 def test_no_job_exchanges_the_marker_of_a_disk_that_all_users_may_write(tmp_path: Path) -> None:
     """Some provisioners make volumes with mode 0777. With a marker of another disk, none is mounted then."""
     volume = tmp_path / "volume"
@@ -484,6 +502,7 @@ def test_no_job_exchanges_the_marker_of_a_disk_that_all_users_may_write(tmp_path
     assert stat.S_IMODE(volume.stat().st_mode) == 0o755
 
 
+@pytest.mark.attack("a job stops every process of its user, the agent's children among them")
 async def test_who_stops_each_process_of_its_user_stops_no_agent(pod: Pod) -> None:
     """A child that has become the user and not yet executed its program is one of them."""
     pod.env = {"authorized_keys": ["ssh-ed25519 AAAA vcap"]}

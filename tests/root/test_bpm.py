@@ -376,6 +376,8 @@ def test_every_key_of_the_table_is_looked_at() -> None:
     assert SHOWN.keys() == HONOURED.keys()
 
 
+@pytest.mark.attack("a bpm process reads another job's files or the agent's settings")
+@pytest.mark.attack("root in a container leaves a bpm jail by a mount")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_job_sees_what_the_table_says(look: Callable[[int], Any], level: int) -> None:
     """Processes, a hook, limits and volumes: files, ids, limits, signals, environment."""
@@ -386,6 +388,7 @@ def test_job_sees_what_the_table_says(look: Callable[[int], Any], level: int) ->
         assert seen == said, key
 
 
+@pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None:
     """Beside the content of bpm.yml: the same at each level."""
@@ -417,6 +420,7 @@ def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None
     assert set(web["writes"]) - {"/var/vcap/data/shown/x"} == COMMON_WRITES
 
 
+@pytest.mark.attack("a bpm process uses kernel interfaces that it does not need, as /proc/kcore")
 def test_what_no_job_has_to_see_is_covered(look: Callable[[int], Any]) -> None:
     """Level 1, as bpm masks it: empty, or not to be written. A privileged process sees it as it is."""
     masked = {"/etc/sv", "/proc/kcore", "/proc/timer_list", "/sys/firmware"}
@@ -428,6 +432,7 @@ def test_what_no_job_has_to_see_is_covered(look: Callable[[int], Any]) -> None:
     assert not free["/proc/sys/vm/swappiness"][1]
 
 
+@pytest.mark.attack("a bpm process signals, traces, mounts or gains rights outside its sandbox")
 @pytest.mark.parametrize("level", [1, 2])
 def test_job_cannot_leave_its_place(look: Callable[[int], Any], level: int) -> None:
     """No word with strangers, no mounts, no other user. In level 3 a user's own processes are open to it."""
@@ -459,6 +464,7 @@ sandbox.isolation = lambda: isolation(memory=False, processes=False)
 """
 
 
+@pytest.mark.attack("a bpm process exceeds its limits of memory or processes")
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("has_cgroups", [True, False])
 def test_who_passes_the_limit_of_memory_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
@@ -514,6 +520,7 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 """
 
 
+@pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_volume_may_be_everything(inside: Inside, level: int, is_writable: bool) -> None:
@@ -622,6 +629,7 @@ return [outside, inside, log("web", "stderr")]
 """
 
 
+@pytest.mark.attack("root in a container leaves a bpm jail by a mount")
 def test_mounts_below_shared_volumes_travel(inside: Inside) -> None:
     """To the machine and back. Those below others stay where they are made, or come in only as the machine's do."""
     outside, inner, errors = run(inside, 1, SHARED)
@@ -635,6 +643,7 @@ def test_mounts_below_shared_volumes_travel(inside: Inside) -> None:
     assert "/var/vcap/data/own/inside/x" in inner
 
 
+@pytest.mark.attack("a bpm process exceeds its limits of memory or processes")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_number_of_processes_is_limited(inside: Inside, level: int) -> None:
     """With those that are there already. Only with a cgroup."""

@@ -49,6 +49,7 @@ return [sorted(set(log("web").splitlines())), log("web", "stderr"), sorted(refus
 """
 
 
+@pytest.mark.attack("a bpm process exchanges its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("target", ["/var/vcap/jobs/other/config", "/etc"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_directory_exchanged_with_a_link_shows_no_other_files(inside: Inside, level: int, target: str) -> None:
@@ -86,6 +87,7 @@ def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
     return PLANTED.replace("VOLUME", volume).replace("OWNER", str(owner)).replace("MORE", more)
 
 
+@pytest.mark.attack("a bpm process exchanges its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("more", ["mount_only: true", "mount_only: true, shared: true"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, more: str) -> None:
@@ -98,6 +100,7 @@ def test_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, m
     assert is_unchanged
 
 
+@pytest.mark.attack("a bpm process exchanges its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("level", [1, 2])
 def test_link_of_root_that_a_job_may_have_moved_is_refused(inside: Inside, level: int) -> None:
     """It lies in a directory of the job."""
@@ -157,6 +160,7 @@ return [log("web"), (paths.sys / "log/web/NAME").stat().st_uid]
 """
 
 
+@pytest.mark.attack("a job reads the logs of root's scripts")
 @pytest.mark.parametrize("name", ["bpm.log", "web.stderr.log"])
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_log_of_root_in_the_place_of_its_own_is_not_given_away(inside: Inside, level: int, name: str) -> None:
@@ -209,6 +213,7 @@ return log("web").splitlines()
 """
 
 
+@pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_process_has_no_descriptor_of_the_agent(inside: Inside, level: int) -> None:
     """Modes of other jobs' files and their sockets are covered at level 1 alone: Landlock has no rules for them."""
@@ -288,6 +293,7 @@ def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tup
     return found[0], found[1]
 
 
+@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_shell_cannot_type_for_the_operator(inside: Inside, level: int) -> None:
     """A planted .bashrc pushes a command (TIOCSTI): it comes to its own shell, not to that of the operator."""
@@ -322,6 +328,7 @@ def test_shell_is_one_for_people(inside: Inside, level: int) -> None:
     assert same
 
 
+@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_modes_that_a_shell_changes_are_not_the_operators(inside: Inside, level: int) -> None:
     """Raw and without echo: nothing that the operator types after it would be seen."""

@@ -180,6 +180,7 @@ def test_helper_that_was_killed_does_not_stack_mounts(site: Site) -> None:
     assert site.mounts() == 1
 
 
+@pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
 @pytest.mark.parametrize("planted", ["ln -s ../other/disk-2 {}", "touch {}"])
 def test_what_the_vm_has_put_in_the_place_of_its_disk_leads_to_no_other(site: Site, planted: str) -> None:
     others = site.place / "bosh/other/disk-2"
@@ -223,6 +224,7 @@ def test_disk_in_use_is_not_unmounted(site: Site) -> None:
     assert (site.mounts(), site.in_vm("true")) == (0, "")
 
 
+@pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
 def test_vm_writes_to_its_disks_and_not_beside_them(site: Site) -> None:
     """The directory lies on the node's file system, which the VM could fill."""
     site.attach()
@@ -271,6 +273,7 @@ HIDINGS = {
 }
 
 
+@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("commands", HIDINGS.values(), ids=HIDINGS.keys())
 def test_disk_that_root_of_the_vm_keeps_is_not_unmounted(site: Site, commands: list[str]) -> None:
     """The helper looked for a mount at its path, and reported a disk that the VM wrote to as unmounted."""
@@ -313,6 +316,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("way", ["in a thread's namespace", "as a clone in a descriptor", "as a clone for a directory"])
 def test_disk_that_the_mount_table_of_no_process_has_is_kept(site: Site, way: str) -> None:
     """By open_tree or unshare: the VM wrote to a disk that the helper had reported as unmounted."""
@@ -363,6 +367,7 @@ ctypes.CDLL(None).syscall(60, 0)
 """
 
 
+@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 def test_process_whose_first_thread_has_ended_belongs_to_the_vm() -> None:
     """With cgroup v1, such a thread is in no cgroup."""
     with own_cgroups("pod") as places:
@@ -405,6 +410,7 @@ def test_disk_that_is_bound_elsewhere_is_not_taken_away_for_a_moment(site: Site)
     assert numbers() == before
 
 
+@pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 def test_renamed_directory_of_a_disk_does_not_keep_it(site: Site) -> None:
     attachment = site.attach()
     moved = "mount -o remount,bind,rw {0.seen} && umount {0.seen}/disk-1 && mv {0.seen}/disk-1 {0.seen}/other"
@@ -531,6 +537,7 @@ def test_user_namespace_of_the_vm(tmp_path: Path) -> None:
         site.close()
 
 
+@pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
 def test_a_job_may_call_itself_anything(tmp_path: Path) -> None:
     """One process with a name that was no text let no disk be attached to its VM, and the VM not be restarted."""
     site = Site(tmp_path, userns=True)
@@ -544,6 +551,7 @@ def test_a_job_may_call_itself_anything(tmp_path: Path) -> None:
         site.close()
 
 
+@pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
 def test_user_namespace_of_a_job_is_not_that_of_the_vm(site: Site) -> None:
     """The disk had the ids of the namespace of the job: no file was of root, and the VM could not write."""
     job = site.in_user_namespace()

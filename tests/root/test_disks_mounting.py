@@ -175,6 +175,7 @@ def test_a_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None
     assert stat.S_IMODE(volume.stat().st_mode) == 0o700
 
 
+@pytest.mark.attack("a request names a directory that is no disk")
 @by("mounts")
 async def test_a_bare_directory_is_no_volume(instance: Instance) -> None:
     """Files written there are lost with the container."""
@@ -194,6 +195,7 @@ def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
     return instance, on_node
 
 
+@pytest.mark.attack("a request names a directory that is no disk")
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_a_directory_below_a_mount_is_no_volume(tmp_path: Path, bind: bool) -> None:
@@ -389,6 +391,7 @@ async def test_a_volume_mounted_twice_counts_as_unmounted_where_it_must_stay(tmp
     assert await instance.disks.list() == ["a"]
 
 
+@pytest.mark.attack("a job ends a disk migration with a path or a time that cannot be copied")
 @pytest.mark.parametrize("seconds", [-(2**40), 2**33])
 @alone
 def test_a_time_that_the_next_disk_cannot_have_does_not_end_a_migration(tmp_path: Path, seconds: int) -> None:

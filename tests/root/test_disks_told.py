@@ -135,6 +135,7 @@ async def with_a_job_on_its_disk(pod: Pod) -> None:
     pod.machine.run("chown vcap:vcap /var/vcap/store; echo kept >/var/vcap/store/kept")
 
 
+@pytest.mark.attack("a job forges the marker of its disk")
 async def test_a_marker_that_a_job_put_on_its_disk_changes_nothing(pod: Pod) -> None:
     await with_a_job_on_its_disk(pod)
     as_vcap = "cd /var/vcap/store; setpriv --reuid=vcap --regid=vcap --clear-groups sh -ec"
@@ -154,6 +155,7 @@ async def test_a_marker_that_a_job_put_on_its_disk_changes_nothing(pod: Pod) -> 
         assert markers.read(pod.volume("disk-1")) is not None, f"root's marker is back after {forged}"
 
 
+@pytest.mark.attack("a job forges the marker of its disk")
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -176,6 +178,7 @@ async def test_a_wrong_marker_on_the_disk_of_the_jobs_stops_them(pod: Pod, wrong
     assert not (pod.vcap / "data/sys/run/web/web.pid").exists()
 
 
+@pytest.mark.attack("a request names a directory that is no disk")
 async def test_a_directory_of_the_container_is_no_disk(pod: Pod) -> None:
     """Mounted as one, it would show the machine at the store, and its unmount would end every job."""
     await pod.start()

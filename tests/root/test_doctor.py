@@ -87,6 +87,7 @@ def test_vcap_is_restricted_and_may_not_write_where_nobody_made_it_room(box: Mac
     assert verdict(report, "bpm isolation")[0] == "good"
 
 
+@pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_another_process_on_the_agents_port_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent runs without its port, and the doctor found that the agent listens there."""
     thief = subprocess.Popen(

@@ -106,6 +106,7 @@ async def pod(tmp_path: Path) -> AsyncIterator[Netted]:
                 one.kill()
 
 
+@pytest.mark.attack("a job connects to the bus")
 async def test_a_job_cannot_connect_to_the_bus_and_root_can(pod: Netted) -> None:
     """The agent is connected all the time."""
     pod.start_container()
@@ -134,6 +135,7 @@ async def test_the_log_of_the_server_has_no_error_after_a_boot_and_a_doctor(pod:
     assert [line for line in lines if "[ERR]" in line or "[WRN]" in line] == []
 
 
+@pytest.mark.attack("root in a container removes the packet filter rules")
 async def test_rules_removed_by_a_job_return_and_outlive_the_agent(pod: Netted) -> None:
     """The next link is an occasion to look; without one it takes a minute at most."""
     await pod.start()

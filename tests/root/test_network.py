@@ -88,6 +88,7 @@ ip neigh
 """
 
 
+@pytest.mark.attack("a request puts orders for `ip` into an address")
 def test_neighbours_that_are_named_are_forgotten_and_no_others() -> None:
     shell = ["unshare", "--net", "sh", "-c", NEIGHBOURS, "sh", sys.executable]
     left = subprocess.run(shell, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -213,6 +213,7 @@ async def test_a_service_for_runit_becomes_one_of_the_init(pod: Pod) -> None:
         assert tool(pod, "systemctl stop own && pgrep -fx 'sleep 1000'") == "1\n"
 
 
+@pytest.mark.attack("a job has cron run its programs outside its cgroup")
 async def test_only_root_gives_a_user_a_crontab(pod: Pod) -> None:
     """Cron would run that of a job's user outside the job's cgroup, where neither stop nor limits reach."""
     if shutil.which("crontab") is None:

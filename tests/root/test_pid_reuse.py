@@ -16,6 +16,7 @@ ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
 """Ten thousand take about half an hour."""
 
 
+@pytest.mark.attack("a job has its process id reused between the check and the signal")
 def test_no_stranger_is_signalled(tmp_path: Path) -> None:
     """The process, its session or the start program ends. A stranger gets the number, then the job is stopped."""
     seed = os.environ.get("SHIM_PID_REUSE_SEED", "6")

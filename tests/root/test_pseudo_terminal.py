@@ -269,6 +269,7 @@ def test_a_program_that_ignores_the_hang_up_is_killed(operator: Operator) -> Non
     assert b"last words" in operator.seen()
 
 
+@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("is_signal", [True, False])
 def test_a_program_that_reads_no_keys_is_killed_all_the_same(operator: Operator, is_signal: bool) -> None:
     """The write of the keys waited for it, whatever became of the operator's terminal."""

@@ -224,6 +224,7 @@ def test_a_session_outlives_the_server(alone: Alone) -> None:
     assert out == b"got it\n"
 
 
+@pytest.mark.attack("an SSH user reads another operator's archive of logs")
 def test_an_archive_of_logs_is_fetched_as_the_cli_does_it(alone: Alone) -> None:
     """It belongs to the operator, and scp gets it."""
     alone.setup("bosh_cli")
@@ -244,6 +245,7 @@ def test_an_archive_of_logs_is_fetched_as_the_cli_does_it(alone: Alone) -> None:
     assert "Permission denied" in other.stderr
 
 
+@pytest.mark.attack("an SSH user logs in with a password, or with a key planted for another user")
 @pytest.mark.parametrize("user", ["root", "vcap", "nobody"])
 def test_nobody_else_comes_in(alone: Alone, user: str) -> None:
     """Not even with a key that would open the door: root never, others only as members of the group."""
@@ -274,6 +276,7 @@ def _at_home(entry: list[str], user: str) -> list[str]:
     return [*entry[:5], f"/var/vcap/home/{user}", "/bin/bash"] if entry[0] == user else entry
 
 
+@pytest.mark.attack("an SSH user logs in with a password, or with a key planted for another user")
 def test_passwords_do_not_count(alone: Alone) -> None:
     """The server offers keys alone."""
     alone.setup("bosh_any")
@@ -324,6 +327,7 @@ def test_a_server_that_is_there_is_enough(alone: Alone, stranger: Callable[[str]
     assert ":22 " in alone.run("ss", "-Htln").stdout
 
 
+@pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_a_job_on_the_port_of_sshd_is_an_error(alone: Alone) -> None:
     """Where users may bind port 22, as in Docker: the operator learns it from the error, not from a wrong host key."""
     code = (
@@ -343,6 +347,7 @@ def test_a_job_on_the_port_of_sshd_is_an_error(alone: Alone) -> None:
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
+@pytest.mark.attack("a job takes the port of the metrics or of sshd")
 def test_a_job_that_calls_itself_sshd_is_left_alone(alone: Alone) -> None:
     """A thousand of them that ignore TERM held each clean-up for half an hour."""
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "

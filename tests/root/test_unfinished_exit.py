@@ -37,6 +37,7 @@ def test_a_process_whose_session_began_outside_its_pid_namespace_is_unread_while
     assert pid in unread
 
 
+@pytest.mark.attack("a job outruns its stop by forking")
 async def test_an_orphan_in_the_midst_of_its_exit_has_lost_its_mark_and_says_so(tmp_path: Path) -> None:
     """The first process of a pid namespace waits in its exit for a process whose parent, outside, does not reap it."""
     ownership, traces = Ownership(tmp_path), ProcessRecord()

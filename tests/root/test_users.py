@@ -73,6 +73,7 @@ def test_a_name_without_our_beginning(box: Machine, inside: Inside) -> None:
     assert accounts(box).count("jane_doe") == 1
 
 
+@pytest.mark.attack("a request makes an SSH user of an existing account or of an option")
 @pytest.mark.parametrize("user", ["root", "vcap"])
 def test_the_name_of_another_user_is_refused(box: Machine, inside: Inside, user: str) -> None:
     """An account of the machine gains no group and no key."""
@@ -132,6 +133,7 @@ their user, and with new files in the home that is removed.
 """
 
 
+@pytest.mark.attack("an SSH user survives the clean-up")
 @pytest.mark.parametrize("commands", STAYING.values(), ids=STAYING.keys())
 def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
     """The next user may get the number."""
@@ -212,6 +214,7 @@ def test_keys_of_vcap(box: Machine, inside: Inside) -> None:
     assert box.run("cd /home/vcap && stat -c '%a %U' .ssh .ssh/authorized_keys") == "700 vcap\n600 vcap\n"
 
 
+@pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_a_link_in_a_home_leads_nowhere(box: Machine, inside: Inside) -> None:
     """vcap cannot make root write where vcap may not."""
     box.run("rm -rf /home/vcap/.ssh && mkdir -m 700 /etc/victim && ln -s /etc/victim /home/vcap/.ssh")
@@ -224,6 +227,7 @@ def test_a_link_in_a_home_leads_nowhere(box: Machine, inside: Inside) -> None:
     assert list((box.root / "etc/victim").iterdir()) == []
 
 
+@pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_a_link_in_the_home_of_an_operator_leads_nowhere(box: Machine, inside: Inside) -> None:
     """Neither to a directory of root nor to the keys of another user, when the same user is set up again."""
     inside(setup("bosh_sly"))
@@ -245,6 +249,7 @@ def test_a_link_in_the_home_of_an_operator_leads_nowhere(box: Machine, inside: I
     assert box.run("cat /etc/aim/authorized_keys") == "kept\n"
 
 
+@pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 @pytest.mark.parametrize("planted", ["mkfifo", "mkdir", "ln -s /etc/led-to"])
 def test_what_a_user_has_put_in_the_way_of_keys_is_not_waited_for(box: Machine, inside: Inside, planted: str) -> None:
     """A pipe held it until it was given up, at each boot."""
@@ -258,6 +263,7 @@ def test_what_a_user_has_put_in_the_way_of_keys_is_not_waited_for(box: Machine, 
     assert not (box.root / "etc/led-to").exists()
 
 
+@pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 def test_a_user_who_stops_the_writer_of_keys_delays_the_agent_briefly(box: Machine, inside: Inside) -> None:
     """A minute for each, during which no other user was made."""
     stopping = box.popen([*AS_VCAP, "setsid", sys.executable, "-S", "-c", KILLING.replace("9", "19")])

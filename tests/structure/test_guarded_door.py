@@ -343,6 +343,7 @@ def test_reasons_are_for_what_is_there() -> None:
     assert all(raw.why for raw in RAW.values())
 
 
+@pytest.mark.attack("root in a container damages the files from which the agent starts")
 def test_own_files_are_read_by_one_function() -> None:
     """``files.read(…, is_own=True)`` has the bound: of bytes, and of what a file can be."""
     own = [(name, raw.functions) for name, raw in RAW.items() if raw.why == OWN]

@@ -12,6 +12,7 @@ DOORS = ("edges/bus/https.py", "edges/monit_http.py")
 """Where a caller shows one."""
 
 
+@pytest.mark.attack("a neighbour calls the create-env endpoint without the password")
 @pytest.mark.parametrize("door", DOORS)
 def test_a_door_compares_what_is_shown_by_compare_digest_alone(door: str) -> None:
     checks = [

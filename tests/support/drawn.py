@@ -15,7 +15,7 @@ from agent_shim.supervisor.monit import parser, rules
 from agent_shim.supervisor.ownership.evidence import Evidence, Tie
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
 from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules
-from tests.support import commands_page, limits_page, metrics_page, shell_pages, state_files
+from tests.support import attacks_page, commands_page, limits_page, metrics_page, shell_pages, state_files
 from tools.bench import draw
 
 PAGES: Final = ROOT / "docs"
@@ -133,6 +133,7 @@ def decisions() -> str:
 GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("architecture.md", "floors"): floor_table,
     ("architecture.md", "states"): lambda: f"```mermaid\n{mermaid()}```\n",
+    ("attacks.md", "attacks"): attacks_page.sections,
     ("commands.md", "commands"): commands_page.tables,
     ("decisions/README.md", "records"): decisions,
     ("lifecycle.md", "boot steps"): boot_steps,

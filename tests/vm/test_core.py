@@ -41,6 +41,7 @@ def crash(how: str) -> int:
         return crashed.pid
 
 
+@pytest.mark.attack("a job reads the memory or a core file of the agent")
 def test_no_core_goes_through_a_pipe(handler: Path) -> None:
     with_limit, without = crash("guarded"), crash("unguarded")
 

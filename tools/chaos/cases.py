@@ -28,6 +28,8 @@ class Case:
     """Longer than ten seconds: not in the daily tests."""
     guest: bool = False
     """Played in the virtual machine of ``tests.support.guest``: clocks, cgroup v2, device mapper, netem."""
+    attack: str = ""
+    """The attack of docs/attacks.md that it performs, if any, like the marker ``attack`` of a test."""
 
 
 CASES: Final[dict[str, Case]] = {}
@@ -44,12 +46,13 @@ def case(
     has_full: bool = False,
     is_long: bool = False,
     guest: bool = False,
+    attack: str = "",
 ) -> Callable[[Play], Play]:
     """Enter a case."""
 
     def entered(play: Play) -> Play:
         told = ", ".join(filter(None, (scale, "in a virtual machine" if guest else "")))
-        CASES[number] = Case(number, fault, play, told, has_full, is_long or guest, guest)
+        CASES[number] = Case(number, fault, play, told, has_full, is_long or guest, guest, attack)
         return play
 
     return entered

@@ -91,7 +91,9 @@ def loop_device(stand: Stand, megabytes: int) -> str:
     return source.stdout.strip().rpartition("/")[2]
 
 
-@case("D-05", "blobs that are cut, changed or missing")
+@case(
+    "D-05", "blobs that are cut, changed or missing", attack="a blobstore delivers another blob than the requested one"
+)
 async def bad_blobs(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(1)
@@ -183,7 +185,7 @@ def _hostile() -> dict[str, bytes]:
     return made
 
 
-@case("D-06", "hostile archives")
+@case("D-06", "hostile archives", attack="a blobstore delivers an archive that writes outside its directory")
 async def hostile(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(1)

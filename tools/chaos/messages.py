@@ -67,7 +67,14 @@ def mutated(chance: random.Random) -> bytes:
     return bytes(raw)
 
 
-@case("M-01", "malformed and mutated requests, twice", scale="10 000 of 100 000", has_full=True, is_long=True)
+@case(
+    "M-01",
+    "malformed and mutated requests, twice",
+    attack="a request is malformed, or has a value of another type",
+    scale="10 000 of 100 000",
+    has_full=True,
+    is_long=True,
+)
 async def malformed(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(2)

@@ -163,7 +163,7 @@ async def duplicates(stand: Stand) -> str:
     return "one effect of four copies"
 
 
-@case("N-14", "reply subjects that are dead, forbidden, empty or long")
+@case("N-14", "reply subjects that are dead, forbidden, empty or long", attack="another agent forges a reply_to")
 async def replies(stand: Stand) -> str:
     await stand.boot()
     stand.remember()
@@ -321,7 +321,12 @@ def _nonsense() -> dict[str, bytes]:
     }
 
 
-@case("N-10", "every -ERR, a server that talks nonsense, a message in pieces", is_long=True)
+@case(
+    "N-10",
+    "every -ERR, a server that talks nonsense, a message in pieces",
+    attack="a neighbour sends the agent nonsense from a server that it accepts as the bus",
+    is_long=True,
+)
 async def nonsense(stand: Stand) -> str:
     await stand.boot()
     await stand.deploy(3)

@@ -167,7 +167,11 @@ async def late_pidfile(stand: Stand) -> str:
     return f"the late one runs after {took:.1f} s; {count} instance of the other"
 
 
-@case("S-04", "pidfiles that lie: a foreign process, 1, the agent, garbage, empty, sparse, a link, a FIFO")
+@case(
+    "S-04",
+    "pidfiles that lie: a foreign process, 1, the agent, garbage, empty, sparse, a link, a FIFO",
+    attack="a job names a process of root or of another job in its pidfile",
+)
 async def lying_pidfiles(stand: Stand) -> str:
     if namespaces.INSIDE not in os.environ:
         raise CannotInjectError("needs a process 1 of its own, which takes root")
@@ -271,7 +275,11 @@ def _dead_children(pid: int) -> int:
     return sum(stat.parent == pid and not stat.is_alive for stat in proc.table().values())
 
 
-@case("S-07", "a job ignores TERM, forks on TERM, and leaves children in sessions of their own")
+@case(
+    "S-07",
+    "a job ignores TERM, forks on TERM, and leaves children in sessions of their own",
+    attack="a job outruns its stop by forking",
+)
 async def deaf(stand: Stand) -> str:
     await stand.boot()
     start = """echo $$ > {run}/deaf.pid

@@ -207,6 +207,7 @@ async def test_persistent_task_resumes_under_its_id_after_a_restart(tmp_path: Pa
     running.cancel()
 
 
+@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> None:
     """Two agents have begun it: by acceptance and by resumption. A task that only waited is no evidence."""
     journal = tmp_path / "tasks.json"

@@ -376,6 +376,7 @@ def test_a_mode_beyond_its_field_counts_in_its_last_twelve_bits(tmp_path: Path) 
     assert (tmp_path / "into/a").stat().st_mode & 0o7777 == 0o640
 
 
+@pytest.mark.attack("a blobstore delivers an archive that is damaged or that does not fit")
 @pytest.mark.parametrize("kind", ["check", "length", "cut", "cut before the check", "garbage"])
 @pytest.mark.parametrize("padding", [0, 100_000])
 def test_gzip_data_are_whole_to_their_end(tmp_path: Path, kind: str, padding: int) -> None:
@@ -403,6 +404,7 @@ def test_gzip_data_are_whole_to_their_end(tmp_path: Path, kind: str, padding: in
         assert subprocess.run(["tar", "-xzf", source, "-C", tmp_path / "by-tar"], check=False).returncode
 
 
+@pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_archive_is_refused_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -423,6 +425,7 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+@pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
 @pytest.mark.parametrize("target", ["..", "/etc", "../evil", "d/.."])
 def test_nothing_is_written_through_links_that_point_out(tmp_path: Path, target: str) -> None:
     with pytest.raises(ArchiveError, match="is a link"):
@@ -431,6 +434,7 @@ def test_nothing_is_written_through_links_that_point_out(tmp_path: Path, target:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
 def test_a_hard_link_of_a_job_stays_within_the_job(tmp_path: Path) -> None:
     """A name that exists in both is no way from one to the other."""
     packed = zipped(member("db/key") + member("web/key") + link("web/a", "db/key", hard=True) + END)
@@ -486,6 +490,7 @@ def base_archives() -> list[bytes]:
     return [whole, zipped(whole)]
 
 
+@pytest.mark.attack("a blobstore delivers an archive that is damaged or that does not fit")
 @given(which=st.integers(0, 1), changes=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_broken_bytes_give_an_error_or_a_tree_and_never_more(
@@ -504,6 +509,7 @@ def test_broken_bytes_give_an_error_or_a_tree_and_never_more(
     assert [path.name for path in below.iterdir()] in ([], ["o"])
 
 
+@pytest.mark.attack("a blobstore delivers an archive that is damaged or that does not fit")
 def test_an_archive_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "TIMEOUT_S", 0.0)
     with pytest.raises(ArchiveError, match="it took longer than 0 seconds"):

@@ -554,6 +554,7 @@ def test_sparse_log_is_packed_without_its_holes(tmp_path: Path) -> None:
     assert list(entries(data)) == ["./a.log", "./remarks"]
 
 
+@pytest.mark.attack("a job passes a setuid program to whoever unpacks its logs")
 def test_setuid_programs_of_jobs_are_not_packed_as_roots(tmp_path: Path) -> None:
     """Unpacked by root, a file with its setuid bit and number 0 as owner would be root's for everybody."""
     (tmp_path / "evil.log").write_text("#!/bin/sh")
@@ -616,6 +617,7 @@ def test_packing_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.Monkey
     assert content(data, "./remarks") == b".: the archive is incomplete: packing took longer than 0 seconds\n"
 
 
+@pytest.mark.attack("text of a job forges lines of the agent's log, of alerts or of an archive's remarks")
 def test_file_names_cannot_forge_remarks(tmp_path: Path) -> None:
     (tmp_path / "a\n.: all is well\n\x1b[2J").symlink_to("/etc/passwd")
 

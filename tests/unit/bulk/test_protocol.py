@@ -16,6 +16,7 @@ def test_plain_names_are_blob_ids(blob_id: str) -> None:
     assert checked_blob_id(blob_id) == blob_id
 
 
+@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize(
     "blob_id", ["", ".", "..", ".a", "a/b", "/a", "a..b", "-a", "a\0", "a\n", "a" * 256, "ü" * 128]
 )

@@ -185,6 +185,7 @@ def test_the_table_fits_a_wide_terminal_and_wraps_below_itself() -> None:
     assert text.endswith("1 ok, 1 limited, 0 wrong")
 
 
+@pytest.mark.attack("text of a job gives orders to an operator's terminal")
 def test_the_table_gives_no_orders_to_a_terminal_and_forges_no_line() -> None:
     hostile = "\x1b]0;title\x07\x9b2J\r\nok       bus      can be reached\u202e\ud800\u2028end"
 

@@ -40,6 +40,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         yield begin
 
 
+@pytest.mark.attack("a reader finds secrets in the log")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -92,6 +93,7 @@ def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[...,
     assert "\n" not in line
 
 
+@pytest.mark.attack("text of a job forges lines of the agent's log, of alerts or of an archive's remarks")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable[..., Path]) -> None:
     """Every line end and both introducers of escape sequences are escaped, in tracebacks too."""
@@ -112,6 +114,7 @@ def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable
         assert all(line.startswith("  | ") for line in text.splitlines()[1:])
 
 
+@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_traceback_shows_the_code_location_but_no_foreign_text(form: str, setup: Callable[..., Path]) -> None:
     """Unreadable input may be a secret: the interpreter and libraries quote it in their errors."""

@@ -75,6 +75,7 @@ def test_broken_agent_json_error_names_the_file() -> None:
         settings.parse_config(b"{", origin="agent.json")
 
 
+@pytest.mark.attack("settings are malformed")
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [

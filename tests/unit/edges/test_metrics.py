@@ -232,6 +232,7 @@ def test_invented_methods_create_no_series() -> None:
     assert found == {'agent_shim_actions_total{method="other",outcome="other"}': 1000}
 
 
+@pytest.mark.attack("text of a job creates series or forges lines on the metrics page")
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\udcffb", "ä"])
 def test_process_name_cannot_corrupt_the_metrics_page(name: str) -> None:
     """A name is data: quotes, line ends and broken bytes change no other line."""

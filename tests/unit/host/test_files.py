@@ -211,6 +211,7 @@ def test_directory_is_not_made_through_links_of_other_users(tmp_path: Path, monk
     assert names_in(tmp_path / "real") == []
 
 
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 def test_link_in_place_of_a_directory_is_rejected(tmp_path: Path) -> None:
     """Its target keeps its mode."""
     victim = tmp_path / "victim"

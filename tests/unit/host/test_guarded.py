@@ -81,6 +81,7 @@ def test_guarded_open_rejects_a_path_outside_its_root(tree: Path) -> None:
             pass
 
 
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_PATH])
 @pytest.mark.parametrize(
     "path",
@@ -121,6 +122,7 @@ def test_guarded_open_error_has_the_errno(tree: Path, path: str, code: int) -> N
     assert caught.value.errno == code
 
 
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 def test_guarded_open_is_safe_against_swapped_directories(tree: Path) -> None:
     """In some thousand attempts the opened file is the one inside, or none."""
     (tree / "evil").symlink_to("..")
@@ -202,6 +204,7 @@ def test_guarded_read_rejects_hard_linked_files_of_root(mode: int, owner: int, l
         guarded.refuse_second_name(status(mode, owner, links))
 
 
+@pytest.mark.attack("a job has root open a FIFO or a device")
 @pytest.mark.parametrize("what", ["fifo", "socket", "device", "directory", "proc"])
 def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None:
     """It fails at once: a FIFO without a writer would block its reader for ever."""

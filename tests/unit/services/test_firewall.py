@@ -86,6 +86,7 @@ def test_the_network_is_the_machines_where_its_devices_are_seen_from_a_container
     assert not network.is_of_machine()
 
 
+@pytest.mark.attack("settings are malformed")
 @pytest.mark.parametrize(
     "url", ["nats://[", "nats://127.0.0.1:99999", "nats://u:a#b@127.0.0.1:4222", "nats://\0:1", "nats://:4222", "nats"]
 )
@@ -96,6 +97,7 @@ async def test_an_address_that_cannot_be_read_has_no_rule(url: str, rules: list[
     assert rules == [chains(frozenset({("127.0.0.1", 4222)}), {0, os.geteuid()})]
 
 
+@pytest.mark.attack("a neighbour answers neither look-ups nor connections, in the place of the bus or a name server")
 async def test_a_name_server_that_never_answers_takes_no_thread_from_others(
     monkeypatch: pytest.MonkeyPatch, rules: list[str]
 ) -> None:

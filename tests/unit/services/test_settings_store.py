@@ -62,6 +62,7 @@ async def test_settings_are_waited_for(files: Files, caplog: pytest.LogCaptureFi
         assert (await waiting).agent_id == "a-1"
 
 
+@pytest.mark.attack("settings are malformed")
 @pytest.mark.parametrize("kind", ["fifo", "device", "flood"])
 async def test_a_fifo_a_device_and_a_flood_are_no_settings(files: Files, kind: str) -> None:
     """A FIFO held the start, a device and a flood took memory without a bound."""
@@ -127,6 +128,7 @@ async def test_copy_serves_while_the_source_is_gone(files: Files) -> None:
     assert files.paths.settings_cache.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.attack("settings are malformed")
 async def test_broken_source_does_not_hide_the_error_but_the_copy_serves(files: Files) -> None:
     files.write(vm={"name": "vm-7"})
     await files.store.wait()

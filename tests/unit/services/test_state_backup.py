@@ -481,6 +481,7 @@ async def test_forgetting_leaves_no_trace(paths: Paths) -> None:
     assert found(paths) == contents
 
 
+@pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize("name", ["../../etc", "..", "a/b", "x" * 300])
 async def test_hostile_name_of_an_agent_stays_below_its_directory(paths: Paths, name: str) -> None:
     """It comes from a file on another agent's volume."""

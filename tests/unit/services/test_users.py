@@ -21,6 +21,7 @@ def ours(tmp_path: Path) -> Users:
     return Users(Paths(tmp_path))
 
 
+@pytest.mark.attack("a request makes an SSH user of an existing account or of an option")
 @pytest.mark.parametrize(
     "user",
     [

@@ -254,6 +254,7 @@ def test_empty_file_is_nobodys(tmp_path: Path) -> None:
     assert leases().hold(tmp_path) == ""
 
 
+@pytest.mark.attack("a job replaces the marker or the lease on its disk with a link or a FIFO")
 def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
     """Jobs write to their disk."""
     victim = tmp_path / "victim"

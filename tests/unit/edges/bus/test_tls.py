@@ -95,6 +95,7 @@ def test_system_roots_are_used_without_a_ca(tmp_path: Path, monkeypatch: pytest.
     assert len(context.get_ca_certs()) == 1
 
 
+@pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -157,6 +158,7 @@ def test_certificates_of_a_real_director_are_accepted() -> None:
     tls.client_context(Mbus((), real.ca, pair.certificate, pair.private_key))
 
 
+@pytest.mark.attack("a neighbour acts as the bus, or asks in the Director's name")
 @pytest.mark.parametrize(
     ("name", "is_good"),
     [

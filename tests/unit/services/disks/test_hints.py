@@ -80,6 +80,7 @@ def test_every_member_of_a_hint_is_kept(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 def test_the_printed_form_has_no_secret() -> None:
     disk = hints.from_hint("a", {"path": "/p", "iscsi_settings": {"password": "canary"}}, ENV)
 

@@ -50,6 +50,7 @@ def test_an_unusable_marker_counts_as_missing(tmp_path: Path) -> None:
         assert markers.read(tmp_path) is None
 
 
+@pytest.mark.attack("a job replaces the marker or the lease on its disk with a link or a FIFO")
 def test_nothing_planted_by_a_job_is_followed_or_waited_for(tmp_path: Path) -> None:
     volume, elsewhere = tmp_path / "volume", tmp_path / "elsewhere"
     volume.mkdir()

@@ -109,6 +109,7 @@ def _target(link: Path) -> str:
         return ""
 
 
+@pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
 def test_no_link_is_followed(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     """A job could show the log reader what only root may read."""
     secret = tmp_path.parent / f"{tmp_path.name}-secret.log"
@@ -120,6 +121,7 @@ def test_no_link_is_followed(tmp_path: Path, follower: Follower, clock: Clock) -
     assert news(follower, clock) == []
 
 
+@pytest.mark.attack("a job has root open a FIFO or a device")
 def test_opening_a_fifo_does_not_block(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     (tmp_path / "web").mkdir()
     os.mkfifo(tmp_path / "web/a.log")
@@ -173,6 +175,7 @@ def test_bytes_that_are_no_text_are_shown_somehow_and_json_stays_json() -> None:
 # --- what a job may do to the stream --------------------------------------------------------------------------------
 
 
+@pytest.mark.attack("a job gives its logs names that are not UTF-8")
 def test_a_name_in_invalid_utf_8_is_escaped(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     """Its lines come under an escaped name, and those of other jobs as ever."""
     (tmp_path / "evil").mkdir()

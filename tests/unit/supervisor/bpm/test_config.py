@@ -327,6 +327,7 @@ def test_refusals_in_a_process(text: str, expected: str) -> None:
     assert expected in str(refused.value)
 
 
+@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 def test_values_of_env_are_never_shown() -> None:
     """They may be secrets."""
     with pytest.raises(ConfigError) as refused:

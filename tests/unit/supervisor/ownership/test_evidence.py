@@ -102,6 +102,7 @@ def members(
     return {pid for pid, _ in found.identities}
 
 
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 def test_pidfile_must_be_a_file(tmp_path: Path) -> None:
     """Nothing there, a directory, a fifo that would block or that has a number in it: no pidfile."""
     os.mkfifo(tmp_path / "fifo")
@@ -137,6 +138,7 @@ def test_mark_decides(kernel: Kernel, environment: Mapping[str, str], is_ours: b
     assert own(kernel[50][0], ProcessRecord(), OLD) is is_ours
 
 
+@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize(
     ("process", "owner", "is_ours"),
     [
@@ -195,6 +197,7 @@ def test_descent_and_session_are_believed(kernel: Kernel) -> None:
     assert not own(stat(50, session=40, start=6000), traces, NEW)
 
 
+@pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
 @pytest.mark.parametrize(
     ("start", "line", "executable", "owner", "is_named"),
     [

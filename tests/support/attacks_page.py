@@ -1,0 +1,76 @@
+"""The list of attacks and their tests for docs/attacks.md, from the markers ``attack`` of the tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Final
+
+from tests.structure.source import ROOT
+
+ATTACKERS: Final[Mapping[str, str]] = {
+    "a job": "A job, as the user `vcap`",
+    "a bpm process": "A bpm process",
+    "root in a container": "Root in a container",
+    "another agent": "Another agent on the bus",
+    "a neighbour": "A neighbour on the network",
+    "a blobstore": "A blobstore",
+    "text of a job": "Text that a job writes",
+    "an SSH user": "A user created by `bosh ssh`",
+    "a reader": "A reader of logs, metrics and replies",
+    "a request": "Mistakes in requests",
+    "settings": "Mistakes in settings",
+    "a worker": "Defects of workers",
+}
+"""The words with which an attack begins, and the heading of its section."""
+
+
+@cache
+def attacks() -> Mapping[str, set[str]]:
+    """Return every attack that a test or a case of the scorecard performs, with their names. Nothing is imported."""
+    found: dict[str, set[str]] = {}
+    for folder in ("tests", "tools/chaos"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for name, attack in marks_in(path.read_text()):
+                found.setdefault(attack, set()).add(name)
+    return found
+
+
+def marks_in(source: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the attack of each test and case that performs one. Raises ``ValueError`` if it is no text."""
+    if "attack" not in source:
+        return
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for call in (each for each in node.decorator_list if isinstance(each, ast.Call)):
+            if ast.unparse(call.func) == "pytest.mark.attack":
+                yield node.name, _text(call.args[0])
+            elif ast.unparse(call.func) == "case":
+                yield from ((_text(call.args[0]), _text(word.value)) for word in call.keywords if word.arg == "attack")
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError(f"line {node.lineno}: the attack must be written out, because no test is run here")
+
+
+def attacker(attack: str) -> str:
+    """Return the words of ``ATTACKERS`` with which ``attack`` begins, or ""."""
+    return next((words for words in ATTACKERS if re.match(rf"{words}\b", attack)), "")
+
+
+def sections() -> str:
+    """Return the attacks by attacker, each with its tests and cases."""
+    lines: list[str] = []
+    for words, heading in ATTACKERS.items():
+        lines += [f"### {heading}", ""]
+        for attack, names in sorted(attacks().items()):
+            if attacker(attack) == words:
+                shown = (f"`{name}`" if name.startswith("test_") else name for name in sorted(names))
+                lines.append(f"- {attack[0].upper()}{attack[1:]}: {', '.join(shown)}")
+        lines.append("")
+    return "\n".join(lines)
