@@ -60,7 +60,7 @@ BREAKS: Final[dict[str, Break]] = {
     "MONIT_HOST is wrong": Break(
         _SPAWN, "socket.gethostname()", '"elsewhere"', "ctl start script: environment MONIT_HOST"
     ),
-    "programs start in /tmp": Break(_SPAWN, "cwd=self._directory(),", 'cwd="/tmp",', "ctl start script: directory"),
+    "programs start in /tmp": Break(_SPAWN, "self.directory(),", 'Path("/tmp"),', "ctl start script: directory"),
     "programs have another umask": Break(
         "host/process.py", "umask: int = 0o022", "umask: int = 0o077", "ctl start script: umask"
     ),
@@ -132,8 +132,8 @@ BREAKS: Final[dict[str, Break]] = {
     ),
     "a slow start program is not reported": Break(
         "supervisor/service.py",
-        "if not self._is_failure_told:\n                self.notify(*alert)",
-        "",
+        "self.notify(*alert)\n                self._is_failure_told",
+        "self._is_failure_told",
         "^slow start: alert web - Execution failed",
         ("update", "slow start"),
     ),

@@ -182,7 +182,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     (
         "checks, starts and stops wait for each other",
         lambda one: (
-            (one.act == "death" and one.what.startswith("alert") and one.is_dependent and not one.go)
+            (one.act in ("death", "empty pidfile") and one.what.startswith("alert") and one.is_dependent and not one.go)
             or (one.act in ("agent restarted", "stop") and one.is_pending)
         ),
     ),
@@ -436,7 +436,8 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if name in ("rest", "port closed", "port open again", "agent restarted", "usage", "unmonitor"):
         yield "is failing meanwhile", str("failing" in phase["job_states"][1:])
     for process, states in phase["states"].items():
-        yield f"state of {process}", states[-1]
+        if _is_listed(process, phase):
+            yield f"state of {process}", states[-1]
     for service, lives in phase["services"].items():
         yield f"process of {service}", "lives" if lives else "is dead"
         yield f"process of {service} is the former one", str(phase["same"][service]) if lives else ""
@@ -462,6 +463,12 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ):
             continue
         yield f"file {file}", "left"
+
+
+def _is_listed(process: str, phase: dict[str, Any]) -> bool:
+    """True if the state at the end of a phase lists a process. Only an early look sees one that was taken away."""
+    values = phase.get("values", {}).get("state")
+    return values is None or any(path.startswith(f"processes[{process}]") for path in values)
 
 
 def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -47,6 +47,7 @@ SCRIPT_LIMIT_S: Final = 60.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
 MONIT_TRIES: Final = 10
+USAGE_LIMIT_S: Final = 30
 FILES: Final = 1024
 """Soft limit of open files that an agent inherits."""
 
@@ -368,11 +369,14 @@ class Life:
         return phase.value == "applied"
 
     async def _start(self, name: str, patience: float = 0) -> Phase:
+        """Start as a Director does. Monit starts one service after the other, each of which may need ``patience``."""
         async with self.phase(name) as phase:
             phase.value = str(await self.director.run(AGENT, "start"))
             self.has_acted = True
             await asyncio.sleep(1 + patience)  # the Director asks no earlier
-            await self.until(self.is_running, START_LIMIT_S + START_LIMIT_CYCLES * self.cycle)
+            limit = START_LIMIT_S + START_LIMIT_CYCLES * self.cycle + patience * len(self.pidfiles)
+            if not await self.until(self.is_running, limit) and any(map(living, self.pidfiles.values())):
+                await self.until(self.is_running, START_LIMIT_S)  # each process waits for monit's next cycle
         return phase
 
     async def _updates(self, wanted: list[str]) -> None:
@@ -437,11 +441,13 @@ class Life:
 
     async def _rules(self, wanted: list[str]) -> None:
         """Let rules about memory, processor time and changes of files hold."""
-        if "usage" in wanted and self.plan["has_usage"]:
+        if "usage" in wanted and self.plan["usage"]:
             busy = STAND_IN / "busy"
             async with self.phase("usage"):
                 busy.touch()
-                await asyncio.sleep((self.plan["cycles"] + 3) * self.cycle)
+                least = (self.plan["cycles"] + 3) * self.cycle
+                await asyncio.sleep(least)
+                await self.until(self._has_matched, USAGE_LIMIT_S)  # a stand-in may get little of a busy machine
             async with self.phase("usage ended"):
                 busy.unlink()
                 await self.settled(self.plan["cycles"] + 2.5)
@@ -452,6 +458,10 @@ class Life:
                     with path.open("a") as file:
                         file.write("\n")
                 await self.settled(self.plan["cycles"] + 2.5)
+
+    def _has_matched(self) -> bool:
+        """True if each service with a rule about memory or processor time has failed in this phase."""
+        return all("failing" in self.now.states.get(name, []) for name in self.plan["usage"])
 
     async def _unmonitor(self) -> None:
         """An operator takes a service out of supervision, its process ends, and is supervised again."""
@@ -565,7 +575,7 @@ def tail(path: Path) -> str:
 
 def shell(command: str) -> str:
     try:
-        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
         return "no end"
     return f"{done.returncode}\n{done.stdout}{done.stderr}"

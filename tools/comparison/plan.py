@@ -201,7 +201,7 @@ def _reached(text: str) -> str:
 
     def limit(found: re.Match[str]) -> str:
         if found[2].lower() == "cpu":
-            return f"{found[1]}8%"
+            return f"{found[1]}2%"  # of all processors, as in monit
         return f"{found[1]}60 MB"  # a percentage is a whole number, and one of a large machine's memory too much
 
     return _USAGE.sub(limit, text)
@@ -397,7 +397,7 @@ def written(made: Plan, bpm: str = "") -> str:
             "second": made.second,
             "slow": made.slow,
             "watched": made.watched,
-            "has_usage": bool(_USAGE.search(made.job.monit)),
+            "usage": [one.name for one in made.services if _USAGE.search(one.text)],
             "services": [vars(service) for service in made.services],
             "ports": made.ports,
             "system": sorted(made.system),

@@ -248,7 +248,7 @@ def live(ports: list[Any]) -> None:
         listening.step()
         if os.path.exists(HOME + "/busy"):  # rules about memory and processor time hold now
             held = held or bytearray(os.urandom(1 << 20) * MEMORY_MB)
-            until = time.monotonic() + 0.15
+            until = time.monotonic() + 0.4
             while time.monotonic() < until:
                 pass
         else:
