@@ -232,7 +232,7 @@ def live(kind: str, made: plan.Plan, cycle: int, place: Path, broken: breaks.Bre
                 for program, found in programs.items():
                     shutil.copy(found, scratch / "bpm" / program)
         with machine(scratch, has_network=True) as inside:
-            argv = [sys.executable, "-m", "tools.comparison.life", kind, "/mnt/plan.json", "/mnt/result.json"]
+            argv = [sys.executable, "-m", f"{__package__}.life", kind, "/mnt/plan.json", "/mnt/result.json"]
             setting = [f"CYCLE={cycle}", f"PYTHONPATH={CODE}", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
             command = ["unshare", "--uts", "setpriv", f"--bounding-set={WITHOUT}", "env", "-i", *setting, *argv]
             with (scratch / "life.log").open("wb") as log:

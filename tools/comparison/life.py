@@ -160,7 +160,7 @@ class GoWorld(World):
         wrapper = VCAP / "bosh/bin/monit"
         wrapper.write_text(f'#!/bin/sh\nexec {SCRATCH}/monit -c {rc} "$@"\n')
         wrapper.chmod(0o755)
-        keeper, service = [sys.executable, "-m", "tools.comparison.keeper"], Path("/etc/sv/monit")
+        keeper, service = [sys.executable, "-m", f"{__package__}.keeper"], Path("/etc/sv/monit")
         service.mkdir()
         subprocess.Popen(keeper, stdout=self.log(), stderr=subprocess.STDOUT, start_new_session=True, cwd=service)
 
@@ -195,7 +195,7 @@ class ShimWorld(World):
 
     def start(self) -> None:
         paths = [str(BROKEN), os.environ["PYTHONPATH"]]
-        code = f"import sys; sys.path[:0] = {paths}; from comparison import shim; shim.main()"
+        code = f"import sys; sys.path[:0] = {paths}; from {__package__} import shim; shim.main()"
         options = [str(self.cycle), "run", "-C", str(VCAP / "bosh/agent.json")]
         self.agent = subprocess.Popen(
             [sys.executable, "-c", code, *options],
@@ -606,7 +606,7 @@ def spec_of(plan: dict[str, Any], version: str = "1") -> dict[str, Any]:
         return {"blobstore_id": f"blob-{digest}", "sha1": digest}
 
     job = plan["job"]
-    stand_in = f"env PYTHONPATH={os.environ['PYTHONPATH']} {sys.executable} -m tools.comparison.bpm"
+    stand_in = f"env PYTHONPATH={os.environ['PYTHONPATH']} {sys.executable} -m {__package__}.bpm"
     real = "/var/vcap/packages/bpm/bin/bpm"
     bpm = f'#!/bin/sh\n[ ! -e {BPM} ] || exec {real} "$@"\nexec {stand_in} "$@" 2>>/mnt/agent.log\n'
     files = {job: plan["files"]} | ({"bpm": {"monit": "", "bin/bpm": bpm}} if job != "bpm" else {})
