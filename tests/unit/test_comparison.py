@@ -143,6 +143,28 @@ def test_a_dependent_service_whose_pidfile_is_emptied_has_no_alert_below_monit(t
     assert judged(tmp_path / "alone", silent, told).kind == "difference"
 
 
+@pytest.mark.parametrize(("begun", "kind"), [(1, "equal"), (2, "difference")])
+def test_a_process_may_say_in_the_next_phase_that_it_began(tmp_path: Path, begun: int, kind: str) -> None:
+    """coredns of paas-observability-release, on a busy machine. A second process is a difference."""
+    lives = [1.0, "lives", "server"]
+    worlds = [
+        {"error": "", "phases": [phase("start"), phase("start after stop", events=first), phase("drain", events=then)]}
+        for first, then in (([lives], []), ([], [lives] * begun))
+    ]
+
+    assert judge.judge(planned(tmp_path, job()), *worlds).kind == kind
+
+
+def test_a_slow_start_that_is_not_reported_is_a_difference(tmp_path: Path) -> None:
+    """Although monit may start the program again meanwhile, so that states and processes differ."""
+    alert = ["web - Execution failed - alert"]
+    lives = [1.0, "lives", "server"]
+    monit = phase("slow start", alerts=alert, events=[lives, lives])
+
+    assert judged(tmp_path, monit, phase("slow start", alerts=alert, events=[lives])).kind == "listed"
+    assert judged(tmp_path / "silent", monit, phase("slow start", events=[lives])).kind == "difference"
+
+
 def test_a_difference_names_the_line_of_the_release(tmp_path: Path) -> None:
     failing = phase("port closed", job_states=["running", "failing"], states={"web": ["running", "failing"]})
     verdict = judged(tmp_path, failing, phase("port closed"))

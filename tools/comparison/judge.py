@@ -208,7 +208,11 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
     ("the soft limit of core files", lambda one: one.what.endswith(": limit core") and one.shim.startswith("[1, ")),
     (
         "a start program slower than its timeout",
-        lambda one: one.is_started_twice and one.phase in ("slow start", *LAST),
+        lambda one: (
+            one.is_started_twice
+            and one.phase in ("slow start", *LAST)
+            and not ("Execution failed" in one.go and not one.shim)  # each agent reports the first one
+        ),
     ),
     (
         "`monit monitor` of a service",
@@ -323,7 +327,10 @@ def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
         seen = [dict(_facts(life[name])) for life in (go, shim)]
         for what in sorted({*seen[0], *seen[1]}):
             values = [one.get(what, "") for one in seen]
-            if values[0] != values[1] and not (what.endswith(" tool") and _runs_beside(go, shim, name, what)):
+            is_beside = (what.endswith(" tool") and _runs_beside(go, shim, name, what)) or (
+                what.endswith(" lives") and _speaks_late(go, shim, name, what)
+            )
+            if values[0] != values[1] and not is_beside:
                 yield Difference(name, what, values[0], values[1])
     yield from _inherited(go, shim)
     for kind in ("state", "heartbeat"):
@@ -420,6 +427,22 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
     return True
 
 
+def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
+    """True if as many processes of a start began in both lives, and said so in it or in the next phase."""
+    program = what.removesuffix(" lives")
+
+    def began(life: Phases, *names: str) -> int:
+        events = [event for one in names for event in life[one]["events"]]
+        return sum((event, said_by) == ("lives", program) for _, event, said_by in events)
+
+    names = [one for one in go if one in shim]
+    at = names.index(name)
+    pairs = [
+        pair for pair in (names[max(at - 1, 0) : at + 1], names[at : at + 2]) if pair[0].rpartition(": ")[2] in STARTS
+    ]
+    return any(began(go, *pair) == began(shim, *pair) for pair in pairs)
+
+
 def _shapes(life: Phases, kind: str) -> set[str]:
     """Return the members that the documents of a kind had since the job was started, with their types."""
     later = [phase for name, phase in life.items() if name not in ("apply", "pre-start", "start", "post-start")]
@@ -433,7 +456,7 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     answer = re.sub(r"(Failed Jobs: [\w, -]+\.).*", r"\1", phase["value"], flags=re.DOTALL)  # this agent adds a reason
     yield "answer", re.sub(r"[0-9a-f-]{36}|\d+\.\d+", "…", answer)[:200]
     yield "job state", "".join(phase["job_states"][-1:])
-    if name in ("rest", "port closed", "port open again", "agent restarted", "usage", "unmonitor"):
+    if name in ("rest", "port closed", "port open again", "agent restarted", "usage"):
         yield "is failing meanwhile", str("failing" in phase["job_states"][1:])
     for process, states in phase["states"].items():
         if _is_listed(process, phase):
