@@ -134,6 +134,7 @@ def _vm(session: Session, tier: str) -> Vm:
         namespace=session.namespace,
         director=session.director,
         image=IMAGE,
+        architecture="",
         properties=properties,
         networks=networks.Plan(settings={}),
         groups=[],

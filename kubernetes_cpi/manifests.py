@@ -63,6 +63,8 @@ class Vm(msgspec.Struct, frozen=True):
     namespace: str
     director: str
     image: str
+    architecture: str
+    """That of the nodes that can run the image. "" if the stemcell names none."""
     properties: VmProperties
     networks: Plan
     groups: Sequence[str]
@@ -526,7 +528,7 @@ def _scheduling(vm: Vm) -> Object:
     found = {
         "affinity": affinity,
         "topologySpreadConstraints": [spread] if is_spread else [],
-        "nodeSelector": properties.node_selector,
+        "nodeSelector": ({names.ARCHITECTURE: vm.architecture} if vm.architecture else {}) | properties.node_selector,
         "tolerations": properties.tolerations,
     }
     return {key: value for key, value in found.items() if value}

@@ -15,6 +15,9 @@ import msgspec
 Cid = Annotated[str, msgspec.Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 """A cid of this CPI: the name of an object."""
 
+ARCHITECTURE: Final = "kubernetes.io/arch"
+"""Label of nodes."""
+
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 OURS: Final = "kubernetes-cpi"
 

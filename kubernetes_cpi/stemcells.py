@@ -1,4 +1,7 @@
-"""Light stemcells: images in a registry. The cid of a stemcell is the image's reference with its digest."""
+"""Light stemcells: images in a registry.
+
+The cid of a stemcell is the reference of the image with its digest and, after "#", the architecture of its nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ REFERENCE: Final = (
     rf"{_PART}(?:/{_PART})*(?::[A-Za-z0-9_][-A-Za-z0-9_.]{{0,127}})?"
 )
 """A registry, a path in lower case and a tag, as container runtimes read them."""
+
+ARCHITECTURES: Final = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
+"""Values of nodes' label `kubernetes.io/arch` by the words of stemcells."""
 
 
 def create(config: Config, _image_path: str | None, properties: dict[str, Any]) -> str:
@@ -33,13 +39,27 @@ def create(config: Config, _image_path: str | None, properties: dict[str, Any]) 
     if not re.fullmatch(REFERENCE, reference) or (digest and not re.fullmatch(DIGEST, digest)):
         raise CpiError(f"cannot create the stemcell: {given!r} with digest {digest!r} is no reference to an image")
     if digest:
-        return f"{reference}@{digest}"
+        return f"{reference}@{digest}{_suffix(properties)}"
     if not config.stemcells.allow_mutable_images:
         raise CpiError(
             f"cannot create the stemcell: {reference} has no digest, so VMs could differ; add `digest: sha256:…` to "
             "its cloud properties, or set `stemcells.allow_mutable_images`"
         )
-    return reference
+    return f"{reference}{_suffix(properties)}"
+
+
+def parts(cid: str) -> tuple[str, str]:
+    """Return the image of a stemcell, and its architecture as `kubernetes.io/arch` has it, "" if it names none."""
+    image, _, architecture = cid.partition("#")
+    return image, architecture
+
+
+def _suffix(properties: dict[str, Any]) -> str:
+    named = str(properties.get("architecture") or "")
+    if named and named not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CpiError(f"cannot create the stemcell: its `architecture` is {named!r}, not one of {known}")
+    return f"#{ARCHITECTURES[named]}" if named else ""
 
 
 def delete(_config: Config, _stemcell: str) -> None:

@@ -25,6 +25,7 @@ from kubernetes_cpi import (
     recreation,
     schema,
     services,
+    stemcells,
 )
 from kubernetes_cpi.client import CLAIMS, PODS, SECRETS, Object, Resource
 from kubernetes_cpi.config import Config
@@ -215,11 +216,13 @@ def _described(
     properties = schema.read(document, VmProperties, origin="the cloud properties of the VM")
     bosh = env.get("bosh")
     groups = bosh.get("groups") if isinstance(bosh, Mapping) else None
+    image, architecture = stemcells.parts(stemcell)
     return Vm(
         cid=names.cid("vm", session.namespace, session.director, agent_id),
         namespace=session.namespace,
         director=session.director,
-        image=stemcell,
+        image=image,
+        architecture=architecture,
         properties=properties,
         networks=networks.plan(wanted_networks, config.networks),
         groups=[str(group) for group in groups] if isinstance(groups, list) else [],

@@ -1,14 +1,16 @@
 """``./dev stemcell`` makes a stemcell for Directors and container CPIs.
 
-    ./dev stemcell [--image REF | --base REF] [--version V] [--out DIR] [-- BUILD OPTION…]
-    ./dev stemcell --light --image REF@sha256:… [--version V] [--out DIR]
+    ./dev stemcell [--image REF | --base REF] [--arch ARCH] [--version V] [--out DIR] [-- BUILD OPTION…]
+    ./dev stemcell --light --image REF@sha256:… [--arch ARCH] [--version V] [--out DIR]
     ./dev stemcell --sbom --image REF [--version V]
 
 The image is built with the Dockerfile on ``--base``, with the options after ``--``, or exists already (``--image``). A
-light stemcell only names an image in a registry. ``--sbom`` prints the components of an image in CycloneDX.
+light stemcell only names an image in a registry. ``--sbom`` prints the components of an image in CycloneDX. A build for
+another architecture than this machine's needs its emulator (qemu-user-static and binfmt-support).
 
 The format is that of bosh-linux-stemcell-builder
 (``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and of the CPIs (bosh-docker-cpi ``stemcell/metadata.go``).
+The name of a stemcell for arm64 has the architecture, as RFC 0062 of the Cloud Foundry Foundation proposes.
 """
 
 # ruff: noqa: INP001, T201 - a program for the terminal
@@ -21,6 +23,7 @@ import hashlib
 import io
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -47,11 +50,18 @@ API_VERSION: Final = 3
 HEAVY: Final = ["warden-tar", "general-tar"]
 LIGHT: Final = ["docker-light", "warden-light", "general-tar"]
 CHUNK: Final = 1 << 20
+BASES: Final = {"amd64": "ghcr.io/cloudfoundry/ubuntu-noble-stemcell:latest", "arm64": "debian:bookworm-slim"}
+"""Official stemcells exist for amd64 alone."""
+OWN: Final = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Architectures by what ``uname -m`` prints."""
+_WORDS: Final = {"amd64": "x86_64", "arm64": "arm64"}
+"""How manifests name the architectures."""
 
 FACTS: Final = """
 . /etc/os-release
 echo "os=$ID-$VERSION_CODENAME"
 echo "version=$(cat /var/vcap/bosh/etc/stemcell_version)"
+echo "architecture=$(dpkg --print-architecture)"
 echo --
 dpkg-query --show --showformat '${Package}\\t${Version}\\t${Architecture}\\t${Provides}\\t${Pre-Depends}, ${Depends}\\n'
 echo --
@@ -101,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--light", action="store_true", help="only name an image in a registry")
     parser.add_argument("--sbom", action="store_true", help="only print the components of --image")
     parser.add_argument("--image", help="an existing image; with --light NAME:TAG@sha256:DIGEST")
-    parser.add_argument("--base", help="base of the image (default: that of the Dockerfile)")
+    bases = " and ".join(f"{base} for {architecture}" for architecture, base in BASES.items())
+    parser.add_argument("--base", help=f"base of the image (default: {bases})")
+    parser.add_argument("--arch", choices=BASES, help="architecture (default: that of the image, or of this machine)")
     parser.add_argument("--os", help="operating system in manifests: that of the image (default), or SYSTEM-SUFFIX")
     parser.add_argument("--version", help="version of the stemcell (default: that of the base and of the agent)")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="directory of the tarball (default: dist)")
@@ -114,15 +126,16 @@ def light(arguments: argparse.Namespace) -> Path:
     reference, at, digest = (arguments.image or "").partition("@")
     if not at or re.fullmatch(r"sha256:[0-9a-f]{64}", digest) is None:
         raise SystemExit("stemcell: cannot make a light stemcell without --image NAME:TAG@sha256:DIGEST")
-    system, version = arguments.os or "ubuntu-noble", arguments.version or own_version()
+    system, architecture = arguments.os or "ubuntu-noble", arguments.arch or "amd64"
+    version = version_for(architecture, arguments.version or own_version())
     pointers = {"image_reference": reference, "digest": digest, "image": f"{reference}@{digest}"}
     files = {
-        "stemcell.MF": manifest(system, version, LIGHT, digests(iter(())), pointers).encode(),
+        "stemcell.MF": manifest(system, architecture, version, LIGHT, digests(iter(())), pointers).encode(),
         "packages.txt": b"",
         "dev_tools_file_list.txt": b"",
         "image": b"",
     }
-    path = _target(arguments.out, f"light-{name_of(system)}", version)
+    path = _target(arguments.out, f"light-{name_of(system, architecture)}", version)
     with _tarball(path) as tarball:
         for name, content in files.items():
             _add(tarball, name, content)
@@ -134,31 +147,55 @@ def heavy(arguments: argparse.Namespace) -> Path:
     tool = shutil.which("podman") or shutil.which("docker")
     if tool is None:
         raise SystemExit("stemcell: cannot make a stemcell: neither podman nor docker is installed")
-    image = arguments.image or TAG
-    if not arguments.image:
-        wanted = {"BASE_IMAGE": arguments.base, "STEMCELL_VERSION": arguments.version, "REVISION": revision()}
-        wanted["VERSION"] = semantic_version()
-        given = [f"--build-arg={name}={value}" for name, value in wanted.items() if value]
-        subprocess.run([tool, "build", *given, *arguments.build, "--tag", image, ROOT], check=True, stdout=sys.stderr)
+    image = arguments.image or _built(tool, arguments)
     facts, parts, *said = _facts(tool, image)
+    architecture = facts["architecture"]
+    if arguments.arch not in (None, architecture):
+        raise SystemExit(f"stemcell: cannot make a stemcell for {arguments.arch}: the image is for {architecture}")
     system = arguments.os or facts["os"]
     if system != facts["os"] and not system.startswith(f"{facts['os']}-"):
         raise SystemExit(f"stemcell: cannot make a stemcell for {system}: the image is {facts['os']}")
-    version = arguments.version or own_version(facts["version"])
+    version = version_for(architecture, arguments.version or own_version(facts["version"]))
+    name = name_of(system, architecture)
     with tempfile.TemporaryDirectory(dir=_made(arguments.out)) as scratch:
         root = Path(scratch, "image")
         _export(tool, image, root)
         with root.open("rb") as file:
             sums = digests(iter(lambda: file.read(CHUNK), b""))
-        path = _target(arguments.out, name_of(system), version)
+        path = _target(arguments.out, name, version)
         with _tarball(path) as tarball:
-            _add(tarball, "stemcell.MF", manifest(system, version, HEAVY, sums, {}).encode())
+            _add(tarball, "stemcell.MF", manifest(system, architecture, version, HEAVY, sums, {}).encode())
             _add(tarball, "packages.txt", said[1].encode())
             _add(tarball, "dev_tools_file_list.txt", said[0].encode())
             tarball.add(root, "image", filter=_as_built)
-            _add(tarball, "sbom.spdx.json", _json(spdx(system, version, parts)))
-            _add(tarball, "sbom.cdx.json", _json(cyclonedx(system, version, parts)))
+            _add(tarball, "sbom.spdx.json", _json(spdx(name, version, parts)))
+            _add(tarball, "sbom.cdx.json", _json(cyclonedx(name, version, parts)))
     return path
+
+
+def _built(tool: str, arguments: argparse.Namespace) -> str:
+    """Build the image; return its name."""
+    own = OWN.get(platform.machine(), "")
+    architecture = arguments.arch or own
+    image = TAG if architecture == own else f"{TAG}-{architecture}"
+    if architecture != own and not is_emulated(architecture):
+        raise SystemExit(f"stemcell: cannot build an image for {architecture}: {NO_EMULATOR}")
+    wanted = {"BASE_IMAGE": arguments.base or BASES.get(architecture), "STEMCELL_VERSION": arguments.version}
+    wanted |= {"REVISION": revision(), "VERSION": semantic_version()}
+    given = [f"--build-arg={name}={value}" for name, value in wanted.items() if value]
+    if arguments.arch:
+        given.append(f"--platform=linux/{architecture}")
+    subprocess.run([tool, "build", *given, *arguments.build, "--tag", image, ROOT], check=True, stdout=sys.stderr)
+    return image
+
+
+NO_EMULATOR: Final = "no emulator is registered; apt-get install qemu-user-static binfmt-support"
+
+
+def is_emulated(architecture: str) -> bool:
+    """Return True if the kernel runs programs of another architecture with an emulator."""
+    machine = next(machine for machine, known in OWN.items() if known == architecture)
+    return any(Path("/proc/sys/fs/binfmt_misc").glob(f"*{machine}*"))
 
 
 def components(arguments: argparse.Namespace) -> bytes:
@@ -169,8 +206,9 @@ def components(arguments: argparse.Namespace) -> bytes:
             "stemcell: cannot list components: --image is missing, or neither podman nor docker is installed"
         )
     facts, parts, *_ = _facts(tool, arguments.image)
-    version = arguments.version or own_version(facts["version"])
-    return _json(cyclonedx(facts["os"], version, parts))
+    architecture = facts["architecture"]
+    version = version_for(architecture, arguments.version or own_version(facts["version"]))
+    return _json(cyclonedx(name_of(facts["os"], architecture), version, parts))
 
 
 @dataclass(frozen=True)
@@ -252,14 +290,27 @@ def own_version(base: str = "0.0.0") -> str:
     return own if base == "0.0.0" else f"{base}+shim.{own}"
 
 
-def name_of(system: str) -> str:
+def version_for(architecture: str, version: str) -> str:
+    """Return the version, which for another architecture than amd64 names it.
+
+    A Director takes packages that were compiled on a stemcell for all stemcells of the same system and version.
+    """
+    if architecture == "amd64" or architecture in version:
+        return version
+    return f"{version}{'.' if '+' in version else '+'}{architecture}"
+
+
+def name_of(system: str, architecture: str) -> str:
     """Return a distinct name: a Director mistakes a second stemcell of one name and version for the first."""
-    return f"bosh-warden-boshlite-{system}-agent-shim"
+    words = ["bosh-warden-boshlite", system, *([architecture] if architecture != "amd64" else []), "agent-shim"]
+    return "-".join(words)
 
 
-def manifest(system: str, version: str, formats: list[str], sums: str, pointers: dict[str, str]) -> str:
+def manifest(
+    system: str, architecture: str, version: str, formats: list[str], sums: str, pointers: dict[str, str]
+) -> str:
     """Return ``stemcell.MF``. YAML and JSON write its values alike."""
-    name, distribution = name_of(system), system.partition("-")[0]
+    name, distribution = name_of(system, architecture), system.partition("-")[0]
     properties = {
         "name": name,
         "version": version,
@@ -270,7 +321,7 @@ def manifest(system: str, version: str, formats: list[str], sums: str, pointers:
         "container_format": "bare",
         "os_type": "linux",
         "os_distro": distribution,
-        "architecture": "x86_64",
+        "architecture": _WORDS[architecture],
         "root_device_name": "/dev/sda1",
         **pointers,
     }
@@ -281,6 +332,7 @@ def manifest(system: str, version: str, formats: list[str], sums: str, pointers:
         "api_version": API_VERSION,
         "sha1": sums,
         "operating_system": system,
+        "architecture": _WORDS[architecture],
         "stemcell_formats": formats,
     }
     lines = [f"{key}: {json.dumps(value)}" for key, value in members.items()]
@@ -297,9 +349,8 @@ def digests(chunks: Iterator[bytes]) -> str:
     return f"{sha1.hexdigest()};sha256:{sha256.hexdigest()}"
 
 
-def cyclonedx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
+def cyclonedx(name: str, version: str, parts: list[Part]) -> dict[str, Any]:
     """Return the components of the stemcell in CycloneDX 1.5. The stemcell depends on all of them."""
-    name = name_of(system)
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
@@ -323,12 +374,12 @@ def cyclonedx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
     }
 
 
-def spdx(system: str, version: str, parts: list[Part]) -> dict[str, Any]:
+def spdx(stemcell: str, version: str, parts: list[Part]) -> dict[str, Any]:
     """Return the components of the stemcell in SPDX 2.3.
 
     Debian's short names of licences are no identifiers of SPDX, so they are in the comments.
     """
-    name = f"{name_of(system)}-{version}"
+    name = f"{stemcell}-{version}"
     ids = {part.url: f"SPDXRef-{number}" for number, part in enumerate(parts)}
     relations = [("SPDXRef-DOCUMENT", "DESCRIBES", one) for one in ids.values()]
     relations += [(ids[part.url], "DEPENDS_ON", ids[need]) for part in parts for need in part.needs]

@@ -76,7 +76,7 @@ def test_deployment_as_the_director_calls_it(cpi: Cpi, cluster: Cluster) -> None
         return response["result"]
 
     stemcell = call("create_stemcell", "/var/vcap/data/tmp/image", STEMCELL_PROPERTIES, {"tags": {}})
-    assert stemcell == STEMCELL
+    assert stemcell == f"{STEMCELL}#amd64"
     vm, networks = call("create_vm", "agent-1", stemcell, {}, {"first": MANUAL}, [], ENV, vm_api=True)
     assert networks == {"first": MANUAL}
     metadata = {"director": "d", "deployment": "dep", "id": "1-2", "job": "zk", "instance_group": "zk", "index": "0"}

@@ -9,6 +9,8 @@ import pytest
 from kubernetes_cpi import stemcells
 from kubernetes_cpi.config import Config, Stemcells
 from kubernetes_cpi.errors import CpiError
+from tests.cpi.calls import DYNAMIC, ENV, Cpi
+from tests.cpi.fake_api import Cluster
 
 DIGEST = "sha256:" + "a" * 64
 
@@ -49,8 +51,31 @@ def test_reference_of_any_registry(reference: str) -> None:
         ({"image_reference": "REG/X:1", "digest": DIGEST}, "no reference to an image"),
         ({"image_reference": "registry.example/a/:1", "digest": DIGEST}, "no reference to an image"),
         ({"image_reference": "registry.example/a:1:2", "digest": DIGEST}, "no reference to an image"),
+        ({"image": f"registry.example/a:1@{DIGEST}", "architecture": "mips"}, "'mips', not one of x86_64, amd64"),
     ],
 )
 def test_refused(properties: dict[str, Any], words: str) -> None:
     with pytest.raises(CpiError, match=words):
         stemcells.create(Config(), None, properties)
+
+
+@pytest.mark.parametrize(
+    ("named", "wished", "selector"),
+    [
+        ("x86_64", {}, {"kubernetes.io/arch": "amd64"}),
+        ("arm64", {"pool": "bosh"}, {"kubernetes.io/arch": "arm64", "pool": "bosh"}),
+        ("aarch64", {}, {"kubernetes.io/arch": "arm64"}),
+        (None, {}, None),
+    ],
+)
+def test_a_vm_runs_on_nodes_of_the_architecture_that_its_stemcell_names(
+    cpi: Cpi, cluster: Cluster, named: str | None, wished: dict[str, str], selector: dict[str, str] | None
+) -> None:
+    """One Director has stemcells of both. Existing cids, and stemcells that name none, leave the node to Kubernetes."""
+    pointers = {"image": f"registry.example/a:1@{DIGEST}"} | ({"architecture": named} if named else {})
+    stemcell = cpi("create_stemcell", "/nothing", pointers, {})
+    vm = cpi("create_vm", "agent-1", stemcell, {"node_selector": wished}, DYNAMIC, [], ENV)[0]
+    spec = cluster.of("pods")[vm]["spec"]
+
+    assert spec.get("nodeSelector") == selector
+    assert spec["containers"][0]["image"] == pointers["image"]

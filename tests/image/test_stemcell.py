@@ -54,8 +54,9 @@ def test_members(taken_apart: Path) -> None:
     assert manifest["sha1"] == f"{sums[0]};sha256:{sums[1]}"
     assert manifest["stemcell_formats"] == ["warden-tar", "general-tar"]
     system = manifest["operating_system"]
-    assert system in ("debian-bookworm", "debian-trixie", "ubuntu-noble", "ubuntu-jammy")
+    assert system in ("debian-bookworm", "debian-trixie", "debian-forky", "ubuntu-noble", "ubuntu-jammy")
     assert manifest["name"] == f"bosh-warden-boshlite-{system}-agent-shim"
+    assert manifest["architecture"] == manifest["cloud_properties"]["architecture"] == "x86_64"
     assert " openssh-server " in (taken_apart / "packages.txt").read_text()
     assert {"nats-py", "msgspec", "agent-shim"} <= {one["name"] for one in cyclonedx["components"]}
     assert len(spdx["packages"]) == len(cyclonedx["components"]) > 200

@@ -12,8 +12,9 @@ import zipfile
 from pathlib import Path
 
 from hatch_build import version
+from stemcell_overlay.stemcell import OWN
 from tests.structure.source import ROOT
-from tools.release.__main__ import OWN, manifest_digest, repack
+from tools.release.__main__ import manifest_digest, repack
 
 
 def release(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import Final
 
 from hatch_build import revision, semantic_version
+from stemcell_overlay.stemcell import BASES, NO_EMULATOR, OWN, is_emulated
 from tools.release import texts
 
 ROOT: Final = Path(__file__).parents[2]
 STEMCELL: Final = ROOT / "stemcell_overlay/stemcell.py"
-BASES: Final = {"amd64": "ghcr.io/cloudfoundry/ubuntu-noble-stemcell:latest", "arm64": "debian:bookworm-slim"}
-"""Official stemcells exist for amd64 alone."""
 LOCKS: Final = {"agent-shim": "runtime", "bosh-kubernetes-cpi": "cpi"}
-OWN: Final = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True)
@@ -183,11 +181,10 @@ def make(release: Release, parts: list[str]) -> int:
         print("release: cannot make images: podman is not installed; apt-get install podman", file=sys.stderr)
         return 69
     foreign = set(release.bases) - {OWN.get(platform.machine(), "")}
-    emulators = Path("/proc/sys/fs/binfmt_misc")
-    if "images" in parts and foreign and not any(emulators.glob("qemu-*")):
+    missing = sorted(architecture for architecture in foreign if not is_emulated(architecture))
+    if "images" in parts and missing:
         print(
-            f"release: cannot make images for {', '.join(sorted(foreign))}: no emulator is registered; "
-            "apt-get install qemu-user-static binfmt-support, or name the others with --image",
+            f"release: cannot make images for {', '.join(missing)}: {NO_EMULATOR}, or name the others with --image",
             file=sys.stderr,
         )
         return 69
