@@ -56,8 +56,8 @@ async def test_vm_lives_from_stemcell_to_recreation(
     assert lxc("config", "get", vm, "limits.memory").strip() == "2048MB"
     report = doctor(lxc, vm)
     assert report["tier"].startswith("unprivileged: root of a user namespace" if kind == "unprivileged" else "priv")
-    found = {finding["topic"]: finding for finding in report["findings"]}
-    assert "2048" in found["limits"]["found"] or "the host's" not in found["cgroups"]["follows"]
+    if "lxcfs" in inside(vm, "cat", "/proc/mounts"):  # then /proc/meminfo shows the memory of the container
+        assert "the host's" not in str(report)
     assert not re.search("Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|bosh recreate", str(report))
 
     # The CPI attaches by a forced stop. The jobs come back without the Director, and the disk is mounted on request.
