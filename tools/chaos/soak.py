@@ -29,7 +29,7 @@ from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from tools.bench.draw import Band, Line, charts
 from tools.bench.world import AGENT
 from tools.chaos.messages import BAD, mutated
-from tools.chaos.stand import CONNECTED, Stand, stand, until
+from tools.chaos.stand import CONNECTED, Stand, expect, stand, until
 from tools.chaos.witness import Size
 
 PICTURE: Final = Path(__file__).parents[2] / "docs/pictures/soak.svg"
@@ -92,6 +92,8 @@ class Record:
     beats: list[float] = field(default_factory=list)
     outages: list[Band] = field(default_factory=list)
     """Periods in which the case had stopped the bus or the agent, until the next answer."""
+    connected: list[float] = field(default_factory=list)
+    """Seconds from the end of each fault until the agent said that it is connected."""
     done: dict[str, int] = field(default_factory=dict)
     """Number of each kind of event."""
     broken: list[str] = field(default_factory=list)
@@ -173,6 +175,11 @@ class Record:
             "longest ping, ms": round(1000 * max(free, default=0.0)),
             "sleeper at most late, ms": round(1000 * self.starved(self.begun_at, self.until)),
             "outages": len(self.outages),
+            "connected after an outage, median and longest, s": [
+                round(one, 2) for one in (statistics.median(self.connected), max(self.connected))
+            ]
+            if self.connected
+            else [],
         }
 
     def picture(self) -> str:
@@ -263,14 +270,23 @@ class Soak:
     @asynccontextmanager
     async def _outage(self, back: float = CONNECTED) -> AsyncIterator[None]:
         begun_at = time.monotonic()
-        beats = len(self._record.beats)
+        beats, before = len(self._record.beats), self._connections()
         self._record.outages.append((begun_at, float("inf")))
         try:
             yield
-            await self._stand.answers(back)
+            healed_at = time.monotonic()
+            while self._connections() == before:
+                expect(time.monotonic() - healed_at < back, f"the agent is not connected within {back:g} s")
+                await asyncio.sleep(0.05)
+            took = time.monotonic() - healed_at
+            self._record.connected.append(took)
+            await self._stand.answers(back - took, patience=back)  # an answer may be late at such a load
             await until(lambda: len(self._record.beats) > beats, 3, "heartbeat at once")
         finally:
             self._record.outages[-1] = (begun_at, time.monotonic())
+
+    def _connections(self) -> int:
+        return self._stand.world.log_text().count("connected to the bus at")
 
     async def _running(self) -> None:
         async with asyncio.timeout(90):

@@ -164,12 +164,12 @@ class Stand:
         """One reply's value."""
         return await self.world.director.value(AGENT, method, *arguments, timeout=timeout)
 
-    async def answers(self, within: float) -> float:
-        """Return the seconds until a ping is answered."""
+    async def answers(self, within: float, *, patience: float = 0.25) -> float:
+        """Return the seconds until a ping is answered. Each is sent after ``patience`` seconds without an answer."""
         begun_at = time.monotonic()
         while time.monotonic() - begun_at < within:
             with contextlib.suppress(RpcTimeoutError):
-                await self.call("ping", timeout=0.25)
+                await self.call("ping", timeout=patience)
                 return time.monotonic() - begun_at
         raise NotHeldError(f"no pong within {within:g} s")
 
