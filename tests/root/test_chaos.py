@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,28 @@ def test_a_kill_between_the_work_and_the_end_of_the_tracer_is_told(tmp_path: Pat
 
     assert told["killed"] == [victim.pid]
     assert stand.expected_ends == 1
+
+
+def test_calls_fail_from_a_number_on(tmp_path: Path) -> None:
+    """A full disk refuses what needs room, and can be tidied."""
+    program = """import os, sys
+sys.stdin.readline()
+file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+for change in (lambda: os.write(file, b"text"), lambda: os.fsync(file), lambda: os.unlink(sys.argv[1])):
+    try:
+        change()
+        print("done")
+    except OSError as exc:
+        print(exc.errno)"""
+    argv = [sys.executable, "-c", program, str(tmp_path / "state.json")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
+
+        async def play() -> tuple[bytes, bytes]:
+            async with crash.tracing(victim.pid, 2, "ENOSPC", [tmp_path]) as lines:
+                said, _ = await asyncio.to_thread(victim.communicate, b"\n", timeout=60)
+                return said, await lines.readline()
+
+        said, told = asyncio.run(play())
+
+    assert said.split() == [b"28", b"28", b"done"]
+    assert json.loads(told)["call"] == "write"

@@ -78,12 +78,12 @@ async def killed_in_apply(stand: Stand) -> str:
         where = f"after the kill at {told.get('call')} of {told.get('path')}"
         expect(_installed(world, version) == clean, f"{where} something is not as after an apply without a kill")
         expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
-        await _tidied([world.base], where)
+        await tidied([world.base], where)
         for path in world.store.iterdir():
             path.unlink()
         return told
 
-    count, last = await _sweep(apply, stand.of(8, 1))
+    count, last = await sweep(apply, stand.of(8, 1))
     return f"{count} kills, the last at call {last}; each repeated apply the same, to the byte, as one without a kill"
 
 
@@ -99,7 +99,7 @@ async def killed(
     Returns when a killed agent runs again. ``work`` may have failed or be unfinished.
     """
     pid = stand.pid
-    async with _tracing(pid, number, who, places) as lines:
+    async with tracing(pid, number, who, places) as lines:
         working = asyncio.ensure_future(work())
         telling = asyncio.create_task(lines.readline())
         await asyncio.wait([working, telling], return_when=asyncio.FIRST_COMPLETED)
@@ -110,8 +110,8 @@ async def killed(
     if pid in told["killed"]:
         stand.expected_ends += 1
         working.cancel()
-        await until(lambda: len(stand.ends) == stand.expected_ends, 10, "the end of the agent")
-        await stand.answers(10)
+        await until(lambda: len(stand.ends) == stand.expected_ends, 60, "the end of the agent")
+        await stand.answers(60)
     with contextlib.suppress(asyncio.CancelledError, RpcRemoteError, RpcTimeoutError):
         await working
     return told
@@ -119,7 +119,7 @@ async def killed(
 
 async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:
     """Return the reports of all calls of ``work`` that change a file below ``places``. None is killed."""
-    async with _tracing(stand.pid, 0, "root", places) as lines:
+    async with tracing(stand.pid, 0, "root", places) as lines:
         reading = asyncio.create_task(lines.read())
         await work()
     return [json.loads(line) for line in (await reading).splitlines()]
@@ -145,7 +145,7 @@ def _command_line(pid: int) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> AsyncIterator[asyncio.StreamReader]:
+async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> AsyncIterator[asyncio.StreamReader]:
     """Yield the lines of a tracer of a process that is followed."""
     await _end_workers(pid)
     argv = ["-m", "tools.chaos.tracer", str(pid), str(number), who, *map(str, places)]
@@ -167,7 +167,7 @@ async def _ask(stand: Stand, method: str, *arguments: object) -> None:
     await stand.world.run(method, *arguments)
 
 
-async def _sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
+async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
     """Kill at each ``step``th call until two calls in a row do not occur: two runs differ by a call or two.
 
     Return the number of kills and the last call.
@@ -183,7 +183,7 @@ async def _sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[in
     return count, last
 
 
-async def _tidied(places: Sequence[Path], where: str) -> None:
+async def tidied(places: Sequence[Path], where: str) -> None:
     """Check that no half-written file remains. A file that is being written has another name each time."""
 
     def left() -> set[Path]:
@@ -207,6 +207,28 @@ def _installed(world: World, version: str) -> dict[str, tuple[int, bytes]]:
     return found
 
 
+def places_of_state(base: Path) -> list[Path]:
+    """Return the directories of the state files."""
+    return [base / "bosh", base / "data/bosh", base / "instance", base / "monit"]
+
+
+def changes(stand: Stand, version: str) -> Sequence[tuple[Any, ...]]:
+    """Return requests of a Director that change each state file. The settings of the CPI change too."""
+    document = json.loads(stand.world.source.read_text())
+    document["vm"]["name"] = version
+    stand.world.source.write_text(json.dumps(document))
+    blobstore = {"provider": "local", "options": {"blobstore_path": str(stand.world.store), "version": version}}
+    update = {"trusted_certs": "", "disk_associations": [], "unknown": version, "blobstores": [blobstore]}
+    return (
+        ("update_settings", update),
+        ("add_persistent_disk", f"disk-{version}", {"path": f"/dev/{version}"}),
+        ("stop",),
+        ("apply", stand.world.spec(2, 0, version=version)),
+        ("start",),
+        ("remove_persistent_disk", f"disk-{version}"),
+    )
+
+
 @case(
     "C-03",
     "SIGKILL at every system call that writes state: settings, specs, tasks, disks, jobs, copies",
@@ -221,26 +243,13 @@ async def killed_in_writes(stand: Stand) -> str:
     stand.remember()
     stand.omit("I2", "each round stops the jobs and starts them")
     base, wrong, written = world.base, list[str](), set[str]()
-    places = [base / "bosh", base / "data/bosh", base / "instance", base / "monit"]
+    places = places_of_state(base)
 
     def look() -> None:
         wrong.extend(stand.witness.documents())
 
     async def work(version: str) -> None:
-        document = json.loads(world.source.read_text())
-        document["vm"]["name"] = version
-        world.source.write_text(json.dumps(document))
-        spec = world.spec(2, 0, version=version)
-        update = {"trusted_certs": "", "disk_associations": [], "unknown": version}
-        requests = (
-            ("update_settings", update),
-            ("add_persistent_disk", f"disk-{version}", {"path": f"/dev/{version}"}),
-            ("stop",),
-            ("apply", spec),
-            ("start",),
-            ("remove_persistent_disk", f"disk-{version}"),
-        )
-        for request in requests:
+        for request in changes(stand, version):
             await world.run(*request)
 
     async def point(version: str) -> Told:
@@ -250,7 +259,7 @@ async def killed_in_writes(stand: Stand) -> str:
         expect(not wrong, f"{where}: {'; '.join(wrong)}")
         await work(version)
         expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
-        await _tidied(places, where)
+        await tidied(places, where)
         return told
 
     async def boot() -> None:
@@ -270,13 +279,13 @@ async def killed_in_writes(stand: Stand) -> str:
         where = f"after the kill of a boot at {told.get('call')} of {told.get('path')}"
         expect(not wrong, f"{where}: {'; '.join(wrong)}")
         await world.until_running()
-        await _tidied(places, where)
+        await tidied(places, where)
         return told
 
     stand.between = look
-    count, last = await _sweep(point, stand.of(3, 1))
+    count, last = await sweep(point, stand.of(3, 1))
     await world.until_running()
-    boots, last_of_boot = await _sweep(boot_point, stand.of(3, 1))
+    boots, last_of_boot = await sweep(boot_point, stand.of(3, 1))
     stand.between = lambda: None
     names = {name for name in written if name.endswith(".json")}
     expect(len(names) >= 5, f"killed in writes of {sorted(names)} alone")
@@ -549,7 +558,7 @@ async def killed_in_worker(stand: Stand) -> str:
         expect(len(list(places[0].glob("*/*"))) == len(packed), f"{where} another version is left")
         expect((await stand.call("get_state"))["configuration_hash"] == version, f"{where} the state is another")
         expect(stand.live() == jobs, f"{where} the jobs are others: {stand.live()} after {jobs}")
-        await _tidied([world.base], where)
+        await tidied([world.base], where)
     _check_syncs(calls, places[0])
     await world.run("start")  # an apply forgets the jobs, whose processes it leaves
     await world.until_running()

@@ -13,18 +13,23 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from agent_shim.core.paths import Paths
+from agent_shim.demo.director import RpcRemoteError
 from agent_shim.demo.release import archive
 from agent_shim.services.logs.archives import REMARKS
 from tests.support.volumes import fill, fingerprint, holding, mount_ext4
 from tools.bench.world import AGENT
 from tools.chaos.cases import case
+from tools.chaos.crash import Told, changes, places_of_state, sweep, tidied, tracing
 from tools.chaos.stand import (
     CannotInjectError,
+    NotHeldError,
     Stand,
     at_most,
     expect,
@@ -481,3 +486,92 @@ def _unmount_below(place: Path) -> None:
     points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     for point in reversed([point for point in points if point.startswith(f"{place}/")]):
         subprocess.run(["umount", "--lazy", point], check=False)
+
+
+@case(
+    "D-11",
+    "ENOSPC, EROFS or EIO from each write of state on, then SIGKILL of the agent; the disk is well again",
+    scale="each thirtieth or so",
+    has_full=True,
+    is_long=True,
+)
+async def failed_writes_of_state(stand: Stand) -> str:
+    await stand.boot()
+    await stand.deploy(2)
+    stand.remember()
+    stand.omit("I2", "each round stops the jobs and starts them")
+    wrong, refused_methods = list[str](), set[str]()
+    places = places_of_state(stand.world.base)
+    stand.between = lambda: wrong.extend(stand.witness.documents())
+
+    async def point(error: str, number: int) -> Told:
+        version = f"{error}-{number}"
+        async with tracing(stand.pid, number, error, places) as lines:
+            answers = await _until_refused(stand, version)
+            try:
+                told: Told = json.loads(await asyncio.wait_for(lines.readline(), 0.1))
+            except TimeoutError:
+                return {}
+            await stand.kill_agent()
+            await until(lambda: len(stand.ends) == stand.expected_ends, 10, "the end of the agent")
+            await stand.answers(60)
+        where = f"after {error} from {told['call']} of {Path(told['path']).name} on"
+        expect(not wrong, f"{where}: {'; '.join(wrong)}")
+        await _hold(stand, answers, version, where)
+        refused_methods.update(method for method, is_done in answers.items() if not is_done)
+        for request in changes(stand, version):
+            await stand.world.run(*request)
+        await tidied(places, where)
+        return told
+
+    counts = []
+    for error, step in (("ENOSPC", 29), ("EROFS", 31), ("EIO", 37)):
+        count, last = await sweep(lambda name, error=error: point(error, int(name[1:])), stand.of(step, 1))  # type: ignore[misc]
+        counts.append(f"{count} times {error}")
+    stand.between = lambda: None
+    await stand.world.until_running()
+    told = (
+        f"{', '.join(counts)}, the last from call {last} on; {', '.join(sorted(refused_methods))} were refused at some"
+    )
+    return f"{told}; what was answered held, and all worked afterwards"
+
+
+async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:
+    """Send requests up to the first one that is refused, as a Director does. Return which succeeded."""
+    answers: dict[str, bool] = {}
+    for method, *arguments in changes(stand, version):
+        try:
+            await stand.world.run(method, *arguments)
+        except RpcRemoteError:
+            answers[method] = False
+            break
+        answers[method] = True
+    return answers
+
+
+async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: str) -> None:
+    """Check that each action that succeeded holds for the next agent, and that it tells the truth of the jobs."""
+    paths, state = Paths(stand.world.base), await stand.call("get_state")
+    if answers.get("update_settings"):
+        expect(version in paths.update_settings.read_text(), f"{where} the settings are lost")
+    if answers.get("add_persistent_disk") and "remove_persistent_disk" not in answers:
+        expect(f"disk-{version}" in paths.disk_hints.read_text(), f"{where} the hint of a disk is lost")
+    if answers.get("remove_persistent_disk"):
+        expect(f"disk-{version}" not in paths.disk_hints.read_text(), f"{where} the hint of a disk is there again")
+    if answers.get("apply"):
+        expect(state["configuration_hash"] == version, f"{where} the spec is another")
+    true = {("running", 2), ("stopped", 0)}
+    if False in (answers.get("stop"), answers.get("start")):  # as for the Go agent without its marker
+        true.add(("failing", 0))
+    try:
+        async with asyncio.timeout(120):
+            while (state["job_state"], len(stand.live())) not in true:
+                await asyncio.sleep(0.05)
+                state = await stand.call("get_state")
+    except TimeoutError:
+        raise NotHeldError(f"{where} the jobs are {state['job_state']}, and {len(stand.live())} run") from None
+    if answers.get("start"):
+        expect(state["job_state"] == "running", f"{where} the jobs do not run that were started")
+    elif answers.get("stop") and "start" not in answers:
+        await asyncio.sleep(1)  # a job that starts does so at once
+        expect(state["job_state"] == "stopped" and not stand.live(), f"{where} jobs run that were stopped")

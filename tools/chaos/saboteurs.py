@@ -312,6 +312,14 @@ DISKS: Final = (
         "something got out|was not refused",
     ),
     Saboteur(
+        "D-11",
+        "answers a stop that it cannot save",
+        "agent_shim/supervisor/supervisor.py",
+        "        if unsaved is not None:\n            raise unsaved\n",
+        "",
+        "jobs run that were stopped|the jobs are failing, and 0 run",
+    ),
+    Saboteur(
         "D-10",
         "replaces a file that is a mount point",
         "agent_shim/host/files.py",

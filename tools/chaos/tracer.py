@@ -1,18 +1,21 @@
-"""``python -m tools.chaos.tracer PID NUMBER WHO PATH…``: SIGKILL at the NUMBERth system call that changes files.
+"""``python -m tools.chaos.tracer PID NUMBER WHO PATH…``: SIGKILL or errors at the NUMBERth call that changes files.
 
 Follows a process, its threads and all descendants (ptrace), and counts the calls of all of them together that change a
 file at or below one of the PATHs: each call is a state that a crash can leave, and nothing changes between two calls.
 strace counts for each thread separately, so some calls are never reached. The last counted call is not executed. WHO
 selects the victims: ``all`` followed processes, the process (``root``), or the process that makes the call
-(``caller``). NUMBER 0 kills none.
+(``caller``). NUMBER 0 kills none. If WHO is an error (``ENOSPC``, ``EROFS``, ``EIO``), nothing is killed, and this call
+and each later one fails with it, as on a disk that stays full or broken.
 
 Prints ``following`` once every change is traced, then a line of JSON for each counted call if none is killed, else one
-for the last: ``call``, ``path``, ``pid``, ``killed``. It ends after that, when the process ends, or by SIGTERM.
+for the last, or for the first that fails: ``call``, ``path``, ``pid``, ``killed``. It ends after a kill, when the
+process ends, or by SIGTERM. A process whose calls fail should end before it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import platform
@@ -28,11 +31,17 @@ SEIZE: Final = 0x4206
 INTERRUPT: Final = 0x4207
 LISTEN: Final = 0x4208
 SYSCALL: Final = 24
+POKEUSER: Final = 6
+NUMBER_OF_CALL: Final = 15 * 8
+RESULT: Final = 10 * 8
+"""Places of ``orig_rax`` and ``rax`` in ``struct user``."""
 GET_SYSCALL_INFO: Final = 0x420E
 OPTIONS: Final = 0x01 | 0x02 | 0x04 | 0x08 | 0x10
 """TRACESYSGOOD, TRACEFORK, TRACEVFORK, TRACECLONE, TRACEEXEC."""
 EVENT_STOP: Final = 128
 ENTRY: Final = 1
+EXIT: Final = 2
+ERRORS: Final = ("ENOSPC", "EROFS", "EIO")
 INFO: Final = struct.Struct("<B3xIQQ7Q")
 """``struct ptrace_syscall_info`` at the entry of a call: what it is, architecture, two pointers, number, arguments."""
 WALL: Final = 0x40000000
@@ -60,6 +69,14 @@ BY_DIRECTORY: Final = {
 }  # fmt: skip
 """The same for calls with a directory and a path in it, one after the other."""
 
+NEEDS_NO_SPACE: Final = frozenset(
+    (
+        *("unlink", "unlinkat", "rmdir", "truncate", "ftruncate", "utimensat"),
+        *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
+    )
+)
+"""Calls that a full disk does not refuse."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
@@ -82,6 +99,9 @@ class Tracer:
         self._places = tuple(places)
         self._count = 0
         self._threads: set[int] = set()
+        self._failing: set[int] = set()
+        """Threads in a call that is not executed and fails."""
+        self._has_failed = False
         self._info = ctypes.create_string_buffer(INFO.size)
 
     def run(self) -> None:
@@ -133,6 +153,9 @@ class Tracer:
     def _at_last(self, tid: int) -> bool:
         _ptrace(GET_SYSCALL_INFO, tid, INFO.size, ctypes.addressof(self._info))
         kind, _, _, _, call, *arguments = INFO.unpack(self._info.raw)
+        if kind == EXIT and tid in self._failing:
+            self._failing.discard(tid)
+            _ptrace(POKEUSER, tid, RESULT, -getattr(errno, self._who))
         if kind != ENTRY:
             return False
         try:
@@ -142,14 +165,28 @@ class Tracer:
         if not path.startswith(self._places):
             return False
         self._count += 1
+        if self._who in ERRORS:
+            if self._count >= self._number and not (self._who == "ENOSPC" and name in NEEDS_NO_SPACE):
+                self._fail(tid, name, path)
+            return False
         is_last = self._count == self._number
         if is_last or not self._number:
             pid = _group(tid)
-            killed = self._kill(pid) if is_last else []
-            told = {"number": self._count, "call": name, "path": path, "pid": pid, "killed": killed}
-            sys.stdout.write(json.dumps(told) + "\n")
-            sys.stdout.flush()
+            self._tell(name, path, pid, self._kill(pid) if is_last else [])
         return is_last
+
+    def _fail(self, tid: int, name: str, path: str) -> None:
+        """Let the call that a thread enters fail: the kernel gets the number of no call."""
+        _ptrace(POKEUSER, tid, NUMBER_OF_CALL, -1)
+        self._failing.add(tid)
+        if not self._has_failed:
+            self._has_failed = True
+            self._tell(name, path, _group(tid), [])
+
+    def _tell(self, name: str, path: str, pid: int, killed: list[int]) -> None:
+        told = {"number": self._count, "call": name, "path": path, "pid": pid, "killed": killed}
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
 
     def _named(self, tid: int, call: int, arguments: list[int]) -> tuple[str, str]:
         """Return the name of a call that changes a file, and the path. Empty for other calls."""
