@@ -63,13 +63,8 @@ def decode_request(data: bytes) -> Request:
 
 # --- JSON as Go reads it ----------------------------------------------------------------------------------------------
 
-MAX_VALUES: Final = 500_000
-"""Bound of the commas and opening brackets of a document, in its texts too. Decoding holds the interpreter. The DNS
-records of ten thousand instances need half."""
 MAX_DEPTH: Final = 400
 """Levels of a document. A Director's have 100 at most (``max_nesting`` of Ruby's JSON)."""
-TOLERATED_BYTES: Final = 64 * 1024
-"""Size up to which defects are tolerated as in Go: the repair of a megabyte takes a second."""
 _BEFORE_VALUES: Final = b"[{,"
 """A document has at least as many of these, in its texts too, as values, but for one."""
 
@@ -82,11 +77,8 @@ _MAX_INTEGER_DIGITS: Final = 100
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Read a document of one type. Raises ``msgspec.DecodeError``, also if it is nested too deep, is no UTF-8, or has
-    more than ``MAX_VALUES``.
-    """
+    """Read a document of one type. Raises ``msgspec.DecodeError``, also if it is nested too deep or is no UTF-8."""
     try:
-        _require_few_values(bytes(data))
         return msgspec.json.decode(data, type=kind)
     except (RecursionError, ValueError) as exc:
         raise msgspec.DecodeError(TOO_DEEP if isinstance(exc, RecursionError) else str(exc)) from exc
@@ -95,16 +87,12 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
 def decode_json(data: bytes) -> Any:
     """Read a document that encoding/json of Go reads. Raises ``ValueError``.
 
-    As in Go, each invalid UTF-8 byte and each lone surrogate becomes U+FFFD, and numbers may have any size. Documents
-    beyond ``TOLERATED_BYTES`` must be valid.
+    As in Go, each invalid UTF-8 byte and each lone surrogate becomes U+FFFD, and numbers may have any size.
     """
-    _require_few_values(data)
     try:
         document = _DECODER.decode(data)
     except (RecursionError, ValueError) as exc:
         problem = ValueError(TOO_DEEP if isinstance(exc, RecursionError) else str(exc))
-        if len(data) > TOLERATED_BYTES:
-            raise problem from exc
         try:
             text = re.sub("[\udc80-\udcff]", "\ufffd", data.decode(errors="surrogateescape"))
             text = re.sub(_ESCAPE, _without_lone_surrogate, text)
@@ -114,11 +102,6 @@ def decode_json(data: bytes) -> Any:
     if sum(map(data.count, b"[{")) > MAX_DEPTH and _is_deep(document):
         raise ValueError(TOO_DEEP)
     return document
-
-
-def _require_few_values(data: bytes) -> None:
-    if sum(map(data.count, _BEFORE_VALUES)) > MAX_VALUES:
-        raise ValueError(f"it has more than {MAX_VALUES} values")
 
 
 VALUE_BYTES: Final = 100

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -107,25 +106,8 @@ def test_unterminated_megabyte_string_is_rejected_at_once(begin: bytes) -> None:
         wire.decode_request(begin + b'\\"' * 500_000)
 
 
-HOLDS: Mapping[str, bytes] = {
-    "deep, and no UTF-8": b"[" * 9000 + b'"' + b"\xff" * 1_000_000 + b'"' + b"]" * 9000,
-    "deep": b"[" * 9000 + b'"' + b"a" * 1_000_000 + b'"' + b"]" * 9000,
-    "no UTF-8": b'"' + b"\xff" * 1_000_000 + b'"',
-    "unterminated": b'"' + b"\xff" * 1_000_000,
-    "lone surrogates": b'"' + b"\\ud800" * 150_000 + b'"',
-    "quotes": b'"' * 1_000_000,
-    "backslashes": b"\\" * 1_000_000,
-    "closing brackets": b"]" * 1_000_000,
-    "objects": b"[" + b'{"a":1},' * 260_000 + b"0]",
-    "numbers": b"[" + b"1," * 500_000 + b"0]",
-    "one number": b"1" * 1_000_000,
-}
+def test_invalid_utf_8_of_a_megabyte_is_tolerated() -> None:
+    """As in Go, at any size."""
+    request = wire.decode_request(b'{"method":"ping","arguments":["' + b"\xff" * 1_000_000 + b'"]}')
 
-
-@pytest.mark.parametrize("document", HOLDS.values(), ids=HOLDS)
-def test_slow_to_decode_megabyte_is_rejected_before_repair(document: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The repair of defects took seconds. A thread would not help, because the decoders hold the interpreter."""
-    monkeypatch.delattr(wire, "_ESCAPE")
-
-    with pytest.raises(wire.RequestError):
-        wire.decode_request(b'{"arguments":' + document + b"}")
+    assert request.arguments == ["\ufffd" * 1_000_000]
