@@ -45,10 +45,6 @@ MAX_COMPRESSORS: Final = 2
 
 MAX_JOB_ENTRIES: Final = 20_000
 """Entries packed below each directory at the top of a live tree: bounds the memory that a job can claim."""
-LONG_PATH_CHARS: Final = 256
-"""A path of so many characters counts as two entries, of twice as many as three, and so on."""
-DEEP_PATH_LEVELS: Final = 8
-"""So does a path of so many levels: each is a step of the walk to it."""
 MAX_REMARKS: Final = 1_000
 LIVE_TIMEOUT_S: Final = 1200.0
 """Time for packing a live tree. After it the rest is left out."""
@@ -171,10 +167,7 @@ class _Archive:
         while waiting:
             here = waiting.pop()
             job = here.partition("/")[0]
-            length = len(here) // LONG_PATH_CHARS + here.count("/") // DEEP_PATH_LEVELS
-            weight = 1 + length if self._is_live else 1
-            room = left.setdefault(job, MAX_JOB_ENTRIES) if self._is_live else sys.maxsize - 1
-            limit = room // weight
+            limit = left.setdefault(job, MAX_JOB_ENTRIES) if self._is_live else sys.maxsize - 1
             try:
                 found = _listed(root, here, limit + 1)
             except OSError as exc:
@@ -183,10 +176,9 @@ class _Archive:
                 continue
             if len(found) > limit:
                 name = root.name_of(_Entry(root, here, stat.S_IFDIR))
-                most = MAX_JOB_ENTRIES // weight
-                self._remarks[name] = f"the rest of it is left out: it has more than {most} files"
+                self._remarks[name] = f"the rest of it is left out: it has more than {MAX_JOB_ENTRIES} files"
                 del found[limit:]
-            left[job] = room - len(found) * weight
+            left[job] = limit - len(found)
             yield from found
             waiting.extend(entry.path for entry in found if entry.kind == stat.S_IFDIR)
 

@@ -583,29 +583,6 @@ def test_job_with_too_many_files_does_not_exclude_other_jobs(tmp_path: Path, mon
     assert content(data, "./remarks") == b"./evil/deep: the rest of it is left out: it has more than 10 files\n"
 
 
-def test_long_paths_count_more_towards_the_file_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty thousand of the longest took a quarter of a gigabyte."""
-    monkeypatch.setattr(packing, "MAX_JOB_ENTRIES", 20)
-    deep = "/".join(["d" * 250] * 4)
-    make(tmp_path, [f"evil/{deep}/{number}.log" for number in range(30)] + ["good/x.log"])
-
-    data = logs(tmp_path)
-
-    names = list(entries(data))
-    assert "./good/x.log" in names
-    assert len([name for name in names if "evil" in name]) == 3
-    assert b"the rest of it is left out: it has more than 5 files\n" in content(data, "./remarks")
-
-
-def test_deep_paths_count_more_towards_the_file_limit(tmp_path: Path) -> None:
-    """The walk to each directory takes a step for each level above it."""
-    make(tmp_path, [f"evil/{'d/' * levels}x.log" for levels in range(0, 650, 50)] + ["good/x.log"])
-
-    names = list(entries(logs(tmp_path)))
-    assert "./good/x.log" in names
-    assert 8 < len([name for name in names if name.startswith("./evil/d")]) < 12
-
-
 def test_packing_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later tasks wait for it."""
     monkeypatch.setattr(packing, "LIVE_TIMEOUT_S", 0.0)
