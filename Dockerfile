@@ -10,6 +10,7 @@
 #   docker build --build-arg DEBUGGER=gdb -t agent-shim .
 #   docker build --target overlay -o dist .                      # only the overlay, to apply to a root file system
 #   docker build --target volume -t agent-shim-volume .          # only /opt/agent_shim, for a volume over an unmodified stemcell
+#   docker build --target renderer -t agent-shim-renderer .      # `agent-shim render` with ruby, for an init container
 #
 # Behind a mirror or a private CA: --secret id=pip_conf,src=pip.conf --secret id=ca_bundle,src=ca.crt; neither is stored in
 # the image.
@@ -62,6 +63,15 @@ FROM scratch AS overlay
 COPY --from=build /opt/agent_shim /stemcell_overlay/program
 COPY stemcell_overlay /stemcell_overlay
 COPY systemd /systemd
+
+# --- agent-shim render, for an init container and for machines without ruby ----------------------------------------------
+FROM ${BASE_IMAGE} AS renderer
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ruby openssl libexpat1 libffi8 \
+    && apt-get clean && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/agent_shim /opt/agent_shim
+WORKDIR /work
+ENTRYPOINT ["/opt/agent_shim/bin/agent-shim", "render"]
 
 # --- the packages of a stemcell ---------------------------------------------------------------------------------------
 FROM ${BASE_IMAGE} AS system

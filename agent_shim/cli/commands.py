@@ -158,7 +158,8 @@ EXAMPLES: Final[dict[str, str]] = {
   agent-shim check --as settings warden-cpi-agent-env""",
     "render": """
   agent-shim render manifest.yml release.tgz --out rendered
-  agent-shim render manifest.yml ~/nginx-release --group web --only nginx --out rendered""",
+  agent-shim render manifest.yml ~/nginx-release --group web --only nginx --out rendered
+  agent-shim render manifest.yml release.tgz --index 1 --address 10.0.0.5 --out rendered""",
     "probe": """
   agent-shim probe live
   agent-shim probe ready        # exit code 1 and the reason if not ready""",
@@ -322,6 +323,18 @@ def _add_for_tools(command: Command) -> None:
     render.add_argument("--only", action="append", metavar="JOB", help="only this job")
     text = "directory for jobs, packages and instance.json: AgentShim.spec of agent.json"
     render.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
+    text = "which of the group's instances (AGENT_SHIM_INDEX, also a pod's name; default: 0)"
+    render.add_argument("--index", type=int, metavar="N", help=text)
+    text = "its IP address (AGENT_SHIM_ADDRESS; default: its static IP, else 127.0.0.1)"
+    render.add_argument("--address", metavar="IP", help=text)
+    text = "its zone (AGENT_SHIM_AZ; default: azs of the group in turn)"
+    render.add_argument("--az", metavar="ZONE", help=text)
+    text = "whether it is the bootstrap instance (AGENT_SHIM_BOOTSTRAP; default: if its index is 0)"
+    render.add_argument("--bootstrap", action=argparse.BooleanOptionalAction, help=text)
+    text = "addresses of instances in links, with {group} {index} {id} {az} {network} {deployment}"
+    render.add_argument("--addresses", default="", metavar="PATTERN", help=text)
+    text = "address of a whole group, which bosh-dns would give"
+    render.add_argument("--group-address", default="", metavar="PATTERN", help=text)
 
     probe = command("probe", _probe, "say whether the agent's process lives, or the answer of /readyz, for exec probes")
     text = "live looks for the process and asks it nothing, ready is /readyz"

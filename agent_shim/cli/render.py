@@ -8,12 +8,16 @@ with properties and links as a Director would give them. Warnings name missing p
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,12 +28,35 @@ from agent_shim.core.errors import ConfigError, NotThereError
 EXECUTABLE: Final = 0o755
 COMPILE: Final = "give its compiled release (`bosh-agent compile` makes it), or put it into `packages`"
 LOOPBACK: Final = "127.0.0.1"
+INDEX: Final = "AGENT_SHIM_INDEX"
+"""Environment variables replace the options of the instance, so that the pods of a StatefulSet have equal arguments."""
+ADDRESS: Final = "AGENT_SHIM_ADDRESS"
+AZ: Final = "AGENT_SHIM_AZ"
+BOOTSTRAP: Final = "AGENT_SHIM_BOOTSTRAP"
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The instance of ``group`` that is rendered. ``az`` is None in a group without zones."""
+
+    group: Group
+    index: int
+    address: str
+    az: str | None
+    bootstrap: bool
+    persistent_disk: int
+
+    @property
+    def id(self) -> str:
+        """Return the id, which is also the name of the pod."""
+        return f"{self.group.name}-{self.index}"
 
 
 def main(args: argparse.Namespace) -> int:
     """Write ``jobs``, ``packages`` and ``instance.json`` into the directory ``args.out``."""
     manifest = deployment.read_manifest(args.manifest)
     group = manifest.group(args.group)
+    instance = _instance(group, args)
     wanted = _wanted(group, args.only or (), args.manifest)
     with tempfile.TemporaryDirectory() as scratch:
         releases = [
@@ -39,18 +66,23 @@ def main(args: argparse.Namespace) -> int:
         jobs = [job for job in wanted if (group.name, job.name) in known or job.name != BPM]
         if missing := [job.name for job in jobs if (group.name, job.name) not in known]:
             raise NotThereError(f"cannot render {missing[0]}: none of the releases has this job")
-        addresses = links.Addresses(
-            lambda *about: LOOPBACK if about[:2] == (group, 0) else _static(*about), lambda *_: ""
-        )
+        addresses = _addresses(manifest, instance, args.addresses, args.group_address)
         resolver = links.Resolver(manifest, {key: found.spec for key, found in known.items()}, addresses)
-        evaluated = _evaluated([_input(manifest, group, job, known[group.name, job.name], resolver) for job in jobs])
+        evaluated = _evaluated([_input(manifest, instance, job, known[group.name, job.name], resolver) for job in jobs])
         for name, files in evaluated.items():
             _write(args.out / "jobs" / name, files)
         for package in (path for release in releases for path in release.directory.glob("compiled_packages/*.tgz")):
             deployment.unpack(package, args.out / "packages" / package.stem)
-    about = {"deployment": manifest.name, "name": group.name, "id": f"{group.name}-0"}
+    about = {
+        "deployment": manifest.name,
+        "name": group.name,
+        "id": instance.id,
+        "index": instance.index,
+        "az": instance.az or "",
+        "persistent_disk": instance.persistent_disk,
+    }
     (args.out / "instance.json").write_text(json.dumps(about))
-    for warning in [*resolver.warnings, *_without_packages(group, jobs, known, args.out)]:
+    for warning in [*_without_size(group), *resolver.warnings, *_without_packages(group, jobs, known, args.out)]:
         sys.stderr.write(f"warning: {warning}\n")
     return 0
 
@@ -70,12 +102,71 @@ def _known(manifest: Manifest, releases: Sequence[Release]) -> dict[tuple[str, s
     return {(group, job.name): found for group, job in every if (found := deployment.find_job(job, releases))}
 
 
-def _static(group: Group, index: int, network: str, _: bool) -> str | None:
-    return group.static_ip(index, network)
+def _instance(group: Group, args: argparse.Namespace) -> Instance:
+    """Return the instance that options name, or variables of the environment. Raises ``ConfigError``."""
+    given = str(os.environ.get(INDEX, "") if args.index is None else args.index)
+    number = re.search(r"(?:^|-)([0-9]+)$", given or "0")
+    if number is None:
+        raise ConfigError(f"cannot render {group.name}: {INDEX} is neither a number nor the name of a pod: {given}")
+    index = int(number[1])
+    if index >= group.count:
+        has = f"the manifest has {group.count} instances of it"
+        raise ConfigError(f"cannot render {group.name}/{index}: {has}; raise `instances`, also for links to them")
+    own = args.address or os.environ.get(ADDRESS) or group.static_ip(index, group.default_network) or LOOPBACK
+    try:
+        ipaddress.ip_address(own)
+    except ValueError:
+        raise ConfigError(f"cannot render {group.name}/{index}: its address {own} is not an IP address") from None
+    az = args.az or os.environ.get(AZ) or group.az(index)
+    bootstrap = args.bootstrap
+    if bootstrap is None:
+        word = os.environ.get(BOOTSTRAP, "")
+        if word not in ("", "true", "false"):
+            raise ConfigError(f"cannot render {group.name}/{index}: {BOOTSTRAP} is neither true nor false: {word}")
+        bootstrap = word == "true" if word else index == 0
+    return Instance(group, index, own, az, bootstrap, group.persistent_disk or 0)
 
 
-def _input(manifest: Manifest, group: Group, job: Job, found: ReleaseJob, resolver: links.Resolver) -> dict[str, Any]:
+def _without_size(group: Group) -> list[str]:
+    if group.persistent_disk_type is None:
+        return []
+    size = f"only a cloud config has the size of persistent_disk_type {group.persistent_disk_type}"
+    return [f"{size}, so spec.persistent_disk of {group.name} is 0; give `persistent_disk: MEBIBYTES` instead"]
+
+
+def _addresses(manifest: Manifest, instance: Instance, one: str, whole: str) -> links.Addresses:
+    """Return addresses: those of patterns of the options, that of ``instance``, and static ones."""
+
+    def of_instance(group: Group, index: int, network: str, must_be_ip: bool) -> str | None:
+        if one and not must_be_ip:
+            return _filled(one, manifest, group, network, index)
+        if (group.name, index) == (instance.group.name, instance.index):
+            return instance.address
+        return group.static_ip(index, network)
+
+    return links.Addresses(of_instance, lambda group, network: _filled(whole, manifest, group, network, 0))
+
+
+def _filled(pattern: str, manifest: Manifest, group: Group, network: str, index: int) -> str:
+    """Return a pattern with its fields in braces replaced."""
+    fields = {
+        "deployment": manifest.name,
+        "group": group.name,
+        "index": str(index),
+        "id": f"{group.name}-{index}",
+        "az": group.az(index) or "",
+        "network": network,
+    }
+    for name, value in fields.items():
+        pattern = pattern.replace(f"{{{name}}}", value)
+    return pattern
+
+
+def _input(
+    manifest: Manifest, instance: Instance, job: Job, found: ReleaseJob, resolver: links.Resolver
+) -> dict[str, Any]:
     """Return a job as ``render.rb`` reads it."""
+    group = instance.group
     properties = _bound(manifest, group, job, found)
     resolved = resolver.resolve(group, job)
     texts = [
@@ -88,7 +179,7 @@ def _input(manifest: Manifest, group: Group, job: Job, found: ReleaseJob, resolv
     ]
     if (monit := found.directory / "monit").is_file():
         texts.append({"source": "monit", "target": "monit", "text": deployment.read_text(monit)})
-    spec = _spec(manifest, group, job)
+    spec = _spec(manifest, instance, job)
     return {
         "name": job.name,
         "properties": properties,
@@ -128,18 +219,18 @@ def _sorted(value: Any) -> Any:
     return {key: _sorted(value[key]) for key in sorted(value, key=str)} if isinstance(value, dict) else value
 
 
-def _spec(manifest: Manifest, group: Group, job: Job) -> dict[str, Any]:
-    """Return ``spec`` of the templates: one instance with the address of this machine's loopback."""
-    network = {"ip": LOOPBACK, "netmask": "255.0.0.0", "gateway": LOOPBACK, "dns": [], "default": ["gateway"]}
+def _spec(manifest: Manifest, instance: Instance, job: Job) -> dict[str, Any]:
+    """Return ``spec`` of the templates, with the same address in all networks without a static one."""
+    group = instance.group
     return {
         "name": group.name,
         "deployment": manifest.name,
-        "index": 0,
-        "id": f"{group.name}-0",
-        "az": "z1",
-        "bootstrap": True,
-        "address": LOOPBACK,
-        "ip": LOOPBACK,
+        "index": instance.index,
+        "id": instance.id,
+        "az": instance.az,
+        "bootstrap": instance.bootstrap,
+        "address": instance.address,
+        "ip": instance.address,
         "dns_domain_name": links.DOMAIN,
         "job": {
             "name": group.name,
@@ -147,8 +238,22 @@ def _spec(manifest: Manifest, group: Group, job: Job) -> dict[str, Any]:
             "templates": [{"name": each.name} for each in group.jobs],
         },
         "release": {"name": job.release, "version": manifest.version_of(job.release)},
-        "networks": dict.fromkeys(group.network_names, network),
-        "persistent_disk": group.persistent_disk,
+        "networks": {name: _network(manifest, instance, name) for name in group.network_names},
+        "persistent_disk": instance.persistent_disk,
+    }
+
+
+def _network(manifest: Manifest, instance: Instance, name: str) -> dict[str, Any]:
+    group = instance.group
+    is_default = name == group.default_network
+    address = (None if is_default else group.static_ip(instance.index, name)) or instance.address
+    return {
+        "ip": address,
+        "netmask": "255.0.0.0" if address == LOOPBACK else "255.255.255.255",
+        "gateway": LOOPBACK,
+        "dns": [],
+        "default": ["dns", "gateway"] if is_default else [],
+        "dns_record_name": f"{instance.index}.{group.name}.{name}.{manifest.name}.{links.DOMAIN}",
     }
 
 

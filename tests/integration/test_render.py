@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -55,10 +56,10 @@ def manifest(where: Path, **job: object) -> Path:
     return path
 
 
-def render(*words: object) -> subprocess.CompletedProcess[str]:
+def render(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     assert shutil.which("ruby"), "ruby is missing: ./dev ci installs it"
     argv = [sys.executable, "-m", "agent_shim", "render", *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True)
+    return subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 def test_defaults_properties_links_and_spec(tmp_path: Path) -> None:
@@ -280,3 +281,66 @@ def test_each_job_of_only_is_one_of_the_group(tmp_path: Path) -> None:
 
     assert done.returncode == 78
     assert "front has no job wbe" in done.stderr
+
+
+INSTANCE = """\
+<%= [spec.id, index, spec.az, spec.bootstrap, spec.address, spec.ip, spec.persistent_disk].join(' ') %>
+<%= link('db').instances.map(&:address).join(' ') %> <%= link('db').address %> <%= link('db').address(azs: ['z2']) %>
+"""
+
+
+def test_instance_is_that_of_the_options(tmp_path: Path) -> None:
+    options = {"--index": 1, "--address": "10.0.0.7", "--az": "z9"}
+    patterns = {"--addresses": "{group}-{index}.{az}.{deployment}", "--group-address": "{group}.{network}"}
+    words = [word for option in (options | patterns).items() for word in option]
+    given, source = linked(tmp_path, INSTANCE)
+    document = yaml.safe_load(given.read_text())
+    document["instance_groups"][0].update(instances=2, azs=["z1", "z2"], persistent_disk=2048)
+    given.write_text(yaml.safe_dump(document))
+    done = render(given, source, "--group", "front", "--bootstrap", *words, "--out", tmp_path / "out")
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/jobs/web/config/web.conf").read_text().splitlines() == [
+        "front-1 1 z9 true 10.0.0.7 10.0.0.7 2048",
+        "db-0.z1.shop db-1.z2.shop db.default db-1.z2.shop",
+    ]
+    assert json.loads((tmp_path / "out/instance.json").read_text()) == {
+        "deployment": "shop",
+        "name": "front",
+        "id": "front-1",
+        "index": 1,
+        "az": "z9",
+        "persistent_disk": 2048,
+    }
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"AGENT_SHIM_INDEX": "front-0"}, "front-0 0  true 127.0.0.1 127.0.0.1 0"),
+        ({"AGENT_SHIM_BOOTSTRAP": "false"}, "front-0 0  false 127.0.0.1 127.0.0.1 0"),
+        ({"AGENT_SHIM_ADDRESS": "::1", "AGENT_SHIM_AZ": "z3"}, "front-0 0 z3 true ::1 ::1 0"),
+    ],
+)
+def test_instance_is_that_of_the_environment(tmp_path: Path, environment: dict[str, str], text: str) -> None:
+    source = release(tmp_path / "r", INSTANCE.splitlines()[0])
+    done = render(manifest(tmp_path), source, "--out", tmp_path / "out", **environment)
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/jobs/web/config/web.conf").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"AGENT_SHIM_INDEX": "1"}, "cannot render front/1: the manifest has 1 instances of it; raise `instances`"),
+        ({"AGENT_SHIM_INDEX": "front"}, "AGENT_SHIM_INDEX is neither a number nor the name of a pod: front"),
+        ({"AGENT_SHIM_ADDRESS": "front"}, "cannot render front/0: its address front is not an IP address"),
+        ({"AGENT_SHIM_BOOTSTRAP": "1"}, "AGENT_SHIM_BOOTSTRAP is neither true nor false: 1"),
+    ],
+)
+def test_an_impossible_instance_is_refused(tmp_path: Path, environment: dict[str, str], said: str) -> None:
+    done = render(manifest(tmp_path), release(tmp_path / "r"), "--out", tmp_path / "out", **environment)
+
+    assert done.returncode == 78
+    assert said in done.stderr

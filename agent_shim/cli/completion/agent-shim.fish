@@ -65,7 +65,7 @@ function _shtab_agent_shim_using
 end
 
 set -g _shtab_agent_shim_commands run monit status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version
-set -g _shtab_agent_shim_opts_with_value --as --every --group --http --lines --log-format --log-level --only --out --since --timeout -C -M -P -b -c -n
+set -g _shtab_agent_shim_opts_with_value --address --addresses --as --az --every --group --group-address --http --index --lines --log-format --log-level --only --out --since --timeout -C -M -P -b -c -n
 
 complete -c agent-shim -e
 complete -c agent-shim -f
@@ -154,6 +154,12 @@ complete -c agent-shim -n '_shtab_agent_shim_using render' -s h -l help -d 'show
 complete -c agent-shim -n '_shtab_agent_shim_using render' -l group -x -d 'instance group, if the manifest has several'
 complete -c agent-shim -n '_shtab_agent_shim_using render' -l only -x -d 'only this job'
 complete -c agent-shim -n '_shtab_agent_shim_using render' -l out -xka "(__fish_complete_directories)" -d 'directory for jobs, packages and instance.json: AgentShim.spec of agent.json'
+complete -c agent-shim -n '_shtab_agent_shim_using render' -l index -x -d 'which of the group'"'"'s instances (AGENT_SHIM_INDEX, also a pod'"'"'s name; default: 0)'
+complete -c agent-shim -n '_shtab_agent_shim_using render' -l address -x -d 'its IP address (AGENT_SHIM_ADDRESS; default: its static IP, else 127.0.0.1)'
+complete -c agent-shim -n '_shtab_agent_shim_using render' -l az -x -d 'its zone (AGENT_SHIM_AZ; default: azs of the group in turn)'
+complete -c agent-shim -n '_shtab_agent_shim_using render' -l bootstrap -l no-bootstrap -d 'whether it is the bootstrap instance (AGENT_SHIM_BOOTSTRAP; default: if its index is 0)'
+complete -c agent-shim -n '_shtab_agent_shim_using render' -l addresses -x -d 'addresses of instances in links, with {group} {index} {id} {az} {network} {deployment}'
+complete -c agent-shim -n '_shtab_agent_shim_using render' -l group-address -x -d 'address of a whole group, which bosh-dns would give'
 complete -c agent-shim -n '_shtab_agent_shim_using render; and test $_shtab_agent_shim_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'deployment manifest without variables'
 complete -c agent-shim -n '_shtab_agent_shim_using render; and test $_shtab_agent_shim_npos -ge 1' -ka "(__fish_complete_path (commandline -ct))" -d 'directory or tarball of a release with the jobs'
 complete -c agent-shim -n '_shtab_agent_shim_using; and test $_shtab_agent_shim_npos -eq 0' -a probe -d 'Say whether the agent'"'"'s process lives, or the answer of /readyz, for exec probes.'
