@@ -159,7 +159,8 @@ EXAMPLES: Final[dict[str, str]] = {
     "render": """
   agent-shim render manifest.yml release.tgz --out rendered
   agent-shim render manifest.yml ~/nginx-release --group web --only nginx --out rendered
-  agent-shim render manifest.yml release.tgz --index 1 --address 10.0.0.5 --out rendered""",
+  agent-shim render manifest.yml release.tgz --index 1 --address 10.0.0.5 --out rendered
+  agent-shim render manifest.yml release.tgz --group web --kubernetes --out web""",
     "probe": """
   agent-shim probe live
   agent-shim probe ready        # exit code 1 and the reason if not ready""",
@@ -335,6 +336,12 @@ def _add_for_tools(command: Command) -> None:
     render.add_argument("--addresses", default="", metavar="PATTERN", help=text)
     text = "address of a whole group, which bosh-dns would give"
     render.add_argument("--group-address", default="", metavar="PATTERN", help=text)
+    text = "write manifests of Kubernetes, whose pods render their own instances"
+    render.add_argument("--kubernetes", action="store_true", help=text)
+    text = "image of the pods with --kubernetes (default: agent-shim)"
+    render.add_argument("--image", default="agent-shim", metavar="IMAGE", help=text)
+    text = "image of their init containers, made of the Dockerfile (default: agent-shim-releases)"
+    render.add_argument("--renderer", default="agent-shim-releases", metavar="IMAGE", help=text)
 
     probe = command("probe", _probe, "say whether the agent's process lives, or the answer of /readyz, for exec probes")
     text = "live looks for the process and asks it nothing, ready is /readyz"

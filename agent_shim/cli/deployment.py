@@ -285,7 +285,13 @@ def read_text(path: Path) -> str:
 
 def read_yaml(path: Path, wanted: type[T]) -> T:
     """Return the document of a file."""
+    return parse_yaml(read_text(path), str(path), wanted)
+
+
+def parse_yaml(text: str, place: str, wanted: type[T]) -> T:
+    """Return the document of a text, which may be empty if all members have defaults."""
     try:
-        return msgspec.convert(yaml.load(read_text(path), Loader=_Loader), wanted)  # noqa: S506 - a SafeLoader
+        document = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return msgspec.convert({} if text.strip() == "" else document, wanted)
     except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as exc:
-        raise ConfigError(f"cannot read {path}: {yaml_errors.in_a_line(exc)}") from exc
+        raise ConfigError(f"cannot read {place}: {yaml_errors.in_a_line(exc)}") from exc

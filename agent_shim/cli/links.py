@@ -95,6 +95,10 @@ class Resolver:
         self._raise_errors()
         return links
 
+    def providers_of(self, group: Group, job: Job) -> list[Provider]:
+        """Return the links that a job provides."""
+        return [each for each in self.providers if (each.group.name, each.job) == (group.name, job.name)]
+
     def _is_absent(self, wanted: Consumed) -> bool:
         """True if an optional link has no provider, and none can be in a release that is not there."""
         return wanted.optional and not self._unknown and all(each.type != wanted.type for each in self.providers)

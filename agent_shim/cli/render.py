@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agent_shim.cli import deployment, links
+import msgspec
+
+from agent_shim.cli import deployment, kubernetes, links
 from agent_shim.cli.deployment import BPM, Group, Job, Manifest, Release, ReleaseJob
 from agent_shim.core.errors import ConfigError, NotThereError
 
@@ -33,6 +35,12 @@ INDEX: Final = "AGENT_SHIM_INDEX"
 ADDRESS: Final = "AGENT_SHIM_ADDRESS"
 AZ: Final = "AGENT_SHIM_AZ"
 BOOTSTRAP: Final = "AGENT_SHIM_BOOTSTRAP"
+
+
+class Processes(msgspec.Struct):
+    """The processes of a bpm.yml."""
+
+    processes: list[dict[str, Any]] = []
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,32 @@ def main(args: argparse.Namespace) -> int:
         jobs = [job for job in wanted if (group.name, job.name) in known or job.name != BPM]
         if missing := [job.name for job in jobs if (group.name, job.name) not in known]:
             raise NotThereError(f"cannot render {missing[0]}: none of the releases has this job")
-        addresses = _addresses(manifest, instance, args.addresses, args.group_address)
+        patterns = (args.addresses, args.group_address)
+        if args.kubernetes:
+            patterns = (kubernetes.ADDRESSES, kubernetes.GROUP_ADDRESS)
+        addresses = _addresses(manifest, instance, *patterns)
         resolver = links.Resolver(manifest, {key: found.spec for key, found in known.items()}, addresses)
-        evaluated = _evaluated([_input(manifest, instance, job, known[group.name, job.name], resolver) for job in jobs])
+        inputs = [_input(manifest, instance, job, known[group.name, job.name], resolver) for job in jobs]
+        evaluated = _evaluated(inputs)
+        if args.kubernetes:
+            provided = [[each.properties for each in resolver.providers_of(group, job)] for job in jobs]
+            declared = [
+                manifest.properties_of(group, job) | given["properties"]
+                for job, given in zip(jobs, inputs, strict=True)
+            ]
+            parts = kubernetes.Parts(
+                deployment=manifest.name,
+                group=group,
+                manifest=deployment.read_text(args.manifest),
+                releases=[_below_here(release) for release in args.releases],
+                image=args.image,
+                renderer=args.renderer,
+                ports=kubernetes.ports(list(zip(declared, provided, strict=True))),
+                is_privileged=any(map(_is_privileged, evaluated.values())),
+            )
+            kubernetes.write(parts, args.out)
+            _warn(resolver.warnings)
+            return 0
         for name, files in evaluated.items():
             _write(args.out / "jobs" / name, files)
         for package in (path for release in releases for path in release.directory.glob("compiled_packages/*.tgz")):
@@ -82,9 +113,27 @@ def main(args: argparse.Namespace) -> int:
         "persistent_disk": instance.persistent_disk,
     }
     (args.out / "instance.json").write_text(json.dumps(about))
-    for warning in [*_without_size(group), *resolver.warnings, *_without_packages(group, jobs, known, args.out)]:
-        sys.stderr.write(f"warning: {warning}\n")
+    _warn([*_without_size(group), *resolver.warnings, *_without_packages(group, jobs, known, args.out)])
     return 0
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        sys.stderr.write(f"warning: {warning}\n")
+
+
+def _below_here(release: Path) -> str:
+    """Return the path of a release for the Dockerfile, which reads only below the directory of its build."""
+    path = os.path.relpath(release)
+    if path.startswith(".."):
+        raise ConfigError(f"cannot copy {release} into an image: run the command in a directory above it")
+    return path
+
+
+def _is_privileged(files: Mapping[str, str]) -> bool:
+    """True if bpm.yml has a process that is not confined."""
+    config = deployment.parse_yaml(files.get("config/bpm.yml", ""), "bpm.yml", Processes)
+    return any((process.get("unsafe") or {}).get("privileged") is True for process in config.processes)
 
 
 def _wanted(group: Group, only: Sequence[str], manifest: Path) -> list[Job]:

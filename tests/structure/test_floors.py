@@ -20,7 +20,9 @@ LIBRARIES: Mapping[str, frozenset[str]] = {
     "nats": frozenset({"edges.bus.link"}),
     "prometheus_client": frozenset({"edges.metrics"}),
     "psutil": frozenset({"host"}),
-    "yaml": frozenset({"cli.deployment", "cli.release_tarball", "cli.yaml_errors", "supervisor.bpm.config"}),
+    "yaml": frozenset(
+        {"cli.deployment", "cli.kubernetes", "cli.release_tarball", "cli.yaml_errors", "supervisor.bpm.config"}
+    ),
     "yarl": frozenset({"bulk.transfer"}),
 }
 """Allowed imports from outside. A package includes all its modules, and all others are forbidden."""

@@ -65,7 +65,7 @@ function _shtab_agent_shim_using
 end
 
 set -g _shtab_agent_shim_commands run monit status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version
-set -g _shtab_agent_shim_opts_with_value --address --addresses --as --az --every --group --group-address --http --index --lines --log-format --log-level --only --out --since --timeout -C -M -P -b -c -n
+set -g _shtab_agent_shim_opts_with_value --address --addresses --as --az --every --group --group-address --http --image --index --lines --log-format --log-level --only --out --renderer --since --timeout -C -M -P -b -c -n
 
 complete -c agent-shim -e
 complete -c agent-shim -f
@@ -160,6 +160,9 @@ complete -c agent-shim -n '_shtab_agent_shim_using render' -l az -x -d 'its zone
 complete -c agent-shim -n '_shtab_agent_shim_using render' -l bootstrap -l no-bootstrap -d 'whether it is the bootstrap instance (AGENT_SHIM_BOOTSTRAP; default: if its index is 0)'
 complete -c agent-shim -n '_shtab_agent_shim_using render' -l addresses -x -d 'addresses of instances in links, with {group} {index} {id} {az} {network} {deployment}'
 complete -c agent-shim -n '_shtab_agent_shim_using render' -l group-address -x -d 'address of a whole group, which bosh-dns would give'
+complete -c agent-shim -n '_shtab_agent_shim_using render' -l kubernetes -d 'write manifests of Kubernetes, whose pods render their own instances'
+complete -c agent-shim -n '_shtab_agent_shim_using render' -l image -x -d 'image of the pods with --kubernetes (default: agent-shim)'
+complete -c agent-shim -n '_shtab_agent_shim_using render' -l renderer -x -d 'image of their init containers, made of the Dockerfile (default: agent-shim-releases)'
 complete -c agent-shim -n '_shtab_agent_shim_using render; and test $_shtab_agent_shim_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'deployment manifest without variables'
 complete -c agent-shim -n '_shtab_agent_shim_using render; and test $_shtab_agent_shim_npos -ge 1' -ka "(__fish_complete_path (commandline -ct))" -d 'directory or tarball of a release with the jobs'
 complete -c agent-shim -n '_shtab_agent_shim_using; and test $_shtab_agent_shim_npos -eq 0' -a probe -d 'Say whether the agent'"'"'s process lives, or the answer of /readyz, for exec probes.'

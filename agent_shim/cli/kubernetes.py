@@ -1,0 +1,336 @@
+"""``agent-shim render --kubernetes``: write the objects of Kubernetes that run an instance group, as plain manifests.
+
+Each pod renders its own instance in an init container, from the manifest in a Secret and the releases in an image, so
+index, address and links are right for each. The agent then runs as in ``deploy/kubernetes/base``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from agent_shim.cli.deployment import ERRAND, Group
+from agent_shim.core.errors import ConfigError
+
+ADDRESSES: Final = "{group}-{index}.{group}"
+"""The names of pods, by the Service of the group, which publishes pods that are not ready, too: peers wait for each
+other."""
+GROUP_ADDRESS: Final = "{group}-ready"
+"""The Service with the pods that are ready, as bosh-dns answers with healthy instances."""
+AGENT_PORT: Final = 9190
+MAX_SECRET_BYTES: Final = 1024 * 1024
+GRACE_S: Final = 50
+CAPABILITIES: Final = (
+    *("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL"),
+    *("NET_BIND_SERVICE", "SYS_CHROOT", "AUDIT_WRITE"),
+)
+DNS_LABEL: Final = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
+CONTAINERIZATION: Final = ("bosh_containerization", "quarks")
+"""Properties of a job in which releases for fissile and quarks name its ports."""
+
+STATEFUL_SET: Final = """\
+The instances, which start one after the other, as a Director updates them. No livenessProbe or startupProbe: process 1
+# restarts a dead agent, and a slow one is no reason to end all jobs. The grace of the pod is longer than that of the
+# agent (grace in configmap.yaml) and of the hook."""
+TEMPORARY: Final = "/tmp"  # noqa: S108 - the path of a mount
+
+Document = dict[str, Any]
+
+
+class Port(NamedTuple):
+    """A port of a job."""
+
+    name: str
+    number: int
+    protocol: str = "TCP"
+
+
+class Parts(NamedTuple):
+    """What the objects are made of. ``releases`` are paths below the directory in which the image is built."""
+
+    deployment: str
+    group: Group
+    manifest: str
+    releases: Sequence[str]
+    image: str
+    renderer: str
+    ports: Sequence[Port]
+    is_privileged: bool
+
+
+def write(parts: Parts, out: Path) -> list[str]:
+    """Write the manifests, a kustomization and the Dockerfile of the init container. Return the names of the files.
+
+    Raises ``ConfigError`` for a group that has no equal in Kubernetes.
+    """
+    _check(parts)
+    group = parts.group.name
+    documents = {
+        "configmap.yaml": ("The agent's options.", [_config_map(parts)]),
+        "secret.yaml": (
+            "The deployment manifest, which holds secrets. Only the init container reads it.",
+            [_secret(parts)],
+        ),
+        "service.yaml": (
+            f"{group}: a name for each pod, also before it is ready. {group}-ready: the pods that are ready.",
+            [_service(parts, group, is_early=True), _service(parts, f"{group}-ready", is_early=False)],
+        ),
+        "statefulset.yaml": (
+            STATEFUL_SET,
+            [_stateful_set(parts)],
+        ),
+        "poddisruptionbudget.yaml": ("Nodes are drained of one instance at a time.", [_budget(parts)]),
+        "kustomization.yaml": ("kubectl apply -k .", [_kustomization()]),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for name, (comment, content) in documents.items():
+        text = yaml.dump_all(content, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+        path = out / name
+        path.touch(mode=0o600 if name == "secret.yaml" else 0o644)
+        path.write_text(f"# {comment}\n{text}", encoding="utf-8")
+    (out / "Dockerfile").write_text(_dockerfile(parts))
+    return [*documents, "Dockerfile"]
+
+
+def ports(jobs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]) -> list[Port]:
+    """Return the ports of jobs: those for fissile and quarks, then the numbers in their links called ``port``.
+
+    A job is its properties and those of the links it provides.
+    """
+    found: dict[tuple[int, str], Port] = {}
+    for properties, provided in jobs:
+        for name, number, protocol in [*_declared(properties), *(each for link in provided for each in _in_link(link))]:
+            if 0 < number < 2**16 and (number, protocol) not in found:
+                label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+                taken = {"agent", *(port.name for port in found.values())}
+                is_valid = 0 < len(label) <= 15 and re.search("[a-z]", label) and label not in taken
+                found[number, protocol] = Port(label if is_valid else f"{protocol.lower()}-{number}", number, protocol)
+    return list(found.values())
+
+
+def _declared(properties: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
+    for key in CONTAINERIZATION:
+        about = properties.get(key)
+        for port in (about.get("ports") if isinstance(about, dict) else None) or ():
+            numbers = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", str(port.get("internal", "")))
+            if numbers is None:
+                raise ConfigError(f"cannot read {key}.ports: `internal` is neither a port nor a range of them: {port}")
+            for number in range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1):
+                yield str(port.get("name", "")), number, str(port.get("protocol", "TCP")).upper()
+
+
+def _in_link(properties: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int, str]]:
+    for key, value in properties.items():
+        if isinstance(value, dict):
+            yield from _in_link(value, key)
+        elif re.search("(^|_)port$", key) and str(value).isdigit():
+            yield (f"{path}-{key.removesuffix('_port')}" if key != "port" else path or key), int(value), "TCP"
+
+
+def _check(parts: Parts) -> None:
+    group = parts.group
+    reason = ""
+    if not DNS_LABEL.fullmatch(group.name):
+        reason = "its name becomes that of Services, so it has only small letters, digits and -, and at most 52 of them"
+    elif group.lifecycle == ERRAND:
+        reason = "it is an errand, which would be a Job"
+    elif group.persistent_disk_type is not None:
+        reason = "only a cloud config has the size of its persistent_disk_type; give `persistent_disk: MEBIBYTES`"
+    elif group.persistent_disks:
+        reason = "it has several persistent disks, and a pod of the agent has one"
+    elif len(parts.manifest.encode()) > MAX_SECRET_BYTES - 1024:
+        reason = "a Secret holds 1 MiB, and the manifest is larger; leave out groups that provide no link to it"
+    if reason:
+        raise ConfigError(f"cannot make a StatefulSet of the instance group {group.name}: {reason}")
+
+
+def _metadata(parts: Parts, name: str) -> Document:
+    deployment = re.sub(r"[^-A-Za-z0-9_.]", "-", parts.deployment)[:63].strip("-_.")
+    return {"name": name, "labels": {**_labels(parts), "app.kubernetes.io/instance": deployment}}
+
+
+def _labels(parts: Parts) -> Document:
+    return {"app.kubernetes.io/name": parts.group.name, "app.kubernetes.io/part-of": "agent-shim"}
+
+
+def _pods_of(parts: Parts) -> Document:
+    return {"app.kubernetes.io/name": parts.group.name}
+
+
+def _config_map(parts: Parts) -> Document:
+    options = f'{{"AgentShim": {{"spec": "/release", "http": "0.0.0.0:{AGENT_PORT}", "grace": {GRACE_S}}}}}\n'
+    metadata = _metadata(parts, f"{parts.group.name}-agent")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"agent.json": options}}
+
+
+def _secret(parts: Parts) -> Document:
+    metadata = _metadata(parts, f"{parts.group.name}-manifest")
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"manifest.yml": parts.manifest}}
+
+
+def _service(parts: Parts, name: str, *, is_early: bool) -> Document:
+    every = [*parts.ports, Port("agent", AGENT_PORT)]
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": is_early,
+        "selector": _pods_of(parts),
+        "ports": [
+            {"name": port.name, "port": port.number, "targetPort": port.number, "protocol": port.protocol}
+            for port in every
+        ],
+    }
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(parts, name), "spec": spec}
+
+
+def _budget(parts: Parts) -> Document:
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": _pods_of(parts)}}
+    metadata = _metadata(parts, parts.group.name)
+    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": spec}
+
+
+def _stateful_set(parts: Parts) -> Document:
+    group = parts.group
+    changed = hashlib.sha256(parts.manifest.encode()).hexdigest()[:16]
+    template = {
+        # A changed manifest replaces the pods, because each renders it when it starts.
+        "metadata": {"labels": _labels(parts), "annotations": {"agent-shim/manifest": changed}},
+        "spec": _pod(parts),
+    }
+    spec: Document = {
+        "serviceName": group.name,
+        "replicas": group.count,
+        "selector": {"matchLabels": _pods_of(parts)},
+        "template": template,
+    }
+    if group.persistent_disk:
+        storage = {"requests": {"storage": f"{group.persistent_disk}Mi"}}
+        claim = {"accessModes": ["ReadWriteOnce"], "resources": storage}
+        spec["volumeClaimTemplates"] = [{"metadata": {"name": "store"}, "spec": claim}]
+    metadata = _metadata(parts, group.name)
+    return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": spec}
+
+
+def _pod(parts: Parts) -> Document:
+    group = parts.group
+    size = group.vm_resources.ephemeral_disk_size if group.vm_resources else 0
+    pod: Document = {
+        "terminationGracePeriodSeconds": GRACE_S + 10,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "initContainers": [_render_container(parts)],
+        "containers": [_agent_container(parts)],
+        "volumes": [
+            {"name": "agent", "configMap": {"name": f"{group.name}-agent"}},
+            {"name": "manifest", "secret": {"secretName": f"{group.name}-manifest"}},
+            {"name": "release", "emptyDir": {}},
+            {"name": "scratch", "emptyDir": {}},
+            {"name": "data", "emptyDir": {"sizeLimit": f"{size}Mi"} if size else {}},
+        ],
+    }
+    if len(group.azs or ()) > 1:
+        spread = {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "ScheduleAnyway"}
+        pod["topologySpreadConstraints"] = [{**spread, "labelSelector": {"matchLabels": _pods_of(parts)}}]
+    return pod
+
+
+def _render_container(parts: Parts) -> Document:
+    paths = [f"/releases/{Path(release).name}" for release in parts.releases]
+    patterns = ["--addresses", ADDRESSES, "--group-address", GROUP_ADDRESS]
+    fields = {"AGENT_SHIM_INDEX": "metadata.name", "AGENT_SHIM_ADDRESS": "status.podIP"}
+    return {
+        "name": "render",
+        "image": parts.renderer,
+        "args": ["/manifest/manifest.yml", *paths, "--group", parts.group.name, *patterns, "--out", "/release"],
+        "env": [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()],
+        "securityContext": {
+            "runAsUser": 0,
+            "readOnlyRootFilesystem": True,
+            "allowPrivilegeEscalation": False,
+            # Packages keep their owners and modes.
+            "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
+        "volumeMounts": [
+            {"name": "manifest", "mountPath": "/manifest", "readOnly": True},
+            {"name": "release", "mountPath": "/release"},
+            {"name": "scratch", "mountPath": TEMPORARY},
+        ],
+    }
+
+
+def _agent_container(parts: Parts) -> Document:
+    confined = {
+        "runAsUser": 0,
+        "capabilities": {"drop": ["ALL"], "add": list(CAPABILITIES)},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    mounts: list[Document] = [
+        {"name": "agent", "mountPath": "/etc/agent_shim", "readOnly": True},
+        {"name": "release", "mountPath": "/release", "readOnly": True},
+        {"name": "data", "mountPath": "/var/vcap/data"},
+    ]
+    if parts.group.persistent_disk:
+        mounts.append({"name": "store", "mountPath": "/var/vcap/store"})
+    command = ["/opt/agent_shim/bin/agent-shim", "drain", "--timeout", str(GRACE_S)]
+    every = [*parts.ports, Port("agent", AGENT_PORT)]
+    return {
+        "name": "instance",
+        "image": parts.image,
+        "command": ["/opt/agent_shim/launch", "-C", "/etc/agent_shim/agent.json"],
+        "securityContext": {"privileged": True, "runAsUser": 0} if parts.is_privileged else confined,
+        "ports": [{"name": port.name, "containerPort": port.number, "protocol": port.protocol} for port in every],
+        "readinessProbe": {"httpGet": {"path": "/readyz", "port": "agent"}, "periodSeconds": 5},
+        "lifecycle": {"preStop": {"exec": {"command": command}}},
+        "resources": _resources(parts.group),
+        "volumeMounts": mounts,
+    }
+
+
+def _resources(group: Group) -> Document:
+    wanted = group.vm_resources
+    if wanted is None:
+        return {"requests": {"cpu": "50m", "memory": "128Mi"}}
+    requests: Document = {}
+    limits: Document = {}
+    if wanted.cpu:
+        requests["cpu"] = f"{round(wanted.cpu * 1000)}m"
+    if wanted.ram:
+        requests["memory"] = limits["memory"] = f"{wanted.ram}Mi"
+    if wanted.ephemeral_disk_size:
+        requests["ephemeral-storage"] = f"{wanted.ephemeral_disk_size}Mi"
+    return {"requests": requests, **({"limits": limits} if limits else {})}
+
+
+def _kustomization() -> Document:
+    names = ("configmap", "secret", "service", "statefulset", "poddisruptionbudget")
+    resources = [f"{name}.yaml" for name in names]
+    return {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": resources}
+
+
+def _dockerfile(parts: Parts) -> str:
+    copies = "".join(f"COPY {release} /releases/{Path(release).name}\n" for release in parts.releases)
+    build = f"# podman build --tag {parts.renderer} --file DIR/Dockerfile .   # where the releases are\n"
+    return f"{build}ARG RENDERER=agent-shim-renderer\nFROM ${{RENDERER}}\n{copies}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, and no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - as it is called
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - as it is called
+        super().increase_indent(flow, False)
+
+
+def _represented(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represented)

@@ -1,0 +1,119 @@
+"""Objects of Kubernetes for an instance group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from agent_shim.cli import kubernetes
+from agent_shim.cli.deployment import Group
+from agent_shim.cli.kubernetes import Port
+from agent_shim.core.errors import ConfigError
+
+
+def parts(**group: Any) -> kubernetes.Parts:
+    """Return the parts of a group with these members."""
+    return kubernetes.Parts(
+        deployment="My shop!",
+        group=msgspec.convert({"name": "web", **group}, Group),
+        manifest="name: shop\ninstance_groups: []\n",
+        releases=["releases/web.tgz"],
+        image="registry.example/agent-shim:1",
+        renderer="registry.example/web:1",
+        ports=[Port("http", 8080), Port("udp-53", 53, "UDP")],
+        is_privileged=False,
+    )
+
+
+def written(where: Path, made: kubernetes.Parts) -> dict[str, Any]:
+    """Return the objects by kind and name, of the files that the kustomization names."""
+    kubernetes.write(made, where)
+    names = yaml.safe_load((where / "kustomization.yaml").read_text())["resources"]
+    documents = [document for name in names for document in yaml.safe_load_all((where / name).read_text())]
+    return {f"{document['kind']}/{document['metadata']['name']}": document for document in documents}
+
+
+def test_group_is_a_stateful_set_that_renders_its_own_pods(tmp_path: Path) -> None:
+    resources = {"cpu": 0.5, "ram": 512, "ephemeral_disk_size": 2048}
+    objects = written(tmp_path, parts(instances=3, azs=["z1", "z2"], persistent_disk=1024, vm_resources=resources))
+    spec = objects["StatefulSet/web"]["spec"]
+    pod = spec["template"]["spec"]
+    (init,), (container,) = pod["initContainers"], pod["containers"]
+
+    assert list(objects) == [
+        *("ConfigMap/web-agent", "Secret/web-manifest", "Service/web", "Service/web-ready", "StatefulSet/web"),
+        "PodDisruptionBudget/web",
+    ]
+    assert (spec["replicas"], spec["serviceName"]) == (3, "web")
+    assert init["image"] == "registry.example/web:1"
+    assert init["args"][:4] == ["/manifest/manifest.yml", "/releases/web.tgz", "--group", "web"]
+    assert [one["name"] for one in init["env"]] == ["AGENT_SHIM_INDEX", "AGENT_SHIM_ADDRESS"]
+    assert container["resources"] == {
+        "requests": {"cpu": "500m", "memory": "512Mi", "ephemeral-storage": "2048Mi"},
+        "limits": {"memory": "512Mi"},
+    }
+    assert "livenessProbe" not in container
+    assert spec["volumeClaimTemplates"][0]["spec"]["resources"] == {"requests": {"storage": "1024Mi"}}
+    assert pod["topologySpreadConstraints"][0]["topologyKey"] == "topology.kubernetes.io/zone"
+    assert [one["port"] for one in objects["Service/web"]["spec"]["ports"]] == [8080, 53, 9190]
+    assert (tmp_path / "Dockerfile").read_text().splitlines()[-1] == "COPY releases/web.tgz /releases/web.tgz"
+
+
+def test_agent_container_does_not_see_the_manifest(tmp_path: Path) -> None:
+    pod = written(tmp_path, parts())["StatefulSet/web"]["spec"]["template"]["spec"]
+
+    assert "manifest" not in [mount["name"] for mount in pod["containers"][0]["volumeMounts"]]
+    assert (tmp_path / "secret.yaml").stat().st_mode & 0o777 == 0o600
+
+
+def test_changed_manifest_replaces_the_pods(tmp_path: Path) -> None:
+    def annotations(made: kubernetes.Parts) -> Any:
+        return written(tmp_path, made)["StatefulSet/web"]["spec"]["template"]["metadata"]["annotations"]
+
+    assert annotations(parts()) != annotations(parts()._replace(manifest="other"))
+
+
+@pytest.mark.parametrize(
+    ("properties", "links", "found"),
+    [
+        (
+            {"quarks": {"ports": [{"name": "api_port", "internal": "80-81", "protocol": "tcp"}]}},
+            [],
+            [Port("api-port", 80), Port("tcp-81", 81)],
+        ),
+        (
+            {"bosh_containerization": {"ports": [{"name": "d", "internal": 53, "protocol": "UDP"}]}},
+            [],
+            [Port("d", 53, "UDP")],
+        ),
+        (
+            {},
+            [{"nats": {"port": 4222, "cluster_port": "4223", "monitor_port": 0, "user": "x", "report": 7}}],
+            [Port("nats", 4222), Port("nats-cluster", 4223)],
+        ),
+        ({}, [{"port": 1}, {"x": {"port": 1}}, {"a_very_long_name_of_a_port": 2}], [Port("port", 1), Port("tcp-2", 2)]),
+        ({}, [{"agent": {"port": 3}}], [Port("tcp-3", 3)]),
+    ],
+)
+def test_ports_are_those_of_properties_and_links(properties: Any, links: Any, found: Any) -> None:
+    assert kubernetes.ports([(properties, links)]) == found
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ({"name": "my_web"}, "its name becomes that of Services"),
+        ({"lifecycle": "errand"}, "it is an errand"),
+        ({"persistent_disk_type": "large"}, "only a cloud config has the size"),
+        ({"persistent_disks": [{"name": "a"}]}, "it has several persistent disks"),
+    ],
+)
+def test_group_without_an_equal_is_refused(tmp_path: Path, group: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kubernetes.write(parts(**group), tmp_path / "out")
+
+    assert not (tmp_path / "out").exists()
