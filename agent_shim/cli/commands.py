@@ -156,6 +156,9 @@ EXAMPLES: Final[dict[str, str]] = {
   agent-shim check jobs/web/monit jobs/web/config/bpm.yml
   agent-shim check --strict jobs/*/monit
   agent-shim check --as settings warden-cpi-agent-env""",
+    "try": """
+  agent-shim try nginx-1.2.tgz --publish 8080:80
+  agent-shim try redis-15.tgz --manifest redis.yml --only redis""",
     "render": """
   agent-shim render manifest.yml release.tgz --out rendered
   agent-shim render manifest.yml ~/nginx-release --group web --only nginx --out rendered
@@ -314,6 +317,22 @@ def _add_for_tools(command: Command) -> None:
     check.add_argument("--strict", action="store_true", help="statements and keys without effect are mistakes")
     text = "monit file, bpm.yml, agent.json or settings"
     check.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
+
+    trial = command("try", _try, "compile a release, render its jobs with their defaults, and run them in a container")
+    trial.add_argument("release", type=Path, metavar="RELEASE", help="tarball of sources, or compiled for the image")
+    text = "image of this project with compilers (default: agent-shim)"
+    trial.add_argument("--image", default="agent-shim", metavar="IMAGE", help=text)
+    text = "deployment manifest (default: one instance with all jobs)"
+    trial.add_argument("--manifest", type=Path, metavar="FILE", help=text)
+    trial.add_argument("--group", default="", metavar="GROUP", help="instance group, if the manifest has several")
+    trial.add_argument("--only", action="append", metavar="JOB", help="only this job")
+    trial.add_argument("--name", metavar="NAME", help="name of the container (default: try-RELEASE)")
+    trial.add_argument(
+        "--publish", action="append", metavar="PORT:PORT", help="port of this machine and of the container"
+    )
+    trial.add_argument("--tool", choices=("podman", "docker"), help="default: the one that is installed")
+    text = "seconds until all processes run (default: 300)"
+    trial.add_argument("--timeout", type=_seconds, default=300.0, metavar="S", help=text)
 
     text = "evaluate the templates of an instance group by ruby, for an agent without a Director"
     render = command("render", _render, text)
@@ -638,6 +657,12 @@ def _check(args: argparse.Namespace) -> int:
     from agent_shim.cli import check
 
     return check.main(args.files, args.kind, as_json=args.as_json, is_strict=args.strict)
+
+
+def _try(args: argparse.Namespace) -> int:
+    from agent_shim.cli import try_release
+
+    return try_release.main(args)
 
 
 def _render(args: argparse.Namespace) -> int:

@@ -11,7 +11,9 @@ import pytest
 
 from tests.structure.source import Module, modules, uses
 
-COMMANDS = frozenset({"cli.check", "cli.commands", "cli.compile_release", "cli.monit", "cli.bpm", "cli.bpm_logs"})
+COMMANDS = frozenset(
+    {"cli.check", "cli.commands", "cli.compile_release", "cli.monit", "cli.bpm", "cli.bpm_logs", "cli.try_release"}
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ BANS = (
         ("os.fork", "os.forkpty", "os.posix_spawn", "os.posix_spawnp", "pty", "multiprocessing", "subprocess"),
         "only host makes processes",
         frozenset(
-            {"host", "bulk.compression", "bulk.copytree", "cli.render"}
+            {"host", "bulk.compression", "bulk.copytree", "cli.render", "cli.try_release"}
         ),  # in a worker. Ruby, for which a user waits
     ),
     Ban(("os.kill", "os.killpg", "signal.pidfd_send_signal"), "only host sends signals", frozenset({"host"})),

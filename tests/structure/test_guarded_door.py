@@ -26,7 +26,7 @@ METHODS = frozenset(
 MODULES = frozenset({"os", "io", "proc", "guarded", "files", "glob", "entry"})
 """Names whose attributes are no methods of a path: modules (see CALLS for them), directory entries."""
 
-OUTSIDE = frozenset({"cli.check", "cli.deployment", "cli.kubernetes", "cli.render"})
+OUTSIDE = frozenset({"cli.check", "cli.deployment", "cli.kubernetes", "cli.render", "cli.try_release"})
 """Commands that read what the user who calls them has named, with that user's rights."""
 
 

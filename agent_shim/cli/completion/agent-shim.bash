@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/agent-shim
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_agent_shim_subparsers=(run monit status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version)
+_shtab_agent_shim_subparsers=(run monit status logs doctor drain start stop restart monitor unmonitor call check try render probe handback demo completion help version)
 
 _shtab_agent_shim_run_option_strings=(-h --help -C -b -P -M --http --log-format --log-level --job-logs)
 _shtab_agent_shim_monit_option_strings=(-h --help -c -I -b --http --bpm --log-level)
@@ -20,6 +20,7 @@ _shtab_agent_shim_monitor_option_strings=(-h --help --wait -b)
 _shtab_agent_shim_unmonitor_option_strings=(-h --help --wait -b)
 _shtab_agent_shim_call_option_strings=(-h --help -b)
 _shtab_agent_shim_check_option_strings=(-h --help --as --json --strict)
+_shtab_agent_shim_try_option_strings=(-h --help --image --manifest --group --only --name --publish --tool --timeout)
 _shtab_agent_shim_render_option_strings=(-h --help --group --only --out --index --address --az --bootstrap --no-bootstrap --addresses --group-address --kubernetes --image --renderer)
 _shtab_agent_shim_probe_option_strings=(-h --help -b)
 _shtab_agent_shim_handback_option_strings=(-h --help -b)
@@ -51,6 +52,8 @@ _shtab_agent_shim_unmonitor_pos_0_COMPGEN=_agent_shim_name_or_all
 _shtab_agent_shim_unmonitor__b_COMPGEN=_shtab_compgen_dirs
 _shtab_agent_shim_call__b_COMPGEN=_shtab_compgen_dirs
 _shtab_agent_shim_check_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_agent_shim_try_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_agent_shim_try___manifest_COMPGEN=_shtab_compgen_files
 _shtab_agent_shim_render_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_agent_shim_render_pos_1_COMPGEN=_shtab_compgen_files
 _shtab_agent_shim_render___out_COMPGEN=_shtab_compgen_dirs
@@ -61,9 +64,10 @@ _shtab_agent_shim_run___log_format_choices=(json text)
 _shtab_agent_shim_run___log_level_choices=(debug info warning error)
 _shtab_agent_shim_monit___log_level_choices=(debug info warning error)
 _shtab_agent_shim_check___as_choices=(monit bpm agent settings)
+_shtab_agent_shim_try___tool_choices=(podman docker)
 _shtab_agent_shim_probe_pos_0_choices=(live ready)
 _shtab_agent_shim_completion_pos_0_choices=(bash zsh fish)
-_shtab_agent_shim_pos_0_choices=(run monit status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version)
+_shtab_agent_shim_pos_0_choices=(run monit status logs doctor drain start stop restart monitor unmonitor call check try render probe handback demo completion help version)
 
 _shtab_agent_shim_run__h_nargs=0
 _shtab_agent_shim_run___help_nargs=0
@@ -116,6 +120,8 @@ _shtab_agent_shim_check__h_nargs=0
 _shtab_agent_shim_check___help_nargs=0
 _shtab_agent_shim_check___json_nargs=0
 _shtab_agent_shim_check___strict_nargs=0
+_shtab_agent_shim_try__h_nargs=0
+_shtab_agent_shim_try___help_nargs=0
 _shtab_agent_shim_render_pos_1_nargs=+
 _shtab_agent_shim_render__h_nargs=0
 _shtab_agent_shim_render___help_nargs=0

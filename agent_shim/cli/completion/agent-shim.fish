@@ -64,8 +64,8 @@ function _shtab_agent_shim_using
   test "$_shtab_agent_shim_cmdpath" = "$argv"
 end
 
-set -g _shtab_agent_shim_commands run monit status logs doctor drain start stop restart monitor unmonitor call check render probe handback demo completion help version
-set -g _shtab_agent_shim_opts_with_value --address --addresses --as --az --every --group --group-address --http --image --index --lines --log-format --log-level --only --out --renderer --since --timeout -C -M -P -b -c -n
+set -g _shtab_agent_shim_commands run monit status logs doctor drain start stop restart monitor unmonitor call check try render probe handback demo completion help version
+set -g _shtab_agent_shim_opts_with_value --address --addresses --as --az --every --group --group-address --http --image --index --lines --log-format --log-level --manifest --name --only --out --publish --renderer --since --timeout --tool -C -M -P -b -c -n
 
 complete -c agent-shim -e
 complete -c agent-shim -f
@@ -149,6 +149,17 @@ complete -c agent-shim -n '_shtab_agent_shim_using check' -l as -xka "monit bpm 
 complete -c agent-shim -n '_shtab_agent_shim_using check' -l json -d 'print mistakes and warnings of each file as JSON'
 complete -c agent-shim -n '_shtab_agent_shim_using check' -l strict -d 'statements and keys without effect are mistakes'
 complete -c agent-shim -n '_shtab_agent_shim_using check; and test $_shtab_agent_shim_npos -ge 0' -ka "(__fish_complete_path (commandline -ct))" -d 'monit file, bpm.yml, agent.json or settings'
+complete -c agent-shim -n '_shtab_agent_shim_using; and test $_shtab_agent_shim_npos -eq 0' -a try -d 'Compile a release, render its jobs with their defaults, and run them in a container.'
+complete -c agent-shim -n '_shtab_agent_shim_using try' -s h -l help -d 'show this help message and exit'
+complete -c agent-shim -n '_shtab_agent_shim_using try' -l image -x -d 'image of this project with compilers (default: agent-shim)'
+complete -c agent-shim -n '_shtab_agent_shim_using try' -l manifest -xka "(__fish_complete_path (commandline -ct))" -d 'deployment manifest (default: one instance with all jobs)'
+complete -c agent-shim -n '_shtab_agent_shim_using try' -l group -x -d 'instance group, if the manifest has several'
+complete -c agent-shim -n '_shtab_agent_shim_using try' -l only -x -d 'only this job'
+complete -c agent-shim -n '_shtab_agent_shim_using try' -l name -x -d 'name of the container (default: try-RELEASE)'
+complete -c agent-shim -n '_shtab_agent_shim_using try' -l publish -x -d 'port of this machine and of the container'
+complete -c agent-shim -n '_shtab_agent_shim_using try' -l tool -xka "podman docker" -d 'default: the one that is installed'
+complete -c agent-shim -n '_shtab_agent_shim_using try' -l timeout -x -d 'seconds until all processes run (default: 300)'
+complete -c agent-shim -n '_shtab_agent_shim_using try; and test $_shtab_agent_shim_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'tarball of sources, or compiled for the image'
 complete -c agent-shim -n '_shtab_agent_shim_using; and test $_shtab_agent_shim_npos -eq 0' -a render -d 'Evaluate the templates of an instance group by ruby, for an agent without a Director.'
 complete -c agent-shim -n '_shtab_agent_shim_using render' -s h -l help -d 'show this help message and exit'
 complete -c agent-shim -n '_shtab_agent_shim_using render' -l group -x -d 'instance group, if the manifest has several'

@@ -1,0 +1,164 @@
+"""``agent-shim try``: run the jobs of a release in a container of this machine, for a first look at them.
+
+The steps are those of docs/without-director.md: compile, render, run, each by its own command. Files are copied into
+containers and out of them, so the daemon of podman or docker may be on another machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from agent_shim.cli import deployment, render
+from agent_shim.cli.deployment import JobSpec, Release
+from agent_shim.core.errors import ConfigError, NotThereError, ShimError
+
+TOOLS: Final = ("podman", "docker")
+PROGRAM: Final = "/opt/agent_shim/bin"
+NOT_READY: Final = 1
+VERSION: Final = "/var/vcap/bosh/etc/stemcell_version"
+COMPILE: Final = f"""set -e
+[ -s {VERSION} ] || echo 0 >{VERSION}
+mkdir /out
+exec /var/vcap/bosh/bin/bosh-agent compile -output-directory=/out /release.tgz"""
+"""A stemcell has a version, but an image that was built without one has none."""
+STORE: Final = "/var/vcap/store"
+"""A volume without a name, which the agent takes for the persistent disk."""
+POLL_S: Final = 0.5
+
+
+class _Packages(msgspec.Struct):
+    """The packages of release.MF."""
+
+    packages: list[dict[str, Any]] | None = None
+    name: str = ""
+    version: str | int | float = ""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Return 0 when all processes run, 1 if they do not in time. The container stays in both cases."""
+    tool = args.tool or next((each for each in TOOLS if shutil.which(each)), "")
+    if not tool:
+        raise ConfigError("cannot run a container: neither podman nor docker is installed")
+    with tempfile.TemporaryDirectory() as scratch:
+        where = Path(scratch)
+        release = deployment.open_release(args.release, where / "source")
+        if not (release.directory / "release.MF").is_file():
+            how = "give a tarball: bosh create-release --tarball=release.tgz"
+            raise ConfigError(f"cannot compile the checkout {args.release}: {how}")
+        about = deployment.read_yaml(release.directory / "release.MF", _Packages)
+        name = args.name or f"try-{about.name}"
+        if _run(tool, "container", "inspect", name, check=False).returncode == 0:
+            raise ConfigError(f"cannot create the container {name}, which exists: {tool} rm --force --volumes {name}")
+        tarball = _compiled(tool, args.image, args.release, where / "compiled") if about.packages else args.release
+        manifest = args.manifest or _manifest(release, str(about.version), args.only, where / "manifest.yml")
+        out = where / "rendered"
+        _say("render")
+        render.main(
+            argparse.Namespace(
+                manifest=manifest,
+                releases=[tarball],
+                group=args.group,
+                only=args.only,
+                out=out,
+                index=None,
+                address=None,
+                az=None,
+                bootstrap=None,
+                addresses=render.LOOPBACK,
+                group_address=render.LOOPBACK,
+                kubernetes=False,
+            )
+        )
+        (where / "agent.json").write_text(json.dumps({"AgentShim": {"spec": "/release", "grace": 9}}))
+        _say(f"run the container {name}")
+        published = [word for port in args.publish or () for word in ("--publish", port)]
+        _run(tool, "create", "--name", name, "--volume", STORE, *published, args.image)
+        _run(tool, "cp", f"{where}/agent.json", f"{name}:/var/vcap/bosh/agent.json")
+        _run(tool, "cp", f"{out}/.", f"{name}:/release")
+        _run(tool, "start", name)
+    return _shown(tool, name, args.timeout)
+
+
+def _compiled(tool: str, image: str, release: Path, out: Path) -> Path:
+    """Compile a tarball of sources in a container of the image, and return the result."""
+    began = time.monotonic()
+    _say("compile")
+    out.mkdir()
+    container = _run(tool, "create", image, "sh", "-c", COMPILE).stdout.split()[-1]
+    try:
+        _run(tool, "cp", str(release), f"{container}:/release.tgz")
+        if _run(tool, "start", "--attach", container, check=False, capture=False).returncode != 0:
+            raise ConfigError(f"cannot compile {release}: the output above says why")
+        _run(tool, "cp", f"{container}:/out/.", str(out))
+    finally:
+        _run(tool, "rm", "--force", container, check=False)
+    _say(f"compiled in {time.monotonic() - began:.0f} s")
+    return next(out.glob("*.tgz"))
+
+
+def _manifest(release: Release, version: str, only: Sequence[str] | None, path: Path) -> Path:
+    """Write a manifest of one instance with the jobs of a release, except errands, and their defaults."""
+    jobs = sorted(each.name for each in (release.directory / "jobs").iterdir() if each.is_dir())
+    specs = {name: deployment.read_yaml(release.directory / "jobs" / name / "job.MF", JobSpec) for name in jobs}
+    errands = [
+        name for name in jobs if "bin/run" in (specs[name].templates or {}).values() and name not in (only or ())
+    ]
+    if errands:
+        _say(f"leave out errands: {', '.join(errands)} (--only takes one)")
+    wanted = [{"name": name, "release": release.name} for name in jobs if name not in errands]
+    group = {"name": release.name, "instances": 1, "persistent_disk": 1024, "jobs": wanted}
+    releases = [{"name": release.name, "version": version}]
+    path.write_text(json.dumps({"name": "try", "releases": releases, "instance_groups": [group]}))
+    return path
+
+
+def _shown(tool: str, name: str, timeout_s: float) -> int:
+    """Wait until all processes run, and print their status. Return the exit code of the command."""
+    deadline = time.monotonic() + timeout_s
+    ready = _probe(tool, name)
+    while ready.returncode != 0 and time.monotonic() < deadline and _is_running(tool, name):
+        time.sleep(POLL_S)
+        ready = _probe(tool, name)
+    if not _is_running(tool, name):
+        sys.stderr.write(_run(tool, "logs", "--tail", "20", name, check=False).stdout)
+        raise NotThereError(f"cannot show {name}: the container ended, and its log is above")
+    sys.stdout.write(_run(tool, "exec", name, f"{PROGRAM}/agent-shim", "status", check=False).stdout)
+    sys.stdout.flush()
+    if ready.returncode != 0:
+        _say(f"not ready after {timeout_s:g} s: {ready.stdout.strip()}")
+    _say(f"more: {tool} exec -it {name} agent-shim logs; end: {tool} rm --force --volumes {name}")
+    return 0 if ready.returncode == 0 else NOT_READY
+
+
+def _probe(tool: str, name: str) -> subprocess.CompletedProcess[str]:
+    return _run(tool, "exec", name, f"{PROGRAM}/agent-shim", "probe", "ready", check=False)
+
+
+def _is_running(tool: str, name: str) -> bool:
+    return (
+        _run(tool, "container", "inspect", "--format", "{{.State.Running}}", name, check=False).stdout.strip() == "true"
+    )
+
+
+def _run(tool: str, *words: str, check: bool = True, capture: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a command of podman or docker. Raises ``ShimError`` if it fails and ``check`` is set."""
+    pipe = subprocess.PIPE if capture else None
+    done = subprocess.run([tool, *words], stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace", check=False)
+    if check and done.returncode != 0:
+        raise ShimError(f"cannot {tool} {words[0]}: {done.stderr.strip()}")
+    return done
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
