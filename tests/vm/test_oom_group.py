@@ -1,0 +1,70 @@
+"""Out-of-memory kills of a container with cgroup v2, whose kubelet has set memory.oom.group on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_shim.host import cgroups
+from tests.structure.source import ROOT
+
+pytestmark = pytest.mark.vm
+
+# As a runtime does: the cgroup of the container is the root of its cgroup namespace, and the top of the mount.
+ENTER = """
+echo 0 >"$0/cgroup.procs"
+exec unshare --cgroup --mount sh -c 'mount -t cgroup2 -o "$0" cgroup2 /sys/fs/cgroup && exec "$@"' "$@"
+"""
+PROGRAM = """
+import subprocess
+from agent_shim.host import cgroups
+with subprocess.Popen(["sleep", "1000"]) as job:
+    try:
+        print("ended:", cgroups.end_oom_group(cgroups.find()), flush=True)
+    except OSError as exc:
+        print("refused:", exc.strerror, flush=True)
+    subprocess.run(["sh", "-c", "head -c 400M /dev/zero | tail -c 400M >/dev/null"])
+    print("job lives:", job.poll() is None)
+    job.kill()
+"""
+
+
+@pytest.fixture
+def container() -> Iterator[Path]:
+    """A cgroup with 128 MiB that is killed as one."""
+    top = Path("/sys/fs/cgroup")
+    (top / "cgroup.subtree_control").write_text("+memory")
+    made = top / f"container-{os.getpid()}"
+    made.mkdir()
+    for name, value in (("memory.max", "128M"), ("memory.swap.max", "0"), ("memory.oom.group", "1")):
+        if (made / name).exists():
+            (made / name).write_text(value)
+    yield made
+    made.rmdir()
+
+
+def run(container: Path, options: str) -> subprocess.CompletedProcess[str]:
+    command = ["sh", "-c", ENTER, str(container), options, sys.executable, "-c", PROGRAM]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_one_process_of_a_privileged_container_is_killed(container: Path) -> None:
+    """The others live, as under cgroup v1."""
+    done = run(container, "rw")
+
+    assert done.stdout == "ended: True\njob lives: True\n", done.stderr
+    assert cgroups.oom_kills_of(2, container) == 1
+
+
+def test_all_processes_are_killed_where_the_cgroup_is_read_only(container: Path) -> None:
+    """As in pods without privileges, until the kubelet's singleProcessOOMKill is true."""
+    done = run(container, "ro")
+
+    assert done.stdout == "refused: Read-only file system\n", done.stderr
+    assert done.returncode == -signal.SIGKILL
