@@ -106,12 +106,11 @@ RUN apt-get update \
     && set -f \
     && for path in ${EXCLUDED}; do without="${without} -o Dpkg::Options::=--path-exclude=${path}"; done \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        ${without} -o "Dpkg::Options::=--path-include=/usr/share/doc/*/copyright" \
-        -o "Dpkg::Options::=--path-include=/usr/share/locale/locale.alias" ${wanted} \
+        ${without} -o "Dpkg::Options::=--path-include=/usr/share/doc/*/copyright" ${wanted} \
     && set +f \
     && apt-get clean && rm -rf /var/lib/apt/lists/* /var/cache/ldconfig /etc/ssh/ssh_host_*_key* \
         /var/log/apt/* /var/log/alternatives.log /var/log/dpkg.log \
-    && localedef -i en_US -c -f UTF-8 -A /usr/share/locale/locale.alias en_US.UTF-8 \
+    && localedef -i en_US -c -f UTF-8 en_US.UTF-8 \
     && if [ "${TIER}" = slim ]; then rm -r /usr/share/i18n; fi
 
 # --- the image --------------------------------------------------------------------------------------------------------

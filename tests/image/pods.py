@@ -21,7 +21,10 @@ import pytest
 from tests.structure.source import ROOT
 
 PACKAGES = "mmdebstrap podman buildah runc netavark aardvark-dns catatonit iptables uidmap"
-IMAGE = "localhost/agent-shim/test"
+NEXT = "next"
+"""TEST_BASE_IMAGE for the base like Ubuntu 26.04: uutils, sudo-rs, Python 3.14, no runit, and /tmp a tmpfs."""
+IS_NEXT = os.environ.get("TEST_BASE_IMAGE") == NEXT
+IMAGE = "localhost/agent-shim/test-next" if IS_NEXT else "localhost/agent-shim/test"
 EXAMPLE = "localhost/agent-shim/example"
 BASE = "localhost/agent-shim/debian"
 
@@ -74,12 +77,13 @@ def base_image(podman: Podman, where: Path) -> str:
 
     Or a requested image.
     """
-    if wanted := os.environ.get("TEST_BASE_IMAGE"):
+    if (wanted := os.environ.get("TEST_BASE_IMAGE")) and not IS_NEXT:
         return wanted
-    tag = f"{BASE}:bookworm-slim-{time.strftime('%Gw%V')}"
+    tag = f"{BASE}:{NEXT if IS_NEXT else 'bookworm-slim'}-{time.strftime('%Gw%V')}"
     if podman.run("image", "exists", tag).returncode != 0:
         archive = where / "base.tar"
-        subprocess.run([ROOT / "stemcell_overlay/make/base", "bookworm", archive], check=True, capture_output=True)
+        make = [ROOT / "tests/image/next_base"] if IS_NEXT else [ROOT / "stemcell_overlay/make/base", "bookworm"]
+        subprocess.run([*make, archive], check=True, capture_output=True)
         podman("import", "--quiet", str(archive), tag)
         archive.unlink()
     return tag
@@ -92,6 +96,8 @@ def build(podman: Podman, base: str, target: str = "", *, tree: Path = ROOT, nam
     secrets = [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
     stage = [f"--target={target}"] if target else []
     arguments = [f"--build-arg=BASE_IMAGE={base}", "--build-arg=COMPILERS=", *stage, *secrets, "--tag", image]
+    if IS_NEXT:
+        arguments.append("--build-arg=OPTIONAL=udhcpc")
     podman("build", "--quiet", *arguments, str(tree))
     if before and before != podman("image", "inspect", "--format", "{{.Id}}", image).strip():
         podman.run("rmi", before)
@@ -205,7 +211,8 @@ async def running(
 ) -> AsyncIterator[Container]:
     """A container for the length of the block. ``files`` are put into it before it starts."""
     no_systemd = () if any(option.startswith("--systemd") for option in options) else ("--systemd=false",)
-    create = ["create", *no_systemd, *options, image, *command]
+    in_memory = ("--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777",) if IS_NEXT else ()
+    create = ["create", *no_systemd, *in_memory, *options, image, *command]
     container = Container(podman, (await asyncio.to_thread(podman, *create)).strip())
     try:
         for path, content in (files or {}).items():

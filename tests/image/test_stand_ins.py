@@ -146,7 +146,7 @@ CHPST = [
 
 @pytest.mark.parametrize(("arguments", "code"), CHPST)
 async def test_chpst_does_what_that_of_runit_does(container: Container, arguments: str, code: int) -> None:
-    """Side by side with the real one, which the base of the tests has. Only texts of errors differ."""
+    """Side by side with the real one, where the base has it. Only texts of errors differ."""
     await container.exec(
         "sh",
         "-c",

@@ -15,7 +15,7 @@ from tests.support import jobs
 
 pytestmark = pytest.mark.image
 
-IMAGE = "localhost/agent-shim/systemd"
+IMAGE = f"{pods.IMAGE}-systemd"
 UNIT = "agent-shim.service"
 
 CONTAINERFILE = """
