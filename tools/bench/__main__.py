@@ -14,8 +14,9 @@ place of /var/vcap. ``python -m tools.bench.go_agent`` does this for the Go agen
 minutes. ``--beside FILE`` adds a column, from the JSON of an earlier run with another agent, and writes the table of
 README.md too. ``--from FILE`` measures nothing and uses the JSON of an earlier run.
 
-Three parts run only by name: ``large`` (gigabytes of logs, a large compiled package, a large apply), ``scale`` (1 000
-and 10 000 light agents, and an outage of their bus) and ``cpi`` (the Kubernetes CPI on its own node, as root).
+Four parts run only by name: ``large`` (gigabytes of logs, a large compiled package, a large apply), ``scale`` (1 000
+and 10 000 light agents, and an outage of their bus), ``cpi`` (the Kubernetes CPI on its own node, as root) and
+``monit`` (``agent-shim monit`` beside monit 5.2.5, which MONIT_525 names).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from tools.bench import (
     crowds,
     deploys,
     idle,
+    in_place_of_monit,
     installs,
     large,
     lifecycles,
@@ -68,7 +70,11 @@ PARTS: Final[dict[str, Part]] = {
     "ageing": ageing.measure,
 }
 HERE: Final = Path(__file__).parent
-ON_DEMAND: Final[dict[str, Part]] = {"large": large.measure, "cpi": cpi.measure}
+ON_DEMAND: Final[dict[str, Part]] = {
+    "large": large.measure,
+    "cpi": cpi.measure,
+    "monit": in_place_of_monit.measure,
+}
 
 
 async def measure(command: str, parts: Mapping[str, Part], scale: float) -> tuple[Figures, dict[str, str]]:

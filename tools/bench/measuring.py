@@ -43,7 +43,7 @@ def _rounded(value: float) -> float:
 
 def pss(pid: int) -> float:
     """Return the proportional memory (PSS) of a process, in MB."""
-    return _of_smaps(pid, "Pss:")
+    return memory_of(pid, "Pss:")
 
 
 def own_memory(pid: int) -> float:
@@ -51,10 +51,11 @@ def own_memory(pid: int) -> float:
 
     Its growth is that of the process alone: PSS changes by a megabyte when another process maps the same interpreter.
     """
-    return _of_smaps(pid, "Private_Dirty:")
+    return memory_of(pid, "Private_Dirty:")
 
 
-def _of_smaps(pid: int, field: str) -> float:
+def memory_of(pid: int, field: str) -> float:
+    """Return a field of a process's memory, such as ``Rss:``, in MB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
