@@ -39,7 +39,7 @@ def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines
 
 
 def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = ()) -> str:
-    """All about one process, from the same answer, and the last lines of the ``log`` of its job."""
+    """All about one process, from the same answer, its last events, and the last lines of the ``log`` of its job."""
     state, pid = shown_state(process), process["pid"]
     since = f" since {_moment(process['started_at'])}, {duration(process['uptime_secs'])} ago" if pid else ""
     retry = process["retry_secs"]
@@ -60,7 +60,16 @@ def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = 
     ]
     head = f"{paint('●', _COLOURS.get(state, ''))} {paint(process['name'], 'strong')} of job {process['job']}"
     about = [f"{paint(f'{label:>11}', 'faint')}  {text}" for label, text in rows if text]
-    return "\n".join([head, *about, *(["", *log] if log else [])])
+    return "\n".join([head, *about, *_events(process, paint), *(["", *log] if log else [])])
+
+
+def _events(process: dict[str, Any], paint: Paint) -> list[str]:
+    """A line for each of the last events, which an agent without them lacks."""
+    lines = []
+    for event in process.get("events", ()):
+        times = f" ({event['count']} times)" if event["count"] > 1 else ""
+        lines.append(f"  {paint(_moment(event['at']), 'faint')}  {event['text']}{times}")
+    return ["", paint("events since the agent started", "strong"), *lines] if lines else []
 
 
 def _moment(stamp: float) -> str:

@@ -249,7 +249,6 @@ class MonitDaemon:
         return wire.encode_exception("cannot answer: this is monit's place, and the BOSH agent has all else")
 
     async def _status(self) -> dict[str, Any]:
-        services = self._supervisor.services()
         return {
             "version": __version__,
             "phase": "running" if self._is_loaded else "starting",
@@ -259,7 +258,7 @@ class MonitDaemon:
             "mails_waiting": len(self._alerts.waiting),
             "warnings": [],
             "vitals": await self._vitals.sample(),
-            "processes": [monit_api.describe(service) for service in services],
+            "processes": monit_api.with_events(self._supervisor),
         }
 
     def _ready(self, _level: str) -> tuple[bool, str]:

@@ -114,7 +114,7 @@ async def status(live: Runtime | None, phase: str, uptime: int) -> dict[str, Any
         "vitals": await agent.vitals.sample(),
         "firewall": _firewall(live),
         "bpm": (await agent.supervisor.bpm.isolation())._asdict(),
-        "processes": [monit_api.describe(service) for service in agent.supervisor.services()],
+        "processes": monit_api.with_events(agent.supervisor),
     }
 
 

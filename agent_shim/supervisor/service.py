@@ -25,6 +25,7 @@ from agent_shim.host.process import Process
 from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket, last_word
 from agent_shim.supervisor.event_kinds import Complaint
+from agent_shim.supervisor.history import History
 from agent_shim.supervisor.monit.ast import Action, Connection, Program
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.evidence import Left, left
@@ -92,6 +93,7 @@ class ServiceContext(msgspec.Struct, frozen=True):
     """Claims a kernel OOM kill that explains no other exit yet. False without one."""
     may_start: asyncio.Event
     """Cleared while no program may start. Services wait in their starting state."""
+    history: History = msgspec.field(default_factory=History)
 
 
 USUAL_STOP: Final = StopRequest()
@@ -262,6 +264,7 @@ class Service:
             why = f"{trigger.value}: {self.record.reason}" if is_failure else trigger.value
             level = logging.WARNING if is_failure else logging.INFO
             logger.log(level, "%s: %s, now %s", self.spec.name, why, move.to.value, extra={"members": members})
+            self._shared.history.add(self.spec.name, f"{why}, now {move.to.value}")
             self._moved.set()
             self._moved.clear()
         if WORK[move.to] is not WORK[before] and trigger not in WORK[before].value:
@@ -728,4 +731,6 @@ class Service:
         """Report an event to operators. A passive service is started, stopped and restarted by none."""
         if self.spec.mode == "passive" and action in ("start", "stop", "restart"):
             action = "alert"
+        if event not in ("Does not exist", "Exists"):  # the change of state says more
+            self._shared.history.add(self.spec.name, f"{event}, {action}: {description}")
         self._shared.notify(Event(self.spec.name, event, action, description))

@@ -26,6 +26,7 @@ from agent_shim.host.process import Process
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
+from agent_shim.supervisor.history import Happening
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.process_finder import Timing
@@ -525,6 +526,10 @@ class Supervisor:
     def services(self) -> list[ServiceInfo]:
         """Describe all services, in the order of the files."""
         return self._readings.describe(self._services.values())
+
+    def events(self, name: str) -> list[Happening]:
+        """The last events of a service since the agent started, the oldest first."""
+        return self._shared.history.of(name)
 
     # --- persistent state -------------------------------------------------------------------------------------------
 

@@ -58,7 +58,10 @@ async def test_the_log_line_of_a_death_has_its_reason_and_members(
         await in_state(supervisor, "web", "running")
         (world.base / "die").touch()
         line = await until(lambda: next((r for r in caplog.records if ": died" in r.getMessage()), None))
+        events = [event.text for event in supervisor.events("web")]
 
+    assert events[:2] == ["start asked, now starting", "appeared, now running"]
+    assert events[2] == "died: the process ended by itself: exit 3 (no space), now down"
     assert line.levelname == "WARNING"
     assert line.getMessage() == "web: died: the process ended by itself: exit 3 (no space), now down"
     assert line.members == {  # type: ignore[attr-defined]

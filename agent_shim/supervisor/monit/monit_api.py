@@ -50,6 +50,12 @@ def describe(service: ServiceInfo) -> dict[str, Any]:
     return process | members | {"state": service.process.state, "phase": service.state}
 
 
+def with_events(supervisor: Supervisor) -> list[dict[str, Any]]:
+    """Flatten all services, each with its last events since the agent started."""
+    services = supervisor.services()
+    return [describe(each) | {"events": msgspec.to_builtins(supervisor.events(each.process.name))} for each in services]
+
+
 def _meant(services: list[ServiceInfo], request: Mapping[str, Any]) -> list[str]:
     """Select the names in the spelling of the files. Raises ``ActionError`` in monit's words for an unknown one."""
     known = {service.process.name.lower(): service for service in services}

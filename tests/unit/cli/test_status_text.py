@@ -207,6 +207,21 @@ def test_details_end_with_the_next_start_and_the_log() -> None:
     assert lines[-2:] == ["", "worker.stderr.log | no such table"]
 
 
+def test_details_show_the_last_events() -> None:
+    events = [
+        {"at": 1764151200.0, "count": 1, "text": "start asked, now starting"},
+        {"at": 1764151260.0, "count": 3, "text": "Connection failed, alert: no answer"},
+    ]
+    more = dict.fromkeys(("faults", "groups"), ()) | {"mode": "active", "retry_secs": None, "events": events}
+
+    assert status_text.details(shown()["processes"][1] | more).splitlines()[-4:] == [
+        "",
+        "events since the agent started",
+        "  2025-11-26 10:00:00 UTC  start asked, now starting",
+        "  2025-11-26 10:01:00 UTC  Connection failed, alert: no answer (3 times)",
+    ]
+
+
 def test_reasons_and_warnings_are_wrapped_not_cut() -> None:
     """At words, to the width of the terminal. A pipe gets each in one line."""
     status = shown() | {

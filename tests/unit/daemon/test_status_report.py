@@ -17,6 +17,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon import status_report
 from agent_shim.daemon.runtime import Runtime
+from agent_shim.supervisor.history import Happening
 from agent_shim.supervisor.monit import monit_api
 
 
@@ -27,7 +28,9 @@ def live(tmp_path: Path, **others: Any) -> Runtime:
     services = [SimpleNamespace(process=process, pid=0, faults=[], state="running", last_exit="")]
     agent = SimpleNamespace(
         tasks=SimpleNamespace(running=object(), waiting=2),
-        supervisor=SimpleNamespace(services=lambda: services, job_state=lambda: "running"),
+        supervisor=SimpleNamespace(
+            services=lambda: services, job_state=lambda: "running", events=lambda name: [Happening(7.0, f"{name} up")]
+        ),
         vitals=SimpleNamespace(figures=lambda: "figures"),
         spec=SimpleNamespace(current=ApplySpec(deployment="dep", name="group", index=3, id="an-id", az="z4")),
         disks=SimpleNamespace(progress=SimpleNamespace(share=0.5), is_mounted=False),
@@ -71,7 +74,7 @@ def test_metrics_readings_come_from_their_sources(tmp_path: Path, monkeypatch: p
 
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same agent with what only a status asks for."""
-    monkeypatch.setattr(monit_api, "describe", lambda service: service.process.name)
+    monkeypatch.setattr(monit_api, "describe", lambda service: {"name": service.process.name})
     made: Any = live(tmp_path)
     made.bus.stats = SimpleNamespace(last_error="reset")
     made.heartbeat.sent_at = time.monotonic() - 7.5
@@ -109,7 +112,7 @@ async def test_status_values_come_from_their_sources(tmp_path: Path, monkeypatch
         "vitals": {"load": ["1"]},
         "firewall": {"enforced": True, "why": ""},
         "bpm": {"level": 2},
-        "processes": ["web"],
+        "processes": [{"name": "web", "events": [{"at": 7.0, "text": "web up", "count": 1}]}],
     }
 
 

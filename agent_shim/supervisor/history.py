@@ -1,0 +1,39 @@
+"""The last events of each service, for operators. In memory, so they begin with the agent."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Final
+
+import msgspec
+
+KEPT: Final = 10
+"""Events of a service."""
+
+
+class Happening(msgspec.Struct):
+    """An event and its repetitions. ``at`` is the time of the last one, in seconds since 1970."""
+
+    at: float
+    text: str
+    count: int = 1
+
+
+class History:
+    """Events by the name of the service. An event that repeats the last one is counted with it."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, deque[Happening]] = {}
+
+    def add(self, name: str, text: str) -> None:
+        """Add an event that happens now."""
+        events = self._by_name.setdefault(name, deque(maxlen=KEPT))
+        if events and events[-1].text == text:
+            events[-1].at, events[-1].count = time.time(), events[-1].count + 1
+        else:
+            events.append(Happening(time.time(), text))
+
+    def of(self, name: str) -> list[Happening]:
+        """Return the events of a service, the oldest first."""
+        return list(self._by_name.get(name, ()))
