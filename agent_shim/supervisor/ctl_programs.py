@@ -98,7 +98,8 @@ class Programs:
             if "TZ" in os.environ:
                 env["TZ"] = os.environ["TZ"]
             with contextlib.ExitStack() as opened:
-                output = self._open(name, opened)
+                # The last words of the process are not those of a stop program or of a rule's.
+                output = self._open(name if event == "Started" else f"{name}~", opened)
                 env[process_record.MARK] = process_record.mark(label, self._base)
                 enter = partial(_enter, self.ownership.cgroup(label), label)
                 user, group = program.uid or None, program.gid or None

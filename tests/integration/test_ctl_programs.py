@@ -28,6 +28,8 @@ async def test_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None
     assert output.stat().st_mode & 0o777 == 0o700
     assert (output / "a_b.log").stat().st_mode & 0o7777 == 0o640
     assert str(output / "a_b.log") not in [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+    stopper = await programs.run("a/b", Program(("/bin/sh", "-c", "echo stopping >&2")), "Stopped")
+    await stopper.wait()
     assert last_word(await programs.printed("a/b")) == "two"
     assert last_word(await programs.printed("other")) == ""
 
