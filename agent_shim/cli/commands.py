@@ -680,7 +680,7 @@ def _doctor(args: argparse.Namespace) -> int:
         found = [one._asdict() for one in report.findings]
         print(json.dumps({"tier": report.tier, "clean": report.is_clean, "findings": found}, indent=2))
     else:
-        print(finding.table(report, ansi.paint_for(sys.stdout)))
+        print(finding.table(report, ansi.paint_for(sys.stdout), _terminal_size()[0]))
     return 0 if report.is_clean else NO
 
 

@@ -104,7 +104,7 @@ class ContainerView:
         if not limit or not found:
             return Finding(topic, GOOD, good or found)
         row = limits.LIMITS[limit] if isinstance(limit, str) else limit
-        change = row.change(runtime(self.settings)).format(**words)
+        change = row.change(runtime(self.settings, self.paths)).format(**words)
         return Finding(topic, row.verdict, found, row.follows.format(**words), change)
 
 
@@ -131,8 +131,11 @@ def _tier(view: ContainerView, *, mounts_work: bool) -> str:
     return "privileged" if mounts_work else "root with few capabilities"
 
 
-def runtime(settings: Effective | None) -> Runtime:
-    """The creator of the container, by a mount that only it makes; else a bus implies a CPI."""
+def runtime(settings: Effective | None, paths: Paths) -> Runtime:
+    """The creator of the container, by a mount that only it makes; else a bus implies a CPI.
+
+    An agent with another base directory is one of a workstation.
+    """
     table = mounts.mounts()
     if "KUBERNETES_SERVICE_HOST" in os.environ or any(OF_A_KUBELET.search(mount.root) for mount in table):
         return "pod"
@@ -140,7 +143,7 @@ def runtime(settings: Effective | None) -> Runtime:
         return "warden"
     if any(mount.point in MOUNTS_OF_LXD for mount in table):
         return "lxd"
-    return "cpi" if settings is not None and settings.mbus.urls else "engine"
+    return "cpi" if settings is not None and settings.mbus.urls and paths.is_system else "engine"
 
 
 def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
@@ -221,7 +224,10 @@ def _mounts(view: ContainerView) -> Iterator[Finding]:
     tried = {"bind mount": privilege_probes.bind_mount, "tmpfs": privilege_probes.tmpfs}
     errors = {what: error_of(probe, view.scratch) for what, probe in tried.items()}
     failed = "; ".join(f"{what}: {os.strerror(error)}" for what, error in errors.items() if error)
-    yield view.judged("mounts", failed, "no mounts", good="bind mounts and tmpfs work")
+    mount = mounts.mount_of(view.paths.store, mounts.mounts())
+    has_volume = mount is not None and mount.point == view.paths.store.resolve()
+    limit = "no mounts beside a volume" if has_volume else "no mounts"
+    yield view.judged("mounts", failed, limit, good="bind mounts and tmpfs work")
 
 
 def _isolation(view: ContainerView) -> Iterator[Finding]:

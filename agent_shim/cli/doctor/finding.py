@@ -16,7 +16,7 @@ WRONG: Final = "wrong"
 """A required feature does not work."""
 
 WIDTH: Final = 120
-"""Maximum columns of a line."""
+"""Maximum columns of a line in a pipe or file."""
 SHOWN: Final = {GOOD: "ok", LIMITED: "limited", WRONG: "WRONG"}
 
 Runtime = Literal["pod", "cpi", "warden", "lxd", "engine"]
@@ -65,19 +65,25 @@ class Report(NamedTuple):
         return all(finding.verdict != WRONG for finding in self.findings)
 
 
-def table(report: Report, paint: Paint = plain) -> str:
-    """The report as text: one line for each finding, its consequence and change below."""
+def table(report: Report, paint: Paint = plain, columns: int = 0) -> str:
+    """The report as text for a terminal of this width: each finding, its consequence and change below."""
     lines = [f"This container is {report.tier}.", ""]
     width = max(len(finding.topic) for finding in report.findings)
     margin = " " * (9 + width + 2)
+    room = (columns or WIDTH) - len(margin)
     for finding in report.findings:
         word = paint(f"{SHOWN[finding.verdict]:<8}", finding.verdict)
-        lines.append(f"{word} {finding.topic:<{width}}  {safetext.line(finding.found)}")
+        first, *further = _wrapped(finding.found, room) or [""]
+        lines += [f"{word} {finding.topic:<{width}}  {first}", *(f"{margin}{line}" for line in further)]
         for label, text in (("so:", finding.follows), ("change:", finding.change)):
-            room = max(40, WIDTH - len(margin) - 8)
-            wrapped = textwrap.wrap(safetext.line(text), room, break_long_words=False, break_on_hyphens=False)
+            wrapped = _wrapped(text, room - 8)
             heads = [paint(f"{label:<7}", "faint"), *[" " * 7] * (len(wrapped) - 1)]
             lines += [f"{margin}{head} {line}" for head, line in zip(heads, wrapped, strict=False)]
     counts = [sum(finding.verdict == verdict for finding in report.findings) for verdict in SHOWN]
     lines += ["", f"{counts[0]} ok, {counts[1]} limited, {counts[2]} wrong"]
     return "\n".join(lines)
+
+
+def _wrapped(text: str, columns: int) -> list[str]:
+    """Break a text between words. A word that is longer than a line stays whole, so that it can be copied."""
+    return textwrap.wrap(safetext.line(text), max(30, columns), break_long_words=False, break_on_hyphens=False)

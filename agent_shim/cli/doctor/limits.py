@@ -78,6 +78,12 @@ no mounts = limited: a persistent disk is shown by a link (scripts that ask `mou
   cpi: an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all
   engine: --privileged, or --volume=NAME:/var/vcap/store
   lxd: cloud_properties of the VM: config: {{security.nesting: "true"}}, or security.privileged
+no mounts beside a volume = limited: jobs that mount (nfs volumes, garden) fail; what env.bosh wants in memory is on
+    disk
+  pod: securityContext.privileged: true, for such jobs
+  cpi: an engine that runs as root on the CPI's host and withholds nothing: the CPI asks for all
+  engine: --privileged, for such jobs
+  lxd: cloud_properties of the VM: config: {{security.nesting: "true"}}, or security.privileged
 no isolation = limited: a process of bpm.yml can read the files of other jobs that vcap can read
   pod: a node with Linux 5.13 or newer and Landlock, and a seccomp profile that allows it (RuntimeDefault does)
 no cgroups = limited: memory and processor in heartbeats are the host's; kills by the memory limit go unreported

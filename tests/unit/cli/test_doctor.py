@@ -185,6 +185,15 @@ def test_the_table_fits_a_wide_terminal_and_wraps_below_itself() -> None:
     assert text.endswith("1 ok, 1 limited, 0 wrong")
 
 
+def test_the_table_fits_a_narrow_terminal() -> None:
+    long = Finding("certificate of the HTTPS door", WRONG, "found " * 30, "so " * 60, "change " * 40)
+
+    text = table(Report("privileged", [long]), columns=80)
+
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("found") == 30
+
+
 @pytest.mark.attack("text of a job gives orders to an operator's terminal")
 def test_the_table_gives_no_orders_to_a_terminal_and_forges_no_line() -> None:
     hostile = "\x1b]0;title\x07\x9b2J\r\nok       bus      can be reached\u202e\ud800\u2028end"
@@ -222,4 +231,21 @@ def test_the_runtime_is_told_by_mounts_and_settings(
     document = b'{"agent_id": "a", "mbus": "nats://192.0.2.1:4222"}'
     known = Effective(parse(document, origin="x"), UpdateSettings()) if settings else None
 
-    assert doctor.runtime(known) == runtime
+    assert doctor.runtime(known, Paths(Path("/var/vcap"))) == runtime
+    if runtime == "cpi":  # an agent of a workstation, such as that of the demo
+        assert doctor.runtime(known, Paths(Path("/home/me/vcap"))) == "engine"
+
+
+@pytest.mark.parametrize("is_volume", [True, False])
+def test_a_volume_that_exists_is_not_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_volume: bool
+) -> None:
+    point = tmp_path / "store" if is_volume else Path("/")
+    monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(f"1 0 8:0 / {point} rw - ext4 /dev/vda rw\n".encode()))
+    monkeypatch.setattr(doctor, "error_of", lambda *_: errno.EPERM)
+
+    finding = found("mounts", tmp_path)
+
+    assert finding.verdict == LIMITED
+    assert ("--volume" not in finding.change) == is_volume
+    assert ("shown by a link" not in finding.follows) == is_volume
