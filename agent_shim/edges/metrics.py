@@ -416,6 +416,10 @@ table {{ border-collapse: collapse; width: 100% }}
 th, td {{ border-bottom: 1px solid #8888; padding: .2rem 0 .2rem .6rem; text-align: left; vertical-align: top }}
 td:nth-child(-n+2) {{ min-width: 4rem; overflow-wrap: anywhere }}
 th:first-child, td:first-child {{ padding-left: 0 }}
+@media (max-width: 32rem) {{
+  body {{ padding: 0 .5rem }}
+  th:nth-child(2), td:nth-child(2) {{ display: none }}
+}}
 .number {{ text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }}
 </style>
 <h1>{title}</h1>
