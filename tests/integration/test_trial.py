@@ -138,7 +138,8 @@ def test_director_gets_the_release_the_stemcell_of_its_version_and_the_address_o
     assert values["internal_ip"] == "192.0.2.7"
     stemcell = Path(values["stemcell"].removeprefix("file://"))
     assert (stemcell.exists(), "1.484" in stemcell.name, "noble" in stemcell.name) == (True, True, True)
-    assert Path(values["cpi_release"].removeprefix("file://")).exists()
+    release = Path(values["cpi_release"].removeprefix("file://"))
+    assert (release.exists(), release.parent, stemcell.parent) == (True, played.state, played.state)
     assert Path(file_of(create, "--var-file")[0].removeprefix("kubeconfig=")).read_text() == "{}"
 
     manifest = yaml.safe_load((played.state / "hello.yml").read_text())

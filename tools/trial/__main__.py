@@ -93,10 +93,11 @@ class Trial:
     def tarballs(self) -> tuple[str, str]:
         """Make the release of the CPI, and a stemcell of the version that the compiled releases want."""
         compiled = self._compiled()
-        release = self.runner("./dev", "cpi-release", "--version", "0.1.0").split()[-1]
+        out = f"--out={self.state}"
+        release = self.runner("./dev", "cpi-release", "--version", "0.1.0", out).split()[-1]
         image = ("--image", f"localhost/agent-shim@{self.node.digest()}")
         system = ("--os", f"ubuntu-{compiled['line']}", "--version", compiled["version"])
-        return release, self.runner("./dev", "stemcell", "--light", *image, *system).split()[-1]
+        return release, self.runner("./dev", "stemcell", "--light", *image, *system, out).split()[-1]
 
     def director(self, release: str, stemcell: str) -> None:
         """Create the Director in a pod, whose ports are ports of the node."""
