@@ -232,7 +232,7 @@ def _why(exc: BaseException) -> str:
             return "the URL or a header cannot be used"
         case aiohttp.TooManyRedirects():
             return "it redirects again and again"
-        case aiohttp.ServerDisconnectedError():
+        case aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError(errno=None):
             return "it closed the connection"
         case aiohttp.ClientPayloadError():
             return "the body ended too early"

@@ -134,7 +134,7 @@ class _Processes:
 
     def now(self, leaders: Collection[int]) -> _Look:
         """Return the processes, always including the living ``leaders``."""
-        if time.monotonic() >= self._due_at and (self._reader is None or not self._reader.is_alive()):
+        if (self._reader is None or not self._reader.is_alive()) and time.monotonic() >= self._due_at:
             if self._read(partial(proc.small_table, MAX_INLINE_PROCESSES)):
                 return self._last
             self._read_apart()

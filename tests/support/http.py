@@ -98,8 +98,10 @@ class Server:
             how = "401"
         if how.isdigit():
             await respond(writer, int(how), b"this is not said to anybody")
+            await _linger(reader)
         elif how.startswith("redirect:"):
             await respond(writer, 302, b"", location=how.removeprefix("redirect:"))
+            await _linger(reader)
         elif how == SILENT:
             await reader.read()
         elif how == DEAF:
@@ -159,6 +161,13 @@ async def respond(writer: asyncio.StreamWriter, status: int, body: bytes, **head
     lines += [f"{name.replace('encoding', 'Content-Encoding')}: {value}" for name, value in headers.items()]
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
     await writer.drain()
+
+
+async def _linger(reader: asyncio.StreamReader) -> None:
+    """Let the client close, as nginx does: one that still writes would see a reset instead of the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(5):
+            await reader.read()
 
 
 def basic(user: str) -> str:
