@@ -39,6 +39,7 @@ WALL_CLOCK: Mapping[str, str] = {
     "services.certificate_watch": "validity of a certificate",
     "host.clock": "the one place that knows all clocks",
     "core.log": "stamps of log lines",
+    "supervisor.history": "stamps of events",
 }
 """Modules that may read the wall clock, and for which stamp."""
 

@@ -233,7 +233,7 @@ def test_the_runtime_is_told_by_mounts_and_settings(
 
     assert doctor.runtime(known, Paths(Path("/var/vcap"))) == runtime
     if runtime == "cpi":  # an agent of a workstation, such as that of the demo
-        assert doctor.runtime(known, Paths(Path("/home/me/vcap"))) == "engine"
+        assert doctor.runtime(known, Paths(Path("/opt/vcap"))) == "engine"
 
 
 @pytest.mark.parametrize("is_volume", [True, False])
