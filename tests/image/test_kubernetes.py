@@ -49,7 +49,7 @@ class Tier:
 
 TIERS: Final = {
     "privileged": Tier("0", "privileged", frozenset()),
-    "userns": Tier("0", "privileged", frozenset()),
+    "userns": Tier("0", "unprivileged: root of a user namespace that may mount", frozenset()),
     "base": Tier("0", "root with few capabilities", frozenset({"mounts"})),
     "example": Tier("0", "root with few capabilities", frozenset({"mounts"})),
     "restricted": Tier(
