@@ -73,8 +73,8 @@ def left_open() -> list[str]:
 # --- order ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_signed_url_comes_first(paths: Paths, server: Server, blobs: Blobs) -> None:
-    """The id beside it does not matter."""
+async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server: Server, blobs: Blobs) -> None:
+    """The blob id beside it is not used."""
     (paths.blobs / ID).write_bytes(b"another")
     url = f"{server.url}/signed?sig=x"
 
@@ -82,8 +82,8 @@ async def test_a_signed_url_comes_first(paths: Paths, server: Server, blobs: Blo
     assert server.requests[0].target == "/signed?sig=x"
 
 
-async def test_what_came_over_the_bus_comes_next(paths: Paths, server: Server, blobs: Blobs) -> None:
-    """Then what came by HTTPS, then the blobstore."""
+async def test_local_blobs_take_precedence_over_the_blobstore(paths: Paths, server: Server, blobs: Blobs) -> None:
+    """Blobs received over the bus come first, then those received by HTTPS, then the blobstore."""
     places = [paths.sensitive_blobs / ID, paths.blobs / ID]
     for place in places:
         place.write_bytes(str(place).encode())
@@ -98,16 +98,16 @@ async def test_what_came_over_the_bus_comes_next(paths: Paths, server: Server, b
 
 
 @pytest.mark.parametrize("blob_id", ["a/b", "..", "../x", "a..b", ".hidden", "-option", "a\0b", "a\nb", "x" * 300])
-async def test_an_id_that_is_no_name_is_refused(server: Server, blobs: Blobs, blob_id: str) -> None:
-    """Before anything is looked for anywhere."""
+async def test_invalid_blob_id_is_rejected(server: Server, blobs: Blobs, blob_id: str) -> None:
+    """The id is rejected before a blob is looked for anywhere."""
     assert "it is not a plain name" in await failure(blobs, blob_id=blob_id, digest=SHA1)
     assert server.requests == []
 
 
-async def test_proxies_of_the_settings_go_before_those_of_the_environment(
+async def test_configured_proxies_override_proxy_variables(
     paths: Paths, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the environment spells them."""
+    """This holds for every spelling of the variables."""
     monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
@@ -121,8 +121,10 @@ async def test_proxies_of_the_settings_go_before_those_of_the_environment(
 # --- digests --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_wrong_local_blob_is_not_looked_for_elsewhere(paths: Paths, server: Server, blobs: Blobs) -> None:
-    """It was sent here, and it is broken."""
+async def test_local_blob_with_a_wrong_digest_fails_without_a_download(
+    paths: Paths, server: Server, blobs: Blobs
+) -> None:
+    """The blob was sent to this agent, so the blobstore is not asked for another copy."""
     (paths.blobs / ID).write_bytes(BLOB)
 
     assert await failure(blobs, blob_id=ID, digest="0" * 40) == f"Checking blob '{ID}': {MISMATCH}"
@@ -130,7 +132,7 @@ async def test_a_wrong_local_blob_is_not_looked_for_elsewhere(paths: Paths, serv
 
 
 @pytest.mark.parametrize("digest", ["", "md5:00", "sha1:a:b"])
-async def test_a_blob_without_a_good_digest_is_not_taken(paths: Paths, blobs: Blobs, digest: str) -> None:
+async def test_blob_without_a_valid_digest_is_rejected(paths: Paths, blobs: Blobs, digest: str) -> None:
     """A blob without a digest is never unpacked."""
     (paths.blobs / ID).write_bytes(BLOB)
     with pytest.raises((BlobError, DigestError), match="digest"):
@@ -144,8 +146,8 @@ async def test_a_blob_without_a_good_digest_is_not_taken(paths: Paths, blobs: Bl
     ("first", "timing"),
     [("500", SURE), ("404", SURE), (http.HALF, SURE), (http.STALL, FAST), (http.WRONG, SURE)],
 )
-async def test_a_failed_attempt_is_repeated(server: Server, blobs: Blobs, first: str) -> None:
-    """Three in all, with a signed URL and with the blobstore, whatever went wrong."""
+async def test_failed_download_is_retried(server: Server, blobs: Blobs, first: str) -> None:
+    """Three attempts are made, with a signed URL or the blobstore, whatever went wrong."""
     for ref in ({"blob_id": ID}, {"signed_url": f"{server.url}/signed"}):
         server.plan = [first, first]
         server.requests.clear()
@@ -154,8 +156,8 @@ async def test_a_failed_attempt_is_repeated(server: Server, blobs: Blobs, first:
         assert len(server.requests) == 3
 
 
-async def test_the_last_failure_is_reported(server: Server, blobs: Blobs) -> None:
-    """With the words of the Go agent around the host and the status."""
+async def test_download_error_is_that_of_the_last_attempt(server: Server, blobs: Blobs) -> None:
+    """The Go agent's text surrounds the host and the status."""
     server.plan = ["500", "500", "403"] * 2
     url = f"{server.url}/signed?sig=s3cr3t"
 
@@ -169,8 +171,8 @@ async def test_the_last_failure_is_reported(server: Server, blobs: Blobs) -> Non
 
 
 @pytest.mark.parametrize("timing", [FAST])
-async def test_attempts_leave_nothing_behind(paths: Paths, server: Server, blobs: Blobs) -> None:
-    """Neither files nor descriptors, whether they failed or not."""
+async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, server: Server, blobs: Blobs) -> None:
+    """This holds for attempts that failed and for those that did not."""
     server.plan = ["500", http.HALF, http.WRONG, http.STALL]
     await failure(blobs, blob_id=ID, digest=SHA1)
     await content(blobs, blob_id=ID, digest=SHA1)
@@ -180,10 +182,10 @@ async def test_attempts_leave_nothing_behind(paths: Paths, server: Server, blobs
 
 
 @pytest.mark.parametrize("size", [100_000, 200_000 - 10])
-async def test_a_disk_that_takes_no_more_is_reported_at_once(
+async def test_full_disk_fails_a_download_without_a_retry(
     paths: Paths, server: Server, blobs: Blobs, size: int
 ) -> None:
-    """It is not the host's fault, and nothing is fetched again for it. Here the limit is one of this process."""
+    """The host is not at fault, so nothing is fetched again. The test sets a file size limit for this process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -200,8 +202,8 @@ async def test_a_disk_that_takes_no_more_is_reported_at_once(
 # --- storing --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_signed_url_is_put_to_once(server: Server, blobs: Blobs, tmp_path: Path) -> None:
-    """As the Go agent does. The id is known to the sender alone."""
+async def test_upload_to_a_signed_url_is_not_retried(server: Server, blobs: Blobs, tmp_path: Path) -> None:
+    """The Go agent does not retry it either. Only the sender knows the id."""
     (tmp_path / "file").write_bytes(b"result")
     assert await blobs.put(tmp_path / "file", f"{server.url}/new?sig=x", {"x-ms-blob-type": "blockblob"}) == ""
     server.plan = ["500"]

@@ -77,8 +77,8 @@ def left(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("provider", OPTIONS)
-async def test_a_stored_blob_is_installed(tmp_path: Path, provider: str) -> None:
-    """Compiled, stored, fetched as a dependency, logs stored too. The options are in a file that only root reads."""
+async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: Path, provider: str) -> None:
+    """A compiled package is stored and fetched as a dependency. The options are in a file that only root reads."""
     store, options = tmp_path / "store", OPTIONS[provider]
     store.mkdir()
     (store / "source").write_bytes(SOURCE)
@@ -99,8 +99,8 @@ async def test_a_stored_blob_is_installed(tmp_path: Path, provider: str) -> None
         assert left(world) == []
 
 
-async def test_new_options_count_at_once(tmp_path: Path) -> None:
-    """Those that ``update_settings`` brings, those that the CPI writes, another provider. No restart, no new link."""
+async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> None:
+    """They come by ``update_settings`` or from the CPI, and may name another provider. No new connection is needed."""
     store, options = tmp_path / "store", OPTIONS["gcs"]
     store.mkdir()
     (store / "source").write_bytes(SOURCE)
@@ -169,8 +169,8 @@ def s3(method: str, url: str, data: bytes = b"") -> bytes:
 
 
 @pytest.mark.slow
-async def test_s3(tmp_path: Path) -> None:
-    """A store that speaks S3, behind a command with the contract of ``bosh-blobstore-s3``."""
+async def test_command_blobstore_works_with_an_s3_store(tmp_path: Path) -> None:
+    """The store speaks S3 behind a command that follows the contract of ``bosh-blobstore-s3``."""
     async with moto(tmp_path) as port:
         bucket = f"http://127.0.0.1:{port}/blobs"
         s3("PUT", bucket)

@@ -74,8 +74,8 @@ def left(world: World) -> list[Path]:
     return [path for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
 
 
-async def test_dav(world: World, server: Nginx) -> None:
-    """A package is compiled into the store and installed from it; logs go there; all with a password, over TLS."""
+async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(world: World, server: Nginx) -> None:
+    """A package is compiled into the store and installed from it, and logs are stored there too."""
     value = await world.value("compile_package", "source", sha1(SOURCE), "p", "1", {})
     stored = server.path(value["result"]["blobstore_id"]).read_bytes()
     assert sha1(stored) == value["result"]["sha1"]
@@ -93,8 +93,8 @@ async def test_dav(world: World, server: Nginx) -> None:
     assert left(world) == []
 
 
-async def test_signed_links(tmp_path: Path, server: Nginx) -> None:
-    """The same with signed links only, for an agent without a password.
+async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path: Path, server: Nginx) -> None:
+    """Compilation, installation and logs use signed URLs only.
 
     Templates arrive over the bus, as the Director sends them. The CA is in the settings.
     """
@@ -135,10 +135,10 @@ async def test_signed_links(tmp_path: Path, server: Nginx) -> None:
     [({"seconds": -60}, 410), ({"method": "GET"}, 403)],
     ids=["too late", "for another method"],
 )
-async def test_a_link_that_is_not_good_is_reported_by_host_and_status(
+async def test_rejected_signed_url_is_reported_by_host_and_status(
     world: World, server: Nginx, change: dict[str, Any], status: int
 ) -> None:
-    """And not by itself, for it may be good elsewhere."""
+    """The URL itself is not shown, because it may be valid elsewhere."""
     url = server.signed(**{"method": "PUT", "blob_id": "logs", **change})
     said = await world.error("fetch_logs_with_signed_url", {"signed_url": url, "log_type": "job", "filters": []})
 
@@ -148,10 +148,8 @@ async def test_a_link_that_is_not_good_is_reported_by_host_and_status(
     assert left(world) == []
 
 
-async def test_a_wrong_password_or_authority_is_reported_without_it_and_mended_without_a_restart(
-    world: World, server: Nginx
-) -> None:
-    """The Director rotates both by ``update_settings``."""
+async def test_wrong_dav_password_or_ca_is_reported_and_replaced_without_a_restart(world: World, server: Nginx) -> None:
+    """The error does not show the password. The Director rotates both by ``update_settings``."""
     compiling: tuple[Any, ...] = ("compile_package", "source", sha1(SOURCE), "p", "1", {})
     server.users(agent="n3w")
     said = await world.error(*compiling)

@@ -65,8 +65,10 @@ async def content(store: Provider, blob_id: str = ID) -> bytes:
 # --- local ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_directory_keeps_blobs(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made when the first comes. A blob is on the disk before its name. The end of the machine would leave the
+async def test_local_blobstore_stores_and_returns_blobs(
+    paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first blob creates the directory. A blob is synced before it gets its name, as a crash would leave the
     name of an empty file.
     """
     (tmp_path / "file").write_bytes(b"data")
@@ -83,8 +85,8 @@ async def test_a_directory_keeps_blobs(paths: Paths, tmp_path: Path, monkeypatch
     assert synced[-2:] == [(target.stat().st_ino, False), ((tmp_path / "store").stat().st_ino, True)]
 
 
-async def test_a_directory_that_takes_no_more_is_named(paths: Paths, tmp_path: Path) -> None:
-    """With the file that could not be written, of which nothing stays. Here the limit is one of this process."""
+async def test_local_blobstore_on_a_full_disk_names_the_file(paths: Paths, tmp_path: Path) -> None:
+    """The partial file is removed. The test sets a file size limit for this process."""
     (tmp_path / "file").write_bytes(bytes(200_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -97,7 +99,7 @@ async def test_a_directory_that_takes_no_more_is_named(paths: Paths, tmp_path: P
     assert list((tmp_path / "store").iterdir()) == []
 
 
-async def test_the_cache_of_create_env_is_the_directory_of_the_bus(paths: Paths) -> None:
+async def test_create_env_cache_is_the_directory_of_uploaded_blobs(paths: Paths) -> None:
     """The agent installs from files that the CLI uploads by HTTPS."""
     (paths.blobs / ID).write_bytes(b"data")
 
@@ -115,8 +117,8 @@ async def test_the_cache_of_create_env_is_the_directory_of_the_bus(paths: Paths)
         *((name, {}, "unknown provider") for name in ("../x", "a/b", "", "x y", "-x")),
     ],
 )
-def test_a_blobstore_that_cannot_be_is_refused(paths: Paths, kind: str, options: dict[str, Any], text: str) -> None:
-    """With the option that is wrong, of a directory in the words of the Go agent. A name becomes part of a path and of
+def test_invalid_blobstore_is_rejected(paths: Paths, kind: str, options: dict[str, Any], text: str) -> None:
+    """The error names the wrong option, and for a directory has Go's text. A name becomes part of a path and of
     a command.
     """
     with pytest.raises(BlobError, match=text):
@@ -137,8 +139,10 @@ async def test_irregular_files_are_not_read_as_blobs(paths: Paths, tmp_path: Pat
 # --- dav ------------------------------------------------------------------------------------------------------------
 
 
-async def test_dav_spreads_blobs_by_their_ids(paths: Paths, tmp_path: Path, transfer: Transfer) -> None:
-    """Below the first byte of the id's sha1, with a password."""
+async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
+    paths: Paths, tmp_path: Path, transfer: Transfer
+) -> None:
+    """The request carries the password."""
     (tmp_path / "file").write_bytes(b"data")
     async with http_server() as server:
         server.user = "agent:päss:word"
@@ -156,7 +160,7 @@ async def test_dav_spreads_blobs_by_their_ids(paths: Paths, tmp_path: Path, tran
 
 
 async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: Transfer) -> None:
-    """Nulls count as absent. An id is one step of a path."""
+    """Null values count as absent. An id is a single path component."""
     async with http_server() as server:
         store = made(paths, "dav", transfer, endpoint=server.url, user=None, password=None)
         with pytest.raises(BlobError):
@@ -166,8 +170,8 @@ async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: T
         assert "authorization" not in server.requests[0].headers
 
 
-async def test_a_wrong_password_is_reported_without_it(paths: Paths, transfer: Transfer) -> None:
-    """Only the status and the host."""
+async def test_wrong_dav_password_is_reported_by_status_and_host(paths: Paths, transfer: Transfer) -> None:
+    """The error does not show the password."""
     async with http_server() as server:
         server.user = "agent:other"
         with pytest.raises(BlobError) as caught:
@@ -186,8 +190,10 @@ def program(paths: Paths, body: str) -> None:
     path.chmod(0o755)
 
 
-async def test_a_program_gets_and_puts(paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds its options in a file that only root may read, and nothing temporary is left.
+async def test_command_blobstore_gets_and_puts_blobs(
+    paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command finds its options in a file that only root may read, and leaves nothing temporary.
 
     Its variables for proxies, in lower and upper case, come from the settings. It inherits all others.
     """
@@ -207,8 +213,8 @@ async def test_a_program_gets_and_puts(paths: Paths, tmp_path: Path, monkeypatch
     assert list(paths.tmp.iterdir()) == []
 
 
-async def test_a_program_that_replaces_the_file_is_understood(paths: Paths) -> None:
-    """Some write beside it and rename, and one that fails may leave its half."""
+async def test_blobstore_command_may_replace_the_target_file(paths: Paths) -> None:
+    """Some commands write a temporary file and rename it, and one that fails may leave a partial file."""
     program(paths, 'echo new >"$to.part"; mv "$to.part" "$to"')
     assert await content(made(paths, "x")) == b"new\n"
     program(paths, 'echo half >"$to.part"; exit 1')
@@ -219,8 +225,8 @@ async def test_a_program_that_replaces_the_file_is_understood(paths: Paths) -> N
 
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
-async def test_a_failing_program_is_quoted_without_secrets(paths: Paths) -> None:
-    """Neither options nor signed queries nor users of URLs are in errors. Hosts may be."""
+async def test_failed_blobstore_command_is_reported_without_secrets(paths: Paths) -> None:
+    """Options, signed queries and users in URLs are removed from errors. Hosts are kept."""
     program(
         paths,
         'echo "Error: GET https://me:word@blobs.example/b?sig=s3cr3t said 403" >&2; cat "$config"; '
@@ -239,10 +245,8 @@ async def test_a_failing_program_is_quoted_without_secrets(paths: Paths) -> None
     assert list(paths.tmp.iterdir()) == []
 
 
-async def test_a_program_that_is_missing_or_takes_too_long_is_reported(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A missing one in the words of the Go agent, which died of it. The waiting task continues."""
+async def test_missing_or_slow_blobstore_command_is_reported(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing one has the Go agent's text, but the agent itself continues, unlike the Go agent."""
     with pytest.raises(BlobError, match="^executable bosh-blobstore-x not found in PATH$"):
         await content(made(paths, "x"))
 
@@ -252,8 +256,8 @@ async def test_a_program_that_is_missing_or_takes_too_long_is_reported(
         await content(made(paths, "x"))
 
 
-async def test_a_cancelled_program_is_ended(paths: Paths, tmp_path: Path) -> None:
-    """With all it started, and its file is gone."""
+async def test_cancelled_blobstore_command_is_killed(paths: Paths, tmp_path: Path) -> None:
+    """Every process that it started ends too, and its file is removed."""
     program(paths, f"echo $$ >{tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 1000")
     getting = asyncio.create_task(content(made(paths, "x")))
     await until((tmp_path / "pid").exists)
@@ -266,7 +270,7 @@ async def test_a_cancelled_program_is_ended(paths: Paths, tmp_path: Path) -> Non
 
 
 @pytest.mark.attack("a blobstore sends without end")
-async def test_endless_output_is_not_kept_in_memory(paths: Paths) -> None:
+async def test_endless_blobstore_command_output_is_not_kept_in_memory(paths: Paths) -> None:
     program(paths, "head -c 64000000 /dev/zero | tr '\\0' x >&2; echo the end; exit 1")
     tracemalloc.start()
     try:
@@ -282,8 +286,8 @@ async def test_endless_output_is_not_kept_in_memory(paths: Paths) -> None:
 # --- others ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_dummy_takes_all_and_returns_no_blob(paths: Paths, tmp_path: Path) -> None:
-    """For agents that never see a blob."""
+async def test_dummy_blobstore_accepts_uploads_and_returns_no_blob(paths: Paths, tmp_path: Path) -> None:
+    """This provider is for agents that never handle a blob."""
     store = made(paths, "dummy")
     await store.put(ID, tmp_path / "file")
     with pytest.raises(BlobError, match=f"cannot get {ID}: the blobstore is a dummy"):
@@ -301,13 +305,13 @@ async def test_the_dummy_takes_all_and_returns_no_blob(paths: Paths, tmp_path: P
         ({}, ""),
     ],
 )
-def test_the_ca_is_where_the_director_puts_it(options: dict[str, Any], ca: str) -> None:
-    """Other shapes are other options of other providers."""
+def test_blobstore_ca_is_read_from_the_directors_options(options: dict[str, Any], ca: str) -> None:
+    """Options of any other form belong to other providers."""
     assert trusted_ca(Blobstore("x", options)) == ca
 
 
-def test_the_end_of_the_output_is_reported_on_one_line_without_secrets() -> None:
-    """Programs quote a key of many lines line by line."""
+def test_blobstore_command_error_is_one_line_without_secrets() -> None:
+    """Commands may quote a key of several lines line by line."""
     options = {"json_key": "-----BEGIN KEY-----\nAAAABBBB\n-----END KEY-----\n", "short": "no"}
 
     assert harmless("x" * 5000 + "\n\nthe\tend\n", {}) == "x" * 992 + " the end"

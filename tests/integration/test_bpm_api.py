@@ -48,8 +48,8 @@ async def ask(bpm: Bpm, verb: str, process: str = "web", **members: Any) -> dict
     return await bpm_api.answer(bpm, {"verb": verb, "job": "web", "process": process, **members})
 
 
-async def test_a_process_from_its_start_to_its_end(bpm: Bpm) -> None:
-    """Numbers and rows are 0 and "stopped" before and after."""
+async def test_bpm_process_is_started_listed_and_stopped(bpm: Bpm) -> None:
+    """Before and after, its figures are 0 and its rows say "stopped"."""
     stopped = [["web", 0, "stopped"], ["web.errand", 0, "stopped"]]
     assert await bpm_api.answer(bpm, {"verb": "list"}) == {"value": stopped, "complaints": []}
     assert [await ask(bpm, verb) for verb in ("pid", "tree")] == [{"value": 0}, {"value": []}]
@@ -74,10 +74,10 @@ async def test_a_process_from_its_start_to_its_end(bpm: Bpm) -> None:
     assert (await ask(bpm, "list"))["value"] == stopped
 
 
-async def test_a_process_that_delays_its_readers_does_not_delay_the_agent(
+async def test_process_that_delays_proc_reads_does_not_delay_the_agent(
     world: World, bpm: Bpm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the wall clock was changed since its start, the agent reads its environment."""
+    """The agent reads its environment if the wall clock was changed since its start."""
     pid = (await ask(bpm, "start"))["value"]
     os.utime(world.paths.sys / "run/bpm/web/web.pid", (0, 0))
     loop, read = asyncio.get_running_loop(), proc.variable
@@ -97,7 +97,7 @@ async def test_a_process_that_delays_its_readers_does_not_delay_the_agent(
     assert not is_alive(pid)
 
 
-async def test_an_errand_gets_variables_and_volumes_and_tells_its_exit(
+async def test_bpm_run_passes_variables_and_volumes_and_returns_the_exit_code(
     world: World, bpm: Bpm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra, more = (str(world.paths.base / name) for name in ("extra", "more"))
@@ -112,7 +112,7 @@ async def test_an_errand_gets_variables_and_volumes_and_tells_its_exit(
     run.assert_awaited_once_with(ANY, [Volume(extra, writable=True, shared=True), Volume(more)], {})
 
 
-async def test_an_errand_ends_when_its_caller_does(world: World, bpm: Bpm) -> None:
+async def test_bpm_run_ends_with_its_caller(world: World, bpm: Bpm) -> None:
     log = world.paths.sys / "log/web/errand.stdout.log"
     running = asyncio.create_task(ask(bpm, "run", "errand", env=["NAME=up", "WAITS=yes"]))
     await until(lambda: log.exists() and log.read_text() == "up\n")
@@ -142,7 +142,7 @@ async def test_an_errand_ends_when_its_caller_does(world: World, bpm: Bpm) -> No
         ("frobnicate", {}, "unknown command 'frobnicate'"),
     ],
 )
-async def test_errors_equal_bpms(bpm: Bpm, verb: str, members: dict[str, Any], error: str) -> None:
+async def test_bpm_errors_equal_those_of_bpm(bpm: Bpm, verb: str, members: dict[str, Any], error: str) -> None:
     found = await bpm_api.answer(bpm, {"verb": verb, "job": "web", "process": "web", **members})
 
     assert found.keys() == {"error"}
@@ -150,7 +150,7 @@ async def test_errors_equal_bpms(bpm: Bpm, verb: str, members: dict[str, Any], e
     assert await ask(bpm, "pid") == {"value": 0}
 
 
-async def test_a_start_that_fails_says_so(world: World, bpm: Bpm) -> None:
+async def test_failed_bpm_start_is_reported(world: World, bpm: Bpm) -> None:
     config = world.paths.jobs / "web/config/bpm.yml"
     config.write_text(config.read_text().replace("{name: web", "{hooks: {pre_start: /bin/false}, name: web"))
 

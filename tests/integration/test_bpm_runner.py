@@ -89,8 +89,13 @@ async def said(world: World, text: str) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-async def test_process_runs_as_bpm_says(world: World, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments, environment, directory, session, pid file and logs. Nothing of the agent's environment."""
+async def test_bpm_process_runs_with_the_context_that_bpm_documents(
+    world: World, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments, environment, directory, session, pid file and logs are as documented.
+
+    It inherits nothing of the agent's environment.
+    """
     script = 'echo "args $*"; env | sort; pwd; umask; echo ready; exec sleep 600'
     more = "  env: {NAME: value, LANG: C}\n  ephemeral_disk: true\n  limits: {open_files: 123}\n"
     if (await sandbox.isolation()).level > level:
@@ -123,10 +128,10 @@ async def test_process_runs_as_bpm_says(world: World, level: int, monkeypatch: p
 @pytest.mark.parametrize(
     ("has_cgroups", "number", "more"), [(True, "TERM", ""), (False, "INT", "  shutdown_signal: INT\n")]
 )
-async def test_stop_signals_first_and_kills_the_rest(
+async def test_bpm_stop_signals_the_process_and_kills_its_children(
     world: World, monkeypatch: pytest.MonkeyPatch, has_cgroups: bool, number: str, more: str
 ) -> None:
-    """The signal goes to the process alone. Without cgroups a child without the mark is known by its parent."""
+    """Only the process gets the signal. Without cgroups, an unmarked child is found by its parent."""
     if not has_cgroups:
         monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
     await weaken(monkeypatch, 3)
@@ -148,10 +153,10 @@ async def test_stop_signals_first_and_kills_the_rest(
 
 
 @pytest.mark.parametrize("has_time", [True, False])
-async def test_a_process_that_ignores_term_gets_quit_then_kill_and_is_recorded(
+async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
     world: World, monkeypatch: pytest.MonkeyPatch, has_time: bool
 ) -> None:
-    """The time for a signal is over once the process has said its name. Without time, none is waited for."""
+    """The wait for a signal ends once the process has printed its name. Without time left, none is waited for."""
     monkeypatch.setattr(runner, "SIGNAL_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(runner, "QUIT_TIMEOUT_S", 3600.0)
     file = job(world, "trap 'echo TERM' TERM; trap 'echo QUIT' QUIT; echo ready; while :; do sleep 0.05; done")
@@ -178,10 +183,10 @@ async def test_a_process_that_ignores_term_gets_quit_then_kill_and_is_recorded(
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-async def test_a_process_started_by_a_script_is_adopted(
+async def test_bpm_process_started_by_a_script_is_adopted(
     world: World, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``bpm start`` in a pre-start script, then the start of the jobs: one process, also without cgroups."""
+    """``bpm start`` in a pre-start script and the later start of the job yield one process, also without cgroups."""
     monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
     await weaken(monkeypatch, level)
     file = job(world, "echo started; exec sleep 600")
@@ -208,8 +213,10 @@ def cgroups_of(world: World) -> list[str]:
     return [each.name for each in top.iterdir() if each.name.endswith(ending)] if top.is_dir() else []
 
 
-async def test_an_errand_leaves_no_process_and_returns_its_exit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is it begun while the process runs."""
+async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not begin while the job's process runs."""
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 602 & echo $!; exit 3")
     async with world.supervising() as supervisor:
@@ -232,8 +239,10 @@ async def test_an_errand_leaves_no_process_and_returns_its_exit(world: World, mo
         assert output(world) == before
 
 
-async def test_rest_of_a_dead_process_ends_before_the_next_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may hold a port. An init that is killed ends nothing."""
+async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a child may hold a port. An init that is killed does not end its children."""
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; kill -9 $PPID; exec sleep 605")
     async with world.supervising() as supervisor:
@@ -248,10 +257,13 @@ async def test_rest_of_a_dead_process_ends_before_the_next_start(world: World, m
         assert not is_alive(left)
 
 
-async def test_next_agent_finds_it_and_cgroups_go_before_the_next_process_and_after_its_end(
+async def test_next_agent_adopts_a_bpm_process_and_removes_stale_cgroups(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kept cgroup would count for the next process. A new agent finds the running process without a saved state."""
+    """Statistics of a cgroup that is kept would count for the next process.
+
+    The new agent needs no saved state to find the process.
+    """
     removed = []
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: removed.append("removed"))
     job(world, "exec sleep 600")
@@ -275,8 +287,8 @@ def started_at(pid: int) -> float:
 
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
-async def test_a_pidfile_alone_proves_no_process(world: World, later_s: float) -> None:
-    """The agent writes the pidfile right after a start. A process that started at another time has its mark."""
+async def test_bpm_pidfile_without_a_matching_process_is_not_believed(world: World, later_s: float) -> None:
+    """The agent writes the pidfile right after a start. A process with another start time has the mark."""
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
     async with world.supervising() as supervisor:
@@ -297,7 +309,7 @@ async def test_a_pidfile_alone_proves_no_process(world: World, later_s: float) -
     await other.terminate(1)
 
 
-def test_an_unknown_key_is_logged_once_for_each_content(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_bpm_key_is_logged_once_per_file_content(world: World, caplog: pytest.LogCaptureFixture) -> None:
     bpm = world.supervisor().bpm
     for more in ("  odd: 1\n", "  odd: 1\n", "  other: 1\n"):
         job(world, "true", more)
@@ -307,8 +319,8 @@ def test_an_unknown_key_is_logged_once_for_each_content(world: World, caplog: py
     assert [each.partition(" ")[0] for each in logged] == ["processes[0].odd", "processes[0].other"]
 
 
-async def test_hook_runs_first_and_its_failure_is_reported(world: World) -> None:
-    """With the same environment, in the directory of a start program; without it there is no process."""
+async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: World) -> None:
+    """The hook has the same environment without the restrictions. If it fails, the process is not started."""
     empty = Paths(world.base).empty
     empty.mkdir(exist_ok=True)
     hook = world.base / "hook"
@@ -327,8 +339,8 @@ async def test_hook_runs_first_and_its_failure_is_reported(world: World) -> None
 
 
 @pytest.mark.parametrize("end", ["running", "stopped"])
-async def test_a_hook_slower_than_the_timeout_runs_on_once(world: World, end: str) -> None:
-    """As below monit: the process follows it. A stop ends it."""
+async def test_slow_bpm_hook_runs_once_beyond_the_start_timeout(world: World, end: str) -> None:
+    """The process starts after it, as under monit. A stop ends the hook."""
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nuntil [ -e {world.base}/go ]; do sleep 0.05; done\n")
     hook.chmod(0o755)
@@ -351,8 +363,8 @@ async def test_a_hook_slower_than_the_timeout_runs_on_once(world: World, end: st
 
 
 @pytest.mark.usefixtures("no_cgroups")
-async def test_hook_ends_with_the_start_that_is_given_up(world: World) -> None:
-    """It would work beside the next one. A kill of an earlier process explains no exit of the next."""
+async def test_bpm_hook_ends_when_its_start_is_cancelled(world: World) -> None:
+    """It would run beside the next one. A memory kill of an earlier process does not explain the exit of the next."""
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 604\n")
     hook.chmod(0o755)
@@ -386,8 +398,8 @@ async def test_hook_ends_with_the_start_that_is_given_up(world: World) -> None:
         ),
     ],
 )
-async def test_a_process_that_cannot_start_says_why(world: World, config: str | None, why: str) -> None:
-    """In bpm's words."""
+async def test_failed_bpm_start_has_the_text_of_bpm(world: World, config: str | None, why: str) -> None:
+    """The reason has the wording of bpm."""
     file = job(world, "exec sleep 600")
     if config is None:
         (world.paths.jobs / "web/bin/web").unlink()
@@ -399,8 +411,8 @@ async def test_a_process_that_cannot_start_says_why(world: World, config: str | 
         assert why.format(jobs=world.paths.jobs) in found.reason
 
 
-async def test_volume_that_bpm_gives_anyway_is_passed_over(world: World) -> None:
-    """An unrestricted one cannot open the job's own directory or packages for writing. Beside and above them it can."""
+async def test_unrestricted_bpm_volumes_do_not_open_the_jobs_own_directory(world: World) -> None:
+    """They cannot make the job's own directory or packages writable, but can those beside and above them."""
     file = job(world, "")
     own = world.paths.jobs / "web"
     (own / "config").mkdir(exist_ok=True)
@@ -418,10 +430,13 @@ async def test_volume_that_bpm_gives_anyway_is_passed_over(world: World) -> None
 
 @pytest.mark.usefixtures("no_cgroups")
 @pytest.mark.parametrize("is_strict", [True, False])
-async def test_unavailable_limits_and_capabilities_are_named(
+async def test_unavailable_bpm_limits_and_capabilities_are_reported(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
 ) -> None:
-    """In a warning, or as the reason why it does not run. A limit of processes needs a cgroup of its own."""
+    """A warning names them, or the error if the process cannot run without them.
+
+    A limit on processes needs a cgroup of its own.
+    """
     limits = "{processes: 5, open_files: 101, core_file_size: 102}"
     file = job(
         world, "exec sleep 600", f"  limits: {limits}\n  capabilities: [NET_RAW]\n  unsafe: {{privileged: true}}\n"
@@ -449,7 +464,7 @@ async def test_unavailable_limits_and_capabilities_are_named(
         (1000, "vcap", False, (None, None), []),
     ],
 )
-def test_root_keeps_the_capabilities_of_the_file_alone(
+def test_bpm_process_of_root_keeps_only_the_configured_capabilities(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
     uid: int,
@@ -490,7 +505,7 @@ def test_root_keeps_the_capabilities_of_the_file_alone(
         (3, "", False, []),
     ],
 )
-def test_isolation_is_the_one_of_the_level(
+def test_bpm_isolation_matches_the_isolation_level(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
     level: int,
@@ -498,7 +513,7 @@ def test_isolation_is_the_one_of_the_level(
     has_view: bool,
     namespaces: list[str],
 ) -> None:
-    """A privileged process needs namespaces to be hidden from others: Landlock would bind it for ever."""
+    """Hiding a privileged process from others takes namespaces, because Landlock would restrict it permanently."""
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true", f"  unsafe: {{{unsafe}}}\n")
     bpm = world.supervisor().bpm
@@ -512,10 +527,10 @@ def test_isolation_is_the_one_of_the_level(
 
 @pytest.mark.parametrize("kept", [None, (5, 77)])
 @pytest.mark.parametrize("is_next_killed", [False, True])
-async def test_a_kill_is_kept_with_its_cgroup_gone_and_counts_for_one_exit(
+async def test_memory_kill_outlives_its_cgroup_and_counts_for_one_exit(
     world: World, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, int] | None, is_next_killed: bool
 ) -> None:
-    """A cgroup that cannot be removed continues to count."""
+    """If a cgroup cannot be removed, its counter continues."""
     counted: list[tuple[int, int] | None] = [(5, 77)]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: counted[-1])
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: counted.append(kept))
@@ -531,8 +546,8 @@ async def test_a_kill_is_kept_with_its_cgroup_gone_and_counts_for_one_exit(
         assert bpm.kill_hogs() == []
 
 
-def test_a_limit_of_memory_is_read_again_with_its_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be read has no limit."""
+def test_changed_bpm_memory_limit_takes_effect(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the file cannot be read, there is no limit."""
     counted = [0]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: (counted[0], 77))
     bpm = world.supervisor().bpm
@@ -548,10 +563,10 @@ def test_a_limit_of_memory_is_read_again_with_its_file(world: World, monkeypatch
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_files_for_dns_of_all_jobs_are_shown_without_namespaces(
+def test_dns_files_of_all_jobs_are_visible_without_namespaces(
     world: World, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
-    """bosh-dns reads each and exits if it cannot."""
+    """bosh-dns reads each of them and exits if it cannot."""
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true")
     (world.paths.jobs / "other/.bosh").mkdir(parents=True)
@@ -570,8 +585,8 @@ WITH_PYTHON = f"  unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, al
 HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' & wait"
 
 
-async def test_a_process_with_too_much_memory_is_killed_and_named(world: World) -> None:
-    """The process with what it has started, no other; it is restarted, the alert says how much."""
+async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: World) -> None:
+    """The process and its children are killed and restarted, no others. The alert says how much memory they used."""
     file = job(world, HUNGRY, WITH_PYTHON + "  limits: {memory: 48M}\n")
     async with world.supervising(file, world.job("other")) as supervisor:
         other = (await in_state(supervisor, "other", "running")).pid
@@ -601,8 +616,8 @@ HALVES = f"for half in 1 2; do {PYTHON} -c 'import time; x = bytearray(40 << 20)
 
 
 @pytest.mark.usefixtures("no_cgroups")
-async def test_a_limit_of_memory_without_a_cgroup_counts_the_whole_tree(world: World) -> None:
-    """No process of it is above the limit, and the one that was started uses next to nothing."""
+async def test_bpm_memory_limit_without_a_cgroup_counts_the_process_tree(world: World) -> None:
+    """No single process is above the limit, and the main process uses next to nothing."""
     file = job(world, HALVES, WITH_PYTHON + "  limits: {memory: 64M}\n")
     async with world.supervising(file) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
@@ -642,8 +657,8 @@ os.execv("/bin/sleep", ["sleep", "600"])
 
 
 @needs_landlock
-async def test_a_process_sees_the_paths_of_bpm_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Level 2: access to its own files and no others. Processes outside cannot be signalled or read."""
+async def test_isolated_bpm_process_sees_only_the_paths_of_bpm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At level 2 it can open only its own files, and cannot signal or read processes outside."""
     monkeypatch.setattr(runner, "SCRATCH", ("/dev", "/proc"))  # the scratch tree of the test lies in /tmp itself
     script = world.paths.jobs / "web/look.py"
     extra = world.base / "extra"
@@ -664,8 +679,8 @@ async def test_a_process_sees_the_paths_of_bpm_alone(world: World, monkeypatch: 
         assert allowed == {"own config", "own data", "own log", "extra"}
 
 
-async def test_the_log_of_bpm_has_each_step_and_error(world: World) -> None:
-    """``sys/log/JOB/bpm.log``, a line of JSON for each step. Nothing is made for a job that is not there."""
+async def test_bpm_log_has_each_step_and_error(world: World) -> None:
+    """``sys/log/JOB/bpm.log`` has a line of JSON for each step. Nothing is created for a job that does not exist."""
     file = job(world, "exec sleep 600")
     async with world.supervising(file) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -696,8 +711,8 @@ async def test_the_log_of_bpm_has_each_step_and_error(world: World) -> None:
     assert not (world.paths.sys / "log/nothing").exists()
 
 
-async def test_modes_of_directories(world: World) -> None:
-    """New ones are closed to others, those that are there keep their mode, but for volumes."""
+async def test_bpm_creates_directories_with_private_modes(world: World) -> None:
+    """Existing directories keep their mode, except volumes."""
     volumes = [world.base / name for name in ("old", "new")]
     volumes[0].mkdir(mode=0o755)
     kept = world.paths.sys / "run/web"
@@ -718,8 +733,8 @@ async def test_modes_of_directories(world: World) -> None:
     assert (paths.sys / "run/bpm").stat().st_mode & 0o7777 == 0o755
 
 
-async def test_a_volume_that_another_job_makes_is_waited_for(world: World) -> None:
-    """capi-release's cloud_controller_ng: a start without the socket's directory of valkey would never see it."""
+async def test_bpm_start_waits_for_a_volume_of_another_job(world: World) -> None:
+    """In capi-release, cloud_controller_ng would otherwise never see the directory of valkey's socket."""
     volume = world.base / "valkey"
     file = job(world, "exec sleep 600", f"  additional_volumes: [{{path: {volume}, mount_only: true}}]\n")
     async with world.supervising(file) as supervisor:
@@ -731,8 +746,8 @@ async def test_a_volume_that_another_job_makes_is_waited_for(world: World) -> No
 
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])
-async def test_an_errand_that_is_given_up_is_ended(world: World, how: str) -> None:
-    """By its caller, or by another call."""
+async def test_abandoned_bpm_errand_is_killed(world: World, how: str) -> None:
+    """Its caller may have gone, or another call may end it."""
     job(world, "echo ready; exec sleep 603")
     async with world.supervising() as supervisor:
         waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))

@@ -27,7 +27,7 @@ async def output_with(place: Place, wanted: str, *words: str) -> str:
     return said
 
 
-async def test_the_fault_is_found_and_mended(tmp_path: Path) -> None:
+async def test_broken_example_is_diagnosed_and_fixed_as_documented(tmp_path: Path) -> None:
     place = Place(tmp_path)
     shutil.copytree(EXAMPLE, place.rendered)
     for path in place.rendered.rglob("*"):
@@ -65,7 +65,7 @@ def fetched(port: int) -> bytes:
         return b""
 
 
-def test_the_example_listens_where_its_page_says() -> None:
+def test_broken_example_listens_on_the_documented_port() -> None:
     config = json.loads((EXAMPLE / "agent.json").read_text())
     page = (EXAMPLE / "README.md").read_text()
 

@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 
 @pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
-async def test_agent_speaks_only_for_itself(tmp_path: Path) -> None:
+async def test_agent_may_publish_only_its_own_messages(tmp_path: Path) -> None:
     """An agent may notify the Health Monitor about itself, and about no other."""
     async with (
         knowing(tmp_path) as server,
@@ -37,7 +37,7 @@ async def test_agent_speaks_only_for_itself(tmp_path: Path) -> None:
 
 @pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
 @pytest.mark.parametrize("subject", ["agent.other", "agent.>", "_INBOX.x", "director.>"])
-async def test_agent_hears_only_its_own(tmp_path: Path, subject: str) -> None:
+async def test_agent_may_subscribe_only_to_its_own_subject(tmp_path: Path, subject: str) -> None:
     """Another subscription is refused."""
     async with knowing(tmp_path) as server:
         with pytest.raises(TimeoutError):
@@ -45,8 +45,8 @@ async def test_agent_hears_only_its_own(tmp_path: Path, subject: str) -> None:
                 pass
 
 
-async def test_users(tmp_path: Path) -> None:
-    """Director and Health Monitor are there at once. An agent by the certificates it is let in with."""
+async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> None:
+    """The Director and the Health Monitor are admitted from the start."""
     async with NatsServer(tmp_path) as server:
         assert await lets_in(server, server.peer(DIRECTOR), "director.x.>")
         assert await lets_in(server, server.peer(HEALTH_MONITOR), "hm.agent.alert.*")
@@ -84,7 +84,7 @@ async def lets_in(server: NatsServer, mbus: Mbus, subject: str) -> bool:
         await asyncio.wait([serving, joining])
 
 
-def test_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nats_server_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a nats-server the error names the missing program."""
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -71,16 +71,16 @@ def mode_of(path: Path) -> int:
         (Bundle("package", "p", "v.1"), "v.1"),
     ],
 )
-def test_a_bundle_lies_where_the_go_agent_puts_it(paths: Paths, bundles: Bundles, bundle: Bundle, hashed: str) -> None:
-    """Return the sha1 of version and digest, in the digest's form."""
+def test_bundle_path_equals_that_of_the_go_agent(paths: Paths, bundles: Bundles, bundle: Bundle, hashed: str) -> None:
+    """Its directory is the sha1 of version and digest, in the form of the digest."""
     kind = paths.data_jobs if bundle.kind == "job" else paths.data_packages
 
     assert bundles.path(bundle) == kind / bundle.name / sha1(hashed)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../x", "a\0b", ".hidden", "x" * 300])
-async def test_a_name_that_leads_elsewhere_or_no_version_is_refused(paths: Paths, bundles: Bundles, name: str) -> None:
-    """Wherever names come from the wire. The Go agent dies of a missing version."""
+async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths, bundles: Bundles, name: str) -> None:
+    """Names come from requests. The Go agent crashes without a version."""
     with pytest.raises(ActionError, match="cannot use .* as the name of a package"):
         bundles.path(Bundle("package", name, "1"))
     with pytest.raises(ActionError, match="cannot use .* as the name of a job"):
@@ -92,10 +92,8 @@ async def test_a_name_that_leads_elsewhere_or_no_version_is_refused(paths: Paths
 # --- install --------------------------------------------------------------------------------------------------------
 
 
-async def test_everything_is_installed_by_one_worker(
-    paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does not make a bundle current, and an existing one is not fetched again."""
+async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not make a bundle current, and does not fetch an existing one again."""
     asked: list[protocol.Request] = []
 
     async def work(request: protocol.Request, **_: object) -> Done:
@@ -114,8 +112,8 @@ async def test_everything_is_installed_by_one_worker(
     assert not paths.packages.exists()
 
 
-async def test_a_directory_of_the_go_agent_is_trusted(paths: Paths, bundles: Bundles) -> None:
-    """It has the same name, and there is no other mark."""
+async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles: Bundles) -> None:
+    """It has the same name, and the Go agent leaves no other mark."""
     bundle = Bundle("package", "p", "1", BlobRef("gone", digest="00"))
     bundles.path(bundle).mkdir(parents=True)
     await installed(bundles, bundle)
@@ -123,8 +121,8 @@ async def test_a_directory_of_the_go_agent_is_trusted(paths: Paths, bundles: Bun
     assert bundles.path(bundle).is_dir()
 
 
-async def test_the_first_failure_is_reported_and_successes_stay(paths: Paths, bundles: Bundles) -> None:
-    """The next try has less to do."""
+async def test_first_install_failure_is_reported_and_other_bundles_stay(paths: Paths, bundles: Bundles) -> None:
+    """The next attempt has fewer bundles to install."""
     good = package(paths, "good")
     bad = Bundle("package", "bad", "1", BlobRef("missing", digest="00"))
     [job] = jobs(paths, "web")
@@ -136,8 +134,8 @@ async def test_the_first_failure_is_reported_and_successes_stay(paths: Paths, bu
 
 
 @pytest.mark.parametrize("how", ["killed", "cancelled"])
-async def test_what_a_killed_worker_left_is_removed(paths: Paths, how: str) -> None:
-    """At once, not at the next boot."""
+async def test_partial_bundles_of_a_killed_worker_are_removed(paths: Paths, how: str) -> None:
+    """They are removed at once instead of at the next boot."""
     bundle = package(paths, "p")
     begun = asyncio.Event()
 
@@ -160,8 +158,8 @@ async def test_what_a_killed_worker_left_is_removed(paths: Paths, how: str) -> N
     assert list((paths.data_packages / "p").iterdir()) == []
 
 
-async def test_leftovers_are_swept(paths: Paths, bundles: Bundles) -> None:
-    """And nothing else."""
+async def test_boot_removes_leftover_bundle_files(paths: Paths, bundles: Bundles) -> None:
+    """Everything else stays."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     await bundles.activate([], [bundle])
@@ -177,8 +175,8 @@ async def test_leftovers_are_swept(paths: Paths, bundles: Bundles) -> None:
 # --- activate -------------------------------------------------------------------------------------------------------
 
 
-async def test_links_lead_to_what_is_in_use(paths: Paths, bundles: Bundles) -> None:
-    """Each job has links to all packages, wherever they are needed. Activating again changes not even the links."""
+async def test_links_point_to_the_bundles_in_use(paths: Paths, bundles: Bundles) -> None:
+    """Every job has links to all its packages. Activating again does not change the links."""
     web, db = jobs(paths, "web", "db")
     ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
     await installed(bundles, web, db, ruby, nginx)
@@ -196,8 +194,8 @@ async def test_links_lead_to_what_is_in_use(paths: Paths, bundles: Bundles) -> N
     assert {path: path.lstat().st_ino for path in before} == before
 
 
-async def test_a_job_that_stays_loses_links_to_packages_that_go(paths: Paths, bundles: Bundles) -> None:
-    """Only those that the agent made."""
+async def test_job_loses_links_to_removed_packages(paths: Paths, bundles: Bundles) -> None:
+    """Only links that the agent made are removed."""
     [web] = jobs(paths, "web")
     ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
     await installed(bundles, web, ruby, nginx)
@@ -211,8 +209,8 @@ async def test_a_job_that_stays_loses_links_to_packages_that_go(paths: Paths, bu
     assert (links / "file").is_file()
 
 
-async def test_links_that_releases_make_stay(paths: Paths, bundles: Bundles) -> None:
-    """Some choose a version that way: they are not the agent's."""
+async def test_links_made_by_a_release_are_kept(paths: Paths, bundles: Bundles) -> None:
+    """Some releases choose a version with a link, which does not belong to the agent."""
     paths.packages.mkdir()
     (paths.packages / "erlang").symlink_to("erlang-26")
     erlang = package(paths, "erlang-26")
@@ -223,10 +221,10 @@ async def test_links_that_releases_make_stay(paths: Paths, bundles: Bundles) -> 
     assert in_use(paths.packages) == {"erlang": Path("erlang-26")}
 
 
-async def test_a_real_directory_in_the_way_is_replaced_and_a_missing_bundle_is_not_activated(
+async def test_directory_at_a_link_path_is_replaced_unless_the_bundle_is_missing(
     paths: Paths, bundles: Bundles
 ) -> None:
-    """An image may have such a directory. Current bundles stay current."""
+    """An image may have such a directory. If a bundle is missing, the current ones stay."""
     (paths.packages / "p" / "old").mkdir(parents=True)
     bundle = package(paths, "p")
     await installed(bundles, bundle)
@@ -240,7 +238,7 @@ async def test_a_real_directory_in_the_way_is_replaced_and_a_missing_bundle_is_n
     assert bundles.path(bundle).is_dir()
 
 
-async def test_nothing_is_removed_behind_a_link_in_the_place_of_versions(
+async def test_bundle_removal_follows_no_link_at_the_versions_directory(
     paths: Paths, bundles: Bundles, tmp_path: Path
 ) -> None:
     others = [tmp_path / "others/version", files.sibling(tmp_path / "others/version")]
@@ -253,10 +251,10 @@ async def test_nothing_is_removed_behind_a_link_in_the_place_of_versions(
     assert all(other.is_dir() for other in others)
 
 
-async def test_a_bundle_loses_its_name_before_its_content(
+async def test_bundle_is_renamed_before_its_content_is_removed(
     paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash in the middle leaves nothing that looks installed."""
+    """After a crash in between, nothing looks like an installed bundle."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     looked_installed = []
@@ -275,7 +273,7 @@ async def test_a_bundle_loses_its_name_before_its_content(
 # --- directories of jobs --------------------------------------------------------------------------------------------
 
 
-async def test_jobs_get_their_directories_once(paths: Paths, bundles: Bundles, tmp_path: Path) -> None:
+async def test_job_directories_are_created_once(paths: Paths, bundles: Bundles, tmp_path: Path) -> None:
     """Existing files keep their modes, as scripts of jobs may have changed them. A process with write access there does
     not select by a link the file that root changes.
     """
@@ -298,8 +296,8 @@ async def test_jobs_get_their_directories_once(paths: Paths, bundles: Bundles, t
 
 @pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize("blob_id", ["../x", "a/b", "", "tmp/.."])
-async def test_a_blob_has_a_plain_name(paths: Paths, bundles: Bundles, blob_id: str) -> None:
-    """Or it is not kept, and nothing is deleted."""
+async def test_blob_with_an_unsafe_name_is_rejected(paths: Paths, bundles: Bundles, blob_id: str) -> None:
+    """It is not stored, and no file is deleted."""
     (paths.data / "x").touch()
     with pytest.raises(BlobError, match="it is not a plain name"):
         await bundles.keep_blob(blob_id, sha1(b"data"), b"data")
@@ -309,8 +307,8 @@ async def test_a_blob_has_a_plain_name(paths: Paths, bundles: Bundles, blob_id: 
     assert (paths.data / "x").exists()
 
 
-async def test_only_the_nearest_copy_of_a_blob_is_deleted(paths: Paths, bundles: Bundles) -> None:
-    """As in the Go agent. The other one may be the blobstore of create-env."""
+async def test_only_the_first_copy_of_a_blob_is_deleted(paths: Paths, bundles: Bundles) -> None:
+    """The Go agent does the same. The other copy may be in the blobstore of create-env."""
     for directory in (paths.sensitive_blobs, paths.blobs):
         (directory / "id").touch()
     await bundles.delete_source("id")
@@ -322,8 +320,8 @@ async def test_only_the_nearest_copy_of_a_blob_is_deleted(paths: Paths, bundles:
     assert not (paths.blobs / "id").exists()
 
 
-async def test_a_small_blob_is_read_and_another_is_not(paths: Paths, bundles: Bundles) -> None:
-    """Neither leaves a file."""
+async def test_small_blob_is_read_and_oversized_one_is_rejected(paths: Paths, bundles: Bundles) -> None:
+    """No file remains in either case."""
     (paths.blobs / "id").write_bytes(b"data")
     assert await bundles.fetch_small(BlobRef("id", digest=sha1(b"data")), DUMMY) == b"data"
     assert list(paths.tmp.iterdir()) == []
@@ -350,10 +348,10 @@ async def test_a_small_blob_is_read_and_another_is_not(paths: Paths, bundles: Bu
         lambda bundles, _: bundles.keep_blob("id", sha1(b""), b""),
     ],
 )
-async def test_trouble_with_the_disk_is_a_failed_action(
+async def test_disk_error_fails_the_action_and_the_agent_continues(
     paths: Paths, bundles: Bundles, do: Callable[[Bundles, Bundle], asyncio.Future[None]]
 ) -> None:
-    """The Director receives the error. The agent continues."""
+    """The Director receives the error."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     for path in (paths.packages, paths.data / "web"):
@@ -366,8 +364,8 @@ async def test_trouble_with_the_disk_is_a_failed_action(
 
 
 @pytest.mark.attack("a worker answers another request, or dies at any moment")
-async def test_an_answer_for_another_request_is_noticed(paths: Paths) -> None:
-    """One outcome for each bundle."""
+async def test_worker_answer_with_the_wrong_number_of_outcomes_is_rejected(paths: Paths) -> None:
+    """There must be one outcome for each bundle."""
 
     async def work(request: protocol.Request, **_: object) -> Done:
         return Done(outcomes=[Outcome()] * 2)

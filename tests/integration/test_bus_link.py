@@ -84,8 +84,8 @@ PINGS = b"PING\r\n" * 3
         b"+OK nonsense\r\n",
     ],
 )
-async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:
-    """An error or nonsense on a link costs this link. The next one hears and answers.
+async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) -> None:
+    """An error or invalid bytes cost this connection. The next one receives and answers requests.
 
     nats-py stops reading at what it cannot decode, and calls itself connected. Pings would tell after 10 to 15 s.
     """
@@ -123,7 +123,7 @@ async def test_bad_word_leads_to_a_new_link(words: bytes) -> None:
         "no headers",
     ],
 )
-async def test_strange_word_does_no_harm(words: bytes) -> None:
+async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
     """Every valid message of a server is tolerated, however odd."""
 
     async def script(wire: Wire) -> None:
@@ -144,8 +144,11 @@ async def test_strange_word_does_no_harm(words: bytes) -> None:
 
 
 @pytest.mark.attack("a neighbour sends the agent nonsense from a server that it accepts as the bus")
-async def test_servers_of_a_cluster_are_forgotten() -> None:
-    """The settings have the addresses. nats-py remembers all that a server ever says, and compares each with them."""
+async def test_advertised_cluster_servers_are_not_remembered() -> None:
+    """The settings have the addresses.
+
+    nats-py keeps every address that a server advertises, and compares new ones with all of them.
+    """
 
     async def script(wire: Wire) -> None:
         await wire.greet()
@@ -163,7 +166,7 @@ async def test_servers_of_a_cluster_are_forgotten() -> None:
         assert not [one for one in kept if one.startswith("10.10.")]
 
 
-async def test_the_loop_logs_no_error_of_a_handshake_that_fails_as_the_agent_ends(
+async def test_tls_handshake_failing_at_exit_logs_no_loop_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
@@ -183,8 +186,8 @@ async def test_the_loop_logs_no_error_of_a_handshake_that_fails_as_the_agent_end
 
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
-async def test_pings_of_a_server_that_reads_nothing_end_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers to them wait in memory. The pongs it sends unasked would keep the link alive."""
+async def test_connection_to_a_server_that_pings_without_reading_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers to the pings wait in memory. Its unsolicited pongs would keep the connection alive."""
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
     sent = 0
 
@@ -203,8 +206,10 @@ async def test_pings_of_a_server_that_reads_nothing_end_the_link(monkeypatch: py
 
 @pytest.mark.attack("a neighbour sends the agent nonsense from a server that it accepts as the bus")
 @pytest.mark.parametrize("words", [b"MSG agent.agent 1 %d\r\n" % 10**11, b"INFO ", b"MSG ", b"+"])
-async def test_line_or_message_without_an_end_is_not_kept(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection ends by the bytes, before its pings fail."""
+async def test_endless_server_line_or_message_closes_the_connection(
+    words: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of bytes closes the connection before its pings fail."""
     monkeypatch.setattr(link, "MAX_UNREAD_BYTES", 1 << 20)
     sent = 0
 
@@ -226,15 +231,15 @@ async def test_line_or_message_without_an_end_is_not_kept(words: bytes, monkeypa
 
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
 @pytest.mark.parametrize("limit", ["5", '"x"', "null", "-1", "[]"])
-async def test_limit_that_was_told_in_the_clear_does_not_make_the_agent_mute(limit: str) -> None:
-    """One word before TLS, and each later reply and heartbeat was dropped."""
+async def test_message_limit_announced_before_tls_is_ignored(limit: str) -> None:
+    """With a forged limit, every later reply and heartbeat was dropped."""
     info = INFO.replace(b"1048576", limit.encode())
     async with facing(asking, info=info) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
 
-async def test_connected_means_subscribed() -> None:
-    """There is no link before the server has confirmed the subscription."""
+async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> None:
+    """The server has to confirm the subscription."""
     confirm = asyncio.Event()
 
     async def script(wire: Wire) -> None:
@@ -256,8 +261,8 @@ async def test_connected_means_subscribed() -> None:
         await connected(bus)
 
 
-async def test_subscription_that_is_denied() -> None:
-    """Without the subscription a link is worth nothing: it is tried again."""
+async def test_denied_subscription_is_retried() -> None:
+    """A connection is worth nothing without the subscription."""
 
     async def denying(wire: Wire) -> None:
         await wire.expect("CONNECT ")
@@ -277,8 +282,8 @@ async def test_subscription_that_is_denied() -> None:
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 @pytest.mark.parametrize("lines", [0, 1, 2, 3])
-async def test_server_that_falls_silent_in_the_handshake(lines: int) -> None:
-    """At whichever point it stops answering, the attempt ends and another begins."""
+async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: int) -> None:
+    """At whichever point the server stops answering, the attempt ends and another begins."""
 
     async def silent(wire: Wire) -> None:
         for number in range(lines):
@@ -306,8 +311,10 @@ async def test_server_that_falls_silent_in_the_handshake(lines: int) -> None:
         b"220 mail\r\n",
     ],
 )
-async def test_server_that_is_none(info: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """Something else that listens there is an error that lasts, not an end. The log has it once."""
+async def test_server_of_another_protocol_is_logged_once_and_retried(
+    info: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error lasts, but the agent does not exit."""
     seen = []
 
     async def script(wire: Wire) -> None:
@@ -324,7 +331,7 @@ async def test_server_that_is_none(info: bytes, caplog: pytest.LogCaptureFixture
     assert [record.message for record in caplog.records] == [bus.stats.last_error]
 
 
-async def test_end_during_a_failed_attempt_leaves_no_connection() -> None:
+async def test_exit_during_a_failed_connection_attempt_leaves_no_connection() -> None:
     closed = asyncio.Event()
 
     async def script(wire: Wire) -> None:
@@ -341,7 +348,7 @@ async def test_end_during_a_failed_attempt_leaves_no_connection() -> None:
 
 
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
-async def test_plain_server_is_not_talked_to() -> None:
+async def test_server_without_tls_gets_no_bytes() -> None:
     """A man in the middle who removes TLS from the server's greeting gets no bytes from the agent."""
     plain = json.loads(INFO[5:])
     del plain["tls_required"]
@@ -359,8 +366,8 @@ async def test_plain_server_is_not_talked_to() -> None:
 
 
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
-async def test_old_tls_is_not_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A man in the middle who offers only TLS 1.1 gets no bytes, though OpenSSL would speak it. Others do."""
+async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A man in the middle who offers only TLS 1.1 gets no bytes, although OpenSSL would accept it."""
     real, seen = tls.client_context, list[str]()
 
     async def script(wire: Wire) -> None:
@@ -384,8 +391,8 @@ async def test_old_tls_is_not_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
-async def test_words_in_the_clear_are_not_believed() -> None:
-    """Bytes after the greeting and before TLS are not taken for the server's."""
+async def test_server_bytes_before_tls_are_ignored() -> None:
+    """Bytes between the greeting and TLS are not taken for the server's."""
     heard = []
 
     async def handle(data: bytes) -> None:

@@ -47,7 +47,7 @@ def canary(instance: World, lasts: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: World) -> None:
-    """Whenever the Director looks, it is not running, though a process lives nearly always."""
+    """Whenever the Director looks, it is not running, although a process exists most of the time."""
     await instance.start_agent()
     await instance.director.run(AGENT, "apply", canary(instance, "2"))
     await instance.director.run(AGENT, "start")
@@ -57,8 +57,8 @@ async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: 
 
 
 @pytest.mark.slow
-async def test_healthy_canary_is_believed_at_the_first_look(instance: World) -> None:
-    """The least watch time is all that the Director waits."""
+async def test_healthy_canary_passes_at_the_first_check(instance: World) -> None:
+    """The Director waits no longer than the minimum watch time."""
     await instance.start_agent()
     await instance.director.run(AGENT, "apply", canary(instance, "1000"))
     await instance.director.run(AGENT, "start")

@@ -35,15 +35,17 @@ def run(words: list[str], where: Path, *, is_buffered: bool = True) -> subproces
         (["agent_shim.cli.bpm", "--help"], -signal.SIGPIPE),
     ],
 )
-def test_it_ends_without_a_word(tmp_path: Path, words: list[str], code: int, *, is_buffered: bool) -> None:
-    """Also if the output is written at the end alone."""
+def test_command_with_a_closed_output_pipe_exits_silently(
+    tmp_path: Path, words: list[str], code: int, *, is_buffered: bool
+) -> None:
+    """This also holds if the output is only written at the end."""
     (tmp_path / "web.monit").write_text("check process web with pidfile /web.pid group vcap\n")
     done = run(words, tmp_path, is_buffered=is_buffered)
 
     assert (done.returncode, done.stderr) == (code, "")
 
 
-def test_a_finished_check_keeps_its_result(tmp_path: Path) -> None:
+def test_finished_check_keeps_its_exit_code_when_the_pipe_closes(tmp_path: Path) -> None:
     (tmp_path / "wrong.monit").write_text("check\n")
 
     assert run(["agent_shim", "check", "--json", "wrong.monit"], tmp_path).returncode == 78

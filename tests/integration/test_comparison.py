@@ -59,9 +59,9 @@ def rendered(where: Path, template: str, values: dict[str, Any] | None = None) -
         ("<%- 1.times do -%>\nline\n<%- end -%>\n", "line\n"),
     ],
 )
-def test_templates_are_rendered_as_a_director_does(tmp_path: Path, template: str, text: str) -> None:
+def test_comparison_renders_templates_like_a_director(tmp_path: Path, template: str, text: str) -> None:
     assert rendered(tmp_path, template).files["config/web"] == text
 
 
-def test_values_come_before_defaults(tmp_path: Path) -> None:
+def test_comparison_values_override_defaults(tmp_path: Path) -> None:
     assert rendered(tmp_path, "<%= p('web.port') %>", {"web": {"web": {"port": 1}}}).files["config/web"] == "1"

@@ -83,8 +83,11 @@ def left(paths: Paths) -> list[Path]:
     return [path for pattern in places for path in paths.base.glob(pattern)]
 
 
-def test_a_release_is_compiled(paths: Paths, tmp_path: Path) -> None:
-    """In order, each package with its dependencies; lines, name and manifest are the Go agent's; nothing is left."""
+def test_compile_command_compiles_a_release(paths: Paths, tmp_path: Path) -> None:
+    """Packages are compiled in dependency order.
+
+    Output lines, file name and manifest equal the Go agent's, and nothing is left behind.
+    """
     source = release(tmp_path / "in.tgz", program=(PROGRAM, ["library"]), library=(LIBRARY, []))
     out = tmp_path / "made/out"
     done = compile_with(paths, f"-output-directory={out}", source)
@@ -137,8 +140,8 @@ Finished archiving compiled tarball {path}
     assert left(paths) == []
 
 
-def test_the_same_sources_give_the_same_bytes(paths: Paths, tmp_path: Path) -> None:
-    """Two releases of one call. The flag with two dashes."""
+def test_compiling_the_same_sources_gives_the_same_bytes(paths: Paths, tmp_path: Path) -> None:
+    """One call compiles two releases. The flag is given with two dashes."""
     first = release(tmp_path / "1.tgz", "1", library=(LIBRARY, []))
     done = compile_with(paths, "--output-directory", tmp_path / "a", first)
     again = compile_with(paths, "--output-directory", tmp_path / "b", release(tmp_path / "2.tgz", "2"), first)
@@ -149,8 +152,8 @@ def test_the_same_sources_give_the_same_bytes(paths: Paths, tmp_path: Path) -> N
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [name, name.replace("-1-", "-2-")]
 
 
-def test_a_package_that_fails_is_reported(paths: Paths, tmp_path: Path) -> None:
-    """With what its script said. No release is written, nothing is left."""
+def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) -> None:
+    """The error has the output of its script. No release is written, and nothing is left behind."""
     source = release(tmp_path / "in.tgz", good=(LIBRARY, []), worse=("echo so it is >&2; exit 3", ["good"]))
     done = compile_with(paths, "-output-directory", tmp_path / "out", source)
 
@@ -162,8 +165,8 @@ def test_a_package_that_fails_is_reported(paths: Paths, tmp_path: Path) -> None:
     assert left(paths) == []
 
 
-def test_the_compiler_refuses_to_run_beside_an_agent(paths: Paths, tmp_path: Path) -> None:
-    """It has packages in use."""
+def test_compile_command_refuses_to_run_beside_an_agent(paths: Paths, tmp_path: Path) -> None:
+    """The agent has packages in use."""
     with exclusive_agent(paths, "test"):
         done = compile_with(paths, "-output-directory", tmp_path, release(tmp_path / "in.tgz"))
 
@@ -171,8 +174,8 @@ def test_the_compiler_refuses_to_run_beside_an_agent(paths: Paths, tmp_path: Pat
     assert "cannot compile: another agent, process " in done.stderr
 
 
-def test_packages_of_jobs_stay(paths: Paths, tmp_path: Path) -> None:
-    """And what would exchange one of them is refused."""
+def test_compile_command_keeps_packages_of_jobs(paths: Paths, tmp_path: Path) -> None:
+    """It refuses to replace one of them."""
     version = hashlib.sha1(b"1-0123").hexdigest()
     installed = paths.data_packages / "library" / version
     installed.mkdir(parents=True)
@@ -192,8 +195,10 @@ def test_packages_of_jobs_stay(paths: Paths, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_end_takes_the_compilation_along(paths: Paths, tmp_path: Path, number: signal.Signals) -> None:
-    """With what its script has started, in whatever session."""
+def test_interrupted_compile_command_kills_its_compilation(
+    paths: Paths, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Every process that its script has started ends too, in whatever session."""
     pids = tmp_path / "pids"
     script = f"setsid sleep 600 & echo $! >> {pids}; trap '' TERM; sleep 600 & echo $! >> {pids}; wait"
     source = release(tmp_path / "in.tgz", library=(script, []))
@@ -215,7 +220,7 @@ def test_an_end_takes_the_compilation_along(paths: Paths, tmp_path: Path, number
     assert list(tmp_path.glob("small-*")) == []
 
 
-def test_flags_are_explained_and_checked_and_a_missing_tarball_is_reported(paths: Paths, tmp_path: Path) -> None:
+def test_compile_command_explains_and_checks_its_flags_and_tarball(paths: Paths, tmp_path: Path) -> None:
     helped, wrong = compile_with(paths, "-help"), compile_with(paths, "-output", "/x")
     missing = compile_with(paths, "-output-directory", tmp_path, tmp_path / "nowhere.tgz")
 
@@ -242,7 +247,9 @@ def test_flags_are_explained_and_checked_and_a_missing_tarball_is_reported(paths
         ("etc/os-release", 'ID="ubuntu\n', "No closing quotation"),
     ],
 )
-def test_an_image_without_the_agent_is_reported(paths: Paths, name: str, text: str | None, why: str) -> None:
+def test_compile_command_reports_an_image_without_the_agent(
+    paths: Paths, name: str, text: str | None, why: str
+) -> None:
     file = paths.base / name
     file.unlink() if text is None else file.write_text(text)
 
@@ -254,5 +261,5 @@ def test_an_image_without_the_agent_is_reported(paths: Paths, name: str, text: s
     ("seconds", "text"),
     [(0.26, "260ms"), (1.25, "1.25s"), (60, "1m0s"), (123.5, "2m3.5s"), (3603.5, "1h0m3.5s")],
 )
-def test_a_duration_reads_as_in_go(seconds: float, text: str) -> None:
+def test_compile_command_reads_durations_as_go_does(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -69,8 +69,8 @@ async def test_status_names_the_package_in_compilation(machine: Machine) -> None
     assert (status["task"], status["task_progress"]) == ("compile_package", "p: running the packaging script")
 
 
-async def test_agent_that_ends_takes_the_compilation_along(machine: Machine) -> None:
-    """With every process, however far it has gone, and everything on the disk."""
+async def test_agent_exit_ends_the_running_compilation(machine: Machine) -> None:
+    """Every process ends and every file is removed, however far the compilation has gone."""
     pids = await compiling(machine)
     begun_at = time.monotonic()
     await machine.stop_agent()
@@ -80,8 +80,8 @@ async def test_agent_that_ends_takes_the_compilation_along(machine: Machine) -> 
     assert time.monotonic() - begun_at < TIMEOUT_S
 
 
-async def test_agent_that_was_killed_ends_it_at_its_next_start(machine: Machine) -> None:
-    """And can compile again."""
+async def test_next_agent_ends_the_compilation_of_a_killed_agent(machine: Machine) -> None:
+    """It can compile again afterwards."""
     pids = await compiling(machine)
     await machine.kill_agent()
     assert [is_alive(pid) for pid in pids] == [True] * 3
@@ -117,8 +117,8 @@ def package(store: Blobstore, packaging: str) -> Package:
     return Package("p", "1", BlobRef(blob["blobstore_id"], digest=blob["sha1"]))
 
 
-async def test_source_is_gone_before_the_package_is_packed(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """The archive may need the room; and each step is reported before it is done. One worker packs and uploads."""
+async def test_package_source_is_removed_before_packing(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
+    """The archive may need the space. Each step is reported before it is done. One worker packs and uploads."""
     seen: list[tuple[str, bool]] = []
     told: list[str] = []
 
@@ -136,8 +136,8 @@ async def test_source_is_gone_before_the_package_is_packed(paths: Paths, store: 
 
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
-async def test_nothing_follows_a_link_where_the_logs_should_be(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """vcap may have put it there."""
+async def test_compilation_follows_no_link_at_the_log_directory(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
+    """The user vcap may have put it there."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "file").touch()
@@ -148,7 +148,9 @@ async def test_nothing_follows_a_link_where_the_logs_should_be(paths: Paths, sto
     assert (paths.log / "compilation/packaging.stderr.log").read_text() == "+ true\n"
 
 
-async def test_script_that_cannot_be_started(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
+async def test_packaging_script_that_cannot_be_started_is_reported(
+    paths: Paths, store: Blobstore, tmp_path: Path
+) -> None:
     (paths.log / "compilation").mkdir()
     nowhere = {"PATH": "/nowhere"}
     with pytest.raises(
@@ -157,8 +159,8 @@ async def test_script_that_cannot_be_started(paths: Paths, store: Blobstore, tmp
         await Compiler(paths, nowhere).compile(package(store, ""), tmp_path / "target", store, lambda _: None)
 
 
-async def test_other_agents_compilations_are_left_alone(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """Two trees on one machine."""
+async def test_compilations_of_another_agent_are_left_alone(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
+    """Two agents have separate directories on one machine."""
     started = tmp_path / "started"
     script = package(store, f"echo $$ >{started}; exec sleep 600")
     running = asyncio.create_task(Compiler(paths, {}).compile(script, tmp_path / "target", store, lambda _: None))

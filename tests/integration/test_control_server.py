@@ -21,7 +21,7 @@ async def echo(request: dict[str, Any], line: bytes, _: control_server.Peer) -> 
 
 
 @pytest.mark.attack("a job connects to the control socket")
-async def test_a_request_is_answered_and_the_socket_is_private(tmp_path: Path) -> None:
+async def test_control_socket_answers_requests_and_is_private(tmp_path: Path) -> None:
     """Each kind of value arrives, in both directions. A socket that a dead agent has left is replaced."""
     sent = {"text": 'a"\\\n\x1b\u00e9', "list": ["x", ()], "numbers": [1, -2, 0.5], "rest": [None, True, False, {}]}
     path = tmp_path / "control.sock"
@@ -36,8 +36,8 @@ async def test_a_request_is_answered_and_the_socket_is_private(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("reply", [b"", b"nonsense", b'{"value": "no end'])
-def test_a_reply_that_is_not_json_is_reported(tmp_path: Path, reply: bytes) -> None:
-    """An agent killed during its reply leaves a part of it."""
+def test_truncated_control_reply_is_reported(tmp_path: Path, reply: bytes) -> None:
+    """An agent killed while it replies leaves a part of its reply."""
     path = tmp_path / "control.sock"
 
     def answer() -> None:
@@ -56,15 +56,15 @@ def test_a_reply_that_is_not_json_is_reported(tmp_path: Path, reply: bytes) -> N
         answering.join()
 
 
-async def test_a_path_too_long_for_a_socket_is_reported(tmp_path: Path) -> None:
-    """The kernel takes 107 bytes."""
+async def test_overlong_control_socket_path_is_reported(tmp_path: Path) -> None:
+    """The kernel accepts 107 bytes."""
     with pytest.raises(ConfigError, match=r"cannot listen on .*: AF_UNIX path too long; with -b choose"):
         async with control_server.listening(tmp_path / ("x" * 120), echo):
             pass
 
 
 @pytest.mark.parametrize("sent", [b"", b"{\n", b"[]\n", b"\xff\n", b"no newline"])
-async def test_nonsense_on_one_connection_leaves_the_others(tmp_path: Path, sent: bytes) -> None:
+async def test_invalid_control_request_does_not_affect_other_connections(tmp_path: Path, sent: bytes) -> None:
     path = tmp_path / "control.sock"
     async with control_server.listening(path, echo):
         _, writer = await asyncio.open_unix_connection(path)
@@ -74,6 +74,6 @@ async def test_nonsense_on_one_connection_leaves_the_others(tmp_path: Path, sent
         assert await asyncio.to_thread(control_client.ask, path, {"command": "status"})
 
 
-def test_the_error_without_an_agent_says_where_to_look(tmp_path: Path) -> None:
+def test_command_error_without_an_agent_says_where_to_look(tmp_path: Path) -> None:
     with pytest.raises(NoAgentError, match=r"cannot ask the agent at .*control\.sock.*is it running"):
         control_client.ask(tmp_path / "control.sock", {})

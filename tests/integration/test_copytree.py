@@ -45,8 +45,8 @@ def big(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.attack("a job has a disk migration write through its links")
-def test_a_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Names are no options. Former content is removed, and its links lead nowhere."""
+def test_tree_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """File names are never read as options. Former content is removed without following its links."""
     source, target = pair
     source.chmod(0o751)
     for name in ("--checkpoint=1", f"--checkpoint-action=exec=touch {tmp_path.name}", "-C", "--to-command=false"):
@@ -72,7 +72,7 @@ def test_a_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert (elsewhere / "data").read_text() == "precious"
 
 
-def test_spared_names_are_left_alone_at_the_top_of_both_sides(pair: tuple[Path, Path]) -> None:
+def test_excluded_names_at_the_top_of_a_copy_are_left_alone(pair: tuple[Path, Path]) -> None:
     source, target = pair
     for directory, text in ((source, "old"), (target, "new")):
         (directory / "mine").mkdir()
@@ -91,8 +91,8 @@ def test_spared_names_are_left_alone_at_the_top_of_both_sides(pair: tuple[Path, 
 
 @pytest.mark.attack("a job has a disk migration write through its links")
 @pytest.mark.usefixtures("big")
-def test_a_copy_is_closed_to_jobs_until_it_is_complete(pair: tuple[Path, Path]) -> None:
-    """A job would put a link in the place of a directory, and tar write where it leads."""
+def test_unfinished_copy_is_inaccessible_to_jobs(pair: tuple[Path, Path]) -> None:
+    """A job could replace a directory with a link, and tar would write to its target."""
     source, target = pair
     for directory in pair:
         directory.chmod(0o777)
@@ -111,7 +111,7 @@ def test_a_copy_is_closed_to_jobs_until_it_is_complete(pair: tuple[Path, Path]) 
     assert target.stat().st_uid == source.stat().st_uid
 
 
-def test_a_file_that_changes_while_it_is_read_is_copied_again(pair: tuple[Path, Path], big: Path) -> None:
+def test_file_changed_during_the_copy_is_copied_again(pair: tuple[Path, Path], big: Path) -> None:
     source, target = pair
     phases = []
 
@@ -127,7 +127,7 @@ def test_a_file_that_changes_while_it_is_read_is_copied_again(pair: tuple[Path, 
     assert phases.count("counting") == 2
 
 
-def test_a_source_that_never_rests_is_named(pair: tuple[Path, Path], big: Path) -> None:
+def test_copy_of_a_constantly_changing_source_fails_with_its_name(pair: tuple[Path, Path], big: Path) -> None:
     source, target = pair
     phases = []
 
@@ -143,8 +143,8 @@ def test_a_source_that_never_rests_is_named(pair: tuple[Path, Path], big: Path) 
 
 
 @pytest.mark.attack("a job ends a disk migration with a path or a time that cannot be copied")
-def test_a_tree_deeper_than_a_path_may_be_long_ends_the_copy(pair: tuple[Path, Path]) -> None:
-    """A job needs no privilege to make one. The first message of tar names it, once."""
+def test_copy_of_a_tree_deeper_than_path_max_fails(pair: tuple[Path, Path]) -> None:
+    """A job needs no privilege to create one. The error quotes tar's first message once."""
     source, target = pair
     phases = []
     name = "x" * 255
@@ -171,7 +171,7 @@ def nest(directory: Path, levels: int) -> None:
     os.close(here)
 
 
-def test_a_deep_tree_is_copied_over_a_former_attempt(pair: tuple[Path, Path]) -> None:
+def test_deep_tree_is_copied_over_a_former_attempt(pair: tuple[Path, Path]) -> None:
     """It has more levels than Python may recurse."""
     source, target = pair
     nest(source, LEVELS)
@@ -186,8 +186,10 @@ def test_a_deep_tree_is_copied_over_a_former_attempt(pair: tuple[Path, Path]) ->
 
 
 @pytest.mark.parametrize(("levels", "message"), [(2100, "File name too long"), (20_000, "tar ended with")])
-def test_a_tree_too_deep_for_tar_ends_the_copy(pair: tuple[Path, Path], levels: int, message: str) -> None:
-    """Where its stack ends, tar ends without a message."""
+def test_copy_of_a_tree_that_overflows_the_stack_of_tar_fails(
+    pair: tuple[Path, Path], levels: int, message: str
+) -> None:
+    """There tar exits without a message."""
     nest(pair[0], levels)
     try:
         with pytest.raises(HostError, match=message):
@@ -198,7 +200,7 @@ def test_a_tree_too_deep_for_tar_ends_the_copy(pair: tuple[Path, Path], levels: 
 
 
 @pytest.mark.usefixtures("big")
-def test_progress_reaches_its_total(pair: tuple[Path, Path]) -> None:
+def test_copy_progress_reaches_its_total(pair: tuple[Path, Path]) -> None:
     seen: list[Progress] = []
 
     copytree.mirror(*pair, report=seen.append)
@@ -209,8 +211,8 @@ def test_progress_reaches_its_total(pair: tuple[Path, Path]) -> None:
     assert [progress.size for progress in seen] == sorted(progress.size for progress in seen)
 
 
-def test_a_killed_copy_begins_again(tmp_path: Path) -> None:
-    """Killed at many points: each time the next one finishes, and the source is as it was. No tar outlives it."""
+def test_killed_copy_is_completed_by_the_next_one(tmp_path: Path) -> None:
+    """It is killed at many points. The source stays as it was, and no tar process remains."""
     source, target = tmp_path / "from", tmp_path / "to"
     fill(source, as_root=ROOT)
     for number in range(400):
@@ -236,7 +238,7 @@ def test_a_killed_copy_begins_again(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("big")
 async def test_tar_ends_with_the_process_that_runs_it(pair: tuple[Path, Path]) -> None:
-    """It would go on writing beside the next copy. Its signal, not the end of a pipe, ends it."""
+    """It would otherwise write beside the next copy. A signal ends it, not the end of a pipe."""
     source, target = pair
     reading, writing = os.pipe()
 
@@ -276,7 +278,7 @@ def commands_about(pair: tuple[Path, Path]) -> list[bytes]:
 
 @pytest.mark.root
 def test_an_ordinary_user_copies_to_a_volume_of_its_group() -> None:
-    """A kubelet gives volumes of a pod to root and the group of the pod."""
+    """A kubelet gives the volumes of a pod to root and the pod's group."""
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch, "source"), Path(scratch, "target")
         (source / "d").mkdir(parents=True)

@@ -122,8 +122,11 @@ def _unpack(content: bytes, target: Path) -> None:
         archive.extractall(target, filter="tar")
 
 
-def test_info_answers_in_a_bare_environment(installed: Installed) -> None:
-    """Every key of the configuration is a property. With all defaults the rendered file says what an empty one does."""
+def test_released_cpi_answers_info_in_an_empty_environment(installed: Installed) -> None:
+    """Every key of the configuration is a property.
+
+    With all defaults the rendered file is equivalent to an empty one.
+    """
     installed.render({})
     response = installed.call("info")
 
@@ -134,8 +137,8 @@ def test_info_answers_in_a_bare_environment(installed: Installed) -> None:
     assert all(spec["description"] for spec in installed.job["properties"].values())
 
 
-def test_properties_arrive(installed: Installed) -> None:
-    """The CPI reads the properties of the manifest; without a bus of the job it uses the deployment's.
+def test_cpi_job_properties_reach_the_cpi(installed: Installed) -> None:
+    """The CPI reads the properties of the manifest; without a bus of its own it uses the deployment's.
 
     bosh-deployment sets a local blobstore for every CPI. Without it the agent cannot fetch what the CLI has uploaded.
     """
@@ -165,8 +168,8 @@ def test_properties_arrive(installed: Installed) -> None:
     assert json.loads(file.read_text())["agent"]["blobstore"] == given
 
 
-def test_the_release_needs_no_file_of_the_building_machine(installed: Installed) -> None:
-    """Shared libraries are those of the package, or of the system."""
+def test_cpi_release_needs_no_file_of_the_build_machine(installed: Installed) -> None:
+    """Shared libraries come from the package or from the system."""
     python = installed.packages / "kubernetes_cpi/python"
     programs = [path for path in python.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
     said = subprocess.run(["ldd", *programs], env=BARE, capture_output=True, text=True).stdout
@@ -176,14 +179,14 @@ def test_the_release_needs_no_file_of_the_building_machine(installed: Installed)
     assert [path for path in found if not path.startswith((str(python), "/lib", "/usr/lib"))] == []
 
 
-def test_each_digest_fits_its_part(tarball: Path, tmp_path: Path, installed: Installed) -> None:
+def test_cpi_release_digests_match_their_files(tarball: Path, tmp_path: Path, installed: Installed) -> None:
     for kind in ("jobs", "packages"):
         (entry,) = installed.manifest[kind]
         content = (tmp_path / "release" / kind / f"{entry['name']}.tgz").read_bytes()
         assert entry["sha1"] == f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def test_the_same_tree_gives_the_same_bytes(tarball: Path, tmp_path: Path) -> None:
+def test_cpi_release_builds_are_reproducible(tarball: Path, tmp_path: Path) -> None:
     again = release.release("1.2.3", tmp_path)
 
     assert again.read_bytes() == tarball.read_bytes()

@@ -168,8 +168,8 @@ async def deploy(machine: Machine) -> None:
     await cli.run("run_script", "post-start", {})
 
 
-async def test_create_env_and_delete_env(machine: Machine) -> None:
-    """Every call of the dialogue has its answer and its effect.
+async def test_create_env_and_delete_env_work_end_to_end(machine: Machine) -> None:
+    """Every call of the dialogue is answered and has its effect.
 
     The initial apply, which names no archive and no blob, takes all jobs away. A restart of the agent leaves jobs and
     blobs, as over the other bus.
@@ -213,8 +213,11 @@ async def test_create_env_and_delete_env(machine: Machine) -> None:
 
 
 @pytest.mark.attack("a reader finds secrets in the log")
-async def test_no_password_is_in_the_log(machine: Machine) -> None:
-    """The log has no password of the address and none that callers sent. The agent refuses a bus of another kind."""
+async def test_create_env_passwords_are_not_logged(machine: Machine) -> None:
+    """Neither the address's password nor those that callers sent are logged.
+
+    The agent rejects another kind of bus address.
+    """
     await machine.start()
     reply = await machine.cli.call("update_settings", {"mbus": {"urls": ["nats://127.0.0.1:4222"]}})
     task = await machine.cli.call("get_task", reply["value"]["agent_task_id"])

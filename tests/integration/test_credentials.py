@@ -78,7 +78,7 @@ async def rotated(instance: World, news: dict[str, str]) -> None:
     await instance.director.run(AGENT, "update_settings", {"mbus": {"cert": news}, "trusted_certs": ""})
 
 
-async def test_a_rotated_secret_is_taken_and_one_with_the_same_credentials_is_not(instance: World) -> None:
+async def test_bus_takes_a_rotated_secret_but_not_an_unchanged_one(instance: World) -> None:
     secret = Secret(instance)
     await instance.start_agent()
 
@@ -92,7 +92,7 @@ async def test_a_rotated_secret_is_taken_and_one_with_the_same_credentials_is_no
     assert links(instance) == 2
 
 
-async def test_the_certificate_that_begins_later_is_used_also_by_the_next_start(instance: World) -> None:
+async def test_newer_certificate_is_used_and_kept_over_a_restart(instance: World) -> None:
     secret = Secret(instance)
     await instance.start_agent()
     await rotated(instance, cert(instance, age=30 * MINUTE))
@@ -113,10 +113,13 @@ async def test_the_certificate_that_begins_later_is_used_also_by_the_next_start(
 
 
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
-async def test_an_agent_returns_with_its_former_credentials_when_the_new_ones_fail(
+async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
     instance: World,
 ) -> None:
-    """As when a bus is restored from a backup that is older than the rotation. Those of the CPI are old by then."""
+    """This happens when a bus is restored from a backup older than the rotation.
+
+    The CPI's credentials have expired by then.
+    """
     secret = Secret(instance)
     await instance.start_agent()
     await rotated(instance, cert(instance, age=MINUTE, bootstrap=True))
@@ -135,8 +138,8 @@ async def test_an_agent_returns_with_its_former_credentials_when_the_new_ones_fa
     )
 
 
-async def test_a_certificate_near_its_end_is_reported(instance: World) -> None:
-    """Until it is rotated."""
+async def test_expiring_bus_certificate_is_reported(instance: World) -> None:
+    """The report ends when the certificate is rotated."""
     authority = instance.server.authority
     pair = authority.agent(AGENT, valid=(-99 * HOUR, HOUR))
     Secret(instance).put({"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key})
@@ -149,8 +152,8 @@ async def test_a_certificate_near_its_end_is_reported(instance: World) -> None:
 
 
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
-async def test_an_invalid_certificate_is_refused_beside_a_good_one_of_the_settings(instance: World) -> None:
-    """The Director has to learn of it: it would believe the agent on its new credentials."""
+async def test_invalid_new_certificate_is_rejected_although_the_old_one_works(instance: World) -> None:
+    """The Director must learn of it, or it would believe that the agent uses its new credentials."""
     await instance.start_agent()
 
     with pytest.raises(RpcRemoteError, match="cannot use the new bus credentials"):

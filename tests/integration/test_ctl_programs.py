@@ -16,8 +16,8 @@ from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES,
 from agent_shim.supervisor.monit.ast import Program
 
 
-async def test_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None:
-    """One file for each service, for root alone. The agent itself keeps none of them open."""
+async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None:
+    """Each service has one file, which only root may read. The agent keeps none of them open."""
     output = tmp_path / "run/output"
     programs = Programs(tmp_path, output)
     for script in ("echo one", "echo two >&2; echo"):
@@ -34,8 +34,8 @@ async def test_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None
     assert last_word(await programs.printed("other")) == ""
 
 
-async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
-    """Programs write to /dev/null then. The error of a program that cannot run names its interpreter."""
+async def test_unwritable_output_directory_does_not_stop_a_job(tmp_path: Path) -> None:
+    """Programs then write to /dev/null. The error for a program that cannot run names its interpreter."""
     (tmp_path / "output").write_text("no directory")
     programs = Programs(tmp_path, tmp_path / "output")
     program = await programs.run("web", Program(("/bin/sh", "-c", "echo one")), "Started")
@@ -50,10 +50,8 @@ async def test_place_that_takes_no_output_stops_no_job(tmp_path: Path) -> None:
         await programs.run("web", Program((str(script),)), "Started")
 
 
-async def test_a_program_is_in_the_cgroup_of_its_service_before_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So is each process that it forks at once."""
+async def test_start_program_joins_its_cgroup_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process that it forks at once is in it too."""
     procs = tmp_path / "cgroup.procs"
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda _: [str(tmp_path)])
     programs = Programs(tmp_path, tmp_path / "output")
@@ -65,7 +63,7 @@ async def test_a_program_is_in_the_cgroup_of_its_service_before_it_runs(
 
 
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
-    """gcp-tools-release's stackdriver-nozzle gives ``.`` to vcap, with all that is below it."""
+    """gcp-tools-release's stackdriver-nozzle changes the owner of ``.`` and everything below it to vcap."""
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
     programs = Programs(tmp_path, tmp_path / "output")
@@ -78,7 +76,7 @@ async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) 
     assert (tmp_path / "said").read_text() == f"{nowhere}\n"
 
 
-async def test_script_reads_a_job_beside_its_working_directory(tmp_path: Path) -> None:
+async def test_script_can_read_its_job_relative_to_the_working_directory(tmp_path: Path) -> None:
     """The errand smoke-tests of shared-redis-release reads ``../jobs/smoke-tests/config.json``."""
     (tmp_path / "jobs/smoke-tests").mkdir(parents=True)
     (tmp_path / "jobs/smoke-tests/config.json").write_text("{}")
@@ -91,10 +89,10 @@ async def test_script_reads_a_job_beside_its_working_directory(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("user", [None, "root"])
-async def test_a_program_runs_without_an_unusable_cgroup(
+async def test_start_program_runs_without_a_cgroup_if_none_is_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str | None
 ) -> None:
-    """Its mark and its cgroup have the name of the service where there is no label."""
+    """Its mark and cgroup have the name of the service if there is no label."""
     programs = Programs(tmp_path, tmp_path / "output")
     (tmp_path / "cgroup.procs").symlink_to("/dev/full")
     names: list[str] = []
@@ -115,8 +113,8 @@ async def test_a_program_runs_without_an_unusable_cgroup(
     assert await programs.printed("web") == names
 
 
-async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
-    """The end is kept. A process that appends to the file can continue."""
+async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
+    """The newest part is kept. A process that appends to the file can continue."""
     programs = Programs(tmp_path, tmp_path)
     path = tmp_path / "web.log"
     with path.open("ab", buffering=0) as writer:
@@ -130,8 +128,8 @@ async def test_output_that_grows_is_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["first\nlast\n", ""])
-def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path, text: str) -> None:
-    """Its process may allocate it, in a directory of root that no operator looks into."""
+def test_space_allocated_beyond_the_end_of_output_is_freed(tmp_path: Path, text: str) -> None:
+    """A process may allocate it in a directory of root that no operator looks into."""
     path = tmp_path / "web.log"
     path.write_text(text)
     subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
@@ -153,16 +151,19 @@ def test_room_beyond_the_end_of_output_is_given_back(tmp_path: Path, text: str) 
     ],
     ids=["traced", "traced alone", "not traced", "nothing", "without an end"],
 )
-async def test_a_trace_of_commands_tells_no_cause(tmp_path: Path, printed: str, told: str) -> None:
-    """With ``set -x`` the last line is the exit of a script. The fault precedes it. A line without end is cut."""
+async def test_failure_reason_skips_shell_trace_lines(tmp_path: Path, printed: str, told: str) -> None:
+    """With ``set -x`` the last line is the script's exit command, and the fault precedes it.
+
+    An endless line is truncated.
+    """
     (tmp_path / "web.log").write_text(printed)
 
     assert last_word(await Programs(tmp_path, tmp_path).printed("web")) == told
 
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
-async def test_a_limit_that_a_script_could_not_set_is_reported(tmp_path: Path, shell: str) -> None:
-    """The script continues, with less."""
+async def test_ulimit_that_a_script_could_not_set_is_reported(tmp_path: Path, shell: str) -> None:
+    """The script continues with the lower limit."""
     programs = Programs(tmp_path, tmp_path / "output")
     script = "ulimit -n 64; ulimit -n 100000; echo on"
     user = "nobody" if os.geteuid() == 0 else None
@@ -174,8 +175,8 @@ async def test_a_limit_that_a_script_could_not_set_is_reported(tmp_path: Path, s
 
 
 @pytest.mark.root
-def test_a_user_that_cannot_be_taken_is_reported(tmp_path: Path) -> None:
-    """As in a container without CAP_SETUID and CAP_SETGID."""
+def test_failure_to_switch_user_is_reported(tmp_path: Path) -> None:
+    """This happens in a container without CAP_SETUID and CAP_SETGID."""
     program = f"""import asyncio
 from pathlib import Path
 from agent_shim.supervisor.ctl_programs import Programs, last_word

@@ -52,7 +52,7 @@ async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(instance: World
 
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
-async def test_the_agent_may_open_more_files_than_its_jobs_and_leaves_no_core(instance: World) -> None:
+async def test_agent_raises_its_file_limit_but_not_its_jobs_and_dumps_no_core(instance: World) -> None:
     """Jobs get the soft limit of the container, as under the Go agent and monit. A job may have thousands of processes,
     each a descriptor of the agent. A core file would hold the key of the bus. A job may still ask for one.
     """
@@ -72,7 +72,7 @@ async def test_the_agent_may_open_more_files_than_its_jobs_and_leaves_no_core(in
     assert resource.prlimit(instance.pid, resource.RLIMIT_CORE) == (process.CORE_LIMIT_BYTES, core[1])
 
 
-async def test_settings_that_come_late_and_in_parts_are_waited_for(instance: World) -> None:
+async def test_agent_waits_for_settings_that_are_missing_or_incomplete(instance: World) -> None:
     instance.write_settings()
     source = instance.scratch / "settings.json"
     whole = source.read_text()
@@ -89,8 +89,8 @@ async def test_settings_that_come_late_and_in_parts_are_waited_for(instance: Wor
     assert (await instance.execute("probe", "ready"))[0] == 0
 
 
-async def test_stopped_agent_is_alive_and_a_dead_one_is_not(instance: World) -> None:
-    """A liveness probe that waits for an answer ends all jobs of a container whose agent gets no processor time."""
+async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_one(instance: World) -> None:
+    """A probe that waits for an answer would end all jobs of a container whose agent gets no CPU time."""
     await instance.start_agent()
     os.kill(instance.pid, signal.SIGSTOP)
     try:
@@ -104,10 +104,10 @@ async def test_stopped_agent_is_alive_and_a_dead_one_is_not(instance: World) -> 
     assert (status, "agent_shim.lock: no process has locked it" in output) == (69, True)
 
 
-async def test_commands_without_an_agent_and_agents_that_cannot_start_end_with_codes_of_their_own(
+async def test_exit_codes_tell_why_a_command_or_agent_cannot_run(
     instance: World,
 ) -> None:
-    """69 without an agent, 78 for a wrong agent.json, and 3 beside another agent, which continues."""
+    """They are 69 without an agent, 78 for an invalid agent.json, and 3 beside another agent, which continues."""
     status, output = await instance.execute("status")
     assert status == 69
     assert "cannot ask the agent at" in output
@@ -124,7 +124,7 @@ async def test_commands_without_an_agent_and_agents_that_cannot_start_end_with_c
     assert await instance.director.value(AGENT, "ping") == "pong"
 
 
-async def test_shutdown_stops_the_jobs_and_stays_idle_over_a_restart(instance: World) -> None:
+async def test_shutdown_stops_the_jobs_and_they_stay_stopped_after_a_restart(instance: World) -> None:
     (pid,) = (await instance.deploy(1)).values()
 
     assert await instance.director.value(AGENT, "shutdown") == ""
@@ -145,7 +145,7 @@ async def test_shutdown_stops_the_jobs_and_stays_idle_over_a_restart(instance: W
     assert (await instance.execute("probe", "live"))[0] == 0
 
 
-async def test_s7_heartbeat_comes_at_once_and_again_after_the_bus_was_away(instance: World) -> None:
+async def test_s7_heartbeat_is_sent_at_start_and_after_a_reconnect(instance: World) -> None:
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()
@@ -173,7 +173,7 @@ async def test_s7_heartbeat_comes_at_once_and_again_after_the_bus_was_away(insta
         await beat()
 
 
-async def test_s9_a_drain_for_shutdown_alone_notifies_the_health_monitor(instance: World) -> None:
+async def test_s9_only_a_drain_for_shutdown_notifies_the_health_monitor(instance: World) -> None:
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()
@@ -188,7 +188,7 @@ async def test_s9_a_drain_for_shutdown_alone_notifies_the_health_monitor(instanc
         assert len(monitor.of("shutdown", AGENT)) == 1
 
 
-async def test_s7_heartbeat_tells_of_the_instance_its_state_and_how_many_processes_it_has(instance: World) -> None:
+async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance: World) -> None:
     """Before the first apply nothing is known. Afterwards the state is that of the jobs, whatever it is."""
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
@@ -221,7 +221,7 @@ def told_of(node_id: str, job_state: str) -> Callable[[Any], bool]:
 DEAF = "trap '' TERM; echo $$ >$pidfile; while :; do sleep 0.1; done"
 
 
-async def test_an_unclean_stop_ends_the_agent_with_1(instance: World) -> None:
+async def test_agent_exits_with_1_after_an_unclean_stop(instance: World) -> None:
     await instance.start_agent()
     deaf = jobs.process(Paths(instance.base), "deaf", DEAF, "exit")
     await instance.deploy(more={"deaf": deaf})
@@ -231,8 +231,8 @@ async def test_an_unclean_stop_ends_the_agent_with_1(instance: World) -> None:
     assert await instance.stop_agent() == 1
 
 
-async def test_unknown_agent_is_refused_and_comes_up_when_the_server_learns_of_it(instance: World) -> None:
-    """A Director lets an agent in when create_vm has returned, for which CPIs wait until the agent has booted."""
+async def test_agent_connects_once_the_server_knows_it(instance: World) -> None:
+    """The Director admits an agent after create_vm has returned, and CPIs return only when the agent has booted."""
     port = instance.http = await free_port()
     await instance.server.remove_agent(AGENT)
     starting = asyncio.create_task(instance.start_agent())
@@ -248,7 +248,7 @@ async def test_unknown_agent_is_refused_and_comes_up_when_the_server_learns_of_i
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(instance: World) -> None:
-    """Half-written files are removed at the next start: SIGKILL in the middle of a write leaves them without a name."""
+    """SIGKILL in the middle of a write leaves partial files, which the next start removes."""
     await instance.start_agent()
     mbus: dict[str, Any] = json.loads((instance.scratch / "settings.json").read_text())["env"]["bosh"]["mbus"]
     key_line = mbus["cert"]["private_key"].splitlines()[3]
@@ -278,8 +278,8 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
     assert [path for path in left if path.exists()] == []
 
 
-async def test_bosh_agent_takes_the_flags_that_cpis_pass(instance: World) -> None:
-    """The command ``call`` sends it a request of the Director."""
+async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: World) -> None:
+    """The command ``call`` sends the agent a request of the Director."""
     instance.command = COMMAND.replace(
         "-m agent_shim.cli run -C {config}",
         "-c 'import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))'"
@@ -295,7 +295,7 @@ async def test_bosh_agent_takes_the_flags_that_cpis_pass(instance: World) -> Non
     assert (status, "there is no method nonsense" in output) == (2, True)
 
 
-async def test_new_settings_of_the_cpi_are_taken_without_a_restart(instance: World) -> None:
+async def test_new_cpi_settings_apply_without_a_restart(instance: World) -> None:
     """Credentials that cannot be used do not end the agent."""
     await instance.start_agent()
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
@@ -318,8 +318,8 @@ async def test_new_settings_of_the_cpi_are_taken_without_a_restart(instance: Wor
 
 
 @pytest.mark.slow
-async def test_t7_the_link_lasts_while_much_is_done(tmp_path: Path) -> None:
-    """Five pings of a server that drops who misses two. An errand, a compilation and an archive of logs meanwhile."""
+async def test_t7_connection_lasts_under_heavy_work(tmp_path: Path) -> None:
+    """The server pings five times and drops clients that miss two, during an errand, a compilation and log packing."""
     burn = "#!/bin/sh\nend=$(($(date +%s) + 11))\nwhile [ $(date +%s) -lt $end ]; do :; done\n"
     async with NatsServer(tmp_path, ping_interval=2.0) as server, contract_world(tmp_path / "agent") as inside:
         await server.add_agent("agent-1")

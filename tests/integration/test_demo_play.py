@@ -73,8 +73,8 @@ def processes_of(where: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_kept_demo_can_be_tried_and_ends_with_all_its_processes(short: Path, number: signal.Signals) -> None:
-    """Also below a directory with a space and letters beyond ASCII."""
+def test_demo_with_keep_is_usable_and_ends_with_all_its_processes(short: Path, number: signal.Signals) -> None:
+    """The path may contain a space and letters beyond ASCII."""
     where = short / "ein Ort für Proben"
     where.mkdir()
     with demo(where, "--keep") as started:
@@ -98,7 +98,7 @@ def output(line: str) -> str:
     return subprocess.run(line, shell=True, capture_output=True, text=True, check=True, timeout=60).stdout  # noqa: S602
 
 
-def test_ctrl_c_ends_all_processes(short: Path) -> None:
+def test_ctrl_c_ends_all_processes_of_the_demo(short: Path) -> None:
     with demo(short) as started:
         until(started, "the deployed web service answers")
         assert len(processes_of(short)) >= 4
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_all_processes(short: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "waited"), [(("--keep",), "Alerts to the"), ((), "the deployed web service answers")]
 )
-def test_a_closed_terminal_ends_all_processes(short: Path, words: tuple[str, ...], waited: str) -> None:
+def test_closing_the_terminal_ends_all_processes_of_the_demo(short: Path, words: tuple[str, ...], waited: str) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["TMPDIR"] = str(short)
@@ -128,10 +128,10 @@ def test_a_closed_terminal_ends_all_processes(short: Path, words: tuple[str, ...
     assert list(short.iterdir()) == []
 
 
-def test_a_failure_names_its_step_and_the_log(
+def test_failed_demo_names_its_step_and_the_log(
     short: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its processes end, and its directory remains."""
+    """The processes end, and the directory remains."""
 
     run = Director.run
 

@@ -33,7 +33,7 @@ def mounted(instance: Instance) -> list[mounts.Mount]:
 
 @each_way
 async def test_a_restored_mount_clears_its_former_error(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the mounts were restored, it is not why a disk is missing."""
+    """Once the mounts are restored, the error no longer explains why a disk is missing."""
     await instance.mount("a")
 
     def refused(*_: object, **__: object) -> None:
@@ -51,9 +51,7 @@ async def test_a_restored_mount_clears_its_former_error(instance: Instance, monk
 
 
 @by("links")
-async def test_options_that_the_kernel_lets_nobody_here_change_hinder_no_mount(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_locked_mount_options_do_not_fail_a_mount(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise HostError(number, "cannot change the mount options")
 
@@ -66,10 +64,10 @@ async def test_options_that_the_kernel_lets_nobody_here_change_hinder_no_mount(
 
 
 @each_way
-async def test_a_volume_of_others_on_the_store_counts_as_a_disk(
+async def test_foreign_volume_on_the_store_counts_as_a_disk(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not one with the marker of a disk that was unmounted, nor the volume of a known disk."""
+    """A volume with the marker of an unmounted disk does not count, nor does the volume of a known disk."""
     store = instance.paths.store
     instance.attach("z")
     monkeypatch.setattr(mounts, "is_mount_point", lambda path: path == store)
@@ -86,10 +84,10 @@ async def test_a_volume_of_others_on_the_store_counts_as_a_disk(
 
 @pytest.mark.parametrize(("marker", "stays"), [(None, True), (Marker("b", "target", instance="another"), False)])
 @each_way
-async def test_a_target_stays_after_a_restart_unless_it_is_of_another_instance(
+async def test_disk_stays_mounted_after_a_restart_unless_of_another_instance(
     instance: Instance, marker: Marker | None, stays: bool
 ) -> None:
-    """An older agent wrote no marker: that is no evidence against the disk."""
+    """A missing marker is no evidence against the disk, because an older agent wrote none."""
     instance.id = "this"
     await instance.mount("a", "b")
     markers.remove(instance.volume("b"))
@@ -107,8 +105,8 @@ async def test_a_target_stays_after_a_restart_unless_it_is_of_another_instance(
 
 
 @each_way
-async def test_the_first_disk_comes_to_the_store_and_others_to_the_migration_target(instance: Instance) -> None:
-    """A third one takes the target over, if a resize failed and was tried again without an unmount in between."""
+async def test_first_disk_mounts_at_the_store_and_others_at_the_migration_target(instance: Instance) -> None:
+    """A third one replaces the second if a resize failed and is tried again without an unmount in between."""
     instance.attach("a")
     assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
 
@@ -137,8 +135,8 @@ async def test_the_first_disk_comes_to_the_store_and_others_to_the_migration_tar
 
 
 @each_way
-async def test_an_instance_without_disks_has_no_problem_and_its_requests_are_answered(instance: Instance) -> None:
-    """In the words of the Go agent."""
+async def test_disk_requests_of_an_instance_without_disks_are_answered(instance: Instance) -> None:
+    """The answers have the Go agent's text."""
     assert await instance.disks.problem() == ""
     assert await instance.disks.list() == []
     with pytest.raises(ActionError, match=r"^Persistent disk with volume id 'x' could not be found$"):
@@ -152,7 +150,7 @@ async def test_an_instance_without_disks_has_no_problem_and_its_requests_are_ans
 
 
 @each_way
-async def test_a_late_volume_is_waited_for(instance: Instance) -> None:
+async def test_mount_waits_for_a_volume_that_appears_late(instance: Instance) -> None:
     instance.persistent["a"] = {"path": str(instance.volume("a"))}
     instance.disks.timeouts = PATIENT
     mounting = asyncio.ensure_future(instance.disks.mount("a"))
@@ -175,7 +173,7 @@ async def test_a_late_volume_is_waited_for(instance: Instance) -> None:
         (None, "the CPI has named no path"),
     ],
 )
-async def test_a_volume_that_does_not_come_is_an_error(instance: Instance, place: str | None, why: str) -> None:
+async def test_mount_fails_if_the_volume_does_not_appear(instance: Instance, place: str | None, why: str) -> None:
     instance.persistent["a"] = place
 
     with pytest.raises(ActionError, match=f"^the volume of disk a is not there: {why}$"):
@@ -183,8 +181,8 @@ async def test_a_volume_that_does_not_come_is_an_error(instance: Instance, place
 
 
 @each_way
-async def test_the_lease_of_a_vm_that_is_gone_is_waited_for(instance: Instance) -> None:
-    """A VM that was created again on another machine: its predecessor died with the disk."""
+async def test_mount_waits_for_the_lease_of_a_dead_vm_to_expire(instance: Instance) -> None:
+    """A VM was recreated on another node, and its predecessor still holds the disk's lease."""
     instance.attach("a")
     answers = ["agent a on a machine that is gone", "agent a on a machine that is gone", ""]
     instance.holder = lambda _: answers.pop(0) if answers else ""
@@ -196,7 +194,7 @@ async def test_the_lease_of_a_vm_that_is_gone_is_waited_for(instance: Instance) 
 
 
 @each_way
-async def test_a_disk_that_another_agent_keeps_is_mounted_at_no_request_and_no_restart(instance: Instance) -> None:
+async def test_disk_leased_by_another_agent_is_never_mounted(instance: Instance) -> None:
     instance.attach("a")
     instance.holder = lambda _: "agent b on node-7"
 
@@ -216,8 +214,8 @@ async def test_a_disk_that_another_agent_keeps_is_mounted_at_no_request_and_no_r
 
 
 @each_way
-async def test_a_former_disk_that_another_agent_keeps_is_refused(instance: Instance) -> None:
-    """Nothing marks it, and it holds the files."""
+async def test_unmarked_disk_leased_by_another_agent_is_rejected(instance: Instance) -> None:
+    """Nothing marks it as the former disk, although it holds the files."""
     former = instance.attach("a")
     (former / "data").write_text("precious")
     instance.attach("b")
@@ -230,7 +228,7 @@ async def test_a_former_disk_that_another_agent_keeps_is_refused(instance: Insta
 
 
 @each_way
-async def test_a_disk_of_another_cid_is_refused(instance: Instance) -> None:
+async def test_disk_with_another_cid_is_rejected(instance: Instance) -> None:
     await instance.mount("a")
     await instance.disks.unmount("a")
     instance.persistent = {"b": str(instance.volume("a"))}
@@ -244,7 +242,7 @@ async def test_a_disk_of_another_cid_is_refused(instance: Instance) -> None:
 
 
 @each_way
-async def test_a_disk_on_the_store_gives_way_to_no_marker_alone(instance: Instance) -> None:
+async def test_mounted_disk_is_not_replaced_because_of_a_marker_alone(instance: Instance) -> None:
     """It holds the files that jobs use, and nothing says that it was replaced."""
     for cid in "ab":
         instance.attach(cid)
@@ -258,7 +256,7 @@ async def test_a_disk_on_the_store_gives_way_to_no_marker_alone(instance: Instan
 
 
 @by("links")
-async def test_files_where_no_disk_was_are_not_hidden_by_a_link(instance: Instance) -> None:
+async def test_existing_files_are_not_hidden_by_a_disk_link(instance: Instance) -> None:
     instance.attach("a")
     instance.write("precious", "x")
 
@@ -269,7 +267,7 @@ async def test_files_where_no_disk_was_are_not_hidden_by_a_link(instance: Instan
 
 
 @each_way
-async def test_a_link_or_mount_of_others_on_the_store_is_kept(instance: Instance) -> None:
+async def test_foreign_link_or_mount_at_the_store_is_kept(instance: Instance) -> None:
     instance.attach("a")
     if instance.bind:
         mount_tmpfs(instance.paths.store)
@@ -284,7 +282,7 @@ async def test_a_link_or_mount_of_others_on_the_store_is_kept(instance: Instance
 
 
 @each_way
-async def test_a_full_disk_is_mounted_without_a_marker_and_taken_down_by_removing_it(
+async def test_full_disk_is_mounted_without_a_marker_and_unmounted(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instance.attach("a")
@@ -310,10 +308,8 @@ async def test_a_full_disk_is_mounted_without_a_marker_and_taken_down_by_removin
 
 
 @each_way
-async def test_a_disk_that_can_only_be_read_is_taken_down_all_the_same(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its marker still claims the store: a record on the root file system tells otherwise, to the next agent too."""
+async def test_read_only_disk_can_be_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its marker still claims the store. A record on the root file system overrides it, also for the next agent."""
     await instance.mount("a")
 
     def read_only(path: Path, *_: object) -> None:
@@ -336,10 +332,10 @@ async def test_a_disk_that_can_only_be_read_is_taken_down_all_the_same(
 
 
 @each_way
-async def test_a_mount_needs_one_record_and_leaves_nothing_mounted_without(
+async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_both(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The marker suffices on a full root file system. Without both the next agent would not mount the disk."""
+    """On a full root file system the marker suffices. Without both, the next agent would not mount the disk."""
     instance.attach("a")
     real, before = files.write_atomic, mounted(instance)
 
@@ -376,7 +372,7 @@ def at_the_store(instance: Instance) -> None:
 
 
 @each_way
-async def test_a_volume_that_is_at_the_store_already_stays_there(instance: Instance) -> None:
+async def test_volume_already_at_the_store_stays_there(instance: Instance) -> None:
     at_the_store(instance)
     instance.write("data", "precious")
     before = mounted(instance)
@@ -399,8 +395,8 @@ async def test_a_volume_that_is_at_the_store_already_stays_there(instance: Insta
 
 
 @by("links")
-async def test_a_volume_that_stays_at_the_store_cannot_be_migrated_by_links(instance: Instance) -> None:
-    """Said before anything is copied."""
+async def test_volume_mounted_at_the_store_cannot_be_migrated_by_links(instance: Instance) -> None:
+    """The error is reported before anything is copied."""
     instance.persistent["a"] = str(instance.paths.store)
     await instance.disks.mount("a")
     await instance.mount("b")
@@ -415,7 +411,7 @@ async def test_a_volume_that_stays_at_the_store_cannot_be_migrated_by_links(inst
 
 
 @each_way
-async def test_a_disk_in_a_hint_alone_is_mounted_and_its_hint_forgotten(instance: Instance) -> None:
+async def test_disk_known_from_a_hint_is_mounted_and_its_hint_removed(instance: Instance) -> None:
     volume = instance.attach("a")
     del instance.persistent["a"]
     await instance.disks.remove("a")
@@ -436,7 +432,7 @@ async def test_a_disk_in_a_hint_alone_is_mounted_and_its_hint_forgotten(instance
 
 
 @by("links")
-async def test_a_link_to_a_volume_that_is_gone_gives_way(instance: Instance) -> None:
+async def test_dangling_link_at_the_store_is_replaced(instance: Instance) -> None:
     instance.attach("a")
     instance.paths.store.rmdir()
     instance.paths.store.symlink_to(instance.scratch / "gone")
@@ -447,7 +443,7 @@ async def test_a_link_to_a_volume_that_is_gone_gives_way(instance: Instance) -> 
 
 
 @each_way
-async def test_a_disk_that_was_replaced_makes_way_on_the_store(instance: Instance) -> None:
+async def test_replaced_disk_is_removed_from_the_store(instance: Instance) -> None:
     """A swap was interrupted between its marker and the mount."""
     for cid in "ab":
         instance.attach(cid)
@@ -462,9 +458,7 @@ async def test_a_disk_that_was_replaced_makes_way_on_the_store(instance: Instanc
 
 
 @each_way
-async def test_a_disk_is_on_its_medium_before_it_is_taken_away(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_disk_is_synced_before_it_is_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     volume = instance.attach("a")
     await instance.disks.mount("a")
     synced: list[tuple[Path, str]] = []
@@ -478,10 +472,8 @@ async def test_a_disk_is_on_its_medium_before_it_is_taken_away(
 
 
 @each_way
-async def test_a_disk_on_the_migration_target_is_unmounted_from_there(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once it is unused. The disk on the store stays."""
+async def test_disk_at_the_migration_target_is_unmounted(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is unmounted once no process uses it. The disk on the store stays."""
     await instance.mount("a", "b")
     looked_at: list[set[Path]] = []
 
@@ -498,7 +490,7 @@ async def test_a_disk_on_the_migration_target_is_unmounted_from_there(
 
 
 @each_way
-async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None:
+async def test_unmounted_disk_stays_unmounted(instance: Instance) -> None:
     volume = instance.attach("a")
     await instance.disks.mount("a")
     assert instance.released == []
@@ -521,7 +513,7 @@ async def test_a_disk_that_was_taken_down_stays_down(instance: Instance) -> None
 
 
 @each_way
-async def test_a_user_of_the_disk_is_named_and_left_alone(instance: Instance) -> None:
+async def test_unmount_names_a_process_that_uses_the_disk_and_leaves_it_running(instance: Instance) -> None:
     await instance.mount("a")
     instance.write("file", "x")
 
@@ -535,7 +527,7 @@ async def test_a_user_of_the_disk_is_named_and_left_alone(instance: Instance) ->
 
 
 @each_way
-async def test_a_user_that_leaves_is_waited_for(instance: Instance) -> None:
+async def test_unmount_waits_for_processes_to_release_the_disk(instance: Instance) -> None:
     instance.timeouts = msgspec.structs.replace(instance.timeouts, use=60.0)
     await instance.mount("a")
     instance.write("file", "x")
@@ -549,8 +541,8 @@ async def test_a_user_that_leaves_is_waited_for(instance: Instance) -> None:
 
 
 @each_way
-async def test_a_process_of_a_job_is_ended(instance: Instance) -> None:
-    """And the disk is looked at again, however long that took."""
+async def test_unmount_ends_processes_of_jobs(instance: Instance) -> None:
+    """The disk is checked again afterwards, however long that took."""
     await instance.mount("a")
     instance.write("file", "x")
     instance.timeouts = msgspec.structs.replace(instance.timeouts, use=0.0)
@@ -562,8 +554,8 @@ async def test_a_process_of_a_job_is_ended(instance: Instance) -> None:
 
 
 @each_way
-async def test_processes_of_a_job_are_ended_at_once(instance: Instance) -> None:
-    """Each has its grace, which they take together: one after the other would hold the request for minutes."""
+async def test_unmount_ends_processes_of_a_job_in_parallel(instance: Instance) -> None:
+    """Each has its grace period. One after the other, they would hold the request for minutes."""
     instance.timeouts = msgspec.structs.replace(instance.timeouts, grace=60.0)
     instance.start_agent()
     await instance.mount("a")
@@ -593,8 +585,8 @@ async def test_processes_of_a_job_are_ended_at_once(instance: Instance) -> None:
 
 
 @each_way
-async def test_disks_return_in_a_recreated_container(instance: Instance) -> None:
-    """By ``list_disk`` too, which mounts missing disks."""
+async def test_disks_are_mounted_again_in_a_recreated_container(instance: Instance) -> None:
+    """``list_disk`` mounts missing disks too."""
     await instance.mount("a", "b")
     instance.write("data", "precious")
     instance.remake_container()
@@ -611,7 +603,7 @@ async def test_disks_return_in_a_recreated_container(instance: Instance) -> None
 
 
 @by("links")
-async def test_jobs_must_not_start_without_their_disk(instance: Instance) -> None:
+async def test_jobs_do_not_start_without_their_disk(instance: Instance) -> None:
     await instance.mount("a")
     instance.remake_container()
     instance.write("in the way", "x")
@@ -635,7 +627,7 @@ async def test_list_disk_answers_after_an_unexpected_error(instance: Instance, m
 
 
 @by("links")
-async def test_a_disk_that_is_gone_is_a_problem(instance: Instance) -> None:
+async def test_missing_disk_is_reported_as_a_problem(instance: Instance) -> None:
     await instance.mount("a")
     instance.volume("a").rename(instance.scratch / "elsewhere")
 
@@ -644,8 +636,8 @@ async def test_a_disk_that_is_gone_is_a_problem(instance: Instance) -> None:
 
 
 @each_way
-async def test_a_disk_of_another_instance_waits_for_the_director(instance: Instance) -> None:
-    """At mount_disk of a new machine the Director has not yet told the id, with which the disk is marked later."""
+async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance: Instance) -> None:
+    """When a new machine mounts it, the Director has not sent the instance id with which the disk is marked later."""
     await instance.mount("a")
     instance.id = "i-2"
     await instance.disks.list()
@@ -663,7 +655,7 @@ async def test_a_disk_of_another_instance_waits_for_the_director(instance: Insta
 
 
 @each_way
-async def test_the_director_decides_between_two_claims(instance: Instance) -> None:
+async def test_director_decides_between_two_disks_that_claim_the_store(instance: Instance) -> None:
     for cid in "ab":
         markers.write(instance.attach(cid), Marker(cid, "store"))
 
@@ -677,8 +669,8 @@ async def test_the_director_decides_between_two_claims(instance: Instance) -> No
 
 
 @each_way
-async def test_a_disk_of_an_older_agent_is_taken_over(instance: Instance) -> None:
-    """It wrote managed_disk_settings.json and no marker. Its link or mount may be there or not."""
+async def test_disk_of_an_older_agent_is_adopted(instance: Instance) -> None:
+    """That agent wrote managed_disk_settings.json and no marker. Its link or mount may exist or not."""
     instance.attach("a")
     instance.paths.managed_disk.write_text("a")
 
@@ -687,8 +679,8 @@ async def test_a_disk_of_an_older_agent_is_taken_over(instance: Instance) -> Non
 
 
 @each_way
-async def test_a_resize_of_an_older_agent_is_taken_over(instance: Instance) -> None:
-    """It names the new disk as the managed one before anything is copied (platform/linux_platform.go)."""
+async def test_resize_begun_by_an_older_agent_is_adopted(instance: Instance) -> None:
+    """That agent records the new disk as the managed one before anything is copied (platform/linux_platform.go)."""
     instance.attach("a")
     instance.attach("b")
     instance.paths.store.rmdir()
@@ -702,8 +694,8 @@ async def test_a_resize_of_an_older_agent_is_taken_over(instance: Instance) -> N
 
 
 @each_way
-async def test_the_unmarked_disk_with_files_is_the_former_one(instance: Instance) -> None:
-    """A CPI created the container again to attach the second disk, under an agent without markers."""
+async def test_unmarked_disk_with_files_is_taken_for_the_former_one(instance: Instance) -> None:
+    """A CPI recreated the container to attach the second disk, under an agent without markers."""
     (instance.attach("a") / "data").write_text("precious")
     (instance.attach("b") / "lost+found").mkdir()
 
@@ -716,7 +708,7 @@ async def test_the_unmarked_disk_with_files_is_the_former_one(instance: Instance
 
 @each_way
 @pytest.mark.parametrize("why", ["both have files", "it has a name"])
-async def test_no_former_disk_is_guessed(instance: Instance, why: str) -> None:
+async def test_ambiguous_former_disk_is_not_guessed(instance: Instance, why: str) -> None:
     for cid in "ab" if why == "both have files" else "a":
         (instance.attach(cid) / "data").write_text(cid)
     instance.attach("b")
@@ -746,8 +738,8 @@ async def resizing(instance: Instance) -> dict[str, object]:
 
 @pytest.mark.parametrize("cids", [("a", "b"), ()])
 @each_way
-async def test_a_migration_moves_everything_once(instance: Instance, cids: tuple[str, ...]) -> None:
-    """A CLI may name no disk. A finished migration is not done again or taken for another, and another may follow."""
+async def test_migration_moves_all_files_once(instance: Instance, cids: tuple[str, ...]) -> None:
+    """A CLI may name no disk. A finished migration is not repeated or mistaken for another, and another may follow."""
     wanted = await resizing(instance)
 
     await instance.disks.migrate(*cids)
@@ -777,7 +769,7 @@ async def test_a_migration_moves_everything_once(instance: Instance, cids: tuple
 
 
 @each_way
-async def test_a_migration_needs_the_mounted_disks_and_no_files(instance: Instance) -> None:
+async def test_migration_requires_both_disks_to_be_mounted(instance: Instance) -> None:
     instance.attach("a")
     instance.attach("b")
     with pytest.raises(ActionError, match=f"^no disk is on {instance.paths.store}$"):
@@ -795,7 +787,7 @@ async def test_a_migration_needs_the_mounted_disks_and_no_files(instance: Instan
 
 
 @each_way
-async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
+async def test_migration_does_not_copy_an_empty_disk_over_a_full_one(instance: Instance) -> None:
     await instance.mount("a")
     (instance.attach("b") / "data").write_text("precious")
     await instance.disks.mount("b")
@@ -813,7 +805,7 @@ async def test_nothing_is_not_copied_over_something(instance: Instance) -> None:
 
 
 @each_way
-async def test_a_failed_copy_leaves_the_old_disk_on_the_store_and_goes_on_later(instance: Instance) -> None:
+async def test_failed_migration_copy_keeps_the_old_disk_and_resumes_later(instance: Instance) -> None:
     wanted = await resizing(instance)
 
     async def cut_off(source: Path, target: Path, report: Callable[[protocol.Progress], None]) -> list[str]:
@@ -835,7 +827,7 @@ async def test_a_failed_copy_leaves_the_old_disk_on_the_store_and_goes_on_later(
 
 @each_way
 @pytest.mark.parametrize("step", [(markers, "write"), (volumes, "show")])
-async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
+async def test_failed_disk_swap_keeps_the_old_disk_on_the_store(
     instance: Instance, monkeypatch: pytest.MonkeyPatch, step: tuple[Any, str]
 ) -> None:
     wanted = await resizing(instance)
@@ -859,7 +851,7 @@ async def test_a_failed_swap_leaves_the_old_disk_on_the_store(
 
 
 @each_way
-async def test_a_worker_copies_by_default_and_reports_its_progress(instance: Instance) -> None:
+async def test_migration_copies_in_a_worker_and_reports_progress(instance: Instance) -> None:
     seen: list[protocol.Progress] = []
 
     async def copy(source: Path, target: Path, _: object) -> list[str]:
@@ -879,7 +871,7 @@ async def test_a_worker_copies_by_default_and_reports_its_progress(instance: Ins
 
 
 @each_way
-async def test_an_unfinished_copy_is_not_used_as_a_disk_and_goes_on_where_it_was(instance: Instance) -> None:
+async def test_unfinished_disk_copy_is_not_used_and_is_resumed(instance: Instance) -> None:
     """The resize failed. The Director may also have detached the new disk and attached it elsewhere."""
     wanted = await resizing(instance)
     markers.write(instance.volume("b"), Marker("b", "target", source="a", generation=1))
@@ -898,7 +890,7 @@ async def test_an_unfinished_copy_is_not_used_as_a_disk_and_goes_on_where_it_was
 
 
 @each_way
-async def test_nobody_may_use_the_disk_that_is_copied(instance: Instance) -> None:
+async def test_migration_refuses_while_a_process_uses_the_disk(instance: Instance) -> None:
     await resizing(instance)
     instance.write("file", "x")
     with holding(instance.paths.store), pytest.raises(ActionError, match="is in use: pid"):
@@ -918,7 +910,9 @@ async def test_nobody_may_use_the_disk_that_is_copied(instance: Instance) -> Non
 
 
 @each_way
-async def test_other_requests_are_refused_during_a_copy(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disk_requests_are_refused_during_a_migration(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await resizing(instance)
     going, go = asyncio.Event(), asyncio.Event()
 
@@ -946,7 +940,7 @@ async def test_other_requests_are_refused_during_a_copy(instance: Instance, monk
 
 
 @each_way
-async def test_losses_of_a_migration_are_logged(instance: Instance, caplog: pytest.LogCaptureFixture) -> None:
+async def test_migration_logs_what_it_could_not_copy(instance: Instance, caplog: pytest.LogCaptureFixture) -> None:
     await resizing(instance)
 
     async def copy(source: Path, target: Path, report: object) -> list[str]:
@@ -962,10 +956,10 @@ async def test_losses_of_a_migration_are_logged(instance: Instance, caplog: pyte
 @pytest.mark.parametrize("restart", [Instance.start_agent, Instance.remake_container])
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
 @each_way
-async def test_a_migration_killed_at_any_step_goes_on(
+async def test_migration_killed_at_any_step_is_completed(
     instance: Instance, step: int, restart: Callable[[Instance], None]
 ) -> None:
-    """Afterwards one of the two is on the store, whole; and migrated again the new one is."""
+    """Afterwards one of the two disks is on the store, whole. After another migration the new one is."""
     wanted = await resizing(instance)
     assert await migrate_until(step, instance) or step < MORE_THAN_ALL - 1
     restart(instance)
@@ -987,8 +981,8 @@ async def test_a_migration_killed_at_any_step_goes_on(
 
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
 @each_way
-async def test_a_migration_back_killed_at_any_step_goes_on(instance: Instance, step: int) -> None:
-    """Then each disk is marked as a copy of the other."""
+async def test_reverse_migration_killed_at_any_step_is_completed(instance: Instance, step: int) -> None:
+    """Each disk is then marked as a copy of the other."""
     await resizing(instance)
     await instance.disks.migrate("a", "b")
     instance.write("newer", "than the copy was")
@@ -1012,7 +1006,7 @@ async def test_a_migration_back_killed_at_any_step_goes_on(instance: Instance, s
 
 
 @each_way
-async def test_associated_disks_are_linked_and_listed_and_unmounted_by_removing_their_link(instance: Instance) -> None:
+async def test_associated_disks_are_linked_listed_and_unlinked(instance: Instance) -> None:
     wanted = [DiskAssociation("data", "b"), DiskAssociation("backup", "a")]
     for cid in "ab":
         instance.attach(cid)
@@ -1030,7 +1024,7 @@ async def test_associated_disks_are_linked_and_listed_and_unmounted_by_removing_
 
 
 @each_way
-async def test_association_links_come_back(instance: Instance) -> None:
+async def test_disk_association_links_are_restored(instance: Instance) -> None:
     instance.attach("a")
     instance.persistent["late"] = "/does/not/exist"
     wanted = [DiskAssociation("x", "gone"), DiskAssociation("y", "late"), DiskAssociation("data", "a")]
@@ -1043,7 +1037,7 @@ async def test_association_links_come_back(instance: Instance) -> None:
 
 
 @each_way
-async def test_an_association_may_name_a_device(instance: Instance) -> None:
+async def test_disk_association_may_name_a_device(instance: Instance) -> None:
     instance.persistent["a"] = {"path": "/dev/null"}
 
     await instance.disks.associate([DiskAssociation("raw", "a")])
@@ -1063,7 +1057,7 @@ async def test_an_association_may_name_a_device(instance: Instance) -> None:
     ],
 )
 @each_way
-async def test_an_impossible_association_is_named(instance: Instance, wanted: DiskAssociation, text: str) -> None:
+async def test_invalid_disk_association_is_named(instance: Instance, wanted: DiskAssociation, text: str) -> None:
     instance.attach("a")
     instance.persistent["late"] = "/does/not/exist"
 
@@ -1073,7 +1067,7 @@ async def test_an_impossible_association_is_named(instance: Instance, wanted: Di
 
 @each_way
 async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: Instance) -> None:
-    """The CPI may attach one after the request."""
+    """The CPI may attach a disk after the request."""
     instance.paths.dynamic_disks.mkdir()
     link = instance.paths.dynamic_disks / "a"
     instance.disks.timeouts = PATIENT
@@ -1096,7 +1090,7 @@ async def test_dynamic_disks_are_waited_for_linked_and_unlinked(instance: Instan
 
 @pytest.mark.parametrize(("hint", "why"), [("/does/not/exist", "there is no /does/not/exist"), (None, "the CPI has")])
 @each_way
-async def test_a_dynamic_disk_that_does_not_come_is_an_error(instance: Instance, hint: str | None, why: str) -> None:
+async def test_dynamic_disk_that_does_not_appear_is_an_error(instance: Instance, hint: str | None, why: str) -> None:
     with pytest.raises(ActionError, match=f"^Timed out resolving device path for d: {why}"):
         await instance.disks.add_dynamic("d", hint)
     with pytest.raises(ActionError, match="cannot use"):

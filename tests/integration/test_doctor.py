@@ -42,8 +42,8 @@ def settled(base: Path, url: str, certificate: str, ca: str = "x", private_key: 
     (base / "bosh/settings.json").write_text(json.dumps(settings))
 
 
-def test_everything_is_looked_at_and_nothing_is_left(tmp_path: Path) -> None:
-    """The exit code says whether something is wrong. A check that breaks would say that it cannot look."""
+def test_doctor_checks_everything_and_leaves_no_files(tmp_path: Path) -> None:
+    """The exit code says whether something is wrong. A check that broke would report that it cannot look."""
     (tmp_path / "data").mkdir()
     before = sorted(tmp_path.rglob("*"))
 
@@ -59,7 +59,7 @@ def test_everything_is_looked_at_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Attribute's length")
-def test_a_bus_that_refuses_an_expired_certificate_and_a_lost_address_are_reported(tmp_path: Path) -> None:
+def test_doctor_reports_an_expired_certificate_and_a_lost_address(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as once:
         port = once.getsockname()[1]
     settled(tmp_path, f"nats://127.0.0.1:{port}", pki.Authority().agent("a1", valid=pki.EXPIRED).certificate)
@@ -72,8 +72,8 @@ def test_a_bus_that_refuses_an_expired_certificate_and_a_lost_address_are_report
     assert finding(report, "addresses")["found"] == "no interface has 198.51.100.77 (network default of the settings)"
 
 
-async def test_a_bus_that_answers_is_fine_and_logs_no_broken_connection(tmp_path: Path) -> None:
-    """The handshake is completed, without a connection to the bus afterwards."""
+async def test_doctor_probes_the_bus_without_a_log_line_on_its_server(tmp_path: Path) -> None:
+    """The handshake is completed, and no connection to the bus follows."""
     async with NatsServer(tmp_path / "bus") as server:
         cert = server.mbus("a1")
         settled(tmp_path, server.url, cert.certificate, ca=cert.ca, private_key=cert.private_key)
@@ -84,7 +84,7 @@ async def test_a_bus_that_answers_is_fine_and_logs_no_broken_connection(tmp_path
     assert "[ERR]" not in server.log.read_text()
 
 
-def test_a_port_that_somebody_else_has_is_wrong(tmp_path: Path) -> None:
+def test_doctor_reports_a_port_used_by_another_process(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = tmp_path / "agent.json"
@@ -96,7 +96,7 @@ def test_a_port_that_somebody_else_has_is_wrong(tmp_path: Path) -> None:
     assert finding(report, f"port {port}")["found"] == "metrics and probes: another program listens there"
 
 
-def test_a_configuration_that_was_named_and_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_doctor_reports_a_missing_configuration_file(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "agent_shim.cli", "doctor", "-b", str(tmp_path), "-C", str(tmp_path / "none")]
     done = subprocess.run(argv, capture_output=True, timeout=60, check=False, env=dict(os.environ))
 
@@ -124,7 +124,7 @@ def test_a_configuration_that_was_named_and_is_not_there_is_an_error(tmp_path: P
         "\ud800nats://user:CANARY@127.0.0.1:1",
     ],
 )
-def test_addresses_that_are_none_show_no_secret_and_give_no_orders(
+def test_doctor_shows_no_secrets_or_control_characters_of_bad_addresses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
 ) -> None:
     settled(tmp_path, url, "none")

@@ -89,8 +89,10 @@ def run(words: tuple[str, ...], locale: Mapping[str, str], *, on_pty: bool = Fal
 @pytest.mark.parametrize(
     ("locale", "on_pty"), [(LATIN, False), (LATIN, True), (ASCII, False)], ids=["pipe", "terminal", "ascii"]
 )
-async def test_commands_show_what_the_encoding_lacks(place: Place, locale: Mapping[str, str], *, on_pty: bool) -> None:
-    """The missing characters appear as their numbers. The exit code is that of the command, not of an error."""
+async def test_commands_escape_characters_that_the_encoding_lacks(
+    place: Place, locale: Mapping[str, str], *, on_pty: bool
+) -> None:
+    """The exit code is that of the command, not of an encoding error."""
     status = ("agent-shim", "status", "-b", str(place.paths.base))
     await until(lambda: b"start program exited" in run(status, locale)[1])
     pages = {}

@@ -16,8 +16,8 @@ from agent_shim.services.disks.markers import Marker
 from tools.bench.world import AGENT, World
 
 
-async def test_jobs_run_on_and_are_described_to_monit_there_and_back_again(instance: World) -> None:
-    """State that the Go agent keeps itself stays as it is. Ours alone is gone.
+async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance: World) -> None:
+    """State that the Go agent keeps itself is unchanged. Only state of this agent is removed.
 
     After a handback the next agent of ours takes over as from the Go agent: none is started a second time.
     """
@@ -50,7 +50,7 @@ async def test_jobs_run_on_and_are_described_to_monit_there_and_back_again(insta
 
 
 @pytest.mark.slow
-async def test_stopped_jobs_are_not_described(instance: World) -> None:
+async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: World) -> None:
     """monit would start them. The Director still sees that they are stopped."""
     await instance.deploy(2, 1)
     await instance.director.run(AGENT, "stop")
@@ -67,8 +67,8 @@ async def test_stopped_jobs_are_not_described(instance: World) -> None:
 
 
 @pytest.mark.slow
-async def test_processes_that_monit_would_start_are_reported(instance: World) -> None:
-    """Processes that died meanwhile, and those that it would take for dead.
+async def test_handback_reports_processes_that_monit_would_start(instance: World) -> None:
+    """Such processes died meanwhile, or monit would take them for dead.
 
     While the agent runs, a handback is refused: it would go on as if nothing had happened.
     """
@@ -93,8 +93,8 @@ async def test_processes_that_monit_would_start_are_reported(instance: World) ->
 
 
 @pytest.mark.slow
-async def test_fresh_machine_and_second_time(instance: World) -> None:
-    """Nothing to do is no failure, and a machine without an agent stays as it is."""
+async def test_handback_is_repeatable_and_changes_no_machine_without_an_agent(instance: World) -> None:
+    """If there is nothing to do, that is no failure."""
     instance.base.mkdir(exist_ok=True)
     before = sorted(instance.base.iterdir())
 
@@ -107,8 +107,8 @@ async def test_fresh_machine_and_second_time(instance: World) -> None:
         assert (status, "no jobs were supervised" in output) == (0, True)
 
 
-def test_marks_on_disks_are_removed(tmp_path: Path) -> None:
-    """The Go agent would copy them from disk to disk; which one is the store it keeps in a file of its own."""
+def test_handback_removes_disk_markers(tmp_path: Path) -> None:
+    """The Go agent would copy them from disk to disk. It records in a file which disk is the store."""
     paths = Paths(tmp_path / "vcap")
     paths.bosh.mkdir(parents=True)
     store, other = tmp_path / "disk-1", tmp_path / "disk-2"
@@ -132,8 +132,8 @@ def test_marks_on_disks_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "what"), [("supervisor_state", "jobs are"), ("settings_cache", "disks are")])
-def test_nothing_is_removed_if_jobs_or_disks_are_not_known(tmp_path: Path, name: str, what: str) -> None:
-    """A damaged file counted as none: the backup was removed, and marks stayed on the disks."""
+def test_handback_removes_nothing_if_jobs_or_disks_are_unknown(tmp_path: Path, name: str, what: str) -> None:
+    """When a damaged file counted as empty, the backup was removed and markers stayed on the disks."""
     paths = Paths(tmp_path / "vcap")
     paths.bosh.mkdir(parents=True)
     paths.mirror.mkdir(parents=True)
@@ -149,8 +149,8 @@ def test_nothing_is_removed_if_jobs_or_disks_are_not_known(tmp_path: Path, name:
     assert all(path.exists() for path in kept)
 
 
-def test_former_state_of_other_agents_goes_too(tmp_path: Path) -> None:
-    """It may contain secrets, and has no owner any longer."""
+def test_handback_removes_state_of_former_agents(tmp_path: Path) -> None:
+    """It may contain secrets, and no agent owns it any more."""
     paths = Paths(tmp_path / "vcap")
     (paths.mirror / state_backup.SET_ASIDE / "a-0").mkdir(parents=True)
     (paths.mirror / state_backup.SET_ASIDE / "a-0/update_settings.json").write_text("secret")

@@ -16,8 +16,8 @@ from tests.support.bus import connected, on_bus
 from tests.support.waiting import until
 
 
-async def test_every_link_begins_with_them(tmp_path: Path) -> None:
-    """The Health Monitor hears of the agent as soon as it is let in, and of what happened while it was not."""
+async def test_heartbeat_and_pending_alerts_are_sent_on_each_connection(tmp_path: Path) -> None:
+    """The Health Monitor hears of the agent as soon as it is admitted, and of events while it was not connected."""
     async with NatsServer(tmp_path) as server:
 
         async def send(message: bytes) -> None:

@@ -62,8 +62,8 @@ LENGTHS = {
 
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
-async def test_a_body_that_would_be_too_large_is_refused_at_its_head(where: Where, length: bytes) -> None:
-    """However its length is written, and whatever of it comes."""
+async def test_http_body_too_large_is_rejected_by_its_headers(where: Where, length: bytes) -> None:
+    """This holds for every form of its length, however much of the body arrives."""
     answer = await ask(where, b"POST / HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n")
 
     assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
@@ -82,8 +82,8 @@ BEGINNINGS = {
 
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
-async def test_no_connection_makes_us_keep_more_than_a_request(where: Where, beginning: bytes) -> None:
-    """Fifty megabytes after any beginning: the connection ends, and memory does not grow by as much."""
+async def test_endless_http_request_is_cut_off_without_using_memory(where: Where, beginning: bytes) -> None:
+    """After any beginning, fifty megabytes follow. The connection is closed, and memory grows by less than that."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, writer = await asyncio.open_connection(*where)
 
@@ -125,7 +125,7 @@ AMBIGUOUS = {
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
 @pytest.mark.parametrize("headers", AMBIGUOUS.values(), ids=AMBIGUOUS)
-async def test_ambiguous_requests_are_refused(where: Where, heard: list[Request], headers: bytes) -> None:
+async def test_ambiguous_http_requests_are_rejected(where: Where, heard: list[Request], headers: bytes) -> None:
     answer = await ask(where, b"POST /web HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n0\r\n\r\n")
 
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -136,13 +136,13 @@ async def test_ambiguous_requests_are_refused(where: Where, heard: list[Request]
 @pytest.mark.parametrize(
     "line", [b"GET / HTTP/0.9", b"GET / HTTP/2.0", b"GET / HTTP/1.2", b"GET /\0 HTTP/1.1", b"GET /"]
 )
-async def test_another_protocol_is_refused(where: Where, heard: list[Request], line: bytes) -> None:
+async def test_http_server_rejects_other_protocols(where: Where, heard: list[Request], line: bytes) -> None:
     assert (await ask(where, line + b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
     assert heard == []
 
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
-async def test_a_second_request_on_a_connection_is_not_heard(where: Where, heard: list[Request]) -> None:
+async def test_second_http_request_on_a_connection_is_ignored(where: Where, heard: list[Request]) -> None:
     answer = await ask(where, b"GET /1 HTTP/1.1\r\n\r\nPOST /2 HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
 
     assert [(request.method, request.target) for request in heard] == [("GET", "/1")]
@@ -151,7 +151,7 @@ async def test_a_second_request_on_a_connection_is_not_heard(where: Where, heard
 
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
-async def test_what_follows_a_request_does_not_change_its_method_or_version(where: Where, heard: list[Request]) -> None:
+async def test_bytes_after_an_http_request_do_not_change_it(where: Where, heard: list[Request]) -> None:
     for follows in (b"HEAD /2 HTTP/1.1\r\n\r\n", b"DELETE /2 HTTP/1.1\r\n\r\n", b"GET /2 HTTP/0.9\r\n\r\n"):
         answer = await ask(where, b"POST /1 HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody" + follows)
 
@@ -169,7 +169,7 @@ async def test_what_follows_a_request_does_not_change_its_method_or_version(wher
         b"POST /a?b HTTP/1.0\r\nX-Y: 1\r\nx-y: 2\r\nContent-Length: 004\r\n\r\nbody",
     ],
 )
-async def test_a_request_is_the_same_in_one_piece_and_byte_by_byte(
+async def test_http_request_parses_the_same_in_one_piece_or_byte_by_byte(
     where: Where, heard: list[Request], request_: bytes
 ) -> None:
     whole = await ask(where, request_)
@@ -186,8 +186,8 @@ async def test_a_request_is_the_same_in_one_piece_and_byte_by_byte(
 
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
-async def test_a_caller_is_heard_though_more_than_there_is_room_for_come_behind_it(where: Where) -> None:
-    """All wait in the kernel when the loop turns."""
+async def test_http_request_is_answered_before_later_excess_connections(where: Where) -> None:
+    """All of them wait in the kernel when the event loop runs."""
     with socket.create_connection(where) as probe, ExitStack() as crowd:
         probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
         for _ in range(http_server.MAX_CONNECTIONS + 20):
@@ -196,7 +196,7 @@ async def test_a_caller_is_heard_though_more_than_there_is_room_for_come_behind_
 
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
-async def test_idle_connections_of_one_address_do_not_close_those_of_another(where: Where) -> None:
+async def test_idle_http_connections_do_not_evict_those_of_another_address(where: Where) -> None:
     reader, writer = await asyncio.open_connection(*where)
     async with AsyncExitStack() as crowd:
         for _ in range(2 * http_server.MAX_CONNECTIONS):
@@ -207,7 +207,7 @@ async def test_idle_connections_of_one_address_do_not_close_those_of_another(whe
     writer.close()
 
 
-async def test_callers_that_have_gone_take_no_room(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_http_connections_free_their_places(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 60.0)
     reader, writer = await asyncio.open_connection(*where)
     for _ in range(http_server.MAX_CONNECTIONS):
@@ -218,8 +218,8 @@ async def test_callers_that_have_gone_take_no_room(where: Where, monkeypatch: py
 
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
-async def test_a_trailer_is_not_read_as_a_header(where: Where, heard: list[Request]) -> None:
-    """A proxy may have looked for a password in the head alone."""
+async def test_http_trailer_is_not_read_as_a_header(where: Where, heard: list[Request]) -> None:
+    """A proxy may have looked for a password only in the head."""
     head = b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
     assert (await ask(where, head + b"0\r\nAuthorization: Basic eDp4\r\nHost: b\r\n\r\n")).startswith(b"HTTP/1.1 200 ")

@@ -84,7 +84,7 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
 # --- clients that go --------------------------------------------------------------------------------------------------
 
 
-async def test_a_started_action_is_finished_after_the_client_has_left(bus: HttpsBus, agent: Agent) -> None:
+async def test_https_action_finishes_after_its_client_disconnects(bus: HttpsBus, agent: Agent) -> None:
     async with Cli(bus.port).connected() as (_, writer):
         writer.write(request("start"))
         await agent.begun.wait()
@@ -97,7 +97,7 @@ async def test_a_started_action_is_finished_after_the_client_has_left(bus: Https
 
 
 @pytest.mark.parametrize("sent", [0, 100, 300_000])
-async def test_half_an_upload_leaves_no_file(bus: HttpsBus, tmp_path: Path, sent: int) -> None:
+async def test_interrupted_https_upload_leaves_no_file(bus: HttpsBus, tmp_path: Path, sent: int) -> None:
     cli = Cli(bus.port)
     await cli.put_blob("one", b"old")
     async with cli.connected() as (_, writer):
@@ -108,8 +108,8 @@ async def test_half_an_upload_leaves_no_file(bus: HttpsBus, tmp_path: Path, sent
     assert (tmp_path / "one").read_bytes() == b"old"
 
 
-async def test_drain_waits_for_answers_which_leave_before_the_bus_ends(agent: Agent, tmp_path: Path) -> None:
-    """It returns at once without requests in progress."""
+async def test_https_drain_waits_until_answers_are_sent(agent: Agent, tmp_path: Path) -> None:
+    """Without requests in progress it returns at once."""
     async with AsyncExitStack() as stack:
         async with on_https(agent.handle, tmp_path) as bus:
             await bus.drain(60)
@@ -127,7 +127,7 @@ async def test_drain_waits_for_answers_which_leave_before_the_bus_ends(agent: Ag
         assert (await read_answer(reader)).status == 200
 
 
-async def test_the_end_closes_each_connection(agent: Agent, tmp_path: Path) -> None:
+async def test_https_shutdown_closes_all_connections(agent: Agent, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus:
             reader, writer = await stack.enter_async_context(Cli(bus.port).connected())
@@ -141,7 +141,7 @@ async def test_the_end_closes_each_connection(agent: Agent, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /ag", head("GET", "/", 0, "")])
-async def test_connection_without_a_request_is_closed(hasty: HttpsBus, said: bytes) -> None:
+async def test_https_connection_without_a_request_is_closed(hasty: HttpsBus, said: bytes) -> None:
     async with Cli(hasty.port).connected() as (reader, writer):
         writer.write(said)
 
@@ -156,7 +156,7 @@ async def test_connection_without_a_request_is_closed(hasty: HttpsBus, said: byt
     ],
     ids=["request", "upload"],
 )
-async def test_body_that_stalls_is_refused_and_undone(
+async def test_stalled_https_upload_is_rejected_and_removed(
     hasty: HttpsBus, tmp_path: Path, begun: bytes, status: int, said: bytes | None
 ) -> None:
     async with Cli(hasty.port).connected() as (reader, writer):
@@ -168,7 +168,7 @@ async def test_body_that_stalls_is_refused_and_undone(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_client_that_takes_nothing_is_dropped(hasty: HttpsBus, tmp_path: Path) -> None:
+async def test_https_client_that_reads_nothing_is_disconnected(hasty: HttpsBus, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(64 * 1024 * 1024))
     async with Cli(hasty.port).connected() as (reader, writer):
         writer.write(head("GET", dav_path("big"), 0, basic()))
@@ -182,8 +182,8 @@ async def test_client_that_takes_nothing_is_dropped(hasty: HttpsBus, tmp_path: P
     assert await Cli(hasty.port).value("ping") == "ping"
 
 
-async def test_connections_and_requests_that_have_ended_are_forgotten(bus: HttpsBus) -> None:
-    """The CLI polls every second, each time on another one."""
+async def test_finished_https_connections_and_requests_are_forgotten(bus: HttpsBus) -> None:
+    """The CLI polls every second, each time on a new connection."""
     for _ in range(30):
         assert await Cli(bus.port).value("ping") == "ping"
 
@@ -194,8 +194,8 @@ async def test_connections_and_requests_that_have_ended_are_forgotten(bus: Https
     await until(lambda: kept() < 20)
 
 
-async def test_bodies_that_reach_their_bounds_are_taken(hasty: HttpsBus, tmp_path: Path) -> None:
-    """With their length, and in chunks without one."""
+async def test_https_bodies_of_maximum_size_are_accepted(hasty: HttpsBus, tmp_path: Path) -> None:
+    """They come with a length, or in chunks without one."""
     cli, body = Cli(hasty.port), request("ping").partition(b"\r\n\r\n")[2].ljust(1000)
 
     assert (await cli.send("POST", "/agent", body)).status == 200
@@ -207,8 +207,8 @@ async def test_bodies_that_reach_their_bounds_are_taken(hasty: HttpsBus, tmp_pat
         assert (await read_answer(reader)).status == 200
 
 
-async def test_bytes_and_messages_of_the_door_are_counted(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
-    """Requests and answers, for the metrics. None is an error."""
+async def test_https_bytes_and_messages_are_counted(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
+    """The metrics count requests and answers. None is an error."""
     body = b'{"method": "ping"}'
     await Cli(bus.port).send("POST", "/agent", body)
 
@@ -219,8 +219,8 @@ async def test_bytes_and_messages_of_the_door_are_counted(bus: HttpsBus, caplog:
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-async def test_the_end_waits_for_no_action(agent: Agent, tmp_path: Path) -> None:
-    """Its caller has gone or goes now. The action ends with the agent."""
+async def test_https_shutdown_cancels_running_actions(agent: Agent, tmp_path: Path) -> None:
+    """The caller has disconnected or is disconnected now, so the action ends with the agent."""
     async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus, Cli(bus.port).connected() as (_, writer):
         writer.write(request("start"))
         await agent.begun.wait()
@@ -228,7 +228,7 @@ async def test_the_end_waits_for_no_action(agent: Agent, tmp_path: Path) -> None
     assert agent.ended.get_nowait() == "cancelled"
 
 
-async def test_too_large_bodies_are_refused(hasty: HttpsBus, tmp_path: Path) -> None:
+async def test_https_bodies_above_the_limit_are_rejected(hasty: HttpsBus, tmp_path: Path) -> None:
     cli = Cli(hasty.port)
 
     assert (await cli.send("POST", "/agent", bytes(1001))).status == 413
@@ -245,8 +245,11 @@ async def test_too_large_bodies_are_refused(hasty: HttpsBus, tmp_path: Path) -> 
     assert await cli.value("ping") == "ping"
 
 
-async def test_requests_beyond_64_mib_get_503_and_later_ones_are_answered(agent: Agent, tmp_path: Path) -> None:
-    """Each connection held a body of 16 MiB: two gigabytes of one caller with the password."""
+async def test_https_requests_beyond_64_mib_in_total_get_503(agent: Agent, tmp_path: Path) -> None:
+    """Later ones are answered.
+
+    Each connection held a body of 16 MiB, so one caller with the password could use two gigabytes.
+    """
     async with on_https(agent.handle, tmp_path, requests=3000) as bus, AsyncExitStack() as stack:
         cli = Cli(bus.port)
         for _ in range(2):
@@ -265,7 +268,7 @@ async def test_requests_beyond_64_mib_get_503_and_later_ones_are_answered(agent:
 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
-async def test_strangers_do_not_take_the_place_of_who_knows_the_password(agent: Agent, tmp_path: Path) -> None:
+async def test_unauthenticated_https_connections_do_not_evict_authenticated_ones(agent: Agent, tmp_path: Path) -> None:
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         cli = Cli(bus.port)
         reader, writer = await stack.enter_async_context(cli.connected())
@@ -281,10 +284,13 @@ async def test_strangers_do_not_take_the_place_of_who_knows_the_password(agent: 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize("begins_tls", [False, True])
-async def test_full_door_drops_the_oldest_stranger_though_it_has_not_even_begun_tls(
+async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
     agent: Agent, tmp_path: Path, begins_tls: bool
 ) -> None:
-    """Connections that say nothing take descriptors of the agent for ten seconds each: they are bounded, too."""
+    """It need not have begun TLS.
+
+    Silent connections hold descriptors of the agent for ten seconds each, so they are bounded, too.
+    """
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         silent = []
         for _ in range(20):
@@ -302,8 +308,8 @@ async def test_full_door_drops_the_oldest_stranger_though_it_has_not_even_begun_
 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
-async def test_strangers_of_one_address_do_not_close_the_handshake_of_another(agent: Agent, tmp_path: Path) -> None:
-    """Twenty connections during one handshake, over a long line."""
+async def test_https_connections_do_not_evict_the_handshake_of_another_address(agent: Agent, tmp_path: Path) -> None:
+    """Twenty connections arrive during one handshake over a slow network."""
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
         for _ in range(20):
@@ -316,8 +322,8 @@ async def test_strangers_of_one_address_do_not_close_the_handshake_of_another(ag
 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
-async def test_a_flood_of_handshakes_keeps_no_other_caller_out(agent: Agent, tmp_path: Path) -> None:
-    """Twice as many strangers as there are places: each makes a handshake and comes again."""
+async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: Agent, tmp_path: Path) -> None:
+    """There are twice as many clients as places. Each makes a handshake and connects again."""
     done = 0
 
     async def stranger(port: int, context: ssl.SSLContext) -> None:
@@ -339,7 +345,7 @@ async def test_a_flood_of_handshakes_keeps_no_other_caller_out(agent: Agent, tmp
             each.cancel()
 
 
-async def test_door_that_is_full_of_callers_with_the_password_lets_nobody_else_in(agent: Agent, tmp_path: Path) -> None:
+async def test_https_server_full_of_authenticated_callers_accepts_no_others(agent: Agent, tmp_path: Path) -> None:
     async with on_https(agent.handle, tmp_path, connections=3) as bus, AsyncExitStack() as stack:
         callers = []
         for _ in range(3):
@@ -363,8 +369,10 @@ async def test_door_that_is_full_of_callers_with_the_password_lets_nobody_else_i
                     await asyncio.sleep(0.05)
 
 
-async def test_blobs_are_counted(hasty: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that came and went whole, and those that did not, for ``/metrics``."""
+async def test_https_blob_transfers_are_counted(
+    hasty: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``/metrics`` counts blobs that came or went whole, and those that did not."""
     transfers = workers.Transfers()
     monkeypatch.setattr(https, "transfers", transfers)
     cli = Cli(hasty.port)
@@ -420,7 +428,9 @@ async def test_invalid_http_or_tls_ends_only_its_connection(hasty: HttpsBus, sai
 
 
 @pytest.mark.attack("a neighbour calls the create-env endpoint without the password")
-async def test_old_tls_is_not_spoken_to_callers(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_https_server_rejects_old_tls_versions(
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that offers only TLS 1.1 is refused, though OpenSSL would accept it.
 
     Without the rule it would speak it.
@@ -449,10 +459,10 @@ async def test_old_tls_is_not_spoken_to_callers(agent: Agent, tmp_path: Path, mo
     [(("PUT", dav_path("one")), b"abc", 201), (("POST", "/agent"), b'{"method":"break"}', 500)],
     ids=["upload", "handler that breaks"],
 )
-async def test_a_client_that_waits_for_100_continue_gets_it_and_then_its_answer(
+async def test_https_client_waiting_for_100_continue_gets_it_and_the_answer(
     bus: HttpsBus, caplog: pytest.LogCaptureFixture, to: tuple[str, str], body: bytes, status: int
 ) -> None:
-    """The word to go on is no answer yet, and a stranger does not get it."""
+    """The interim response is not the answer, and a client without the password does not get it."""
     cli = Cli(bus.port)
     async with cli.connected() as (reader, writer), asyncio.timeout(10):
         writer.write(head(*to, len(body), basic(), Expect="100-continue"))
@@ -469,7 +479,7 @@ async def test_a_client_that_waits_for_100_continue_gets_it_and_then_its_answer(
     assert await cli.value("ping") == "ping"
 
 
-async def test_compressed_request_is_taken_as_it_is(bus: HttpsBus, tmp_path: Path) -> None:
+async def test_compressed_https_request_body_is_not_decoded(bus: HttpsBus, tmp_path: Path) -> None:
     answer = await Cli(bus.port).send("PUT", dav_path("one"), b"no gzip", **{"Content-Encoding": "gzip"})
 
     assert answer.status == 201
@@ -479,10 +489,8 @@ async def test_compressed_request_is_taken_as_it_is(bus: HttpsBus, tmp_path: Pat
 # --- address and certificate ------------------------------------------------------------------------------------------
 
 
-async def test_port_that_is_taken_is_tried_again(
-    agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is logged once, and no longer once the port is free."""
+async def test_https_port_in_use_is_retried(agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The error is logged once, and not again once the port is free."""
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     bus = HttpsBus(mbus(port), agent.handle, tmp_path, bounds=https.Bounds(retry=0.05))
@@ -503,14 +511,14 @@ async def test_port_that_is_taken_is_tried_again(
 
 
 @pytest.mark.attack("a neighbour calls the create-env endpoint without the password")
-async def test_address_without_a_password_lets_nobody_in(agent: Agent, tmp_path: Path) -> None:
+async def test_https_address_without_a_password_admits_nobody(agent: Agent, tmp_path: Path) -> None:
     async with on_https(agent.handle, tmp_path, mbus(urls=("https://127.0.0.1:0",))) as bus:
         for auth in ("", basic("", ""), "Basic "):
             assert (await Cli(bus.port).send("POST", "/agent", b"{}", auth=auth)).status == 401
         assert "has no password" in bus.stats.last_error
 
 
-async def test_new_certificate_serves_new_connections_and_old_ones_go_on(bus: HttpsBus) -> None:
+async def test_new_https_certificate_applies_to_new_connections_only(bus: HttpsBus) -> None:
     other = Authority("other", bits=2048)
     pair = other.server("agent")
     port = bus.port
@@ -526,7 +534,7 @@ async def test_new_certificate_serves_new_connections_and_old_ones_go_on(bus: Ht
         await Cli(port, trusting(authority().ca)).value("ping")
 
 
-async def test_an_unusable_certificate_or_address_keeps_the_old_one(bus: HttpsBus) -> None:
+async def test_unusable_https_certificate_or_address_keeps_the_old_one(bus: HttpsBus) -> None:
     before = bus.mbus
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
 
@@ -550,7 +558,7 @@ async def test_an_unusable_certificate_or_address_keeps_the_old_one(bus: HttpsBu
     ],
     ids=["the port of https", "its own port", "broken"],
 )
-async def test_an_address_that_cannot_be_listened_at_is_reported_without_its_password(
+async def test_unusable_https_address_is_reported_without_its_password(
     agent: Agent, tmp_path: Path, address: str, said: str
 ) -> None:
     bus = HttpsBus(mbus(urls=(f"https://{address}",)), agent.handle, tmp_path)
@@ -580,8 +588,8 @@ async def test_an_address_that_cannot_be_listened_at_is_reported_without_its_pas
     ],
     ids=["headers", "header", "line", "chunk", "trailers", "body", "requests"],
 )
-async def test_what_a_stranger_sends_without_an_end_is_not_kept(bus: HttpsBus, begin: bytes, again: bytes) -> None:
-    """The connection ends, or nothing more is taken of it; it reads none of its answers."""
+async def test_endless_unauthenticated_https_request_is_not_kept(bus: HttpsBus, begin: bytes, again: bytes) -> None:
+    """The client reads no answers. The connection ends, or nothing more is read from it."""
     taken, most = 0, 32_000_000
     async with Cli(bus.port).connected() as (_, writer):
         writer.write(begin)
@@ -601,8 +609,8 @@ async def test_what_a_stranger_sends_without_an_end_is_not_kept(bus: HttpsBus, b
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize(("begin", "again"), [(b"GET /agent HTTP/1.1\r\nX: ", b"a"), (b"", b"\r\n")])
-async def test_stranger_that_sends_a_little_at_a_time_is_dropped(hasty: HttpsBus, begin: bytes, again: bytes) -> None:
-    """Something always comes before the time is over that a whole head has."""
+async def test_slow_unauthenticated_https_client_is_disconnected(hasty: HttpsBus, begin: bytes, again: bytes) -> None:
+    """Some bytes always arrive before the time for a complete head is over."""
     async with Cli(hasty.port).connected() as (reader, writer):
         ended = asyncio.create_task(until_closed(reader))
         writer.write(begin)

@@ -76,7 +76,7 @@ sys.exit(main(argv))
 """The daemon, with a thread that sleeps in ``open`` until the test reads."""
 
 
-async def test_a_daemon_at_rest_is_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGENT_SHIM_LOOP_REPORTS", raising=False)  # its guard brings modules of the tests
     pipe, program = tmp_path / "told", tmp_path / "watched.py"
     program.write_text(_WATCHED)

@@ -107,8 +107,8 @@ async def status(instance: World) -> dict[str, Any]:
     return found
 
 
-async def test_started_jobs_run_again_after_their_pre_start(instance: World) -> None:
-    """Links, files and run directories are back as well, and nothing that the Director compares has changed."""
+async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instance: World) -> None:
+    """Links, files and run directories are restored as well, and nothing that the Director compares has changed."""
     await instance.start_agent()
     files_of = {"job-web": job(instance, "job-web", "sleep 0.2"), "job-worker": job(instance, "job-worker", "true")}
     await deploy(instance, files_of)
@@ -149,8 +149,8 @@ async def test_started_jobs_run_again_after_their_pre_start(instance: World) -> 
 
 
 @pytest.mark.parametrize("was_started", [True, False])
-async def test_stopped_jobs_stay_stopped_until_they_are_started(instance: World, was_started: bool) -> None:
-    """Without pre-start, which the Director runs itself. A start holds however soon the container ends."""
+async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(instance: World, was_started: bool) -> None:
+    """Pre-start does not run, because the Director runs it itself. A start is kept however soon the container ends."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web", "true")}, start=was_started)
     if was_started:
@@ -171,8 +171,8 @@ async def test_stopped_jobs_stay_stopped_until_they_are_started(instance: World,
     await in_state(instance, "running")
 
 
-async def test_agent_that_was_shut_down_stays_idle(instance: World) -> None:
-    """On a new root file system too."""
+async def test_agent_that_was_shut_down_starts_no_jobs(instance: World) -> None:
+    """This holds on a new root file system too."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await instance.director.value(AGENT, "shutdown")
@@ -188,7 +188,7 @@ async def test_agent_that_was_shut_down_stays_idle(instance: World) -> None:
     assert instance.pids() == {}
 
 
-async def test_failed_pre_start_is_tried_again_until_the_director_starts_the_jobs(instance: World) -> None:
+async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(instance: World) -> None:
     """The instance is failing meanwhile, an alert has the reason, and no job runs.
 
     A Director that starts the jobs has run pre-start in its own way.
@@ -223,8 +223,8 @@ async def test_failed_pre_start_is_tried_again_until_the_director_starts_the_job
     assert len(events(instance)) == seen
 
 
-async def test_hanging_pre_start_runs_again_after_a_kill_of_the_agent_and_ends_for_a_stop(instance: World) -> None:
-    """On the same root file system too, where the first run may not have come to its end. The Director goes first."""
+async def test_hanging_pre_start_is_repeated_by_the_next_agent_and_ended_by_a_stop(instance: World) -> None:
+    """The first run may not have finished on the same root file system. A request of the Director takes precedence."""
     hanging, seen = instance.base / "data/hanging", instance.base / "data/seen"
     await instance.start_agent()
     hang = f"echo $$ >{hanging}; test -e {seen} || exec sleep 1000"
@@ -256,8 +256,8 @@ async def test_hanging_pre_start_runs_again_after_a_kill_of_the_agent_and_ends_f
 
 
 @pytest.mark.parametrize("what", ["jobs/job-web", "packages/tool"])
-async def test_missing_files_are_reported_and_start_is_refused(instance: World, what: str) -> None:
-    """A directory in memory, say. The Director's next deployment puts that right."""
+async def test_missing_job_files_are_reported_and_a_start_is_refused(instance: World, what: str) -> None:
+    """The directory may have been in memory. The Director's next deployment repairs that."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -277,7 +277,7 @@ async def test_missing_files_are_reported_and_start_is_refused(instance: World, 
 
 
 async def test_new_container_of_another_agent_starts_empty(instance: World) -> None:
-    """On a used volume: nothing of the former one is started, told, or lost."""
+    """On a used volume, no job of the former agent is started, reported or lost."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -294,8 +294,8 @@ async def test_new_container_of_another_agent_starts_empty(instance: World) -> N
     assert (instance.base / "data/bosh/set_aside/somebody-else/spec.json").exists()
 
 
-async def test_jobs_without_processes_are_running(instance: World) -> None:
-    """Empty monit files: there is nothing to run, before and after."""
+async def test_jobs_without_processes_are_running_after_recovery(instance: World) -> None:
+    """Their monit files are empty, so there is nothing to run before or afterwards."""
     await instance.start_agent()
     await deploy(instance, {"job-web": {"monit": "", "bin/x": "x"}})
 
@@ -305,8 +305,8 @@ async def test_jobs_without_processes_are_running(instance: World) -> None:
     assert "processes" not in await state(instance)
 
 
-async def test_lost_memory_of_the_supervisor_is_made_up_from_the_spec(instance: World) -> None:
-    """Never running with no process of those that were started."""
+async def test_lost_supervisor_state_is_rebuilt_from_the_spec(instance: World) -> None:
+    """The instance is never "running" while none of its started processes exist."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -321,7 +321,7 @@ async def test_lost_memory_of_the_supervisor_is_made_up_from_the_spec(instance: 
 
 
 async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: World) -> None:
-    """A pod that is created again before its predecessor has ended."""
+    """A pod was recreated before its predecessor ended."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     before = await snapshot(instance.base / "data")
@@ -349,7 +349,7 @@ async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: W
 
 
 @pytest.mark.slow
-async def test_an_agent_without_its_volume_ends_its_jobs_and_leaves_the_bus(instance: World) -> None:
+async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance: World) -> None:
     """Another agent took it for dead, as after a minute of sleep. The files belong to the other agent now."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
@@ -385,8 +385,8 @@ def with_more(document: Any) -> Any:
     return [with_more(member) for member in document] if isinstance(document, list) else document
 
 
-async def test_another_version_of_this_agent_takes_over(instance: World) -> None:
-    """Files of the same schema with members that this version does not know: every process is adopted."""
+async def test_other_agent_version_adopts_all_processes(instance: World) -> None:
+    """The files have the same schema, with members that this version does not know."""
     await instance.start_agent()
     await deploy(instance, {"web": job(instance, "web"), "db": job(instance, "db")})
     before = instance.pids()

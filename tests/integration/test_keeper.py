@@ -87,8 +87,8 @@ async def end(kept: Keeper) -> None:
     kept.release()
 
 
-async def test_hidden_daemon_stays_below_the_keeper_and_ends_with_it(sockets: Path) -> None:
-    """It forked twice, has a session of its own and no environment, and its parents are gone."""
+async def test_daemon_without_traces_is_ended_with_its_keeper(sockets: Path) -> None:
+    """It forked twice, has its own session and no environment, and its parents have exited."""
     kept = await keeper.start(sockets, "hidden", shell(HIDDEN))
     assert (await kept.wait()).status == 0
     (daemon,) = await until_below(kept, 1)
@@ -101,7 +101,7 @@ async def test_hidden_daemon_stays_below_the_keeper_and_ends_with_it(sockets: Pa
     kept.release()
 
 
-async def test_processes_that_ignore_sigterm_are_killed_after_the_grace(sockets: Path) -> None:
+async def test_keeper_kills_processes_that_ignore_sigterm(sockets: Path) -> None:
     kept = await keeper.start(sockets, "stubborn", shell("trap '' TERM; echo; sleep 1000 & while :; do wait; done"))
     await until_below(kept, 2)
 
@@ -134,7 +134,7 @@ async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) 
     assert await keeper.find(sockets) == []
 
 
-async def test_keeper_waits_childless_for_an_agent(sockets: Path) -> None:
+async def test_keeper_without_children_waits_for_an_agent(sockets: Path) -> None:
     first = await keeper.start(sockets, "brief", shell("read line; exit 7"))
     first.close()
 
@@ -145,7 +145,7 @@ async def test_keeper_waits_childless_for_an_agent(sockets: Path) -> None:
     assert list(sockets.iterdir()) == []
 
 
-async def test_exit_of_an_earlier_process_with_the_same_pid_is_not_reported(sockets: Path) -> None:
+async def test_keeper_does_not_report_the_exit_of_an_earlier_process_with_the_pid(sockets: Path) -> None:
     kept = await keeper.start(sockets, "reuse", shell("sleep 0 & wait; exec sleep 1000"))
     program = kept.state.program
     await kept.kill()
@@ -169,7 +169,7 @@ async def test_exit_of_an_earlier_process_with_the_same_pid_is_not_reported(sock
     ],
     ids=["missing", "not executable", "directory", "limit"],
 )
-async def test_failed_start_names_the_step(sockets: Path, program: Program, text: str) -> None:
+async def test_failed_keeper_start_names_the_step(sockets: Path, program: Program, text: str) -> None:
     with pytest.raises(HostError) as caught:
         await keeper.start(sockets, "failing", program)
 
@@ -177,7 +177,7 @@ async def test_failed_start_names_the_step(sockets: Path, program: Program, text
     assert list(sockets.iterdir()) == []
 
 
-async def test_program_without_interpreter_is_not_run(sockets: Path, tmp_path: Path) -> None:
+async def test_keeper_does_not_run_a_program_without_an_interpreter(sockets: Path, tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("#!/nowhere/sh\n")
     script.chmod(0o755)
@@ -186,8 +186,11 @@ async def test_program_without_interpreter_is_not_run(sockets: Path, tmp_path: P
         await keeper.start(sockets, "failing", Program([str(script)], {}))
 
 
-async def test_program_starts_as_it_was_asked(sockets: Path, tmp_path: Path) -> None:
-    """Its descriptors, signals, limits, session and large environment. Nothing of the keeper's is inherited."""
+async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path, tmp_path: Path) -> None:
+    """Descriptors, signals, limits, session and a large environment are as requested.
+
+    It inherits nothing else of the keeper's.
+    """
     shown = tmp_path / "shown"
     script = (
         "import os, resource, signal, sys\n"
@@ -208,7 +211,7 @@ async def test_program_starts_as_it_was_asked(sockets: Path, tmp_path: Path) -> 
     await end(kept)
 
 
-async def test_killed_keeper_is_lost(sockets: Path) -> None:
+async def test_killed_keeper_is_reported_as_lost(sockets: Path) -> None:
     kept = await keeper.start(sockets, "lost", shell("exec sleep 1000"))
     program = kept.state.program
     os.kill(kept.pid, signal.SIGKILL)
@@ -220,7 +223,7 @@ async def test_killed_keeper_is_lost(sockets: Path) -> None:
     os.kill(program, signal.SIGKILL)
 
 
-async def test_unknown_request_is_refused_and_the_connection_stays(sockets: Path) -> None:
+async def test_keeper_rejects_unknown_requests_and_keeps_the_connection(sockets: Path) -> None:
     kept = await keeper.start(sockets, "older", shell("exec sleep 1000"))
 
     with pytest.raises(HostError, match="it refuses the request"):
@@ -230,7 +233,7 @@ async def test_unknown_request_is_refused_and_the_connection_stays(sockets: Path
     await end(kept)
 
 
-def test_unknown_words_of_a_state_are_skipped() -> None:
+def test_unknown_words_in_a_keeper_state_are_skipped() -> None:
     kind, state = keeper.parse("state version=9 keeper=1 program=2 new=3 exit=0:2:256:5000:more childless=1")
 
     assert kind == "state"
@@ -257,8 +260,8 @@ async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
     assert not kept.is_lost
 
 
-async def test_release_is_heard_from_an_agent_that_reads_no_answers(sockets: Path) -> None:
-    """Else its keeper would stay for good."""
+async def test_keeper_is_released_by_an_agent_that_reads_no_answers(sockets: Path) -> None:
+    """The keeper would otherwise stay forever."""
     kept = await keeper.start(sockets, "unread", shell("exit 0"))
     pid = kept.pid
     kept.close()
@@ -273,7 +276,7 @@ async def test_release_is_heard_from_an_agent_that_reads_no_answers(sockets: Pat
         await asyncio.sleep(0.01)
 
 
-async def test_agent_that_never_reads_does_not_hold_the_keeper(sockets: Path) -> None:
+async def test_agent_that_never_reads_does_not_block_the_keeper(sockets: Path) -> None:
     first = await keeper.start(sockets, "slow", shell("exec sleep 1000"))
     first.close()
     (path,) = sockets.iterdir()
@@ -303,7 +306,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 async def test_damaged_specs_and_requests_do_not_break_the_keeper(
     sockets: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It still answers, and ends when it is told. The agent writes both, so this guards against its mistakes."""
+    """It still answers, and exits when it is told to. The agent writes both, so this guards against its mistakes."""
     chance = random.Random(seed)
     program = Program(["/bin/true", "a"], {"A": "b"}, umask=0o22, nice=1, limits={resource.RLIMIT_CORE: (0, 0)})
     requests = [b"watch 1 99 0", b"state", b"watch 16 -5 7", b"kill"]

@@ -22,15 +22,15 @@ print(len(reads), ssl.create_default_context().verify_mode.name, len(reads))
 
 
 @pytest.mark.parametrize("module", ["agent_shim.bulk.transfer", "agent_shim.edges.bus.https"])
-def test_authorities_are_read_at_the_first_use(module: str) -> None:
-    """Afterwards a context is again what it was."""
+def test_ca_certificates_are_loaded_at_first_use(module: str) -> None:
+    """Afterwards the context is an ordinary one again."""
     program = _WATCHED.format(module=module)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
     assert said.split() == ["0", "CERT_REQUIRED", "1"]
 
 
-def test_monit_needs_the_standard_library_alone() -> None:
+def test_monit_command_needs_only_the_standard_library() -> None:
     """It is quick because it takes no lock, starts no event loop and imports no daemon."""
     known = "json.dumps(sorted({name.partition('.')[0] for name in sys.modules}))"
     code = f"import sys, json; import agent_shim.cli.monit; print({known})"
@@ -40,8 +40,8 @@ def test_monit_needs_the_standard_library_alone() -> None:
     assert set(json.loads(found.stdout)) & {"msgspec", "asyncio"} == set()
 
 
-def test_a_probe_imports_little(tmp_path: Path) -> None:
-    """Neither the parser of options nor dataclasses, paths, the event loop: they cost more than the question."""
+def test_probe_imports_few_modules(tmp_path: Path) -> None:
+    """The option parser, dataclasses, paths and the event loop would cost more than the question itself."""
     script = (
         "import sys; before = set(sys.modules); from agent_shim.cli.main import main; code = main(sys.argv[1:]); "
         "print(code, *sorted(set(sys.modules) - before))"
@@ -79,7 +79,7 @@ print(before, library.white(), "colorsys" in sys.modules)
     ],
     ids=["after the import", "by the import"],
 )
-def test_module_with_a_stand_in_is_imported_when_it_is_used(tmp_path: Path, text: str) -> None:
+def test_module_with_a_lazy_replacement_is_imported_when_used(tmp_path: Path, text: str) -> None:
     """A library that does more at its import than it did is imported whole, and works."""
     script = _STAND_IN.format(base=tmp_path, text=text)
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

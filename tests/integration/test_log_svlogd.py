@@ -11,8 +11,8 @@ import pytest
 
 
 @pytest.mark.parametrize("holder", ["svlogd", "nobody"])
-def test_under_a_svlogd_a_line_is_logged_once(tmp_path: Path, holder: str) -> None:
-    """It locks its directory and writes the lines of its stdin there (runit, svlogd.c)."""
+def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> None:
+    """svlogd locks its directory and writes the lines of its stdin there (runit, svlogd.c)."""
     code = (
         "import logging, sys; from pathlib import Path; from agent_shim.core import log\n"
         "log.setup(file=Path(sys.argv[1], 'current')); logging.warning('one line')"
@@ -30,7 +30,7 @@ def test_under_a_svlogd_a_line_is_logged_once(tmp_path: Path, holder: str) -> No
 
 
 @pytest.mark.parametrize("end", ["return", "raise ValueError", "sys.exit(3)"])
-def test_the_last_request_is_logged_at_any_end_of_the_process(tmp_path: Path, end: str) -> None:
+def test_last_request_is_logged_however_the_process_ends(tmp_path: Path, end: str) -> None:
     """Lines wait for the next turn of the event loop, which does not come."""
     code = (
         "import asyncio, logging, sys; from pathlib import Path; from agent_shim.core import log\n"

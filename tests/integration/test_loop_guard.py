@@ -53,7 +53,7 @@ HOLDING = {
 
 
 @pytest.mark.parametrize("hold", HOLDING.values(), ids=HOLDING)
-async def test_a_held_loop_is_reported_with_its_stack(guard: Path, tmp_path: Path, hold: object) -> None:
+async def test_loop_guard_reports_a_blocked_loop_with_its_stack(guard: Path, tmp_path: Path, hold: object) -> None:
     assert callable(hold)
     asyncio.get_running_loop().call_soon(hold, tmp_path / "pipe")
     await asyncio.sleep(0)
@@ -62,8 +62,8 @@ async def test_a_held_loop_is_reported_with_its_stack(guard: Path, tmp_path: Pat
     assert "the event loop was blocked: a callback" in report.read_text()
 
 
-async def test_a_busy_machine_is_no_violation(guard: Path) -> None:
-    """Other processes that want the processors, and threads of ours that want the interpreter, hold nothing."""
+async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
+    """Other processes on the CPUs, or other threads that use the interpreter, do not block the loop."""
     spin_for_ever = [sys.executable, "-c", "while True: pass"]
     # Not on the loop: Popen waits for the child's exec, which holds it on a busy machine.
     children = [await asyncio.to_thread(subprocess.Popen, spin_for_ever) for _ in range(4)]
@@ -89,8 +89,8 @@ async def test_a_busy_machine_is_no_violation(guard: Path) -> None:
     assert loop_guard.violations == []
 
 
-async def test_the_start_of_a_program_before_a_wait_for_the_interpreter_is_no_violation(guard: Path) -> None:
-    """Its sleep is not the loop's fault, so it does not testify for the wait that follows."""
+async def test_loop_guard_ignores_a_program_start_before_a_wait_for_the_gil(guard: Path) -> None:
+    """The loop is not at fault for its sleep, so the sleep is not counted against the wait that follows."""
 
     def start_and_wait() -> None:
         with loop_guard.spawning():
@@ -106,7 +106,7 @@ async def test_the_start_of_a_program_before_a_wait_for_the_interpreter_is_no_vi
     assert loop_guard.violations == []
 
 
-async def test_waiting_for_events_is_not_holding(guard: Path) -> None:
+async def test_loop_guard_ignores_waiting_for_events(guard: Path) -> None:
     left, right = socket.socketpair()
     with left, right:
         left.setblocking(False)

@@ -13,8 +13,8 @@ from agent_shim.edges.mail import deliver
 from agent_shim.supervisor.monit.control_file import Control
 
 
-async def test_a_mail_server_that_drips_is_given_up() -> None:
-    """Each byte comes in time, the greeting never ends."""
+async def test_mail_to_a_server_with_an_endless_greeting_is_abandoned() -> None:
+    """Each byte arrives in time, but the greeting never ends."""
 
     enough, ended = asyncio.Event(), asyncio.Event()
 

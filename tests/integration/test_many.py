@@ -26,7 +26,7 @@ def are_up(w: World, starts: int) -> bool:
     return all(stat is not None and stat.is_alive for stat in last)
 
 
-async def test_all_services_return_and_survive_the_end_of_the_agent() -> None:
+async def test_many_killed_services_restart_and_are_adopted_by_the_next_agent() -> None:
     """Each has one successor. The next agent finds them all and starts none."""
     async with world(COMMAND) as w:
         await w.start_agent()

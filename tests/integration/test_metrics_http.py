@@ -70,7 +70,9 @@ async def get(where: Where, target: str, *headers: str, method: str = "GET") -> 
     ("accepted", "is_packed"),
     [("gzip", True), ("deflate, GZIP;q=0.5", True), ("gzip;q=0", False), ("br", False), ("identity", False)],
 )
-async def test_a_scraper_that_takes_gzip_gets_it(where: Where, accepted: str, is_packed: bool) -> None:
+async def test_metrics_are_compressed_for_a_scraper_that_accepts_gzip(
+    where: Where, accepted: str, is_packed: bool
+) -> None:
     status, head, body = await get(where, "/metrics", f"accept-encoding: {accepted}")
 
     assert (status, "Content-Encoding: gzip" in head) == (200, is_packed)
@@ -81,8 +83,8 @@ async def test_a_scraper_that_takes_gzip_gets_it(where: Where, accepted: str, is
     assert b"agent_shim_build_info{" in (gzip.decompress(body) if is_packed else body)
 
 
-async def test_the_landing_page_links_and_shows_processes(readiness: Readiness) -> None:
-    """It has no script, and names of jobs cannot bring one."""
+async def test_landing_page_has_links_and_a_list_of_processes(readiness: Readiness) -> None:
+    """It has no script, and names of jobs cannot inject one."""
     process = ProcessInfo("<b>web</b>", "running", 3, 20480)
     service = ServiceInfo(process, "web", "process", (), "running", 7, 2, "", "secret words of the job")
     instance = {"deployment": "shop", "group": "front", "index": "0", "id": "i-1", "az": "z1"}
@@ -104,7 +106,7 @@ async def test_the_landing_page_links_and_shows_processes(readiness: Readiness) 
     assert "secret words" not in text
 
 
-async def test_openmetrics_on_request(where: Where) -> None:
+async def test_metrics_are_served_as_openmetrics_on_request(where: Where) -> None:
     """A scraper that prefers OpenMetrics, as Prometheus does, gets it."""
     accept = "accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
     _, head, body = await get(where, "/metrics", accept)
@@ -113,8 +115,8 @@ async def test_openmetrics_on_request(where: Where) -> None:
     assert body.endswith(b"# EOF\n")
 
 
-async def test_health_and_readiness_say_why(where: Where, readiness: Readiness) -> None:
-    """Not ready is 503 with the reason in the body, and alive all the same. HEAD says what GET would bring."""
+async def test_health_and_readiness_endpoints_give_the_reason(where: Where, readiness: Readiness) -> None:
+    """An agent that is not ready answers 503 with the reason, and is still alive. HEAD returns the headers of GET."""
     readiness.answers["jobs"] = (False, "web is failing")
 
     _, head, body = await get(where, "/healthz", method="HEAD")
@@ -142,16 +144,16 @@ async def test_health_and_readiness_say_why(where: Where, readiness: Readiness) 
         ("DELETE /healthz HTTP/1.1", 405),
     ],
 )
-async def test_what_is_not_there(where: Where, request_line: str, status: int) -> None:
-    """Anything else is refused in a readable way, and the next request is answered."""
+async def test_unknown_metrics_path_or_method_is_rejected(where: Where, request_line: str, status: int) -> None:
+    """The refusal is readable, and the next request is answered."""
     answer = await ask(where, f"{request_line}\r\n\r\n".encode())
 
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
     assert (await get(where, "/healthz"))[0] == 200
 
 
-async def test_body_does_not_destroy_the_answer(where: Where) -> None:
-    """A client that still sends a forbidden body reads the whole refusal."""
+async def test_metrics_request_with_a_body_gets_the_whole_refusal(where: Where) -> None:
+    """A client that still sends the forbidden body can read the answer."""
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"POST /metrics HTTP/1.1\r\nContent-Length: 20000\r\n\r\n")
     assert await reader.readline() == b"HTTP/1.1 405 Method Not Allowed\r\n"
@@ -167,15 +169,15 @@ async def test_body_does_not_destroy_the_answer(where: Where) -> None:
 
 
 @pytest.mark.parametrize("filler", [b"X: " + b"y" * 9000, b"X: y\r\n" * 2000])
-async def test_big_headers(where: Where, filler: bytes) -> None:
+async def test_oversized_metrics_request_headers_are_rejected(where: Where, filler: bytes) -> None:
     """More than 8 KiB of headers, in one line or in many, is refused without waiting for the end."""
     answer = await ask(where, b"GET /metrics HTTP/1.1\r\n" + filler)
 
     assert answer.startswith(b"HTTP/1.1 431 ")
 
 
-async def test_half_closed_client(where: Where) -> None:
-    """A client that closes its sending half behind the request gets the answer."""
+async def test_half_closed_metrics_client_gets_its_answer(where: Where) -> None:
+    """The client closes its sending half after the request."""
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
     writer.write_eof()
@@ -186,7 +188,7 @@ async def test_half_closed_client(where: Where) -> None:
 
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
-async def test_slow_client_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_metrics_client_is_disconnected(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that does not end in time, even if bytes trickle in, loses only its own connection."""
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
@@ -214,7 +216,7 @@ async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float)
 
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
-async def test_client_that_never_closes_is_dropped(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_client_that_never_closes_is_disconnected(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that keeps the connection after the response loses it."""
     monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
@@ -227,8 +229,8 @@ async def test_client_that_never_closes_is_dropped(where: Where, monkeypatch: py
 
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
-async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every place taken by connections that say nothing, a probe is answered at once and the oldest goes."""
+async def test_idle_metrics_connections_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every place taken by silent connections, a probe is answered at once and the oldest connection is closed."""
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 600.0)
     idle = [await asyncio.open_connection(*where) for _ in range(http_server.MAX_CONNECTIONS + 10)]
     try:
@@ -242,7 +244,7 @@ async def test_idle_strangers_do_not_starve_a_probe(where: Where, monkeypatch: p
 
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
-async def test_agent_runs_while_its_port_is_in_use_or_off(caplog: pytest.LogCaptureFixture) -> None:
+async def test_agent_runs_without_its_metrics_port_if_it_is_in_use_or_off(caplog: pytest.LogCaptureFixture) -> None:
     """A port in use is an error that names the address. The agent continues without it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -259,8 +261,8 @@ async def test_agent_runs_while_its_port_is_in_use_or_off(caplog: pytest.LogCapt
     ]
 
 
-async def test_the_end_frees_the_port_and_closes_connections() -> None:
-    """After the block the port is free and open connections are gone."""
+async def test_metrics_server_frees_its_port_and_connections_at_exit() -> None:
+    """After the block the port is free and open connections are closed."""
     answers = routes(Readiness())
     async with listening("127.0.0.1:0", answers) as where:
         assert where is not None
@@ -274,8 +276,8 @@ async def test_the_end_frees_the_port_and_closes_connections() -> None:
         assert again == where
 
 
-async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that is held shows in the histogram."""
+async def test_event_loop_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that is blocked shows in the histogram."""
     monkeypatch.setattr(metrics, "LAG_PERIOD_S", 0.01)
     made = Metrics(Readings)
     watch = asyncio.create_task(made.watch_lag())
@@ -296,7 +298,7 @@ async def test_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts["+Inf"] - counts["0.25"] == 1
 
 
-async def test_an_answer_that_does_not_come_ends_its_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_answer_that_never_comes_ends_only_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
 
     async def late(_request: http_server.Request) -> http_server.Response:

@@ -32,7 +32,7 @@ async def until_summary(instance: World, *lines: str) -> None:
                 return
 
 
-async def test_scripts_stop_and_start_what_they_name(instance: World) -> None:
+async def test_monit_command_stops_starts_and_restarts_named_services(instance: World) -> None:
     before = instance.pids()
     assert (await monit(instance, "stop job0")) == (0, "")
     await until_summary(instance, r"^Process 'job0' {22}not monitored$", r"^Process 'job1' {22}running$")
@@ -60,7 +60,7 @@ async def test_scripts_stop_and_start_what_they_name(instance: World) -> None:
     assert text.endswith(": action failed -- There is no service by that name\n")
 
 
-async def test_groups_and_all_are_left_alone_and_watched_and_quit_leaves_the_jobs_and_the_agent(
+async def test_monit_command_unmonitors_and_monitors_groups_and_quits_without_effect(
     instance: World,
 ) -> None:
     assert (await monit(instance, "unmonitor -g nobody")) == (0, "")
@@ -79,7 +79,7 @@ async def test_groups_and_all_are_left_alone_and_watched_and_quit_leaves_the_job
     assert await instance.director.value(AGENT, "ping") == "pong"
 
 
-async def test_operators_wait_for_what_they_ask(instance: World) -> None:
+async def test_monit_command_with_wait_returns_when_the_action_is_done(instance: World) -> None:
     assert await instance.execute("stop", "job0", "job1", "--wait") == (0, "")
     assert instance.pids() == {}
 
@@ -103,7 +103,7 @@ async def test_operators_wait_for_what_they_ask(instance: World) -> None:
     assert "job0, job1" in text
 
 
-async def test_nothing_is_started_while_the_agent_ends(instance: World) -> None:
+async def test_monit_command_starts_nothing_while_the_agent_exits(instance: World) -> None:
     assert (await instance.execute("drain"))[0] == 0
 
     for action in ("start", "restart", "monitor"):

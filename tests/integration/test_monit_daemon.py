@@ -187,8 +187,8 @@ def alert(mail: list[str]) -> dict[str, str]:
 # --- life -------------------------------------------------------------------------------------------------------------
 
 
-async def test_jobs_of_the_files_are_started_and_reported_as_monit_does(vm: Vm) -> None:
-    """Services are in the order of the manifest, members of a group in the opposite one."""
+async def test_monit_daemon_starts_and_reports_the_jobs_of_its_files(vm: Vm) -> None:
+    """Services are in the order of the manifest, members of a group in the opposite one, as with monit."""
     vm.add("web", "worker", "db")
     vm.start()
     await vm.until(web="running", worker="running", db="running")
@@ -209,7 +209,7 @@ async def test_jobs_of_the_files_are_started_and_reported_as_monit_does(vm: Vm) 
     assert "web: appeared, now running" in (vm.base / "monit/monit.log").read_text()
 
 
-async def test_a_service_of_mode_manual_waits_for_its_start(vm: Vm) -> None:
+async def test_monit_daemon_does_not_start_services_in_manual_mode(vm: Vm) -> None:
     vm.add("web", "worker")
     with (vm.base / "monit/job/0000_worker.monitrc").open("a") as file:
         file.write("\n  mode manual\n")
@@ -225,7 +225,7 @@ async def test_a_service_of_mode_manual_waits_for_its_start(vm: Vm) -> None:
     assert vm.starts() == 2
 
 
-async def test_a_death_is_a_restart_and_a_mail(vm: Vm) -> None:
+async def test_monit_daemon_restarts_a_dead_process_and_sends_mail(vm: Vm) -> None:
     vm.add("web")
     async with mail_server(vm.mail) as mails:
         vm.start()
@@ -244,7 +244,7 @@ async def test_a_death_is_a_restart_and_a_mail(vm: Vm) -> None:
     assert alert(mails[0])["Description"] == "Monit started"
 
 
-async def test_mails_wait_for_their_server_also_in_a_next_daemon(vm: Vm) -> None:
+async def test_monit_daemon_queues_mail_over_a_restart(vm: Vm) -> None:
     """The directory is that of ``set eventqueue``."""
     vm.add("web")
     vm.start()
@@ -261,7 +261,7 @@ async def test_mails_wait_for_their_server_also_in_a_next_daemon(vm: Vm) -> None
         await until(lambda: json.loads(kept.read_text()) == [])
 
 
-async def test_stop_and_start_by_http_of_callers_with_the_right(vm: Vm) -> None:
+async def test_monit_daemon_stops_and_starts_for_authorized_http_callers(vm: Vm) -> None:
     vm.control.write_text(vm.control.read_text().replace("\n\ninclude", '\n  allow look:"only" read-only\n\ninclude'))
     vm.add("web", "db")
     vm.start()
@@ -286,8 +286,8 @@ async def test_stop_and_start_by_http_of_callers_with_the_right(vm: Vm) -> None:
 
 
 @pytest.mark.parametrize("how", ["SIGHUP", "monit reload", "killed"])
-async def test_a_reload_takes_a_new_job_and_forgets_a_removed_one(vm: Vm, how: str) -> None:
-    """Its process runs on, as under monit. The incarnation is another one, within the same second too."""
+async def test_monit_daemon_reload_adds_new_jobs_and_forgets_removed_ones(vm: Vm, how: str) -> None:
+    """The removed job's process keeps running, as under monit. The incarnation changes, even within the same second."""
     vm.add("web", "db")
     vm.start()
     await vm.until(web="running", db="running")
@@ -313,7 +313,7 @@ async def test_a_reload_takes_a_new_job_and_forgets_a_removed_one(vm: Vm, how: s
     assert vm.starts() == 3
 
 
-async def test_a_wrong_control_file_ends_it_and_the_line_is_named(vm: Vm) -> None:
+async def test_monit_daemon_exits_on_an_invalid_control_file_and_names_the_line(vm: Vm) -> None:
     vm.control.write_text("set daemon 10\nset httpd port 2822\n  allow md5 /x\n")
     vm.start()
     assert vm.daemon is not None
@@ -327,8 +327,8 @@ async def test_a_wrong_control_file_ends_it_and_the_line_is_named(vm: Vm) -> Non
     assert (done.returncode, "line 3 column 9" in done.stderr) == (1, True)
 
 
-async def test_a_wrong_job_file_costs_its_own_job_and_a_wrong_file_at_a_reload_none(vm: Vm) -> None:
-    """monit would end, and the whole machine be without supervision. The former control file stays in force."""
+async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: Vm) -> None:
+    """monit would exit, and nothing would supervise the machine. The former control file stays in force."""
     vm.add("web", "db")
     (vm.base / "monit/job/0000_db.monitrc").write_text("check process db\n  with pidfile nowhere\n")
     vm.start()
@@ -349,7 +349,7 @@ async def test_a_wrong_job_file_costs_its_own_job_and_a_wrong_file_at_a_reload_n
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_jobs_outlive_it_and_the_next_one_goes_on(vm: Vm, number: signal.Signals) -> None:
+async def test_next_monit_daemon_adopts_running_jobs(vm: Vm, number: signal.Signals) -> None:
     """A stopped service stays stopped, even if the daemon is killed right after its answer. A dead one is started."""
     vm.add("web", "worker", "db")
     vm.start()
@@ -368,8 +368,8 @@ async def test_jobs_outlive_it_and_the_next_one_goes_on(vm: Vm, number: signal.S
     assert vm.starts() == 4
 
 
-async def test_monit_goes_on_from_its_own_state_file_and_back(vm: Vm) -> None:
-    """With what monit 5.2.5 keeps (state.c): a service that it had left alone is not started."""
+async def test_monit_daemon_reads_the_state_file_of_monit_and_back(vm: Vm) -> None:
+    """With the state of monit 5.2.5 (state.c), a service that monit had unmonitored is not started."""
     vm.add("web", "db")
     state, left = vm.base / "monit/monit.state", [(b"web", 0, 0, 0, 1, 0), (b"db", 0, 0, 0, 0, 0)]
     state.write_bytes(struct.pack("i", 2) + b"".join(monitrc.STATE.pack(*each) for each in left))
@@ -382,8 +382,8 @@ async def test_monit_goes_on_from_its_own_state_file_and_back(vm: Vm) -> None:
     await until(lambda: monitrc.monitored(vm.base / "monit/monit.state") == {"web": 0, "db": 1})
 
 
-async def test_the_agent_can_unmount_its_disks_below_it(vm: Vm) -> None:
-    """The Go agent's integration suite does so before each case. monit has nothing open there."""
+async def test_monit_daemon_keeps_no_file_open_below_the_disks(vm: Vm) -> None:
+    """The Go agent's integration suite unmounts the disks before each case. monit has nothing open there."""
     vm.add("web")
     vm.start()
     await vm.until(web="running")
@@ -398,7 +398,7 @@ async def test_the_agent_can_unmount_its_disks_below_it(vm: Vm) -> None:
     assert list((vm.base / "data/bosh").iterdir()) == []
 
 
-async def test_quit_ends_it_and_only_one_runs(vm: Vm) -> None:
+async def test_monit_daemon_runs_only_once_and_ends_on_quit(vm: Vm) -> None:
     vm.add("web")
     vm.start()
     await vm.until(web="running")
@@ -417,8 +417,8 @@ async def test_quit_ends_it_and_only_one_runs(vm: Vm) -> None:
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-async def test_it_is_bpm_too_where_the_operator_asks(vm: Vm) -> None:
-    """Without a program bpm. Its command, as drain scripts call it, asks the daemon."""
+async def test_monit_daemon_runs_bpm_processes_with_the_bpm_option(vm: Vm) -> None:
+    """There is no bpm program. The command that drain scripts call asks the daemon."""
     config = "processes:\n- name: web\n  executable: /bin/sleep\n  args: ['600']\n"
     made = jobs.of_bpm(Paths(vm.base), "web", config)
     (vm.base / "sys").symlink_to("data/sys")
@@ -448,7 +448,7 @@ async def test_it_is_bpm_too_where_the_operator_asks(vm: Vm) -> None:
     assert has_stopped
 
 
-async def test_operators_get_status_summary_and_metrics(vm: Vm) -> None:
+async def test_monit_daemon_serves_status_summary_and_metrics(vm: Vm) -> None:
     vm.add("web")
     where = await free_port()
     vm.start("--http", where)
@@ -468,8 +468,8 @@ async def test_operators_get_status_summary_and_metrics(vm: Vm) -> None:
     assert "agent_shim_bus_connected" not in [line.split(" ")[0] for line in text.splitlines()]
 
 
-def test_the_daemon_does_not_import_the_bus() -> None:
-    """Neither of the bus, nor of actions, blobs and disks: memory that an agent needs, and monit's place does not."""
+def test_monit_daemon_does_not_import_the_bus() -> None:
+    """Bus, actions, blobs and disks take memory that an agent needs and a replacement for monit does not."""
     script = "import sys; import agent_shim.daemon.monit_daemon; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     ours = {name for name in loaded if name.startswith("agent_shim.services.")}

@@ -79,8 +79,8 @@ def number(element: ET.Element, path: str) -> int:
 # --- what the Go agent reads ------------------------------------------------------------------------------------------
 
 
-async def test_running_service_is_reported_as_the_go_agent_reads_it(world: World) -> None:
-    """Members, attributes and types (jobsupervisor/monit/status.go)."""
+async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world: World) -> None:
+    """Members, attributes and types are those of jobsupervisor/monit/status.go."""
     async with listening(world, world.job("web"), world.job("db")) as (supervisor, where):
         pid = (await in_state(supervisor, "web", "running")).pid
         await in_state(supervisor, "db", "running")
@@ -106,8 +106,8 @@ async def test_running_service_is_reported_as_the_go_agent_reads_it(world: World
         assert [(group.get("name"), [each.text for each in group]) for group in groups] == [("vcap", ["db", "web"])]
 
 
-async def test_other_checks_are_reported_with_their_answers(world: World) -> None:
-    """A change is a hint as well, and a system of a job takes the place of monit's own."""
+async def test_monit_xml_reports_other_checks_with_their_results(world: World) -> None:
+    """A change is a hint as well, and a system check of a job replaces monit's own."""
     path, pipe = world.base / "file", world.base / "pipe"
     path.touch()
     os.mkfifo(pipe)
@@ -146,8 +146,8 @@ async def test_other_checks_are_reported_with_their_answers(world: World) -> Non
                     _, _, changing, _ = (await status(where)).findall("services/service")
 
 
-async def test_dead_and_broken_services_have_a_status_and_a_message(world: World) -> None:
-    """The bits of monit. A message in which anything may stand."""
+async def test_monit_xml_of_dead_and_failing_services_has_status_and_message(world: World) -> None:
+    """The status has monit's bits. The message may contain any character."""
     files = [
         world.job("dead", "echo 'no ]]> <way>' >&2; exit 1"),
         JobFile("broken", "", "check process broken with <nonsense>"),
@@ -179,8 +179,8 @@ def of_galera(root: ET.Element, name: str) -> str:
     )
 
 
-async def test_galera_agent_stops_and_starts_its_service(world: World) -> None:
-    """It posts to the name, wants the words in the page that comes back, then reads the status until it is done."""
+async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: World) -> None:
+    """It posts to the name, expects certain words in the page, then reads the status until the action is done."""
     async with listening(world, world.job("galera-init"), world.job("other")) as (supervisor, where):
         await in_state(supervisor, "galera-init", "running")
         assert of_galera(await status(where, 1), "galera-init") == "running"
@@ -201,8 +201,10 @@ async def test_galera_agent_stops_and_starts_its_service(world: World) -> None:
         assert version_1.findall("service")[0].get("type") == "3"
 
 
-async def test_every_action_is_done_or_refused(world: World) -> None:
-    """As monit refuses: 404 for a stranger, 400 for what it cannot do. For people with curl there are texts and pages.
+async def test_monit_http_actions_are_executed_or_rejected(world: World) -> None:
+    """Status codes are monit's: 404 for an unknown service, 400 for an impossible action.
+
+    People with curl get texts and pages.
 
     The command of monit 5.2.5 takes nothing but ``HTTP/1.0 200`` (status.c).
     """
@@ -234,8 +236,8 @@ async def test_every_action_is_done_or_refused(world: World) -> None:
         assert "</h2>You are not auth" in (await call(where, "/web", "action=stop", user=""))[1]
 
 
-async def test_the_machine_itself_takes_each_action(world: World) -> None:
-    """``monit stop all`` of 5.2.5 sends the action to each service of its control file, and this is always one."""
+async def test_monit_http_accepts_each_action_for_the_system_service(world: World) -> None:
+    """``monit stop all`` of 5.2.5 sends the action to each service of its control file, always including this one."""
     machine = f"/system_{os.uname().nodename}"
     async with listening(world, world.job("web")) as (supervisor, where):
         await in_state(supervisor, "web", "running")
@@ -250,8 +252,8 @@ async def test_the_machine_itself_takes_each_action(world: World) -> None:
 
 
 @pytest.mark.attack("a job calls monit's port without the password")
-async def test_without_the_password_nothing_is_reported_or_done(world: World) -> None:
-    """401, and the service runs on. A file that is missing or empty opens nothing."""
+async def test_monit_http_without_the_password_is_rejected(world: World) -> None:
+    """It gets 401, and the service keeps running. A missing or empty password file admits nobody."""
     async with listening(world, world.job("web")) as (supervisor, where):
         await in_state(supervisor, "web", "running")
         for user in ("", "vcap:random-password", "vcap:", "vcap", ":", "root:of-this-machine"):
@@ -272,8 +274,11 @@ async def test_without_the_password_nothing_is_reported_or_done(world: World) ->
 
 
 @pytest.mark.attack("a job calls monit's port without the password")
-async def test_mail_port_answers_and_takes_nothing() -> None:
-    """A CPI that tries it sees a live agent; of a mail as monit would write it nothing is read, and it is hung up."""
+async def test_monit_mail_port_answers_and_accepts_no_mail() -> None:
+    """A CPI that connects sees a live agent.
+
+    Nothing of a mail as monit would write it is read, and the connection is closed.
+    """
     mail = b"From: monit@localhost\r\nService: web\r\nEvent: does not exist\r\nAction: alert\r\nDate: now\r\n\r\n.\r\n"
     async with monit_http.refusing_mail("127.0.0.1:0") as where:
         assert where is not None
@@ -297,8 +302,8 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-async def test_the_agent_listens_at_both_ports_of_its_configuration(instance: Instance) -> None:
-    """The agent makes a password, which only its user may read and which outlives a restart."""
+async def test_agent_listens_on_the_configured_monit_and_mail_ports(instance: Instance) -> None:
+    """The agent generates a password, which only its user may read and which survives a restart."""
     instance.write_settings()
     ports = free_port(), free_port()
     config = json.loads(instance.config.read_text())

@@ -145,8 +145,11 @@ async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     vm.world.end()
 
 
-async def test_life_under_a_service_manager(place: Place) -> None:
-    """Start, the agent's reload, restart, quit, a death, a stop: each process is started once and lives through all."""
+async def test_monit_daemon_keeps_processes_running_under_a_service_manager(place: Place) -> None:
+    """This covers start, the agent's reload, restart, quit, a crash and a stop.
+
+    Each process is started once and survives all.
+    """
     vm, manager = place.vm, place.manager
 
     async def is_known() -> bool:
@@ -192,8 +195,11 @@ async def test_life_under_a_service_manager(place: Place) -> None:
 
 @pytest.mark.vm
 @IS_IN_GUEST
-async def test_the_release_takes_monits_place_under_systemd_and_gives_it_back() -> None:
-    """Over a stemcell's unit, whose monit is this checkout without ``--http``. The agent's kill ends jobs, too."""
+async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> None:
+    """It replaces the stemcell's unit, whose monit is this checkout without ``--http``.
+
+    Killing the agent ends jobs, too.
+    """
     vm = Vm(Path("/var/vcap"), *free_ports())
 
     async def ask(command: str) -> None:

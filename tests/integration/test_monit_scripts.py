@@ -56,8 +56,8 @@ async def script(world: World, body: str) -> None:
     assert world.lines()[-1] == "done"
 
 
-async def test_stop_and_wait_then_start_and_wait(world: World) -> None:
-    """Cron jobs that archive: ``not monitored`` without ``pending``, later ``running``."""
+async def test_monit_summary_serves_scripts_that_stop_wait_and_start(world: World) -> None:
+    """Cron jobs that archive wait for ``not monitored`` without ``pending``, later for ``running``."""
     slow = "sleep 0.3; kill $(cat $pidfile)"
     async with answering(world, world.job("archiver", None, slow), world.job("other")) as supervisor:
         before = (await in_state(supervisor, "archiver", "running")).pid
@@ -74,8 +74,8 @@ until monit summary | grep "'archiver'" | grep running; do sleep 0.05; done
         assert info(supervisor, "archiver").pid not in (0, before)
 
 
-async def test_unmonitor_is_seen_at_the_end_of_a_line(world: World) -> None:
-    """``not monitored *$``, then ``monitor`` and a start that is tried again."""
+async def test_monit_summary_line_ends_with_not_monitored(world: World) -> None:
+    """Scripts match ``not monitored *$``, then call ``monitor`` and retry a start."""
     async with answering(world, world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "worker", "running")).pid
         await script(
@@ -93,8 +93,8 @@ until monit summary | grep -Eq "^Process 'worker' +running$"; do sleep 0.05; don
         assert info(supervisor, "worker").pid == before
 
 
-async def test_start_program_may_ask_for_the_summary(world: World) -> None:
-    """While it runs itself: it looks whether another job is on this instance."""
+async def test_start_program_may_call_monit_summary(world: World) -> None:
+    """It runs itself at that time, and looks whether another job is on this instance."""
     start = f"""
 {world.base}/monit.sh summary | grep -q "^Process[[:space:]]*'ipsec'" && echo with >>$log
 {world.base}/monit.sh summary | grep "'mariadb'" >>$log
@@ -107,8 +107,8 @@ exec sleep 600"""
         assert world.lines() == ["with", f"{title:<35} initializing - start pending"]
 
 
-async def test_rule_may_restart_another_service_through_the_command(world: World) -> None:
-    """The healthchecker's idiom: its restart runs a program which restarts the router and waits until it runs."""
+async def test_rule_program_may_restart_another_service_with_monit(world: World) -> None:
+    """The healthchecker does this: its restart runs a program that restarts the router and waits until it runs."""
     restart = world.script(
         "healthchecker",
         "restart-router",
@@ -131,8 +131,8 @@ echo restarted >>$log""",
         assert info(supervisor, "router").pid not in (0, before)
 
 
-async def test_rule_may_restart_its_own_service_through_the_command(world: World) -> None:
-    """The program survives the stop that it asks for."""
+async def test_rule_program_may_restart_its_own_service_with_monit(world: World) -> None:
+    """The program survives the stop that it requests."""
     rule = f'if memory > 1 kb for 3 cycles then exec "{world.base}/monit.sh restart dns"'
     async with answering(world, world.job("dns", None, "kill $(cat $pidfile)", rule)) as supervisor:
         before = (await in_state(supervisor, "dns", "running")).pid
@@ -141,8 +141,8 @@ async def test_rule_may_restart_its_own_service_through_the_command(world: World
         assert "Execution failed" not in [each.event for each in world.events]
 
 
-async def test_reload_again_and_again_changes_nothing(world: World) -> None:
-    """Some do so every minute, and with a name behind it."""
+async def test_repeated_monit_reload_changes_nothing(world: World) -> None:
+    """Some scripts call it every minute, with a name as an extra argument."""
     async with answering(world, world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         await script(world, "for i in 1 2 3; do monit reload; monit reload web; done")
@@ -151,8 +151,8 @@ async def test_reload_again_and_again_changes_nothing(world: World) -> None:
         assert world.events == []
 
 
-async def test_containers_stop_all_and_count(world: World) -> None:
-    """Readiness by the first column, then everything is stopped and counted, and monit told to quit."""
+async def test_monit_summary_serves_containers_that_stop_all_and_count(world: World) -> None:
+    """Readiness is read from the first column; then all services are stopped and counted, and monit is told to quit."""
     async with answering(world, world.job("one"), world.job("two")) as supervisor:
         for name in ("one", "two"):
             await in_state(supervisor, name, "running")

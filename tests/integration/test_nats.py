@@ -16,8 +16,11 @@ from tests.support.bus import FAST, Wire, connected, echo, facing, on_bus, talki
 from tests.support.waiting import until
 
 
-async def test_request_is_answered_and_counted(tmp_path: Path) -> None:
-    """The reply goes to the subject named in the request. Messages and bytes count in both directions, and links."""
+async def test_bus_request_is_answered_and_counted(tmp_path: Path) -> None:
+    """The reply goes to the subject named in the request.
+
+    Messages, bytes in both directions and connections are counted.
+    """
     async with talking(tmp_path) as talk:
         assert await talk.director.value("agent", "ping") == "ping"
         stats = talk.bus.stats
@@ -26,7 +29,7 @@ async def test_request_is_answered_and_counted(tmp_path: Path) -> None:
         assert stats.received_bytes > stats.sent_bytes == len(b'{"value": "ping"}')
 
 
-async def test_requests_begin_in_order(tmp_path: Path) -> None:
+async def test_bus_requests_begin_in_order(tmp_path: Path) -> None:
     """Five hundred at once are all answered, each begun after the one that was sent before it."""
     begun = []
 
@@ -41,8 +44,8 @@ async def test_requests_begin_in_order(tmp_path: Path) -> None:
     assert begun == list(range(500))
 
 
-async def test_t3_subscribes_to_its_own_subject_alone() -> None:
-    """No inbox, no second subscription, nothing but the two pings of the handshake: more would be denied."""
+async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
+    """It uses no inbox and no second subscription, and sends only two pings, because more would be denied."""
     seen: list[str] = []
 
     async def script(wire: Wire) -> None:
@@ -57,7 +60,7 @@ async def test_t3_subscribes_to_its_own_subject_alone() -> None:
     assert seen[2].split() == ["SUB", "agent.agent", "1"]
 
 
-async def test_request_that_breaks_breaks_alone(tmp_path: Path) -> None:
+async def test_failing_request_handler_does_not_affect_the_bus(tmp_path: Path) -> None:
     """After any exception or cancellation of a handler the bus still receives."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -110,7 +113,7 @@ async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
     ids=["none", "blank", "injected", "too long", "a line too long", "a line too long in bytes"],
 )
 async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str, size: int) -> None:
-    """A subject of more than one word, or more bytes than the server takes, cost that reply and nothing else."""
+    """A subject of several words, or too many bytes for the server, cost that reply and nothing else."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return (subject, b"x" * size) if b'"bad"' in data else await echo(data)
@@ -127,8 +130,8 @@ async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str
 @pytest.mark.parametrize(
     "subject", ["agent.agent", "agent.other", "director.>", "hm.agent.alert.other", "$SYS.REQ.SERVER.PING", ">"]
 )
-async def test_a_forged_reply_to_reaches_no_one_else(tmp_path: Path, subject: str) -> None:
-    """Not even us: an answer that came back as a request would be answered without an end."""
+async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subject: str) -> None:
+    """It does not reach this agent either, because answering its own answer would never end."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return (subject, b"{}") if b'"bad"' in data else await echo(data)
@@ -148,7 +151,7 @@ async def test_a_forged_reply_to_reaches_no_one_else(tmp_path: Path, subject: st
 
 @pytest.mark.attack("another agent hears requests, replies or inboxes that are not its own, or speaks for others")
 @pytest.mark.parametrize("subject", ["agent.agent", "director.x.agent.y", "hm.agent.heartbeat.agent"])
-async def test_another_agent_neither_asks_us_nor_speaks_for_us(tmp_path: Path, subject: str) -> None:
+async def test_other_agent_can_neither_send_us_requests_nor_publish_for_us(tmp_path: Path, subject: str) -> None:
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         async with joined(talk.server.mbus("other"), ("agent.other",), lambda *_: None) as other:
@@ -161,7 +164,9 @@ async def test_another_agent_neither_asks_us_nor_speaks_for_us(tmp_path: Path, s
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_REQUESTS", 3), ("MAX_REQUEST_BYTES", 4000)])
-async def test_flood_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
+async def test_flood_of_bus_requests_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
     """Requests beyond the bound are dropped and counted. Later ones are served."""
     monkeypatch.setattr(nats, limit, value)
     async with talking(tmp_path) as talk:
@@ -177,10 +182,10 @@ async def test_flood_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_REQUESTS", 3), ("MAX_REQUEST_BYTES", 4000)])
-async def test_a_ping_is_answered_beside_a_flood(
+async def test_ping_is_answered_during_a_flood_of_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    """An agent without a pong counts as lost."""
+    """The server counts an agent without a pong as lost."""
     monkeypatch.setattr(nats, limit, value)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 600)) for _ in range(10)]
@@ -194,8 +199,8 @@ async def test_a_ping_is_answered_beside_a_flood(
             task.cancel()
 
 
-async def test_stale_messages_are_not_sent(tmp_path: Path) -> None:
-    """A message published while there is no link raises and does not turn up when there is one again."""
+async def test_messages_published_without_a_connection_are_not_sent_later(tmp_path: Path) -> None:
+    """Publishing without a connection raises an error."""
     async with talking(tmp_path) as talk:
         await talk.server.remove_agent("agent")
         await until(lambda: not talk.bus.is_connected)
@@ -209,8 +214,8 @@ async def test_stale_messages_are_not_sent(tmp_path: Path) -> None:
         assert [notice.body for notice in talk.monitor.notices] == ["fresh"]
 
 
-async def test_reply_waits_for_the_next_link(tmp_path: Path) -> None:
-    """A request that was held while the bus went away and came back is answered on the new link."""
+async def test_reply_waits_for_the_next_connection(tmp_path: Path) -> None:
+    """A request that was pending while the bus disconnected and returned is answered on the new connection."""
     release = asyncio.Event()
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -230,8 +235,8 @@ async def test_reply_waits_for_the_next_link(tmp_path: Path) -> None:
         assert talk.bus.stats.connects == 2
 
 
-async def test_reply_does_not_wait_for_ever(tmp_path: Path) -> None:
-    """When the Director has given up, so do we."""
+async def test_reply_is_dropped_once_the_director_has_given_up(tmp_path: Path) -> None:
+    """Both sides give up after the same time."""
     async with talking(tmp_path, timing=replace(FAST, reply=0.1)) as talk:
         await talk.director.send("agent", "sleep", 0.3)
         await until(lambda: talk.bus.stats.received == 1)
@@ -239,8 +244,8 @@ async def test_reply_does_not_wait_for_ever(tmp_path: Path) -> None:
         await until(lambda: talk.bus.stats.unanswered == 1)
 
 
-async def test_last_words_arrive(tmp_path: Path) -> None:
-    """A message published right before the disconnection is still sent."""
+async def test_message_published_before_the_disconnection_is_sent(tmp_path: Path) -> None:
+    """It is published right before the disconnection."""
     async with talking(tmp_path) as talk:
         async with on_bus(talk.server.mbus("agent")) as other:
             await connected(other)
@@ -251,8 +256,8 @@ async def test_last_words_arrive(tmp_path: Path) -> None:
         await talk.monitor.wait_for("shutdown", "agent")
 
 
-async def test_drain_waits_for_answers(tmp_path: Path) -> None:
-    """After a stop the requests in progress are answered. Those that take too long are abandoned."""
+async def test_bus_drain_waits_for_answers(tmp_path: Path) -> None:
+    """After a stop, requests in progress are answered. Those that take too long are abandoned."""
     async with talking(tmp_path) as talk:
         answer = asyncio.create_task(talk.director.value("agent", "sleep", 0.1))
         await until(lambda: talk.bus.stats.received == 1)

@@ -38,8 +38,8 @@ def replace_urls(mbus: Mbus, *urls: str) -> Mbus:
     return replace(mbus, urls=urls)
 
 
-async def test_t2_refused_until_known(tmp_path: Path) -> None:
-    """nats-sync learns of an agent after it has booted: refusals are no end, and a word about them is enough."""
+async def test_t2_bus_retries_until_the_server_knows_the_agent(tmp_path: Path) -> None:
+    """nats-sync learns of an agent after it has booted, so a refusal does not end the agent and is logged briefly."""
     async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
         await until(lambda: bus.stats.attempts >= 5)
 
@@ -52,8 +52,8 @@ async def test_t2_refused_until_known(tmp_path: Path) -> None:
         assert bus.stats.last_error == ""
 
 
-async def test_t2_server_dies_and_returns(tmp_path: Path) -> None:
-    """Without a server the bus keeps trying; then it receives again."""
+async def test_t2_bus_reconnects_when_a_dead_server_returns(tmp_path: Path) -> None:
+    """Without a server the bus keeps trying, and then receives requests again."""
     async with talking(tmp_path) as talk:
         await talk.server.kill()
         before = talk.bus.stats.attempts
@@ -73,8 +73,8 @@ async def behind(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Pr
         yield bus, proxy
 
 
-async def test_black_hole_is_noticed(tmp_path: Path) -> None:
-    """A dead link is let go at once, without the farewell of TLS that takes half a minute, and then replaced."""
+async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> None:
+    """The connection is dropped at once and replaced, without TLS's closing message, which would take half a minute."""
     async with behind(tmp_path, timing=replace(FAST, connect=0.2, ping=0.2)) as (bus, proxy):
         sockets = sockets_to(proxy.port)
         assert len(sockets) == 1
@@ -89,8 +89,11 @@ async def test_black_hole_is_noticed(tmp_path: Path) -> None:
         assert bus.stats.connects == 2
 
 
-async def test_bus_is_heard_while_its_server_answers(tmp_path: Path) -> None:
-    """The packet filter asks. A connection without an answer in time is closed, and another one is heard again."""
+async def test_bus_is_reachable_while_its_server_answers(tmp_path: Path) -> None:
+    """The packet filter asks.
+
+    A connection without an answer in time is closed, and a new one counts as reachable again.
+    """
     async with talking(tmp_path) as talk:
         assert await talk.bus.is_heard(20)
         talk.server.pause()
@@ -102,8 +105,8 @@ async def test_bus_is_heard_while_its_server_answers(tmp_path: Path) -> None:
         assert await talk.bus.is_heard(20)
 
 
-async def test_settings_are_read_again_while_no_server_is_reached(tmp_path: Path) -> None:
-    """The bus may have moved. One failure says nothing yet."""
+async def test_bus_rereads_settings_while_no_server_is_reachable(tmp_path: Path) -> None:
+    """The bus may have moved. A single failure says nothing yet."""
     async with knowing(tmp_path) as server:
         good = server.mbus("agent")
         gone = replace_urls(good, "nats://127.0.0.1:1")
@@ -113,14 +116,14 @@ async def test_settings_are_read_again_while_no_server_is_reached(tmp_path: Path
             assert bus.stats.attempts == REREAD_AFTER_FAILURES + 2
 
 
-async def test_server_that_refuses_the_agent_is_heard(tmp_path: Path) -> None:
+async def test_bus_is_reachable_while_its_server_refuses_the_agent(tmp_path: Path) -> None:
     async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
         assert await bus.is_heard(20)
         assert not bus.is_connected
 
 
-async def test_slow_network_is_no_dead_one(tmp_path: Path) -> None:
-    """Answers that come late, but come, keep the link."""
+async def test_slow_network_keeps_the_bus_connection(tmp_path: Path) -> None:
+    """Answers that arrive late, but do arrive, keep the connection."""
     async with behind(tmp_path, timing=replace(FAST, ping=0.5, unanswered=3)) as (bus, proxy):
         proxy.delay = 0.4  # each way: an answer takes longer than the interval of the pings
         await asyncio.sleep(3)
@@ -128,8 +131,8 @@ async def test_slow_network_is_no_dead_one(tmp_path: Path) -> None:
         assert (bus.is_connected, bus.stats.connects) == (True, 1)
 
 
-async def test_t7_busy_agent_is_no_dead_link(tmp_path: Path) -> None:
-    """A held event loop does not make the server look dead."""
+async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) -> None:
+    """A blocked event loop does not make the server look dead."""
     async with talking(tmp_path) as talk:
         for _ in range(3):
             time.sleep(0.5)  # noqa: ASYNC251 - the test blocks the loop
@@ -139,8 +142,8 @@ async def test_t7_busy_agent_is_no_dead_link(tmp_path: Path) -> None:
         assert talk.bus.stats.connects == 1
 
 
-async def test_cut_again_and_again(tmp_path: Path) -> None:
-    """Every reset is followed by a new link, and nothing is left behind.
+async def test_bus_reconnects_after_repeated_resets(tmp_path: Path) -> None:
+    """Every reset is followed by a new connection, and nothing is left behind.
 
     Each has TLS of its own, half a megabyte. It is freed without the garbage collector, which would come late.
     """
@@ -171,8 +174,8 @@ def _descriptors() -> int:
 
 
 @pytest.mark.parametrize("is_greeted", [False, True])
-async def test_connections_that_do_not_last_are_paced(is_greeted: bool) -> None:
-    """A server that drops a connection at once, or as soon as it is up, is not stormed."""
+async def test_bus_pauses_between_connections_that_are_dropped_at_once(is_greeted: bool) -> None:
+    """A server that drops connections as soon as they are open is not flooded with attempts."""
 
     async def slam(wire: Wire) -> None:
         if is_greeted:
@@ -187,8 +190,8 @@ async def test_connections_that_do_not_last_are_paced(is_greeted: bool) -> None:
 
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
-async def test_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publishing to a server that takes nothing fails after a while, and never blocks."""
+async def test_publishing_to_a_server_that_reads_nothing_fails_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never blocks."""
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 1 << 20)
 
     async def greet_and_freeze(wire: Wire) -> None:
@@ -210,8 +213,8 @@ async def _flood(bus: NatsBus) -> None:
         await asyncio.sleep(0)
 
 
-async def test_t4_any_of_several_addresses_will_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Dead addresses are passed over. When the server in use dies, the next one takes its place."""
+async def test_t4_bus_uses_any_reachable_address_of_several(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Dead addresses are skipped. When the server in use dies, the next one replaces it."""
     caplog.set_level("INFO", "agent_shim.edges.bus")
     authority = Authority()
     async with NatsServer(tmp_path / "a", authority) as first, NatsServer(tmp_path / "b", authority) as second:
@@ -247,7 +250,7 @@ def by_name(server: NatsServer, port: int) -> Mbus:
     return replace_urls(server.mbus("agent"), f"nats://{SERVER}:{port}")
 
 
-async def test_names_are_looked_up_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bus_host_name_is_resolved_for_each_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recreated Director has another address under the same name."""
     async with NatsServer(tmp_path) as server:
         left = answering(monkeypatch, "127.0.0.2", OSError("no answer"), "127.0.0.2", "127.0.0.1")
@@ -258,8 +261,10 @@ async def test_names_are_looked_up_each_time(tmp_path: Path, monkeypatch: pytest
     assert left == ["127.0.0.1"]
 
 
-async def test_it_follows_a_name_to_another_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the server at the old one still answers. An answer that fails, or once is another, means nothing."""
+async def test_bus_reconnects_when_its_host_name_gets_another_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server at the old one still answers. A failed lookup, or a single different answer, changes nothing."""
     old, new = "127.0.0.1", "127.0.0.2"
     async with (
         NatsServer(tmp_path) as server,
@@ -278,8 +283,10 @@ async def test_it_follows_a_name_to_another_address(tmp_path: Path, monkeypatch:
             assert here.connections == 1
 
 
-async def test_a_silent_name_server_does_not_delay_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the next attempt nor the end: its threads are its own."""
+async def test_silent_name_server_does_not_delay_connections_or_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the next attempt nor the exit waits, because lookups have their own threads."""
     silence = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: silence.wait())
     try:
@@ -311,8 +318,10 @@ async def test_a_silent_name_server_does_not_delay_others(tmp_path: Path, monkey
         ("nats://a\nb:1",),
     ],
 )
-async def test_addresses_that_are_none(tmp_path: Path, urls: tuple[str, ...]) -> None:
-    """Settings without a usable address are an error that lasts, not an end."""
+async def test_bus_without_a_usable_address_reports_an_error_and_continues(
+    tmp_path: Path, urls: tuple[str, ...]
+) -> None:
+    """The error lasts, but the agent does not exit."""
     async with NatsServer(tmp_path) as server, on_bus(replace_urls(server.mbus("agent"), *urls)) as bus:
         await until(lambda: bus.stats.last_error != "")
         await asyncio.sleep(0.1)
@@ -333,8 +342,8 @@ async def test_addresses_that_are_none(tmp_path: Path, urls: tuple[str, ...]) ->
         ("joe:hunter2@127.0.0.1:1", "127.0.0.1:1"),
     ],
 )
-async def test_password_of_the_address_is_not_told(address: str, told: str) -> None:
-    """It is not the connected address either, where it ends the host early."""
+async def test_bus_address_is_reported_without_its_password(address: str, told: str) -> None:
+    """This also holds for the connected address, and where the password would end the host early."""
     authority = Authority()
     pair = authority.agent("agent")
     async with on_bus(Mbus((f"nats://{address}",), authority.ca, pair.certificate, pair.private_key)) as bus:
@@ -345,8 +354,8 @@ async def test_password_of_the_address_is_not_told(address: str, told: str) -> N
 
 
 @pytest.mark.parametrize("part", ["_read_loop", "_flusher", "_wait_for_msgs"])
-async def test_link_whose_client_has_stopped_is_replaced_or_works(tmp_path: Path, part: str) -> None:
-    """nats-py calls itself connected when one of its tasks has died: it reads, sends or hands over nothing."""
+async def test_bus_connection_with_a_dead_client_task_is_replaced(tmp_path: Path, part: str) -> None:
+    """nats-py calls itself connected although one of its tasks has died and it no longer reads, sends or delivers."""
     async with (
         knowing(tmp_path) as server,
         on_bus(server.mbus("agent"), timing=replace(FAST, ping=0.2)) as bus,
@@ -361,8 +370,8 @@ async def test_link_whose_client_has_stopped_is_replaced_or_works(tmp_path: Path
         assert await director.value("agent", "ping") == "ping"
 
 
-async def test_can_be_left_at_any_moment(tmp_path: Path) -> None:
-    """Cancelled at whichever step of a connection, it ends and leaves nothing behind."""
+async def test_bus_cancelled_at_any_step_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The connection is cancelled at each of its steps."""
     async with knowing(tmp_path) as server:
         mbus = server.mbus("agent")
         before, tasks = _descriptors(), len(asyncio.all_tasks())
@@ -377,8 +386,11 @@ async def test_can_be_left_at_any_moment(tmp_path: Path) -> None:
         await until(lambda: _descriptors() <= before and len(asyncio.all_tasks()) <= tasks)
 
 
-def test_t2_pauses() -> None:
-    """2, 4, 6, 8, 10, 10 s, less a part of it; soon after a link that worked; a second while we are not known."""
+def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
+    """They are 2, 4, 6, 8, 10, 10 s, less a random part.
+
+    After a working connection the bus retries soon, after a refusal in 1 s.
+    """
     timing = Timing()
     for _ in range(100):
         for failures, least, most in [(1, 0.4, 2), (2, 0.8, 4), (3, 1.2, 6), (4, 1.6, 8), (5, 5, 10), (50, 5, 10)]:
@@ -388,8 +400,8 @@ def test_t2_pauses() -> None:
     assert min(timing.pause(0) for _ in range(100)) < 1
 
 
-def test_a_thousand_agents_come_in_no_waves() -> None:
-    """At most 200 agents of those that lost their server at one moment try in any second after the twelfth."""
+def test_thousand_agents_reconnect_spread_over_time() -> None:
+    """At most 200 agents that lost their server at the same moment try in any second after the twelfth."""
     timing, chance, tries = Timing(), random.getstate(), [0] * 40
     random.seed(6)
     try:
@@ -405,8 +417,8 @@ def test_a_thousand_agents_come_in_no_waves() -> None:
     assert max(tries[12:]) <= 200
 
 
-async def test_early_refusals_are_retried_quickly(tmp_path: Path) -> None:
-    """In the first time a refusal is followed by a try in a second, later by the longer pauses."""
+async def test_early_bus_refusals_are_retried_quickly(tmp_path: Path) -> None:
+    """At first a refusal is retried after a second, later after the longer pauses."""
     slow = replace(FAST, step=30.0, longest=30.0)
     async with NatsServer(tmp_path) as server:
         async with on_bus(server.mbus("agent"), timing=slow) as early:
@@ -417,7 +429,7 @@ async def test_early_refusals_are_retried_quickly(tmp_path: Path) -> None:
             assert late.stats.attempts == 1
 
 
-async def test_a_silent_address_of_a_name_leaves_time_for_the_others(
+async def test_silent_address_of_a_host_name_leaves_time_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packets to it vanish, as while a network changes. The attempt continues with the next address."""

@@ -25,8 +25,8 @@ from tests.support.waiting import until
 from tools.bench import rotation
 
 
-async def test_t11_no_request_is_lost_or_done_twice(tmp_path: Path) -> None:
-    """A Director that asks without a pause gets one answer to each request, from before to after."""
+async def test_t11_rotation_loses_and_repeats_no_request(tmp_path: Path) -> None:
+    """A Director that sends requests without a pause gets one answer to each, before, during and after the rotation."""
     handled: Counter[str] = Counter()
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -59,7 +59,7 @@ async def test_t11_no_request_is_lost_or_done_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_fifty_rotations_by_the_director_cost_no_reply_and_no_pause() -> None:
+async def test_fifty_rotations_lose_no_reply_and_cause_no_pause() -> None:
     """Users come and go as nats-sync writes them. Delays of the whole machine do not count."""
     faulthandler.cancel_dump_traceback_later()  # two minutes are not enough
     async with asyncio.timeout(600):
@@ -71,8 +71,8 @@ async def test_fifty_rotations_by_the_director_cost_no_reply_and_no_pause() -> N
     assert found["longest_gap_ms"] < 1000 + found["longest_gap_of_the_bystander_ms"]
 
 
-async def test_held_reply_goes_out(tmp_path: Path) -> None:
-    """A request that came by the old link is answered by the new one."""
+async def test_pending_reply_is_sent_on_the_rotated_connection(tmp_path: Path) -> None:
+    """A request that came over the old connection is answered on the new one."""
     async with talking(tmp_path) as talk:
         held = asyncio.create_task(talk.director.value("agent", "sleep", 0.5))
         await until(lambda: talk.bus.stats.received == 1)
@@ -82,7 +82,7 @@ async def test_held_reply_goes_out(tmp_path: Path) -> None:
 
 
 async def test_second_rotation_waits_until_the_first_has_closed_its_old_connection(tmp_path: Path) -> None:
-    """Three connections would bring a request twice unnoticed."""
+    """With three connections a request could arrive twice unnoticed."""
     async with talking(tmp_path, timing=replace(FAST, overlap=0.5)) as talk:
         began_at = time.monotonic()
         await talk.bus.rotate(talk.server.mbus("agent"))
@@ -92,8 +92,8 @@ async def test_second_rotation_waits_until_the_first_has_closed_its_old_connecti
 
 
 @pytest.mark.attack("a request is delivered twice")
-async def test_a_request_that_is_delivered_twice_is_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Director's reply subject names one request. Other callers may repeat themselves, and memory has a bound."""
+async def test_request_delivered_twice_is_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Director's reply subject identifies one request. Other callers may repeat theirs, and memory is bounded."""
     monkeypatch.setattr(nats, "MAX_SEEN", 3)
     handled: list[str] = []
 
@@ -162,8 +162,8 @@ def bad_credentials(talk: Talk, kind: str) -> Mbus:
 @pytest.mark.parametrize(
     "kind", ["unreadable", "another's key", "unknown agent", "another authority", "expired", "another CA"]
 )
-async def test_refused(tmp_path: Path, kind: str) -> None:
-    """Credentials that do not work are refused with the reason, and the old link is as it was."""
+async def test_rotation_to_unusable_credentials_is_refused(tmp_path: Path, kind: str) -> None:
+    """The error has the reason, and the old connection stays as it was."""
     async with talking(tmp_path) as talk:
         with pytest.raises(ActionError, match="^cannot use the new bus credentials: "):
             await talk.bus.rotate(bad_credentials(talk, kind))
@@ -176,8 +176,8 @@ async def test_refused(tmp_path: Path, kind: str) -> None:
         await until(lambda: talk.bus.stats.connects == 2)
 
 
-async def test_bus_that_is_away(tmp_path: Path) -> None:
-    """Without a server nothing speaks against the credentials: they are used when it is back, however long it takes."""
+async def test_rotation_without_a_reachable_server_accepts_the_credentials(tmp_path: Path) -> None:
+    """Nothing speaks against the credentials. They are used when the server is back, however long that takes."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
         await talk.server.kill()
         rotating = asyncio.create_task(talk.bus.rotate(talk.server.mbus("agent")))
@@ -189,8 +189,8 @@ async def test_bus_that_is_away(tmp_path: Path) -> None:
         await talk.director.wait_until_ready("agent")
 
 
-async def test_addresses_that_only_the_new_settings_have(tmp_path: Path) -> None:
-    """While the old credentials work the new ones are wrong; without any working ones the error says so."""
+async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> None:
+    """While the old credentials work, the new ones are wrong. Without any working credentials the error says so."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.4, step=1.0, longest=1.0)) as talk:
         wrong, before = replace(talk.server.mbus("agent"), urls=("nats://127.0.0.1:1",)), talk.bus.stats.attempts
         with pytest.raises(
@@ -203,8 +203,8 @@ async def test_addresses_that_only_the_new_settings_have(tmp_path: Path) -> None
 
 
 @pytest.mark.attack("a neighbour answers neither look-ups nor connections, in the place of the bus or a name server")
-async def test_many_silent_addresses_take_no_longer_than_one(tmp_path: Path) -> None:
-    """Each takes the timeout of an attempt, and the other tasks of the agent wait meanwhile."""
+async def test_rotation_to_many_silent_addresses_takes_no_longer_than_to_one(tmp_path: Path) -> None:
+    """Each takes the timeout of an attempt, and other tasks of the agent wait meanwhile."""
     async with talking(tmp_path, timing=replace(FAST, connect=2.0, unreachable=0.5)) as talk:
         silent = socket.create_server(("127.0.0.1", 0), backlog=100)
         with silent:
@@ -216,8 +216,8 @@ async def test_many_silent_addresses_take_no_longer_than_one(tmp_path: Path) -> 
             assert talk.bus.stats.attempts - before <= 3
 
 
-async def test_new_credentials_stay(tmp_path: Path) -> None:
-    """The next link after a rotation is made with them."""
+async def test_next_connection_after_a_rotation_uses_the_new_credentials(tmp_path: Path) -> None:
+    """The server is restarted after the rotation."""
     async with talking(tmp_path) as talk:
         await talk.bus.rotate(talk.server.mbus("agent", bootstrap=True))
         await talk.server.add_agent("agent", bootstrap=True, permanent=False)
@@ -227,8 +227,8 @@ async def test_new_credentials_stay(tmp_path: Path) -> None:
         await talk.director.wait_until_ready("agent")
 
 
-async def test_leaving_in_the_midst(tmp_path: Path) -> None:
-    """A bus that is left while two links are up leaves both."""
+async def test_exit_during_a_rotation_closes_both_connections(tmp_path: Path) -> None:
+    """Two connections are open for a moment."""
     async with talking(tmp_path) as talk:
         await asyncio.sleep(0.05)
         before = len(list(Path("/proc/self/fd").iterdir()))

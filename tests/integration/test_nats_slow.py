@@ -29,8 +29,8 @@ class Hasty(Timing, frozen=True):
         return super().handshake_timeout_s(slow)
 
 
-def test_pause_and_patience_grow_up_to_three_times() -> None:
-    """Well below the 45 s that a Director waits."""
+def test_bus_pauses_and_timeouts_grow_up_to_threefold() -> None:
+    """They stay well below the 45 s that a Director waits."""
     timing = Timing()
 
     assert [timing.handshake_timeout_s(slow) for slow in (0, 1, 2, 9)] == [10, 20, 30, 30]
@@ -41,8 +41,8 @@ def test_pause_and_patience_grow_up_to_three_times() -> None:
 
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
-async def test_a_silent_server_is_not_called_slow(how: str) -> None:
-    """A server that is absent or hangs is tried as before: that costs nothing, and it may return at any moment."""
+async def test_silent_bus_server_is_retried_without_longer_timeouts(how: str) -> None:
+    """Retrying a server that is absent or hangs costs nothing, and it may return at any moment."""
     taken: list[asyncio.StreamWriter] = []
 
     def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -74,8 +74,8 @@ async def test_a_silent_server_is_not_called_slow(how: str) -> None:
         server.close()
 
 
-async def test_a_connection_ends_the_patience() -> None:
-    """The next outage is met with short pauses again."""
+async def test_bus_connection_resets_the_longer_timeouts() -> None:
+    """The next outage begins with short pauses again."""
     greeted, cut = 0, asyncio.Event()
 
     async def script(wire: Wire) -> None:

@@ -36,7 +36,7 @@ def with_pair(mbus: Mbus, pair: Pair) -> Mbus:
     ],
     ids=["name", "address", "no address", "forged", "authority", "expired", "not yet valid", "client's"],
 )
-async def test_t1_wrong_server(tmp_path: Path, pair: Pair, why: str) -> None:
+async def test_t1_server_with_a_wrong_certificate_is_rejected(tmp_path: Path, pair: Pair, why: str) -> None:
     """A server that cannot prove its identity does not learn the agent's. A genuine one in its place is accepted."""
     async with NatsServer(tmp_path / "wrong", AUTHORITY, pair=pair) as wrong:
         await wrong.add_agent("agent")
@@ -62,10 +62,10 @@ async def test_t1_wrong_server(tmp_path: Path, pair: Pair, why: str) -> None:
     ],
     ids=["authority", "expired", "not yet valid"],
 )
-async def test_certificate_that_the_server_refuses(
+async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
     tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ours is not believed: that is said, and tried again with what the settings hold by then."""
+    """The error is logged, and the next attempt uses the credentials that the settings have by then."""
     async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []
@@ -84,8 +84,8 @@ async def test_certificate_that_the_server_refuses(
     assert asked == [bad] * 3
 
 
-async def test_credentials_that_cannot_be_read(tmp_path: Path) -> None:
-    """Settings with half a key are no end: they are read again, and that may fail as well."""
+async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None:
+    """Settings with half a key do not end the agent. They are read again, and that may fail as well."""
     async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []
@@ -103,14 +103,14 @@ async def test_credentials_that_cannot_be_read(tmp_path: Path) -> None:
     assert len(asked) == 2
 
 
-async def test_t1_certificates_as_a_director_makes_them(tmp_path: Path) -> None:
-    """RSA with 3072 bits for all, as on a real bus."""
+async def test_t1_certificates_of_a_director_are_accepted(tmp_path: Path) -> None:
+    """All have RSA keys of 3072 bits, as on a real bus."""
     async with knowing(tmp_path, Authority(bits=3072)) as server, on_bus(server.mbus("agent", bootstrap=True)) as bus:
         await connected(bus)
 
 
-async def test_an_authority_that_another_one_has_signed_is_trusted_alone(tmp_path: Path) -> None:
-    """As in Go: the CA of the settings need not be a root."""
+async def test_intermediate_ca_is_trusted_without_its_root(tmp_path: Path) -> None:
+    """As in Go, the CA of the settings need not be a root."""
     async with NatsServer(tmp_path, Authority(issuer=Authority("root"))) as server:
         await server.add_agent("agent")
         async with on_bus(server.mbus("agent")) as bus:
@@ -118,8 +118,8 @@ async def test_an_authority_that_another_one_has_signed_is_trusted_alone(tmp_pat
 
 
 @pytest.mark.parametrize("bits", [0, 2048])
-async def test_the_right_one_of_two_authorities_with_one_name_is_found(tmp_path: Path, bits: int) -> None:
-    """A rotation of the CA: OpenSSL tries the first authority with the name of the issuer, Go tries each."""
+async def test_server_certificate_is_verified_with_each_ca_of_the_same_name(tmp_path: Path, bits: int) -> None:
+    """In a rotation of the CA, OpenSSL tries only the first one with the issuer's name, but Go tries each."""
     async with knowing(tmp_path, AUTHORITY) as server:
         mbus = server.mbus("agent")
         both = replace(mbus, ca=Authority(bits=bits).ca + mbus.ca)
@@ -130,7 +130,7 @@ async def test_the_right_one_of_two_authorities_with_one_name_is_found(tmp_path:
             assert bus.stats.connects == 2
 
 
-async def test_a_forged_server_is_refused_by_each_authority_of_its_issuers_name(tmp_path: Path) -> None:
+async def test_forged_server_certificate_fails_with_each_ca_of_the_same_name(tmp_path: Path) -> None:
     async with knowing(tmp_path, AUTHORITY, pair=Authority().server()) as server:
         mbus = server.mbus("agent")
         async with on_bus(replace(mbus, ca=Authority().ca + mbus.ca)) as bus:

@@ -62,13 +62,13 @@ def page(status: str, body: bytes = b"", *headers: str) -> Talk:
 
 
 @pytest.mark.parametrize("protocol", ["default", "mysql", "ssh"])
-async def test_open_port_is_enough(protocol: str) -> None:
-    """Nothing needs to be said without a protocol, or with one that is not spoken."""
+async def test_port_check_passes_for_an_open_port(protocol: str) -> None:
+    """Without a protocol, or with an unsupported one, nothing is sent."""
     assert await asked(silence, Protocol(protocol)) == ""
 
 
-async def test_closed_port_is_named() -> None:
-    """The place and the reason."""
+async def test_port_check_names_a_closed_port() -> None:
+    """The error has the address and the reason."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -81,14 +81,14 @@ async def test_closed_port_is_named() -> None:
     ("host", "port"),
     [("no-such-host.invalid", 1), ("no..such", 1), ("n" * 64, 1), ("127.0.0.1", 0x10001), ("::1", 1 << 40)],
 )
-async def test_unknown_host_fails(host: str, port: int) -> None:
-    """Its name is looked up within the time of the probe. An error would end the rules of all jobs."""
+async def test_port_check_of_an_unknown_host_fails(host: str, port: int) -> None:
+    """Its name is resolved within the time of the check. An exception would end the rules of all jobs."""
     assert f"cannot connect to {host} port {port}: " in await network_checks.probe(Connection(host, port))
     assert host in (await network_checks.echo(host, Echo(1)) or host)
 
 
-async def test_http_request_is_monits() -> None:
-    """Path, host header and the name that access lists know."""
+async def test_http_check_sends_the_request_of_monit() -> None:
+    """Path, Host header and User-Agent are those that access lists know."""
     heard: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,8 +117,8 @@ async def test_http_request_is_monits() -> None:
         (Protocol("http", "/p", checksum="0" * 32), "answers /p with another checksum"),
     ],
 )
-async def test_a_page_is_compared(protocol: Protocol, said: str) -> None:
-    """With an expression, or by its checksum."""
+async def test_http_check_compares_the_page(protocol: Protocol, said: str) -> None:
+    """It compares with a regular expression or by checksum."""
     why = await asked(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", b"lo"), protocol)
 
     assert why.endswith(said) if said else why == ""
@@ -127,7 +127,7 @@ async def test_a_page_is_compared(protocol: Protocol, said: str) -> None:
 # --- udp and echo requests --------------------------------------------------------------------------------------------
 
 
-async def test_a_port_of_udp_fails_if_the_kernel_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_udp_check_fails_only_if_the_port_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent server passes."""
     monkeypatch.setattr(network_checks, "REFUSAL_S", 0.2)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
@@ -141,7 +141,7 @@ async def test_a_port_of_udp_fails_if_the_kernel_refuses_it(monkeypatch: pytest.
     assert await network_checks.probe(test) == f"connection failed: cannot connect to {place}: Connection refused"
 
 
-async def test_a_dialogue_may_use_udp() -> None:
+async def test_send_expect_check_works_over_udp() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
         dialogue = Protocol("generic", dialogue=(("send", "ping"), ("expect", "^pong$")))
@@ -156,15 +156,15 @@ async def test_a_dialogue_may_use_udp() -> None:
         await answered
 
 
-async def test_a_host_answers_echo_requests() -> None:
-    """None is said where this user may send none, as by monit."""
+async def test_ping_check_passes_for_a_host_that_answers() -> None:
+    """If this user may not send echo requests, the check passes, as in monit."""
     assert await network_checks.echo("127.0.0.1", Echo()) in ("", None)
     assert "cannot send an echo request to no-such-host.invalid" in str(
         await network_checks.echo("no-such-host.invalid", Echo())
     )
 
 
-async def test_nothing_after_the_head_is_waited_for() -> None:
+async def test_http_check_does_not_wait_for_the_body() -> None:
     """A page that never ends costs nothing."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -175,8 +175,8 @@ async def test_nothing_after_the_head_is_waited_for() -> None:
     assert await asked(talk, HTTP, timeout=600) == ""
 
 
-async def test_silence_takes_the_time_of_the_rule_and_no_longer() -> None:
-    """A listener that accepts and says nothing: who has less time gives up first."""
+async def test_check_of_a_silent_port_ends_at_its_timeout() -> None:
+    """The server accepts and says nothing, so the check with the shorter timeout fails first."""
     patient = asyncio.create_task(asked(silence, HTTP, timeout=600))
 
     assert "no answer from 127.0.0.1 port" in await asked(silence, HTTP, timeout=1)
@@ -185,8 +185,8 @@ async def test_silence_takes_the_time_of_the_rule_and_no_longer() -> None:
     await asyncio.wait([patient])
 
 
-async def test_dialogue_is_sent_and_expected() -> None:
-    """In turn, in pieces, with bytes of any value."""
+async def test_send_expect_check_follows_its_dialogue() -> None:
+    """Texts are exchanged in turn, in pieces, with bytes of any value."""
     words = (("expect", "^ready [0-9]+"), ("send", "go\\0x00\r\n"), ("expect", "gone"))
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -204,8 +204,8 @@ async def test_dialogue_is_sent_and_expected() -> None:
     assert "does not answer 'ready'" in await asked(saying(b"ready\n"), twice)
 
 
-async def test_unix_socket_is_asked(tmp_path: Path) -> None:
-    """One that listens, one that is missing, one whose queue is full."""
+async def test_unix_socket_check_reports_listening_missing_and_full_sockets(tmp_path: Path) -> None:
+    """One socket listens, one is missing, and the queue of one is full."""
     with socket.socket(socket.AF_UNIX) as server:
         path = tmp_path / "s"
         missing = await network_checks.probe(Connection(unixsocket=str(path)))
@@ -223,7 +223,7 @@ async def test_unix_socket_is_asked(tmp_path: Path) -> None:
             assert "no answer" in await network_checks.probe(Connection(unixsocket=str(path), timeout=1))
 
 
-async def test_unix_socket_on_a_disk_that_hangs_holds_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unix_socket_check_on_a_hanging_disk_does_not_block_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     back = threading.Event()
     monkeypatch.setattr(socket.socket, "connect", lambda *_: back.wait(20))
     try:
@@ -259,15 +259,18 @@ LONG = b"A: b\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
         (b"\0", NO_HTTP),
     ],
 )
-async def test_http_answers_are_read_as_monit_reads_them(answer: bytes, fault: str) -> None:
-    """From status 400 on it fails. A working service is not restarted because of its headers."""
+async def test_http_check_fails_from_status_400_as_in_monit(answer: bytes, fault: str) -> None:
+    """A working service is not restarted because of its headers."""
     why = await asked(saying(answer, after=b"\r\n\r\n"), HTTP)
 
     assert fault in why if fault else why == ""
 
 
-async def test_a_page_may_come_byte_by_byte_and_without_a_length() -> None:
-    """It ends with the connection, and its checksum is not compared, as in monit. A time of zero is the usual one."""
+async def test_http_check_reads_a_page_without_a_length() -> None:
+    """The page ends with the connection, and its checksum is not compared, as in monit.
+
+    A timeout of zero means the default.
+    """
     text = b"HTTP/1.1 200 OK\r\n\r\nhello"
     slow = saying(*[bytes([byte]) for byte in text], after=b"\r\n\r\n")
 
@@ -276,8 +279,8 @@ async def test_a_page_may_come_byte_by_byte_and_without_a_length() -> None:
     assert await asked(saying(text), Protocol("http", checksum="0" * 32)) == ""
 
 
-async def test_a_page_without_end_is_read_with_pauses() -> None:
-    """Its checksum costs the server more than the agent."""
+async def test_http_checksum_check_reads_an_endless_page_with_pauses() -> None:
+    """The checksum costs the server more than the agent."""
     sent = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

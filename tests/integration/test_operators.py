@@ -34,8 +34,11 @@ def started(instance: World, *words: str) -> tuple[process.Process, Path]:
     return process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out), out
 
 
-async def test_status_and_probes_tell_of_running_and_of_stopped_processes(instance: World) -> None:
-    """A plain table in a pipe, and JSON on request. A stopped process is called so, and not by the Director's state."""
+async def test_status_and_probes_report_running_and_stopped_processes(instance: World) -> None:
+    """The table is plain in a pipe, and JSON on request.
+
+    A stopped process is called stopped, whatever the Director's state.
+    """
     code, page = await instance.execute("status")
     assert code == 0
     assert "\x1b" not in page
@@ -68,8 +71,8 @@ async def test_status_and_probes_tell_of_running_and_of_stopped_processes(instan
     assert reason.count("(") == 1
 
 
-async def test_new_lines_of_jobs_are_among_those_of_the_agent(instance: World) -> None:
-    """With ``--job-logs``, as one object each."""
+async def test_job_log_lines_appear_in_the_agent_output_with_job_logs(instance: World) -> None:
+    """Each line is a JSON object."""
     log = instance.base / "sys/log/job0/own.log"
     log.write_text("said by a job\n")
 
@@ -78,7 +81,7 @@ async def test_new_lines_of_jobs_are_among_those_of_the_agent(instance: World) -
     assert json.loads(line[0])["message"] == "said by a job"
 
 
-async def test_watch_of_all_or_one_continues_until_an_interrupt_and_outlives_the_agent(instance: World) -> None:
+async def test_status_watch_runs_until_interrupted_and_survives_the_agent(instance: World) -> None:
     for words, title in ((["job0"], "● job0"), ([], "PROCESS")):
         watching, out = started(instance, "status", *words, "--watch", "--every", "0.05")
         await until(lambda: out.exists() and out.read_text().count(title) > 1)  # noqa: B023
@@ -91,7 +94,7 @@ async def test_watch_of_all_or_one_continues_until_an_interrupt_and_outlives_the
             assert await watching.wait() == 0
 
 
-async def test_watch_on_a_terminal_leaves_the_scrollback_alone(instance: World) -> None:
+async def test_status_watch_keeps_the_terminal_scrollback(instance: World) -> None:
     """It draws on the alternate screen, within the terminal's size."""
     master, slave = os.openpty()
     try:
@@ -123,8 +126,8 @@ async def test_watch_on_a_terminal_leaves_the_scrollback_alone(instance: World) 
     assert max(page.count(b"\n") for page in drawn.split(b"\x1b[H")) == 7
 
 
-async def test_logs_of_a_job_and_of_the_agent_reach_the_terminal_and_the_output_of_the_agent(instance: World) -> None:
-    """The agent's own log is where ``bosh logs`` looks. Signals turn it up and down."""
+async def test_logs_command_shows_the_logs_of_a_job_and_of_the_agent(instance: World) -> None:
+    """The agent's own log is where ``bosh logs`` looks. Signals change its level."""
     log = instance.base / "data/sys/log/job-0/web.stdout.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("begun\n")
@@ -156,8 +159,8 @@ async def test_logs_of_a_job_and_of_the_agent_reach_the_terminal_and_the_output_
     assert await instance.execute("probe", "live") == (0, "alive\n")
 
 
-async def test_orders_of_operators_are_audited_with_their_process(instance: World) -> None:
-    """As requests of the bus are. Questions are not."""
+async def test_operator_actions_are_audited_with_the_calling_process(instance: World) -> None:
+    """Requests over the bus are audited the same way. Queries are not."""
     orders = [("restart", "all"), ("call", "info"), ("stop", "nonexistent"), ("status",)]
     commands = [started(instance, *words)[0] for words in orders]
     async with asyncio.timeout(30):

@@ -46,7 +46,7 @@ async def started(world: World, **files: Any) -> None:
     await running(world)
 
 
-async def test_scripts_run_in_order_and_processes_stay_up_until_the_last_drain_has_ended(world: World) -> None:
+async def test_orderly_stop_runs_all_drain_scripts_before_it_stops_processes(world: World) -> None:
     fast, slow = traced(world, "fast", "echo 0\n"), traced(world, "slow", "sleep 0.3; echo 0\n")
     slow["bin/drain"] += (
         f"kill -0 $(cat {world.paths.run}/fast/fast.pid) && echo others-up >> {world.paths.base}/trace\n"
@@ -64,7 +64,7 @@ async def test_scripts_run_in_order_and_processes_stay_up_until_the_last_drain_h
     assert not world.paths.stopped_marker.exists()
 
 
-async def test_a_drain_beyond_the_grace_is_cut_short_and_everything_is_down_in_time(world: World) -> None:
+async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: World) -> None:
     await started(world, slow=traced(world, "slow", "echo 1000\n"))
     pid = int((world.paths.run / "slow/slow.pid").read_text())
 
@@ -77,8 +77,8 @@ async def test_a_drain_beyond_the_grace_is_cut_short_and_everything_is_down_in_t
     assert stop.summary == "not clean: " + "; ".join(stop.reasons)
 
 
-async def test_jobs_that_the_director_has_stopped_are_not_drained_again(world: World) -> None:
-    """A second drain of a Director waits for its database, which is stopped, until the grace is over."""
+async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world: World) -> None:
+    """A second drain of a Director would wait for its database, which is stopped, until the grace period is over."""
     await started(world, web=traced(world, "web", "echo 0\n"))
     await world.value("stop")
 
@@ -89,8 +89,8 @@ async def test_jobs_that_the_director_has_stopped_are_not_drained_again(world: W
     assert not (world.paths.base / "trace").exists()
 
 
-async def test_a_process_that_its_drain_has_ended_is_not_started_again(world: World) -> None:
-    """Drain scripts of many releases end their process themselves: that counts as no crash."""
+async def test_process_ended_by_its_drain_script_is_not_restarted(world: World) -> None:
+    """Drain scripts of many releases end their process themselves, which counts as no crash."""
     gate = world.paths.base / "gate"
     drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
@@ -108,7 +108,7 @@ async def test_a_process_that_its_drain_has_ended_is_not_started_again(world: Wo
 DEAF = "trap '' TERM; echo $$ >$pidfile; while :; do sleep 0.1; done"
 
 
-async def test_a_killed_process_is_named_and_the_stop_is_not_clean(
+async def test_orderly_stop_that_kills_a_process_names_it_and_is_unclean(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_shim.supervisor.supervisor.KILL_SHARE", 0.05)
@@ -120,8 +120,8 @@ async def test_a_killed_process_is_named_and_the_stop_is_not_clean(
     assert stop.reasons == ["killed, as the time was up: web"]
 
 
-async def test_processes_of_no_group_end_with_the_others(world: World) -> None:
-    """The Director does not know them. Its start has started them, as monit does at a reload."""
+async def test_orderly_stop_ends_processes_outside_all_groups(world: World) -> None:
+    """The Director does not know them. Its start request started them, as a reload of monit does."""
     pidfiles = {name: world.paths.run / f"{name}/{name}.pid" for name in ("drained", "stopped")}
     files = {name: jobs.sleeper(world.paths, name) for name in pidfiles}
     for each in files.values():
@@ -140,7 +140,7 @@ async def test_processes_of_no_group_end_with_the_others(world: World) -> None:
     assert [event.event for event in world.events if event.event == "Does not exist"] == []
 
 
-async def test_a_second_signal_hurries(world: World) -> None:
+async def test_second_signal_shortens_the_orderly_stop(world: World) -> None:
     await started(world, slow=traced(world, "slow", "echo 1000\n"))
     pid = int((world.paths.run / "slow/slow.pid").read_text())
     stop = OrderlyStop(1000)
@@ -156,7 +156,7 @@ async def test_a_second_signal_hurries(world: World) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_actions_that_change_the_machine_are_refused_while_the_container_ends(world: World) -> None:
+async def test_state_changing_actions_are_refused_while_the_container_ends(world: World) -> None:
     world.dispatcher.refusing = "the container ends"
 
     assert await world.error("apply", {}) == "Action Failed apply: cannot run apply: the container ends"
@@ -164,7 +164,7 @@ async def test_actions_that_change_the_machine_are_refused_while_the_container_e
     assert "value" in await world.call("get_state")
 
 
-def test_the_termination_log_is_written_over_and_never_made(tmp_path: Path) -> None:
+def test_termination_log_is_overwritten_but_never_created(tmp_path: Path) -> None:
     """Kubernetes has mounted it. Elsewhere there is none."""
     log = tmp_path / "termination-log"
     write_termination_log("agent-shim: all jobs stopped in order\n", log)

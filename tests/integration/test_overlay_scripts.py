@@ -74,7 +74,7 @@ def run(program: Path, *arguments: str, cwd: Path, stdin: str = "", **environ: s
         ("launch", (), "bosh-agent "),
     ],
 )
-def test_each_name_of_launch_starts_the_agent_or_the_init(
+def test_launch_script_starts_the_agent_or_the_init_by_its_name(
     top: Path, name: str, arguments: tuple[str, ...], said: str
 ) -> None:
     home = top / "opt/agent_shim"
@@ -93,7 +93,7 @@ def test_each_name_of_launch_starts_the_agent_or_the_init(
 # --- the init -------------------------------------------------------------------------------------------------------
 
 
-def test_the_init_begins_with_its_services_its_signals_and_few_variables(top: Path) -> None:
+def test_init_starts_with_its_services_signals_and_few_variables(top: Path) -> None:
     home, bosh = top / "opt/agent_shim", top / "var/vcap/bosh"
     recorder(home / "s6/bin/s6-svscan", "env")
     bosh.rmdir()
@@ -119,7 +119,7 @@ def test_the_init_begins_with_its_services_its_signals_and_few_variables(top: Pa
     ("codes", "drains", "code"),
     [([0], 1, 0), ([1], 1, 1), ([2], 1, 1), ([69, 69, 0], 3, 0), ([69] * 9, 5, 1)],
 )
-def test_stop_waits_for_an_agent_that_is_just_back_and_notes_how_it_ended(
+def test_stop_script_waits_for_a_restarting_agent_and_records_its_exit(
     top: Path, codes: list[int], drains: int, code: int
 ) -> None:
     home = top / "opt/agent_shim"
@@ -138,7 +138,7 @@ def test_stop_waits_for_an_agent_that_is_just_back_and_notes_how_it_ended(
     assert (top / "exit_code").read_text() == f"{code}\n"
 
 
-def test_drain_takes_the_grace_of_agent_json_without_a_variable(top: Path) -> None:
+def test_drain_grace_period_comes_from_agent_json_without_a_variable(top: Path) -> None:
     recorder(top / "opt/agent_shim/bin/agent-shim")
     recorder(top / "tools/s6-svscanctl")
 
@@ -148,7 +148,7 @@ def test_drain_takes_the_grace_of_agent_json_without_a_variable(top: Path) -> No
 
 
 @pytest.mark.parametrize(("noted", "code"), [("0\n", 0), ("1\n", 1), (None, 1)])
-def test_the_container_ends_with_the_exit_code_of_the_drain(top: Path, noted: str | None, code: int) -> None:
+def test_container_exits_with_the_exit_code_of_the_drain(top: Path, noted: str | None, code: int) -> None:
     if noted is not None:
         (top / "exit_code").write_text(noted)
 
@@ -161,7 +161,7 @@ def test_the_container_ends_with_the_exit_code_of_the_drain(top: Path, noted: st
 @pytest.mark.parametrize(("service", "program"), [("cron", "cron"), ("rsyslog", "rsyslogd")])
 @pytest.mark.parametrize("uid", ["0", "1000"])
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_service_without_its_program_or_root_stays_down(
+def test_init_service_without_its_program_or_root_stays_down(
     top: Path, service: str, program: str, uid: str, is_there: bool
 ) -> None:
     recorder(top / "tools/s6-svc")
@@ -180,7 +180,7 @@ def test_a_service_without_its_program_or_root_stays_down(
 
 
 @pytest.mark.parametrize("is_off", [True, False])
-def test_the_agent_starts_with_the_arguments_of_the_init(top: Path, is_off: bool) -> None:
+def test_init_passes_its_arguments_to_the_agent(top: Path, is_off: bool) -> None:
     recorder(top / "opt/agent_shim/launch", 'echo "[$AGENT_SHIM_BUS]" >&2')
     if is_off:
         (top / "off_bus").touch()
@@ -200,7 +200,7 @@ def test_logrotate_has_rsyslog_reopen_its_files(top: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["control", "resolvectl", "rsyslog-rotate"])
-def test_where_systemd_runs_the_real_program_answers(top: Path, name: str) -> None:
+def test_replaced_systemd_programs_call_the_real_ones_under_systemd(top: Path, name: str) -> None:
     place = top / "opt/agent_shim/stand-ins" / name
     (top / "run/systemd/system").mkdir(parents=True)
     recorder(place.with_name(f"{name}.distrib"))
@@ -231,9 +231,7 @@ FIRST = "nameserver {} # set by resolvectl\n"
         (["resolvconf --updates-are-enabled"], BEFORE),
     ],
 )
-def test_servers_of_a_link_precede_the_others_until_they_are_reverted(
-    top: Path, commands: list[str], after: str
-) -> None:
+def test_resolvectl_puts_link_name_servers_first_until_reverted(top: Path, commands: list[str], after: str) -> None:
     stand_ins = top / "opt/agent_shim/stand-ins"
     (stand_ins / "resolvconf").symlink_to("resolvectl")
     (top / "etc/resolv.conf").write_text(BEFORE)
@@ -247,8 +245,8 @@ def test_servers_of_a_link_precede_the_others_until_they_are_reverted(
     assert (top / "etc/resolv.conf").read_text() == after
 
 
-def test_name_servers_are_listed_and_a_link_becomes_a_file(top: Path) -> None:
-    """A mount of the file keeps its inode. A link to systemd-resolved's file leads nowhere in a container."""
+def test_resolvectl_lists_name_servers_and_replaces_a_resolv_conf_link(top: Path) -> None:
+    """A mount of the file keeps its inode. In a container, a link to systemd-resolved's file points nowhere."""
     resolvectl, file = top / "opt/agent_shim/stand-ins/resolvectl", top / "etc/resolv.conf"
     file.write_text(BEFORE)
     inode = file.stat().st_ino

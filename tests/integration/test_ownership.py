@@ -33,8 +33,8 @@ WAITS = "echo begun >>$log; until [ -s {victim} ]; do sleep 0.02; done; cp {vict
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_a_fresh_pidfile_that_names_a_younger_process_of_others_is_not_believed(world: World) -> None:
-    """It lives on, the service is not called running, and its status says why."""
+async def test_new_pidfile_naming_a_foreign_process_is_not_believed(world: World) -> None:
+    """The foreign process survives, the service is not called running, and its status says why."""
     victim, go = world.base / "victim", world.base / "go"
     outside = f"until [ -e {go} ]; do sleep 0.02; done; sleep 600 & echo $! >{victim}; wait"
     parent = foreign("/bin/sh", "-c", outside, TEST_OF=str(world.base), PATH="/bin:/usr/bin")
@@ -52,8 +52,8 @@ async def test_a_fresh_pidfile_that_names_a_younger_process_of_others_is_not_bel
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_a_pidfile_that_names_what_the_agent_started_for_itself_is_not_believed(world: World) -> None:
-    """Its sshd, a script, a worker."""
+async def test_pidfile_naming_a_process_of_the_agent_is_not_believed(world: World) -> None:
+    """Such processes are its sshd, a script or a worker."""
     victim = world.base / "victim"
     async with world.supervising(world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)) as supervisor:
         await until(world.lines)
@@ -69,7 +69,7 @@ async def test_a_pidfile_that_names_what_the_agent_started_for_itself_is_not_bel
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("carries", ["its mark", "the mark of the liar", "no mark"])
 async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(world: World, carries: str) -> None:
-    """Any mark is possible: more attributes identify a service's process."""
+    """A job can set any mark, so more attributes identify a service's process."""
     victim = world.base / "victim"
     mark = {"its mark": f"{MARK}=$" + MARK, "the mark of the liar": f"{MARK}=liar@{world.base}", "no mark": "A=b"}
     start = f"echo $$ >$pidfile; exec env -i {mark[carries]} PATH=/bin:/usr/bin sleep 600"
@@ -93,10 +93,8 @@ async def test_a_pidfile_that_names_a_process_of_another_job_is_not_believed(wor
 
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("entry", ["", "another job's mark", "the mark of a job that is not there"])
-async def test_what_forked_twice_and_changed_its_environment_does_not_survive_the_stop(
-    world: World, entry: str
-) -> None:
-    """Nor does the mark of another job hide it."""
+async def test_stop_ends_daemons_that_changed_their_environment(world: World, entry: str) -> None:
+    """A mark of another job does not hide them either."""
     child = world.base / "child"
     mark = {"another job's mark": f"{MARK}=other@{world.base}", "the mark of a job that is not there": f"{MARK}=x@/y"}
     start = f"exec {program('escape.py', '$pidfile', child, mark.get(entry, ''))}"
@@ -112,8 +110,8 @@ async def test_what_forked_twice_and_changed_its_environment_does_not_survive_th
 
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("user", ["0", "x"])
-async def test_a_process_whose_name_forges_its_user_does_not_survive_the_stop(world: World, user: str) -> None:
-    """``/proc/PID/status`` begins with the name. The kernel escapes a newline there and no carriage return."""
+async def test_stop_ends_a_process_whose_name_forges_its_user(world: World, user: str) -> None:
+    """``/proc/PID/status`` begins with the name. The kernel escapes newlines there, but not carriage returns."""
     child = world.base / "child"
     start = f"exec {program('escape.py', '$pidfile', child)} '' '\\rUid:\\t{user}'"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -126,8 +124,10 @@ async def test_a_process_whose_name_forges_its_user_does_not_survive_the_stop(wo
 
 
 @pytest.mark.attack("a job hides a process from its stop")
-async def test_a_stop_of_one_job_says_what_it_cannot_tell(world: World, cgroups_or_not: cgroups.Tree | None) -> None:
-    """With cgroups it is ended; without, it may be another job's: the stop fails and names it."""
+async def test_stop_of_one_job_ends_or_reports_a_process_of_unknown_origin(
+    world: World, cgroups_or_not: cgroups.Tree | None
+) -> None:
+    """With cgroups the process ends. Without, it may belong to another job, so the stop fails and names it."""
     child = world.base / "child"
     start = f"exec {program('escape.py', '$pidfile', child)}"
     async with world.supervising(world.job("web", start), world.job("other")) as supervisor:
@@ -148,10 +148,10 @@ async def test_a_stop_of_one_job_says_what_it_cannot_tell(world: World, cgroups_
 
 @pytest.mark.attack("a job outruns its stop by forking")
 @pytest.mark.parametrize("how", ["", "setsid", "setsid wipe"])
-async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop(
+async def test_stop_ends_or_reports_a_process_that_forks_endlessly(
     world: World, how: str, cgroups_or_not: cgroups.Tree | None
 ) -> None:
-    """With cgroups it is ended; without, a stop that cannot see it fails rather than lies."""
+    """With cgroups it is ended. Without, a stop that cannot see it fails instead of reporting success."""
     counter = world.base / "counter"
     storm = f"setsid perl {Path(argv('storm.pl')[1])} {counter} {how}"
     start = f"{storm} & echo $$ >$pidfile; {LASTING}"
@@ -178,8 +178,8 @@ async def test_what_forks_and_exits_without_end_does_not_outrun_the_stop(
 
 @pytest.mark.parametrize("how", ["", "setsid"])
 @pytest.mark.parametrize("cgroups_or_not", ["none"], indirect=True)
-async def test_an_endless_chain_of_forks_does_not_outrun_the_stop_of_the_next_agent(world: World, how: str) -> None:
-    """Its orphans do not come to that agent."""
+async def test_stop_by_the_next_agent_ends_or_reports_endless_forks(world: World, how: str) -> None:
+    """The orphans are not reparented to that agent."""
     counter = world.base / "counter"
     storm = f"setsid perl {Path(argv('storm.pl')[1])} {counter} {how}"
     jobs = [world.job("web", f"{storm} & echo $$ >$pidfile; {LASTING}")]
@@ -209,8 +209,8 @@ async def test_an_endless_chain_of_forks_does_not_outrun_the_stop_of_the_next_ag
 
 @pytest.mark.attack("a job outruns its stop by forking")
 @pytest.mark.parametrize("cgroups_or_not", ["none"], indirect=True)
-async def test_zombies_of_one_job_keep_no_other_job_from_its_stop_by_the_next_agent(world: World) -> None:
-    """In each pass new processes of the other job have exited: a zombie has no environment."""
+async def test_zombies_of_one_job_do_not_fail_the_stop_of_another(world: World) -> None:
+    """In each pass new processes of the other job have exited, and a zombie has no environment."""
     jobs = [world.job("web"), world.job("noise", f"{program('keep_zombies.py')} & echo $! >$pidfile")]
     async with world.supervising(*jobs) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -233,8 +233,8 @@ def count(path: Path) -> int:
     return int(text) if text.endswith("\n") else 0
 
 
-async def test_a_job_that_makes_its_environment_terabytes_long_starts_and_stops(world: World) -> None:
-    """It is read as far as its bound: nothing hangs, and what it left is ended."""
+async def test_job_with_a_terabyte_environment_starts_and_stops(world: World) -> None:
+    """The environment is read up to a limit. Nothing hangs, and processes that the job left are ended."""
     other = world.base / "other"
     start = f"setsid {program('huge_environ.py', other)} & exec {program('huge_environ.py', '$pidfile')}"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -248,8 +248,11 @@ async def test_a_job_that_makes_its_environment_terabytes_long_starts_and_stops(
 
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.parametrize("how", ["", "daemon", "wipe"])
-async def test_a_process_that_ended_its_first_thread_does_not_survive_the_stop(world: World, how: str) -> None:
-    """The kernel calls it a zombie while its other threads run: as the service's process, and beside it."""
+async def test_stop_ends_a_process_whose_main_thread_has_exited(world: World, how: str) -> None:
+    """The kernel calls it a zombie while its other threads run.
+
+    It is tested as the service's process and as another one.
+    """
     child = world.base / "child"
     start = f"exec {program('leaderless.py', '$pidfile', how)}"
     if how == "wipe":
@@ -268,8 +271,8 @@ async def test_a_process_that_ended_its_first_thread_does_not_survive_the_stop(w
 
 
 @pytest.mark.attack("a job hides a process from its stop")
-async def test_a_subreaper_of_the_job_hides_nothing(world: World) -> None:
-    """Its orphans come to it, and with its end to us."""
+async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: World) -> None:
+    """Orphans are reparented to the subreaper, and to the agent when it exits."""
     child = world.base / "child"
     become = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)"
     script = world.base / "subreaper.py"
@@ -283,8 +286,8 @@ async def test_a_subreaper_of_the_job_hides_nothing(world: World) -> None:
         assert not is_alive(pid)
 
 
-async def test_a_session_that_a_daemon_begins_after_its_pidfile_is_its_service_s(world: World) -> None:
-    """Killed, it leaves a worker that nothing else proves. The next start ends it."""
+async def test_session_begun_after_the_pidfile_belongs_to_the_service(world: World) -> None:
+    """The killed daemon leaves a worker that only its session identifies. The next start ends it."""
     go, child = world.base / "go", world.base / "child"
     job = world.job("web", f"echo start >>$log; rm -f {go}; exec {program('late_session.py', '$pidfile', go, child)}")
     async with world.supervising(job) as supervisor:
@@ -301,10 +304,13 @@ async def test_a_session_that_a_daemon_begins_after_its_pidfile_is_its_service_s
 
 
 @pytest.mark.attack("a job hides a process from its stop")
-async def test_a_process_of_root_that_a_stop_cannot_attribute_is_reported(
+async def test_stop_reports_a_process_of_root_of_unknown_origin(
     world: World, cgroups_or_not: cgroups.Tree | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It forked twice in a new session without its environment: with cgroups it ends, without an alert names it."""
+    """It forked twice in a new session without its environment.
+
+    With cgroups it ends, without them an alert names it.
+    """
     for module in ("evidence", "remains"):
         monkeypatch.setattr(f"agent_shim.supervisor.ownership.{module}.is_job_user", lambda _: False)
     child = world.base / "child"
@@ -327,7 +333,7 @@ async def test_a_process_of_root_that_a_stop_cannot_attribute_is_reported(
             process.send(found.identity, signal.SIGKILL)
 
 
-async def test_a_stop_takes_no_descriptor_for_each_process(world: World) -> None:
+async def test_stop_needs_no_descriptor_per_process(world: World) -> None:
     """A job may have more processes than the agent may have descriptors."""
     start = f"for n in $(seq 60); do sleep 600 & done; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, "exit 0")) as supervisor:

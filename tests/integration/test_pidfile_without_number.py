@@ -34,8 +34,8 @@ COUNTED = f"echo start >>$log; echo $$ >$pidfile; {LASTING}"
 
 
 @pytest.mark.parametrize("text", ["", "0\n", "-1\n", "abc\n", "99999999999999\n", "4194304\n", None])
-async def test_a_pidfile_without_a_number_restarts_the_service(world: World, text: str | None) -> None:
-    """The process that it named ends once the next one runs."""
+async def test_invalid_pidfile_restarts_the_service(world: World, text: str | None) -> None:
+    """The process that the pidfile named ends once the next one runs."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         if text is None:
@@ -55,8 +55,8 @@ async def test_a_pidfile_without_a_number_restarts_the_service(world: World, tex
         await supervisor.stop(wait=True)
 
 
-async def test_a_start_program_that_finds_its_process_running_keeps_it(world: World) -> None:
-    """As the one of cf-rabbitmq-release, which writes the number again."""
+async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world: World) -> None:
+    """The start program of cf-rabbitmq-release writes the number again."""
     start = "echo start >>$log; if [ -e $log.pid ]; then cp $log.pid $pidfile; "
     start += f"else echo $$ | tee $log.pid >$pidfile; {LASTING}; fi"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -70,7 +70,7 @@ async def test_a_start_program_that_finds_its_process_running_keeps_it(world: Wo
         assert not is_alive(before)
 
 
-async def test_the_second_start_ends_the_process_of_the_first(world: World) -> None:
+async def test_second_start_after_an_invalid_pidfile_ends_the_old_process(world: World) -> None:
     """A port or lock of the old process lets no start program succeed beside it."""
     start = f"echo start >>$log; exec 9>$log.lock; flock -n 9 || exit 1; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -83,7 +83,7 @@ async def test_the_second_start_ends_the_process_of_the_first(world: World) -> N
         await supervisor.stop(wait=True)
 
 
-async def test_a_foreign_number_in_the_pidfile_of_a_living_process_is_ignored(world: World) -> None:
+async def test_foreign_pid_in_the_pidfile_of_a_running_process_is_ignored(world: World) -> None:
     stranger = foreign("/bin/sleep", 600, TEST_OF=str(world.base))
     async with world.supervising(world.job("web", COUNTED, "exit 0")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -96,7 +96,7 @@ async def test_a_foreign_number_in_the_pidfile_of_a_living_process_is_ignored(wo
 
 
 async def test_a_pidfile_written_in_two_steps_causes_no_restart(world: World) -> None:
-    """Between two looks it has its number again."""
+    """It has its number again by the next check."""
     world.timing = replace(world.timing, cycle=600, look=0.5)
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -112,8 +112,8 @@ async def test_a_pidfile_written_in_two_steps_causes_no_restart(world: World) ->
         await supervisor.stop(wait=True)
 
 
-async def test_a_restarted_agent_ends_the_doubted_process(world: World) -> None:
-    """The process stays one of the service."""
+async def test_restarted_agent_ends_a_process_with_an_invalid_pidfile(world: World) -> None:
+    """The process still belongs to the service."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         supervisor.hold()
@@ -127,7 +127,7 @@ async def test_a_restarted_agent_ends_the_doubted_process(world: World) -> None:
         await supervisor.stop(wait=True)
 
 
-def test_a_pidfile_that_cannot_be_read_is_not_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_pidfile_does_not_count_as_invalid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pid"
     path.write_text("")
     assert process_record.is_void(path)

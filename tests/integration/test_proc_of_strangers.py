@@ -18,8 +18,8 @@ from tests.support.programs import argv, number_in
 from tests.support.waiting import until
 
 
-async def test_an_environment_of_terabytes_is_read_as_far_as_its_bound(tmp_path: Path) -> None:
-    """A process without privileges can say that its environment and arguments are as long as its address space."""
+async def test_process_environment_is_read_up_to_a_limit(tmp_path: Path) -> None:
+    """An unprivileged process can claim an environment and arguments as long as its address space."""
     huge = process.spawn(argv("huge_environ.py", tmp_path / "pid"), env={"MARK": "web"})
     await until(lambda: number_in(tmp_path / "pid"))
 
@@ -31,7 +31,7 @@ async def test_an_environment_of_terabytes_is_read_as_far_as_its_bound(tmp_path:
 
 
 @pytest.mark.attack("a job hides a process from its stop")
-async def test_a_process_that_ended_its_first_thread_is_read_by_another_thread(tmp_path: Path) -> None:
+async def test_process_without_its_main_thread_is_read_through_another_thread(tmp_path: Path) -> None:
     """The kernel shows none of its memory, files and environment under its own number."""
     headless = process.spawn(argv("leaderless.py", tmp_path / "pid"), env={"MARK": "web"}, cwd=tmp_path)
     await until(lambda: number_in(tmp_path / "pid"))
@@ -61,8 +61,8 @@ async def test_a_process_that_ended_its_first_thread_is_read_by_another_thread(t
     assert proc.is_leaving(headless.pid)
 
 
-def test_who_keeps_a_reader_waiting_is_left_and_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are read. When the read ends the process can be read again."""
+def test_process_that_blocks_proc_reads_is_skipped_until_the_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are read. When the read ends, the process can be read again."""
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.2)
     let_go = threading.Event()
     looked_at = []
@@ -80,7 +80,7 @@ def test_who_keeps_a_reader_waiting_is_left_and_not_read_again(monkeypatch: pyte
         assert time.monotonic() < deadline
 
 
-def test_readers_that_hang_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_blocked_proc_readers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job with a thousand such processes costs some threads, and unread attributes are unknown."""
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.05)
     let_go = threading.Event()
@@ -106,7 +106,7 @@ def test_files_in_use_are_reported(tmp_path: Path) -> None:
     assert elsewhere == {os.getpid(): []}
 
 
-def test_census_tells_what_it_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_census_reports_pids_that_it_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that exited after it was listed may have left a child that is not in the list."""
 
     def unread() -> frozenset[int]:
@@ -127,8 +127,8 @@ def test_census_tells_what_it_could_not_read(monkeypatch: pytest.MonkeyPatch) ->
     assert os.getppid() in unread()
 
 
-def test_census_reads_what_begins_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listed process forks and exits before it is read: its child is read, so its own end leaves no doubt."""
+def test_process_census_includes_processes_started_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listed process forks and exits before it is read. Its child is read, so the census is still complete."""
     with subprocess.Popen(["sleep", "60"]) as listed:
         real, born = proc.stat, list[subprocess.Popen[bytes]]()
 
@@ -151,7 +151,7 @@ def test_census_reads_what_begins_during_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.unread == frozenset()
 
 
-def test_census_has_doubts_while_processes_begin_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_census_is_incomplete_while_processes_start_endlessly(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["true"]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         numbers = itertools.count(ended.pid)
@@ -161,8 +161,8 @@ def test_census_has_doubts_while_processes_begin_without_end(monkeypatch: pytest
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").stat().st_size, reason="a kernel that counts no descriptors")
-def test_a_crowd_of_descriptors_hides_no_file_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand processes may have thousands each, at no cost of theirs."""
+def test_files_in_use_are_found_among_many_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand processes may each have thousands of descriptors at no cost to themselves."""
     looked_at: list[str] = []
 
     def wanted(path: str) -> bool:

@@ -40,8 +40,8 @@ def shell(script: str) -> list[str]:
     return [SH, "-c", script]
 
 
-async def test_exit_code_is_reported(env: dict[str, str]) -> None:
-    """Both who waits before the end and who waits after it learn the code. Without a waiter no zombie is left."""
+async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str]) -> None:
+    """Those who wait before the exit and those who wait afterwards get it. Without a waiter no zombie is left."""
     child = process.spawn(shell("exit 7"), env=env)
 
     assert await child.wait() == 7
@@ -50,7 +50,7 @@ async def test_exit_code_is_reported(env: dict[str, str]) -> None:
     await until(lambda: proc.stat(unwaited.pid) is None)
 
 
-async def test_descriptors_are_given_back(env: dict[str, str]) -> None:
+async def test_exited_processes_free_their_descriptors(env: dict[str, str]) -> None:
     """A process costs a descriptor only while it lives. The kernel gives the lowest free number to the next one."""
     before = _descriptors()
     children = [process.spawn(shell("exit 0"), env=env) for _ in range(10)]
@@ -75,10 +75,10 @@ def _descriptors() -> int:
         ([SH, "nul\0"], {}, "cannot run /bin/sh: embedded null byte", None),
     ],
 )
-async def test_what_cannot_run_is_reported(
+async def test_failed_spawn_names_the_program_and_the_reason(
     arguments: list[str], options: dict[str, str], text: str, number: int | None
 ) -> None:
-    """The error names the program and the reason, and keeps errno."""
+    """The error keeps errno."""
     with pytest.raises(HostError) as caught:
         process.spawn(arguments, env={}, **options)  # type: ignore[arg-type]
 
@@ -97,10 +97,10 @@ async def test_what_cannot_run_is_reported(
         ("echo no first line\n", 0o755, "Exec format error", errno.ENOEXEC),
     ],
 )
-async def test_a_program_that_cannot_be_executed_is_refused(
+async def test_spawn_of_a_file_that_is_not_executable_fails_at_once(
     env: dict[str, str], tmp_path: Path, text: str | None, mode: int, why: str, number: int
 ) -> None:
-    """At once, also where another program would execute it."""
+    """Another program may still be able to execute it."""
     program = tmp_path / "program"
     if text is not None:
         program.write_text(text)
@@ -117,8 +117,8 @@ async def test_a_program_that_cannot_be_executed_is_refused(
 
 
 @pytest.mark.root
-async def test_unknown_user_is_named(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file may name a user that this image does not have. An ordinary user runs every program as itself."""
+async def test_spawn_as_an_unknown_user_names_the_user(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may name a user that this image lacks. An ordinary user runs every program as itself."""
     with pytest.raises(HostError, match="cannot run /bin/sh: there is no user nosuch"):
         process.spawn([SH], env={}, user="nosuch")
     with pytest.raises(HostError, match="cannot run /bin/sh: there is no group nosuch"):
@@ -133,8 +133,10 @@ async def test_unknown_user_is_named(env: dict[str, str], monkeypatch: pytest.Mo
     ("user", "group", "ids"),
     [("daemon", None, "1 0 0"), ("daemon", "sys", "1 3 3"), ("4711", "4712", "4711 4712 4712"), ("0", None, "0 0 0")],
 )
-async def test_child_becomes_its_user(user: str, group: str | None, ids: str, tmp_path: Path) -> None:
-    """By name or number. As in monit, a user brings none of its groups."""
+async def test_spawned_process_runs_as_its_user_and_groups(
+    user: str, group: str | None, ids: str, tmp_path: Path
+) -> None:
+    """The user is given by name or number. The process has its groups and none of the agent's."""
     tmp_path.chmod(0o755)
     child = process.spawn(
         shell("echo $(id -u) $(id -g) $(id -G)"), env={}, user=user, group=group, stdout=tmp_path / "out"
@@ -146,8 +148,8 @@ async def test_child_becomes_its_user(user: str, group: str | None, ids: str, tm
 
 @pytest.mark.root
 @pytest.mark.parametrize(("user", "ids"), [("daemon", "0"), ("4711", "0")])
-def test_groups_of_the_agent_are_not_handed_down(user: str, ids: str) -> None:
-    """An agent may have supplementary groups, which monit has not. Its group stays."""
+def test_spawned_process_does_not_inherit_groups_of_the_agent(user: str, ids: str) -> None:
+    """An agent may have more groups than root. A numeric user without an entry has none."""
     program = f"""import asyncio, os, sys
 from agent_shim.host import process
 async def become():
@@ -160,8 +162,10 @@ sys.exit(asyncio.run(become()))"""
 
 
 @pytest.mark.attack("a job has root write a script's output through a link or a hard link")
-async def test_output_is_appended_to_a_regular_file_of_one_name_alone(env: dict[str, str], tmp_path: Path) -> None:
-    """Both streams go to its end, and others may not read it. It holds with a reader of a pipe too."""
+async def test_process_output_is_appended_to_a_regular_file_without_hard_links(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    """Both streams are appended, and other users may not read them. This also holds with a reader of a pipe."""
     log = tmp_path / "log"
     for _ in range(2):
         await process.spawn(shell("echo out; echo err >&2"), env=env, stdout=log, stderr=log).wait()
@@ -182,8 +186,8 @@ async def test_output_is_appended_to_a_regular_file_of_one_name_alone(env: dict[
     os.close(reader)
 
 
-async def test_surroundings_of_a_child(env: dict[str, str], tmp_path: Path) -> None:
-    """Working directory, umask, empty input, own group and session, priority and variables are as asked."""
+async def test_spawned_process_has_the_requested_context(env: dict[str, str], tmp_path: Path) -> None:
+    """Working directory, umask, empty input, group, session, priority and variables are as requested."""
     script = "pwd; umask; cat | wc -c; ps -o pgid=,sid=,ni= -p $$; tr '\\0' '\\n' </proc/$$/environ"
     out = tmp_path / "out"
     env |= {"no.name-of-a-shell": "1"}
@@ -196,8 +200,8 @@ async def test_surroundings_of_a_child(env: dict[str, str], tmp_path: Path) -> N
     assert variables == [f"{name}={value}" for name, value in env.items()]
 
 
-async def test_a_prepared_program_finds_what_a_spawned_one_finds(env: dict[str, str], tmp_path: Path) -> None:
-    """Its own pid and session, an empty input, the same descriptors and variables."""
+async def test_prepared_program_has_the_same_context_as_a_spawned_one(env: dict[str, str], tmp_path: Path) -> None:
+    """It has its own pid and session, an empty input, and the same descriptors and variables."""
     script = shell(
         "ps -o pid=,sid= -p $$; readlink /proc/$$/fd/0; ls /proc/self/fd;"
         "tr '\\0' '\\n' </proc/$$/environ; kill -STOP $$"
@@ -225,7 +229,7 @@ def is_stopped(pid: int) -> bool:
     return found is not None and found.state == "T"
 
 
-async def test_a_program_whose_preparation_fails_does_not_run(env: dict[str, str], tmp_path: Path) -> None:
+async def test_program_does_not_run_if_its_preparation_fails(env: dict[str, str], tmp_path: Path) -> None:
     """Its process exits and is reaped."""
     waiting: list[Process] = []
 
@@ -240,8 +244,8 @@ async def test_a_program_whose_preparation_fails_does_not_run(env: dict[str, str
     assert not (tmp_path / "ran").exists()
 
 
-async def test_a_program_whose_start_is_cancelled_does_not_run(env: dict[str, str], tmp_path: Path) -> None:
-    """The kernel can keep the lock of its cgroups for long. Its shell lives, and keeps its pid, until then."""
+async def test_program_does_not_run_if_its_start_is_cancelled(env: dict[str, str], tmp_path: Path) -> None:
+    """The kernel can hold the lock of its cgroups for long. Until then the waiting shell lives, and keeps its pid."""
     begun: asyncio.Queue[Process] = asyncio.Queue()
     go, loop = threading.Event(), asyncio.get_running_loop()
     numbered: list[bool] = []
@@ -265,10 +269,10 @@ async def test_a_program_whose_start_is_cancelled_does_not_run(env: dict[str, st
     assert not (tmp_path / "ran").exists()
 
 
-async def test_a_program_whose_preparation_hangs_does_not_run(
+async def test_program_does_not_run_if_its_preparation_hangs(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one on a dead file server. Each start would keep a thread and the turn of another job."""
+    """A dead file server can cause that. Each start would hold a thread and delay other jobs."""
     monkeypatch.setattr(process, "PREPARE_TIMEOUT_S", 0.05)
     go = threading.Event()
 
@@ -302,7 +306,7 @@ asyncio.run(process.spawn_prepared(prepare, ["/usr/bin/touch", sys.argv[1]], env
 """
 
 
-async def test_a_program_that_waits_for_a_killed_agent_does_not_run(tmp_path: Path) -> None:
+async def test_program_waiting_for_a_killed_agent_does_not_run(tmp_path: Path) -> None:
     """The next agent starts it."""
     command = [sys.executable, "-c", DYING, str(tmp_path / "ran")]
     agent = process.spawn(command, env={"PATH": "/bin"}, stdout=tmp_path / "pid")
@@ -333,14 +337,14 @@ asyncio.run(main())
 """
 
 
-def test_an_agent_with_more_open_files_gives_its_children_the_former_limit() -> None:
-    """Programs with ``select`` fail above 1024. Those of the Go agent and of monit have the limit of the container."""
+def test_spawned_process_gets_the_original_limit_of_open_files() -> None:
+    """Programs with ``select`` fail above 1024. Under the Go agent and monit they have the limit of the container."""
     done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True, check=True)
 
     assert done.stdout == "True\n100\n100\n200\n", "what prlimit sets is that of the jobs"
 
 
-def test_a_command_without_a_free_descriptor_is_an_error_that_is_named() -> None:
+def test_spawn_without_a_free_descriptor_reports_the_reason() -> None:
     program = """
 import asyncio, resource
 from agent_shim.core.errors import HostError
@@ -363,8 +367,8 @@ asyncio.run(main())
 
 
 @pytest.mark.attack("a job joins the process group of another script, a worker or sshd")
-async def test_no_program_joins_the_group_of_another(env: dict[str, str], tmp_path: Path) -> None:
-    """A job's process that a script has left would have the signals for its own group meet a script of root."""
+async def test_process_cannot_join_the_group_of_a_spawned_program(env: dict[str, str], tmp_path: Path) -> None:
+    """Otherwise a process that a script has left could receive a signal and forward it to a script of root."""
     victim = process.spawn(["/bin/sleep", "600"], env=env)
     joining = f"import os; os.setpgid(0, {victim.pid})"
     attacker = process.spawn([sys.executable, "-S", "-c", joining], env=env, stderr=tmp_path / "errors")
@@ -385,8 +389,8 @@ asyncio.run(main())
 
 
 @pytest.mark.attack("a job reads the agent's terminal or types into it")
-def test_the_terminal_of_the_agent_is_closed_to_its_programs() -> None:
-    """They could read from it, type into it, and have the agent stopped when it writes there."""
+def test_spawned_process_has_no_access_to_the_agents_terminal() -> None:
+    """It could read from it, type into it, and get the agent stopped when it writes there."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", SPAWNING])
@@ -407,7 +411,7 @@ def test_the_terminal_of_the_agent_is_closed_to_its_programs() -> None:
     [("say_signals.sh", 5, 0, "TERM\n"), ("ignore_term.sh", 0.05, 137, "")],
     ids=["asks", "kills a deaf one after the grace"],
 )
-async def test_terminate_asks_first(
+async def test_terminate_sends_sigterm_before_sigkill(
     env: dict[str, str], tmp_path: Path, program: str, grace: float, code: int, said: str
 ) -> None:
     log, pidfile = tmp_path / "log", tmp_path / "pid"
@@ -421,7 +425,7 @@ async def test_terminate_asks_first(
 
 
 async def test_terminate_ends_the_group_of_a_dead_leader(env: dict[str, str], tmp_path: Path) -> None:
-    """A member that outlives its leader is still of the group."""
+    """A member that outlives its leader still belongs to the group."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(argv("leave_child.sh", pidfile), env=env)
     member = await until(lambda: number_in(pidfile))
@@ -430,8 +434,8 @@ async def test_terminate_ends_the_group_of_a_dead_leader(env: dict[str, str], tm
     assert not is_alive(member)
 
 
-async def test_cancelled_terminate_kills(env: dict[str, str], tmp_path: Path) -> None:
-    """A waiter that gives up leaves nothing behind."""
+async def test_cancelled_terminate_kills_the_process(env: dict[str, str], tmp_path: Path) -> None:
+    """No process is left when the waiting task is cancelled."""
     pidfile = tmp_path / "pid"
     child = process.spawn(argv("ignore_term.sh", pidfile), env=env)
     await until(lambda: number_in(pidfile))
@@ -442,7 +446,7 @@ async def test_cancelled_terminate_kills(env: dict[str, str], tmp_path: Path) ->
     assert await child.wait() == 137
 
 
-async def test_group_of_a_dead_process_is_signalled_as_one_until_it_is_reaped(
+async def test_process_group_is_signalled_as_one_until_its_leader_is_reaped(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its members may fork meanwhile."""
@@ -459,8 +463,8 @@ async def test_group_of_a_dead_process_is_signalled_as_one_until_it_is_reaped(
 
 
 @pytest.mark.attack("a job has its process id reused between the check and the signal")
-async def test_a_signal_is_for_a_process_and_not_for_who_has_its_number(env: dict[str, str]) -> None:
-    """A process with another start time is another process. After the end the number may be another's."""
+async def test_signal_never_reaches_another_process_with_the_same_pid(env: dict[str, str]) -> None:
+    """Another start time means another process. After the exit, the number may be reused."""
     child = process.spawn(["/bin/sleep", "600"], env=env)
 
     assert not process.reap(child.pid)
@@ -478,8 +482,8 @@ async def test_a_signal_is_for_a_process_and_not_for_who_has_its_number(env: dic
 
 
 @pytest.mark.parametrize("how", ["signal", "terminate"])
-async def test_an_adopted_member_of_a_group_is_ended_alone(env: dict[str, str], tmp_path: Path, how: str) -> None:
-    """The group belongs to another process, and the member ignores TERM."""
+async def test_terminate_of_an_adopted_process_spares_its_group(env: dict[str, str], tmp_path: Path, how: str) -> None:
+    """The group belongs to another process, and the adopted member ignores SIGTERM."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
     member = process.adopt(await until(lambda: number_in(pidfile)))
@@ -496,10 +500,10 @@ async def test_an_adopted_member_of_a_group_is_ended_alone(env: dict[str, str], 
 
 
 @pytest.mark.parametrize(("script", "ticks"), [("exit 0", 0), ("sleep 600 & exit 0", 1)])
-async def test_a_group_that_outlives_its_leader_may_have_members_as_young_as_its_end(
+async def test_group_members_may_be_as_young_as_the_exit_of_their_leader(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch, script: str, ticks: int
 ) -> None:
-    """They were forked in the same tick."""
+    """They were forked in the same clock tick."""
     monkeypatch.setattr(clock, "boot_ticks", lambda: 1 << 50)
     leader = process.spawn(shell(script), env=env)
     await leader.wait()
@@ -507,8 +511,8 @@ async def test_a_group_that_outlives_its_leader_may_have_members_as_young_as_its
     assert leader.seen_ticks == (1 << 50) + ticks
 
 
-async def test_adoption_needs_a_living_process(env: dict[str, str]) -> None:
-    """Gone, another or a zombie: None."""
+async def test_adoption_returns_none_unless_the_process_lives(env: dict[str, str]) -> None:
+    """The process has exited, is another one or is a zombie."""
     child = process.spawn(shell("exec sleep 600"), env=env)
     again = process.adopt(child.pid, child.start_ticks)
 
@@ -525,8 +529,8 @@ async def test_adoption_needs_a_living_process(env: dict[str, str]) -> None:
     assert process.adopt(child.pid) is None
 
 
-async def test_adopted_process_of_another_parent_tells_its_status(env: dict[str, str], tmp_path: Path) -> None:
-    """The kernel keeps the status from 6.15 on. Older ones give None."""
+async def test_exit_status_of_an_adopted_process_is_known_from_kernel_6_15(env: dict[str, str], tmp_path: Path) -> None:
+    """Older kernels do not keep the status, so it is None."""
     pidfile = tmp_path / "pid"
     script = f"sh -c 'echo $$ >{pidfile}; while [ ! -e {pidfile}.go ]; do sleep 0.01; done; exit 5' & wait"
     parent = process.spawn(shell(script), env=env)
@@ -544,8 +548,8 @@ def _kernel() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-async def test_no_status_is_lost_to_the_reaper(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children that end in droves keep their codes though SIGCHLD reaps them too."""
+async def test_reaper_loses_no_exit_status_of_children(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many children exit at once and keep their exit codes, although the SIGCHLD handler reaps too."""
     monkeypatch.setattr(fcntl, "ioctl", Mock(side_effect=OSError))  # the kernel does not tell afterwards
     with reaper.reaping():
         children = [process.spawn(shell(f"exit {number}"), env=env) for number in range(40)]
@@ -554,8 +558,8 @@ async def test_no_status_is_lost_to_the_reaper(env: dict[str, str], monkeypatch:
     assert codes == list(range(40))
 
 
-async def test_orphan_comes_to_us_and_is_reaped(env: dict[str, str], tmp_path: Path) -> None:
-    """A daemon that forked twice is a child now: no zombie remains, its status is known."""
+async def test_orphan_is_reparented_to_the_agent_and_reaped(env: dict[str, str], tmp_path: Path) -> None:
+    """A daemon that forked twice becomes a child, so no zombie remains and its status is known."""
     pidfile = tmp_path / "pid"
     with reaper.reaping():
         assert await process.spawn(argv("fork_twice.py", pidfile), env=env).wait() == 0
@@ -569,8 +573,8 @@ async def test_orphan_comes_to_us_and_is_reaped(env: dict[str, str], tmp_path: P
         assert proc.stat(daemon.pid) is None
 
 
-async def test_the_session_of_an_orphan_is_the_one_that_it_ended_in(env: dict[str, str], tmp_path: Path) -> None:
-    """It began that after it was adopted, and started a program in it."""
+async def test_reported_session_of_an_orphan_is_its_last_one(env: dict[str, str], tmp_path: Path) -> None:
+    """It began the session after it was adopted, and started a program in it."""
     pidfile, go, childfile = (tmp_path / name for name in ("pid", "go", "child"))
     with reaper.reaping():
         await process.spawn(argv("late_session.py", pidfile, go, childfile), env=env).wait()
@@ -587,10 +591,10 @@ async def test_the_session_of_an_orphan_is_the_one_that_it_ended_in(env: dict[st
     assert daemon.session == daemon.pid
 
 
-async def test_everything_works_without_pidfd(
+async def test_processes_are_managed_without_pidfd(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An old kernel or a strict seccomp profile: start times and looking take its place."""
+    """On an old kernel or with a strict seccomp profile, start times and polling are used instead."""
 
     def refuse(pid: int) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -611,8 +615,8 @@ async def test_everything_works_without_pidfd(
     assert adopted.send(signal.SIGKILL) is False
 
 
-def test_what_the_starter_ignores_is_not_ignored_by_children(tmp_path: Path) -> None:
-    """nohup and ``&`` ignore signals and some blocked them: a job that inherits that cannot be interrupted."""
+def test_spawned_process_does_not_inherit_ignored_signals(tmp_path: Path) -> None:
+    """nohup and ``&`` ignore signals, and some parents block them. A job that inherits that cannot be interrupted."""
     program = """
 import os, signal, subprocess
 from agent_shim.host import process

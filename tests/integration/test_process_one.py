@@ -43,8 +43,10 @@ def _pid_of(pidfd: int) -> int:
 
 
 @pytest.mark.parametrize("stop", ["echo stop >>$log; rm $pidfile", "echo stop >>$log", None])
-async def test_a_job_that_names_process_1_runs_and_stops(world: World, signalled: list[int], stop: str | None) -> None:
-    """With the pidfile left behind too. Its figures are not those of process 1."""
+async def test_job_whose_pidfile_names_pid_1_runs_and_stops(
+    world: World, signalled: list[int], stop: str | None
+) -> None:
+    """A pidfile that is left behind counts too. The job's figures are not those of PID 1."""
     stops = ["stop"] if stop else []
     async with world.supervising(world.job("rules", START, stop)) as supervisor:
         found = await in_state(supervisor, "rules", "running")
@@ -61,7 +63,7 @@ async def test_a_job_that_names_process_1_runs_and_stops(world: World, signalled
         await supervisor.stop(wait=True)
 
 
-async def test_a_stop_waits_for_the_stop_program_alone(world: World) -> None:
+async def test_stop_of_a_job_with_pid_1_waits_only_for_the_stop_program(world: World) -> None:
     world.timing = replace(world.timing, stop=600.0)
     async with world.supervising(world.job("rules", START, "echo stop >>$log", timeout=600)) as supervisor:
         await in_state(supervisor, "rules", "running")
@@ -70,7 +72,7 @@ async def test_a_stop_waits_for_the_stop_program_alone(world: World) -> None:
         assert world.lines() == ["start", "stop"]
 
 
-async def test_a_job_that_named_process_1_restarts_once_its_pidfile_is_gone(world: World, signalled: list[int]) -> None:
+async def test_job_with_pid_1_restarts_when_its_pidfile_is_removed(world: World, signalled: list[int]) -> None:
     async with world.supervising(world.job("rules", START, "rm -f $pidfile")) as supervisor:
         await in_state(supervisor, "rules", "running")
         world.pidfile("rules").unlink()
@@ -83,7 +85,7 @@ async def test_a_job_that_named_process_1_restarts_once_its_pidfile_is_gone(worl
         await supervisor.stop(wait=True)
 
 
-async def test_a_restarted_agent_finds_the_job_running(world: World) -> None:
+async def test_restarted_agent_finds_a_job_with_pid_1_running(world: World) -> None:
     async with world.supervising(world.job("rules", START, "rm -f $pidfile")) as supervisor:
         await in_state(supervisor, "rules", "running")
         supervisor.hold()
@@ -95,7 +97,7 @@ async def test_a_restarted_agent_finds_the_job_running(world: World) -> None:
         await supervisor.stop(wait=True)
 
 
-async def test_process_1_in_a_pidfile_older_than_the_start_is_not_believed(world: World) -> None:
+async def test_pid_1_in_a_pidfile_older_than_the_start_is_not_believed(world: World) -> None:
     """An earlier container gave that number to a job."""
     job = world.job("rules", "echo start >>$log; exit 1", None)
     world.pidfile("rules").parent.mkdir(parents=True, exist_ok=True)

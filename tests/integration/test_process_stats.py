@@ -10,7 +10,7 @@ from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
 
 
-async def test_numbers_of_a_process(world: World) -> None:
+async def test_process_statistics_cover_its_tree(world: World) -> None:
     """Memory is that of the tree, in numbers that the CLI can decode."""
     start = "sleep 600 & echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -26,8 +26,8 @@ async def test_numbers_of_a_process(world: World) -> None:
         assert 0 <= told.cpu_total <= 100
 
 
-async def test_percent_of_memory_is_of_the_containers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container that is the limit of its cgroup."""
+async def test_memory_percentage_is_relative_to_the_container(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the total is the limit of its cgroup."""
     monkeypatch.setattr(cgroups, "memory_total", lambda *_: 1 << 20)
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -36,8 +36,10 @@ async def test_percent_of_memory_is_of_the_containers(world: World, monkeypatch:
         assert told.mem_percent == pytest.approx(told.mem_kb / 1024 * 100)
 
 
-async def test_processor_share_is_that_since_the_last_question(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share is of all processors together. A process without use gets none."""
+async def test_cpu_percentage_covers_the_time_since_the_last_query(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The share is of all CPUs together. An idle process gets none."""
     monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 0.05)
     busy = world.job("busy", "echo $$ >$pidfile; while :; do :; done", "kill -9 $(cat $pidfile)")
     async with world.supervising(busy, world.job("idle")) as supervisor:
@@ -58,8 +60,8 @@ def _stat(pid: int) -> proc.Stat:
     return found
 
 
-async def test_unmonitored_process_has_no_numbers(world: World) -> None:
-    """As monit shows none for it. Its pid is known all the same, while it lives."""
+async def test_unmonitored_process_has_no_statistics(world: World) -> None:
+    """monit shows none for it either. Its pid is known all the same while it lives."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()

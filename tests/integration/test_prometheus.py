@@ -54,19 +54,19 @@ def checked(*words: str, given: bytes = b"") -> str:
     return (done.stdout + done.stderr).decode()
 
 
-def test_promtool_finds_no_fault_with_the_page() -> None:
+def test_promtool_accepts_the_metrics() -> None:
     made = Metrics(lambda: FULL, ["ping"])
     made.action_done("ping", "done", 0.001)
 
     assert checked("check", "metrics", given=asyncio.run(made.render())) == ""
 
 
-def test_the_rules_pass_their_tests() -> None:
+def test_alerting_rules_pass_their_promtool_tests() -> None:
     assert "SUCCESS" in checked("test", "rules", str(DEPLOY / "prometheus/rules_test.yaml"))
     assert "SUCCESS" in checked("check", "config", str(DEPLOY / "prometheus/prometheus.yaml"))
 
 
-def test_targets_of_bosh_exporter_become_one_each(scratch: Path) -> None:
+def test_scrape_config_makes_one_target_per_agent_of_bosh_exporter(scratch: Path) -> None:
     """An address has a group for each process, and other deployments have none."""
     for name in ("rules.yaml", "prometheus-bosh.yaml"):
         shutil.copy(DEPLOY / "prometheus" / name, scratch)
@@ -216,8 +216,8 @@ async def until(port: int, wanted: tuple[str, str]) -> None:
         pytest.fail(f"{wanted} does not fire, but {seen}")
 
 
-async def test_rules_fire_where_a_job_crash_loops_a_disk_fills_and_a_certificate_nears_its_end(scratch: Path) -> None:
-    """And for nothing else. A crash loop is also more than six restarts in two hours."""
+async def test_alerting_rules_fire_for_crash_loops_full_disks_and_old_certificates(scratch: Path) -> None:
+    """They fire for nothing else. More than six restarts in two hours are a crash loop, too."""
     crashing, filling, ending = scratch / "crashing", scratch / "filling", scratch / "ending"
     dies = jobs.process(Paths(crashing / "vcap"), "dies", "echo $$ >$pidfile; sleep 0.3; exit 3", "true")
     fills = jobs.sleeper(Paths(filling / "vcap"), "fills")

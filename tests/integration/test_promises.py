@@ -19,9 +19,7 @@ FIRST_PROCESS = Path("tests/support/programs/first_process.py").resolve()
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-async def test_the_end_of_a_container_drains_and_stops_the_jobs_and_a_second_signal_hurries(
-    instance: World, signals: int
-) -> None:
+async def test_container_stop_drains_jobs_and_a_second_signal_shortens_it(instance: World, signals: int) -> None:
     """Without the second signal the drain is waited for."""
     instance.command = shlex.join([sys.executable, str(FIRST_PROCESS), *shlex.split(COMMAND)[3:]])
     instance.write_settings()
@@ -54,8 +52,8 @@ async def test_the_end_of_a_container_drains_and_stops_the_jobs_and_a_second_sig
     instance.agent = None
 
 
-async def test_a_disk_is_on_the_store_after_a_restart_and_gone_after_its_unmount(instance: World) -> None:
-    """By a mount or, without that right, by a link."""
+async def test_disk_is_on_the_store_after_a_restart_until_unmounted(instance: World) -> None:
+    """It is attached by a mount or, without that privilege, by a link."""
     volume = instance.scratch / "volume"
     volume.mkdir()
     instance.write_settings()

@@ -22,8 +22,8 @@ def _is_subreaper() -> bool:
     return bool(answer.value)
 
 
-async def test_reaping_ends_with_its_block() -> None:
-    """Subreaper and SIGCHLD handler are there inside and gone after it."""
+async def test_reaper_restores_process_state_when_its_block_ends() -> None:
+    """Subreaper flag and SIGCHLD handler are set inside the block and removed after it."""
     with reaper.reaping():
         assert _is_subreaper()
         taken = [process.takes_orphans]
@@ -35,8 +35,8 @@ async def test_reaping_ends_with_its_block() -> None:
     assert asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD) is False
 
 
-async def test_one_turn_of_the_loop_reaps_a_limited_number() -> None:
-    """Hundreds that end together leave turns to others. A living child is no reason to look again."""
+async def test_reaper_reaps_a_limited_number_per_loop_iteration() -> None:
+    """Hundreds that exit together leave turns to others. A living child is no reason to look again."""
     children = [process.spawn(["/bin/true"], env={}) for _ in range(reaper.MAX_REAPED + 3)]
     while any((found := proc.stat(child.pid)) and found.is_alive for child in children):
         time.sleep(0.01)  # noqa: ASYNC251 - the loop shall not turn
@@ -50,8 +50,8 @@ async def test_one_turn_of_the_loop_reaps_a_limited_number() -> None:
     await living.terminate(0)
 
 
-async def test_the_dead_are_reaped_from_the_start_and_until_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One signal may stand for many ends, and those before the block have sent theirs."""
+async def test_reaper_reaps_all_dead_children_including_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One signal may stand for many exits, and those before the block have sent theirs already."""
     answers = [True, True, False]
     monkeypatch.setattr(reaper, "reap_some", lambda: answers.pop(0))
     with reaper.reaping():
@@ -61,10 +61,8 @@ async def test_the_dead_are_reaped_from_the_start_and_until_none_is_left(monkeyp
     assert answers == []
 
 
-async def test_the_end_of_an_orphan_reaches_the_heirs_and_that_of_a_child_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The supervisor ends the process group of an orphan before the number can be used again."""
+async def test_exit_handlers_see_orphans_but_not_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor ends the process group of an orphan before its number can be reused."""
     heard: list[proc.Stat] = []
     monkeypatch.setattr(reaper, "heirs", [heard.append])
     with reaper.reaping():
@@ -75,8 +73,8 @@ async def test_the_end_of_an_orphan_reaches_the_heirs_and_that_of_a_child_does_n
     assert [(stat.pid, stat.is_alive) for stat in heard] == [(number_in(tmp_path / "pid"), False)]
 
 
-async def test_a_member_that_outlives_its_leader_is_still_of_the_group(tmp_path: Path) -> None:
-    """It was forked in the leader's last moment and has come to us."""
+async def test_orphan_remains_in_the_group_of_its_dead_leader(tmp_path: Path) -> None:
+    """It was forked in the leader's last moment and was reparented to the agent."""
     with reaper.reaping():
         child = process.spawn(
             ["/bin/sh", "-c", f"trap '' TERM; sleep 600 & echo $! >{tmp_path}/pid"],
@@ -92,8 +90,8 @@ async def test_a_member_that_outlives_its_leader_is_still_of_the_group(tmp_path:
         assert not is_alive(member)
 
 
-async def test_a_storm_of_ends_takes_no_place_from_another_signal(capfd: pytest.CaptureFixture[str]) -> None:
-    """It writes no message for each either."""
+async def test_many_exits_do_not_displace_other_signals(capfd: pytest.CaptureFixture[str]) -> None:
+    """No message is written for each exit either."""
     before, heard = signal.getsignal(signal.SIGTERM), asyncio.Event()
     process.on_signal(signal.SIGTERM, heard.set)
     try:

@@ -22,8 +22,8 @@ def release(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment})
 
 
-def test_wheel_and_source_twice(tmp_path: Path) -> None:
-    """Both have the mark of typed packages, the checksums are right, and a second run gives the same files."""
+def test_release_build_of_wheel_and_source_is_reproducible(tmp_path: Path) -> None:
+    """Both have the py.typed mark, the checksums are right, and a second build gives the same files."""
     for place in ("first", "second"):
         parts = "--only=wheel", "--only=notes", f"--image={OWN[platform.machine()]}=base"
         done = release(*parts, f"--out={tmp_path / place}", SOURCE_DATE_EPOCH="1700000000")
@@ -58,7 +58,7 @@ def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
     assert manifest_digest(tmp_path / "image.tar") == "sha256:" + "a" * 64
 
 
-def test_archives_of_equal_images_are_equal(tmp_path: Path) -> None:
+def test_equal_images_give_equal_archives(tmp_path: Path) -> None:
     """Neither the time of the call nor the order of the members is in them."""
     for number, names in enumerate((("a", "b"), ("b", "a"))):
         with tarfile.open(tmp_path / f"{number}.part", "w") as archive:
@@ -73,7 +73,7 @@ def test_archives_of_equal_images_are_equal(tmp_path: Path) -> None:
         assert {member.mtime for member in packed.getmembers()} == {1_700_000_000}
 
 
-def test_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_release_with_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:
     """Between releases no tag fits."""
     done = release("--tag=v9.9.9", "--only=wheel", f"--out={tmp_path / 'out'}")
 

@@ -73,8 +73,8 @@ async def test_a_process_reloaded_by_a_rule_is_followed_and_stopped(
         assert ("haproxy", "alert") in world.told("PID changed")
 
 
-async def test_a_process_that_another_job_started_is_named_by_the_stop(world: World) -> None:
-    """It is the other job's: the stop of this one leaves it, and an alert says that it still runs."""
+async def test_stop_names_and_leaves_a_process_that_another_job_started(world: World) -> None:
+    """The process belongs to the other job, and an alert says that it still runs."""
     other = world.base / "other.pid"
     helper = world.job("helper", f"sleep 600 & echo $! >{other}; echo $$ >$pidfile; exec sleep 600")
     web = world.job("web", "echo $$ >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $log)")
@@ -91,8 +91,8 @@ async def test_a_process_that_another_job_started_is_named_by_the_stop(world: Wo
         assert is_alive(pid)
 
 
-async def test_a_process_that_an_operator_started_replaces_the_old_one(world: World) -> None:
-    """No second start program runs, and the stop ends it like any orphan that a new pidfile of the job names."""
+async def test_process_started_by_an_operator_replaces_the_old_one(world: World) -> None:
+    """No second start program runs. The stop ends it like any orphan that a new pidfile of the job names."""
     web = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
     async with world.checking(web) as supervisor:
         old = (await in_state(supervisor, "web", "running")).pid

@@ -62,7 +62,7 @@ def render(*words: object, **environment: str) -> subprocess.CompletedProcess[st
     return subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **environment})
 
 
-def test_defaults_properties_links_and_spec(tmp_path: Path) -> None:
+def test_render_evaluates_defaults_properties_links_and_spec(tmp_path: Path) -> None:
     consumes = {"db": {"instances": [{"address": "10.0.0.9"}], "properties": {"port": 5432}}}
     given = manifest(tmp_path, properties={"port": 8080, "extra": {"a": "b"}}, consumes=consumes)
     done = render(given, release(tmp_path / "r"), "--out", tmp_path / "out")
@@ -78,7 +78,7 @@ def test_defaults_properties_links_and_spec(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/instance.json").read_text())["deployment"] == "shop"
 
 
-def test_a_compiled_tarball_brings_its_packages(tmp_path: Path) -> None:
+def test_render_takes_packages_from_a_compiled_tarball(tmp_path: Path) -> None:
     source = release(tmp_path / "r")
     (source / "jobs/web/spec").rename(source / "jobs/web/job.MF")
     (tmp_path / "package/bin").mkdir(parents=True)
@@ -99,7 +99,7 @@ def test_a_compiled_tarball_brings_its_packages(tmp_path: Path) -> None:
     assert (tmp_path / "out/packages/web/bin/web").read_text() == "x"
 
 
-def test_templates_write_yaml_and_json_without_asking_for_them(tmp_path: Path) -> None:
+def test_rendered_templates_can_use_yaml_and_json_without_require(tmp_path: Path) -> None:
     conf = "<%= YAML.dump({'port' => p('port')}) %><%= JSON.dump([YAML.load('a: 1')]) %>\n"
     done = render(manifest(tmp_path), release(tmp_path / "r", conf), "--out", tmp_path / "out")
 
@@ -121,7 +121,7 @@ def test_templates_write_yaml_and_json_without_asking_for_them(tmp_path: Path) -
         ),
     ],
 )
-def test_a_mistake_names_its_place(tmp_path: Path, conf: str, said: str) -> None:
+def test_template_error_names_its_place(tmp_path: Path, conf: str, said: str) -> None:
     done = render(manifest(tmp_path), release(tmp_path / "r", conf), "--out", tmp_path / "out")
 
     assert done.returncode == 78
@@ -215,14 +215,14 @@ def test_the_agents_own_bpm_needs_no_release(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out/jobs").iterdir()] == ["web"]
 
 
-def test_a_variable_without_a_value_is_refused(tmp_path: Path) -> None:
+def test_render_refuses_a_variable_without_a_value(tmp_path: Path) -> None:
     done = render(manifest(tmp_path, properties={"name": "((secret))"}), release(tmp_path / "r"), "--out", tmp_path)
 
     assert done.returncode == 78
     assert "((secret)) has no value" in done.stderr
 
 
-def test_a_date_is_its_text(tmp_path: Path) -> None:
+def test_render_keeps_a_date_as_text(tmp_path: Path) -> None:
     given = manifest(tmp_path, properties={"port": "day"})
     given.write_text(given.read_text().replace("day", "2015-07-01"))
     source = release(tmp_path / "r", "<%= p('port') %> <%= p('name') %>\n")
@@ -235,7 +235,7 @@ def test_a_date_is_its_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["spec", "templates/ctl.erb"])
-def test_a_file_that_the_release_lacks_is_named(tmp_path: Path, file: str) -> None:
+def test_render_names_a_file_missing_in_the_release(tmp_path: Path, file: str) -> None:
     source = release(tmp_path / "r")
     (source / "jobs/web" / file).unlink()
     done = render(manifest(tmp_path), source, "--out", tmp_path / "out")
@@ -244,7 +244,7 @@ def test_a_file_that_the_release_lacks_is_named(tmp_path: Path, file: str) -> No
     assert f"jobs/web/{file}: there is no such file" in done.stderr
 
 
-def test_the_error_names_a_binary_template(tmp_path: Path) -> None:
+def test_render_error_names_a_binary_template(tmp_path: Path) -> None:
     source = release(tmp_path / "r")
     (source / "jobs/web/templates/ctl.erb").write_bytes(b"\xff")
     done = render(manifest(tmp_path), source, "--out", tmp_path / "out")
@@ -266,7 +266,7 @@ def test_the_error_names_a_binary_template(tmp_path: Path) -> None:
         ("a: \0", "manifest.yml: character 4: special characters are not allowed\n"),
     ],
 )
-def test_a_mistake_of_a_manifest_names_its_place(tmp_path: Path, text: str, said: str) -> None:
+def test_manifest_error_names_its_place(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "manifest.yml").write_text(text)
     done = render(tmp_path / "manifest.yml", release(tmp_path / "r"), "--out", tmp_path / "out")
 
@@ -275,7 +275,7 @@ def test_a_mistake_of_a_manifest_names_its_place(tmp_path: Path, text: str, said
     assert "Traceback" not in done.stderr
 
 
-def test_each_job_of_only_is_one_of_the_group(tmp_path: Path) -> None:
+def test_render_rejects_an_unknown_job_in_only(tmp_path: Path) -> None:
     words = ("--only", "web", "--only", "wbe", "--out", tmp_path / "out")
     done = render(manifest(tmp_path), release(tmp_path / "r"), *words)
 

@@ -60,8 +60,8 @@ def archived(log: Path, number: int = 1) -> bytes:
     return gzip.decompress(log.with_name(f"{log.name}.{number}.gz").read_bytes())
 
 
-async def test_large_logs_are_packed_and_cut(logs: Path) -> None:
-    """Logs in three levels, hidden ones too, are rotated. Small, deeper and other files stay."""
+async def test_large_logs_are_compressed_and_truncated(logs: Path) -> None:
+    """Logs in three directory levels are rotated, hidden ones too. Small, deeper and other files stay."""
     large = [logs / "top.log", logs / "web/web.stdout.log", logs / "web/deep/.hidden.log"]
     left = [logs / "web/small.log", logs / "web/data.txt", logs / "web/deep/deeper/x.log"]
     left[2].parent.mkdir()
@@ -77,8 +77,8 @@ async def test_large_logs_are_packed_and_cut(logs: Path) -> None:
     assert stat.S_IMODE(logs.joinpath("web/web.stdout.log.1.gz").stat().st_mode) == 0o640
 
 
-async def test_archives_move_up_and_the_oldest_goes(logs: Path) -> None:
-    """As logrotate counts them."""
+async def test_log_archives_are_renumbered_and_the_oldest_is_removed(logs: Path) -> None:
+    """The numbering is logrotate's."""
     log = logs / "web/web.log"
     for text in ("one", "two", "three"):
         log.write_text(text * 100)
@@ -89,8 +89,8 @@ async def test_archives_move_up_and_the_oldest_goes(logs: Path) -> None:
     assert archived(log, 2) == b"two" * 100
 
 
-async def test_archives_together_have_a_limit(logs: Path) -> None:
-    """The oldest are removed first, of jobs with as much."""
+async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
+    """The oldest are removed first, among jobs with equal usage."""
     for age, name in enumerate(["web/new.log.1.gz", "web/old.log.3.gz", "top.log.1.gz", "web/x.log"]):
         (logs / name).write_bytes(os.urandom(8192))
         os.utime(logs / name, (0, 1_000_000 - age))
@@ -101,8 +101,8 @@ async def test_archives_together_have_a_limit(logs: Path) -> None:
     assert left == ["new.log.1.gz", "x.log"]
 
 
-async def test_only_the_moment_of_the_cut_costs_lines(logs: Path) -> None:
-    """A writer that appends line by line, while its log is rotated again and again: all is in order, and once."""
+async def test_rotation_loses_lines_only_at_the_moment_of_truncation(logs: Path) -> None:
+    """A writer appends while its log is rotated many times. All lines arrive in order, and once."""
     log = logs / "web/web.log"
     code = """
 import os, sys
@@ -133,8 +133,8 @@ for number in range(4000):
     assert sum(after - before > 1 for before, after in itertools.pairwise(known)) <= len(numbers) + 1
 
 
-def test_what_comes_while_a_slow_disk_syncs_is_kept(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much that is."""
+def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any amount is kept."""
     log, burst = logs / "web/web.log", b"more\n" * (8 << 20)
     log.write_bytes(b"first\n")
 
@@ -149,7 +149,7 @@ def test_what_comes_while_a_slow_disk_syncs_is_kept(logs: Path, monkeypatch: pyt
     assert log.stat().st_size == 0
 
 
-async def test_of_a_huge_log_the_end_is_kept(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its archive counts among the existing ones. A loss is logged, and noted in the archive too.
 
     The deployment's size takes precedence over the limit of all archives.
@@ -172,8 +172,8 @@ async def test_of_a_huge_log_the_end_is_kept(logs: Path, caplog: pytest.LogCaptu
     assert archived(large) == b"x" * 150_000
 
 
-async def test_small_logs_go_before_a_huge_one(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """So it delays no other job."""
+async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The huge one thus delays no other job."""
     sizes = {"a.log": 30_000, "b.log": 10_000, "web/a.log": 20_000}
     for name, size in sizes.items():
         (logs / name).write_bytes(b"x" * size)
@@ -185,8 +185,8 @@ async def test_small_logs_go_before_a_huge_one(logs: Path, caplog: pytest.LogCap
     assert "rotating b.log, web/a.log, a.log" in caplog.messages
 
 
-def test_who_writes_without_end_does_not_hold_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half as much again as is kept of a log may come while that is packed; then it is cut."""
+def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a log is packed, it may grow by half of what is kept; then it is truncated."""
     log, size = logs / "web/web.log", 4 * files.CHUNK_BYTES
     log.write_bytes(b"x" * size)
     read = os.read
@@ -202,8 +202,8 @@ def test_who_writes_without_end_does_not_hold_the_rotation(logs: Path, monkeypat
     assert log.stat().st_size == 0
 
 
-async def test_hole_of_a_writer_without_append_does_not_count(logs: Path) -> None:
-    """It continues at its position: earlier bytes are not copied, and do not count."""
+async def test_hole_left_by_a_non_appending_writer_is_not_counted(logs: Path) -> None:
+    """The writer continues at its position, so the earlier bytes are a hole, which is neither copied nor counted."""
     log = logs / "web/web.log"
     with log.open("wb", buffering=0) as out:
         out.write(b"x" * 2_000_000)
@@ -219,8 +219,8 @@ async def test_hole_of_a_writer_without_append_does_not_count(logs: Path) -> Non
     assert len(archived(log, 1)) < 300_000
 
 
-async def test_what_the_deployment_says_goes_first(logs: Path) -> None:
-    """``properties.logging.max_log_file_size``. An invalid size is ignored."""
+async def test_deployment_log_size_overrides_the_configured_one(logs: Path) -> None:
+    """``properties.logging.max_log_file_size`` comes first. An invalid size is ignored."""
     log = logs / "web/web.log"
     log.write_text("x" * 5000)
 
@@ -234,8 +234,8 @@ async def test_what_the_deployment_says_goes_first(logs: Path) -> None:
 
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
-async def test_links_and_second_names_are_left_alone(logs: Path, tmp_path: Path) -> None:
-    """A job may point its log at any file of the machine: nothing is read from there, cut, or given away."""
+async def test_rotation_ignores_links_and_hard_links(logs: Path, tmp_path: Path) -> None:
+    """A job may point its log at any file of the machine, which must not be read, truncated or given away."""
     secret = tmp_path / "secret"
     secret.write_text("s" * 1000)
     elsewhere = tmp_path / "elsewhere"
@@ -267,8 +267,8 @@ async def test_links_and_second_names_are_left_alone(logs: Path, tmp_path: Path)
         os.close(root)
 
 
-async def test_no_second_one_rotates(logs: Path) -> None:
-    """The Go agent's rule for logrotate is out of force while this agent rotates. Handback brings it back."""
+async def test_logrotate_rule_is_disabled_while_the_agent_rotates(logs: Path) -> None:
+    """The rule is the Go agent's. Handback enables it again."""
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
     rule.write_text("the Go agent's")
@@ -287,8 +287,10 @@ async def test_no_second_one_rotates(logs: Path) -> None:
     assert rule.exists()
 
 
-async def test_logrotate_goes_on_alone_where_it_cannot_be_stopped(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As in a container whose ``/etc`` is read-only."""
+async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
+    logs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This happens in a container whose ``/etc`` is read-only."""
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
     rule.write_text("the Go agent's")
@@ -305,8 +307,8 @@ async def test_logrotate_goes_on_alone_where_it_cannot_be_stopped(logs: Path, ca
     assert rule.exists()
 
 
-def test_logrotate_may_have_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the options disable it, its rule is active again. A failure to do so is a logged error."""
+def test_disabled_rotation_enables_the_logrotate_rule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A failure to do so is logged as an error."""
     rule = Paths(tmp_path).logrotate_rule
     rule.parent.mkdir(parents=True)
     out_of_force = rule.with_name("vcap.disabled")
@@ -320,7 +322,7 @@ def test_logrotate_may_have_it(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "cannot leave the logs of jobs to logrotate: cannot enable" in caplog.text
 
 
-async def test_one_that_cannot_be_rotated_stops_no_other(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_that_cannot_be_rotated_does_not_stop_others(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A directory stands where its archive would be."""
     (logs / "web/bad.log").write_text("b" * 1000)
     (logs / "web/bad.log.2.gz").mkdir()
@@ -341,8 +343,8 @@ async def test_one_that_cannot_be_rotated_stops_no_other(logs: Path, caplog: pyt
         *((text, None) for text in ("", "M", "-1", "1T", "1.5G", "50 MB")),
     ],
 )
-def test_sizes_are_logrotates(text: str, number: int | None) -> None:
-    """With and without a unit. An invalid one is refused rather than guessed."""
+def test_log_sizes_are_written_as_for_logrotate(text: str, number: int | None) -> None:
+    """They have a unit or not. An invalid one is rejected instead of guessed."""
     if number is not None:
         assert rotation.size(text) == number
         return
@@ -354,8 +356,8 @@ def test_sizes_are_logrotates(text: str, number: int | None) -> None:
 
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
-async def test_a_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is rotated as any other. In the log of the agent it is one line."""
+async def test_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is rotated like any other. In the agent's log it is one line."""
     caplog.set_level("INFO")
     evil = logs / "web" / os.fsdecode(b"\xff\n\x1b[2J.log")
     for path in (evil, logs / "web/good.log"):
@@ -371,8 +373,8 @@ async def test_a_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog:
     assert not evil.with_name(f"{evil.name}.1.gz").exists()
 
 
-async def test_hundred_thousands_of_archives_cost_no_memory(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty ones take no room and do not count; of others the oldest of many are removed in one round."""
+async def test_rotation_handles_hundreds_of_thousands_of_archives(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty ones take no space and do not count. Of the others, many of the oldest are removed in one round."""
     monkeypatch.setattr(rotation, "MAX_REMOVED", 10)
     for number in range(500):
         path = logs / f"web/x{number}.log.1.gz"
@@ -387,7 +389,7 @@ async def test_hundred_thousands_of_archives_cost_no_memory(logs: Path, monkeypa
     assert len(list(logs.glob("web/x*.gz"))) == 495
 
 
-async def test_a_job_with_too_many_files_keeps_no_other_from_rotation(
+async def test_job_with_too_many_files_does_not_block_the_rotation_of_others(
     logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rotation, "MAX_JOB_ENTRIES", 50)
@@ -400,10 +402,10 @@ async def test_a_job_with_too_many_files_keeps_no_other_from_rotation(
 
 
 @pytest.mark.parametrize("planted", ["second names", "names that leave no room for an archive", "small logs"])
-async def test_hundreds_of_logs_of_one_job_keep_no_other_from_rotation(
+async def test_many_logs_of_one_job_do_not_block_the_rotation_of_others(
     logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
-    """In a round as many are rotated as have room in it, which those of one job could fill, round after round."""
+    """A round has room for a limited number of logs, which those of one job could fill, round after round."""
     monkeypatch.setattr(rotation, "MAX_DUE", 4)
     for number in range(8):
         path = logs / f"web/{number}.log"
@@ -420,8 +422,8 @@ async def test_hundreds_of_logs_of_one_job_keep_no_other_from_rotation(
 
 
 @pytest.mark.parametrize("planted", ["second names", "archives of the future"])
-async def test_archives_of_one_job_have_none_of_another_removed(logs: Path, planted: str) -> None:
-    """The job with the most loses its own, and a file with many names counts as none."""
+async def test_archives_of_one_job_do_not_displace_those_of_another(logs: Path, planted: str) -> None:
+    """The job with the most loses its own. A file with several names does not count."""
     (logs / "zoo").mkdir()
     good = logs / "zoo/good.log.1.gz"
     good.write_bytes(os.urandom(8192))
@@ -440,10 +442,10 @@ async def test_archives_of_one_job_have_none_of_another_removed(logs: Path, plan
     assert len(list(logs.glob("web/*.gz"))) == (8 if planted == "second names" else 3)
 
 
-async def test_a_volume_that_does_not_answer_keeps_no_other_job_from_rotation(
+async def test_hanging_volume_does_not_block_the_rotation_of_other_jobs(
     logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As that of a file server that is gone: the thread that looks hangs."""
+    """If a file server is gone, the thread that looks hangs."""
     gate = threading.Event()
     honest = rotation.look_at
 

@@ -20,8 +20,8 @@ from tests.support.waiting import until
 # --- resources ------------------------------------------------------------------------------------------------------
 
 
-async def test_process_that_uses_too_much_is_failing_and_stays(world: World) -> None:
-    """An alert once, the state for as long as it lasts, the words of monit for it."""
+async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world: World) -> None:
+    """There is one alert with monit's text, and the state lasts as long as the condition."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
     async with world.checking(job) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -36,8 +36,8 @@ async def test_process_that_uses_too_much_is_failing_and_stays(world: World) -> 
         assert world.told("Resource limit matched") == [("web", "alert")]
 
 
-async def test_first_look_comes_a_cycle_after_the_start(world: World) -> None:
-    """monit sleeps after a start too: a young process has time to settle."""
+async def test_first_rule_check_comes_a_cycle_after_the_start(world: World) -> None:
+    """monit sleeps after a start too, so that a young process has time to settle."""
     world.timing = replace(world.timing, cycle=0.5)
     async with world.checking(world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -67,7 +67,7 @@ async def states_until(supervisor: Supervisor, last: str) -> list[str]:
 
 
 async def test_process_is_starting_until_its_socket_answers(world: World) -> None:
-    """Long before its first cycle. A Director that sees it running ends its wait."""
+    """Its socket answers long before its first cycle. A Director that sees it running stops waiting."""
     world.timing = replace(world.timing, cycle=60)
     there = world.base / "socket"
     start = f'echo $$ >$pidfile; exec {sys.executable} -S -c "{LATE}" {there}'
@@ -97,7 +97,7 @@ async def test_process_whose_socket_never_answers_is_never_running(world: World,
         assert await states_until(supervisor, "failing") == ["starting", "failing"]
 
 
-async def test_rules_that_come_with_another_file_are_looked_at(world: World) -> None:
+async def test_rules_of_a_changed_monit_file_take_effect(world: World) -> None:
     """Without rules no task wakes up."""
     async with world.checking(world.job("web", None, "exit 0")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -107,8 +107,8 @@ async def test_rules_that_come_with_another_file_are_looked_at(world: World) -> 
         await until(lambda: world.told("Resource limit matched"))
 
 
-async def test_tree_is_counted(world: World) -> None:
-    """Children are processes of the service. Its own figures are of the process alone."""
+async def test_total_resource_rules_count_child_processes(world: World) -> None:
+    """Other rules look at the figures of the process alone."""
     start = "echo $$ >$pidfile; sleep 600 & sleep 600 & sleep 600 & wait"
     job = world.job("web", start, "kill $(cat $pidfile)", "if children = 3 then alert", "if totalmem < 1 Gb then alert")
     async with world.checking(job) as supervisor:
@@ -120,8 +120,8 @@ async def test_tree_is_counted(world: World) -> None:
         assert "totalmemory of" in reason
 
 
-async def test_busy_process_is_seen_by_its_processor_time(world: World) -> None:
-    """The time between two cycles counts. A process that sleeps uses none."""
+async def test_cpu_rule_measures_cpu_time_between_cycles(world: World) -> None:
+    """A sleeping process uses none."""
     rule = "if cpu > 5 % then alert"
     jobs = [
         world.job("busy", "echo $$ >$pidfile; while :; do :; done", None, rule),
@@ -134,8 +134,8 @@ async def test_busy_process_is_seen_by_its_processor_time(world: World) -> None:
         assert info(supervisor, "idle").process.state == "running"
 
 
-async def test_rule_restarts_and_counts_as_restart(world: World) -> None:
-    """Another process, and while no check has seen it whole the service is not called running."""
+async def test_restart_by_a_rule_is_counted_as_a_restart(world: World) -> None:
+    """There is a new process, and the service is not called running before a check has passed."""
     statements = ("if memory > 1 kb then restart", "if 2 restarts within 9999 cycles then unmonitor")
     job = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $pidfile)", *statements)
     async with world.checking(job) as supervisor:
@@ -154,8 +154,8 @@ async def test_rule_restarts_and_counts_as_restart(world: World) -> None:
         assert all(each.process.state != "running" for each in said if each.pid not in (0, first))
 
 
-async def test_new_process_begins_anew(world: World) -> None:
-    """Misses of its predecessor do not count against it."""
+async def test_restarted_process_does_not_inherit_failed_checks(world: World) -> None:
+    """Failed checks of its predecessor do not count against it."""
     job = world.job("web", None, "kill $(cat $pidfile)", "if memory > 1 kb for 4 cycles then restart")
     async with world.checking(job) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
@@ -168,8 +168,8 @@ async def test_new_process_begins_anew(world: World) -> None:
         assert len(world.told("Resource limit matched")) == looks == 1
 
 
-async def test_recovery_is_reported_and_acted_on(world: World) -> None:
-    """The program of ``else if recovered`` runs, and the service runs well again."""
+async def test_rule_recovery_is_reported_and_runs_its_program(world: World) -> None:
+    """The program of ``else if recovered`` runs, and the service is running again."""
     start = "echo $$ >$pidfile; sleep 600 & child=$!; echo $child >$log.child; wait $child; exec sleep 600"
     good = world.script("web", "good", "echo good >>$log")
     rule = f'if children > 0 then alert else if recovered for 2 cycles then exec "{good}"'
@@ -185,8 +185,8 @@ async def test_recovery_is_reported_and_acted_on(world: World) -> None:
         await until(lambda: info(supervisor, "web").process.state == "running")
 
 
-async def test_exec_runs_at_each_bad_cycle(world: World) -> None:
-    """monit does it too. The program may call us and outlives the service."""
+async def test_rule_exec_runs_in_each_failing_cycle(world: World) -> None:
+    """monit does it too. The program may call the agent, and outlives the service."""
     bad = world.script("web", "bad", 'echo "$MONIT_SERVICE $MONIT_EVENT" >>$log')
     job = world.job("web", None, "exit 0", f'if memory > 1 kb then exec "{bad}"')
     async with world.checking(job):
@@ -195,7 +195,7 @@ async def test_exec_runs_at_each_bad_cycle(world: World) -> None:
         assert world.told("Resource limit matched") == [("web", "exec")]
 
 
-async def test_passive_service_is_only_told_of(world: World) -> None:
+async def test_rules_of_a_passive_service_only_alert(world: World) -> None:
     """Nothing is stopped or restarted."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb then stop", "mode passive")
     async with world.checking(job) as supervisor:
@@ -208,8 +208,8 @@ async def test_passive_service_is_only_told_of(world: World) -> None:
         assert world.told("Resource limit matched") == [("web", "alert")]
 
 
-async def test_stop_and_unmonitor_end_the_looking(world: World) -> None:
-    """The complaint ends with it."""
+async def test_stop_and_unmonitor_end_rule_checks(world: World) -> None:
+    """The failure ends with them."""
     jobs = [
         world.job("one", None, "kill $(cat $pidfile)", "if memory > 1 kb then stop"),
         world.job("two", None, "exit 0", "if memory > 1 kb then unmonitor"),
@@ -224,8 +224,8 @@ async def test_stop_and_unmonitor_end_the_looking(world: World) -> None:
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
-async def test_silent_port_is_found_and_a_hung_check_delays_nobody(world: World) -> None:
-    """One socket accepts no connection, and its rule has a minute. The rules of others continue meanwhile."""
+async def test_hanging_port_check_does_not_delay_other_checks(world: World) -> None:
+    """One socket accepts no connection, and its rule has a minute. Rules of other services continue meanwhile."""
     with socket.socket(socket.AF_UNIX) as full, socket.socket() as free:
         full.bind(str(world.base / "full.sock"))
         full.listen(0)
@@ -256,8 +256,8 @@ async def test_silent_port_is_found_and_a_hung_check_delays_nobody(world: World)
             each.close()
 
 
-async def test_result_of_a_check_counts_for_the_process_it_began_with(world: World) -> None:
-    """A check continues while the process is killed: its successor is not restarted by it, and no second one starts."""
+async def test_check_result_applies_only_to_the_process_that_was_checked(world: World) -> None:
+    """The process is killed during a check. Its successor is not restarted because of it, and no second one starts."""
     asked: list[asyncio.Event] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -291,8 +291,8 @@ async def test_result_of_a_check_counts_for_the_process_it_began_with(world: Wor
         assert world.told("Connection failed") == []
 
 
-async def test_port_that_opens_ends_the_complaint(world: World) -> None:
-    """The service was failing and is running, and good news is an event too."""
+async def test_opened_port_ends_the_failing_state(world: World) -> None:
+    """The service was failing and is running again, which is reported as an event too."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} for 2 cycles then alert"
@@ -307,8 +307,8 @@ async def test_port_that_opens_ends_the_complaint(world: World) -> None:
 # --- other checks ----------------------------------------------------------------------------------------------------
 
 
-async def test_filesystem_is_checked(world: World) -> None:
-    """Space in use."""
+async def test_filesystem_rule_checks_used_space(world: World) -> None:
+    """The rule limits the used space."""
     text = f"""
 check device root with path {world.base}
   if space usage > 0 % then alert
@@ -328,8 +328,8 @@ check device lost with path {world.base}/absent
 # --- other reports ---------------------------------------------------------------------------------------------------
 
 
-async def test_death_for_want_of_memory_is_reported_as_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the counter of the container has risen. The next death is an ordinary one again."""
+async def test_out_of_memory_kill_is_reported_as_such(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is recognized when the container's counter has risen. The next exit is an ordinary one again."""
     kills = [7]
     monkeypatch.setattr(cgroups, "oom_level", lambda *_: (2, Path("/")))
     monkeypatch.setattr(cgroups, "oom_kills_of", lambda *_: kills[0])
@@ -349,8 +349,8 @@ async def test_death_for_want_of_memory_is_reported_as_one(world: World, monkeyp
         ]
 
 
-async def test_file_that_cannot_be_used_is_reported_once(world: World) -> None:
-    """The alert has the place and the reason, and comes again for another mistake only."""
+async def test_invalid_monit_file_is_reported_once_per_mistake(world: World) -> None:
+    """The alert has the place and the reason, and comes again only for another mistake."""
     bad = JobFile("bad", "", "check nonsense")
     async with world.checking(bad, world.job("web")) as supervisor:
         found = [(each.service, each.event, each.action) for each in world.events]

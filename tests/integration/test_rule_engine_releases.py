@@ -64,8 +64,8 @@ def states(supervisor: Supervisor) -> dict[str, str]:
 # --- hosts ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_dead_haproxy_behind_check_host_fails_the_instance(world: World, web: Web) -> None:
-    """haproxy-boshrelease: the process runs, and its health page decides. The Health Monitor gets an alert."""
+async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: World, web: Web) -> None:
+    """In haproxy-boshrelease the process runs, and its health page decides. The Health Monitor gets an alert."""
     health = f"""
     check host haproxy-health with address localhost
       if failed host localhost port {web.port} protocol http and request "/health"
@@ -104,8 +104,8 @@ async def test_a_check_host_is_starting_until_it_has_been_tested(world: World, w
         assert supervisor.job_state() == "starting"
 
 
-async def test_a_host_check_restarts_its_programs_in_each_failing_cycle(world: World, web: Web) -> None:
-    """app-autoscaler, scheduler: ``check host … if failed url … then restart``, with programs or without."""
+async def test_check_host_restarts_in_each_failing_cycle(world: World, web: Web) -> None:
+    """In app-autoscaler, scheduler has ``check host … if failed url … then restart``, with programs or without."""
     start, stop = (world.script("health", verb, f"echo {verb} >>$log") for verb in ("start", "stop"))
     text = f"""
     check host scheduler-health with address localhost
@@ -127,7 +127,7 @@ async def test_a_host_check_restarts_its_programs_in_each_failing_cycle(world: W
         await until(lambda: supervisor.job_state() == "running")
 
 
-async def test_a_host_check_restarts_its_dependants(world: World, web: Web) -> None:
+async def test_check_host_restarts_its_dependants(world: World, web: Web) -> None:
     """monit stops and starts the dependants of a service that it restarts."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then restart\n group vcap\n"
     start = "echo start >>$log; echo $$ >$pidfile; exec sleep 600"
@@ -138,7 +138,7 @@ async def test_a_host_check_restarts_its_dependants(world: World, web: Web) -> N
         assert world.told("Connection failed") == [("far", "restart")]
 
 
-async def test_a_silent_host_is_not_asked_for_its_ports(
+async def test_check_host_skips_port_checks_of_a_host_that_fails_ping(
     world: World, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = ["no answer"]
@@ -167,8 +167,8 @@ async def test_a_silent_host_is_not_asked_for_its_ports(
 # --- connections of processes -----------------------------------------------------------------------------------------
 
 
-async def test_a_failed_url_restarts_a_process(world: World, web: Web) -> None:
-    """docker-boshrelease, swarm_manager: ``if (failed url … ) then restart``."""
+async def test_failed_url_check_restarts_a_process(world: World, web: Web) -> None:
+    """In docker-boshrelease, swarm_manager has ``if (failed url … ) then restart``."""
     await web.open()
     rule = f"if (failed url http://127.0.0.1:{web.port}/info and content != 'x' for 2 cycles) then restart"
     async with world.checking(world.job("manager", None, "kill $(cat $pidfile)", rule)) as supervisor:
@@ -181,8 +181,8 @@ async def test_a_failed_url_restarts_a_process(world: World, web: Web) -> None:
         assert world.told("Connection failed") == [("manager", "restart")]
 
 
-async def test_a_closed_port_of_udp_restarts_a_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """logsearch, ingestor_syslog: ``if failed port … type udp``."""
+async def test_closed_udp_port_restarts_a_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In logsearch, ingestor_syslog has ``if failed port … type udp``."""
     monkeypatch.setattr("agent_shim.supervisor.network_checks.REFUSAL_S", 0.1)
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind(("127.0.0.1", 0))
@@ -200,8 +200,8 @@ async def test_a_closed_port_of_udp_restarts_a_process(world: World, monkeypatch
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_changed_file_runs_a_program_with_the_words_of_monit(world: World) -> None:
-    """prometheus-boshrelease, nginx: ``if changed timestamp then exec``, here once for each change."""
+async def test_changed_file_runs_a_program_with_monit_variables(world: World) -> None:
+    """In prometheus-boshrelease, nginx has ``if changed timestamp then exec``, which runs once for each change here."""
     hosts = world.base / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     body = 'echo "$MONIT_SERVICE: $MONIT_EVENT: $MONIT_DESCRIPTION" >>$log'
@@ -225,8 +225,8 @@ async def test_a_changed_file_runs_a_program_with_the_words_of_monit(world: Worl
         assert world.told("Timestamp succeeded") == []
 
 
-async def test_a_file_that_grows_too_large_is_failing(world: World) -> None:
-    """logsearch, queue: ``if size > …``."""
+async def test_file_above_its_size_limit_is_failing(world: World) -> None:
+    """In logsearch, queue has ``if size > …``."""
     dump = world.base / "dump.rdb"
     dump.write_bytes(bytes(100))
     text = f"check file dump with path {dump}\n if size > 1 kb for 2 cycles then alert\n group vcap\n"
@@ -243,7 +243,7 @@ async def test_a_file_that_grows_too_large_is_failing(world: World) -> None:
         assert world.told("Size succeeded") == [("dump", "alert")]
 
 
-async def test_a_file_of_another_type_is_restarted(world: World) -> None:
+async def test_file_check_of_another_file_type_restarts(world: World) -> None:
     """monit has this rule for each file, directory and fifo."""
     pid = world.base / "run"
     stop, start = (
@@ -260,8 +260,8 @@ async def test_a_file_of_another_type_is_restarted(world: World) -> None:
         await until(lambda: supervisor.job_state() == "running")
 
 
-async def test_a_missing_file_is_made_by_its_start_program_alone(world: World) -> None:
-    """capi-release, nfs_mounter, and os-conf-release, iptables. monit needs no stop program for it."""
+async def test_missing_file_is_created_by_its_start_program(world: World) -> None:
+    """monit needs no stop program for that, as in capi-release (nfs_mounter) and os-conf-release (iptables)."""
     crontab = world.base / "crontab"
     start = world.script("mounter", "start", f"echo start >>$log; touch {crontab}")
     text = f'check file mounter path {crontab}\n start program "{start}"\n group vcap\n'
@@ -274,8 +274,8 @@ async def test_a_missing_file_is_made_by_its_start_program_alone(world: World) -
         assert [each.description for each in world.events if each.event == "Does not exist"] == ["file doesn't exist"]
 
 
-async def test_a_directory_without_programs_is_watched(world: World) -> None:
-    """The check fails while the directory is missing, and runs again when it is there."""
+async def test_directory_check_without_programs_fails_while_it_is_missing(world: World) -> None:
+    """It is running again once the directory exists."""
     path = world.base / "store"
     text = f"check directory store path {path}\n group vcap\n"
     async with world.checking(JobFile("store", "", text)) as supervisor:
@@ -289,8 +289,8 @@ async def test_a_directory_without_programs_is_watched(world: World) -> None:
         assert {each.event for each in world.events} == {"Does not exist", "Exists"}
 
 
-async def test_lines_of_a_log_run_a_program_each(world: World) -> None:
-    """Those that were there before do not count, nor do those that the check ignores."""
+async def test_match_rule_runs_its_program_for_each_new_line(world: World) -> None:
+    """Older lines do not count, nor do those that the check ignores."""
     log = world.base / "app.log"
     log.write_text("error: old\n")
     body = 'echo "$MONIT_DESCRIPTION" >>$log'

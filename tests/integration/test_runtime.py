@@ -33,7 +33,7 @@ def played(program: str, *arguments: object) -> str:
 # --- the end of the agent -------------------------------------------------------------------------------------------
 
 
-async def test_a_lease_stays_while_jobs_run_and_is_released_once_they_are_stopped(instance: World) -> None:
+async def test_volume_lease_is_released_only_after_the_jobs_stop(instance: World) -> None:
     """Another agent would otherwise write to a volume whose jobs still run."""
     lease = Paths(instance.base).mirror / NAME
     await instance.deploy()
@@ -47,7 +47,7 @@ async def test_a_lease_stays_while_jobs_run_and_is_released_once_they_are_stoppe
     assert json.loads(lease.read_bytes())["is_over"] is True
 
 
-async def test_a_held_poll_is_answered_before_the_agent_leaves_the_bus(instance: World) -> None:
+async def test_held_poll_is_answered_before_the_agent_disconnects(instance: World) -> None:
     await instance.deploy(more={"more": {"bin/run": "#!/bin/sh\nsleep 1000\n", "monit": ""}})
     task = (await instance.director.value(AGENT, "run_errand", "more"))["agent_task_id"]
     poll = asyncio.create_task(instance.director.call(AGENT, "get_task", task, retries=0))
@@ -62,8 +62,8 @@ async def test_a_held_poll_is_answered_before_the_agent_leaves_the_bus(instance:
 # --- a new connection -----------------------------------------------------------------------------------------------
 
 
-async def test_a_reconnect_sends_alerts_that_found_no_bus_and_a_further_heartbeat(instance: World) -> None:
-    """The others come at one phase of the period. An extra one has another phase, sooner or later."""
+async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: World) -> None:
+    """Regular heartbeats have a fixed phase within the period, so one with another phase is the extra one."""
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.deploy()
@@ -88,8 +88,8 @@ async def test_a_reconnect_sends_alerts_that_found_no_bus_and_a_further_heartbea
     assert max(phases) - min(phases) > 0.1, "all came at the time of the period"
 
 
-async def test_a_reconnect_sets_the_rules_of_the_packet_filter_again(instance: World) -> None:
-    """The bus may have another address now, which the rules do not close yet."""
+async def test_reconnect_updates_the_packet_filter(instance: World) -> None:
+    """The bus may have another address now, which the rules do not protect yet."""
     written = instance.scratch / "written"
     instance.command = played("without_nft.py", written)
     await instance.start_agent()
@@ -104,8 +104,8 @@ async def test_a_reconnect_sets_the_rules_of_the_packet_filter_again(instance: W
 # --- the start of the agent -----------------------------------------------------------------------------------------
 
 
-async def test_jobs_wait_for_the_late_steps_of_the_boot(instance: World) -> None:
-    """They need the trusted authorities as soon as they start."""
+async def test_jobs_start_only_after_the_late_boot_steps(instance: World) -> None:
+    """They need the trusted CAs as soon as they start."""
     prepared = instance.base / "data/prepared"
     await instance.deploy(more={"more": {"bin/pre-start": f"#!/bin/sh\ntouch {prepared}\n", "monit": ""}})
     await instance.kill_agent()
@@ -127,8 +127,8 @@ async def test_jobs_wait_for_the_late_steps_of_the_boot(instance: World) -> None
     assert prepared.exists()
 
 
-async def test_jobs_that_the_director_has_stopped_are_not_started_at_a_take_over_from_monit(instance: World) -> None:
-    """The Go agent leaves the marker too, and monit's files, and no state of this supervisor."""
+async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: World) -> None:
+    """The Go agent leaves its marker and monit's files, but there is no state of this supervisor."""
     await instance.deploy()
     await instance.run("stop")
     await instance.kill_agent()
@@ -144,8 +144,8 @@ async def test_jobs_that_the_director_has_stopped_are_not_started_at_a_take_over
     assert len(instance.starts()["job0"]) == 1
 
 
-async def test_the_public_password_of_the_go_agent_is_replaced_and_another_is_kept(instance: World) -> None:
-    """The former is in the sources of the Go agent."""
+async def test_default_monit_password_of_the_go_agent_is_replaced(instance: World) -> None:
+    """Any other password is kept. The default one is published in the sources of the Go agent."""
     user = Paths(instance.base).monit_user
     user.parent.mkdir(parents=True)
     user.write_text(f"vcap:{GO_AGENT_PASSWORD}\n")

@@ -45,8 +45,8 @@ async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None
 
 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
-async def test_nothing_can_be_gained(tmp_path: Path) -> None:
-    """No capability in any set, none to come. Signals that Python ignores reach the program."""
+async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_path: Path) -> None:
+    """It has none in any set and can gain none. Signals that Python ignores reach the program."""
     status, found = await run(tmp_path, order())
 
     # The C library has two signals of its own, and leaves them ignored in a child.
@@ -57,8 +57,8 @@ async def test_nothing_can_be_gained(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 @pytest.mark.root
-async def test_user_without_groups_keeps_what_was_asked_for(tmp_path: Path) -> None:
-    """User and group alone, one capability in all sets, the others gone from the bounding set."""
+async def test_sandboxed_user_has_no_groups_and_only_requested_capabilities(tmp_path: Path) -> None:
+    """Only user and group are set. One capability is in all sets, and the others leave the bounding set."""
     wanted = capabilities.privileges().effective & {"NET_BIND_SERVICE"}
     numbers = [capabilities.NAMES.index(name) for name in wanted]
     before = os.getgroups()
@@ -76,15 +76,15 @@ async def test_user_without_groups_keeps_what_was_asked_for(tmp_path: Path) -> N
         assert capabilities.names(found[f"Cap{name}"]) == wanted, name
 
 
-async def test_privileges_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
-    """``unsafe.privileged``."""
+async def test_privileged_sandbox_keeps_its_capabilities(tmp_path: Path) -> None:
+    """The option is ``unsafe.privileged``."""
     _, found = await run(tmp_path, order(keeps_privileges=True))
 
     assert found["NoNewPrivs"] == str(int(capabilities.privileges().no_new_privs))
     assert capabilities.names(found["CapEff"]) == capabilities.privileges().effective
 
 
-async def test_limits_are_set_up_to_the_hard_limit(tmp_path: Path) -> None:
+async def test_sandbox_limits_are_capped_at_the_hard_limit(tmp_path: Path) -> None:
     """A limit above the maximum becomes the maximum, with a warning."""
     _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": 77, "RLIMIT_CORE": 4096}))
     assert found["Max open files"].split()[:2] == ["77", "77"]
@@ -102,8 +102,8 @@ async def test_limits_are_set_up_to_the_hard_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 3])
-async def test_spec_is_not_inherited(tmp_path: Path, number: int) -> None:
-    """It names all that the program may see, and what it runs as."""
+async def test_sandboxed_program_does_not_inherit_its_spec(tmp_path: Path, number: int) -> None:
+    """The spec names everything that the program may see, and its user."""
     out = tmp_path / "out"
     descriptor = in_memory(order(argv=["/bin/sh", "-c", "readlink /proc/$$/fd/*"], env={"PATH": "/bin"}))
     redirected = "0</dev/null" if number else ""
@@ -115,16 +115,16 @@ async def test_spec_is_not_inherited(tmp_path: Path, number: int) -> None:
     assert "memfd:spec" not in out.read_text()
 
 
-async def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
-    """On stderr, with an exit code of its own."""
+async def test_sandbox_names_a_program_that_cannot_run(tmp_path: Path) -> None:
+    """It is written to stderr, with a distinct exit code."""
     status, found = await run(tmp_path, order(argv=["/nothing"]))
 
     assert status == sandbox_exec.FAILED
     assert found["agent-shim"].startswith("cannot run /nothing:")
 
 
-async def test_program_waits_until_it_is_known(tmp_path: Path) -> None:
-    """Its parent has recorded its process id by then. After a failure nothing runs."""
+async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path) -> None:
+    """After a failure nothing runs."""
     marker = tmp_path / "marker"
     wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
     with pytest.raises(ValueError, match="full"):
@@ -135,8 +135,8 @@ async def test_program_waits_until_it_is_known(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-async def test_a_program_that_is_not_isolated_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume of a dead file server holds the mounts of its namespace, and the process itself."""
+async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume of a dead file server can block the mounts of its namespace, and the process itself."""
     spawn, started = process.spawn, []
 
     def spawn_held(_: list[str], **options: Any) -> process.Process:
@@ -154,8 +154,8 @@ async def test_a_program_that_is_not_isolated_in_time_is_ended(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("inherited", "own"), [("-500", 0), ("0", 0), ("300", 300)])
-def test_job_is_not_spared_when_memory_runs_out(tmp_path: Path, inherited: str, own: int) -> None:
-    """The agent may be spared. A job that is killed first remains so."""
+def test_sandboxed_job_does_not_inherit_the_agents_oom_protection(tmp_path: Path, inherited: str, own: int) -> None:
+    """A job that is to be killed first remains so."""
     score = tmp_path / "oom_score_adj"
     score.write_text(inherited)
     sandbox_exec.reset_oom_score(str(score))
@@ -180,8 +180,8 @@ def test_job_is_not_spared_when_memory_runs_out(tmp_path: Path, inherited: str, 
         ({"argv": ["/etc/passwd"], "has_init": True}, "execute: /etc/passwd: Permission denied"),
     ],
 )
-async def test_step_that_failed_is_named(tmp_path: Path, members: dict[str, Any], step: str) -> None:
-    """With the place where there is one."""
+async def test_failed_sandbox_step_is_named(tmp_path: Path, members: dict[str, Any], step: str) -> None:
+    """The error has its path if there is one."""
     status, found = await run(tmp_path, order(**members))
 
     program = members.get("argv", ["/bin/cat"])[0]
@@ -190,8 +190,8 @@ async def test_step_that_failed_is_named(tmp_path: Path, members: dict[str, Any]
 
 
 @pytest.mark.root
-async def test_user_that_cannot_be_taken_is_named(tmp_path: Path) -> None:
-    """As in a container without CAP_SETUID and CAP_SETGID."""
+async def test_sandbox_names_a_user_that_it_cannot_switch_to(tmp_path: Path) -> None:
+    """This happens in a container without CAP_SETUID and CAP_SETGID."""
     descriptor = in_memory(order(uid=UNPRIVILEGED_UID, gid=UNPRIVILEGED_UID))
     without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid"]
     out = tmp_path / "out"
@@ -215,8 +215,8 @@ except PermissionError:
 
 
 @pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
-async def test_rules_for_files_leave_the_network_alone(tmp_path: Path) -> None:
-    """A job listens and connects where it wants to."""
+async def test_sandbox_file_rules_do_not_restrict_the_network(tmp_path: Path) -> None:
+    """A job can listen and connect anywhere."""
     places = [sandbox.place(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc", sys.base_prefix)]
     argv = [os.path.realpath(sys.executable), "-I", "-S", "-c", LISTENING]
     status, found = await run(tmp_path, order(argv=argv, places=places))
@@ -232,8 +232,8 @@ echo moved: $?
 
 
 @pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
-async def test_a_place_that_can_be_written_can_be_arranged(tmp_path: Path) -> None:
-    """Files move between its directories, and become empty."""
+async def test_sandboxed_program_can_move_and_truncate_files_in_its_volume(tmp_path: Path) -> None:
+    """Files are moved between its directories, and truncated."""
     shown = tmp_path / "shown"
     shown.mkdir()
     system = [sandbox.place(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc")]
@@ -253,8 +253,8 @@ def directory(path: Path, mode: int, owner: int = 0) -> Path:
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
-async def test_an_init_ends_as_its_program_does(tmp_path: Path, script: str, code: int) -> None:
-    """The init is this program itself where there is no other; it has no part in the output."""
+async def test_sandbox_init_exits_like_its_program(tmp_path: Path, script: str, code: int) -> None:
+    """Without another init, the sandbox program itself is the init. It writes no output."""
     script = f"(sleep 0.01 &); echo parent: $(cat /proc/$PPID/comm); {script}"
     status, found = await run(
         tmp_path, order(argv=["/bin/sh", "-c", script], env={"PATH": "/bin"}, has_init=True, inits=[])
@@ -263,8 +263,8 @@ async def test_an_init_ends_as_its_program_does(tmp_path: Path, script: str, cod
     assert (status, "python" in found["parent"]) == (code, True)
 
 
-async def test_first_init_that_can_be_executed_runs_the_program(tmp_path: Path) -> None:
-    """With its arguments after a mark, which ends those of the init."""
+async def test_sandbox_uses_the_first_executable_init(tmp_path: Path) -> None:
+    """The program's arguments follow a separator, which ends those of the init."""
     (tmp_path / "text").write_text("")
     for name in ("first", "second"):
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name}: $*\n")

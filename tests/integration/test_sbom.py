@@ -19,8 +19,8 @@ def sbom(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "file"), [("agent-shim", "runtime.lock"), ("bosh-kubernetes-cpi", "cpi.lock")])
-def test_every_package_of_the_lock_is_in_it_with_its_hashes(name: str, file: str) -> None:
-    """The lock is what the image, or the release of the CPI, is installed from."""
+def test_sbom_contains_every_locked_package_with_its_hashes(name: str, file: str) -> None:
+    """The image and the CPI's release are installed from the lock."""
     lock = (ROOT / "requirements" / file).read_text()
     pinned = set(re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", lock, re.MULTILINE))
 
@@ -32,7 +32,7 @@ def test_every_package_of_the_lock_is_in_it_with_its_hashes(name: str, file: str
 
 
 @pytest.mark.parametrize(("name", "file"), [("agent-shim", "runtime.lock"), ("bosh-kubernetes-cpi", "cpi.lock")])
-def test_each_package_is_reached_from_the_program(name: str, file: str) -> None:
+def test_sbom_dependencies_reach_each_package(name: str, file: str) -> None:
     document = json.loads(sbom("--name", name, "--lock", str(ROOT / "requirements" / file)))
     below = {one["ref"]: one["dependsOn"] for one in document["dependencies"]}
     reached, new = set(), {name}
@@ -46,8 +46,8 @@ def test_each_package_is_reached_from_the_program(name: str, file: str) -> None:
         assert [ref for ref in below[name] if ref.startswith("pkg:pypi/frozenlist@")] == []
 
 
-def test_all_licences_permit_this_use() -> None:
-    """No licence binds users of the image: installed packages are permissive or weakly reciprocal."""
+def test_licences_of_all_packages_are_permitted() -> None:
+    """No licence binds users of the image, because installed packages are permissive or weakly reciprocal."""
     lines = sbom("--licences").splitlines()
 
     assert len(lines) > 5

@@ -65,8 +65,8 @@ def log(paths: Paths, job: str, name: str) -> str:
     return (paths.log / job / name).read_text()
 
 
-async def test_output_is_appended_to_the_logs_of_the_job(paths: Paths, runner: Scripts) -> None:
-    """Two runs, two lines, in files and directories others cannot read (agent/script/generic_script.go)."""
+async def test_script_output_is_appended_to_the_job_logs(paths: Paths, runner: Scripts) -> None:
+    """Two runs give two lines, in files and directories that others cannot read (agent/script/generic_script.go)."""
     script(paths, "web", "pre-start", "echo out; echo err >&2")
 
     await runner.run_all("pre-start", ["absent"], {})
@@ -82,8 +82,8 @@ async def test_output_is_appended_to_the_logs_of_the_job(paths: Paths, runner: S
     assert not (paths.log / "absent").exists()
 
 
-async def test_a_script_has_its_environment_directory_and_niceness(paths: Paths, runner: Scripts) -> None:
-    """The agent's environment with a PATH of its own, the root directory, five steps nicer, no arguments, no input.
+async def test_script_runs_with_its_environment_directory_and_niceness(paths: Paths, runner: Scripts) -> None:
+    """It has the agent's environment with another PATH, the root directory, niceness 5, no arguments and no input.
 
     Variables of the request come before both.
     """
@@ -97,8 +97,8 @@ async def test_a_script_has_its_environment_directory_and_niceness(paths: Paths,
     assert log(paths, "web", "pre-start.stdout.log") == expected
 
 
-async def test_scripts_run_side_by_side_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
-    """Each waits for the one before it. The lists are in the order in which they ended."""
+async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
+    """Each waits for the one before it. The lists have the order in which the scripts ended."""
     wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; touch {}; exit {}'
     done = [paths.tmp / name for name in "abcd"]
     script(paths, "a", "post-start", wait.format(done[1], done[0], 1))
@@ -112,8 +112,8 @@ async def test_scripts_run_side_by_side_and_failures_are_listed(paths: Paths, ru
     assert str(failed.value) == "2 of 4 post-start scripts failed. Failed Jobs: c, a. Successful Jobs: d, b."
 
 
-async def test_the_error_ends_with_the_last_line_of_each_failed_script(paths: Paths, runner: Scripts) -> None:
-    """In one line, without control characters, and short. Lines of an earlier run are no reason of this one."""
+async def test_script_error_has_the_last_line_of_each_failed_script(paths: Paths, runner: Scripts) -> None:
+    """It is one short line without control characters. Lines of an earlier run are not quoted."""
     script(paths, "dns", "pre-start", "echo first >&2; printf 'ip: \\033[1mnot permitted\\n\\n' >&2; exit 2")
     with pytest.raises(ActionError) as failed:
         await runner.run_all("pre-start", ["dns"], {})
@@ -128,7 +128,7 @@ async def test_the_error_ends_with_the_last_line_of_each_failed_script(paths: Pa
 
 
 async def test_error_of_a_traced_script_quotes_the_log_that_it_wrote(paths: Paths, runner: Scripts) -> None:
-    """The pre-start of bosh-dns runs with ``set -x`` and writes why it fails to its own log."""
+    """The pre-start of bosh-dns runs with ``set -x`` and writes the reason of its failure to its own log."""
     own = paths.log / "dns/dns_setup.log"
     own.parent.mkdir(parents=True, exist_ok=True)
     script(paths, "dns", "pre-start", f"set -x; echo cannot bind >>{own}; exit 2")
@@ -138,8 +138,8 @@ async def test_error_of_a_traced_script_quotes_the_log_that_it_wrote(paths: Path
     assert str(failed.value).endswith(" dns: dns_setup.log: cannot bind")
 
 
-async def test_a_script_ends_before_the_processes_it_leaves(paths: Paths, runner: Scripts) -> None:
-    """A child that keeps the output open does not hold the script, nor is it killed."""
+async def test_script_may_end_before_its_background_processes(paths: Paths, runner: Scripts) -> None:
+    """A child that keeps the output open does not delay the script's end, and is not killed."""
     left = paths.tmp / "left"
     script(paths, "web", "pre-start", f"sleep 600 & echo $! >{left}")
 
@@ -153,7 +153,7 @@ async def test_a_script_ends_before_the_processes_it_leaves(paths: Paths, runner
 
 @pytest.mark.slow
 async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts) -> None:
-    """The group gets TERM, and KILL if it ignores that. The cancellation continues."""
+    """The group gets SIGTERM, and SIGKILL if it ignores that. The cancellation continues."""
     started = paths.tmp / "started"
     script(paths, "web", "pre-start", f"trap '' TERM; sleep 600 & echo $! >{started}; wait; wait")
     running = asyncio.create_task(impatient.run_all("pre-start", ["web"], {}))
@@ -167,7 +167,7 @@ async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts
 
 
 @pytest.mark.attack("a job has root write a script's output through a link or a hard link")
-async def test_a_log_that_is_a_link_is_not_followed(paths: Paths, runner: Scripts) -> None:
+async def test_script_log_that_is_a_link_is_not_followed(paths: Paths, runner: Scripts) -> None:
     """A user with write access to the log directory cannot redirect root's writes."""
     script(paths, "web", "pre-start", "echo out")
     victim = paths.base / "victim"
@@ -189,8 +189,8 @@ async def drain(runner: Scripts, *jobs: str, cancelled: asyncio.Event | None = N
         await runner.drain(jobs, UPDATE, DISK, NEXT, cancelled or asyncio.Event())
 
 
-async def test_static_drain_waits(paths: Paths, runner: Scripts) -> None:
-    """A positive answer is waited for and that is all."""
+async def test_static_drain_waits_for_the_returned_seconds(paths: Paths, runner: Scripts) -> None:
+    """A positive result is waited for, and the script is not called again."""
     script(paths, "web", "drain", "echo 1")
     begun = time.monotonic()
 
@@ -201,8 +201,8 @@ async def test_static_drain_waits(paths: Paths, runner: Scripts) -> None:
 
 
 @pytest.mark.parametrize("printed", ["", "soon", "1 2", "1.5", "1_0", "٣", "9" * 30, "0x1", "$(seq 5000)"])
-async def test_a_drain_script_without_a_number_has_failed(paths: Paths, runner: Scripts, printed: str) -> None:
-    """The others go on to their end (agent/script/drain/concrete_script.go)."""
+async def test_drain_script_that_prints_no_number_fails(paths: Paths, runner: Scripts, printed: str) -> None:
+    """The others run to their end (agent/script/drain/concrete_script.go)."""
     script(paths, "a", "drain", f'printf %s "{printed}"')
     script(paths, "b", "drain", "sleep 0.1; echo 0")
 
@@ -220,8 +220,8 @@ async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event |
         return await runner.errand(job, cancelled or asyncio.Event())
 
 
-async def test_errand_tells_its_output_and_its_exit_code(paths: Paths, runner: Scripts) -> None:
-    """A failure is a result, 128 and the number of a signal too. Nothing is left on disk."""
+async def test_errand_returns_its_output_and_exit_code(paths: Paths, runner: Scripts) -> None:
+    """A failure is a result, too; a signal counts as 128 plus its number. Nothing is left on disk."""
     script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(pwd) $(nice)"; echo err >&2; exit 3')
 
     assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes / {os.nice(0)}\n", "err\n", 3)
@@ -230,8 +230,8 @@ async def test_errand_tells_its_output_and_its_exit_code(paths: Paths, runner: S
     assert (await errand(runner)).exit_code == 137
 
 
-async def test_cancelled_errand_that_does_not_care_is_killed(paths: Paths, impatient: Scripts) -> None:
-    """KILL comes after the grace; that is a result too."""
+async def test_cancelled_errand_that_ignores_sigterm_is_killed(paths: Paths, impatient: Scripts) -> None:
+    """SIGKILL follows after the grace period, which is a result too."""
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"trap '' TERM; echo $$ >{started}; sleep 600")
     cancelled = asyncio.Event()
@@ -242,8 +242,8 @@ async def test_cancelled_errand_that_does_not_care_is_killed(paths: Paths, impat
     assert await running == Errand("", "", 137)
 
 
-async def test_long_errand_output_is_cut_and_kept(paths: Paths, runner: Scripts) -> None:
-    """The reply is in bounds, the whole stays in a file that only root reads, until the next errand of the job."""
+async def test_long_errand_output_is_truncated_in_the_reply_and_kept_on_disk(paths: Paths, runner: Scripts) -> None:
+    """The whole output stays in a file that only root can read, until the job's next errand."""
     script(paths, "smoke", "run", "head -c 3000000 /dev/zero; echo end; head -c 600000 /dev/zero | tr '\\0' e >&2")
 
     ended = await errand(runner)
@@ -261,8 +261,8 @@ async def test_long_errand_output_is_cut_and_kept(paths: Paths, runner: Scripts)
     assert list(paths.tmp.iterdir()) == []
 
 
-async def test_errand_output_goes_into_no_file_of_others(paths: Paths, runner: Scripts) -> None:
-    """A link that waits in its place is replaced, not followed."""
+async def test_errand_output_does_not_follow_a_link(paths: Paths, runner: Scripts) -> None:
+    """A link that was placed there is replaced."""
     script(paths, "smoke", "run", "echo out")
     victim = paths.base / "victim"
     victim.write_text("safe")
@@ -272,8 +272,8 @@ async def test_errand_output_goes_into_no_file_of_others(paths: Paths, runner: S
     assert victim.read_text() == "safe"
 
 
-async def test_errand_that_we_are_made_to_leave(paths: Paths, runner: Scripts) -> None:
-    """When the agent itself ends, the errand ends with it and leaves no file."""
+async def test_errand_ends_with_the_agent(paths: Paths, runner: Scripts) -> None:
+    """It leaves no file."""
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"echo $$ >{started}; sleep 600")
     running = asyncio.create_task(errand(runner))

@@ -94,15 +94,15 @@ def _until(terminal: int, wanted: str, seconds: float = 60) -> str:
         ("agent-shim check --as sett\t", ["check", "--as", "settings"]),
     ],
 )
-def test_words_are_completed(shell: str, keys: str, words: Sequence[str], tmp_path: Path) -> None:
+def test_bash_completes_commands_and_options(shell: str, keys: str, words: Sequence[str], tmp_path: Path) -> None:
     (tmp_path / "agent.json").touch()
 
     assert typed(shell, tmp_path, keys) == ["agent-shim", *words]
 
 
 @pytest.mark.parametrize(("shell", "key"), [("bash", "\x1b*"), pytest.param("zsh", "\t", marks=pytest.mark.slow)])
-async def test_names_of_services_are_completed(shell: str, key: str, running: World) -> None:
-    """Services for ``stop``, jobs for ``logs``, of the agent that ``-b`` names."""
+async def test_bash_completes_service_names(shell: str, key: str, running: World) -> None:
+    """It completes services for ``stop`` and jobs for ``logs``, of the agent that ``-b`` names."""
     names = sorted(running.pids())
     for command in ("stop", "logs"):
         line = f"agent-shim {command} -b {running.base} {names[0][:2]}{key}"
@@ -124,12 +124,12 @@ def fish(line: str, where: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", FISH)
-def test_words_are_completed_in_fish(line: str, tmp_path: Path) -> None:
+def test_fish_completes_commands_and_options(line: str, tmp_path: Path) -> None:
     assert fish(line, tmp_path) == FISH[line]
 
 
 @pytest.mark.slow
-async def test_names_of_services_are_completed_in_fish(running: World) -> None:
+async def test_fish_completes_service_names(running: World) -> None:
     for command in ("stop", "logs"):
         offered = await asyncio.to_thread(fish, f"agent-shim {command} -b {running.base} job", running.scratch)
 
@@ -137,7 +137,7 @@ async def test_names_of_services_are_completed_in_fish(running: World) -> None:
 
 
 @pytest.mark.slow
-def test_the_manual_page_is_set_without_a_warning() -> None:
+def test_manual_page_formats_without_warnings() -> None:
     argv = ["groff", "-man", "-Tascii", "-P-cbou", "-ww", str(ROOT / "agent_shim/cli/completion/agent-shim.1")]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
 

@@ -110,8 +110,10 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
         await made.end()
 
 
-async def test_jobs_are_deployed_as_a_director_would(place: Place) -> None:
-    """pre-start, start, post-start, links to packages, names of the instance. Ready only when all of it is done.
+async def test_standalone_agent_deploys_jobs_like_a_director(place: Place) -> None:
+    """It covers pre-start, start, post-start, package links and instance names.
+
+    The agent is ready only when all is done.
 
     Our bpm is where scripts call it, though a package has its name. The directory, which may be read-only, is not
     written to.
@@ -137,8 +139,8 @@ async def test_jobs_are_deployed_as_a_director_would(place: Place) -> None:
     assert (status["agent_id"], status["deployment"], status["instance"]) == ("front-0", "shop", "front/front-0")
 
 
-async def test_an_agent_that_is_restarted_deploys_changed_content_alone_and_ends_in_order(place: Place) -> None:
-    """The same directory is no news. Former jobs are stopped, removed ones deleted, new ones started.
+async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: Place) -> None:
+    """An unchanged directory causes no deployment. Former jobs are stopped, removed ones deleted and new ones started.
 
     The program of a preStop hook drains and stops. The jobs come back with the next agent.
     """
@@ -172,8 +174,8 @@ async def test_an_agent_that_is_restarted_deploys_changed_content_alone_and_ends
     assert Path(f"/proc/{place.pid('db')}").exists()
 
 
-async def test_an_empty_directory_is_waited_for(place: Place) -> None:
-    """A volume that is filled late is fine. The agent lives meanwhile."""
+async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: Place) -> None:
+    """A volume may be filled late. The agent is alive meanwhile."""
     place.start()
     await place.until_ready((1, f"cannot deploy {place.rendered}: no job lies in {place.rendered / 'jobs'}"))
     place.job("web")
@@ -182,8 +184,8 @@ async def test_an_empty_directory_is_waited_for(place: Place) -> None:
     await place.until_ready()
 
 
-def test_jobs_of_a_config_map(tmp_path: Path) -> None:
-    """The kubelet's links are followed, what it keeps beside is passed over, and scripts become programs."""
+def test_standalone_agent_deploys_jobs_of_a_config_map(tmp_path: Path) -> None:
+    """It follows the kubelet's links, ignores the kubelet's own files, and makes scripts executable."""
     kept = tmp_path / "rendered/jobs/web/..2026_01_01"
     (kept / "bin").mkdir(parents=True)
     (kept / "bin/ctl").write_text("#!/bin/sh\n")
@@ -198,8 +200,8 @@ def test_jobs_of_a_config_map(tmp_path: Path) -> None:
     assert os.access(target / "bin/ctl", os.X_OK)
 
 
-def test_a_new_version_is_seen(tmp_path: Path) -> None:
-    """Each file counts. Nothing else does."""
+def test_standalone_version_covers_every_file_and_nothing_else(tmp_path: Path) -> None:
+    """Each changed file gives a new version."""
     (tmp_path / "jobs/web").mkdir(parents=True)
     monit = tmp_path / "jobs/web/monit"
     monit.write_text("a")
@@ -210,8 +212,8 @@ def test_a_new_version_is_seen(tmp_path: Path) -> None:
     assert standalone.read(tmp_path).spec.configuration_hash != before
 
 
-def test_files_and_hidden_directories_are_no_jobs(tmp_path: Path) -> None:
-    """Without a directory that has a name there is nothing to deploy."""
+def test_standalone_agent_ignores_files_and_hidden_directories(tmp_path: Path) -> None:
+    """Without a directory that has a visible name there is nothing to deploy."""
     (tmp_path / "jobs/.hidden").mkdir(parents=True)
     (tmp_path / "jobs/file").write_text("x")
 
@@ -219,7 +221,7 @@ def test_files_and_hidden_directories_are_no_jobs(tmp_path: Path) -> None:
         standalone.read(tmp_path)
 
 
-def test_wrong_instance_is_named(tmp_path: Path) -> None:
+def test_invalid_standalone_instance_file_is_named(tmp_path: Path) -> None:
     """The error has the file and its fault."""
     (tmp_path / "instance.json").write_text('{"index": "one"}')
 
@@ -228,7 +230,7 @@ def test_wrong_instance_is_named(tmp_path: Path) -> None:
 
 
 async def test_status_and_metrics_show_a_failed_pre_start_with_its_last_line(place: Place) -> None:
-    """The state is failing until the script is mended."""
+    """The state is failing until the script is fixed."""
     place.job("web")
     script = place.rendered / "jobs/web/bin/pre-start"
     script.write_text("#!/bin/sh\necho no port is set >&2\nexit 3\n")

@@ -92,8 +92,8 @@ async def started(world: World) -> list[int]:
     return await until(lambda: found if len(found := pids(world)) == 6 else None)
 
 
-async def test_processes_that_pre_start_started_are_the_services(world: World) -> None:
-    """They run since then, of whatever user their pidfiles are, and a stop ends them with their children."""
+async def test_processes_started_by_pre_start_belong_to_the_services(world: World) -> None:
+    """They run since then, as whatever user, and a stop ends them with their children."""
     async with adopted(world) as (supervisor, found):
         for name in NAMES:
             shown = info(supervisor, name)
@@ -114,8 +114,8 @@ async def test_processes_that_pre_start_started_are_the_services(world: World) -
         assert not any(map(is_alive, [*found, *later]))
 
 
-async def test_a_killed_process_of_pre_start_is_started_again_without_its_remains(world: World) -> None:
-    """Its siblings in the session of pre-start live on."""
+async def test_killed_process_of_pre_start_is_restarted_after_its_children_end(world: World) -> None:
+    """Its siblings in the session of pre-start keep running."""
     async with adopted(world) as (supervisor, found):
         os.kill(found[0], 9)
         await until(lambda: info(supervisor, "dns").pid not in (0, found[0]))
@@ -125,8 +125,8 @@ async def test_a_killed_process_of_pre_start_is_started_again_without_its_remain
         assert not any(map(is_alive, pids(world)))
 
 
-async def test_a_later_agent_knows_the_processes_of_pre_start(world: World) -> None:
-    """By its cgroup, else by the mark of the job's scripts."""
+async def test_next_agent_recognizes_processes_started_by_pre_start(world: World) -> None:
+    """It knows them by their cgroup, or else by the mark of the job's scripts."""
     job = dns(world)
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")
@@ -140,8 +140,8 @@ async def test_a_later_agent_knows_the_processes_of_pre_start(world: World) -> N
         assert len(world.lines()) == 3
 
 
-async def test_a_stop_ends_what_a_failed_pre_start_left(world: World) -> None:
-    """The Director stops all jobs before it runs pre-start again, which would find a port or lock taken."""
+async def test_stop_ends_processes_left_by_a_failed_pre_start(world: World) -> None:
+    """The Director stops all jobs before it runs pre-start again, which would otherwise find a port or lock taken."""
     other = world.base / "other.number"
     job = dns(world, f"setsid sleep 600 & echo $! >{other}; exit 1")
     async with world.supervising() as supervisor:
@@ -155,7 +155,7 @@ async def test_a_stop_ends_what_a_failed_pre_start_left(world: World) -> None:
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_the_processes_of_another_jobs_scripts_are_not_believed(world: World) -> None:
+async def test_pidfile_naming_a_process_of_another_jobs_script_is_not_believed(world: World) -> None:
     other = world.base / "other.number"
     dns(world, f"setsid sleep 600 & echo $! >{other}")
     async with world.supervising() as supervisor:

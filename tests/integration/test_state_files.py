@@ -104,7 +104,7 @@ async def test_hostile_state_files_do_not_block_the_start_or_fill_the_memory(
 
 @pytest.mark.attack("root in a container damages the files from which the agent starts")
 @pytest.mark.parametrize("name", COPIES)
-async def test_a_copy_that_is_a_fifo_fails_the_boot(tmp_path: Path, name: str) -> None:
+async def test_fifo_in_place_of_a_state_copy_fails_the_boot(tmp_path: Path, name: str) -> None:
     paths = Paths(tmp_path)
     paths.mirror.mkdir(parents=True)
     paths.bosh.mkdir()

@@ -22,8 +22,8 @@ def stemcell(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True)
 
 
-def test_light_stemcell(tmp_path: Path) -> None:
-    """It names the image in the ways in which the CPIs look for it, and has an empty image whose digests fit."""
+def test_light_stemcell_names_its_image_and_has_valid_digests(tmp_path: Path) -> None:
+    """The CPIs look for the image in different ways. The stemcell's own image is empty."""
     result = stemcell("--light", "--image", f"ghcr.io/x/shim:1@{DIGEST}", "--version", "1.2", "--out", str(tmp_path))
     assert (result.returncode, result.stderr) == (0, "")
     path = Path(result.stdout.strip())
@@ -55,8 +55,8 @@ def test_light_stemcell_needs_a_digest(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_licences_are_those_of_the_copyright_files() -> None:
-    """By the fields of machine-readable files, else by the common licences that a file refers to."""
+def test_licences_are_read_from_the_copyright_files() -> None:
+    """They come from the fields of machine-readable files, or else from the common licences that a file refers to."""
     found = licences(
         [
             "tini/copyright:License: Expat",
@@ -73,7 +73,7 @@ def test_licences_are_those_of_the_copyright_files() -> None:
     assert found == {"tini": ("Expat",), "bash": ("GPL-3+", "GPL-3+ with Bison exception"), "zip": ("BSD",)}
 
 
-def test_debian_packages_need_installed_alternatives_and_virtual_packages() -> None:
+def test_debian_dependencies_resolve_alternatives_and_virtual_packages() -> None:
     lines = (
         "cron\t3.0\tamd64\tcron-daemon\tdpkg (>= 1.15), libc6 (>= 2.36), exim4 | mail-agent, cron\n"
         "libc6\t2.36\tamd64\t\t, \n"
@@ -92,7 +92,7 @@ def test_debian_packages_need_installed_alternatives_and_virtual_packages() -> N
     }
 
 
-def test_modules_need_installed_modules_under_any_spelling() -> None:
+def test_python_dependencies_are_found_under_any_spelling() -> None:
     found = modules(["agent-shim 0.3 PyYAML prometheus_client tzdata", "prometheus-client 1", "pyyaml 6"])
 
     assert {part.name: part.needs for part in found} == {

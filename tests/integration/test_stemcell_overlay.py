@@ -66,8 +66,8 @@ def debian(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_everything_of_the_manifest_is_there(debian: Path) -> None:
-    """Directories, files and links lie where the manifest says, with their modes, contents and owners.
+def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
+    """Directories, files and links are where the manifest says, with their modes, contents and owners.
 
     A second run says nothing and touches nothing. An older file of the overlay is brought up to date.
     """
@@ -96,8 +96,8 @@ def test_everything_of_the_manifest_is_there(debian: Path) -> None:
     assert applied(debian) == ["write /opt/agent_shim/launch"]
 
 
-def test_users_and_groups(debian: Path) -> None:
-    """vcap has its number, its groups and no password. Entries and members that were there stay.
+def test_overlay_adds_users_and_groups(debian: Path) -> None:
+    """The user vcap has its number, its groups and no password. Existing entries and members stay.
 
     The user that Ubuntu's images bring under our number goes, from everywhere.
     """
@@ -118,8 +118,8 @@ def test_users_and_groups(debian: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "knows"), [("252.39-1~deb12u1", False), ("1:257.9-1", True), (None, False)])
-def test_older_systemd_gets_no_key_that_it_does_not_know(debian: Path, version: str | None, knows: bool) -> None:
-    """By what dpkg says; without systemd there is none to be asked."""
+def test_overlay_omits_unit_keys_unknown_to_older_systemd(debian: Path, version: str | None, knows: bool) -> None:
+    """dpkg tells the version. Without systemd there is none to ask."""
     package = f"systemd\nVersion: {version}" if version else "dpkg\nVersion: 300"
     put(debian, "var/lib/dpkg/status", f"Package: {package}\n\n")
     applied(debian)
@@ -129,7 +129,7 @@ def test_older_systemd_gets_no_key_that_it_does_not_know(debian: Path, version: 
     assert (units / "agent-shim.service").exists()
 
 
-def test_replaced_programs_cron_lists_and_traces_of_the_build_are_removed(debian: Path) -> None:
+def test_overlay_removes_replaced_programs_cron_lists_and_build_traces(debian: Path) -> None:
     """Entries of runit, links as stemcells have them or directories, for the replaced programs; lists that would open
     cron to all users but some; and traces of the machine that built it: mmdebstrap takes along resolver and host name,
     apt and dpkg write logs. A link is the distribution's.
@@ -153,16 +153,16 @@ def test_replaced_programs_cron_lists_and_traces_of_the_build_are_removed(debian
     assert applied(debian) == []
 
 
-def test_manifest_and_rootfs_hold_the_same() -> None:
-    """No file lies in rootfs unused, none is listed twice."""
+def test_overlay_manifest_matches_its_rootfs() -> None:
+    """No file in rootfs is unused, none is listed twice."""
     listed = [row["path"] for row in MANIFEST["file"] if "source" not in row]
     present = [f"/{path.relative_to(OVERLAY / 'rootfs')}" for path in (OVERLAY / "rootfs").rglob("*") if path.is_file()]
 
     assert sorted(listed) == sorted(present)
 
 
-def test_directory_of_another_program_is_taken(debian: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPI puts the settings into a container whose overlay is just being applied."""
+def test_overlay_reuses_a_directory_created_concurrently(debian: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPI puts the settings into a container while the overlay is being applied."""
     program: Any = types.SimpleNamespace(**runpy.run_path(str(OVERLAY / "apply")))
     settings = debian / "var/vcap/bosh/warden-cpi-agent-env.json"
     say = program.Root.changes
@@ -179,8 +179,8 @@ def test_directory_of_another_program_is_taken(debian: Path, monkeypatch: pytest
     assert applied(debian) == []
 
 
-def test_dry_run_only_says(debian: Path) -> None:
-    """A dry run changes nothing and says what the real one then does."""
+def test_overlay_dry_run_changes_nothing(debian: Path) -> None:
+    """It lists the changes that a real run then makes."""
     before = snapshot(debian)
     said = applied(debian, "--dry-run")
 
@@ -188,8 +188,8 @@ def test_dry_run_only_says(debian: Path) -> None:
     assert {line for line in applied(debian) if not line.startswith("owner")} <= set(said)
 
 
-def test_no_file_is_cleared_through_a_link(debian: Path, tmp_path: Path) -> None:
-    """``resolv.conf`` is often a link, and leads out of an unpacked image."""
+def test_overlay_clears_no_file_through_a_link(debian: Path, tmp_path: Path) -> None:
+    """``resolv.conf`` is often a link that points outside an unpacked image."""
     outside = put(tmp_path, "outside", "nameserver 10.0.0.2")
     link = debian / "etc/resolv.conf"
     link.unlink(missing_ok=True)
@@ -200,8 +200,8 @@ def test_no_file_is_cleared_through_a_link(debian: Path, tmp_path: Path) -> None
     assert outside.read_text() == "nameserver 10.0.0.2"
 
 
-def test_empty_root(tmp_path: Path, built: Path) -> None:
-    """Even an empty directory becomes a tree, again without a second change."""
+def test_overlay_applies_to_an_empty_root(tmp_path: Path, built: Path) -> None:
+    """Even an empty directory becomes a complete tree, and a second run changes nothing."""
     applied(tmp_path, program=built / "apply")
 
     assert (tmp_path / "sbin/init").is_symlink()
@@ -209,7 +209,7 @@ def test_empty_root(tmp_path: Path, built: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--dry-run",)])
-def test_an_overlay_without_the_program_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_overlay_without_the_agent_program_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """An image with all the names and nothing behind them would start nothing."""
     result = apply(tmp_path, *arguments)
 
@@ -231,15 +231,15 @@ STEMCELL_PATH = 'PATH="/usr/bin:/usr/games:/var/vcap/bosh/bin"'
         (f"{STEMCELL_PATH}\nA=b\n", [STEMCELL_PATH, "A=b"]),
     ],
 )
-def test_commands_of_the_agent_are_in_the_path_of_every_base(debian: Path, before: str, after: list[str]) -> None:
-    """Ubuntu's image has its own path, Debian's an empty file, a stemcell the wanted one."""
+def test_agent_commands_are_in_the_path_of_every_base_image(debian: Path, before: str, after: list[str]) -> None:
+    """Ubuntu's image has its own path, Debian's an empty file, and a stemcell the wanted one."""
     put(debian, "etc/environment", before)
     applied(debian)
 
     assert (debian / "etc/environment").read_text().splitlines() == after
 
 
-def test_homes_get_the_skeleton_and_keep_their_files(debian: Path) -> None:
+def test_home_directories_get_skeleton_files_and_keep_their_own(debian: Path) -> None:
     line = "[ ! -r /etc/profile.d/bosh.sh ] || . /etc/profile.d/bosh.sh"
     put(debian, "etc/skel/.profile", "skeleton\n")
     put(debian, "home/vcap/.profile", "own\n")
@@ -252,8 +252,8 @@ def test_homes_get_the_skeleton_and_keep_their_files(debian: Path) -> None:
     assert line not in (debian / "root/.bashrc").read_text()
 
 
-def test_lists_of_development_tools_and_static_libraries(debian: Path) -> None:
-    """Files and links of installed compilers; not those of a library that only resembles one by its name."""
+def test_overlay_lists_development_tools_and_static_libraries(debian: Path) -> None:
+    """They name files and links of installed compilers, but not those of a library that only has a similar name."""
     for path in ("usr/bin/gcc-12", "usr/lib/gcc/libgcc.a", "usr/lib/libz.a", "usr/lib/libgcc_s.so.1"):
         put(debian, path, "")
     (debian / "usr/bin/gcc").symlink_to("gcc-12")
@@ -272,7 +272,7 @@ def test_lists_of_development_tools_and_static_libraries(debian: Path) -> None:
     assert (etc / "static_libraries_list").read_text().splitlines() == ["/usr/lib/gcc/libgcc.a", "/usr/lib/libz.a"]
 
 
-def test_a_stemcell_keeps_its_own_settings(debian: Path) -> None:
+def test_overlay_on_a_stemcell_keeps_its_settings(debian: Path) -> None:
     """On a stemcell its own agent.json, version, lists and programs stay, without a stand-in of the same name. The
     programs that are replaced are kept for the way back.
     """
@@ -325,8 +325,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made / "stemcell_overlay"
 
 
-def test_built_overlay_brings_the_program(debian: Path, built: Path) -> None:
-    """All of /opt/agent_shim comes with it; of an older program nothing is left; a second run changes nothing."""
+def test_built_overlay_installs_the_agent_program(debian: Path, built: Path) -> None:
+    """All of /opt/agent_shim comes with it, nothing of an older program is left, and a second run changes nothing."""
     put(debian, "opt/agent_shim/lib/module.py", "old")
     put(debian, "opt/agent_shim/lib/gone.py", "old")
     for arguments in (("--dry-run",), ()):
@@ -341,8 +341,8 @@ def test_built_overlay_brings_the_program(debian: Path, built: Path) -> None:
     assert applied(debian, program=built / "apply") == []
 
 
-def test_program_in_a_volume_stays_as_it_is(debian: Path) -> None:
-    """The volume is read-only, and its top directory may have any mode. All the rest of the overlay is applied."""
+def test_overlay_does_not_change_a_program_in_a_volume(debian: Path) -> None:
+    """The volume is read-only, and its top directory may have any mode. The rest of the overlay is applied."""
     (debian / "opt/agent_shim").chmod(0o555)
     before = snapshot(debian / "opt")
     applied(debian, "--without-program")
@@ -353,8 +353,8 @@ def test_program_in_a_volume_stays_as_it_is(debian: Path) -> None:
     assert applied(debian, "--without-program") == []
 
 
-def test_a_root_that_cannot_be_used_is_named_with_the_reason(debian: Path) -> None:
-    """A stranger under our number is for a person to decide. Links that lead nowhere do not end in a loop."""
+def test_overlay_names_an_unusable_root_with_the_reason(debian: Path) -> None:
+    """Another user under vcap's number is for a person to decide. Dangling links do not end in a loop."""
     missing = apply(debian / "none")
     put(debian, "etc/passwd", "jane:x:1000:1000::/nowhere:/bin/bash\n")
     taken = apply(debian)
@@ -369,8 +369,8 @@ def test_a_root_that_cannot_be_used_is_named_with_the_reason(debian: Path) -> No
     assert "too many links" in circle.stderr
 
 
-def test_links_of_the_image_stay_inside(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Absolute links and ``..`` lead where they would lead inside the image. Nothing outside is written.
+def test_overlay_resolves_links_inside_the_image(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Absolute links and ``..`` lead where they would inside the image. Nothing outside is written.
 
     Its descriptor names the directory outside, as its path may begin with ``/var`` or ``/opt``, which are links here.
     """
@@ -390,7 +390,7 @@ def test_links_of_the_image_stay_inside(debian: Path, tmp_path_factory: pytest.T
     assert (debian / "elsewhere/agent_shim/launch").is_file()
 
 
-def test_the_unit_starts_the_program_of_the_overlay() -> None:
+def test_systemd_unit_starts_the_program_of_the_overlay() -> None:
     """The unit file and the overlay agree on the program."""
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.read(ROOT / "systemd/agent-shim.service")
@@ -404,7 +404,7 @@ def test_the_unit_starts_the_program_of_the_overlay() -> None:
     [row for row in MANIFEST["file"] if row["mode"] == "0755"],
     ids=lambda row: row["path"],
 )
-def test_scripts_are_scripts(row: dict[str, Any]) -> None:
+def test_overlay_scripts_have_valid_syntax(row: dict[str, Any]) -> None:
     """Every program of the overlay is one that sh, or Python, can read."""
     script = OVERLAY / f"rootfs{row['path']}"
     is_python = script.read_text().partition("\n")[0].endswith("python3 -IS")

@@ -24,8 +24,8 @@ LONG_S = 20.0
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 @pytest.mark.parametrize("subject", ["agent.agent", "agent.agent thieves"], ids=["subscription", "queue group"])
-async def test_a_thief_hears_requests_and_takes_none_away(tmp_path: Path, subject: str) -> None:
-    """A member of a queue group would take requests from other members alone: the agent is in none."""
+async def test_stolen_certificate_can_read_requests_but_not_intercept_them(tmp_path: Path, subject: str) -> None:
+    """A member of a queue group would take requests only from other members, and the agent is in none."""
     async with talking(tmp_path) as talk:
         heard: list[str] = []
         async with joined(talk.server.mbus("agent"), (subject,), lambda _, data: heard.append(data.decode())):
@@ -43,8 +43,8 @@ async def test_a_thief_hears_requests_and_takes_none_away(tmp_path: Path, subjec
     "agent.agent agent.other agent.* director.x.other.y hm.agent.alert.other hm.director.alert _INBOX.x"
     " $SYS.REQ.USER.INFO $JS.API.INFO".split(),
 )
-async def test_a_thief_asks_no_agent_and_speaks_for_no_other(tmp_path: Path, subject: str) -> None:
-    """Neither for the Director towards its victim."""
+async def test_stolen_certificate_cannot_send_requests_or_publish_for_others(tmp_path: Path, subject: str) -> None:
+    """Nor can it pose as the Director to its victim."""
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         async with (
@@ -65,7 +65,7 @@ async def test_a_thief_asks_no_agent_and_speaks_for_no_other(tmp_path: Path, sub
 @pytest.mark.parametrize(
     "subject", ["agent.other", "agent.*", "agent.>", "director.>", "hm.>", "_INBOX.>", "$SYS.>", ">", "agent.other x"]
 )
-async def test_a_thief_overhears_no_other_agent(tmp_path: Path, subject: str) -> None:
+async def test_stolen_certificate_cannot_read_messages_of_other_agents(tmp_path: Path, subject: str) -> None:
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         thief = talk.server.mbus("agent")
@@ -87,8 +87,8 @@ async def test_a_thief_overhears_no_other_agent(tmp_path: Path, subject: str) ->
 
 
 @pytest.mark.attack("another agent uses a stolen certificate")
-async def test_a_thief_answers_before_the_agent_and_the_director_believes_it(tmp_path: Path) -> None:
-    """No mechanism of the protocol or of the agent prevents that: the holder of the key is the agent."""
+async def test_stolen_certificate_can_answer_before_the_agent(tmp_path: Path) -> None:
+    """Nothing in the protocol or in the agent prevents that, because whoever holds the key is the agent."""
     async with talking(tmp_path) as talk:
         sent: list[asyncio.Task[None]] = []
 
@@ -101,8 +101,8 @@ async def test_a_thief_answers_before_the_agent_and_the_director_believes_it(tmp
 
 
 @pytest.mark.attack("another agent uses a stolen certificate")
-async def test_a_thief_that_never_reads_holds_up_no_request(tmp_path: Path) -> None:
-    """The server closes its connection alone. Each request and reply between Director and agent arrives."""
+async def test_stolen_certificate_client_that_never_reads_delays_no_request(tmp_path: Path) -> None:
+    """The server closes only its connection. Each request and reply between Director and agent arrives."""
     async with talking(tmp_path) as talk:
         async with joined(talk.server.mbus("agent"), ("agent.agent",), lambda *_: None) as thief:
             assert thief.writer is not None
@@ -117,8 +117,8 @@ async def test_a_thief_that_never_reads_holds_up_no_request(tmp_path: Path) -> N
 
 
 @pytest.mark.attack("another agent uses the CPI's certificate after the credentials were changed")
-async def test_a_thief_of_the_first_certificate_is_shut_out_by_the_change_to_the_second(tmp_path: Path) -> None:
-    """The certificate in the settings of the CPI ends with the Director's ``update_settings``.
+async def test_stolen_first_certificate_is_useless_after_the_rotation(tmp_path: Path) -> None:
+    """The certificate in the CPI's settings becomes invalid with the Director's ``update_settings``.
 
     Another certificate of the same name ends nothing: names are compared, so that the authority must change.
     """
@@ -140,8 +140,8 @@ async def test_a_thief_of_the_first_certificate_is_shut_out_by_the_change_to_the
 
 
 @pytest.mark.attack("a neighbour acts as the bus, or asks in the Director's name")
-async def test_a_thief_is_not_admitted_as_someone_else(tmp_path: Path) -> None:
-    """The certificate gives the name, whatever the client claims. Certificates of other authorities do not count."""
+async def test_stolen_certificate_cannot_claim_another_name(tmp_path: Path) -> None:
+    """The certificate gives the name, whatever the client claims. Certificates of other CAs do not count."""
     async with talking(tmp_path) as talk:
         pair = Authority().client(DIRECTOR)
         forged = replace(talk.server.peer(), certificate=pair.certificate, private_key=pair.private_key)
@@ -154,8 +154,8 @@ async def test_a_thief_is_not_admitted_as_someone_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("another agent uses a stolen certificate")
-async def test_two_agents_of_one_id_both_answer(tmp_path: Path) -> None:
-    """As a former container that is not gone yet: neither loses its link, and the first reply counts."""
+async def test_two_agents_with_the_same_id_both_answer(tmp_path: Path) -> None:
+    """This happens while a former container still exists. Neither loses its connection, and the first reply counts."""
     async with talking(tmp_path) as talk, on_bus(talk.server.mbus("agent")) as twin:
         await connected(twin)
 

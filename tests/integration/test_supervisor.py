@@ -35,7 +35,7 @@ from tests.support.waiting import until
     [None, program("fork_twice.py", "$pidfile"), "sleep 600 & echo $! >$pidfile; wait"],
     ids=["becomes the daemon", "forks it twice", "stays beside it"],
 )
-async def test_a_start_program_starts_a_daemon_in_each_way(world: World, start: str | None) -> None:
+async def test_start_program_may_daemonize_in_any_way(world: World, start: str | None) -> None:
     """The pidfile names the process. A program that does not return is neither ended nor waited for."""
     async with world.supervising(world.job("web", start)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -45,7 +45,7 @@ async def test_a_start_program_starts_a_daemon_in_each_way(world: World, start: 
         assert world.events == []
 
 
-async def test_process_is_starting_until_it_is_there(world: World) -> None:
+async def test_process_is_starting_until_its_process_exists(world: World) -> None:
     """The Director asks at once, and believes the first "running"."""
     start = program("fork_twice.py", world.pidfile("web"), 0.2)
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -58,8 +58,8 @@ async def test_process_is_starting_until_it_is_there(world: World) -> None:
         assert number_in(world.pidfile("web"))
 
 
-async def test_the_environment_equals_monits(world: World) -> None:
-    """Nothing but PATH, what begins with MONIT_, and our mark. New session, empty input, umask 022, / to be in."""
+async def test_start_program_environment_equals_that_of_monit(world: World) -> None:
+    """It has PATH, MONIT_ variables and the agent's mark, a new session, empty input, umask 022 and the directory /."""
     start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
     start += "; echo $$ >>$log.new; mv $log.new $log; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)):
@@ -86,8 +86,8 @@ async def test_the_environment_equals_monits(world: World) -> None:
         ("sh -c 'exit 1' & echo $! >$pidfile; wait", "process {pid} of the pidfile exited immediately"),
     ],
 )
-async def test_failed_start_says_why(world: World, start: str, why: str) -> None:
-    """The reason has the last line that was printed. The start is tried again."""
+async def test_failed_start_reports_the_last_line_of_output(world: World, start: str, why: str) -> None:
+    """The start is retried."""
     job = world.job("web", start, timeout=60)
     script = world.base / "jobs/web/bin/start"
     if "cannot run" in why:
@@ -102,8 +102,8 @@ async def test_failed_start_says_why(world: World, start: str, why: str) -> None
 
 
 @pytest.mark.parametrize("end", ["success", "stop", "unmonitor"])
-async def test_a_start_that_fails_again_is_reported_once_more_after_a_change(world: World, end: str) -> None:
-    """monit reports no try in between either."""
+async def test_repeated_start_failure_is_reported_again_only_after_a_change(world: World, end: str) -> None:
+    """monit reports no attempt in between either."""
     start = f"[ -e {world.base}/good ] || exit 3; rm {world.base}/good; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
         await until(lambda: info(supervisor, "web").restarts >= 2)
@@ -123,7 +123,7 @@ async def test_a_start_that_fails_again_is_reported_once_more_after_a_change(wor
 
 
 async def test_a_refused_limit_is_reported_with_the_running_process(world: World) -> None:
-    """In the container's bounds a script's own ``ulimit`` may fail. The process runs all the same, with less."""
+    """Within the container's limits a script's own ``ulimit`` may fail. The process runs all the same, with less."""
     drop = "setpriv --bounding-set=-sys_resource" if os.geteuid() == 0 else ""
     start = f"{drop} sh -c 'ulimit -n 64; ulimit -n 100000'; sleep 600 & echo $! >$pidfile"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -135,7 +135,7 @@ async def test_a_refused_limit_is_reported_with_the_running_process(world: World
         assert "ulimit: " in reason
 
 
-async def test_a_start_program_slower_than_its_timeout_runs_on_and_its_process_is_found(world: World) -> None:
+async def test_slow_start_program_continues_and_its_process_is_adopted(world: World) -> None:
     """monit 5.2.5 reports the failed start and finds the process later. No second start program runs beside it."""
     world.timing = msgspec.structs.replace(FAST, cycle=0.5)
     start = "echo began >>$log; sleep 2; echo $$ >$pidfile; exec sleep 600"
@@ -156,7 +156,7 @@ async def test_a_start_program_slower_than_its_timeout_runs_on_and_its_process_i
         assert [(e.event, e.action) for e in world.events] == [("Execution failed", "alert"), ("Exists", "alert")]
 
 
-async def test_a_late_start_program_is_followed_by_the_next_one_once_it_has_failed(world: World) -> None:
+async def test_slow_start_program_is_retried_after_it_fails(world: World) -> None:
     world.timing = msgspec.structs.replace(FAST, cycle=0.5)
     start = "echo $$ >>$log; sleep 2; exit 3"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -165,8 +165,8 @@ async def test_a_late_start_program_is_followed_by_the_next_one_once_it_has_fail
         assert not is_alive(int(first))
 
 
-async def test_a_stop_ends_a_start_program_slower_than_its_timeout(world: World) -> None:
-    """Together with the processes that it has started."""
+async def test_stop_ends_a_slow_start_program(world: World) -> None:
+    """The processes that it has started end too."""
     start = f"{program('ignore_term.sh', world.base / 'child')} & sleep 600"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
         await in_state(supervisor, "web", "down")
@@ -177,8 +177,8 @@ async def test_a_stop_ends_a_start_program_slower_than_its_timeout(world: World)
         assert not is_alive(child)
 
 
-async def test_late_pidfile_heals(world: World) -> None:
-    """A daemon that takes longer than its start may is taken up when it comes, not started twice."""
+async def test_late_pidfile_is_adopted_without_a_second_start(world: World) -> None:
+    """A daemon may take longer than its start timeout."""
     world.timing = type(world.timing)(settle=0.1, backoff_first=0.05, linger=0.1, look=0.02, cycle=600)
     start = f"echo once >>$log; {program('fork_twice.py', world.pidfile('web'), 1.5)}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -191,7 +191,7 @@ async def test_late_pidfile_heals(world: World) -> None:
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_stale_pidfile_is_not_believed(world: World) -> None:
-    """Its number is another's by now: that one is not the service, and no signal meets it."""
+    """Its number belongs to another process, which is not the service and gets no signal."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("web").write_text(f"{stranger.pid}\n")
     job = world.job("web", "sleep 0.2; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
@@ -208,8 +208,8 @@ async def test_stale_pidfile_is_not_believed(world: World) -> None:
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_foreign_pidfile_is_not_believed_though_new(world: World) -> None:
-    """A script that writes the number of a process it has not started makes no running service."""
+async def test_new_pidfile_with_a_foreign_pid_is_not_believed(world: World) -> None:
+    """A script that writes the number of a process that it has not started makes no running service."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     await until(lambda: clock.boot_ticks() > stranger.start_ticks)
     job = world.job("web", f"echo {stranger.pid} >$pidfile", "exit 0", timeout=1)
@@ -222,8 +222,11 @@ async def test_foreign_pidfile_is_not_believed_though_new(world: World) -> None:
 
 
 @pytest.mark.parametrize("stop", ["exit 0", "kill $(cat $pidfile)"])
-async def test_process_started_by_hand_is_ended_by_its_stop_program_alone(world: World, stop: str) -> None:
-    """An operator ran the script himself: it is not started twice; what its stop program leaves is left, and said."""
+async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: World, stop: str) -> None:
+    """An operator ran the script.
+
+    It is not started twice, and a process that its stop program leaves is left and reported.
+    """
     job = world.job("web", "echo once >>$log", stop)
     away = world.base / "packages" / "web"
     away.parent.mkdir()
@@ -240,8 +243,8 @@ async def test_process_started_by_hand_is_ended_by_its_stop_program_alone(world:
         assert is_alive(byhand) == (stop == "exit 0")
 
 
-async def test_process_that_monit_started_is_taken_up(world: World) -> None:
-    """On a machine that the Go agent and monit ran until now; it is the job's in all."""
+async def test_process_started_by_monit_is_adopted(world: World) -> None:
+    """The Go agent and monit ran on this machine until now. The process belongs to the job in every respect."""
     monits = foreign("/bin/sleep", 600, TEST_OF=str(world.base), MONIT_SERVICE="web")
     world.pidfile("web").write_text(f"{monits}\n")
     async with world.supervising(world.job("web", "exit 1", "exit 0", timeout=1)) as supervisor:
@@ -251,8 +254,8 @@ async def test_process_that_monit_started_is_taken_up(world: World) -> None:
         assert not is_alive(monits)
 
 
-async def test_pattern_finds_a_process(world: World) -> None:
-    """No pidfile: the command line tells."""
+async def test_process_is_found_by_its_command_line_pattern(world: World) -> None:
+    """There is no pidfile."""
     name = f"marker_{os.getpid()}"
     script = world.script("web", "start", f"sh -c 'while :; do sleep 600; done' {name} &")
     stop = world.script("web", "stop", "exit 0")
@@ -285,7 +288,7 @@ async def test_dependencies_start_first_and_stop_last(world: World) -> None:
         assert world.lines() == ["start a", "start b", "start c", "stop c", "stop b", "stop a"]
 
 
-async def test_independent_processes_start_side_by_side(world: World) -> None:
+async def test_independent_processes_start_in_parallel(world: World) -> None:
     """Each waits here for the other to have begun."""
     start = "touch $log.$name; while [ ! -e $log.{} ]; do sleep 0.01; done; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("a", start.format("b")), world.job("b", start.format("a"))) as supervisor:
@@ -293,8 +296,8 @@ async def test_independent_processes_start_side_by_side(world: World) -> None:
         await in_state(supervisor, "b", "running")
 
 
-async def test_the_dependant_of_a_failed_service_is_started(world: World) -> None:
-    """A dependency is an order and no condition, as with monit."""
+async def test_dependant_of_a_failed_service_is_still_started(world: World) -> None:
+    """As with monit, a dependency is an order and no condition."""
     files = [world.job("b", None, "exit 0", "depends on a"), world.job("a", "exit 1")]
     async with world.supervising(*files) as supervisor:
         await in_state(supervisor, "b", "running")
@@ -303,7 +306,7 @@ async def test_the_dependant_of_a_failed_service_is_started(world: World) -> Non
 # --- reports ---------------------------------------------------------------------------------------------------------
 
 
-async def test_bad_file_is_one_failing_process(world: World) -> None:
+async def test_invalid_monit_file_counts_as_one_failing_process(world: World) -> None:
     """The others run. The instance is failing."""
     files = [world.job("web"), JobFile("bad", "", "check process bad with pidfile"), world.job("worker")]
     async with world.supervising(*files) as supervisor:
@@ -321,8 +324,8 @@ async def test_bad_file_is_one_failing_process(world: World) -> None:
         assert supervisor.job_state() == "stopped"
 
 
-async def test_other_groups_are_not_the_directors(world: World) -> None:
-    """They run, but are neither told, counted nor stopped."""
+async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(world: World) -> None:
+    """They run, but are neither reported, counted nor stopped."""
     files = [world.job("web"), world.job("own", group="group other"), world.job("ill", "exit 1", group="")]
     async with world.supervising(*files) as supervisor:
         own = await in_state(supervisor, "own", "running")
@@ -340,7 +343,7 @@ async def test_other_groups_are_not_the_directors(world: World) -> None:
 
 
 async def test_stop_runs_the_stop_program(world: World) -> None:
-    """The stop waits for it and the process. The marker outlives the agent until the next start."""
+    """The stop waits for it and for the process. The marker outlives the agent until the next start."""
     stop = "kill $(cat $pidfile); sleep 0.1; echo done >>$log"
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -357,8 +360,8 @@ async def test_stop_runs_the_stop_program(world: World) -> None:
         await in_state(supervisor, "web", "running")
 
 
-async def test_an_instance_is_starting_from_its_start_request(world: World) -> None:
-    """While the state is saved too. Monit files are there at the answer."""
+async def test_instance_is_starting_from_its_start_request_on(world: World) -> None:
+    """This also holds while the state is saved. Monit files exist before the answer."""
     job = world.job("web")
     async with world.supervising(job) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -377,10 +380,11 @@ async def test_an_instance_is_starting_from_its_start_request(world: World) -> N
         await in_state(supervisor, "web", "running")
 
 
-async def test_a_stop_is_answered_after_the_save_that_is_under_way(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A crash right afterwards finds all stopped. The save may have begun between the last end and the answer."""
+async def test_stop_is_answered_after_the_pending_save(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash right afterwards all jobs are stopped.
+
+    The save may have begun between the last exit and the answer.
+    """
     write, leave = files.write_atomic, Service.has_left
 
     def slowly(path: Path, content: bytes, **options: Any) -> None:
@@ -404,7 +408,7 @@ async def test_a_stop_is_answered_after_the_save_that_is_under_way(
         assert [record.state.value for record in saved.services.values()] == ["stopped"] * 2
 
 
-async def test_a_job_starts_though_its_monit_file_cannot_be_written(
+async def test_job_starts_even_if_its_monit_file_cannot_be_written(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The file is only for operators to read."""
@@ -430,8 +434,8 @@ def _ticks(pid: int) -> int:
     ],
     ids=["the process goes on", "the program hangs"],
 )
-async def test_a_stop_program_has_its_time_and_the_rest_is_killed(world: World, start: str | None, stop: str) -> None:
-    """TERM, then KILL, for the process and for the stop program."""
+async def test_stop_kills_what_remains_after_the_stop_timeout(world: World, start: str | None, stop: str) -> None:
+    """The process and the stop program get SIGTERM, then SIGKILL."""
     async with world.supervising(world.job("web", start, stop, timeout=1)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -442,10 +446,13 @@ async def test_a_stop_program_has_its_time_and_the_rest_is_killed(world: World, 
 
 
 @pytest.mark.parametrize(("stop", "said"), [(None, []), ("echo stopped >>$log", ["stopped"])])
-async def test_a_process_is_ended_and_its_stop_program_runs_also_without_the_other(
+async def test_stop_needs_neither_a_stop_program_nor_a_running_process(
     world: World, stop: str | None, said: list[str]
 ) -> None:
-    """monit would leave a process without a stop program. A drain may have ended it. The program has more to do."""
+    """monit would leave a process without a stop program.
+
+    A drain may have ended the process, but the program does more.
+    """
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         if stop is not None:
@@ -458,8 +465,8 @@ async def test_a_process_is_ended_and_its_stop_program_runs_also_without_the_oth
         assert world.lines() == said
 
 
-async def test_a_process_of_a_check_without_a_start_program_is_not_signalled(world: World) -> None:
-    """A check of what the system runs: its stop program is run and ended, the process is left."""
+async def test_process_of_a_check_without_start_program_is_not_signalled(world: World) -> None:
+    """The check is for a process of the system, so its stop program is run and ended, and the process is left."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("sys").write_text(f"{stranger.pid}\n")
     stop = world.script("sys", "stop", "echo $$ >>$log; exec sleep 600")
@@ -479,7 +486,7 @@ async def test_a_process_of_a_check_without_a_start_program_is_not_signalled(wor
 @pytest.mark.attack("a job hides a process from its stop")
 @pytest.mark.usefixtures("cgroups_or_not")
 @pytest.mark.parametrize("how", ["", "wipe"])
-async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> None:
+async def test_no_process_of_a_job_survives_its_stop(world: World, how: str) -> None:
     """A process that left the session and cleared its environment ends too."""
     child = world.base / "child"
     start = f"exec {program('new_session.py', '$pidfile', child, how)}"
@@ -495,7 +502,7 @@ async def test_nothing_of_a_job_survives_its_stop(world: World, how: str) -> Non
 async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child without session and environment of the service keeps no port from the next process."""
+    """A child without the session and environment of the service keeps no port from the next process."""
     record, looks = Remains.record_descendants, 0
 
     async def counted(remains: Remains) -> None:
@@ -525,7 +532,7 @@ async def test_children_of_a_killed_process_are_ended_before_its_successor_start
 
 @pytest.mark.usefixtures("cgroups_or_not")
 async def test_a_child_forked_in_the_last_moment_is_ended_before_the_successor_starts(world: World) -> None:
-    """Its only evidence is the session; it is as young as the clock tick in which the leader is reaped."""
+    """Its only evidence is the session, and it is as young as the clock tick in which the leader is reaped."""
     child = world.base / "child"
     forks = f"env -i sleep 600 & echo $! >{child}; kill -9 $$"
     start = f"trap '{forks}' USR1; echo $$ >$pidfile; [ -e {child} ] && {LASTING}; while :; do sleep 0.01; done"
@@ -540,7 +547,7 @@ async def test_a_child_forked_in_the_last_moment_is_ended_before_the_successor_s
 
 
 async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
-    """Before the stop program runs. Nothing comes up after it."""
+    """It ends before the stop program runs. Nothing is started after it."""
     stop = "kill -0 $(cat $log) && echo beside >>$log"
     async with world.supervising(world.job("web", "echo $$ >>$log; sleep 600; echo $$ >$pidfile", stop)) as supervisor:
         pid = int((await until(world.lines))[0])
@@ -551,8 +558,8 @@ async def test_stop_during_a_start_ends_the_start_program(world: World) -> None:
         assert info(supervisor, "web").state == "stopped"
 
 
-async def test_stop_keeps_its_budget(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files may allow more time than the Director waits: KILL comes before that."""
+async def test_stop_ends_before_the_director_gives_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files may allow more time than the Director waits, so SIGKILL comes before that."""
     assert 0 < supervisors.KILL_SHARE < 1
     monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # of a budget that a busy machine keeps
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
@@ -563,10 +570,10 @@ async def test_stop_keeps_its_budget(world: World, monkeypatch: pytest.MonkeyPat
         assert not is_alive(found.pid)
 
 
-async def test_a12_stop_that_takes_too_long_is_reported_in_words_the_director_knows(
+async def test_a12_stop_timeout_error_has_the_text_that_the_director_expects(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Director swallows errors that contain "Timed out waiting for service"."""
+    """The Director ignores errors that contain "Timed out waiting for service"."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
@@ -587,8 +594,8 @@ def _lose(_: tuple[int, int], sig: int) -> bool:
     return True
 
 
-async def test_a12_an_unkillable_process_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the words of the Go agent."""
+async def test_a12_stop_of_an_unkillable_process_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the Go agent's text."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
     monkeypatch.setattr(process, "KILL_TIMEOUT_S", 0.1)
@@ -604,7 +611,7 @@ async def test_a12_an_unkillable_process_is_an_error(world: World, monkeypatch: 
         monkeypatch.undo()
 
 
-async def test_start_asked_during_a_stop_follows_it(world: World) -> None:
+async def test_start_requested_during_a_stop_runs_after_it(world: World) -> None:
     """No start program runs beside the stop program."""
     job = world.job(
         "web",
@@ -624,8 +631,8 @@ async def test_start_asked_during_a_stop_follows_it(world: World) -> None:
 # --- leaving alone --------------------------------------------------------------------------------------------------
 
 
-async def test_unmonitored_process_goes_on(world: World) -> None:
-    """A drain asks for it: the instance is failing until it is stopped, and nothing is restarted."""
+async def test_unmonitored_process_keeps_running(world: World) -> None:
+    """A drain requests it. The instance is failing until it is stopped, and nothing is restarted."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
@@ -637,8 +644,8 @@ async def test_unmonitored_process_goes_on(world: World) -> None:
         assert (await in_state(supervisor, "web", "running")).pid == found.pid
 
 
-async def test_apply_between_leaves_processes_alone(world: World) -> None:
-    """The plan is wiped and made again, as apply and start do. The monit files with it. Only the next stop differs."""
+async def test_apply_between_starts_does_not_affect_processes(world: World) -> None:
+    """The plan and the monit files are deleted and written again, as apply and start do. Only the next stop differs."""
     job, more = world.job("web"), world.job("more", file="x")
     async with world.supervising(job) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -662,7 +669,7 @@ async def test_apply_between_leaves_processes_alone(world: World) -> None:
         assert world.lines() == ["new"]
 
 
-async def test_bug_in_a_life_ends_the_supervisor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exception_in_a_service_task_ends_the_supervisor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unsupervised service is worse than a restart of the agent."""
 
     async def fail(self: ProcessFinder, spec: ProcessSpec) -> str:

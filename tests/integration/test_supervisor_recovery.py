@@ -38,8 +38,8 @@ def pids(supervisor: Supervisor) -> dict[str, int]:
     return {each.process.name: each.pid for each in supervisor.services()}
 
 
-async def test_processes_are_adopted(world: World) -> None:
-    """Processes of any origin are adopted. Their restarts are remembered, their state is restored at once."""
+async def test_next_agent_adopts_processes_of_any_origin(world: World) -> None:
+    """Their restarts are remembered, and their state is restored at once."""
     files = [
         world.job("web", "echo $name >>$log; echo $$ >$pidfile; exec sleep 600"),
         world.job("worker", f"echo $name >>$log; {program('fork_twice.py', world.pidfile('worker'))}"),
@@ -75,8 +75,8 @@ async def killed_agent(world: World, *files: JobFile) -> dict[str, int]:
     return before
 
 
-async def test_killed_agent_costs_no_job(world: World) -> None:
-    """The next agent finds all processes, sees their ends and restarts them."""
+async def test_killed_agent_does_not_affect_jobs(world: World) -> None:
+    """The next agent finds all processes, sees their exits and restarts them."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("a"), world.job("b"), world.job("c"))
         async with world.supervisor() as supervisor:
@@ -90,8 +90,8 @@ async def test_killed_agent_costs_no_job(world: World) -> None:
             assert info(supervisor, "a").last_exit == "SIGKILL"
 
 
-async def test_a_process_that_died_meanwhile_is_started_again(world: World) -> None:
-    """The next process has to settle like any other after a death."""
+async def test_process_that_died_without_an_agent_is_restarted(world: World) -> None:
+    """The next process has to settle like any other after a crash."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
         await in_state(supervisor, "worker", "running")
@@ -106,8 +106,10 @@ async def test_a_process_that_died_meanwhile_is_started_again(world: World) -> N
         assert world.events[0].event == "Does not exist"
 
 
-async def test_start_that_goes_on_is_not_begun_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start program outlives the agent, and is waited for by the next one."""
+async def test_running_start_program_is_not_started_again_by_the_next_agent(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start program outlives the agent, and the next agent waits for it."""
     waits = asyncio.Event()
     real = ProcessFinder.arrival
 
@@ -133,8 +135,8 @@ async def test_start_that_goes_on_is_not_begun_again(world: World, monkeypatch: 
 
 
 @pytest.mark.parametrize(("request_", "state"), [("stop", "stopped"), ("restart", "running")])
-async def test_stop_that_goes_on_is_finished(world: World, request_: str, state: str) -> None:
-    """The agent ended in the middle of it. The start of a restart still follows."""
+async def test_interrupted_stop_is_completed_by_the_next_agent(world: World, request_: str, state: str) -> None:
+    """The agent ended in the middle of it. If it was a restart, the start still follows."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await (supervisor.stop(wait=False) if request_ == "stop" else supervisor.restart_one("web"))
@@ -147,8 +149,8 @@ async def test_stop_that_goes_on_is_finished(world: World, request_: str, state:
         assert not is_alive(found.pid)
 
 
-async def test_unmonitored_process_stays_so(world: World) -> None:
-    """A drain continues over the end of the agent."""
+async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world: World) -> None:
+    """A drain continues although the agent was restarted."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
@@ -160,8 +162,8 @@ async def test_unmonitored_process_stays_so(world: World) -> None:
         assert not is_alive(found.pid)
 
 
-async def test_probation_goes_on(world: World) -> None:
-    """An agent that ends while a process settles does not make it trusted."""
+async def test_settling_period_continues_under_the_next_agent(world: World) -> None:
+    """An agent that ends while a process settles does not make the process trusted."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         kill((await in_state(supervisor, "web", "running")).pid)
@@ -174,7 +176,7 @@ async def test_probation_goes_on(world: World) -> None:
 
 
 async def test_a_new_container_starts_the_jobs_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers mean nothing any more: who has them now is neither believed nor signalled."""
+    """Saved pids mean nothing there. Processes that have them now are neither believed nor signalled."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -198,8 +200,11 @@ async def test_a_new_container_starts_the_jobs_again(world: World, monkeypatch: 
 
 
 @pytest.mark.parametrize("then", ["resume", "stop"])
-async def test_nothing_is_started_while_it_is_held(world: World, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
-    """Starting until there is an obstacle, which makes them failing; then all go on. The Director may stop them."""
+async def test_held_supervisor_starts_no_process(world: World, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """Jobs are starting until there is an obstacle, which makes them failing; then all start.
+
+    The Director may stop them.
+    """
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
         await in_state(supervisor, "worker", "running")
@@ -232,8 +237,8 @@ async def test_nothing_is_started_while_it_is_held(world: World, monkeypatch: py
             assert supervisor.job_state() == "running"
 
 
-async def test_processes_that_live_are_adopted_while_it_is_held(world: World) -> None:
-    """Only what would have to be started waits."""
+async def test_held_supervisor_adopts_running_processes(world: World) -> None:
+    """Only processes that would have to be started wait."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         worker = (await in_state(supervisor, "worker", "running")).pid
@@ -247,8 +252,11 @@ async def test_processes_that_live_are_adopted_while_it_is_held(world: World) ->
         assert pids(supervisor) == {"web": before, "worker": 0}
 
 
-async def test_container_with_the_numbers_of_its_predecessor_is_another_one(world: World) -> None:
-    """Where containers of a pod share process numbers, the root file system alone tells. Files for people are back."""
+async def test_new_container_with_the_same_pids_is_recognized(world: World) -> None:
+    """In a pod whose containers share pids, only the root file system tells them apart.
+
+    Files for operators are restored.
+    """
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -263,8 +271,8 @@ async def test_container_with_the_numbers_of_its_predecessor_is_another_one(worl
         assert [path.name for path in world.paths.monit_job.iterdir()] == ["0000_web.monitrc"]
 
 
-async def test_jobs_start_in_spite_of_an_unreadable_state(world: World) -> None:
-    """Cgroups and, for an ordinary user, the marks of the processes tell whose they are."""
+async def test_jobs_start_with_an_unreadable_supervisor_state(world: World) -> None:
+    """Cgroups and, for an ordinary user, the processes' marks tell which job a process belongs to."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))
         (world.paths.supervisor_state).write_text("{ half")
@@ -288,7 +296,7 @@ def unwritable(directory: Path) -> Iterator[None]:
         aside.rename(directory)
 
 
-async def test_a_stop_that_cannot_be_saved_holds_after_a_restart(world: World) -> None:
+async def test_stop_that_could_not_be_saved_survives_a_restart(world: World) -> None:
     """The marker tells the next agent that the saved state, in which the job runs, is older."""
     async with world.supervising(world.job("web"), world.job("other", None, "exit 1", group="group x")) as supervisor:
         before = {name: (await in_state(supervisor, name, "running")).pid for name in ("web", "other")}
@@ -309,7 +317,7 @@ async def test_a_stop_that_cannot_be_saved_holds_after_a_restart(world: World) -
         assert pids(supervisor) == {"web": 0, "other": before["other"]}
 
 
-async def test_a_job_that_a_stop_left_running_is_ended_by_the_next_agent(world: World) -> None:
+async def test_job_left_running_by_a_stop_is_ended_by_the_next_agent(world: World) -> None:
     """The stop could save nothing but the marker, and the agent was killed after it."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -322,7 +330,7 @@ async def test_a_job_that_a_stop_left_running_is_ended_by_the_next_agent(world: 
 
 
 async def test_a_stop_fails_if_the_next_agent_would_start_a_job_again(world: World) -> None:
-    """An operator started the job after the last stop, so the marker does not tell that it stopped once more."""
+    """An operator started the job after the last stop, so the marker does not tell that it was stopped once more."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -349,7 +357,7 @@ async def test_a_start_that_cannot_be_saved_fails_and_starts_nothing(world: Worl
         await in_state(supervisor, "web", "running")
 
 
-async def test_a_request_of_an_operator_that_cannot_be_saved_is_told(world: World) -> None:
+async def test_operator_request_that_cannot_be_saved_is_reported(world: World) -> None:
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         with unwritable(world.paths.mirror):
@@ -358,8 +366,10 @@ async def test_a_request_of_an_operator_that_cannot_be_saved_is_told(world: Worl
         assert "cannot write" in answer["exception"]["message"]
 
 
-async def test_a_state_that_could_not_be_saved_is_saved_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without another change of the jobs."""
+async def test_supervisor_state_that_could_not_be_saved_is_saved_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other change of the jobs is needed."""
     monkeypatch.setattr("agent_shim.supervisor.supervisor.SAVE_RETRY_S", 0.05)
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")

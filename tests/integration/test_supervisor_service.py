@@ -33,8 +33,8 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 
 
 @pytest.mark.parametrize("start", [None, program("fork_twice.py", "$pidfile")], ids=["a child", "forked twice"])
-async def test_killed_process_is_back_at_once_and_its_status_is_known(world: World, start: str | None) -> None:
-    """A poll or a wait would take minutes here. A daemon that forked twice is our child by then."""
+async def test_killed_process_is_restarted_at_once_with_its_exit_status(world: World, start: str | None) -> None:
+    """A poll or a wait would take minutes here. A daemon that forked twice is a child of the agent by then."""
     world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
     async with world.supervising(world.job("web", start)) as supervisor:
         pid = await killed(supervisor, "web")
@@ -48,7 +48,7 @@ async def test_killed_process_is_back_at_once_and_its_status_is_known(world: Wor
         ]
 
 
-async def test_the_log_line_of_a_death_has_its_reason_and_members(
+async def test_process_exit_is_logged_with_its_reason_and_fields(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="agent_shim.supervisor")
@@ -74,7 +74,7 @@ async def test_the_log_line_of_a_death_has_its_reason_and_members(
 
 
 async def test_restarted_process_is_not_called_running_before_it_has_settled(world: World) -> None:
-    """The Director believes the first "running": a restart in milliseconds must not hide a crash loop."""
+    """The Director believes the first "running", so a restart in milliseconds must not hide a crash loop."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         died_at = time.monotonic()
@@ -91,8 +91,8 @@ async def test_restarted_process_is_not_called_running_before_it_has_settled(wor
         assert [e.event for e in world.events] == ["Does not exist", "Exists"]
 
 
-async def test_zombie_is_dead(world: World) -> None:
-    """A parent that does not reap its child hides no death."""
+async def test_zombie_process_of_a_service_counts_as_dead(world: World) -> None:
+    """A parent that does not reap its child cannot hide the exit."""
     start = f"{sys.executable} -c '"
     start += 'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
     start += 'open(sys.argv[1],"w").write(f"{pid}\\n")\ntime.sleep(600)\' $pidfile'
@@ -107,8 +107,10 @@ async def test_zombie_is_dead(world: World) -> None:
 
 
 @pytest.mark.parametrize(("cycle", "told"), [(0.001, [("PID changed", "alert")]), (600, [])])
-async def test_successor_is_followed(world: World, cycle: float, told: list[tuple[str, str]]) -> None:
-    """A daemon that replaces itself and rewrites its pidfile is not restarted, and told after its first cycle only."""
+async def test_successor_named_by_the_pidfile_is_adopted(
+    world: World, cycle: float, told: list[tuple[str, str]]
+) -> None:
+    """A daemon that replaces itself and rewrites its pidfile is not restarted. It is reported after its first cycle."""
     world.timing = replace(world.timing, backoff_first=600, cycle=cycle)
     start = "echo once >>$log; sh -c 'sleep 600 & echo $! >'$pidfile'; trap \"sleep 600 & echo \\$! >'$pidfile'.next; "
     start += "mv '$pidfile'.next '$pidfile'; touch '$log'.new\" USR1; while :; do wait; sleep 0.01; done' &"
@@ -129,7 +131,7 @@ async def test_successor_is_followed(world: World, cycle: float, told: list[tupl
 
 
 async def test_a_service_without_a_stop_program_is_not_restarted(world: World) -> None:
-    """monit restarts nothing either. A process that another program starts is adopted."""
+    """monit does not restart one either. A process that another program starts is adopted."""
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         assert found.unheeded == ("restart when it ends (it has no stop program)",)
@@ -153,8 +155,8 @@ async def test_a_service_without_a_stop_program_is_not_restarted(world: World) -
     ("statement", "why"),
     [("mode passive", "it is passive"), ("if does not exist then alert", "the rule for that says alert")],
 )
-async def test_process_that_is_only_watched(world: World, statement: str, why: str) -> None:
-    """The service is started when asked, and not restarted."""
+async def test_passive_service_is_started_on_request_but_not_restarted(world: World, statement: str, why: str) -> None:
+    """The monit file has ``mode passive``."""
     async with world.supervising(world.job("web", COUNTED, STOP, statement)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         kill(found.pid)
@@ -168,8 +170,8 @@ async def test_process_that_is_only_watched(world: World, statement: str, why: s
         await in_state(supervisor, "web", "running")
 
 
-async def test_absence_may_run_a_program(world: World) -> None:
-    """At each look of monit while it is gone, and not as a part of the service."""
+async def test_rule_for_a_missing_process_may_run_a_program(world: World) -> None:
+    """It runs in each cycle of monit while the process is missing, and not as a part of the service."""
     script = world.script("web", "tell", "echo told $MONIT_SERVICE ${AGENT_SHIM_SERVICE-} >>$log")
     job = world.job("web", None, "exit 0", f'if does not exist then exec "{script}"')
     async with world.supervising(job) as supervisor:
@@ -179,8 +181,8 @@ async def test_absence_may_run_a_program(world: World) -> None:
         assert world.events[0].action == "exec"
 
 
-async def test_absence_may_need_several_looks(world: World) -> None:
-    """``for 5 cycles``: the process gets that long to come back by itself."""
+async def test_rule_for_a_missing_process_may_need_several_cycles(world: World) -> None:
+    """With ``for 5 cycles`` the process gets that long to come back by itself."""
     job = world.job("web", COUNTED, STOP, "if does not exist for 5 cycles then restart")
     async with world.supervising(job) as supervisor:
         kill((await in_state(supervisor, "web", "running")).pid)
@@ -190,7 +192,7 @@ async def test_absence_may_need_several_looks(world: World) -> None:
         assert time.monotonic() - died_at >= 4 * world.timing.cycle
 
 
-async def test_manual_process_waits_for_its_start(world: World) -> None:
+async def test_process_in_manual_mode_waits_for_its_start(world: World) -> None:
     """A process outside the group vcap stays down. The Director starts the others."""
     files = [
         world.job("web", None, None, "mode manual"),
@@ -221,8 +223,8 @@ async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
         await in_state(supervisor, name, state)
 
 
-async def test_one_stops_restarts_and_comes_back_with_its_dependants(world: World) -> None:
-    """Scripts stop one and start it again around a backup. Prerequisites start first, and others go on."""
+async def test_single_service_stops_and_starts_with_its_dependants(world: World) -> None:
+    """Scripts stop one and start it again around a backup. Prerequisites start first, and others keep running."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         world.log.unlink()
@@ -248,8 +250,8 @@ async def test_one_stops_restarts_and_comes_back_with_its_dependants(world: Worl
         assert world.lines() == ["start a", "start b"]
 
 
-async def test_death_restarts_the_dependants(world: World) -> None:
-    """monit does it too, all the way: they may hold on to the dead process."""
+async def test_crash_restarts_the_dependants(world: World) -> None:
+    """monit does it too, transitively, because they may hold on to the dead process."""
     files = [*await chain(world), world.job("e", COUNTED, STOP, "depends on a, c")]
     async with world.supervising(*files) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d", "e")
@@ -264,8 +266,8 @@ async def test_death_restarts_the_dependants(world: World) -> None:
         assert info(supervisor, "d").pid == untouched
 
 
-async def test_rule_that_stops_takes_the_dependants_along(world: World) -> None:
-    """No service waits for one without a request."""
+async def test_stop_by_a_rule_stops_the_dependants(world: World) -> None:
+    """No service waits for one that was not requested."""
     job = world.job("a", COUNTED, STOP, "if does not exist then stop")
     async with world.supervising(job, *(await chain(world))[1:]) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c")
@@ -275,8 +277,8 @@ async def test_rule_that_stops_takes_the_dependants_along(world: World) -> None:
         assert info(supervisor, "d").state == "running"
 
 
-async def test_one_is_left_alone_and_watched_again(world: World) -> None:
-    """Its dependants are left alone too, and its prerequisites are watched."""
+async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world: World) -> None:
+    """Unmonitoring includes the dependants, and monitoring includes the prerequisites."""
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         await supervisor.unmonitor_one("b")
@@ -293,8 +295,8 @@ async def test_one_is_left_alone_and_watched_again(world: World) -> None:
 # --- other checks ----------------------------------------------------------------------------------------------------
 
 
-async def test_file_must_be_there(world: World) -> None:
-    """A check of a file has programs and a state like a process. monit restarts it by both."""
+async def test_file_check_restarts_while_its_file_is_missing(world: World) -> None:
+    """A file check has programs and a state like a process. monit restarts it with both."""
     flag = world.base / "flag"
     text = f"""
     check file rules with path {flag}
@@ -315,7 +317,7 @@ async def test_file_must_be_there(world: World) -> None:
         assert supervisor.job_state() == "stopped"
 
 
-async def test_host_and_system_are_taken_to_be_there(world: World) -> None:
+async def test_host_and_system_checks_always_exist(world: World) -> None:
     """Nothing of theirs can be missing."""
     text = "check host there with address localhost\n if failed port 1 then alert\n group vcap\n"
     async with world.supervising(JobFile("there", "", text)) as supervisor:

@@ -72,8 +72,8 @@ def open_files() -> int:
 # --- GET ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_url_is_asked_for_as_it_stands(server: Server, transfer: Transfer) -> None:
-    """Another spelling of the same URL would have another signature. Given headers are set as they are."""
+async def test_url_is_requested_unchanged(server: Server, transfer: Transfer) -> None:
+    """Another spelling of the same URL would have another signature. Given headers are sent unchanged."""
     query = "a=%2f%2F&b=1+2%20&c=~%7e&X=%3d=&sig=a%2Bb%3D"
     assert await got(transfer, f"{server.url}/b?{query}", extra="header") == BLOB
 
@@ -88,7 +88,9 @@ async def test_a_url_is_asked_for_as_it_stands(server: Server, transfer: Transfe
     [(http.NO_LENGTH, BLOB), (http.ENCODED, gzip.compress(BLOB)), (http.DRIBBLE, b"slow and steady")],
     ids=["without a length", "encoded", "slow but steady"],
 )
-async def test_a_body_is_taken_to_its_end_as_it_is(server: Server, tmp_path: Path, how: str, blob: bytes) -> None:
+async def test_response_body_is_read_to_its_end_without_decoding(
+    server: Server, tmp_path: Path, how: str, blob: bytes
+) -> None:
     """An archive that a server calls encoded is still the archive whose digest is known. Only the recent rate counts,
     not the whole duration.
     """
@@ -98,8 +100,8 @@ async def test_a_body_is_taken_to_its_end_as_it_is(server: Server, tmp_path: Pat
         assert await got(transfer, f"{server.url}/b") == blob
 
 
-async def test_a_redirect_is_followed(server: Server, transfer: Transfer) -> None:
-    """To where the blob is. The password stays with the host it was for."""
+async def test_download_follows_redirects(server: Server, transfer: Transfer) -> None:
+    """They lead to the blob. The password is sent only to its host."""
     async with http_server() as other:
         other.blobs["/c"] = b"there"
         server.plan = [f"redirect:{other.url}/c?{SECRET}"]
@@ -119,8 +121,8 @@ async def test_a_redirect_is_followed(server: Server, transfer: Transfer) -> Non
         (http.HALF, "Excuting GET request: HOST: the body ended too early"),
     ],
 )
-async def test_a_failed_get_says_which_host_and_why(server: Server, transfer: Transfer, how: str, text: str) -> None:
-    """Without the secrets of the URL."""
+async def test_failed_get_names_host_and_reason(server: Server, transfer: Transfer, how: str, text: str) -> None:
+    """The error does not show secrets of the URL."""
     server.plan = [how]
     said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
 
@@ -128,7 +130,7 @@ async def test_a_failed_get_says_which_host_and_why(server: Server, transfer: Tr
 
 
 @pytest.mark.parametrize("how", [http.STALL, http.SILENT, http.DRIBBLE])
-async def test_a_get_that_stalls_ends_in_bounded_time(server: Server, tmp_path: Path, how: str) -> None:
+async def test_stalled_get_ends_in_bounded_time(server: Server, tmp_path: Path, how: str) -> None:
     server.plan = [how]
     async with asyncio.timeout(30), Transfer("", FAST, tmp_path) as transfer:
         said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
@@ -148,10 +150,10 @@ async def test_a_get_that_stalls_ends_in_bounded_time(server: Server, tmp_path: 
         ("", "Excuting GET request: "),
     ],
 )
-async def test_an_unreachable_host_or_proxy_is_named(
+async def test_unreachable_host_or_proxy_is_named(
     transfer: Transfer, monkeypatch: pytest.MonkeyPatch, url: str, text: str
 ) -> None:
-    """Even if the URL makes no sense. A proxy that is gone is named without its password."""
+    """The URL may be invalid. A missing proxy is named without its password."""
     said = await failure(transfer, url)
 
     assert said.startswith(text)
@@ -162,8 +164,8 @@ async def test_an_unreachable_host_or_proxy_is_named(
 
 
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
-async def test_a_redirect_without_end_is_left(server: Server, transfer: Transfer) -> None:
-    """Ten are enough."""
+async def test_endless_redirects_are_abandoned(server: Server, transfer: Transfer) -> None:
+    """Ten are followed at most."""
     server.plan = [f"redirect:{server.url}/b?{SECRET}"] * 20
 
     assert await failure(transfer, f"{server.url}/b") == (
@@ -181,7 +183,7 @@ async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers:
 
 
 @pytest.mark.parametrize("continues", [True, False])
-async def test_a_file_is_put_with_its_length(
+async def test_put_sends_the_length_of_the_file(
     server: Server, transfer: Transfer, tmp_path: Path, continues: bool
 ) -> None:
     """It does so whether the server asks for it or not, for an empty file too."""
@@ -200,10 +202,10 @@ async def test_a_file_is_put_with_its_length(
 
 
 @pytest.mark.parametrize("how", ["403", "307", "redirect:http://127.0.0.1:1/"])
-async def test_a_refused_put_is_reported_by_its_status(
+async def test_rejected_put_is_reported_by_its_status(
     server: Server, transfer: Transfer, tmp_path: Path, how: str
 ) -> None:
-    """Also when the server refuses before it has read anything. A redirect counts as refused."""
+    """The server may reject it before it has read anything. A redirect counts as a rejection."""
     server.plan = [how]
     with pytest.raises(BlobError) as caught:
         await put(transfer, f"{server.url}/new?{SECRET}", os.urandom(5_000_000), tmp_path)
@@ -213,8 +215,8 @@ async def test_a_refused_put_is_reported_by_its_status(
     assert len(server.requests) == 1
 
 
-async def test_a_server_may_think_about_what_it_got(server: Server, transfer: Transfer, tmp_path: Path) -> None:
-    """Longer than it may let a transfer stall."""
+async def test_put_waits_for_a_slow_answer(server: Server, transfer: Transfer, tmp_path: Path) -> None:
+    """The server may take longer for its answer than a transfer may stall."""
     server.plan = [http.THINK]
     await put(transfer, f"{server.url}/new", BLOB, tmp_path)
 
@@ -222,8 +224,8 @@ async def test_a_server_may_think_about_what_it_got(server: Server, transfer: Tr
 
 
 @pytest.mark.parametrize(("how", "size"), [(http.DEAF, 50_000_000), (http.SILENT, 200_000)])
-async def test_a_put_that_nobody_takes_or_answers_ends(server: Server, tmp_path: Path, how: str, size: int) -> None:
-    """When the buffers between are full, nothing moves any more. An answer has a time of its own."""
+async def test_put_that_is_not_read_or_answered_ends(server: Server, tmp_path: Path, how: str, size: int) -> None:
+    """When the buffers in between are full, nothing moves any more. The answer has its own timeout."""
     server.plan = [how]
     async with Transfer("", msgspec.structs.replace(FAST, answer=0.2), tmp_path) as transfer:
         with pytest.raises(BlobError, match=f"^Executing PUT request: {server.host}: it stalled$"):
@@ -234,8 +236,8 @@ async def test_a_put_that_nobody_takes_or_answers_ends(server: Server, tmp_path:
 
 
 @pytest.mark.attack("a neighbour acts as the blobstore")
-async def test_the_ca_of_the_settings_is_trusted_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of those of the system."""
+async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CAs of the system are not trusted then."""
     authority, system = Authority("blobstore-ca"), Authority("system-ca")
     (tmp_path / "system.pem").write_text(system.ca)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "system.pem"))
@@ -257,8 +259,8 @@ async def test_the_ca_of_the_settings_is_trusted_and_no_other(tmp_path: Path, mo
 
 @pytest.mark.attack("a neighbour acts as the blobstore")
 @pytest.mark.parametrize("wrong", ["host", "time"])
-async def test_a_certificate_must_be_for_the_host_and_the_day(tmp_path: Path, wrong: str) -> None:
-    """The text names its fault."""
+async def test_certificate_of_another_host_or_time_is_rejected(tmp_path: Path, wrong: str) -> None:
+    """The error names its fault."""
     authority = Authority("blobstore-ca")
     pair = authority.server(hosts=["other.example"]) if wrong == "host" else authority.server(valid=EXPIRED)
     async with http_server(tmp_path, pair) as server, Transfer(authority.ca, SURE, tmp_path) as transfer:
@@ -268,7 +270,7 @@ async def test_a_certificate_must_be_for_the_host_and_the_day(tmp_path: Path, wr
 
 
 @pytest.mark.attack("a blobstore sends without end")
-async def test_a_blob_without_an_end_leaves_room_for_others(
+async def test_endless_blob_leaves_disk_space_for_others(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "RESERVE_BYTES", shutil.disk_usage(tmp_path).free - (32 << 20))
@@ -292,10 +294,10 @@ async def test_a_blob_without_an_end_leaves_room_for_others(
         ("{url}/", {"a": "b\r\nc: d"}),
     ],
 )
-async def test_what_can_never_be_asked_is_refused_for_good(
+async def test_invalid_request_url_is_rejected_without_retries(
     server: Server, tmp_path: Path, url: str, headers: dict[str, str]
 ) -> None:
-    """Three tries with their pauses kept the bus waiting."""
+    """Three attempts with their pauses once blocked the bus."""
     async with Transfer("", SURE, tmp_path) as transfer:
         with pytest.raises(LastingError, match="the URL or a header cannot be used$"):
             await transfer.download(url.format(url=server.url), headers, hashlib.sha256())
@@ -303,8 +305,8 @@ async def test_what_can_never_be_asked_is_refused_for_good(
 
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 @pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])
-async def test_a_ca_that_is_none_is_reported(tmp_path: Path, ca: str) -> None:
-    """Not what it was."""
+async def test_invalid_ca_is_reported(tmp_path: Path, ca: str) -> None:
+    """The error does not quote it."""
     with pytest.raises(BlobError, match="^cannot use the CA of the blobstore: it is not a PEM certificate$"):
         Transfer(ca, FAST, tmp_path)
 
@@ -312,10 +314,10 @@ async def test_a_ca_that_is_none_is_reported(tmp_path: Path, ca: str) -> None:
 # --- proxies --------------------------------------------------------------------------------------------------------
 
 
-async def test_proxies_of_the_environment_are_used(
+async def test_proxy_variables_are_used_with_their_password(
     server: Server, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With their password, for plain requests and tunnels."""
+    """Plain requests and tunnels both use them."""
     monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
     authority = Authority("blobstore-ca")
     async with (
@@ -336,8 +338,8 @@ async def test_proxies_of_the_environment_are_used(
         assert {seen.headers["proxy-authorization"] for seen in proxy.seen} == {http.basic("me:word")}
 
 
-async def test_nothing_is_left_open(server: Server, transfer: Transfer) -> None:
-    """After failures as after successes, once the client is closed."""
+async def test_transfer_client_closes_all_connections(server: Server, transfer: Transfer) -> None:
+    """This holds after failures as after successes."""
     before = open_files()
     server.plan = ["404", http.HALF, http.STALL, ""]
     for _ in range(3):
@@ -367,7 +369,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     ],
     ids=["reason", "headers", "header", "interim", "extension", "size", "trailers", "trailer", "error"],
 )
-async def test_nothing_of_an_answer_but_its_body_is_kept(transfer: Transfer, begin: bytes, endless: bytes) -> None:
+async def test_response_is_not_kept_in_memory_beyond_its_body(transfer: Transfer, begin: bytes, endless: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await http.read_head(reader)
         writer.write(begin)

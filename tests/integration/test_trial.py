@@ -104,7 +104,7 @@ def file_of(call: list[str], flag: str) -> list[str]:
     return [call[at + 1] for at, word in enumerate(call) if word == flag]
 
 
-def test_node_director_and_deployment_come_in_order(whole: tuple[Played, str]) -> None:
+def test_trial_creates_node_director_and_deployment_in_order(whole: tuple[Played, str]) -> None:
     played, said = whole
 
     assert "./dev try-kubernetes --remove" in said
@@ -128,10 +128,13 @@ def test_node_director_and_deployment_come_in_order(whole: tuple[Played, str]) -
     assert all((ROOT / name).exists() for name in named), named
 
 
-def test_director_gets_the_release_the_stemcell_of_its_version_and_the_address_of_the_node(
+def test_trial_director_gets_release_stemcell_and_node_address(
     whole: tuple[Played, str],
 ) -> None:
-    """The manifest has the bpm of bosh-deployment, the runtime config what a pod takes. The password is not printed."""
+    """The manifest has the bpm of bosh-deployment, and the runtime config is what a pod needs.
+
+    The password is not printed.
+    """
     played, said = whole
     (create,) = [call for call in played.calls() if call[1] == "create-env"]
     values = dict(one.split("=", 1) for one in file_of(create, "-v"))
@@ -152,14 +155,14 @@ def test_director_gets_the_release_the_stemcell_of_its_version_and_the_address_o
     assert "secret-of-admin" not in said
 
 
-def test_second_run_keeps_the_node(played: Played) -> None:
+def test_second_trial_run_keeps_the_node(played: Played) -> None:
     played.program("kind", PROGRAM.replace('"kind get": ""', '"kind get": "agent-shim-trial"'))
 
     assert played.run(FAILS="build").returncode == 1
     assert [call[:2] for call in played.calls()] == [["kind", "get"], ["docker", "build"]]
 
 
-def test_failed_step_is_named_with_its_command(played: Played) -> None:
+def test_failed_trial_step_is_named_with_its_command(played: Played) -> None:
     done = played.run(FAILS="create cluster")
 
     assert done.returncode == 1
@@ -167,7 +170,7 @@ def test_failed_step_is_named_with_its_command(played: Played) -> None:
     assert "ended with 7" in done.stderr
 
 
-def test_remove_takes_the_node_and_the_state_away(played: Played) -> None:
+def test_trial_remove_deletes_the_node_and_the_state(played: Played) -> None:
     played.state.mkdir()
 
     assert played.run("--remove").returncode == 0
@@ -175,7 +178,7 @@ def test_remove_takes_the_node_and_the_state_away(played: Played) -> None:
     assert not played.state.exists()
 
 
-def test_workflow_tries_it_and_fails_with_a_command(played: Played) -> None:
+def test_trial_workflow_runs_the_trial_and_fails_with_a_failed_command(played: Played) -> None:
     steps = yaml.safe_load((ROOT / ".github/workflows/trial.yml").read_text())["jobs"]["kind"]["steps"]
     (step,) = [one["run"] for one in steps if "--shell" in one.get("run", "")]
     script = step.replace("./dev try-kubernetes", shlex.join(played.command))
@@ -191,7 +194,7 @@ def test_workflow_tries_it_and_fails_with_a_command(played: Played) -> None:
     assert play(FAILS="recreate") != 0
 
 
-def test_missing_programs_are_named(played: Played) -> None:
+def test_trial_names_missing_programs(played: Played) -> None:
     (played.programs / "bosh").unlink()
     (played.programs / "git").unlink()
 
@@ -206,7 +209,7 @@ def read(name: str) -> Any:
     return yaml.safe_load(text.replace("((internal_ip))", "192.0.2.7").replace("((disk))", "128"))
 
 
-def test_cloud_properties_and_properties_of_the_cpi_are_known() -> None:
+def test_trial_uses_known_cloud_properties_and_cpi_properties() -> None:
     operations = {one["path"]: one["value"] for name in ("director.yml", "cloud.yml") for one in read(name)}
     for path, value in operations.items():
         if path.endswith("cloud_properties"):
@@ -215,7 +218,7 @@ def test_cloud_properties_and_properties_of_the_cpi_are_known() -> None:
     assert schema.read({"agent": agent}, Config, origin="director.yml").agent.mbus == "nats://192.0.2.7:4222"
 
 
-def test_job_of_the_release_renders_to_a_bpm_yml() -> None:
+def test_trial_release_job_renders_to_a_bpm_yml() -> None:
     job = ROOT / "tools/trial/release/jobs/hello"
     spec = yaml.safe_load((job / "spec").read_text())
     assert [job / "templates" / name for name in spec["templates"]] == list((job / "templates").iterdir())

@@ -47,9 +47,7 @@ ENDS = {"blocked": 1, "computing": 1, "holding": 128 + signal.SIGVTALRM}
 
 
 @pytest.mark.parametrize("mode", ENDS)
-async def test_blocked_agent_reports_its_stack_and_exits_and_the_next_one_adopts_the_jobs(
-    instance: World, mode: str
-) -> None:
+async def test_watchdog_ends_a_blocked_agent_with_its_stack_and_jobs_are_adopted(instance: World, mode: str) -> None:
     instance.command = naive(mode)
     pids = await instance.deploy(2)
     pidfile = poison(instance, pids)
@@ -67,7 +65,7 @@ async def test_blocked_agent_reports_its_stack_and_exits_and_the_next_one_adopts
     assert instance.pids()["job1"] == pids["job1"]
 
 
-async def test_loop_that_runs_again_does_not_end_the_agent(instance: World) -> None:
+async def test_watchdog_does_not_end_an_agent_whose_loop_runs_again(instance: World) -> None:
     instance.command = naive("slow")
     pids = await instance.deploy(2)
     pidfile = poison(instance, pids)
@@ -79,8 +77,8 @@ async def test_loop_that_runs_again_does_not_end_the_agent(instance: World) -> N
     assert not instance.agent.is_over
 
 
-async def test_stopped_agent_is_not_blocked(instance: World) -> None:
-    """Neither a frozen container nor a suspended machine is a reason to end."""
+async def test_watchdog_does_not_count_a_stopped_agent_as_blocked(instance: World) -> None:
+    """Neither a frozen container nor a suspended machine is a reason to exit."""
     instance.command = naive("patient")
     await instance.start_agent()
     assert instance.agent is not None
@@ -94,7 +92,9 @@ async def test_stopped_agent_is_not_blocked(instance: World) -> None:
     assert logged(instance, "event loop") == []
 
 
-async def test_systemd_is_fed_until_a_blocked_agent_exits(instance: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_systemd_watchdog_is_notified_until_a_blocked_agent_exits(
+    instance: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(instance.scratch / "notify"))
         systemd.setblocking(False)

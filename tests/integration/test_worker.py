@@ -96,8 +96,8 @@ async def install(paths: Paths, *targets: Target, parallel: int = 5, store: Blob
 # --- install --------------------------------------------------------------------------------------------------------
 
 
-async def test_jobs_packages_and_sources_are_unpacked_each_in_its_way(paths: Paths) -> None:
-    """A job gets the modes of jobs, a package keeps its own, a source lies where compiling looks for it."""
+async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
+    """A job gets the modes of jobs, a package keeps its own, and a source is unpacked where compiling looks for it."""
     templates = kept(
         paths,
         tgz({"./web/monit": b"m", "./web/bin/run": b"r", "./web/bin/sub/x": b"x", "./db/bin/drain": b"d"}, mode=0o604),
@@ -125,8 +125,8 @@ async def test_jobs_packages_and_sources_are_unpacked_each_in_its_way(paths: Pat
     assert left_half_made(paths) == []
 
 
-async def test_one_archive_of_many_jobs_is_fetched_once(paths: Paths, server: Server) -> None:
-    """All jobs of an instance come in one."""
+async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, server: Server) -> None:
+    """All jobs of an instance come in one archive."""
     data = tgz({f"job{number}/monit": b"m" for number in range(8)})
     server.blobs["/templates"] = data
     source = BlobRef(signed_url=f"{server.url}/templates?sig=x", digest=sha1(data))
@@ -139,8 +139,10 @@ async def test_one_archive_of_many_jobs_is_fetched_once(paths: Paths, server: Se
 
 
 @pytest.mark.parametrize("parallel", [1, 3, 0])
-async def test_transfers_run_side_by_side_up_to_a_number(paths: Paths, server: Server, parallel: int) -> None:
-    """That of ``env.bosh.parallel``."""
+async def test_worker_runs_a_limited_number_of_transfers_in_parallel(
+    paths: Paths, server: Server, parallel: int
+) -> None:
+    """The limit is ``env.bosh.parallel``."""
     data = tgz({"a": b"a"})
     server.delay = 0.05
     targets = []
@@ -153,8 +155,8 @@ async def test_transfers_run_side_by_side_up_to_a_number(paths: Paths, server: S
     assert server.busiest == max(parallel, 1)
 
 
-async def test_what_fails_is_reported_and_keeps_nothing_else_from_succeeding(paths: Paths) -> None:
-    """Each in the Go agent's words, and nothing half made is left."""
+async def test_failed_bundle_of_a_worker_does_not_affect_the_others(paths: Paths) -> None:
+    """Each error has the Go agent's text, and no partial bundle is left."""
     good = kept(paths, tgz({"a": b"a"}))
     evil = kept(paths, tgz({"../../evil": b"x"}))
     missing = BlobRef("missing", digest="00")
@@ -186,10 +188,10 @@ async def test_what_fails_is_reported_and_keeps_nothing_else_from_succeeding(pat
 
 
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
-async def test_a_store_that_stalls_does_not_hold_the_lane_for_each_blob(
+async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two minutes for each of hundreds of packages, and no task could begin meanwhile."""
+    """Two minutes for each of hundreds of packages would block all other tasks."""
     monkeypatch.setattr(installs, "PATIENCE_S", 0.0)
     good = kept(paths, tgz({"a": b"a"}))
     targets = [package(paths, "first", good), package(paths, "missing", BlobRef("missing", digest="00"))]
@@ -203,7 +205,7 @@ async def test_a_store_that_stalls_does_not_hold_the_lane_for_each_blob(
     assert (paths.data_packages / "first/digest/a").exists()
 
 
-async def test_a_bundle_that_somebody_else_installed_meanwhile_stays_and_an_older_source_is_replaced(
+async def test_worker_keeps_a_bundle_installed_meanwhile_and_replaces_sources(
     paths: Paths,
 ) -> None:
     """The faster worker has the same content. Remains of an interrupted compilation are removed."""
@@ -223,8 +225,8 @@ async def test_a_bundle_that_somebody_else_installed_meanwhile_stays_and_an_olde
 
 @pytest.mark.attack("a job replaces a blob of its local blobstore with a link")
 @pytest.mark.parametrize("planted", ["lease", "link"])
-async def test_a_job_that_owns_a_local_store_holds_no_install(paths: Paths, tmp_path: Path, planted: str) -> None:
-    """An open waits for 45 s on a file under a lease of its owner."""
+async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_path: Path, planted: str) -> None:
+    """Opening a file under a lease of its owner waits for 45 s."""
     source, store = kept(paths, tgz({"file": b"content"})), tmp_path / "store"
     store.mkdir()
     (paths.blobs / source.blob_id).rename(store / (source.blob_id if planted == "lease" else "other"))
@@ -249,8 +251,8 @@ async def test_a_job_that_owns_a_local_store_holds_no_install(paths: Paths, tmp_
 
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 @pytest.mark.slow
-async def test_an_attempt_that_stalls_is_given_up_and_made_again(paths: Paths, server: Server) -> None:
-    """With the times of real use, whether the server falls silent in the midst or trickles."""
+async def test_stalled_download_is_abandoned_and_retried(paths: Paths, server: Server) -> None:
+    """With real timeouts, the server falls silent in the middle or sends very slowly."""
     store = Blobstore("dav", {"endpoint": server.url})
     data = os.urandom(200_000)
     server.blobs = {f"/{hashlib.sha1(b'b').hexdigest()[:2]}/b": data}
@@ -275,15 +277,17 @@ async def test_an_attempt_that_stalls_is_given_up_and_made_again(paths: Paths, s
         lambda base: CopyTree(f"{base}/missing", f"{base}/copy", []),
     ],
 )
-async def test_a_failure_is_reported_and_leaves_nothing(paths: Paths, make: Callable[[str], Request]) -> None:
-    """As an error of the action."""
+async def test_failed_worker_action_reports_the_error_and_leaves_no_files(
+    paths: Paths, make: Callable[[str], Request]
+) -> None:
+    """The caller gets an error of the action."""
     with pytest.raises(ActionError):
         await workers.work(make(str(paths.base)))
 
     assert [path for path in paths.base.rglob("*") if path.is_file()] == []
 
 
-async def test_one_worker_packs_and_uploads(
+async def test_worker_packs_and_uploads_logs(
     paths: Paths, tmp_path: Path, server: Server, started: list[process.Process]
 ) -> None:
     """The upload is reported."""
@@ -308,10 +312,8 @@ async def test_one_worker_packs_and_uploads(
 
 
 @pytest.mark.parametrize("what", ["archive", "file"])
-async def test_a_disk_that_takes_no_more_is_named_with_the_room_there_is(
-    paths: Paths, tmp_path: Path, what: str
-) -> None:
-    """Nothing half made takes the rest of it. Here the limit is one that the worker inherits."""
+async def test_worker_names_a_full_disk_with_its_free_space(paths: Paths, tmp_path: Path, what: str) -> None:
+    """Partial files do not use up the rest of it. The test sets a file size limit that the worker inherits."""
     data = os.urandom(500_000)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/log").write_bytes(data)
@@ -348,7 +350,9 @@ async def begun(paths: Paths, server: Server, started: list[process.Process]) ->
     return task
 
 
-async def test_a_terminated_worker_tidies_up_while_it_unpacks(paths: Paths, started: list[process.Process]) -> None:
+async def test_worker_terminated_while_unpacking_removes_its_files(
+    paths: Paths, started: list[process.Process]
+) -> None:
     """Threads cannot be ended from outside. They notice that their file is closed."""
     source = kept(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
     task = asyncio.create_task(install(paths, package(paths, "p", source)))
@@ -362,7 +366,7 @@ async def test_a_terminated_worker_tidies_up_while_it_unpacks(paths: Paths, star
 
 
 @pytest.mark.attack("a worker answers another request, or dies at any moment")
-async def test_a_worker_killed_at_any_moment_leaves_whole_bundles_or_none(
+async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
     paths: Paths, started: list[process.Process]
 ) -> None:
     """A directory that looks installed is complete."""
@@ -383,7 +387,7 @@ async def test_a_worker_killed_at_any_moment_leaves_whole_bundles_or_none(
     assert outcomes == [Outcome(compressed=False)] * 3
 
 
-async def test_a_killed_worker_leaves_no_half_of_an_archive(
+async def test_killed_worker_leaves_no_partial_archive(
     paths: Paths, started: list[process.Process], tmp_path: Path
 ) -> None:
     """It may be large, and would remain until the next boot."""
@@ -399,7 +403,9 @@ async def test_a_killed_worker_leaves_no_half_of_an_archive(
     assert left_half_made(paths) == []
 
 
-async def test_a_killed_worker_leaves_nothing_of_a_command(paths: Paths, started: list[process.Process]) -> None:
+async def test_files_of_a_killed_workers_blobstore_command_are_removed(
+    paths: Paths, started: list[process.Process]
+) -> None:
     """Files fetched so far are removed. Those of another worker stay."""
     paths.bosh_bin.mkdir(parents=True)
     command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(protocol.scratch(paths, 1))
@@ -420,8 +426,8 @@ async def test_a_killed_worker_leaves_nothing_of_a_command(paths: Paths, started
     assert left_half_made(paths) == [others]
 
 
-async def test_a_worker_goes_with_its_parent(paths: Paths, server: Server, tmp_path: Path) -> None:
-    """It does so after a kill of the agent: no caller is left."""
+async def test_worker_exits_with_its_parent(paths: Paths, server: Server, tmp_path: Path) -> None:
+    """It does so after the agent was killed, because no caller is left."""
     server.plan = [http.SILENT]
     program = f"""
 import asyncio
@@ -456,8 +462,8 @@ class Guess(msgspec.Struct, tag=True):
 
 
 @pytest.mark.attack("a worker answers another request, or dies at any moment")
-async def test_a_request_nobody_understands_is_a_bug_and_told_without_its_text() -> None:
-    """The place and the kind of error, not the words: they may hold a secret."""
+async def test_invalid_worker_request_is_reported_without_its_text() -> None:
+    """The place and the kind of error are reported, but not the content, which may hold a secret."""
     with pytest.raises(ActionError) as caught:
         await workers.work(Guess(CANARY))  # type: ignore[arg-type]
 
@@ -471,10 +477,10 @@ async def test_a_request_nobody_understands_is_a_bug_and_told_without_its_text()
 
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
-async def test_secrets_stand_neither_in_arguments_nor_in_the_environment(
+async def test_worker_has_no_secrets_in_arguments_environment_or_files(
     paths: Paths, server: Server, started: list[process.Process]
 ) -> None:
-    """Nor in a file: ``ps`` and the disk show nothing. Cancelling ends the worker at once, and it tidies up."""
+    """``ps`` and the disk show none. Cancelling ends the worker at once, and its files are removed."""
     task = await begun(paths, server, started)
     seen = Path(f"/proc/{started[0].pid}")
     told = [(seen / name).read_bytes() for name in ("cmdline", "environ")]
@@ -493,7 +499,7 @@ async def test_secrets_stand_neither_in_arguments_nor_in_the_environment(
 
 
 def test_worker_keeps_an_oom_score_above_its_own() -> None:
-    """The agent of a Burstable pod can have 990, and the kernel would then kill it before the worker."""
+    """The agent of a Burstable pod can have 990, and the kernel would otherwise kill it before the worker."""
     code = (
         "import os; from pathlib import Path; from agent_shim.bulk import worker; "
         "score = Path('/proc/self/oom_score_adj'); score.write_text('990'); worker.become_worker(os.getppid()); "
@@ -505,8 +511,8 @@ def test_worker_keeps_an_oom_score_above_its_own() -> None:
 
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
-async def test_a_failed_transfer_is_reported_without_its_secrets(paths: Paths, server: Server) -> None:
-    """All the way from the worker to the caller."""
+async def test_failed_worker_transfer_is_reported_without_secrets(paths: Paths, server: Server) -> None:
+    """This holds all the way from the worker to the caller."""
     server.plan = ["403"]
     (paths.tmp / "file").write_bytes(b"data")
     url = f"http://me:{CANARY}@{server.host}/b?sig={CANARY}"

@@ -33,8 +33,8 @@ def packing(tmp_path: Path, name: str = "archive") -> Pack:
     return Pack([Tree(str(tmp_path / "tree"))], str(tmp_path / name))
 
 
-async def test_a_worker_executes_one_request_after_the_other(tmp_path: Path, started: list[process.Process]) -> None:
-    """An error of a request does not end it."""
+async def test_worker_executes_requests_one_after_the_other(tmp_path: Path, started: list[process.Process]) -> None:
+    """A failed request does not end it."""
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
         with pytest.raises(ActionError):
@@ -46,8 +46,10 @@ async def test_a_worker_executes_one_request_after_the_other(tmp_path: Path, sta
     assert (tmp_path / "second").exists()
 
 
-async def test_requests_at_the_same_time_have_a_worker_each(tmp_path: Path, started: list[process.Process]) -> None:
-    """One of the workers stays. One that died at rest is replaced. The kernel may end it when memory is short.
+async def test_concurrent_requests_use_separate_workers(tmp_path: Path, started: list[process.Process]) -> None:
+    """One of the workers stays.
+
+    One that died while idle is replaced, because the kernel may kill it when memory is short.
 
     A request with another niceness has another worker.
     """
@@ -65,10 +67,10 @@ async def test_requests_at_the_same_time_have_a_worker_each(tmp_path: Path, star
         assert len(started) == 4
 
 
-async def test_a_worker_without_a_request_leaves(
+async def test_idle_worker_exits(
     tmp_path: Path, started: list[process.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory returns to the system. The next request has a new one."""
+    """Its memory returns to the system. The next request starts a new one."""
     monkeypatch.setattr(workers, "STAY_S", 0.0)
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
@@ -78,10 +80,10 @@ async def test_a_worker_without_a_request_leaves(
     assert len(started) == 2
 
 
-async def test_a_worker_that_dies_while_it_is_woken_leaves_no_descriptor_open(
+async def test_worker_that_dies_on_wakeup_leaves_no_open_descriptor(
     tmp_path: Path, started: list[process.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel may end it at any time when memory is short."""
+    """The kernel may kill it at any time when memory is short."""
 
     def opened() -> int:
         return sum("memfd:errors" in os.path.realpath(each) for each in Path("/proc/self/fd").iterdir())
@@ -97,16 +99,16 @@ async def test_a_worker_that_dies_while_it_is_woken_leaves_no_descriptor_open(
     assert opened() == before
 
 
-async def test_a_worker_that_cannot_be_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Director reads a failed action."""
+async def test_worker_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Director gets a failed action."""
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ActionError, match="^cannot run /nowhere/python: No such file or directory$"):
         await workers.work(Pack([], "/nowhere/archive"))
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 4])
-async def test_a_worker_without_descriptors_for_it_is_reported_and_leaves_none_open(room: int) -> None:
-    """The Director reads a failed action."""
+async def test_worker_start_without_free_descriptors_is_reported_and_leaks_none(room: int) -> None:
+    """The Director gets a failed action."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.open("/dev/null", os.O_RDONLY)]
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
@@ -126,7 +128,7 @@ async def test_a_worker_without_descriptors_for_it_is_reported_and_leaves_none_o
             os.close(descriptor)
 
 
-async def test_a_worker_that_is_given_up_is_killed_and_its_files_removed(
+async def test_cancelled_worker_is_killed_and_its_files_are_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stubborn, left = tmp_path / "python", tmp_path / ".archive.tmp-00000000"
@@ -143,16 +145,16 @@ async def test_a_worker_that_is_given_up_is_killed_and_its_files_removed(
     assert not left.exists()
 
 
-def test_a_worker_whose_parent_is_gone_ends() -> None:
-    """It was killed before it could be watched."""
+def test_worker_whose_parent_is_gone_exits() -> None:
+    """The parent was killed before the worker could watch it."""
     with pytest.raises(SystemExit) as caught:
         worker.become_worker(1)
 
     assert caught.value.code == 143
 
 
-async def test_blobs_are_counted_by_their_outcome(counted: Transfers, tmp_path: Path) -> None:
-    """Bytes are those of blobs that arrived. Other work is not counted."""
+async def test_blob_transfers_are_counted_by_outcome(counted: Transfers, tmp_path: Path) -> None:
+    """The bytes are those of blobs that arrived. Other work is not counted."""
     base, path = str(tmp_path), tmp_path / "blob"
     path.write_bytes(b"12345")
     await workers.work(Put(base, Blobstore(), str(path)))

@@ -122,7 +122,7 @@ def test_lines_of_a_started_process_are_reached_by_its_test(store: Path, monkeyp
     mutate.measure(ROOT, stage, 1)
 
     [test, *_] = mutate.reaching(stage)["agent_shim/bulk/transfer.py"][1]
-    assert test.endswith("::test_authorities_are_read_at_the_first_use[agent_shim.bulk.transfer]")
+    assert test.endswith("::test_ca_certificates_are_loaded_at_first_use[agent_shim.bulk.transfer]")
 
 
 @pytest.mark.parametrize("end", [subprocess.Popen.terminate, subprocess.Popen.kill])
