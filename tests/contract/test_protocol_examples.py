@@ -63,8 +63,10 @@ async def known(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("example", [each for each in EXAMPLES if each.kind != "root"], ids=str)
-async def test_example_of(example: Example, world: World, known: dict[str, Any]) -> None:
-    """As the page says."""
+async def test_protocol_example_is_answered_as_documented(
+    example: Example, world: World, known: dict[str, Any]
+) -> None:
+    """The example is taken from the protocol page."""
     if example.kind == "deployed":
         assert await world.value("apply", known["spec"]) == "applied"
         assert await world.value("start") == "started"

@@ -46,7 +46,7 @@ def shadow(machine: Machine) -> dict[str, str]:
     return dict(line.split(":")[:2] for line in lines)
 
 
-async def test_a3_an_operator_comes_in_by_the_director_and_is_gone_after_the_cleanup(fleet: Fleet, key: Path) -> None:
+async def test_a3_operator_logs_in_through_the_director_until_the_cleanup(fleet: Fleet, key: Path) -> None:
     machine = await fleet.add(AGENT, NETWORKS)
     for path in (machine.root / "etc/ssh").glob("ssh_host_*"):
         path.unlink()
@@ -67,8 +67,8 @@ async def test_a3_an_operator_comes_in_by_the_director_and_is_gone_after_the_cle
     assert not bool(network.listeners(fleet.ssh_port))
 
 
-async def test_keys_and_passwords_of_the_settings(fleet: Fleet, key: Path) -> None:
-    """vcap's keys and password are there before the agent answers. The password is root's too unless it says no."""
+async def test_keys_and_passwords_of_the_settings_are_installed(fleet: Fleet, key: Path) -> None:
+    """The user vcap has them before the agent answers. The password is root's too unless the settings say no."""
     public = key.with_suffix(".pub").read_text().strip()
     hashed = "$6$salt$" + "x" * 86
     one = await fleet.add(AGENT, NETWORKS, bosh={"authorized_keys": [public], "password": hashed})
@@ -87,8 +87,8 @@ async def test_keys_and_passwords_of_the_settings(fleet: Fleet, key: Path) -> No
     assert shadow(other)["root"] != hashed
 
 
-async def test_the_password_of_the_image_is_removed_unless_the_settings_have_one(tmp_path: Path) -> None:
-    """Stemcells have one that is known to everybody."""
+async def test_image_password_is_removed_unless_the_settings_have_one(tmp_path: Path) -> None:
+    """The password of stemcells is known to everybody."""
     async with pods(tmp_path) as pod:
         pod.start_container()
         pod.machine.run("echo 'vcap:$6$salt$known' | chpasswd -e")
@@ -97,8 +97,8 @@ async def test_the_password_of_the_image_is_removed_unless_the_settings_have_one
         await until(lambda: shadow(pod.machine)["vcap"] == "*")
 
 
-async def test_a7_authorities_of_update_settings_are_trusted_until_they_are_taken_back(tmp_path: Path) -> None:
-    """A recreated container, whose files are those of the image, has them again, and passwords too."""
+async def test_a7_cas_of_update_settings_are_trusted_until_they_are_removed(tmp_path: Path) -> None:
+    """A recreated container, which begins with the files of the image, has them and the passwords again."""
     authority, hashed = Authority("of the Director"), "$6$salt$" + "y" * 86
     verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"
     async with pods(tmp_path) as pod:

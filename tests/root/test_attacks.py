@@ -110,8 +110,8 @@ def number_of(pod: Pod, pattern: str) -> int:
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("victim", ["the agent", "process 1", "another job"])
-async def test_who_is_named_in_a_foreign_pidfile_lives(pod: Pod, victim: str) -> None:
-    """It does not count as running either, unless it is process 1: that names a job without a process, as in monit."""
+async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: Pod, victim: str) -> None:
+    """It does not count as running either, except for PID 1, which stands for a job without a process, as in monit."""
     await pod.start()
     files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": liar(NAMES_ANOTHER)}
     only_web = {"web": files_of["web"]}
@@ -133,8 +133,8 @@ async def test_who_is_named_in_a_foreign_pidfile_lives(pod: Pod, victim: str) ->
 
 
 @pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
-async def test_a_pidfile_of_vcap_that_names_an_operators_program_makes_no_dead_job_running(pod: Pod) -> None:
-    """A program of root with our directory in its arguments. The Director's stop succeeds too."""
+async def test_pidfile_of_vcap_naming_an_operators_program_is_not_believed(pod: Pod) -> None:
+    """The program of root has the job's directory in its arguments. The Director's stop succeeds too."""
     await pod.start()
     pod.machine.run("tail -f /var/vcap/data/log --retry >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
     victim = int((pod.vcap / "data/victim").read_text())
@@ -151,7 +151,7 @@ async def test_a_pidfile_of_vcap_that_names_an_operators_program_makes_no_dead_j
 
 
 @pytest.mark.attack("a job has root write a script's output through a link or a hard link")
-async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(pod: Pod) -> None:
+async def test_log_path_that_is_not_a_file_fails_only_its_script(pod: Pod) -> None:
     """A pipe without a reader would block a process that opens it."""
     planted = {"pipe": "mkfifo {log}", "link": "ln -s {victim} {log}", "second-name": "ln {victim} {log}"}
     await pod.start()
@@ -173,8 +173,8 @@ async def test_a_log_that_is_something_else_fails_its_script_and_nothing_else(po
 
 
 @pytest.mark.attack("a job replaces its error log with a link to the settings or with a FIFO")
-async def test_a_planted_error_log_neither_blocks_nor_leaks(pod: Pod) -> None:
-    """A process in its jail may write anything into its directory of logs, and then fail.
+async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: Pod) -> None:
+    """A sandboxed process may write anything into its log directory, and then fail.
 
     The last line of its error log is in ``status`` and in an alert to the Health Monitor: never that of a file of the
     agent.
@@ -217,8 +217,8 @@ async def test_a_planted_error_log_neither_blocks_nor_leaks(pod: Pod) -> None:
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["link", "file", "directory in the place of the pidfile"])
-async def test_what_is_put_where_bpm_keeps_its_pidfiles_leads_nowhere_and_stops_nothing(pod: Pod, planted: str) -> None:
-    """All users may write above it."""
+async def test_object_at_the_bpm_pidfile_directory_is_not_followed(pod: Pod, planted: str) -> None:
+    """All users may write to the directory above it. The job starts nevertheless."""
     await pod.start()
     how = {
         "link": "ln -s /var/vcap/data/elsewhere /var/vcap/sys/run/bpm",
@@ -239,8 +239,8 @@ async def test_what_is_put_where_bpm_keeps_its_pidfiles_leads_nowhere_and_stops_
 
 
 @pytest.mark.attack("a job has a dead service counted as running by naming an operator's program")
-async def test_a_pidfile_that_a_job_has_put_where_bpm_keeps_them_names_nobody(pod: Pod) -> None:
-    """Before the first process of bpm.yml runs, any user can make that directory. Its name and times fit."""
+async def test_pidfile_that_a_job_put_into_the_bpm_directory_is_ignored(pod: Pod) -> None:
+    """Before the first process of bpm.yml runs, any user can create that directory. Name and times of the file fit."""
     await pod.start()
     await pod.apply({"caged": BPM})
     pod.machine.run("sleep 1000 >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
@@ -259,8 +259,8 @@ async def test_a_pidfile_that_a_job_has_put_where_bpm_keeps_them_names_nobody(po
 
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
-async def test_what_is_put_where_the_run_directory_of_a_later_job_will_be_is_moved_away(pod: Pod) -> None:
-    """Its start script, which runs as root, would write its pidfile through a link."""
+async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: Pod) -> None:
+    """Its start script, which runs as root, would otherwise write its pidfile through a link."""
     planted = {"link": "ln -s /var/vcap/data/elsewhere", "file": "touch", "pipe": "mkfifo"}
     await pod.start()
     pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
@@ -278,8 +278,8 @@ async def test_what_is_put_where_the_run_directory_of_a_later_job_will_be_is_mov
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
-async def test_a_job_cannot_prevent_the_start_by_an_entry_at_the_run_directory(pod: Pod, planted: str) -> None:
-    """Jobs of the Go agent run before the first start of this one, which has no such directory yet."""
+async def test_file_at_the_agents_run_directory_does_not_prevent_its_start(pod: Pod, planted: str) -> None:
+    """Jobs of the Go agent run before the first start of this agent, whose directory does not exist yet."""
     pod.start_container()
     more = "/output/full" if planted == "mkdir -p" else ""
     pod.machine.run("mkdir -p -m 1777 /var/vcap/data/sys/run; mkdir -m 755 /var/vcap/data/elsewhere")
@@ -292,8 +292,8 @@ async def test_a_job_cannot_prevent_the_start_by_an_entry_at_the_run_directory(p
 
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
-def test_no_directory_is_made_or_given_away_through_the_link_of_another(tmp_path: Path) -> None:
-    """A link of root is followed: images and operators make them."""
+def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: Path) -> None:
+    """A link of root is followed, because images and operators make such links."""
     for name in ("victim", "victim/there", "way"):
         (tmp_path / name).mkdir()
     (tmp_path / "way/ours").symlink_to(tmp_path / "victim")
@@ -311,8 +311,8 @@ def test_no_directory_is_made_or_given_away_through_the_link_of_another(tmp_path
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
 @pytest.mark.parametrize("planted", ["link", "link on the way", "link of root that was moved", "link of root"])
-def test_only_links_that_root_alone_can_have_made_are_followed(tmp_path: Path, planted: str) -> None:
-    """By what reads a pidfile, or a file that a rule of monit names."""
+def test_only_links_that_must_be_made_by_root_are_followed(tmp_path: Path, planted: str) -> None:
+    """This applies to reading pidfiles and files that a monit rule names."""
     secret, theirs = tmp_path / "secret/file", tmp_path / "theirs"
     secret.parent.mkdir()
     secret.write_text("secret")
@@ -341,8 +341,8 @@ def test_only_links_that_root_alone_can_have_made_are_followed(tmp_path: Path, p
 
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
-def test_a_file_of_root_with_a_second_name_is_not_read(tmp_path: Path) -> None:
-    """Where hard links are not protected (``fs.protected_hardlinks`` is the host's) a job may give any file a name."""
+def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
+    """Where the host does not protect hard links (``fs.protected_hardlinks``), a job may give any file another name."""
     (tmp_path / "job").mkdir()
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "job/x.log").hardlink_to(tmp_path / "secret")
@@ -355,8 +355,8 @@ def test_a_file_of_root_with_a_second_name_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("a job connects to the control socket")
-async def test_another_user_at_the_control_socket_gets_no_answer(pod: Pod) -> None:
-    """Neither is it after its mode was opened to all."""
+async def test_control_socket_does_not_answer_other_users(pod: Pod) -> None:
+    """This holds even after its mode was opened to all."""
     await pod.start()
     socket = "/var/vcap/bosh/agent_shim.sock"
     pod.machine.run(f"chmod 777 {socket} $(dirname {socket})")
@@ -370,8 +370,8 @@ async def test_another_user_at_the_control_socket_gets_no_answer(pod: Pod) -> No
 
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
-async def test_the_memory_of_the_agent_is_closed_to_its_jobs(pod: Pod) -> None:
-    """The certificate of the bus is in it."""
+async def test_jobs_cannot_read_the_memory_of_the_agent(pod: Pod) -> None:
+    """The private key for the bus is in it."""
     await pod.start()
     (pod.vcap / "data/touch.py").write_text(TOUCH)
     place = "/var/vcap/data/touch.py"
@@ -382,8 +382,8 @@ async def test_the_memory_of_the_agent_is_closed_to_its_jobs(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
-async def test_a_job_finds_no_secret_of_the_agent(pod: Pod) -> None:
-    """In no file, command line or environment that it may read."""
+async def test_job_can_read_no_secret_of_the_agent(pod: Pod) -> None:
+    """No file, command line or environment that it may read has one."""
     pod.env = {"note": CANARY, "blobstores": [{"provider": "local", "options": {"blobstore_path": "/var/vcap/blobs"}}]}
     await pod.start()
     await pod.deploy()
@@ -400,8 +400,8 @@ async def test_a_job_finds_no_secret_of_the_agent(pod: Pod) -> None:
     assert [path for path in found if not Path(path).is_relative_to(ROOT)] == []  # a checkout may be below /tmp
 
 
-async def test_thousands_of_processes_of_a_job_hold_no_loop(pod: Pod) -> None:
-    """A look at all processes takes a tenth of a second then: for figures, for the end of a group, for a stop.
+async def test_thousands_of_job_processes_do_not_block_the_loop(pod: Pod) -> None:
+    """Reading all processes then takes a tenth of a second, for statistics, for the end of a group and for a stop.
 
     Callbacks may sleep: where thousands of processes end, the kernel keeps its lock of the process table.
     """
@@ -422,8 +422,8 @@ async def test_thousands_of_processes_of_a_job_hold_no_loop(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
-async def test_a_volume_that_all_users_may_write_gives_no_job_the_rights_of_root(pod: Pod) -> None:
-    """The kubelet makes an emptyDir with mode 0777, where a job could exchange the directories of root's programs."""
+async def test_world_writable_volume_does_not_give_jobs_root_privileges(pod: Pod) -> None:
+    """The kubelet makes an emptyDir with mode 0777, where a job could replace the directories of root's programs."""
     pod.start_container()
     pod.machine.run("chmod 777 /var/vcap /var/vcap/data")
     await pod.start_agent()
@@ -438,7 +438,7 @@ async def test_a_volume_that_all_users_may_write_gives_no_job_the_rights_of_root
     assert pod.machine.run("cat /tmp/run-by || true") == ""
 
 
-async def test_jobs_pass_volumes_that_their_provisioner_closed(pod: Pod) -> None:
+async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: Pod) -> None:
     """The provisioner of host paths makes volumes with mode 0750."""
     pod.start_container()
     pod.machine.run("chmod 750 /var/vcap /var/vcap/data")
@@ -448,8 +448,8 @@ async def test_jobs_pass_volumes_that_their_provisioner_closed(pod: Pod) -> None
 
 
 @pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
-async def test_a_job_makes_no_directory_where_the_ssh_server_needs_one_of_root(pod: Pod) -> None:
-    """``/run`` is an emptyDir where the root file system is read-only."""
+async def test_job_cannot_create_the_run_directory_of_sshd(pod: Pod) -> None:
+    """``/run`` is an emptyDir if the root file system is read-only."""
     pod.start_container()
     pod.machine.run("chmod 777 /run")
     await pod.start_agent()
@@ -460,10 +460,8 @@ async def test_a_job_makes_no_directory_where_the_ssh_server_needs_one_of_root(p
 @pytest.mark.attack("a job reads the logs of root's scripts")
 @pytest.mark.parametrize("planted", ["set-group-id", "access list"])
 @pytest.mark.parametrize("kind", ["log", "archive"])
-def test_what_root_makes_in_the_directory_of_a_job_is_not_the_jobs_to_read(
-    tmp_path: Path, kind: str, planted: str
-) -> None:
-    """Logs of root's scripts hold secrets. The directory of logs of a bpm job belongs to vcap."""
+def test_files_of_root_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, kind: str, planted: str) -> None:
+    """Logs of root's scripts hold secrets. The log directory of a bpm job belongs to vcap."""
     place = tmp_path / "log"
     place.mkdir(0o750)
     os.chown(place, VCAP, VCAP)
@@ -488,8 +486,8 @@ def test_what_root_makes_in_the_directory_of_a_job_is_not_the_jobs_to_read(
 
 
 @pytest.mark.attack("a job forges the marker of its disk")
-def test_no_job_exchanges_the_marker_of_a_disk_that_all_users_may_write(tmp_path: Path) -> None:
-    """Some provisioners make volumes with mode 0777. With a marker of another disk, none is mounted then."""
+def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) -> None:
+    """Some provisioners make volumes with mode 0777. With a marker of another disk, none would be mounted."""
     volume = tmp_path / "volume"
     volume.mkdir()
     volume.chmod(0o777)
@@ -503,8 +501,8 @@ def test_no_job_exchanges_the_marker_of_a_disk_that_all_users_may_write(tmp_path
 
 
 @pytest.mark.attack("a job stops every process of its user, the agent's children among them")
-async def test_who_stops_each_process_of_its_user_stops_no_agent(pod: Pod) -> None:
-    """A child that has become the user and not yet executed its program is one of them."""
+async def test_job_that_stops_all_processes_of_its_user_does_not_stop_the_agent(pod: Pod) -> None:
+    """A child that has switched to the user and not yet executed its program is one of them."""
     pod.env = {"authorized_keys": ["ssh-ed25519 AAAA vcap"]}
     await pod.start()
     monit = "".join(STOPPED.format(number=number) for number in range(20))

@@ -372,15 +372,15 @@ SHOWN: dict[str, Callable[[Any, str], tuple[Any, Any]]] = {
 """For each key of bpm.yml: the observed value, and the value that the cell of docs/bpm.md promises for the level."""
 
 
-def test_every_key_of_the_table_is_looked_at() -> None:
+def test_every_bpm_key_of_the_table_is_checked() -> None:
     assert SHOWN.keys() == HONOURED.keys()
 
 
 @pytest.mark.attack("a bpm process reads another job's files or the agent's settings")
 @pytest.mark.attack("root in a container leaves a bpm jail by a mount")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_job_sees_what_the_table_says(look: Callable[[int], Any], level: int) -> None:
-    """Processes, a hook, limits and volumes: files, ids, limits, signals, environment."""
+def test_bpm_job_finds_its_keys_honoured_as_the_table_says(look: Callable[[int], Any], level: int) -> None:
+    """Files, ids, limits, signals and environment are checked for processes, a hook, limits and volumes."""
     found = look(level)
 
     for key, shown in SHOWN.items():
@@ -390,8 +390,8 @@ def test_job_sees_what_the_table_says(look: Callable[[int], Any], level: int) ->
 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None:
-    """Beside the content of bpm.yml: the same at each level."""
+def test_bpm_job_has_the_default_context_of_bpm(look: Callable[[int], Any], level: int) -> None:
+    """It is the same at each level, and independent of bpm.yml."""
     found = look(level)
     web, worker = found["web"], found["worker"]
 
@@ -421,8 +421,8 @@ def test_job_sees_what_bpm_gives(look: Callable[[int], Any], level: int) -> None
 
 
 @pytest.mark.attack("a bpm process uses kernel interfaces that it does not need, as /proc/kcore")
-def test_what_no_job_has_to_see_is_covered(look: Callable[[int], Any]) -> None:
-    """Level 1, as bpm masks it: empty, or not to be written. A privileged process sees it as it is."""
+def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
+    """Level 1 masks the same paths as bpm, which are empty or read-only. A privileged process sees the real ones."""
     masked = {"/etc/sv", "/proc/kcore", "/proc/timer_list", "/sys/firmware"}
     web, free = look(1)["web"]["closed"], look(1)["free"]["closed"]
 
@@ -434,8 +434,11 @@ def test_what_no_job_has_to_see_is_covered(look: Callable[[int], Any]) -> None:
 
 @pytest.mark.attack("a bpm process signals, traces, mounts or gains rights outside its sandbox")
 @pytest.mark.parametrize("level", [1, 2])
-def test_job_cannot_leave_its_place(look: Callable[[int], Any], level: int) -> None:
-    """No word with strangers, no mounts, no other user. In level 3 a user's own processes are open to it."""
+def test_bpm_job_cannot_escape_its_isolation(look: Callable[[int], Any], level: int) -> None:
+    """It cannot contact other processes, mount or change its user.
+
+    At level 3 it can reach other processes of its user.
+    """
     assert look(level)["web"]["does"] == []
     assert "signal" in look(3)["web"]["does"]
 
@@ -467,8 +470,8 @@ sandbox.isolation = lambda: isolation(memory=False, processes=False)
 @pytest.mark.attack("a bpm process exceeds its limits of memory or processes")
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("has_cgroups", [True, False])
-def test_who_passes_the_limit_of_memory_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
-    """That process alone; it is restarted, and the alert says how much it used. By the kernel, else by a watchdog."""
+def test_bpm_process_above_its_memory_limit_is_killed_and_named(inside: Inside, level: int, has_cgroups: bool) -> None:
+    """The kernel or a watchdog kills only that process. It is restarted, and the alert says how much it used."""
     body = ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY
     found = run(inside, level, body)
     service, description, is_other_alive, has_limit, end = found
@@ -523,8 +526,8 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 @pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
-def test_volume_may_be_everything(inside: Inside, level: int, is_writable: bool) -> None:
-    """It is a root below bpm's view. Rules of Landlock cannot close a path below such a volume again."""
+def test_bpm_volume_may_be_the_root_directory(inside: Inside, level: int, is_writable: bool) -> None:
+    """The root is mounted below bpm's view. Landlock rules cannot restrict a path below such a volume again."""
     said, errors, reason = run(inside, level, VOLUME_OF_EVERYTHING.replace("IS_WRITABLE", str(is_writable).lower()))
 
     assert (errors, reason) == ("", "")
@@ -559,8 +562,8 @@ return [await supervisor.bpm.run(BpmCall("start", "web", name), [], {}) for name
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_package_that_is_used_in_place_can_be_run(inside: Inside, level: int) -> None:
-    """They are those of a directory that is deployed without a Director. Files beside it stay closed."""
+def test_bpm_job_can_run_packages_of_a_standalone_directory(inside: Inside, level: int) -> None:
+    """The directory is deployed without a Director. Files beside the packages are inaccessible."""
     assert run(inside, level, PACKAGE_IN_PLACE) == [0, 1]
 
 
@@ -583,8 +586,8 @@ return [await supervisor.bpm.run(BpmCall("start", "web", "web"), [], {}), log("w
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_volume_may_be_the_directory_of_the_links_to_all_jobs(inside: Inside, level: int) -> None:
-    """So it is for health_monitor. bpm mounts the job where its link leads."""
+def test_bpm_volume_may_be_the_jobs_directory(inside: Inside, level: int) -> None:
+    """health_monitor has this volume. bpm mounts the job where its link points."""
     code, said, errors = run(inside, level, ALL_JOBS)
 
     assert (code, errors) == (0, "")
@@ -630,8 +633,8 @@ return [outside, inside, log("web", "stderr")]
 
 
 @pytest.mark.attack("root in a container leaves a bpm jail by a mount")
-def test_mounts_below_shared_volumes_travel(inside: Inside) -> None:
-    """To the machine and back. Those below others stay where they are made, or come in only as the machine's do."""
+def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> None:
+    """Mounts below other volumes stay where they are made, or only propagate from the machine into the job."""
     outside, inner, errors = run(inside, 1, SHARED)
 
     assert errors == ""
@@ -645,8 +648,8 @@ def test_mounts_below_shared_volumes_travel(inside: Inside) -> None:
 
 @pytest.mark.attack("a bpm process exceeds its limits of memory or processes")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_number_of_processes_is_limited(inside: Inside, level: int) -> None:
-    """With those that are there already. Only with a cgroup."""
+def test_bpm_limits_the_number_of_processes(inside: Inside, level: int) -> None:
+    """Existing processes count. The limit needs a cgroup."""
     out, errors, has_limit = run(inside, level, PROCESSES)
 
     assert has_limit
@@ -677,8 +680,8 @@ return [before == adopted, log("web").splitlines()[-1], left, commands]
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_next_agent_takes_it_over(inside: Inside, level: int) -> None:
-    """By the number in the pid file; it is stopped as before, and its end takes all of it along."""
+def test_next_agent_adopts_an_isolated_bpm_process(inside: Inside, level: int) -> None:
+    """It is found by the pid in its pidfile. It is stopped as before, which ends all its processes."""
     same, last, left, commands = run(inside, level, NEXT_AGENT)
 
     assert same
@@ -693,8 +696,8 @@ return list(await sandbox.isolation())
 """
 
 
-def test_the_level_follows_the_rights_of_the_container(inside: Inside) -> None:
-    """Found out by trying, with the reason why it is not more."""
+def test_bpm_isolation_level_follows_the_privileges_of_the_container(inside: Inside) -> None:
+    """The level is probed, and the reason why it is not higher is reported."""
     assert inside(ISOLATION)[:2] == [1, ""]
     without = inside(ISOLATION, "setpriv", "--bounding-set", "-sys_admin")
     assert without[:2] == [2, "make namespaces: Operation not permitted"]
@@ -725,8 +728,8 @@ return [codes, init]
 
 
 @pytest.mark.parametrize("inits", [list(sandbox.INITS), []])
-def test_first_process_of_a_namespace_is_an_init(inside: Inside, inits: list[str]) -> None:
-    """It passes signals on, reaps orphans and ends as the program does; that of the container, or ours."""
+def test_first_process_of_a_bpm_namespace_is_an_init(inside: Inside, inits: list[str]) -> None:
+    """It is the container's init, or the agent's. It forwards signals, reaps orphans and exits like the program."""
     codes, init = run(inside, 1, INIT.replace("INITS", repr(inits)))
 
     assert codes == [7, 137]

@@ -52,8 +52,8 @@ return [sorted(set(log("web").splitlines())), log("web", "stderr"), sorted(refus
 @pytest.mark.attack("a bpm process exchanges its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("target", ["/var/vcap/jobs/other/config", "/etc"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_directory_exchanged_with_a_link_shows_no_other_files(inside: Inside, level: int, target: str) -> None:
-    """While root checks, opens or mounts it: the visible directory is one of the job, or nothing runs."""
+def test_bpm_volume_swapped_with_a_link_shows_no_other_files(inside: Inside, level: int, target: str) -> None:
+    """It is swapped while root checks, opens or mounts it. The job sees its own directory, or does not run."""
     said, errors, refused = run(inside, level, EXCHANGING.replace("TARGET", target))
 
     assert said == ["done"]
@@ -90,8 +90,8 @@ def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
 @pytest.mark.attack("a bpm process exchanges its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("more", ["mount_only: true", "mount_only: true, shared: true"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, more: str) -> None:
-    """With the link, its user and the volume named. Nothing is mounted on the machine for it either."""
+def test_bpm_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, more: str) -> None:
+    """The error names the link, its owner and the volume. Nothing is mounted on the machine for it either."""
     volume = "/var/vcap/data/shown/volume"
     said, reason, is_unchanged = run(inside, level, planted(volume, 1000, more))
 
@@ -102,8 +102,8 @@ def test_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, m
 
 @pytest.mark.attack("a bpm process exchanges its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("level", [1, 2])
-def test_link_of_root_that_a_job_may_have_moved_is_refused(inside: Inside, level: int) -> None:
-    """It lies in a directory of the job."""
+def test_bpm_volume_link_of_root_in_a_directory_of_the_job_is_refused(inside: Inside, level: int) -> None:
+    """The job may have moved the link."""
     said, reason, _ = run(inside, level, planted("/var/vcap/data/shown/volume", 0))
 
     assert said == ""
@@ -111,15 +111,15 @@ def test_link_of_root_that_a_job_may_have_moved_is_refused(inside: Inside, level
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: int) -> None:
-    """Operators and pre-start scripts make them."""
+def test_bpm_volume_that_is_a_link_of_root_is_followed(inside: Inside, level: int) -> None:
+    """Operators and pre-start scripts make such links."""
     said, reason, _ = run(inside, level, planted("/var/vcap/data/volume", 0))
 
     assert (said, reason) == ("secret", "")
 
 
-def test_an_agent_without_root_follows_its_own_links_and_links_of_root(box: Machine, inside: Inside) -> None:
-    """No other user's."""
+def test_agent_without_root_follows_only_its_own_links_and_those_of_root(box: Machine, inside: Inside) -> None:
+    """Links of other users are not followed."""
     box.run(
         "mkdir -p -m 755 /var/vcap/links; cd /var/vcap/links; rm -f *;"
         "for owner in 0 1000 65534; do ln -s /etc $owner; chown -h $owner $owner; done"
@@ -163,7 +163,7 @@ return [log("web"), (paths.sys / "log/web/NAME").stat().st_uid]
 @pytest.mark.attack("a job reads the logs of root's scripts")
 @pytest.mark.parametrize("name", ["bpm.log", "web.stderr.log"])
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_log_of_root_in_the_place_of_its_own_is_not_given_away(inside: Inside, level: int, name: str) -> None:
+def test_log_of_root_at_a_bpm_log_path_keeps_its_owner(inside: Inside, level: int, name: str) -> None:
     """Scripts of root write in the same directory."""
     said, owner = run(inside, level, MOVING.replace("NAME", name))
 
@@ -215,8 +215,8 @@ return log("web").splitlines()
 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_a_process_has_no_descriptor_of_the_agent(inside: Inside, level: int) -> None:
-    """Modes of other jobs' files and their sockets are covered at level 1 alone: Landlock has no rules for them."""
+def test_bpm_process_inherits_no_descriptor_of_the_agent(inside: Inside, level: int) -> None:
+    """Other jobs' files and sockets are hidden only at level 1, because Landlock has no rules for modes and sockets."""
     descriptors, *done = run(inside, level, REACHES.replace("REACHING", repr(REACHING)))
 
     assert descriptors == "descriptors 3 []"
@@ -295,8 +295,8 @@ def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tup
 
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_shell_cannot_type_for_the_operator(inside: Inside, level: int) -> None:
-    """A planted .bashrc pushes a command (TIOCSTI): it comes to its own shell, not to that of the operator."""
+def test_bpm_shell_cannot_inject_input_into_the_operators_terminal(inside: Inside, level: int) -> None:
+    """A planted .bashrc pushes a command (TIOCSTI), which reaches its own shell instead of the operator's."""
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo BA''CK; read line; echo got:$line; echo EN''D"
     seen, same = in_shell(inside, level, PUSHING, operator, [(b"BACK", b"operator\n")])
 
@@ -306,8 +306,8 @@ def test_shell_cannot_type_for_the_operator(inside: Inside, level: int) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_shell_is_one_for_people(inside: Inside, level: int) -> None:
-    """It has a terminal with a name, job control, the size of the window and its changes. Interrupts stay in it."""
+def test_bpm_shell_is_interactive(inside: Inside, level: int) -> None:
+    """It has a named terminal, job control, and the window size with its changes. Interrupts stay in it."""
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo code $?; echo EN''D"
     typed: list[tuple[bytes, Any]] = [
         (b"% ", b"tty; stty size; echo fir''st\n"),
@@ -330,8 +330,8 @@ def test_shell_is_one_for_people(inside: Inside, level: int) -> None:
 
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_modes_that_a_shell_changes_are_not_the_operators(inside: Inside, level: int) -> None:
-    """Raw and without echo: nothing that the operator types after it would be seen."""
+def test_bpm_shell_does_not_change_the_operators_terminal_modes(inside: Inside, level: int) -> None:
+    """In raw mode without echo, the operator would not see anything typed afterwards."""
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo EN''D"
     seen, same = in_shell(inside, level, WORKING, operator, [(b"% ", b"stty raw -echo && echo chan''ged; exit\n")])
 

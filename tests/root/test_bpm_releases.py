@@ -166,8 +166,8 @@ await supervisor.stop(wait=True)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_bosh_dns(inside: Inside, level: int) -> None:
-    """It lists the jobs, reads their links and the instance's health, binds a low port, works in its directory."""
+def test_bosh_dns_runs_under_bpm(inside: Inside, level: int) -> None:
+    """It lists the jobs, reads their links and the instance's health, binds a low port and works in its directory."""
     found = deployed(inside, level, BOSH_DNS)
 
     assert found["errors"] == ""
@@ -269,8 +269,8 @@ outcome["errors"] = [line for line in says("haproxy", "haproxy", "stderr").split
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.skipif(not shutil.which("haproxy"), reason="needs the package haproxy")
-def test_haproxy(inside: Inside, level: int) -> None:
-    """Wrapper and daemon are children of what the pid file names: reload and drain find them there."""
+def test_haproxy_reloads_and_drains_under_bpm(inside: Inside, level: int) -> None:
+    """Wrapper and daemon are children of the process in the pidfile, where reload and drain find them."""
     found = deployed(inside, level, HAPROXY)
 
     assert found["served"] == "served"
@@ -326,8 +326,8 @@ outcome["errors"] = [line for line in says("nginx", "nginx", "stderr").splitline
 @pytest.mark.parametrize("unsafe", ["", "unsafe: {host_pid_namespace: true}"], ids=["", "host_pid_namespace"])
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.skipif(not shutil.which("nginx"), reason="needs the package nginx")
-def test_nginx(inside: Inside, level: int, unsafe: str) -> None:
-    """A master and its workers, on a low port, as vcap. The stop leaves none of them."""
+def test_nginx_runs_and_stops_under_bpm(inside: Inside, level: int, unsafe: str) -> None:
+    """A master and its workers run on a low port as vcap. The stop leaves none of them."""
     port = str(880 + 2 * level + bool(unsafe))  # machines share the network, and tests run side by side
     found = deployed(inside, level, NGINX.replace("UNSAFE", unsafe).replace("881", port))
 

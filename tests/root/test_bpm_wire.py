@@ -62,8 +62,11 @@ def release() -> dict[str, str | bytes]:
 
 
 @pytest.mark.parametrize("has_release", [False, True])
-async def test_scripts_that_call_bpm(fleet: Fleet, has_release: bool) -> None:
-    """Deployed, drained, stopped, deployed again. A release of bpm on the same instance is not what they meet."""
+async def test_job_scripts_reach_the_agents_bpm(fleet: Fleet, has_release: bool) -> None:
+    """The job is deployed, drained, stopped and deployed again.
+
+    The scripts do not run the bpm of a release on the instance.
+    """
     machine = await fleet.add(AGENT, {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}})
 
     async def run(method: str, *arguments: Any) -> Any:

@@ -62,8 +62,8 @@ print(json.dumps({
 """
 
 
-def test_owners_and_modes_equal_the_go_agents(tmp_path: Path) -> None:
-    """All that jobs may read belongs to the group vcap, all else to root, whatever an archive says."""
+def test_bundle_owners_and_modes_equal_those_of_the_go_agent(tmp_path: Path) -> None:
+    """Files that jobs may read belong to the group vcap, all others to root, whatever an archive says."""
     with machine(tmp_path) as inside:
         done = inside.popen([sys.executable, "-c", INSIDE], stdout=subprocess.PIPE)
         out, _ = done.communicate(timeout=60)

@@ -25,8 +25,8 @@ SHORT = sorted(case.id for case in CASES.values() if not case.is_long)
 
 
 @pytest.mark.parametrize("case", SHORT)
-def test_it_holds(case: str, tmp_path: Path) -> None:
-    """With all invariants afterwards, below a process 1 of its own."""
+def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
+    """It runs below its own PID 1."""
     into = tmp_path / "rows"
     argv = [sys.executable, "-m", "tools.chaos", case, "--into", str(into)]
     said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False).stderr
@@ -36,8 +36,8 @@ def test_it_holds(case: str, tmp_path: Path) -> None:
     assert row.verdict == "held", f"{row.figures}\n{said[-3000:]}"
 
 
-def test_a_kill_between_the_work_and_the_end_of_the_tracer_is_told(tmp_path: Path) -> None:
-    """A case that takes the agent for alive would ask a dead agent, and wait for its reply."""
+def test_chaos_kill_after_the_work_is_reported(tmp_path: Path) -> None:
+    """Otherwise a case would send requests to a dead agent and wait for its reply."""
     program = "import sys; sys.stdin.readline(); open(sys.argv[1], 'w')"
     argv = [sys.executable, "-c", program, str(tmp_path / "state.json")]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as victim:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.root
 CALL = "import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))"
 
 
-def test_a_release_is_compiled_for_the_stemcell(box: Machine, tmp_path: Path) -> None:
+def test_compile_command_compiles_for_the_stemcell_of_its_image(box: Machine, tmp_path: Path) -> None:
     """The script has ``/var/vcap/packages/NAME``. The image's os-release and stemcell_version name the result."""
     script = f"set -e; {LIBRARY}; stat -Lc %U:%G:%a $BOSH_INSTALL_TARGET > /var/vcap/packages/library/owner"
     source = release(tmp_path / "in.tgz", library=(script, []))

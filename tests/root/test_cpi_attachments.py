@@ -154,7 +154,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     site.close()
 
 
-def test_disk_arrives_and_goes(site: Site) -> None:
+def test_disk_is_attached_to_and_detached_from_a_running_vm(site: Site) -> None:
     helper = site.attach()
     seen = f"{site.seen}/disk-1"
 
@@ -169,7 +169,7 @@ def test_disk_arrives_and_goes(site: Site) -> None:
     assert site.in_vm(f"cat {seen}/new") == "new"
 
 
-def test_helper_that_was_killed_does_not_stack_mounts(site: Site) -> None:
+def test_attachment_after_a_killed_helper_does_not_stack_mounts(site: Site) -> None:
     first = site.attach()
     first.kill()
     first.wait()
@@ -182,7 +182,7 @@ def test_helper_that_was_killed_does_not_stack_mounts(site: Site) -> None:
 
 @pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
 @pytest.mark.parametrize("planted", ["ln -s ../other/disk-2 {}", "touch {}"])
-def test_what_the_vm_has_put_in_the_place_of_its_disk_leads_to_no_other(site: Site, planted: str) -> None:
+def test_link_of_the_vm_at_its_disk_directory_is_not_followed(site: Site, planted: str) -> None:
     others = site.place / "bosh/other/disk-2"
     site.in_vm(f"mount -o remount,bind,rw {site.seen}")
     site.in_vm(planted.format(site.seen / "disk-1"))
@@ -196,8 +196,8 @@ def test_what_the_vm_has_put_in_the_place_of_its_disk_leads_to_no_other(site: Si
     assert str(others) not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
 
 
-def test_disk_is_not_left_where_the_vm_has_moved_its_directory_meanwhile(site: Site) -> None:
-    """It would be in a place that no detach looks for."""
+def test_disk_is_not_left_in_a_directory_that_the_vm_moved(site: Site) -> None:
+    """No detach would look for it there."""
     moving = "os.rename(program.sys.argv[-2], program.sys.argv[-2] + '-moved')"
     mount = f"real = program.mount\ndef mount(*args):\n    {moving}\n    real(*args)\nprogram.mount = mount\n"
     site.program = PROGRAM.replace("program.main(", f"{mount}program.main(")
@@ -208,7 +208,7 @@ def test_disk_is_not_left_where_the_vm_has_moved_its_directory_meanwhile(site: S
     assert site.target not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
 
 
-def test_disk_in_use_is_not_unmounted(site: Site) -> None:
+def test_detach_does_not_unmount_a_disk_in_use(site: Site) -> None:
     helper = site.attach()
     site.in_vm(f"exec 9>>{site.seen}/disk-1/file")
 
@@ -225,15 +225,15 @@ def test_disk_in_use_is_not_unmounted(site: Site) -> None:
 
 
 @pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
-def test_vm_writes_to_its_disks_and_not_beside_them(site: Site) -> None:
-    """The directory lies on the node's file system, which the VM could fill."""
+def test_vm_can_write_to_its_disks_but_not_beside_them(site: Site) -> None:
+    """The directory is on the node's file system, which the VM could fill."""
     site.attach()
 
     assert "Read-only" in site.in_vm(f"touch {site.seen}/beside 2>&1")
     assert site.in_vm(f"touch {site.seen}/disk-1/new && echo written") == "written"
 
 
-def test_detach_that_fails_leaves_the_attachment_as_it_was(site: Site) -> None:
+def test_failed_detach_keeps_the_attachment(site: Site) -> None:
     attachment = site.attach()
     site.in_vm(f"exec 9>>{site.seen}/disk-1/file")
 
@@ -275,8 +275,8 @@ HIDINGS = {
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("commands", HIDINGS.values(), ids=HIDINGS.keys())
-def test_disk_that_root_of_the_vm_keeps_is_not_unmounted(site: Site, commands: list[str]) -> None:
-    """The helper looked for a mount at its path, and reported a disk that the VM wrote to as unmounted."""
+def test_disk_kept_mounted_by_root_of_the_vm_is_not_reported_unmounted(site: Site, commands: list[str]) -> None:
+    """The helper looked only at its own path, and reported a disk that the VM still wrote to as unmounted."""
     attachment = site.attach()
     for command in commands:
         assert "fail" not in site.in_vm(f"{command.format(site)} || echo fail")
@@ -318,8 +318,8 @@ sys.stdin.read()
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("way", ["in a thread's namespace", "as a clone in a descriptor", "as a clone for a directory"])
-def test_disk_that_the_mount_table_of_no_process_has_is_kept(site: Site, way: str) -> None:
-    """By open_tree or unshare: the VM wrote to a disk that the helper had reported as unmounted."""
+def test_disk_mounted_outside_all_mount_tables_is_not_reported_unmounted(site: Site, way: str) -> None:
+    """With open_tree or unshare, the VM wrote to a disk that the helper had reported as unmounted."""
     attachment = site.attach()
     program = CLONE if "clone" in way else THREAD
     keeper = site.process(sys.executable, "-c", program, str(site.seen / "disk-1"), way)
@@ -345,7 +345,7 @@ exec unshare -m sh -c 'umount "$0" "${0%/*}/disk-1" && echo ready && exec cat' "
 """
 
 
-def test_open_files_of_other_mounts_of_the_device_do_not_keep_a_disk(site: Site) -> None:
+def test_open_files_on_other_mounts_of_the_device_do_not_block_a_detach(site: Site) -> None:
     """A disk can be a directory of a file system on which the VM has other files open."""
     subprocess.run(site.on_node("sh", "-ec", PARTS, str(site.place)), check=True)
     attachment = site.attach()
@@ -368,8 +368,8 @@ ctypes.CDLL(None).syscall(60, 0)
 
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
-def test_process_whose_first_thread_has_ended_belongs_to_the_vm() -> None:
-    """With cgroup v1, such a thread is in no cgroup."""
+def test_process_without_its_main_thread_still_belongs_to_the_vm() -> None:
+    """With cgroup v1, an exited main thread is in no cgroup."""
     with own_cgroups("pod") as places:
         uid = places[0][0].name
         of_v1 = [place for place in places if not (place[1] / "cgroup.controllers").exists()]
@@ -394,7 +394,7 @@ def until_zombie(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_disk_that_is_bound_elsewhere_is_not_taken_away_for_a_moment(site: Site) -> None:
+def test_failed_detach_of_a_bound_disk_never_hides_its_files(site: Site) -> None:
     """Its other processes would see an empty directory between two attempts."""
 
     def numbers() -> list[str]:
@@ -411,7 +411,7 @@ def test_disk_that_is_bound_elsewhere_is_not_taken_away_for_a_moment(site: Site)
 
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
-def test_renamed_directory_of_a_disk_does_not_keep_it(site: Site) -> None:
+def test_renamed_disk_directory_does_not_block_a_detach(site: Site) -> None:
     attachment = site.attach()
     moved = "mount -o remount,bind,rw {0.seen} && umount {0.seen}/disk-1 && mv {0.seen}/disk-1 {0.seen}/other"
     assert site.in_vm(f"{moved.format(site)} && echo moved") == "moved"
@@ -421,8 +421,8 @@ def test_renamed_directory_of_a_disk_does_not_keep_it(site: Site) -> None:
     assert str(site.place / "bosh/vm/other") not in Path(f"/proc/{site.node.pid}/mountinfo").read_text()
 
 
-def test_empty_directories_of_vms_that_are_gone_go_with_time(site: Site, tmp_path: Path) -> None:
-    """The kubelet makes one for each VM that can have live disks."""
+def test_empty_directories_of_deleted_vms_are_removed_later(site: Site, tmp_path: Path) -> None:
+    """The kubelet makes one for each VM that can have disks attached while it runs."""
     for name in ("gone", "full"):
         subprocess.run(site.on_node("mkdir", "-p", f"{site.place}/bosh/{name}"), check=True)
     subprocess.run(site.on_node("touch", f"{site.place}/bosh/full/file"), check=True)
@@ -435,8 +435,8 @@ def test_empty_directories_of_vms_that_are_gone_go_with_time(site: Site, tmp_pat
     assert left.stdout.split() == ["full", "vm"], "the VM has its empty directory mounted"
 
 
-def test_the_table_of_many_processes_is_read_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred processes of one job, with sixteen thousand mounts, took six seconds of each attachment on the node."""
+def test_mount_table_shared_by_many_processes_is_read_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hundred processes of one job and sixteen thousand mounts, each attachment on the node took six seconds."""
     crowd = [site.process("sh", "-c", "echo ready; exec sleep 999") for _ in range(5)]
     jailed = site.process("unshare", "-m", "sh", "-c", "echo ready; exec sleep 999")
 
@@ -467,8 +467,8 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 
 
 @pytest.mark.parametrize("whose", ["neighbour", "vm"])
-def test_helper_needs_little_memory_for_a_large_mount_table(site: Site, whose: str) -> None:
-    """A process without privileges, in a user namespace, let each helper on its node exceed its limit of memory."""
+def test_attach_helper_needs_little_memory_for_a_large_mount_table(site: Site, whose: str) -> None:
+    """An unprivileged process in a user namespace could make each helper on its node exceed its memory limit."""
     site.program = PROGRAM.replace("program.main(sys.argv[4:])", MEASURED)
     subprocess.run(site.on_node("mkdir", f"{site.place}/bosh/gone"), check=True)
     many = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", MANY_MOUNTS, str(site.spare)]
@@ -503,15 +503,15 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("state", ["mounted", "unmounted lazily"])
-def test_file_system_that_does_not_answer_does_not_delay_an_unmount(site: Site, state: str) -> None:
-    """The helper waited for an answer to stat(2) of a job's descriptor, and a signal could not end it."""
+def test_hanging_file_system_does_not_delay_a_detach(site: Site, state: str) -> None:
+    """The helper waited for stat(2) on a job's descriptor, and a signal could not end it."""
     attachment = site.attach()
     site.process(sys.executable, "-c", UNANSWERED, str(site.spare), state)
 
     assert site.detach(attachment, LIMIT_S) == "unmounted\ndone"
 
 
-def test_directory_of_a_vm_that_is_gone_goes(site: Site) -> None:
+def test_disk_directory_of_a_deleted_vm_is_removed(site: Site) -> None:
     helper = site.attach()
     site.vm.kill()
     site.vm.wait()
@@ -523,8 +523,8 @@ def test_directory_of_a_vm_that_is_gone_goes(site: Site) -> None:
     assert left.stdout == ""
 
 
-def test_user_namespace_of_the_vm(tmp_path: Path) -> None:
-    """Without an idmapped mount every file would be 65534's there, and writing refused."""
+def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
+    """Without an idmapped mount every file would belong to 65534 there, and writing would fail."""
     site = Site(tmp_path, userns=True)
     try:
         helper = site.attach()
@@ -538,8 +538,8 @@ def test_user_namespace_of_the_vm(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
-def test_a_job_may_call_itself_anything(tmp_path: Path) -> None:
-    """One process with a name that was no text let no disk be attached to its VM, and the VM not be restarted."""
+def test_attachment_tolerates_any_process_name(tmp_path: Path) -> None:
+    """A single process whose name was not valid text prevented attachments to its VM and the VM's restart."""
     site = Site(tmp_path, userns=True)
     try:
         job = site.process("perl", "-e", '$| = 1; $0 = "\\xff"; print "ready\\n"; sleep 600')
@@ -552,8 +552,8 @@ def test_a_job_may_call_itself_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("root in a container of the CPI passes for another VM by a user namespace or a name")
-def test_user_namespace_of_a_job_is_not_that_of_the_vm(site: Site) -> None:
-    """The disk had the ids of the namespace of the job: no file was of root, and the VM could not write."""
+def test_user_namespace_of_a_job_is_not_taken_for_that_of_the_vm(site: Site) -> None:
+    """The disk had the ids of the job's namespace, so no file was root's, and the VM could not write."""
     job = site.in_user_namespace()
     while attachment_program.start_of(job) == attachment_program.start_of(site.vm.pid):  # the same clock tick
         job = site.in_user_namespace()
@@ -564,8 +564,8 @@ def test_user_namespace_of_a_job_is_not_that_of_the_vm(site: Site) -> None:
     assert site.in_vm(f"stat -c %u {site.seen}/disk-1/file") == "0"
 
 
-def test_the_first_process_of_a_jail_is_not_taken_for_the_container() -> None:
-    """A reboot ended the jails of jobs, too, before the agent had stopped them in order."""
+def test_init_of_a_jobs_pid_namespace_is_not_taken_for_pid_1() -> None:
+    """A reboot ended the jobs' namespaces, too, before the agent had stopped them in order."""
     nested = "unshare --pid --fork --kill-child sleep 999 & exec sleep 999"
     container = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", nested])
     try:
@@ -579,8 +579,8 @@ def test_the_first_process_of_a_jail_is_not_taken_for_the_container() -> None:
 
 
 @pytest.mark.parametrize("heeds", [True, False])
-def test_reboot_ends_process_1(site: Site, heeds: bool) -> None:
-    """By TERM, and by KILL after the grace."""
+def test_reboot_ends_pid_1_of_the_container(site: Site, heeds: bool) -> None:
+    """It sends SIGTERM, then SIGKILL after the grace period."""
     script = ("trap 'exit 7' TERM; " if heeds else "") + "echo; sleep 999 & wait"
     container = subprocess.Popen(
         ["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", script], stdout=-1, stderr=subprocess.DEVNULL

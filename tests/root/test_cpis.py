@@ -172,10 +172,8 @@ async def write_to_store(one: Site, cid: str, *, as_root: bool) -> None:
 
 @EACH_WAY
 @pytest.mark.parametrize("cpi", ALL, ids=str)
-async def test_a_disk_is_used_kept_and_moved_to_another_instance(
-    tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]
-) -> None:
-    """create_vm, attach, mount. Recreate of the instance: unmount, detach, another VM, attach, mount."""
+async def test_disk_moves_to_a_recreated_vm_with_its_content(tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]) -> None:
+    """The steps are create_vm, attach and mount; then unmount, detach, another VM, attach and mount."""
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -192,10 +190,10 @@ async def test_a_disk_is_used_kept_and_moved_to_another_instance(
 
 @EACH_WAY
 @pytest.mark.parametrize("cpi", WITH_TWO_DISKS, ids=str)
-async def test_a_whole_resize_with_the_container_made_anew_between_the_steps(
+async def test_disk_resize_survives_a_new_container_between_its_steps(
     tmp_path: Path, cpi: Cpi, prefix: tuple[str, ...]
 ) -> None:
-    """Attach, add_persistent_disk, mount_disk, migrate_disk, list_disk, remove_persistent_disk, detach."""
+    """Steps: attach, add_persistent_disk, mount_disk, migrate_disk, list_disk, remove_persistent_disk and detach."""
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -215,7 +213,7 @@ async def test_a_whole_resize_with_the_container_made_anew_between_the_steps(
 
 
 @EACH_WAY
-async def test_a_container_killed_while_a_disk_is_copied(tmp_path: Path, prefix: tuple[str, ...]) -> None:
+async def test_disk_migration_continues_after_the_container_was_killed(tmp_path: Path, prefix: tuple[str, ...]) -> None:
     """The old disk is on the store, complete, and the Director's next attempt continues."""
     async with site(tmp_path, cpis.DOCKER, prefix) as one:
         await one.create_vm("first")
@@ -236,8 +234,8 @@ async def test_a_container_killed_while_a_disk_is_copied(tmp_path: Path, prefix:
 
 
 @EACH_WAY
-async def test_a_volume_that_the_manifest_mounts_on_the_store(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """No CPI attaches or detaches a disk: a StatefulSet, whose pod is restarted in place or created again."""
+async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path, prefix: tuple[str, ...]) -> None:
+    """No CPI attaches a disk: it is a StatefulSet, whose pod is restarted in place or created again."""
     async with site(tmp_path, cpis.STATEFUL_SET, prefix) as one:
         one.pod.attach("disk-1")
         await one.create_vm("first")
@@ -257,7 +255,7 @@ async def test_a_volume_that_the_manifest_mounts_on_the_store(tmp_path: Path, pr
         assert fingerprint(one.pod.volume("disk-1")) == one.content
 
 
-async def test_names_after_warden_has_unmounted_the_hosts_file(tmp_path: Path) -> None:
+async def test_host_names_resolve_after_warden_unmounted_the_hosts_file(tmp_path: Path) -> None:
     """Its last step uncovers the image's own file when the agent is up. sudo and compilations look up both names."""
     async with made(tmp_path, cpis.WARDEN_WITH_SYSTEMD) as pod:
         await pod.start()

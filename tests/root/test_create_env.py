@@ -87,8 +87,8 @@ async def attach(cli: Cli, cid: str) -> None:
     assert await cli.run("mount_disk", cid) == {}
 
 
-async def test_create_env_with_a_disk_a_larger_one_and_delete_env(env: Env) -> None:
-    """The disk is there before the job. Its data moves to the larger one, which is taken down in the end."""
+async def test_create_env_resizes_a_disk_and_delete_env_removes_all(env: Env) -> None:
+    """The disk is there before the job. Its data moves to the larger one, which delete_env unmounts."""
     cli = env.cli
     await attach(cli, "disk-1")
     await cli.run("apply", EMPTY)

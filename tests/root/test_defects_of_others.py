@@ -45,8 +45,8 @@ def managed(pod: Pod) -> str:
     return path.read_text() if path.exists() else ""
 
 
-async def test_double_mount(pod: Pod) -> None:
-    """There: the second mount_disk of a disk mounts it on the migration target too."""
+async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: Pod) -> None:
+    """The Go agent mounts the disk on the migration target too."""
     await with_disks(pod, "disk-1")
 
     await pod.run("mount_disk", "disk-1")
@@ -55,8 +55,8 @@ async def test_double_mount(pod: Pod) -> None:
     assert await pod.run("list_disk") == ["disk-1"]
 
 
-async def test_mount_for_a_migration(pod: Pod) -> None:
-    """There: the new disk is written down as the mounted one before anything is copied to it."""
+async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: Pod) -> None:
+    """The Go agent records the new disk as the mounted one before anything is copied to it."""
     await with_disks(pod, "disk-1", "disk-2")
 
     assert mounts(pod) == {"store": "disk-1", "store_migration_target": "disk-2"}
@@ -65,8 +65,8 @@ async def test_mount_for_a_migration(pod: Pod) -> None:
     assert mounts(pod) == {"store": "disk-1", "store_migration_target": "disk-2"}
 
 
-async def test_migrate(pod: Pod) -> None:
-    """There: the last step fails, and neither disk is mounted any more."""
+async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: Pod) -> None:
+    """With the Go agent the last step fails, and neither disk is mounted any more."""
     await with_disks(pod, "disk-1", "disk-2")
 
     await pod.run("migrate_disk", "disk-1", "disk-2")
@@ -77,8 +77,8 @@ async def test_migrate(pod: Pod) -> None:
     assert (pod.vcap / "store/whose").read_text() == "disk-1"
 
 
-async def test_unmount(pod: Pod) -> None:
-    """There: the mount of the runtime goes, the store stays mounted, and the disk remains written down."""
+async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: Pod) -> None:
+    """The Go agent removes the runtime's mount; the store stays mounted, and the disk remains recorded."""
     await with_disks(pod, "disk-1")
 
     await pod.run("unmount_disk", "disk-1")
@@ -89,8 +89,8 @@ async def test_unmount(pod: Pod) -> None:
     pod.machine.run("mountpoint -q /var/vcap/bosh/disks/disk-1")
 
 
-async def test_list_after_a_restart(pod: Pod) -> None:
-    """There: the disk is listed, and the store is an empty directory of the container."""
+async def test_disk_is_mounted_and_listed_after_a_restart(pod: Pod) -> None:
+    """With the Go agent the disk is listed, but the store is an empty directory of the container."""
     await with_disks(pod, "disk-1")
 
     await pod.restart()
@@ -99,8 +99,8 @@ async def test_list_after_a_restart(pod: Pod) -> None:
     assert await pod.run("list_disk") == ["disk-1"]
 
 
-async def test_restart_after_the_disk_is_gone(pod: Pod) -> None:
-    """There: the file that names the mounted disk is never cleared, and the boot fails for ever."""
+async def test_agent_boots_after_its_disk_was_removed(pod: Pod) -> None:
+    """The Go agent never clears the file that names the mounted disk, so the boot always fails."""
     pod.keeps_root = True
     await with_disks(pod, "disk-1")
     await pod.run("unmount_disk", "disk-1")
@@ -112,8 +112,8 @@ async def test_restart_after_the_disk_is_gone(pod: Pod) -> None:
     assert (await pod.run("get_state"))["job_state"] == "running"
 
 
-async def test_busy_hosts(pod: Pod) -> None:
-    """There: a file cannot be moved over /etc/hosts of the kubelet (EBUSY), and bosh-dns never sees new records."""
+async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: Pod) -> None:
+    """The Go agent cannot move a file over the kubelet's /etc/hosts (EBUSY), and bosh-dns never sees new records."""
     pod.start_container()
     line = f"10.1.2.3\t{socket.gethostname()}"
     (pod.machine.root / "mnt/hosts").write_text(f"{line}\n")
@@ -130,8 +130,8 @@ async def test_busy_hosts(pod: Pod) -> None:
     assert line in hosts
 
 
-async def test_negative_uptime(pod: Pod) -> None:
-    """There: with lxcfs on /proc/uptime every process is about as old as the host is, below zero."""
+async def test_uptimes_are_not_negative_under_lxcfs(pod: Pod) -> None:
+    """With lxcfs on /proc/uptime, monit subtracts about the host's uptime from the age of every process."""
     pod.start_container()
     (pod.machine.root / "mnt/uptime").write_text("0.50 0.50\n")
     pod.machine.run("mount --bind /mnt/uptime /proc/uptime")
@@ -165,8 +165,10 @@ async def summary(pod: Pod, words: str) -> None:
     await until(lambda: pod.machine.run(f"{MONIT} summary | grep web").split("'web'")[1].strip() == words)
 
 
-async def test_pending_ordering(pod: Pod) -> None:
-    """An action is pending until its program has ended, not monitored meanwhile. One more waits and is not lost.
+async def test_monit_start_during_a_pending_stop_is_executed_afterwards(pod: Pod) -> None:
+    """An action is pending, and the service not monitored, until its program has ended.
+
+    One more action waits and is not lost.
 
     There a second request is refused with 503 until the first is done.
     """

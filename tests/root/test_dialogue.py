@@ -38,7 +38,7 @@ def full_spec(fleet: Fleet) -> dict[str, Any]:
     return jobs.spec(fleet.blobs(AGENT), {"web": web}, {"tool": {"bin/tool": "x"}}, networks={"default": DYNAMIC})
 
 
-async def test_the_dialogue_of_a_creation(fleet: Fleet, machine: Machine) -> None:
+async def test_agent_answers_all_requests_of_an_instance_creation(fleet: Fleet, machine: Machine) -> None:
     director, wanted = fleet.director, full_spec(fleet)
 
     async def run(method: str, *arguments: Any) -> Any:
@@ -95,7 +95,7 @@ async def test_the_dialogue_of_a_creation(fleet: Fleet, machine: Machine) -> Non
     assert machine.run("readlink /var/vcap/sys").strip() == "/var/vcap/data/sys"
 
 
-async def test_quick_requests_wait_for_no_task(fleet: Fleet, machine: Machine) -> None:
+async def test_quick_requests_do_not_wait_for_tasks(fleet: Fleet, machine: Machine) -> None:
     director = fleet.director
     wanted = jobs.spec(fleet.blobs(AGENT), {"web": {"monit": "", "bin/pre-start": HANG}}, networks={"default": DYNAMIC})
     await director.run(AGENT, "apply", wanted)

@@ -70,7 +70,7 @@ def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 @alone
-def test_a_copy_keeps_all_that_the_target_can_store_and_names_the_rest(
+def test_disk_copy_keeps_what_the_target_can_store_and_names_the_rest(
     tmp_path: Path, make: Callable[[Path], Path], lost: tuple[str, ...], kinds: list[str]
 ) -> None:
     """The copy back to ext4 loses nothing more."""
@@ -95,7 +95,7 @@ def test_a_copy_keeps_all_that_the_target_can_store_and_names_the_rest(
 
 
 @alone
-def test_an_attribute_too_large_for_the_target_is_named(tmp_path: Path) -> None:
+def test_disk_copy_names_an_attribute_too_large_for_the_target(tmp_path: Path) -> None:
     """Attributes of a file on ext4 share one block. The error is that of a full disk, which this one is not."""
     source = mount_tmpfs(tmp_path / "source")
     (source / "file").write_text("x")
@@ -109,7 +109,7 @@ def test_an_attribute_too_large_for_the_target_is_named(tmp_path: Path) -> None:
 
 
 @alone
-def test_an_attribute_for_which_a_disk_is_too_full_ends_the_copy(tmp_path: Path) -> None:
+def test_disk_copy_fails_if_the_disk_is_too_full_for_an_attribute(tmp_path: Path) -> None:
     source = mount_tmpfs(tmp_path / "source")
     (source / "file").write_text("x")
     os.setxattr(source / "file", "user.large", bytes(20_000))
@@ -122,7 +122,7 @@ def test_an_attribute_for_which_a_disk_is_too_full_ends_the_copy(tmp_path: Path)
 
 
 @alone
-def test_attributes_that_cannot_be_listed_are_named(tmp_path: Path) -> None:
+def test_disk_copy_names_files_whose_attributes_cannot_be_listed(tmp_path: Path) -> None:
     """Linux lists 64 KiB of names, and tmpfs stores more."""
     source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
     (source / "file").write_text("x")
@@ -136,7 +136,7 @@ def test_attributes_that_cannot_be_listed_are_named(tmp_path: Path) -> None:
 
 
 @alone
-def test_default_acls_of_a_target_are_not_inherited(tmp_path: Path) -> None:
+def test_disk_copy_does_not_inherit_default_acls_of_the_target(tmp_path: Path) -> None:
     source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
     fill(source, as_root=True)
     os.setxattr(target, "system.posix_acl_default", ACL)

@@ -111,7 +111,7 @@ def nothing(_: Instance) -> None:
 @pytest.mark.parametrize("between", [nothing, Instance.start_agent, Instance.remake_container])
 @pytest.mark.parametrize("way", [by_mounts, by_links])
 @alone
-async def test_a_whole_resize(
+async def test_disk_resize_with_mounts_keeps_all_files(
     tmp_path: Path, make: Maker, between: Callable[[Instance], None], way: Callable[[Path], Instance]
 ) -> None:
     instance = way(tmp_path)
@@ -130,7 +130,7 @@ async def test_a_whole_resize(
 
 @KINDS
 @alone
-async def test_a_whole_resize_without_any_capability(tmp_path: Path, make: Maker) -> None:
+async def test_disk_resize_works_without_any_capability(tmp_path: Path, make: Maker) -> None:
     instance = Instance(tmp_path, bind=None)
     instance.attach("a", make)
     instance.attach("b", make)
@@ -141,7 +141,7 @@ async def test_a_whole_resize_without_any_capability(tmp_path: Path, make: Maker
 
 
 @alone
-async def test_a_whole_resize_as_an_ordinary_user(tmp_path: Path) -> None:
+async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
     for path in [tmp_path, *tmp_path.parents]:
         if path.owner() == "root" and not path.stat().st_mode & 0o005:
             path.chmod(0o755)
@@ -162,8 +162,8 @@ async def test_a_whole_resize_as_an_ordinary_user(tmp_path: Path) -> None:
 # --- bind mounts ----------------------------------------------------------------------------------------------------
 
 
-def test_a_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
-    """Provisioners make volumes that jobs of other users cannot pass. A later mode is the choice of a job."""
+def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
+    """Provisioners make volumes that jobs of other users cannot enter. A later mode is the choice of a job."""
     volume = tmp_path / "volume"
     volume.mkdir(mode=0o750)
     (volume / markers.DIRECTORY).mkdir(mode=0o700)  # a lease is taken before the marker is written
@@ -177,7 +177,7 @@ def test_a_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None
 
 @pytest.mark.attack("a request names a directory that is no disk")
 @by("mounts")
-async def test_a_bare_directory_is_no_volume(instance: Instance) -> None:
+async def test_plain_directory_is_not_accepted_as_a_volume(instance: Instance) -> None:
     """Files written there are lost with the container."""
     place = Path("/usr/share")
     instance.persistent["a"] = str(place)
@@ -198,8 +198,8 @@ def of_the_node(scratch: Path, *, bind: bool) -> tuple[Instance, Path]:
 @pytest.mark.attack("a request names a directory that is no disk")
 @pytest.mark.parametrize("bind", [True, False])
 @alone
-async def test_a_directory_below_a_mount_is_no_volume(tmp_path: Path, bind: bool) -> None:
-    """Between mkdir and mount of a live attachment, written files stay on the node."""
+async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_path: Path, bind: bool) -> None:
+    """Between mkdir and mount of a live attachment, written files would stay on the node."""
     instance, on_node = of_the_node(tmp_path, bind=bind)
 
     with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
@@ -219,7 +219,7 @@ async def test_a_directory_below_a_mount_is_no_volume(tmp_path: Path, bind: bool
 
 @pytest.mark.parametrize("bind", [True, False])
 @alone
-async def test_a_disk_whose_mount_has_left_is_missed(tmp_path: Path, bind: bool) -> None:
+async def test_disk_whose_mount_disappeared_is_reported_as_missing(tmp_path: Path, bind: bool) -> None:
     """Jobs are not started on the directory of the node that the mount has uncovered."""
     instance, on_node = of_the_node(tmp_path, bind=bind)
     mount_tmpfs(on_node)
@@ -235,8 +235,8 @@ async def test_a_disk_whose_mount_has_left_is_missed(tmp_path: Path, bind: bool)
 
 
 @alone
-async def test_no_link_leads_to_a_directory_without_a_mount(tmp_path: Path) -> None:
-    """Links of dynamic disks and of disks with names, until something is mounted where they lead to."""
+async def test_disk_links_point_only_to_mounted_directories(tmp_path: Path) -> None:
+    """Links of dynamic and named disks are created once something is mounted at their target."""
     instance, on_node = of_the_node(tmp_path, bind=True)
     instance.paths.dynamic_disks.mkdir()
     wanted = [DiskAssociation(cid="a", name="data")]
@@ -257,7 +257,7 @@ async def test_no_link_leads_to_a_directory_without_a_mount(tmp_path: Path) -> N
 
 
 @by("mounts")
-async def test_options_of_the_settings_are_set(instance: Instance) -> None:
+async def test_mount_options_of_the_settings_are_set(instance: Instance) -> None:
     instance.env = {"persistent_disk_mount_options": ["noexec", "noatime", "data=writeback"]}
     instance.attach("a")
 
@@ -269,7 +269,7 @@ async def test_options_of_the_settings_are_set(instance: Instance) -> None:
 
 
 @by("mounts")
-async def test_the_disk_that_is_copied_can_only_be_read(instance: Instance) -> None:
+async def test_disk_is_read_only_while_it_is_migrated(instance: Instance) -> None:
     await instance.mount("a", "b")
     said: list[str] = []
 
@@ -289,7 +289,7 @@ async def test_the_disk_that_is_copied_can_only_be_read(instance: Instance) -> N
 
 
 @by("mounts")
-async def test_a_user_of_a_bound_disk_is_named(instance: Instance) -> None:
+async def test_unmount_names_a_process_that_uses_a_bound_disk(instance: Instance) -> None:
     await instance.mount("a")
     mount_tmpfs(instance.paths.store / "nested")
 
@@ -328,7 +328,7 @@ async def test_a_disk_without_a_hint_is_the_volume_on_the_store(instance: Instan
 
 
 @by("mounts")
-async def test_a_disk_that_a_manifest_mounted_is_migrated_by_covering_it(instance: Instance) -> None:
+async def test_migration_covers_a_disk_mounted_by_a_manifest(instance: Instance) -> None:
     instance.attach("a")
     instance.attach("b")
     manifest(instance)
@@ -349,7 +349,7 @@ async def test_a_disk_that_a_manifest_mounted_is_migrated_by_covering_it(instanc
 
 
 @by("mounts")
-async def test_a_swap_over_a_mount_of_the_manifest_goes_on_after_a_kill(instance: Instance) -> None:
+async def test_killed_disk_swap_over_a_mount_of_the_manifest_is_completed(instance: Instance) -> None:
     for cid in "ab":
         instance.attach(cid)
     manifest(instance)
@@ -366,7 +366,7 @@ async def test_a_swap_over_a_mount_of_the_manifest_goes_on_after_a_kill(instance
 
 @pytest.mark.parametrize("read_only", [False, True])
 @alone
-async def test_a_volume_mounted_twice_counts_as_unmounted_where_it_must_stay(tmp_path: Path, read_only: bool) -> None:
+async def test_volume_also_mounted_by_the_manifest_counts_as_unmounted(tmp_path: Path, read_only: bool) -> None:
     """The manifest mounts it on the store and at its hint. This container may not unmount."""
     instance = Instance(tmp_path, bind=False)
     instance.attach("a", mount_tmpfs)
@@ -394,8 +394,8 @@ async def test_a_volume_mounted_twice_counts_as_unmounted_where_it_must_stay(tmp
 @pytest.mark.attack("a job ends a disk migration with a path or a time that cannot be copied")
 @pytest.mark.parametrize("seconds", [-(2**40), 2**33])
 @alone
-def test_a_time_that_the_next_disk_cannot_have_does_not_end_a_migration(tmp_path: Path, seconds: int) -> None:
-    """With small inodes of ext4 times end in 2038. A job sets any time."""
+def test_migration_tolerates_times_that_the_new_disk_cannot_store(tmp_path: Path, seconds: int) -> None:
+    """With small inodes, times of ext4 end in 2038. A job can set any time."""
     source = mount_tmpfs(tmp_path / "source")
     target = mount_ext4(tmp_path / "target", tmp_path / "image", 16 << 20, "-I", "128")
     (source / "odd").write_text("text")
@@ -408,7 +408,7 @@ def test_a_time_that_the_next_disk_cannot_have_does_not_end_a_migration(tmp_path
 
 
 @alone
-def test_a_full_disk_ends_a_copy_with_its_message(tmp_path: Path) -> None:
+def test_migration_to_a_full_disk_fails_with_its_message(tmp_path: Path) -> None:
     source = mount_tmpfs(tmp_path / "source")
     (source / "big").write_bytes(bytes(1) * (20 << 20))
     (source / "next").write_text("x")
@@ -447,7 +447,7 @@ async def what_is_left(instance: Instance) -> list[str]:
 @pytest.mark.parametrize("way", [by_mounts, by_links])
 @alone
 def test_an_agent_killed_during_a_migration_loses_no_file(tmp_path: Path, way: Callable[[Path], Instance]) -> None:
-    """There and back again, killed at moments anywhere between the start of the worker and the swap."""
+    """It is killed in both directions, at any moment between the start of the worker and the swap."""
     instance = way(tmp_path)
     instance.copy = None
     for cid in "ab":

@@ -40,7 +40,7 @@ async def ask(instance: Instance, step: Step) -> Any:
 
 
 @alone
-async def test_a_director_finds_its_disks_where_the_go_agent_had_them(tmp_path: Path) -> None:
+async def test_recorded_disk_requests_get_the_answers_of_the_go_agent(tmp_path: Path) -> None:
     recorded = disk_steps()
     machines = {agent_id: number for number, agent_id in enumerate(dict.fromkeys(step.agent_id for step in recorded))}
     assert len(machines) == 2

@@ -41,8 +41,8 @@ async def metric(pod: Pod, name: str) -> float | None:
     return float(found[1]) if found else None
 
 
-async def test_progress_of_a_migration_is_in_status_and_metrics(pod: Pod) -> None:
-    """While it is copied. Before and after it there is no such figure."""
+async def test_migration_progress_is_shown_in_status_and_metrics(pod: Pod) -> None:
+    """Before and after the copy there is no such figure."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         pod.http = f"127.0.0.1:{free.getsockname()[1]}"
@@ -77,8 +77,8 @@ async def test_progress_of_a_migration_is_in_status_and_metrics(pod: Pod) -> Non
 
 
 @pytest.mark.parametrize("prefix", [(), ("setpriv", "--bounding-set=-all", "--")], ids=["by mount", "by link"])
-async def test_persistent_vitals_while_a_disk_is_on_the_store(pod: Pod, prefix: tuple[str, ...]) -> None:
-    """And those of the ephemeral disk always: percents of size and of inodes, as texts."""
+async def test_vitals_include_the_persistent_disk_while_it_is_mounted(pod: Pod, prefix: tuple[str, ...]) -> None:
+    """Those of the ephemeral disk are always there. Both are percentages of size and inodes, as texts."""
     pod.prefix = prefix
     pod.attach("disk-1")
     await pod.start()
@@ -94,7 +94,7 @@ async def test_persistent_vitals_while_a_disk_is_on_the_store(pod: Pod, prefix: 
         assert all(value["percent"].isdigit() and value["inode_percent"].isdigit() for value in disks.values())
 
 
-async def test_persistent_vitals_of_a_volume_unknown_to_the_director(pod: Pod) -> None:
+async def test_vitals_include_a_volume_unknown_to_the_director(pod: Pod) -> None:
     """A manifest mounts it on the store, and no Director knows of it."""
     (pod.scratch / "volume").mkdir()
     pod.seen["/var/vcap/store"] = pod.scratch / "volume"
@@ -106,8 +106,8 @@ async def test_persistent_vitals_of_a_volume_unknown_to_the_director(pod: Pod) -
     assert list((pod.scratch / "volume").iterdir()) == []
 
 
-async def test_start_is_refused_without_the_disk(pod: Pod) -> None:
-    """With the reason, which ``status`` says too. Nothing of the jobs runs."""
+async def test_start_is_refused_while_the_disk_is_missing(pod: Pod) -> None:
+    """The error and ``status`` give the reason. No process of the jobs runs."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
@@ -136,7 +136,7 @@ async def with_a_job_on_its_disk(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job forges the marker of its disk")
-async def test_a_marker_that_a_job_put_on_its_disk_changes_nothing(pod: Pod) -> None:
+async def test_disk_marker_written_by_a_job_changes_nothing(pod: Pod) -> None:
     await with_a_job_on_its_disk(pod)
     as_vcap = "cd /var/vcap/store; setpriv --reuid=vcap --regid=vcap --clear-groups sh -ec"
     wrong = Marker("disk-9", "store"), Marker("disk-1", ""), Marker("disk-1", "store", instance="another")
@@ -164,8 +164,8 @@ async def test_a_marker_that_a_job_put_on_its_disk_changes_nothing(pod: Pod) -> 
         (Marker("disk-1", "store", instance="another"), "disk disk-1 belongs to another instance"),
     ],
 )
-async def test_a_wrong_marker_on_the_disk_of_the_jobs_stops_them(pod: Pod, wrong: Marker, reason: str) -> None:
-    """Root of a job can write any marker: no job starts on the container's own file system."""
+async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: Pod, wrong: Marker, reason: str) -> None:
+    """Root of a job can write any marker, but no job starts on the container's own file system."""
     await with_a_job_on_its_disk(pod)
     markers.write(pod.volume("disk-1"), wrong)
 
@@ -179,8 +179,8 @@ async def test_a_wrong_marker_on_the_disk_of_the_jobs_stops_them(pod: Pod, wrong
 
 
 @pytest.mark.attack("a request names a directory that is no disk")
-async def test_a_directory_of_the_container_is_no_disk(pod: Pod) -> None:
-    """Mounted as one, it would show the machine at the store, and its unmount would end every job."""
+async def test_directory_of_the_container_is_not_accepted_as_a_disk(pod: Pod) -> None:
+    """Mounting it would show the machine at the store, and unmounting it would end every job."""
     await pod.start()
     for place in ["/", "/run", "/dev", "/proc", "/sys/fs", "/tmp", "/var/vcap", "/var/vcap/data"]:
         await pod.run("add_persistent_disk", "disk-1", place)

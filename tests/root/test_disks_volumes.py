@@ -51,7 +51,7 @@ EVERY_VOLUME = pytest.mark.parametrize("make", [tmpfs, ext4, overlay, subpath, w
 @EVERY_VOLUME
 @pytest.mark.parametrize("bind", [True, False])
 @alone
-def test_a_volume_is_shown_and_taken_away(tmp_path: Path, make: Maker, bind: bool) -> None:
+def test_volume_is_mounted_or_linked_and_removed_again(tmp_path: Path, make: Maker, bind: bool) -> None:
     volume, place = make(tmp_path), tmp_path / "my store"
     (volume / "data").write_text("x")
     place.mkdir()
@@ -69,7 +69,7 @@ def test_a_volume_is_shown_and_taken_away(tmp_path: Path, make: Maker, bind: boo
 
 
 @alone
-def test_binding_is_probed_in_a_private_namespace(tmp_path: Path) -> None:
+def test_bind_mount_probe_runs_in_a_private_namespace(tmp_path: Path) -> None:
     namespaces = [Path("/proc/self/ns/mnt").readlink()]
     try_bind = mounts.try_bind
 
@@ -86,7 +86,7 @@ def test_binding_is_probed_in_a_private_namespace(tmp_path: Path) -> None:
 
 
 @alone
-def test_root_without_capabilities_cannot_bind(tmp_path: Path) -> None:
+def test_root_without_capabilities_cannot_bind_mount(tmp_path: Path) -> None:
     drop_capabilities()
 
     assert os.geteuid() == 0
@@ -94,7 +94,7 @@ def test_root_without_capabilities_cannot_bind(tmp_path: Path) -> None:
 
 
 @alone
-def test_the_directory_of_an_image_layer_becomes_a_link(tmp_path: Path) -> None:
+def test_directory_of_an_image_layer_is_replaced_by_a_link(tmp_path: Path) -> None:
     """It cannot be renamed (EXDEV), only removed."""
     layers = mount_tmpfs(tmp_path / "layers")
     (layers / "lower/vcap/store").mkdir(parents=True)
@@ -110,7 +110,9 @@ def test_the_directory_of_an_image_layer_becomes_a_link(tmp_path: Path) -> None:
 
 
 @alone
-def test_a_link_through_a_closed_directory_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_volume_link_through_an_inaccessible_directory_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     volume, place = mount_tmpfs(tmp_path / "closed/volume"), tmp_path / "store"
     (tmp_path / "closed").chmod(0o700)
 
@@ -120,7 +122,7 @@ def test_a_link_through_a_closed_directory_is_reported(tmp_path: Path, caplog: p
 
 
 @alone
-def test_a_mount_in_the_way_of_a_link_is_kept(tmp_path: Path) -> None:
+def test_foreign_mount_is_not_replaced_by_a_volume_link(tmp_path: Path) -> None:
     volume, place = mount_tmpfs(tmp_path / "volume"), mount_tmpfs(tmp_path / "store")
 
     with pytest.raises(HostError, match="something else is mounted there"):
@@ -129,7 +131,7 @@ def test_a_mount_in_the_way_of_a_link_is_kept(tmp_path: Path) -> None:
 
 
 @alone
-def test_a_link_of_a_container_with_fewer_rights_becomes_a_mount(tmp_path: Path) -> None:
+def test_dangling_volume_link_is_replaced_by_a_bind_mount(tmp_path: Path) -> None:
     volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     place.symlink_to(tmp_path / "gone")
 
@@ -146,7 +148,7 @@ def options_of(place: Path) -> set[str]:
 
 
 @alone
-def test_options_of_a_volume_are_kept_and_others_added(tmp_path: Path) -> None:
+def test_mount_options_of_a_volume_are_kept_and_extended(tmp_path: Path) -> None:
     volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     subprocess.run(["mount", "-o", "remount,bind,nosuid,nodev", str(volume)], check=True)
     volumes.show(volume, place, bind=True)
@@ -160,8 +162,8 @@ def test_options_of_a_volume_are_kept_and_others_added(tmp_path: Path) -> None:
 
 
 @alone
-def test_options_that_are_right_are_not_set_again(tmp_path: Path) -> None:
-    """Without the right to remount nothing has to be done for a volume that is as it should be."""
+def test_matching_mount_options_are_not_set_again(tmp_path: Path) -> None:
+    """A volume that is already as required needs no privilege to remount."""
     volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     volumes.show(volume, place, bind=True)
     drop_capabilities()
@@ -183,7 +185,7 @@ def test_options_that_are_right_are_not_set_again(tmp_path: Path) -> None:
     ],
 )
 @alone
-def test_whoever_keeps_a_mount_busy_is_named(tmp_path: Path, how: str, text: str) -> None:
+def test_processes_that_keep_a_mount_busy_are_named(tmp_path: Path, how: str, text: str) -> None:
     volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "the store"
     (volume / "file").write_text("x")
     volumes.show(volume, store, bind=True)
@@ -201,16 +203,16 @@ def test_whoever_keeps_a_mount_busy_is_named(tmp_path: Path, how: str, text: str
 
 
 @alone
-def test_this_process_counts_as_no_holder(tmp_path: Path) -> None:
-    """Its own descriptors are those of the copy that waits for the others."""
+def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
+    """Its own descriptors belong to the copy that waits for the others."""
     volume = mount_tmpfs(tmp_path / "volume")
     with (volume / "file").open("w"):
         assert volumes.holders([volume]) == []
 
 
 @alone
-def test_a_file_of_the_same_path_on_another_device_is_no_holder(tmp_path: Path) -> None:
-    """With the processes of the node in sight, another pod's store has the same name."""
+def test_mount_holders_exclude_equal_paths_on_other_devices(tmp_path: Path) -> None:
+    """If the node's processes are visible, another pod's store has the same name."""
     volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     other = mount_tmpfs(tmp_path / "other")
     (other / "file").write_text("x")
@@ -225,7 +227,7 @@ def test_a_file_of_the_same_path_on_another_device_is_no_holder(tmp_path: Path) 
 
 
 @alone
-def test_a_loop_device_is_named(tmp_path: Path) -> None:
+def test_loop_device_that_keeps_a_mount_busy_is_named(tmp_path: Path) -> None:
     volume = mount_tmpfs(tmp_path / "volume")
     image = volume / "image"
     image.write_bytes(bytes(1 << 20))
@@ -241,8 +243,8 @@ def test_a_loop_device_is_named(tmp_path: Path) -> None:
     assert found == [f"loop device {Path(device).name} shows {image}"]
 
 
-def test_a_loop_device_of_another_container_may_show_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All containers of a node see all loop devices. One with a name that was no text let no disk be unmounted."""
+def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All containers of a node see all loop devices. One whose name was not valid text prevented every unmount."""
     shown = tmp_path / "block/loop0/loop/backing_file"
     shown.parent.mkdir(parents=True)
     shown.write_bytes(os.fsencode(tmp_path / "volume") + b"/\xff\n")
@@ -254,7 +256,7 @@ def test_a_loop_device_of_another_container_may_show_any_name(tmp_path: Path, mo
 
 
 @alone
-def test_a_tree_of_an_image_layer_is_removed(tmp_path: Path) -> None:
+def test_directory_tree_of_an_image_layer_is_removed(tmp_path: Path) -> None:
     """Its directories cannot be renamed (EXDEV). A job can nest thousands below them."""
     layers = mount_tmpfs(tmp_path / "layers")
     (layers / "lower/jobs/web/bin").mkdir(parents=True)

@@ -47,7 +47,7 @@ def with_capabilities(names: str) -> tuple[str, ...]:
     return ("setpriv", f"--bounding-set=-all,{wanted}", "--inh-caps=-all")
 
 
-def test_root_with_all_capabilities_is_privileged(box: Machine) -> None:
+def test_doctor_calls_root_with_all_capabilities_privileged(box: Machine) -> None:
     report = examined(box)
 
     assert report["tier"] == "privileged"
@@ -55,7 +55,7 @@ def test_root_with_all_capabilities_is_privileged(box: Machine) -> None:
     assert verdict(report, "mounts")[0] == "good"
 
 
-def test_root_with_the_capabilities_of_the_manifests_cannot_mount_and_can_run_jobs(box: Machine) -> None:
+def test_doctor_says_that_the_manifests_capabilities_suffice_for_jobs(box: Machine) -> None:
     report = examined(box, *with_capabilities(FEW))
 
     assert report["tier"] == "root with few capabilities"
@@ -68,7 +68,7 @@ def test_root_with_the_capabilities_of_the_manifests_cannot_mount_and_can_run_jo
     assert verdict(report, "ports below 1024")[0] == "good"
 
 
-def test_root_without_capabilities_cannot_run_jobs(box: Machine) -> None:
+def test_doctor_says_that_root_without_capabilities_cannot_run_jobs(box: Machine) -> None:
     report = examined(box, "setpriv", "--bounding-set=-all", "--inh-caps=-all")
 
     assert not report["clean"]
@@ -76,7 +76,7 @@ def test_root_without_capabilities_cannot_run_jobs(box: Machine) -> None:
     assert verdict(report, "capabilities")[0] == "wrong"
 
 
-def test_vcap_is_restricted_and_may_not_write_where_nobody_made_it_room(box: Machine) -> None:
+def test_doctor_reports_missing_write_access_of_vcap(box: Machine) -> None:
     box.run("install -d -o root -m 755 /var/vcap/data")
 
     report = examined(box, "setpriv", "--reuid=vcap", "--regid=vcap", "--clear-groups", "--no-new-privs")
@@ -88,8 +88,8 @@ def test_vcap_is_restricted_and_may_not_write_where_nobody_made_it_room(box: Mac
 
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
-def test_another_process_on_the_agents_port_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent runs without its port, and the doctor found that the agent listens there."""
+def test_doctor_reports_another_process_on_the_agents_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent runs without its port, and the doctor used to find that the agent listens there."""
     thief = subprocess.Popen(
         ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", THIEF], stdin=PIPE, stdout=PIPE, text=True
     )

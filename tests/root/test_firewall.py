@@ -107,7 +107,7 @@ async def pod(tmp_path: Path) -> AsyncIterator[Netted]:
 
 
 @pytest.mark.attack("a job connects to the bus")
-async def test_a_job_cannot_connect_to_the_bus_and_root_can(pod: Netted) -> None:
+async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) -> None:
     """The agent is connected all the time."""
     pod.start_container()
     assert pod.may_connect(VCAP)
@@ -123,8 +123,8 @@ async def test_a_job_cannot_connect_to_the_bus_and_root_can(pod: Netted) -> None
     assert next(one for one in found if one["topic"] == "firewall")["verdict"] == "good"
 
 
-async def test_the_log_of_the_server_has_no_error_after_a_boot_and_a_doctor(pod: Netted) -> None:
-    """A connection that is opened and dropped half-way would be one, of each VM at each start."""
+async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Netted) -> None:
+    """A connection that is opened and dropped half-way would cause one for each VM at each start."""
     pod.start_container()
     await pod.start_agent()
     await pod.firewall(enforced=True)
@@ -136,8 +136,8 @@ async def test_the_log_of_the_server_has_no_error_after_a_boot_and_a_doctor(pod:
 
 
 @pytest.mark.attack("root in a container removes the packet filter rules")
-async def test_rules_removed_by_a_job_return_and_outlive_the_agent(pod: Netted) -> None:
-    """The next link is an occasion to look; without one it takes a minute at most."""
+async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Netted) -> None:
+    """They are restored at the next connection, or after a minute at most."""
     await pod.start()
     await pod.firewall(enforced=True)
     pod.machine.run("nft delete table inet agent_shim")
@@ -151,8 +151,8 @@ async def test_rules_removed_by_a_job_return_and_outlive_the_agent(pod: Netted) 
     await pod.start_agent()
 
 
-async def test_handback_takes_the_rules_away_and_leaves_those_of_others(pod: Netted) -> None:
-    """The BOSH agent has a table of its own."""
+async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Netted) -> None:
+    """The BOSH agent has its own table."""
     await pod.start()
     await pod.firewall(enforced=True)
     pod.machine.run("nft add table inet bosh_agent")
@@ -164,8 +164,8 @@ async def test_handback_takes_the_rules_away_and_leaves_those_of_others(pod: Net
     assert pod.may_connect(VCAP)
 
 
-async def test_switched_off_there_are_no_rules(pod: Netted) -> None:
-    """The option is there for those who have rules of their own."""
+async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
+    """The option is for those who have rules of their own."""
     pod.shim = {"firewall": False}
     await pod.start()
 
@@ -173,8 +173,8 @@ async def test_switched_off_there_are_no_rules(pod: Netted) -> None:
     assert pod.tables() == ""
 
 
-async def test_an_agent_without_the_right_to_filter_reports_it_and_continues(pod: Netted) -> None:
-    """As in most pods."""
+async def test_agent_without_packet_filter_privilege_reports_it_and_continues(pod: Netted) -> None:
+    """Most pods lack it."""
     pod.prefix = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-all"]
     await pod.start()
 
@@ -184,7 +184,7 @@ async def test_an_agent_without_the_right_to_filter_reports_it_and_continues(pod
     assert await pod.director.value(AGENT, "ping") == "pong"
 
 
-async def test_an_agent_that_reaches_the_bus_through_another_users_proxy_is_not_cut_off(pod: Netted) -> None:
+async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: Netted) -> None:
     """Sidecars of service meshes redirect packets of other users and send them as themselves."""
     pod.start_container()
     at = urlsplit(pod.url)

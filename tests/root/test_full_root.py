@@ -60,8 +60,8 @@ def make_read_only(place: Path) -> None:
     Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
 
 
-async def test_an_agent_starts_on_a_full_root_file_system(instance: World, mounted: Callable[[str], Path]) -> None:
-    """It answers, and once there is room the next agent in the container is no new one: no job starts again."""
+async def test_agent_starts_on_a_full_root_file_system(instance: World, mounted: Callable[[str], Path]) -> None:
+    """It answers. Once there is space, the next agent knows the container, so no job is started again."""
     root, data = mounted(""), mounted("data")
     await instance.start_agent()
     await instance.stop_agent()
@@ -88,10 +88,10 @@ async def test_an_agent_starts_on_a_full_root_file_system(instance: World, mount
 
 
 @pytest.mark.parametrize("fault", [fill, make_read_only])
-async def test_a_stop_holds_after_a_restart_whatever_happens_to_data(
+async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
     instance: World, mounted: Callable[[str], Path], fault: Callable[[Path], None]
 ) -> None:
-    """During the fault and after it. A start is refused."""
+    """It holds during the fault and after it. A start is refused."""
     data = mounted("data")
     pids = await instance.deploy(1)
     fault(data)

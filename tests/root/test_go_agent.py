@@ -128,7 +128,7 @@ async def keep_credentials(pod: Pod) -> None:
 
 
 async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: Pod) -> None:
-    """It reports it, stops it, and gives it back stopped."""
+    """The Go agent reports and stops the job, and hands it back stopped."""
     with this_agent(pod):
         await ready(pod)
         ours = await deploy(pod)
@@ -155,7 +155,7 @@ async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: Pod) -> None:
 
 
 async def test_jobs_of_the_go_agent_continue_under_this_agent_and_back(pod: Pod) -> None:
-    """The change is made twice. Every process remains as monit started it."""
+    """The change is made twice. Every process is still the one that monit started."""
     with go_agent_and_monit(pod):
         await ready(pod)
         theirs = await deploy(pod)

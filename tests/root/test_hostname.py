@@ -33,7 +33,7 @@ def say(made: Machine, before: str, expression: str) -> list[str]:
         (":", LONG, f"{LONG} is not a valid host name"),
     ],
 )
-def test_the_container_is_named_where_nothing_else_names_it(tmp_path: Path, before: str, name: str, why: str) -> None:
+def test_agent_sets_the_host_name_if_the_container_has_none(tmp_path: Path, before: str, name: str, why: str) -> None:
     with machine(tmp_path) as made:
         said = say(made, before, f"hostname.set_host_name({name!r})")
 
@@ -42,8 +42,8 @@ def test_the_container_is_named_where_nothing_else_names_it(tmp_path: Path, befo
         assert (made.root / "etc/hostname").read_text() == f"{named}\n"
 
 
-def test_the_name_of_the_machine_is_left_alone(tmp_path: Path) -> None:
-    """Without a namespace of its own the name is that of every other program on the machine."""
+def test_agent_does_not_change_the_host_name_of_the_machine(tmp_path: Path) -> None:
+    """Without a UTS namespace the name is that of every other program on the machine."""
     with machine(tmp_path) as made:
         told = made.run(
             f"cd {CODE}; {sys.executable} -c 'from agent_shim.host import hostname; print(hostname.owner())'"

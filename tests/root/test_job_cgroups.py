@@ -44,10 +44,10 @@ def cage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     made.remove()
 
 
-async def test_frozen_processes_fork_no_child_and_continue_afterwards(
+async def test_frozen_cgroup_forks_no_child_and_continues_afterwards(
     cage: job_cgroups.JobCgroup, tmp_path: Path
 ) -> None:
-    """A process that forks without end is killed, too."""
+    """A process that forks endlessly is killed, too."""
     counter = tmp_path / "counter"
     [place] = map(Path, cage.make())
 
@@ -77,8 +77,8 @@ async def test_frozen_processes_fork_no_child_and_continue_afterwards(
         await forking.wait()
 
 
-def test_a_trial_leaves_no_cgroup_behind() -> None:
-    """It would make the next one of this process fail."""
+def test_cgroup_probe_leaves_no_cgroup_behind() -> None:
+    """The next probe of this process would fail."""
     job_cgroups.tracker.__wrapped__()
     job_cgroups.offered()
 

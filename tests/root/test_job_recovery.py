@@ -41,8 +41,8 @@ def events(pod: Pod, cid: str = "disk-1") -> list[str]:
     return lines
 
 
-async def test_the_first_pong_waits_for_nothing_that_the_bus_does_not_need(pod: Pod) -> None:
-    """Authorities that a new container has to learn, say: the command takes most of a second, and here for ever."""
+async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(pod: Pod) -> None:
+    """A new container installs CA certificates, say. The command takes most of a second, and here forever."""
     pod.start_container()
     pod.machine.write("/mnt/for-ever", "", mode=0o755)
     (pod.machine.root / "mnt/for-ever").write_text("#!/bin/sh\nexec sleep 1000\n")
@@ -65,8 +65,8 @@ async def with_a_disk(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize("prefix", [(), WITHOUT_MOUNTS], ids=["by mount", "by link"])
-async def test_restart_in_place(pod: Pod, prefix: tuple[str, ...]) -> None:
-    """Disk, pre-start and jobs come back in this order, with the former users and names, and without stale files."""
+async def test_container_restart_restores_disk_and_jobs(pod: Pod, prefix: tuple[str, ...]) -> None:
+    """Disk, pre-start and jobs follow in this order, with the former users and names, and without stale files."""
     pod.prefix = prefix
     await with_a_disk(pod)
     await deploy(pod, "web", "worker")
@@ -94,8 +94,8 @@ async def test_restart_in_place(pod: Pod, prefix: tuple[str, ...]) -> None:
     assert pod.vcap.joinpath("jobs/web").readlink().is_relative_to("/var/vcap/data/jobs/web")
 
 
-async def test_reboot_with_the_root_file_system(pod: Pod) -> None:
-    """As on a machine: no pre-start, nothing of the old run directory, the disk first."""
+async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_start(pod: Pod) -> None:
+    """As on a machine, the old run directory is emptied and the disk is mounted first."""
     pod.keeps_root = True
     await with_a_disk(pod)
     await deploy(pod, "web")
@@ -110,8 +110,8 @@ async def test_reboot_with_the_root_file_system(pod: Pod) -> None:
     assert await pod.run("list_disk") == ["disk-1"]
 
 
-async def test_recreation_with_the_disk_alone(pod: Pod) -> None:
-    """As under the Docker and Kubernetes CPIs the disk is on the store before any request. Nothing else is known."""
+async def test_recreated_vm_knows_nothing_but_its_disk(pod: Pod) -> None:
+    """As under the Docker and Kubernetes CPIs, the disk is on the store before any request."""
     await with_a_disk(pod)
     spec = await deploy(pod, "web")
     events(pod)
@@ -129,8 +129,8 @@ async def test_recreation_with_the_disk_alone(pod: Pod) -> None:
     assert events(pod) == ["web"]
 
 
-async def test_disk_that_comes_late(pod: Pod) -> None:
-    """No job is started before it, the instance is failing, and then everything goes its way."""
+async def test_jobs_wait_for_a_disk_that_appears_late(pod: Pod) -> None:
+    """No job is started before it, and the instance is failing. Then everything proceeds."""
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)
@@ -157,8 +157,8 @@ async def test_disk_that_comes_late(pod: Pod) -> None:
     assert (pod.scratch / "container-2/late/events").read_text().splitlines() == ["pre-start web", "web"]
 
 
-async def test_second_container_with_a_volume_of_its_own_and_our_disk(pod: Pod, tmp_path: Path) -> None:
-    """Only the disk is shared: a pod that was created again elsewhere, while its predecessor still runs."""
+async def test_second_container_does_not_use_a_disk_in_use_by_the_first(pod: Pod, tmp_path: Path) -> None:
+    """They share only the disk: a pod was created again elsewhere while its predecessor still runs."""
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)
@@ -178,7 +178,7 @@ async def test_second_container_with_a_volume_of_its_own_and_our_disk(pod: Pod, 
 
 
 async def test_missing_job_files_of_a_tmpfs_are_reported(pod: Pod) -> None:
-    """``env.bosh.job_dir.tmpfs``: secrets of jobs are on no disk, and the Director has to bring them again.
+    """With ``env.bosh.job_dir.tmpfs`` the jobs' secrets are on no disk, and the Director has to send them again.
 
     Beside an agent that is restarted nothing is mounted a second time, and the processes go on.
     """
@@ -218,7 +218,7 @@ SECRET = "not-to-be-found-on-a-disk"
 
 
 async def test_settings_in_memory_are_on_no_disk(pod: Pod) -> None:
-    """``env.bosh.agent.settings.tmpfs``: neither the tree nor its copy on the volume holds credentials."""
+    """With ``env.bosh.agent.settings.tmpfs`` neither the tree nor its copy on the volume holds credentials."""
     pod.env = {"agent": {"settings": {"tmpfs": True}}}
     await with_a_disk(pod)
     stores = [{"provider": "dav", "options": {"user": SECRET}}]
@@ -242,8 +242,11 @@ IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
 
 
 @pytest.mark.parametrize("why", ["the container may not mount", "the manifest mounts them"])
-async def test_directories_in_memory_that_are_on_disk_come_back(pod: Pod, why: str) -> None:
-    """A skipped mount is said. A mount of the kubelet is used unchanged, and survives a restart of the container."""
+async def test_memory_directories_that_are_on_disk_are_restored(pod: Pod, why: str) -> None:
+    """A mount that is skipped is logged.
+
+    A mount of the kubelet is used unchanged, and survives a restart of the container.
+    """
     pod.env = IN_MEMORY
     is_refused = why == "the container may not mount"
     if is_refused:

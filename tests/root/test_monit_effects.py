@@ -143,8 +143,8 @@ def run(line: str) -> str:
 
 
 @needs_monit
-async def test_files_are_judged_alike(tmp_path: Path) -> None:
-    """Size, mode, age and content, each made worse and better again."""
+async def test_file_checks_give_the_results_of_monit(tmp_path: Path) -> None:
+    """Size, mode, age and content are changed to bad and back to good values."""
     text = f"""
     check file size with path DIR/size
       if size > 10 b for 2 cycles then {run("$MONIT_EVENT")} else if recovered then {run("$MONIT_EVENT")}
@@ -171,8 +171,8 @@ async def test_files_are_judged_alike(tmp_path: Path) -> None:
 
 
 @needs_monit
-async def test_changes_run_a_program_each(tmp_path: Path) -> None:
-    """And fail the service for one cycle."""
+async def test_change_checks_run_a_program_as_monit_does(tmp_path: Path) -> None:
+    """Each change fails the service for one cycle."""
     text = f"""
     check file size with path DIR/size
       if changed timestamp then {run("$MONIT_SERVICE $MONIT_EVENT: $MONIT_DESCRIPTION")}
@@ -202,8 +202,8 @@ async def test_changes_run_a_program_each(tmp_path: Path) -> None:
 
 
 @needs_monit
-async def test_hosts_and_ports_are_judged_alike(tmp_path: Path) -> None:
-    """Ports of TCP and UDP, a URL with its content, and echo requests."""
+async def test_host_and_port_checks_give_the_results_of_monit(tmp_path: Path) -> None:
+    """TCP and UDP ports, a URL with its content, and echo requests are tested."""
     answers = [b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -201,8 +201,8 @@ def theirs(tmp_path: Path) -> Callable[[str], str]:
     return check
 
 
-def test_the_same_files_are_refused(theirs: Callable[[str], str]) -> None:
-    """Both parsers refuse the same files out of many."""
+def test_parser_rejects_the_same_files_as_monit(theirs: Callable[[str], str]) -> None:
+    """Many files are given to both parsers."""
     numbers = random.Random(SEED)
     refused = 0
     for text in (spelled(numbers) for _ in range(FILES)):
@@ -214,15 +214,15 @@ def test_the_same_files_are_refused(theirs: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_every_mistake_is_one(mistake: str, theirs: Callable[[str], str]) -> None:
-    """Neither takes any of them."""
+def test_parser_and_monit_reject_each_mistake(mistake: str, theirs: Callable[[str], str]) -> None:
+    """Each invalid file is given to both."""
     text = f"check process first with pidfile /a\ncheck process itself with pidfile /b\n{mistake}\n"
 
     assert theirs(text)
     assert ours(text)
 
 
-def test_rendered_files_are_monit_files(theirs: Callable[[str], str]) -> None:
+def test_rendered_monit_files_are_accepted_by_monit(theirs: Callable[[str], str]) -> None:
     """monit reads the rendered form of each parsed file."""
     numbers = random.Random(SEED)
     for text in (spelled(numbers) for _ in range(FILES // 3)):

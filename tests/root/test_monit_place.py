@@ -150,8 +150,8 @@ async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator
         made.close()
 
 
-async def test_life_under_the_go_agent(place: Place) -> None:
-    """Apply, start, a death with its alert, stop, another start with a job less. The figures are printed."""
+async def test_monit_daemon_serves_the_go_agent_through_a_deployment(place: Place) -> None:
+    """It covers apply, start, a crash with its alert, stop, and a start with one job less. The timings are printed."""
     pod, monitor, figures = place.pod, HealthMonitor(), place.figures
     await pod.director.wait_until_ready(AGENT, timeout=90)
     await place.until("running")  # without jobs, once monit answers
@@ -219,8 +219,8 @@ BPM_JOBS: Final = {
 
 
 @pytest.mark.skipif(not BPM, reason="no bpm: set BPM to a directory with bpm, runc and tini")
-async def test_real_bpm_and_runc_go_on_as_they_are(place: Place) -> None:
-    """Pidfile and cgroup outlive a reload and a killed daemon, a death is a new container, and a stop leaves none."""
+async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: Place) -> None:
+    """Pidfile and cgroup outlive a reload and a killed daemon. A crash makes a new container, a stop leaves none."""
     pod = place.pod
     pidfile = pod.vcap / "data/sys/run/bpm/web/web.pid"
 

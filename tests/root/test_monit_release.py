@@ -188,7 +188,7 @@ def vm(tmp_path: Path) -> Iterator[Vm]:
         found.keeper.wait()
 
 
-def test_there_and_back_with_fifty_processes(vm: Vm) -> None:
+def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Vm) -> None:
     """Each is started once. A service that is stopped under one is stopped under the other."""
     until(lambda: vm.supervisor() == "monit")
     assert vm.pre_start()
@@ -210,8 +210,8 @@ def test_there_and_back_with_fifty_processes(vm: Vm) -> None:
     assert vm.starts() == 50
 
 
-def test_killed_at_each_step(vm: Vm) -> None:
-    """After each command of the pre-start monit or its successor runs, all processes live, and it can be repeated."""
+def test_monit_release_can_be_killed_at_each_step(vm: Vm) -> None:
+    """After each command of the pre-start monit or its replacement runs, all processes live, and it can be repeated."""
     until(lambda: vm.supervisor() == "monit")
     step, is_whole = 0, False
     while not is_whole:
@@ -228,7 +228,7 @@ def test_killed_at_each_step(vm: Vm) -> None:
     assert step > 20
 
 
-def test_monit_is_back_where_its_successor_does_not_start(vm: Vm) -> None:
+def test_monit_release_restores_monit_if_its_replacement_does_not_start(vm: Vm) -> None:
     until(lambda: vm.supervisor() == "monit")
     vm.write("data/packages/agent_shim_monit/digest/python/bin/python3", "#!/bin/sh\nexit 1\n")
     vm.write("bosh/bin/sleep", "#!/bin/sh\nexec /bin/sleep 0.02\n")  # the pre-start waits a minute

@@ -19,8 +19,8 @@ for place in (source, target):
 """
 
 
-def test_a_bind_shows_the_source(inside: Inside) -> None:
-    """Until it is taken down. The table knows it, blank and all. Bound read-only, the source stays writable."""
+def test_bind_mount_shows_its_source_until_unmounted(inside: Inside) -> None:
+    """The mount table has it, with the blank in its name. Bound read-only, the source stays writable."""
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
 during = [(target / "file").read_text(), mounts.is_mount_point(target), mounts.mount_of(target / "file").root]
@@ -39,7 +39,7 @@ return [*during, (target / "file").exists(), mounts.is_mount_point(target)]
     assert seen == ["content", True, "/m/a b", "Read-only file system", True, False, False]
 
 
-def test_stacked_mounts_are_taken_down_one_by_one(inside: Inside) -> None:
+def test_stacked_mounts_are_unmounted_one_by_one(inside: Inside) -> None:
     """The newest mount is the visible one."""
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
@@ -54,8 +54,8 @@ return [*kinds, mounts.is_mount_point(target)]
     assert seen == ["tmpfs", False, True, False]
 
 
-def test_a_busy_mount_stays_unless_it_is_lazy(inside: Inside) -> None:
-    """The error names the place."""
+def test_busy_mount_stays_unless_unmounted_lazily(inside: Inside) -> None:
+    """The error names the mount point."""
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
 with (target / "file").open():
@@ -72,21 +72,21 @@ return [refused, mounts.is_mount_point(target)]
 
 
 def test_missing_source_of_a_bind_mount_is_an_error(inside: Inside) -> None:
-    """Both ends are named."""
+    """The error names source and target."""
     error = inside(f"{PLACES}\nmounts.bind(here / 'none', target)")
 
     assert error == "cannot bind /var/vcap/m/none on /var/vcap/m/target: No such file or directory"
 
 
-def test_own_mounts_are_invisible_to_other_processes(box: Machine, inside: Inside) -> None:
-    """A process that has left the namespace mounts for itself and its children."""
+def test_mounts_in_a_private_namespace_are_invisible_to_other_processes(box: Machine, inside: Inside) -> None:
+    """A process that has left the namespace mounts only for itself and its children."""
     inside(f"{PLACES}\nmounts.leave_mount_namespace()\nmounts.bind(source, target)\nassert (target / 'file').exists()")
 
     assert not (box.vcap / "m/target/file").exists()
 
 
-def test_whether_binds_are_allowed_is_tried(box: Machine, inside: Inside) -> None:
-    """Root here may, without the capability it may not, nor may others. Nothing is left behind either way.
+def test_permission_to_bind_mount_is_probed(box: Machine, inside: Inside) -> None:
+    """Root has it here; root without the capability and other users do not. The probe leaves nothing behind.
 
     A caller that asks for the container's abilities gets the reason.
     """

@@ -97,7 +97,7 @@ def mutants() -> list[mutate.Mutant]:
     return [chosen["int", "returns None"], chosen["0", "number"]]
 
 
-def test_a_mutant_in_a_fork_leaves_the_machine_unchanged(
+def test_forked_mutant_leaves_the_machine_unchanged(
     store: Path, bystanders: Bystanders, mutants: list[mutate.Mutant]
 ) -> None:
     scratch = store / "tmp-harm-0"
@@ -115,7 +115,7 @@ def test_a_mutant_in_a_fork_leaves_the_machine_unchanged(
     assert bystanders.are_unharmed()
 
 
-def test_lines_of_a_started_process_are_reached_by_its_test(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_coverage_includes_lines_of_started_processes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     stage = mutate.Stage("imports", ("tests/integration/test_lean_imports.py",), float("inf"), is_forked=False)
 
@@ -126,10 +126,10 @@ def test_lines_of_a_started_process_are_reached_by_its_test(store: Path, monkeyp
 
 
 @pytest.mark.parametrize("end", [subprocess.Popen.terminate, subprocess.Popen.kill])
-def test_its_end_is_the_end_of_all_that_it_started(
+def test_mutation_run_ends_every_process_that_it_started(
     end: Callable[[subprocess.Popen[bytes]], None], tmp_path: Path
 ) -> None:
-    """Also of a process with a session of its own. The scratch directory keeps its files."""
+    """This includes a process with its own session. The scratch directory keeps its files."""
     command = confined.command(
         tmp_path, ["sh", "-c", 'setsid sleep 1000 & echo $! >"$1/pid"; echo up; wait', "sh", str(tmp_path)]
     )

@@ -32,7 +32,7 @@ def resolved(machine: Machine, name: str) -> str:
 
 
 async def test_a26_programs_resolve_names_of_the_director(fleet: Fleet) -> None:
-    """A file that the runtime mounted stays the same file. A read-only file stays as it is, and records are stored."""
+    """A file that the runtime mounted stays the same file. A read-only file is unchanged, and records are stored."""
 
     async def sync(version: int, *pairs: tuple[str, str]) -> None:
         assert await fleet.director.value(AGENT, "sync_dns", *records(fleet, version, *pairs)) == "synced"
@@ -58,7 +58,7 @@ async def test_a26_programs_resolve_names_of_the_director(fleet: Fleet) -> None:
     assert "10.0.0.9 db-0.bosh" in (machine.root / "mnt/hosts").read_text()
 
 
-async def test_name_servers_of_the_cloud_config_are_asked_from_the_boot_on(fleet: Fleet) -> None:
+async def test_cloud_config_name_servers_are_used_from_the_boot_on(fleet: Fleet) -> None:
     """They replace those of the runtime, whose search domains stay."""
     network = NETWORKS["default"] | {"dns": ["192.0.2.53", "192.0.2.54"], "default": ["dns", "gateway"]}
     machine = await fleet.add(AGENT, {"default": network})

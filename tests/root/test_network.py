@@ -40,8 +40,8 @@ def found(routes: str) -> list[dict[str, str] | None]:
     return answer
 
 
-def test_interface_of_the_default_route_has_the_address() -> None:
-    """The global one is reported. Other routes that begin with zeros are none by default."""
+def test_default_address_is_that_of_the_default_routes_interface() -> None:
+    """The global address is reported. Other routes that begin with zeros are not the default."""
     routes = """
 ip route add 0.0.0.0/1 via 10.1.0.1
 ip route add default via 10.0.0.1
@@ -54,8 +54,8 @@ ip -6 route add default via fd00::1 dev here
     ]
 
 
-def test_an_interface_without_a_global_address_gives_no_address() -> None:
-    """The link has one of its own, which no other network reaches."""
+def test_interface_without_a_global_address_gives_no_address() -> None:
+    """Its link-local address cannot be reached from another network."""
     routes = """
 ip address flush dev here
 ip link set here down
@@ -89,7 +89,7 @@ ip neigh
 
 
 @pytest.mark.attack("a request puts orders for `ip` into an address")
-def test_neighbours_that_are_named_are_forgotten_and_no_others() -> None:
+def test_only_named_neighbours_are_removed_from_the_arp_cache() -> None:
     shell = ["unshare", "--net", "sh", "-c", NEIGHBOURS, "sh", sys.executable]
     left = subprocess.run(shell, capture_output=True, text=True, check=True, timeout=60).stdout
 

@@ -35,8 +35,8 @@ http {{
 """
 
 
-async def test_workers_of_a_killed_master_do_not_keep_its_port(world: World) -> None:
-    """It is answered again by the first restart."""
+async def test_workers_of_a_killed_nginx_master_do_not_keep_its_port(world: World) -> None:
+    """The first restart answers on the port again."""
     nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     assert nginx, "Debian's package nginx is needed"
     port = free_port()

@@ -95,8 +95,8 @@ def number(pod: Pod) -> str:
     return pod.machine.run("cat /var/vcap/sys/run/web/web.pid 2>/dev/null || true").strip()
 
 
-async def test_an_agent_that_a_release_disables_supervises_its_jobs(pod: Pod) -> None:
-    """The job disable_agent of os-conf: monit keeps the jobs of a stopped agent."""
+async def test_agent_disabled_by_a_release_still_supervises_its_jobs(pod: Pod) -> None:
+    """With the job disable_agent of os-conf, monit keeps the jobs of a stopped agent."""
     with init(pod):
         before = await with_a_job(pod)
 
@@ -118,7 +118,7 @@ async def test_an_agent_that_a_release_disables_supervises_its_jobs(pod: Pod) ->
         assert number(pod) == after
 
 
-async def test_an_agent_that_is_ended_for_a_handback_stays_down(pod: Pod) -> None:
+async def test_agent_stopped_for_a_handback_stays_down(pod: Pod) -> None:
     with init(pod):
         before = await with_a_job(pod)
 
@@ -140,7 +140,7 @@ done
 """As the job limits of os-conf: monit and its ancestors."""
 
 
-async def test_limits_that_a_release_sets_for_monit_are_those_of_jobs(pod: Pod) -> None:
+async def test_limits_that_a_release_sets_for_monit_apply_to_jobs(pod: Pod) -> None:
     with init(pod):
         before = await with_a_job(pod)
         assert tool(pod, "pgrep bosh-agent") == tool(pod, "pgrep monit")
@@ -153,7 +153,7 @@ async def test_limits_that_a_release_sets_for_monit_are_those_of_jobs(pod: Pod) 
         assert limits == ["777", "888"]
 
 
-async def test_the_end_of_the_container_stops_the_jobs_in_order(pod: Pod) -> None:
+async def test_container_shutdown_stops_the_jobs_in_order(pod: Pod) -> None:
     with init(pod) as started:
         before = await with_a_job(pod)
         (inside,) = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split() or [str(started.pid)]
@@ -192,8 +192,8 @@ async def test_the_end_of_the_container_stops_the_jobs_in_order(pod: Pod) -> Non
         ("sv status", "usage: sv [-v] [-w sec] command services\n100\n"),
     ],
 )
-async def test_requests_for_services(pod: Pod, command: str, wanted: str) -> None:
-    """Each is understood, done, and answered as the real program would."""
+async def test_service_commands_answer_like_the_real_programs(pod: Pod, command: str, wanted: str) -> None:
+    """Each request is understood and executed."""
     if shutil.which("cron") is None:
         pytest.skip("needs the package cron")
     with init(pod):
@@ -202,7 +202,7 @@ async def test_requests_for_services(pod: Pod, command: str, wanted: str) -> Non
         assert tool(pod, command) == wanted
 
 
-async def test_a_service_for_runit_becomes_one_of_the_init(pod: Pod) -> None:
+async def test_runit_service_is_run_by_the_init(pod: Pod) -> None:
     pod.machine.run(
         "mkdir -p /etc/sv/own && printf '#!/bin/sh\\nexec sleep 1000\\n' >/etc/sv/own/run && chmod 755 /etc/sv/own/run"
     )
@@ -214,8 +214,8 @@ async def test_a_service_for_runit_becomes_one_of_the_init(pod: Pod) -> None:
 
 
 @pytest.mark.attack("a job has cron run its programs outside its cgroup")
-async def test_only_root_gives_a_user_a_crontab(pod: Pod) -> None:
-    """Cron would run that of a job's user outside the job's cgroup, where neither stop nor limits reach."""
+async def test_only_root_may_install_a_crontab(pod: Pod) -> None:
+    """Cron would run a job user's crontab outside the job's cgroup, where neither stop nor limits reach."""
     if shutil.which("crontab") is None:
         pytest.skip("needs the package cron")
     pod.machine.run(
@@ -233,7 +233,7 @@ async def test_only_root_gives_a_user_a_crontab(pod: Pod) -> None:
 ALONE = "unshare --pid --fork --mount-proc"
 
 
-def test_process_1_is_the_init_except_for_a_compilation_or_a_question(tmp_path: Path) -> None:
+def test_pid_1_is_the_init_except_for_compile_and_version_commands(tmp_path: Path) -> None:
     with machine(tmp_path) as box:
         box.run(INSTALL)
         for path in ("init/start", "bin/bosh-agent"):
@@ -254,8 +254,8 @@ exec /opt/agent_shim/init/finish
 """
 
 
-def test_the_end_of_process_1_asks_the_remaining_processes_to_end(tmp_path: Path) -> None:
-    """The kernel kills them with it: what they write on SIGTERM is complete before."""
+def test_pid_1_sends_sigterm_to_remaining_processes_before_it_exits(tmp_path: Path) -> None:
+    """The kernel kills them with it, so that data which they write on SIGTERM must be complete before."""
     with machine(tmp_path) as box:
         box.run(INSTALL)
 

@@ -17,8 +17,8 @@ ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
 
 
 @pytest.mark.attack("a job has its process id reused between the check and the signal")
-def test_no_stranger_is_signalled(tmp_path: Path) -> None:
-    """The process, its session or the start program ends. A stranger gets the number, then the job is stopped."""
+def test_process_with_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
+    """A process, its session or the start program ends and another process gets the number. Then the job is stopped."""
     seed = os.environ.get("SHIM_PID_REUSE_SEED", "6")
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(tmp_path / "world"), str(ROUNDS), seed]
     # The shell is process 1: other orphans become its children.

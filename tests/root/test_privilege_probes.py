@@ -81,10 +81,10 @@ def makes_user_namespaces(*prefix: str) -> bool:
     ],
     ids=["root", "sys_admin", "setuid", "setgid", "chown", "net_bind_service", "ordinary user"],
 )
-def test_a_probe_fails_without_its_privilege_alone(
+def test_privilege_probe_fails_only_without_its_privilege(
     inside: Inside, prefix: tuple[str, ...], missing: dict[str, str]
 ) -> None:
-    """All are undone: files, mounts, the user."""
+    """Every probe is undone, whether of files, mounts or the user."""
     failed, left, is_mounted, uid = inside(TRY_ALL, *prefix)
     if not makes_user_namespaces(*prefix):
         assert failed.pop("user namespace")
@@ -97,7 +97,7 @@ def test_a_probe_fails_without_its_privilege_alone(
     assert (uid == 0) == (prefix != UNPRIVILEGED)
 
 
-def test_a_probe_that_breaks_is_a_failure(inside: Inside) -> None:
+def test_privilege_probe_with_an_exception_counts_as_failed(inside: Inside) -> None:
     """No exception reaches the caller."""
     codes = inside("""
 import errno, signal

@@ -84,7 +84,7 @@ def pod(pod: Pod) -> Pod:
     return pod
 
 
-async def test_a_program_of_a_release_inherits_nothing_of_the_agents_parent(pod: Pod) -> None:
+async def test_job_program_inherits_nothing_of_the_agents_parent(pod: Pod) -> None:
     web = {path: LOOK.replace("NAME", Path(path).name) + end for path, end in PROGRAMS.items()}
     packaging = (LOOK.replace(SEEN, "/var/vcap/data/seen")).replace("NAME", "packaging")
     await pod.start()

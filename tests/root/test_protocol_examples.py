@@ -23,8 +23,8 @@ EXAMPLES = [each for section in protocol.sections() for each in section.examples
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
-async def test_example_of(example: Example, tmp_path: Path) -> None:
-    """As the page says."""
+async def test_protocol_example_is_answered_as_documented(example: Example, tmp_path: Path) -> None:
+    """The example is taken from the protocol page."""
     async with fleet(tmp_path) as machines:
         await machines.add(AGENT, {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}})
 

@@ -140,8 +140,8 @@ echo to stderr >&2
 
 
 @pytest.mark.parametrize("streams", [(0, 1, 2), (0, 1), (1, 2), (0, 2), (0,), (1,), (2,)])
-def test_streams_on_a_terminal_get_the_new_one_and_others_stay(operator: Operator, streams: tuple[int, ...]) -> None:
-    """All with one name, which is not that of the operator's."""
+def test_only_terminal_streams_are_replaced_by_the_new_terminal(operator: Operator, streams: tuple[int, ...]) -> None:
+    """All replaced streams have one name, which differs from that of the operator's terminal."""
     operator.call(WHERE, streams)
     code, asked = operator.ended()
     names = operator.told().split()
@@ -156,8 +156,8 @@ def test_streams_on_a_terminal_get_the_new_one_and_others_stay(operator: Operato
         assert stream is None or stream.read() == text + b"\n"
 
 
-def test_a_program_without_a_terminal_has_a_session(operator: Operator) -> None:
-    """A program that opens /dev/tty must not find that of the operator."""
+def test_program_without_a_terminal_gets_its_own_session(operator: Operator) -> None:
+    """A program that opens /dev/tty must not get the operator's terminal."""
     operator.call('echo $(cut -d " " -f 6 /proc/$$/stat) $$ >&3; cat; exit 7', ())
     out, _ = operator.running.communicate(b"input")
 
@@ -169,14 +169,16 @@ def test_a_program_without_a_terminal_has_a_session(operator: Operator) -> None:
 
 @pytest.mark.parametrize("streams", [(), (0, 1, 2)])
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
-def test_exit_codes_follow_the_shell(operator: Operator, streams: tuple[int, ...], script: str, code: int) -> None:
+def test_terminal_session_exit_codes_follow_the_shell(
+    operator: Operator, streams: tuple[int, ...], script: str, code: int
+) -> None:
     operator.call(script, streams)
 
     assert operator.ended()[0] == code
 
 
 @pytest.mark.parametrize("streams", [(), (0, 1, 2)])
-def test_program_that_cannot_be_run_is_named(operator: Operator, streams: tuple[int, ...]) -> None:
+def test_terminal_session_names_a_program_that_cannot_run(operator: Operator, streams: tuple[int, ...]) -> None:
     operator.call(["/nothing"], streams)
     assert operator.ended()[0] == 127
     said = operator.seen() if streams else operator.running.stderr and operator.running.stderr.read()
@@ -185,8 +187,8 @@ def test_program_that_cannot_be_run_is_named(operator: Operator, streams: tuple[
     assert said.split() == b"Error: cannot run /nothing: No such file or directory".split()
 
 
-def test_program_ignores_no_signal(operator: Operator) -> None:
-    """The interpreter does."""
+def test_program_in_a_terminal_session_ignores_no_signal(operator: Operator) -> None:
+    """The interpreter itself ignores some."""
     operator.call("grep SigIgn /proc/self/status >&3")
     operator.ended()
     ignored = int(operator.told().split()[1], 16)
@@ -194,8 +196,8 @@ def test_program_ignores_no_signal(operator: Operator) -> None:
     assert [number for number in (signal.SIGPIPE, signal.SIGXFSZ) if ignored & 1 << number - 1] == []
 
 
-def test_keys_arrive_unprocessed_and_modes_come_back(operator: Operator) -> None:
-    """Echo and lines are made by the program's terminal."""
+def test_terminal_session_forwards_raw_keys_and_restores_the_modes(operator: Operator) -> None:
+    """The program's terminal echoes and edits lines."""
     operator.call("echo up >&3; read line; echo got:$line")
     operator.told("up")
     operator.eventually(lambda: not termios.tcgetattr(operator.terminal)[3] & (termios.ECHO | termios.ICANON))
@@ -206,8 +208,8 @@ def test_keys_arrive_unprocessed_and_modes_come_back(operator: Operator) -> None
     assert termios.tcgetattr(operator.terminal) == operator.before
 
 
-def test_input_that_is_a_pipe_is_read_by_the_program_alone(operator: Operator) -> None:
-    """Terminals for output only: keys stay where they are, and the operator's modes too."""
+def test_terminal_session_leaves_piped_input_to_the_program(operator: Operator) -> None:
+    """With terminals for output only, neither keys nor modes of the operator's terminal are touched."""
     operator.call("read line; echo up >&3; echo got:$line; read line", (1, 2))
     assert operator.running.stdin is not None
     operator.running.stdin.write(b"words\n")
@@ -220,7 +222,7 @@ def test_input_that_is_a_pipe_is_read_by_the_program_alone(operator: Operator) -
     assert b"got:words" in operator.seen()
 
 
-def test_size_of_the_window_and_its_changes_are_passed_on(operator: Operator) -> None:
+def test_terminal_session_forwards_the_window_size(operator: Operator) -> None:
     operator.call('stty size >&3; while test "$(stty size)" = "33 99"; do sleep 0.02; done; stty size >&3')
     operator.told("33 99\n")
     operator.resize(44, 111)
@@ -238,8 +240,8 @@ def catches(pid: int, number: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_hangs_up_the_program(operator: Operator, number: int) -> None:
-    """It may end in its own way; that is waited for, and the terminal is put in order."""
+def test_signal_to_a_terminal_session_hangs_up_the_program(operator: Operator, number: int) -> None:
+    """The program may end in its own way, which is waited for, and the terminal is restored."""
     operator.call("trap 'echo hung up; exit 5' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.eventually(lambda: catches(operator.running.pid, signal.SIGHUP))
@@ -250,7 +252,7 @@ def test_a_signal_hangs_up_the_program(operator: Operator, number: int) -> None:
     assert termios.tcgetattr(operator.terminal) == operator.before
 
 
-def test_a_stopped_program_hears_of_the_hang_up(operator: Operator) -> None:
+def test_stopped_program_in_a_terminal_session_gets_sighup(operator: Operator) -> None:
     operator.call("trap 'exit 5' HUP; echo $$ >&3; kill -STOP $$")
     pid = int(operator.told("\n"))
     operator.eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
@@ -259,8 +261,8 @@ def test_a_stopped_program_hears_of_the_hang_up(operator: Operator) -> None:
     assert operator.ended()[0] == 5
 
 
-def test_a_program_that_ignores_the_hang_up_is_killed(operator: Operator) -> None:
-    """After some seconds for its last words."""
+def test_program_that_ignores_the_hang_up_is_killed(operator: Operator) -> None:
+    """It gets some seconds to write its remaining output."""
     operator.call("trap 'echo last words' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.running.send_signal(signal.SIGTERM)
@@ -271,8 +273,8 @@ def test_a_program_that_ignores_the_hang_up_is_killed(operator: Operator) -> Non
 
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
 @pytest.mark.parametrize("is_signal", [True, False])
-def test_a_program_that_reads_no_keys_is_killed_all_the_same(operator: Operator, is_signal: bool) -> None:
-    """The write of the keys waited for it, whatever became of the operator's terminal."""
+def test_program_that_reads_no_keys_can_be_hung_up(operator: Operator, is_signal: bool) -> None:
+    """Writing the keys used to block on it, whatever became of the operator's terminal."""
     operator.call("trap '' HUP; stty raw -echo; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     for _ in range(100):
@@ -287,7 +289,7 @@ def test_a_program_that_reads_no_keys_is_killed_all_the_same(operator: Operator,
     assert operator.ended()[0] == 137
 
 
-def test_keys_beyond_the_buffer_of_a_terminal_arrive_later(operator: Operator) -> None:
+def test_keys_beyond_the_terminal_buffer_arrive_later(operator: Operator) -> None:
     operator.call("stty raw -echo; echo up >&3; sleep 1; head -c 200000 | cksum >&3")
     operator.told("up")
     keys, left = b"".join(b"%07d\n" % number for number in range(25_000)), 0
@@ -299,15 +301,15 @@ def test_keys_beyond_the_buffer_of_a_terminal_arrive_later(operator: Operator) -
     assert operator.told("\n").split()[1:] == subprocess.check_output("cksum", input=keys).decode().split()
 
 
-def test_lines_of_a_program_without_keys_are_processed_once(operator: Operator) -> None:
+def test_line_ends_of_a_program_without_input_are_translated_once(operator: Operator) -> None:
     operator.call("echo one", streams=(1, 2))
 
     assert operator.ended()[0] == 0
     assert operator.seen() == b"one\r\n"
 
 
-def test_children_that_keep_the_terminal_delay_no_end(operator: Operator) -> None:
-    """All that the program has written is shown before."""
+def test_children_that_keep_the_terminal_do_not_delay_its_end(operator: Operator) -> None:
+    """All output of the program is shown before."""
     operator.call("trap '' HUP; (echo $$ >&3; exec sleep 1000) & seq 20000; exit 3")
 
     assert operator.ended()[0] == 3
@@ -318,10 +320,8 @@ def test_children_that_keep_the_terminal_delay_no_end(operator: Operator) -> Non
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 7", 7), ("kill -TERM $$", 143), ("echo up >&3; exec sleep 1000", 130)]
 )
-def test_interrupts_in_the_operators_terminal_are_for_the_program_alone(
-    operator: Operator, script: str, code: int
-) -> None:
-    """The caller lives on to report how the program has ended."""
+def test_interrupts_of_the_operator_reach_only_the_program(operator: Operator, script: str, code: int) -> None:
+    """The caller stays alive to report how the program ended."""
     report = f"exec 3>>{operator.report}; "
     operator.call(report + script, what="in_terminal")
     if code == 130:
@@ -332,8 +332,8 @@ def test_interrupts_in_the_operators_terminal_are_for_the_program_alone(
 
 
 @pytest.mark.parametrize("kind", ["file", "other device", "link"])
-def test_a_false_ptmx_is_refused(tmp_path: Path, kind: str) -> None:
-    """The place is in the hands of a job."""
+def test_fake_ptmx_device_is_rejected(tmp_path: Path, kind: str) -> None:
+    """A job controls the file system in which the device is opened."""
     place = tmp_path / "dev/pts/ptmx"
     place.parent.mkdir(parents=True)
     if kind == "file":

@@ -131,8 +131,8 @@ def test_each_recorded_message_is_replayed() -> None:
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter[0])
-async def test_a_deployment_lives_as_it_did_with_the_go_agent(fleet: Fleet, chapter: tuple[str, ...]) -> None:
-    """Request by request: three instances and their errands, from deploy to delete."""
+async def test_recorded_deployment_gets_the_answers_of_the_go_agent(fleet: Fleet, chapter: tuple[str, ...]) -> None:
+    """Three instances and their errands are replayed request by request, from deploy to delete."""
     history = list(steps(*sorted((CORPUS / "director").glob("*.jsonl"))))
     played = Played(fleet, history, [step for step in history if step.recording in chapter])
     (fleet.scratch / DISKS[0]).mkdir()

@@ -65,8 +65,8 @@ def told(inside: Inside) -> Callable[[str], Any]:
     return lambda body: inside(SETUP + VOLUMES + body)
 
 
-def test_mounts_are_those_of_the_places_with_their_rights(told: Callable[[str], Any]) -> None:
-    """Nothing else is mounted, and each has the least rights that were asked for."""
+def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callable[[str], Any]) -> None:
+    """Nothing else is mounted, and each path has the least rights that were requested."""
     status, text = told(f'return await said("cat /proc/self/mountinfo", places=places, {NAMESPACES})')
     rows = [line.split() for line in text.splitlines()]
     rights = {row[4]: set(row[5].split(",")) & {"ro", "rw", "nosuid", "nodev", "noexec"} for row in rows}
@@ -98,8 +98,8 @@ def test_mounts_are_those_of_the_places_with_their_rights(told: Callable[[str], 
     assert [row[4] for row in rows if any(field.startswith("shared:") for field in row[6 : row.index("-")])] == []
 
 
-def test_view_is_made_of_directories_links_and_devices(told: Callable[[str], Any]) -> None:
-    """As bpm makes it. A place without a source is left out."""
+def test_sandbox_root_has_directories_links_and_devices_as_in_bpm(told: Callable[[str], Any]) -> None:
+    """A path without a source is left out."""
     script = (
         "ls /; ls /volume; stat -c '%a %U %n' / /volume /dev /dev/pts /dev/shm;"
         "cd /dev; for each in fd stdin stdout stderr ptmx; do readlink $each; done;"
@@ -137,15 +137,15 @@ ALLOWED = {
 }
 
 
-def test_places_can_be_used_as_their_rights_say(told: Callable[[str], Any]) -> None:
-    """Devices in a volume are none for a job."""
+def test_sandbox_mounts_enforce_the_rights_of_paths(told: Callable[[str], Any]) -> None:
+    """Devices in a volume cannot be used by a job."""
     status, text = told(f"return await said({RIGHTS!r}, places=places, {NAMESPACES})")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED)
 
 
-def test_rules_for_files_give_the_same_rights(told: Callable[[str], Any]) -> None:
-    """They know no devices: one in a place that can be written is a file of it."""
+def test_sandbox_landlock_rules_enforce_the_rights_of_paths(told: Callable[[str], Any]) -> None:
+    """Landlock has no rules for devices, so one in a writable directory can be used like a file."""
     status, text = told(f"return await said({RIGHTS!r}, places=[*places, NULL])")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED | {"has devices writable", "has devices open"})
@@ -182,8 +182,8 @@ async def entered(pid, script, **members):
 """
 
 
-def test_program_that_enters_is_as_confined_as_the_job(told: Callable[[str], Any]) -> None:
-    """Its view, its processes, its user. Nothing gained."""
+def test_program_that_enters_a_sandbox_is_as_confined_as_its_job(told: Callable[[str], Any]) -> None:
+    """It has the job's view, processes and user, and gains nothing."""
     script = (
         "ls /volume; grep -E '^(Uid|Groups|Cap(Prm|Eff|Bnd|Amb)|NoNewPrivs)' /proc/self/status;"
         "ls /proc | grep ^1$; readlink /proc/self/ns/*"
@@ -213,7 +213,7 @@ async with job() as one:
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -KILL $$", 137)])
-def test_end_of_a_program_that_enters_is_passed_on(told: Callable[[str], Any], script: str, code: int) -> None:
+def test_exit_code_of_a_program_in_a_sandbox_is_passed_on(told: Callable[[str], Any], script: str, code: int) -> None:
     assert (
         told(f"""{ENTERED}
 async with job() as one:
@@ -225,7 +225,7 @@ async with job() as one:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP"])
-def test_signals_reach_a_program_that_enters_and_its_streams_are_its_own(told: Callable[[str], Any], name: str) -> None:
+def test_program_in_a_sandbox_gets_signals_and_owns_its_streams(told: Callable[[str], Any], name: str) -> None:
     """The process outside that forwards them holds no stream open, and ends with it."""
     script = f"trap 'exit 5' {name[3:]}; echo up; exec >&- 2>&-; while :; do sleep 0.05; done"
     assert told(f"""{ENTERED}
@@ -237,7 +237,7 @@ async with job() as one:
 """) == ["up\n", 5]
 
 
-def test_namespaces_that_are_gone_are_named(told: Callable[[str], Any]) -> None:
+def test_entering_a_sandbox_that_has_ended_is_reported(told: Callable[[str], Any]) -> None:
     status, text = told(f"""{ENTERED}
 async with job() as one:
     pass
@@ -250,8 +250,8 @@ return [await running.wait(), text.read()]
 
 
 @pytest.mark.parametrize("name", ["plain", "two words", "back\\slash"])
-def test_volume_becomes_shared_once(told: Callable[[str], Any], name: str) -> None:
-    """Each start of a job would mount it again."""
+def test_sandbox_makes_a_shared_volume_only_once(told: Callable[[str], Any], name: str) -> None:
+    """Otherwise each start of a job would mount it again."""
     found = told(f"""
 import subprocess
 from agent_shim.host import mounts, sandbox_exec

@@ -127,8 +127,8 @@ def alone(
         assert alone.servers() == []
 
 
-def test_an_operator_logs_in(alone: Alone) -> None:
-    """To a container with neither host key nor server; with sudo, and the groups of operators."""
+def test_ssh_setup_lets_an_operator_log_in(alone: Alone) -> None:
+    """The container has neither a host key nor a server. The operator has sudo and the groups of operators."""
     for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
         path.unlink()
     found = alone.setup("bosh_jane")
@@ -143,7 +143,7 @@ def test_an_operator_logs_in(alone: Alone) -> None:
     assert "Accepted publickey for bosh_jane" in (alone.box.vcap / "bosh/log/sshd.log").read_text()
 
 
-def test_a_server_that_is_needed_from_the_boot_on_has_a_host_key(alone: Alone) -> None:
+def test_sshd_started_at_boot_has_a_host_key(alone: Alone) -> None:
     """With ``authorized_keys`` in the settings the boot starts it, before any request asks for the key."""
     key = alone.key.with_suffix(".pub").read_text()
     for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
@@ -154,7 +154,7 @@ def test_a_server_that_is_needed_from_the_boot_on_has_a_host_key(alone: Alone) -
     assert alone.login("bosh_boot", told, "id -un").stdout == "bosh_boot\n"
 
 
-def test_the_host_key_stays(alone: Alone) -> None:
+def test_ssh_host_key_is_kept(alone: Alone) -> None:
     """Another request gets the same key, and a lost public half is restored identically."""
     first = alone.agent("return await sshd.host_key()")
     key = alone.box.root / "etc/ssh/ssh_host_rsa_key"
@@ -169,8 +169,8 @@ def test_the_host_key_stays(alone: Alone) -> None:
     assert stat.S_IMODE(key.with_suffix(".pub").stat().st_mode) == 0o644
 
 
-def test_a_failed_host_key_is_reported_and_leaves_no_user(alone: Alone) -> None:
-    """An image whose /etc is read-only cannot have users either, one without ssh-keygen can."""
+def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> None:
+    """An image whose /etc is read-only cannot have users either, but one without ssh-keygen can."""
     (alone.box.root / "etc/ssh/ssh_host_rsa_key.pub").unlink(missing_ok=True)
     alone.box.run("mount --bind /dev/null /usr/bin/ssh-keygen")
     try:
@@ -182,8 +182,8 @@ def test_a_failed_host_key_is_reported_and_leaves_no_user(alone: Alone) -> None:
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
-def test_the_server_runs_while_a_user_may_log_in(alone: Alone) -> None:
-    """One for all; it goes with the last of them, which another agent may see to."""
+def test_sshd_runs_while_a_user_may_log_in(alone: Alone) -> None:
+    """One server is enough for all. It ends with the last user, even if another agent removes that user."""
     key = alone.setup("bosh_one")["host_public_key"]
     assert alone.setup("bosh_two")["host_public_key"] == key
     assert len(alone.servers()) == 1
@@ -198,7 +198,7 @@ def test_the_server_runs_while_a_user_may_log_in(alone: Alone) -> None:
     assert alone.run("ss", "-Htln").stdout == ""
 
 
-def test_a_session_outlives_the_server(alone: Alone) -> None:
+def test_ssh_session_outlives_the_server(alone: Alone) -> None:
     """An operator's session is not cut by another operator's clean-up."""
     key = alone.setup("bosh_long")["host_public_key"]
     known = alone.key.with_name("known_hosts")
@@ -225,8 +225,8 @@ def test_a_session_outlives_the_server(alone: Alone) -> None:
 
 
 @pytest.mark.attack("an SSH user reads another operator's archive of logs")
-def test_an_archive_of_logs_is_fetched_as_the_cli_does_it(alone: Alone) -> None:
-    """It belongs to the operator, and scp gets it."""
+def test_log_archive_is_fetched_by_scp_as_the_cli_does(alone: Alone) -> None:
+    """The archive belongs to the operator, and scp gets it."""
     alone.setup("bosh_cli")
     bundle = alone.agent(
         "from agent_shim.actions.logs import Bundle, bundle_logs\n"
@@ -247,8 +247,8 @@ def test_an_archive_of_logs_is_fetched_as_the_cli_does_it(alone: Alone) -> None:
 
 @pytest.mark.attack("an SSH user logs in with a password, or with a key planted for another user")
 @pytest.mark.parametrize("user", ["root", "vcap", "nobody"])
-def test_nobody_else_comes_in(alone: Alone, user: str) -> None:
-    """Not even with a key that would open the door: root never, others only as members of the group."""
+def test_sshd_admits_only_operators(alone: Alone, user: str) -> None:
+    """Root is never admitted, and others only as members of the group, even with a valid key."""
     key = alone.setup("bosh_any")["host_public_key"]
     public = alone.key.with_suffix(".pub").read_text()
     home = alone.box.vcap / "home" / user
@@ -277,8 +277,8 @@ def _at_home(entry: list[str], user: str) -> list[str]:
 
 
 @pytest.mark.attack("an SSH user logs in with a password, or with a key planted for another user")
-def test_passwords_do_not_count(alone: Alone) -> None:
-    """The server offers keys alone."""
+def test_sshd_rejects_passwords(alone: Alone) -> None:
+    """The server offers only keys."""
     alone.setup("bosh_any")
     known = alone.key.with_name("known_hosts")
     options = ["-oPubkeyAuthentication=no", "-v"]
@@ -287,7 +287,7 @@ def test_passwords_do_not_count(alone: Alone) -> None:
     assert "Permission denied (publickey)." in done.stderr
 
 
-def test_another_port(alone: Alone) -> None:
+def test_sshd_listens_on_the_configured_port(alone: Alone) -> None:
     """The port is that of agent.json. A server that already listens there stays."""
     key = alone.setup("bosh_port", port=2222)["host_public_key"]
 
@@ -317,8 +317,8 @@ def stranger(alone: Alone) -> Iterator[Callable[[str], None]]:
         process.communicate()
 
 
-def test_a_server_that_is_there_is_enough(alone: Alone, stranger: Callable[[str], None]) -> None:
-    """That of the image, say; it stays when everybody has gone."""
+def test_existing_ssh_server_is_used(alone: Alone, stranger: Callable[[str], None]) -> None:
+    """It may be that of the image. It stays when all users are removed."""
     stranger("0.0.0.0")
 
     assert alone.setup("bosh_any")["status"] == "success"
@@ -328,8 +328,8 @@ def test_a_server_that_is_there_is_enough(alone: Alone, stranger: Callable[[str]
 
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
-def test_a_job_on_the_port_of_sshd_is_an_error(alone: Alone) -> None:
-    """Where users may bind port 22, as in Docker: the operator learns it from the error, not from a wrong host key."""
+def test_job_on_the_port_of_sshd_is_reported(alone: Alone) -> None:
+    """Users may bind port 22 in Docker. The operator gets this error instead of a wrong host key."""
     code = (
         "import os, socket, time; os.setresuid(1234, 1234, 1234);"
         "s = socket.create_server(('0.0.0.0', 2022)); print('up', flush=True); time.sleep(99)"
@@ -348,8 +348,8 @@ def test_a_job_on_the_port_of_sshd_is_an_error(alone: Alone) -> None:
 
 
 @pytest.mark.attack("a job takes the port of the metrics or of sshd")
-def test_a_job_that_calls_itself_sshd_is_left_alone(alone: Alone) -> None:
-    """A thousand of them that ignore TERM held each clean-up for half an hour."""
+def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
+    """A thousand of them that ignore SIGTERM delayed each clean-up by half an hour."""
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     code = f"{ignore}print('up', flush=True); time.sleep(99)"
     arguments = ["sshd: /usr/sbin/sshd -f /var/vcap/data/sys/run/agent_shim/sshd_config", "-c", code]
@@ -366,8 +366,8 @@ def test_a_job_that_calls_itself_sshd_is_left_alone(alone: Alone) -> None:
         job.communicate()
 
 
-def test_a_failed_server_is_reported_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
-    """In the server's words."""
+def test_failed_sshd_is_reported_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
+    """The error has the server's message."""
     stranger("127.0.0.1")  # serves no client from outside
     error = alone.agent(
         "from agent_shim.services import sshd as module\n"
@@ -381,8 +381,8 @@ def test_a_failed_server_is_reported_and_leaves_no_user(alone: Alone, stranger: 
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
-def test_a_container_without_sshd_is_reported(alone: Alone) -> None:
-    """And keeps no user."""
+def test_container_without_sshd_is_reported_and_leaves_no_user(alone: Alone) -> None:
+    """The error names the missing server."""
     alone.box.run("mkdir -p /tmp/empty && cp -a /usr/sbin/user* /tmp/empty/ && mount --bind /tmp/empty /usr/sbin")
     try:
         error = alone.setup("bosh_any")
@@ -394,7 +394,7 @@ def test_a_container_without_sshd_is_reported(alone: Alone) -> None:
     assert "bosh_any" not in passwd
 
 
-def test_a_server_being_stopped_does_not_count(alone: Alone) -> None:
+def test_sshd_that_is_being_stopped_is_replaced(alone: Alone) -> None:
     """A caller at that moment gets another server, even if the first one lingers."""
     alone.agent(
         "import signal\n"
@@ -413,8 +413,8 @@ def test_a_server_being_stopped_does_not_count(alone: Alone) -> None:
     assert len(alone.servers()) == 1
 
 
-def test_requests_at_once(alone: Alone) -> None:
-    """Ten set-ups start one server. Ten clean-ups beside one set-up leave it for the one."""
+def test_concurrent_ssh_requests_start_and_stop_one_server(alone: Alone) -> None:
+    """Ten set-ups start one server. Ten clean-ups beside one set-up leave it for that one."""
     key = alone.key.with_suffix(".pub").read_text()
     alone.agent(f"await asyncio.gather(*(ssh(agent, 'setup', SshParams(f'bosh_n{{i}}', {key!r})) for i in range(10)))")
     assert len(alone.servers()) == 1
@@ -428,8 +428,8 @@ def test_requests_at_once(alone: Alone) -> None:
     assert alone.login("bosh_last", alone.setup("bosh_last")["host_public_key"], "true").returncode == 0
 
 
-def test_a_server_that_does_not_listen_is_ended(alone: Alone) -> None:
-    """It would be the one that the next request finds."""
+def test_sshd_that_does_not_listen_is_ended(alone: Alone) -> None:
+    """The next request would otherwise find it."""
     server = alone.key.with_name("deaf")
     server.write_text("#!/bin/sh\nexec sleep 4711\n")
     server.chmod(0o755)

@@ -30,11 +30,11 @@ def verify(directory: Path, text: str, name: str = UNIT.name) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in UNIT.parent.glob("*.service")))
-def test_unit_is_right(tmp_path: Path, name: str) -> None:
+def test_systemd_unit_is_valid(tmp_path: Path, name: str) -> None:
     """systemd knows every key and value."""
     assert verify(tmp_path, (UNIT.parent / name).read_text(), name) == ""
 
 
-def test_wrong_unit_is_noticed(tmp_path: Path) -> None:
-    """A key that systemd does not know is one that this test sees."""
+def test_invalid_systemd_unit_is_detected(tmp_path: Path) -> None:
+    """This test would notice a key that systemd does not know."""
     assert "Unknown key" in verify(tmp_path, UNIT.read_text().replace("KillMode=", "KilMode="))

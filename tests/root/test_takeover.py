@@ -30,8 +30,8 @@ def pod(pod: Pod) -> Pod:
     return pod
 
 
-async def test_from_monit_and_back(pod: Pod) -> None:
-    """There and back twice. Each process is started once, by the first supervisor.
+async def test_takeover_from_monit_and_back_restarts_no_process(pod: Pod) -> None:
+    """The change is made twice. Each process is started once, by the first supervisor.
 
     One that died without monit is started, and the others are not touched.
     """
@@ -69,7 +69,7 @@ async def test_from_monit_and_back(pod: Pod) -> None:
     assert alive(machine, after)
 
 
-async def test_stopped_by_the_go_agent(pod: Pod) -> None:
+async def test_jobs_stopped_by_the_go_agent_stay_stopped(pod: Pod) -> None:
     """They stay stopped."""
     machine = pod.machine
     leave_as_the_go_agent(machine)
@@ -84,8 +84,11 @@ async def test_stopped_by_the_go_agent(pod: Pod) -> None:
     await pod.until("running")
 
 
-async def test_all_that_the_go_agent_had_stored(pod: Pod) -> None:
-    """Its settings on top of those of the CPI, its spec, disk and unfinished task; and back, with the same files."""
+async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: Pod) -> None:
+    """It has settings on top of those of the CPI, spec, disk and an unfinished task.
+
+    The way back leaves the same files.
+    """
     pod.kill()
     pod.attach("disk-1")
     (pod.volume("disk-1") / "data").write_text("precious")

@@ -89,8 +89,8 @@ def until(tree: Path, state: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", PREFIXES)
-def test_jobs_find_the_tree_at_var_vcap(tmp_path: Path, kind: str) -> None:
-    """The machine's ``/var/vcap`` stays as it is, and commands from outside reach the agent."""
+def test_jobs_find_the_agents_tree_at_var_vcap(tmp_path: Path, kind: str) -> None:
+    """The machine's ``/var/vcap`` is unchanged, and commands from outside reach the agent."""
     before = listed()
     tmp_path.chmod(0o777)
     with agent(tmp_path, PREFIXES[kind]) as tree:
@@ -105,7 +105,7 @@ def test_jobs_find_the_tree_at_var_vcap(tmp_path: Path, kind: str) -> None:
     assert listed() == before
 
 
-def test_an_isolated_process_of_bpm_finds_its_job_there(tmp_path: Path) -> None:
+def test_isolated_bpm_process_finds_its_job_at_var_vcap(tmp_path: Path) -> None:
     monit = BPM_MONIT.format(bpm="/var/vcap/jobs/bpm/bin/bpm")
     config = "processes: [{name: web, executable: /var/vcap/jobs/web/bin/run}]"
     run = "#!/bin/sh\necho here >/var/vcap/sys/log/web/own && exec sleep 1000\n"
@@ -115,7 +115,7 @@ def test_an_isolated_process_of_bpm_finds_its_job_there(tmp_path: Path) -> None:
         assert (tree / "sys/log/web/own").read_text() == "here\n"
 
 
-def test_the_first_line_says_why_there_is_no_namespace(tmp_path: Path) -> None:
+def test_first_log_line_says_why_there_is_no_mount_namespace(tmp_path: Path) -> None:
     with agent(tmp_path, ["unshare", "--user", "--map-root-user", "bash", "-c", NONE_LEFT, "bash"]) as tree:
         until(tree, "down")
         first = (tmp_path / "log").read_text().splitlines()[0]

@@ -68,8 +68,8 @@ def names(box: Machine) -> list[str]:
     return sorted(path.name for path in (box.root / PLACE).iterdir())
 
 
-def test_exactly_the_given_authorities_are_trusted(box: Machine, inside: Inside) -> None:
-    """Each request replaces the former certificates. The authorities of the image stay."""
+def test_trusted_cas_replace_the_former_ones(box: Machine, inside: Inside) -> None:
+    """Each request replaces the certificates of the former one. The CAs of the image stay."""
     (box.root / PLACE / "own.crt").write_text(THIRD.ca)
     assert inside(install(FIRST, SECOND)) is None
     assert names(box) == ["bosh-trusted-cert-1.crt", "bosh-trusted-cert-2.crt", "own.crt"]
@@ -84,8 +84,8 @@ def test_exactly_the_given_authorities_are_trusted(box: Machine, inside: Inside)
     assert [is_trusted(box, each) for each in (FIRST, SECOND, THIRD)] == [False, False, True]
 
 
-def test_a_certificate_that_cannot_be_read_is_named_and_left_out(box: Machine, inside: Inside) -> None:
-    """The Go agent installs the others too; the bad one would make the whole bundle unreadable for some clients."""
+def test_invalid_trusted_ca_is_named_and_skipped(box: Machine, inside: Inside) -> None:
+    """The Go agent installs the others too. The bad one would make the whole bundle unreadable for some clients."""
     bad = "-----BEGIN CERTIFICATE-----\nbm9uc2Vuc2U=\n-----END CERTIFICATE-----\n"
     said = inside(TELLING + install(FIRST, SECOND, between=bad).replace("return await", "await") + "\nreturn said")
 
@@ -94,8 +94,8 @@ def test_a_certificate_that_cannot_be_read_is_named_and_left_out(box: Machine, i
     assert [is_trusted(box, each) for each in (FIRST, SECOND)] == [True, True]
 
 
-def test_a_repeated_bundle_is_not_installed_again(box: Machine, inside: Inside) -> None:
-    """Directors say it to every machine whenever they say anything."""
+def test_repeated_ca_bundle_is_not_installed_again(box: Machine, inside: Inside) -> None:
+    """Directors send it to every machine with every change of settings."""
     inside(install(FIRST))
     before = (box.root / TRUSTED).stat()
     inside(install(FIRST))
@@ -104,8 +104,8 @@ def test_a_repeated_bundle_is_not_installed_again(box: Machine, inside: Inside) 
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_a_new_container_learns_them_again(box: Machine, inside: Inside) -> None:
-    """Its files are those of the image."""
+def test_new_container_installs_the_trusted_cas_again(box: Machine, inside: Inside) -> None:
+    """It begins with the files of the image."""
     inside(install(FIRST))
     box.run(f"rm /{PLACE}/* && {COMMAND} -f >/dev/null")
     assert not is_trusted(box, FIRST)
@@ -115,7 +115,7 @@ def test_a_new_container_learns_them_again(box: Machine, inside: Inside) -> None
 
 
 @pytest.mark.parametrize("were", [[], [SECOND]])
-def test_an_interrupted_installation_is_completed(box: Machine, inside: Inside, were: list[Authority]) -> None:
+def test_interrupted_ca_installation_is_completed(box: Machine, inside: Inside, were: list[Authority]) -> None:
     """The files were changed, and then the agent was killed."""
     inside(install(*were))
     box.run(f"rm -f /{PLACE}/*")
@@ -128,7 +128,7 @@ def test_an_interrupted_installation_is_completed(box: Machine, inside: Inside, 
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("tries", [1, 3])
-def test_a_command_that_hangs_is_ended_and_tried_again(box: Machine, inside: Inside, tries: int) -> None:
+def test_hanging_ca_update_command_is_killed_and_retried(box: Machine, inside: Inside, tries: int) -> None:
     """After a number of attempts it raises the error, and the next request starts again."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\ntrap '' TERM\necho $$ $* >>/mnt/calls\nsleep 1000\n")
     error = inside(install(FIRST, tries=tries, patience=0.2))
@@ -145,15 +145,15 @@ def test_a_command_that_hangs_is_ended_and_tried_again(box: Machine, inside: Ins
 
 
 @pytest.mark.usefixtures("fake")
-def test_a_command_that_works_the_second_time_is_good_enough(box: Machine, inside: Inside) -> None:
-    """It fails now and then."""
+def test_ca_update_succeeds_at_the_second_attempt(box: Machine, inside: Inside) -> None:
+    """The command fails now and then."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\n[ -e /mnt/once ] || { touch /mnt/once; echo no; exit 3; }\n")
 
     assert inside(install(FIRST)) is None
 
 
-def test_an_image_without_the_command(box: Machine, inside: Inside) -> None:
-    """Has no trouble as long as there is nothing to trust."""
+def test_missing_ca_update_command_is_an_error_only_if_there_are_cas(box: Machine, inside: Inside) -> None:
+    """Without CAs the command is not needed."""
     box.run("mount --bind /dev/null /usr/sbin/update-ca-certificates")
     try:
         assert inside(install()) is None
@@ -164,8 +164,8 @@ def test_an_image_without_the_command(box: Machine, inside: Inside) -> None:
         box.run("umount /usr/sbin/update-ca-certificates")
 
 
-def test_a_place_that_cannot_be_written(box: Machine, inside: Inside) -> None:
-    """A read-only root file system, say."""
+def test_unwritable_ca_directory_is_reported(box: Machine, inside: Inside) -> None:
+    """The root file system may be read-only."""
     box.run(f"mount -o remount,ro /{PLACE}")
 
     error = inside(install(FIRST))

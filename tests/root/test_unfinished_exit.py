@@ -27,7 +27,7 @@ print(json.dumps([os.getsid(0), os.getpid(), list(proc.census("MARK").unread)]))
 """
 
 
-def test_a_process_whose_session_began_outside_its_pid_namespace_is_unread_while_it_exits() -> None:
+def test_exiting_process_with_a_session_outside_its_pid_namespace_is_unread() -> None:
     """The kernel shows its session as 0, as it shows that of its own threads."""
     inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", CENSUS_OF_LEAVING]
 
@@ -38,8 +38,8 @@ def test_a_process_whose_session_began_outside_its_pid_namespace_is_unread_while
 
 
 @pytest.mark.attack("a job outruns its stop by forking")
-async def test_an_orphan_in_the_midst_of_its_exit_has_lost_its_mark_and_says_so(tmp_path: Path) -> None:
-    """The first process of a pid namespace waits in its exit for a process whose parent, outside, does not reap it."""
+async def test_orphan_that_lost_its_mark_while_exiting_is_reported_as_leaving(tmp_path: Path) -> None:
+    """The init of a pid namespace waits in its exit for a process whose parent, outside, does not reap it."""
     ownership, traces = Ownership(tmp_path), ProcessRecord()
     ownership.records = lambda: [("web", traces)]
     env = {"PATH": "/usr/bin:/bin", MARK: mark("web", tmp_path)}

@@ -51,7 +51,7 @@ def groups_of(box: Machine, user: str) -> set[str]:
     return set(box.run(f"id -nG {user}").split())
 
 
-def test_the_machine_that_runs_the_tests_is_safe(box: Machine) -> None:
+def test_user_tools_cannot_change_the_machine_that_runs_the_tests(box: Machine) -> None:
     """Tools for users cannot remove anything of the machine that runs the tests."""
     homes = {line.split(":")[5] for line in (box.root / "etc/passwd").read_text().splitlines()}
 
@@ -61,8 +61,8 @@ def test_the_machine_that_runs_the_tests_is_safe(box: Machine) -> None:
     assert box.run("ls /home") == "vcap\n"
 
 
-def test_a_name_without_our_beginning(box: Machine, inside: Inside) -> None:
-    """A free one is taken, with a word for a key too, as by the Go agent. A cleanup leaves that user."""
+def test_ssh_user_without_the_bosh_prefix_is_created_but_not_removed(box: Machine, inside: Inside) -> None:
+    """As with the Go agent, a free name is accepted, and any word counts as a key. A cleanup leaves that user."""
     inside(setup("jane_doe", "public-key"))
     inside(setup("jane_doe", KEY))
 
@@ -75,7 +75,7 @@ def test_a_name_without_our_beginning(box: Machine, inside: Inside) -> None:
 
 @pytest.mark.attack("a request makes an SSH user of an existing account or of an option")
 @pytest.mark.parametrize("user", ["root", "vcap"])
-def test_the_name_of_another_user_is_refused(box: Machine, inside: Inside, user: str) -> None:
+def test_ssh_user_with_the_name_of_an_existing_account_is_rejected(box: Machine, inside: Inside, user: str) -> None:
     """An account of the machine gains no group and no key."""
     before = (groups_of(box, user), (box.root / "etc/passwd").read_text())
 
@@ -85,8 +85,8 @@ def test_the_name_of_another_user_is_refused(box: Machine, inside: Inside, user:
     assert (groups_of(box, user), (box.root / "etc/passwd").read_text()) == before
 
 
-def test_a_user_for_an_operator(box: Machine, inside: Inside) -> None:
-    """Groups, home, key and modes as the Go agent makes them. The same request again replaces the key."""
+def test_ssh_user_has_groups_home_key_and_modes_of_the_go_agent(box: Machine, inside: Inside) -> None:
+    """The same request again replaces the key."""
     for key in ("ssh-rsa BBBB\n", KEY):
         inside(setup("bosh_abc", key))
 
@@ -100,14 +100,14 @@ def test_a_user_for_an_operator(box: Machine, inside: Inside) -> None:
     assert stat.S_IMODE((box.vcap / "bosh_ssh").stat().st_mode) == 0o755
 
 
-def test_requests_at_once_each_make_their_user(box: Machine, inside: Inside) -> None:
+def test_concurrent_requests_each_create_their_ssh_user(box: Machine, inside: Inside) -> None:
     inside(f"{USERS}await asyncio.gather(*(users.setup(f'bosh_p{{i}}', {KEY!r}) for i in range(4)))")
 
     assert {f"bosh_p{i}" for i in range(4)} <= set(accounts(box))
     assert groups_of(box, "bosh_p3") >= {"bosh_sshers"}
 
 
-def test_clean_up_removes_those_that_match(box: Machine, inside: Inside) -> None:
+def test_ssh_cleanup_removes_matching_users(box: Machine, inside: Inside) -> None:
     """They are removed with their homes. Users without the prefix stay, and none is removed twice."""
     for user in ("bosh_x1", "bosh_x2", "bosh_y1"):
         inside(setup(user))
@@ -135,8 +135,8 @@ their user, and with new files in the home that is removed.
 
 @pytest.mark.attack("an SSH user survives the clean-up")
 @pytest.mark.parametrize("commands", STAYING.values(), ids=STAYING.keys())
-def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
-    """The next user may get the number."""
+def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
+    """The next user may get the same number."""
     inside(setup("bosh_stays"))
     number, home = box.run("id -u bosh_stays").strip(), "/var/vcap/bosh_ssh/bosh_stays"
     as_user = ["setpriv", "--reuid", "bosh_stays", "--regid", "bosh_stays", "--clear-groups"]
@@ -156,8 +156,8 @@ def test_nothing_of_a_removed_user_goes_on(box: Machine, inside: Inside, command
             each.wait()
 
 
-def test_where_process_numbers_are_those_of_the_host_no_process_is_ended(box: Machine, inside: Inside) -> None:
-    """Another container may have a user with the same number: process 1 has another root directory then."""
+def test_user_removal_ends_no_process_in_the_host_pid_namespace(box: Machine, inside: Inside) -> None:
+    """Another container may have a user with the same number. There, PID 1 has another root directory."""
     inside(setup("bosh_seen"))
     box.run(
         "mkdir -p /mnt/own && mount -t tmpfs tmpfs /mnt/own && cd / && for each in *; do"
@@ -175,7 +175,7 @@ def test_where_process_numbers_are_those_of_the_host_no_process_is_ended(box: Ma
         box.run("umount -l /mnt/own")
 
 
-def test_a_missing_group_leaves_no_half_user(box: Machine, inside: Inside) -> None:
+def test_missing_group_leaves_no_partial_ssh_user(box: Machine, inside: Inside) -> None:
     """The error names the group."""
     group = box.root / "etc/group"
     text = group.read_text()
@@ -190,8 +190,8 @@ def test_a_missing_group_leaves_no_half_user(box: Machine, inside: Inside) -> No
     assert not (box.vcap / "bosh_ssh/bosh_half").exists()
 
 
-def test_an_agent_without_useradd_or_root_makes_no_user(box: Machine, inside: Inside) -> None:
-    """In a minimal image, and as an ordinary user, whose refusal comes before any change."""
+def test_agent_without_useradd_or_root_creates_no_user(box: Machine, inside: Inside) -> None:
+    """The image may be minimal, or the user an ordinary one, whose refusal comes before any change."""
     inside(setup("bosh_first"))
     box.run("mount --bind /dev/null /usr/sbin/useradd")
     try:
@@ -205,7 +205,7 @@ def test_an_agent_without_useradd_or_root_makes_no_user(box: Machine, inside: In
     assert "bosh_none" not in accounts(box)
 
 
-def test_keys_of_vcap(box: Machine, inside: Inside) -> None:
+def test_authorized_keys_of_vcap_are_replaced(box: Machine, inside: Inside) -> None:
     """They replace those that were there."""
     for keys in (["ssh-rsa AAAA", "ssh-rsa BBBB"], ["ssh-rsa CCCC", "ssh-rsa DDDD"]):
         inside(f"{USERS}await users.authorize_vcap({keys!r})")
@@ -215,8 +215,8 @@ def test_keys_of_vcap(box: Machine, inside: Inside) -> None:
 
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
-def test_a_link_in_a_home_leads_nowhere(box: Machine, inside: Inside) -> None:
-    """vcap cannot make root write where vcap may not."""
+def test_keys_of_vcap_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
+    """The user vcap cannot make root write where vcap may not."""
     box.run("rm -rf /home/vcap/.ssh && mkdir -m 700 /etc/victim && ln -s /etc/victim /home/vcap/.ssh")
     try:
         error = inside(f"{USERS}await users.authorize_vcap(['ssh-rsa AAAA'])")
@@ -228,8 +228,8 @@ def test_a_link_in_a_home_leads_nowhere(box: Machine, inside: Inside) -> None:
 
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
-def test_a_link_in_the_home_of_an_operator_leads_nowhere(box: Machine, inside: Inside) -> None:
-    """Neither to a directory of root nor to the keys of another user, when the same user is set up again."""
+def test_keys_of_an_operator_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
+    """The link may name a directory of root or another user's keys when the same user is set up again."""
     inside(setup("bosh_sly"))
     as_sly = "setpriv --reuid=bosh_sly --regid=bosh_sly --clear-groups"
     box.run("mkdir -m 700 /etc/aim && echo kept >/etc/aim/authorized_keys")
@@ -251,8 +251,8 @@ def test_a_link_in_the_home_of_an_operator_leads_nowhere(box: Machine, inside: I
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
 @pytest.mark.parametrize("planted", ["mkfifo", "mkdir", "ln -s /etc/led-to"])
-def test_what_a_user_has_put_in_the_way_of_keys_is_not_waited_for(box: Machine, inside: Inside, planted: str) -> None:
-    """A pipe held it until it was given up, at each boot."""
+def test_pipe_at_the_authorized_keys_does_not_block(box: Machine, inside: Inside, planted: str) -> None:
+    """It used to block until the timeout, at each boot."""
     box.run("rm -rf /home/vcap/.ssh")
     as_vcap = "setpriv --reuid=vcap --regid=vcap --clear-groups"
     box.run(f"cd /home/vcap && {as_vcap} mkdir .ssh && {as_vcap} {planted} .ssh/authorized_keys.new")
@@ -264,8 +264,8 @@ def test_what_a_user_has_put_in_the_way_of_keys_is_not_waited_for(box: Machine, 
 
 
 @pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
-def test_a_user_who_stops_the_writer_of_keys_delays_the_agent_briefly(box: Machine, inside: Inside) -> None:
-    """A minute for each, during which no other user was made."""
+def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machine, inside: Inside) -> None:
+    """Each took a minute, during which no other user was created."""
     stopping = box.popen([*AS_VCAP, "setsid", sys.executable, "-S", "-c", KILLING.replace("9", "19")])
     try:
         box.run("until pgrep -u vcap >/dev/null; do sleep 0.02; done")
@@ -280,8 +280,8 @@ def test_a_user_who_stops_the_writer_of_keys_delays_the_agent_briefly(box: Machi
 
 
 @pytest.mark.parametrize("keep_root", [True, False])
-def test_passwords(box: Machine, inside: Inside, keep_root: bool) -> None:
-    """The hash is in the shadow file and was in no argument."""
+def test_password_hash_is_in_the_shadow_file_and_in_no_argument(box: Machine, inside: Inside, keep_root: bool) -> None:
+    """No command line contains it."""
     hashed = f"$6$salt$hash{keep_root}"
     inside(f"{USERS}await users.set_passwords({hashed!r}, keep_root={keep_root})")
     shadow = dict(line.split(":")[:2] for line in (box.root / "etc/shadow").read_text().splitlines())

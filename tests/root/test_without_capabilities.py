@@ -14,7 +14,7 @@ POWERLESS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
 BOOT = "from agent_shim.daemon import boot\nawait boot.boot([boot.tree_step(Paths())])"
 
 
-def test_boot_keeps_owners_it_may_not_give(box: Machine, inside: Inside) -> None:
+def test_boot_keeps_owners_that_it_cannot_change(box: Machine, inside: Inside) -> None:
     """The tree is made with its modes, all of it root's. That owners stay is said once, and twenty directories are one
     line. A file that could not be given to its group is readable by root alone as far as its mode goes. Bundles of the
     Director are unpacked and usable.
@@ -45,7 +45,7 @@ return said
         assert box.run(f"stat -c '%a %U:%G' /var/vcap/{place}") == f"{mode} root:root\n", place
 
 
-def test_powerful_root_gives_files_away(box: Machine, inside: Inside) -> None:
-    """With the capability owners are what they should be."""
+def test_root_with_capabilities_changes_owners(box: Machine, inside: Inside) -> None:
+    """With the capability, the owners are as intended."""
     assert inside(BOOT) is None
     assert box.run("stat -c '%a %U:%G' /var/vcap/data/sys/log") == "750 root:vcap\n"
