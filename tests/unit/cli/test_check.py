@@ -111,7 +111,7 @@ AGENT = {
 }
 
 
-def test_all_mistakes_of_a_file_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_errors_of_a_file_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agent.json").write_text(json.dumps(AGENT))
     (tmp_path / "bpm.yml").write_text("processes:\n- name: a\n- executable: b\n  limits: {memory: lots}\n")
     (tmp_path / "settings.json").write_text('{"agent_id": 3, "mbus": "nats//x", "ntp": 5}')

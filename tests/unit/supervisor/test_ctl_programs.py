@@ -10,8 +10,8 @@ from tests.support.played import played
 
 
 @played
-async def test_a_bucket_fills_by_the_time_since_the_last_turn() -> None:
-    """A caller that gives up returns its turn."""
+async def test_start_rate_bucket_refills_with_time() -> None:
+    """A caller that is cancelled returns its turn."""
     clock, bucket = asyncio.get_running_loop().time, TokenBucket(5, 1)
     for seconds, takes, after in ((0, 5, 0), (0, 3, 3), (2, 2, 5), (100, 5, 105), (0, 1, 106)):
         await asyncio.sleep(seconds)
@@ -27,8 +27,8 @@ async def test_a_bucket_fills_by_the_time_since_the_last_turn() -> None:
     assert round(clock(), 6) == 107
 
 
-async def test_large_output_is_cut(tmp_path: Path) -> None:
-    """To its end, which holds the last words."""
+async def test_large_program_output_is_truncated_to_its_end(tmp_path: Path) -> None:
+    """The end has the most recent messages."""
     large = b"".join(b"%d\n" % number for number in range(60_000))
     assert len(large) > MAX_OUTPUT_BYTES
     for name, content in (("large.log", large), ("small.log", b"x\n"), ("full.log", bytes(MAX_OUTPUT_BYTES))):

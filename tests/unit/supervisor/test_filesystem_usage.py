@@ -14,13 +14,13 @@ NUMBERS = (4096, 512, 100, 60, 50, 80, 20, 20, 0, 255)
 """Reply of ``statvfs``: 40 of 100 blocks of 512 bytes and 60 of 80 inodes are in use."""
 
 
-def test_usage_in_numbers_and_in_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filesystem_usage_is_given_in_numbers_and_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(NUMBERS))
 
     assert usage(tmp_path) == {"space": 40 * 512, "space %": 40.0, "inode": 60, "inode %": 75.0, "flags": 0}
 
 
-def test_a_file_system_without_inodes_has_no_figure_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_inodes_has_no_inode_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*NUMBERS[:5], 0, 0, 0, 0, 255)))
 
     assert set(usage(tmp_path)) == {"space", "space %", "flags"}
@@ -30,10 +30,10 @@ def test_a_file_system_without_inodes_has_no_figure_of_them(tmp_path: Path, monk
     ("name", "is_device", "place"),
     [("by-id", True, Path("/store")), ("unmounted", True, Path("unmounted")), ("by-id", False, "disk")],
 )
-def test_a_device_has_the_figures_of_its_mount_point(
+def test_device_has_the_usage_of_its_mount_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_device: bool, place: Path | str
 ) -> None:
-    """The device may be named by a link. Other paths are asked where they were opened: a job may move a link."""
+    """A link may name the device. Other paths are read where they were opened, because a job may change a link."""
     for device in ("disk", "unmounted"):
         (tmp_path / device).touch()
     (tmp_path / "by-id").symlink_to(tmp_path / "disk")
@@ -53,6 +53,6 @@ def test_a_device_has_the_figures_of_its_mount_point(
     assert asked == [tmp_path / place if is_device else str(tmp_path / place)]
 
 
-def test_a_missing_path_has_no_figures(tmp_path: Path) -> None:
+def test_missing_path_has_no_filesystem_usage(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         usage(tmp_path / "absent")

@@ -24,22 +24,22 @@ from tests.support.serving import serving
         (r"\0x4", rb"\0x4"),
     ],
 )
-def test_a_text_may_spell_any_byte(text: str, sent: bytes) -> None:
+def test_send_text_can_express_any_byte(text: str, sent: bytes) -> None:
     assert network_checks.wire_text(text) == sent
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
-async def test_an_address_is_looked_up_nowhere(
+async def test_ip_address_is_not_resolved_by_a_name_server(
     monkeypatch: pytest.MonkeyPatch, host: str, family: socket.AddressFamily
 ) -> None:
-    """A silent name server does not delay it."""
+    """A silent name server thus does not delay the check."""
     with socket.create_server((host, 0), family=family) as server:
         monkeypatch.setattr(socket, "getaddrinfo", None)
 
         assert await network_checks.probe(Connection(host, server.getsockname()[1])) == ""
 
 
-async def test_a_host_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_without_an_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
 
     assert await network_checks.probe(Connection("web", 80)) == (
@@ -47,7 +47,7 @@ async def test_a_host_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch
     )
 
 
-async def test_a_head_without_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_http_head_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
     loop = asyncio.get_running_loop()
     receive = loop.sock_recv
@@ -73,7 +73,7 @@ async def test_a_head_without_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) 
     assert read <= network_checks.MAX_HEAD_BYTES + 2 * network_checks.CHUNK
 
 
-def test_a_piece_of_a_page_costs_no_copy_of_the_whole() -> None:
+def test_http_check_reads_small_chunks_without_copying_the_page() -> None:
     """A server can send a megabyte in chunks of one byte."""
 
     def seconds(before: int) -> float:

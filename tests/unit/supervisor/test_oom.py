@@ -10,7 +10,7 @@ from agent_shim.host import cgroups
 from agent_shim.supervisor.oom import Kills
 
 
-def test_a_kill_explains_one_death() -> None:
+def test_memory_kill_explains_one_exit() -> None:
     """A kill before the agent's start explains none."""
     kills = [3]
     counted = Kills(lambda: kills[0])
@@ -20,7 +20,7 @@ def test_a_kill_explains_one_death() -> None:
     assert [counted.claim(), counted.claim(), counted.claim()] == [True, True, False]
 
 
-def test_a_kill_noted_before_the_death_waits_for_it() -> None:
+def test_memory_kill_seen_before_the_exit_still_explains_it() -> None:
     """The counter rises first, and may be read in between."""
     kills = [0]
     counted = Kills(lambda: kills[0])
@@ -30,7 +30,7 @@ def test_a_kill_noted_before_the_death_waits_for_it() -> None:
     assert counted.claim()
 
 
-def test_kills_are_counted_for_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_kills_are_counted_for_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup(memory=hierarchy))
     (tmp_path / "memory.events").write_text("oom 3\noom_kill 3\n")
@@ -42,6 +42,6 @@ def test_kills_are_counted_for_the_container(tmp_path: Path, monkeypatch: pytest
     assert not Kills().claim()
 
 
-def test_a_missing_counter_explains_no_exit() -> None:
-    """Where the kernel does not say."""
+def test_missing_memory_kill_counter_explains_no_exit() -> None:
+    """The kernel may not provide one."""
     assert not Kills(lambda: None).claim()

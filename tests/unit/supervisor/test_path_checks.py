@@ -62,19 +62,19 @@ def said(watch: PathWatch) -> list[str]:
         (f"failed checksum expect {hashlib.sha1(b'one' + bytes([10])).hexdigest()}", False),
     ],
 )
-def test_a_value_is_compared(path: Path, test: str, is_bad: bool) -> None:
+def test_path_check_compares_a_value(path: Path, test: str, is_bad: bool) -> None:
     assert fails(made(path, test)) == [0] * is_bad
 
 
-def test_the_age_counts_from_the_last_change(path: Path) -> None:
-    """The content, or the owner, mode and name, whichever changed later."""
+def test_file_age_counts_from_the_last_change(path: Path) -> None:
+    """Content changes count, and changes of owner, mode or name, whichever came last."""
     os.utime(path, (0, 0))
 
     assert fails(made(path, "timestamp > 1 hour")) == []
 
 
 @pytest.mark.parametrize("test", ["changed timestamp", "changed size", "changed checksum", "changed sha1 checksum"])
-def test_a_change_is_one_between_two_looks(path: Path, test: str) -> None:
+def test_change_check_compares_consecutive_cycles(path: Path, test: str) -> None:
     watch = made(path, test)
     assert fails(watch) == fails(watch) == []
 
@@ -84,7 +84,7 @@ def test_a_change_is_one_between_two_looks(path: Path, test: str) -> None:
     assert fails(watch) == []
 
 
-def test_a_checksum_without_a_value_is_taken_at_the_first_look(path: Path) -> None:
+def test_checksum_check_without_a_value_uses_the_first_cycle(path: Path) -> None:
     watch = made(path, "failed checksum")
     found = [fails(watch)]
     for text in ("three\n", "one\n"):  # a clock may not tell two writes apart, a size does
@@ -94,8 +94,8 @@ def test_a_checksum_without_a_value_is_taken_at_the_first_look(path: Path) -> No
     assert found == [[], [0], []]
 
 
-def test_an_unchanged_file_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large one would be read in each cycle."""
+def test_checksum_check_reads_an_unchanged_file_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one would otherwise be read in each cycle."""
     watch = made(path, "changed checksum")
     watch.look()
     monkeypatch.setattr(guarded, "reopen", refuse)
@@ -109,7 +109,7 @@ def refuse(*_: object) -> int:
     raise OSError(0, "not again")
 
 
-def test_a_checksum_that_takes_too_long_is_a_data_access_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_checksum_is_a_data_access_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_checks, "MAX_DIGEST_S", -1.0)
 
     assert said(made(path, "changed checksum")) == [
@@ -117,13 +117,13 @@ def test_a_checksum_that_takes_too_long_is_a_data_access_error(path: Path, monke
     ]
 
 
-def test_a_missing_path_has_no_findings(tmp_path: Path) -> None:
+def test_missing_path_has_no_findings(tmp_path: Path) -> None:
     """The service reports its absence."""
     assert made(tmp_path / "absent", "size > 5").look() == []
 
 
-def test_an_unknown_owner_is_a_data_access_error(path: Path) -> None:
-    """monit refuses to start."""
+def test_unknown_owner_is_a_data_access_error(path: Path) -> None:
+    """With it, monit refuses to start."""
     watch = made(path, "failed uid nobody-of-that-name", "failed gid nobody-of-that-name", "size > 5")
 
     assert said(watch) == [
@@ -132,8 +132,8 @@ def test_an_unknown_owner_is_a_data_access_error(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "fifo"])
-def test_each_kind_has_its_type(tmp_path: Path, kind: str) -> None:
-    """Nothing else is compared for a path of another type."""
+def test_path_check_requires_the_file_type_of_its_kind(tmp_path: Path, kind: str) -> None:
+    """No other rule is evaluated for a path of another type."""
     paths = {name: tmp_path / name for name in ("file", "directory", "fifo", "socket")}
     paths["file"].touch()
     paths["directory"].mkdir()
@@ -148,8 +148,8 @@ def test_each_kind_has_its_type(tmp_path: Path, kind: str) -> None:
     assert found == {name: [f"{paths[name]} is not {nouns[kind]}"] for name in found}
 
 
-def test_a_link_of_a_job_tells_no_content(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through it root would read any file. Its size is no secret."""
+def test_path_check_reads_no_content_through_a_link_of_a_job(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root would read any file through it. Its size is no secret."""
     link = path.with_name("link")
     link.symlink_to(path)
     monkeypatch.setattr(trusted_path, "trusted_users", lambda: {12345})
@@ -162,7 +162,7 @@ def test_a_link_of_a_job_tells_no_content(path: Path, monkeypatch: pytest.Monkey
         assert said(watch) == [f"cannot read {link}: the path contains a link, 'link', of user {os.geteuid()}"], test
 
 
-def test_flags_of_a_file_system_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filesystem_flags_check_reports_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """monit reports each change, and never that they stay."""
     flags = [0]
     monkeypatch.setattr(path_checks, "usage", lambda _: {"flags": flags[0]})
@@ -183,8 +183,8 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_new_whole_lines_are_compared(path: Path) -> None:
-    """From the end that the first look found. A line waits for its end."""
+def test_match_check_compares_new_complete_lines(path: Path) -> None:
+    """They are those since the first cycle. A partial line waits for its end."""
     watch = made(path, "match 'o'", "not match 'o'")
     assert fails(watch) == []
     append(path, "two\nthree\nfo")
@@ -194,7 +194,7 @@ def test_new_whole_lines_are_compared(path: Path) -> None:
     assert fails(watch) == [0]
 
 
-def test_a_new_or_shorter_file_is_compared_from_its_start(path: Path) -> None:
+def test_match_check_reads_a_new_or_truncated_file_from_its_start(path: Path) -> None:
     watch = made(path, "match 'o'")
     watch.look()
     path.write_text("o\n")
@@ -204,7 +204,7 @@ def test_a_new_or_shorter_file_is_compared_from_its_start(path: Path) -> None:
     assert fails(watch) == [0, 0, 0]
 
 
-def test_ignored_lines_are_seen_by_no_rule(path: Path) -> None:
+def test_match_check_skips_ignored_lines_for_all_rules(path: Path) -> None:
     watch = made(path, "match 'o'", "ignore match '^#'", "ignore not match 'e'")
     watch.look()
     append(path, "# one\ntwo\none\n")
@@ -212,8 +212,8 @@ def test_ignored_lines_are_seen_by_no_rule(path: Path) -> None:
     assert said(watch) == ["content matches [one]"]
 
 
-def test_a_long_line_is_compared_by_its_beginning(path: Path) -> None:
-    """monit has room for 511 bytes; and a line longer than all that is read at once is one too."""
+def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
+    """monit has room for 511 bytes. A line longer than everything read at once is a long one, too."""
     watch = made(path, "match 'x$'", "match 'y'")
     watch.look()
     append(path, f"{'x' * 600}y\n")
@@ -224,8 +224,8 @@ def test_a_long_line_is_compared_by_its_beginning(path: Path) -> None:
     assert fails(watch) == [0]
 
 
-def test_a_line_ends_at_a_null_byte(path: Path) -> None:
-    """As in C. No environment of a program can have one."""
+def test_match_check_ends_a_line_at_a_null_byte(path: Path) -> None:
+    """It does so in C. No environment variable of a program can contain one."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "x\0y\ny\0x\n")
@@ -233,7 +233,7 @@ def test_a_line_ends_at_a_null_byte(path: Path) -> None:
     assert said(watch) == ["content matches [x]"]
 
 
-def test_matching_lines_of_a_cycle_have_a_bound(path: Path) -> None:
+def test_match_check_limits_matching_lines_per_cycle(path: Path) -> None:
     """Each may run a program. The others wait for the next cycle."""
     watch = made(path, "match 'x'")
     watch.look()
@@ -243,8 +243,8 @@ def test_matching_lines_of_a_cycle_have_a_bound(path: Path) -> None:
     assert len(fails(watch)) == 5
 
 
-def test_empty_lines_of_a_cycle_have_a_bound(path: Path) -> None:
-    """They cost the job nothing, and the agent a comparison each."""
+def test_match_check_limits_empty_lines_per_cycle(path: Path) -> None:
+    """They cost the job nothing, but the agent a comparison each."""
     watch = made(path, "match 'x'")
     watch.look()
     append(path, "\n" * path_checks.MAX_LINES + "x\n")
@@ -253,7 +253,7 @@ def test_empty_lines_of_a_cycle_have_a_bound(path: Path) -> None:
     assert len(fails(watch)) == 1
 
 
-def test_other_lines_are_few_findings(path: Path) -> None:
+def test_match_check_merges_lines_that_do_not_match(path: Path) -> None:
     """A rule remembers no more of them."""
     watch = made(path, "match 'x'")
     watch.look()
@@ -263,7 +263,7 @@ def test_other_lines_are_few_findings(path: Path) -> None:
     assert found == [False] * 64 + [True]
 
 
-def test_every_test_of_a_path_has_a_rule() -> None:
+def test_path_check_has_the_implicit_rules_of_monit() -> None:
     """The last rules of a check are monit's own."""
     (spec,) = plan([JobFile("job", "", "check fifo it with path /x\n if timestamp > 5 then alert\n")])
 

@@ -37,8 +37,8 @@ def errors(*files: JobFile) -> dict[str, str]:
     return {spec.name: spec.error for spec in plan(files) if spec.error}
 
 
-def test_process_is_read_whole() -> None:
-    """Programs with their users and times, the pidfile, the group."""
+def test_plan_reads_all_parts_of_a_process() -> None:
+    """It has programs with their users and timeouts, the pidfile and the group."""
     (spec,) = plan([JobFile("web", "", WEB)])
 
     assert spec == ProcessSpec(
@@ -52,7 +52,7 @@ def test_process_is_read_whole() -> None:
     assert spec.is_restartable
 
 
-def test_services_have_the_order_of_the_files() -> None:
+def test_plan_keeps_the_order_of_files_and_checks() -> None:
     """The Director orders the jobs, and each file its checks. An empty file adds nothing."""
     files = [
         JobFile("b", "", check("b1") + check("b2")),
@@ -65,7 +65,7 @@ def test_services_have_the_order_of_the_files() -> None:
     assert [spec.job for spec in plan(files)] == ["b", "b", "a", "a"]
 
 
-def test_pattern_takes_the_place_of_a_pidfile() -> None:
+def test_plan_uses_a_pattern_instead_of_a_pidfile() -> None:
     """monit's extended regular expressions become Python's."""
     (spec,) = plan([JobFile("j", "", 'check process s matching "[[:alpha:]]+ --serve"\n')])
 
@@ -88,22 +88,22 @@ def test_pattern_takes_the_place_of_a_pidfile() -> None:
         ("group VCAP group other", "groups", frozenset({"vcap", "other"})),
     ],
 )
-def test_each_statement_has_its_place_in_the_plan(statement: str, member: str, value: object) -> None:
-    """The rules that the life of a service heeds have members of their own."""
+def test_plan_keeps_rules_that_drive_a_service_in_separate_fields(statement: str, member: str, value: object) -> None:
+    """Rules that affect the state machine of a service have fields of their own."""
     (spec,) = plan([JobFile("j", "", check("s", statement))])
 
     assert getattr(spec, member) == value
 
 
-def test_other_rules_are_kept_for_the_checks() -> None:
-    """A connection test is no business of the life of a service."""
+def test_plan_keeps_other_rules_for_the_rule_engine() -> None:
+    """A connection test does not affect the state machine of a service."""
     (spec,) = plan([JobFile("j", "", check("s", "if failed port 80 then restart", "if changed pid then alert"))])
 
     assert len(spec.rules) == 1
 
 
-def test_statements_without_effect_are_named_without_secrets() -> None:
-    """Statements outside of checks go to the first service."""
+def test_plan_names_ignored_statements_without_secrets() -> None:
+    """Statements outside of checks are attributed to the first service."""
     text = f"""
 set httpd port 2812 and allow admin:hidden
 {check("one", "alert someone@example.com")}
@@ -118,7 +118,7 @@ check file two with path /tmp
 
 
 def test_statements_that_the_daemon_acts_on_are_not_listed_as_ignored() -> None:
-    """In monit's place, the agent reads most statements outside of checks."""
+    """As monit's replacement, the daemon acts on most statements outside of checks."""
     text = "set daemon 10\ninclude /etc/x\nset init\n" + check("one", "alert a@example.com")
 
     (one,) = plan([JobFile("monitrc", "", text)], acted_on=control_file.ACTED_ON)
@@ -141,14 +141,14 @@ BOTH = ('start program "/bin/a"', 'stop program "/bin/b"')
         ((BOTH[0], "if not exist then start"), True),
     ],
 )
-def test_the_plan_says_which_services_restart(statements: tuple[str, ...], is_restartable: bool) -> None:
-    """monit restarts only what it can stop and start, and only where the file lets it."""
+def test_plan_says_which_services_restart(statements: tuple[str, ...], is_restartable: bool) -> None:
+    """monit restarts only what it can stop and start, and only if the file allows it."""
     (spec,) = plan([JobFile("j", "", check("s", *statements))])
 
     assert spec.is_restartable is is_restartable
 
 
-def test_bad_file_makes_one_failing_process() -> None:
+def test_invalid_monit_file_becomes_one_failing_process_in_the_plan() -> None:
     """The process has the name of the job and the error, and other jobs are unchanged."""
     files = [
         JobFile("good", "", check("good")),
@@ -162,7 +162,7 @@ def test_bad_file_makes_one_failing_process() -> None:
     assert errors(*files)["bad"].startswith("cannot read bad/more.monit: line ")
 
 
-def test_a_file_beyond_its_limit_fails_its_job() -> None:
+def test_monit_file_above_its_size_limit_fails_its_job() -> None:
     good = check("web").ljust(parser.MAX_BYTES)
 
     assert names(JobFile("web", "", good)) == ["web"]
@@ -172,7 +172,7 @@ def test_a_file_beyond_its_limit_fails_its_job() -> None:
         }
 
 
-def test_more_files_than_a_job_may_have_fail_it() -> None:
+def test_job_with_too_many_monit_files_fails() -> None:
     files = [JobFile("web", f"{number}", check(f"web{number}")) for number in range(MAX_FILES + 1)]
 
     assert errors(*files[1:]) == {}
@@ -181,7 +181,7 @@ def test_more_files_than_a_job_may_have_fail_it() -> None:
     }
 
 
-def test_duplicate_fails_the_later_job() -> None:
+def test_duplicate_service_name_fails_the_later_job() -> None:
     """monit would load none of them. Names are compared without case."""
     files = [JobFile("one", "", check("web")), JobFile("two", "", check("WEB") + check("own"))]
 
@@ -198,7 +198,7 @@ def test_missing_dependency_fails_its_job() -> None:
     assert "'a' depends on 'nosuch', which is not defined" in errors(*files)["one"]
 
 
-def test_a_dependency_on_a_bad_job_fails_that_job_alone() -> None:
+def test_dependency_on_a_job_with_an_invalid_file_fails_only_that_job() -> None:
     """The missing service may be in the unreadable file."""
     files = [JobFile("bad", "", "check nonsense and more"), JobFile("two", "", check("b", "depends on nonsense"))]
 
@@ -206,8 +206,8 @@ def test_a_dependency_on_a_bad_job_fails_that_job_alone() -> None:
     assert names(*files) == ["bad", "b"]
 
 
-def test_circle_fails_one_job() -> None:
-    """Across jobs and within one."""
+def test_dependency_cycle_fails_one_job() -> None:
+    """The cycle may span jobs or be within one."""
     within = [JobFile("one", "", check("a", "depends on b") + check("b", "depends on a")), JobFile("t", "", check("c"))]
     across = [JobFile("one", "", check("a", "depends on b")), JobFile("two", "", check("b", "depends on a"))]
 
@@ -216,7 +216,7 @@ def test_circle_fails_one_job() -> None:
     assert names(*across) == ["one", "b"]
 
 
-def test_failing_process_takes_no_name_that_is_in_use() -> None:
+def test_failing_process_does_not_use_a_name_in_use() -> None:
     """A process of another job may have the name of the job that fails."""
     assert names(JobFile("one", "", check("two")), JobFile("two", "", "nonsense")) == ["two", "two-monit"]
 
@@ -239,8 +239,8 @@ BPM = "/var/vcap/jobs/bpm/bin/bpm"
         (("/var/vcap/jobs/web/bin/ctl", "start", "web"), None),
     ],
 )
-def test_a_command_of_bpm_is_known(argv: tuple[str, ...], call: BpmCall | None) -> None:
-    """Its start and stop. The process is the job's own without a name."""
+def test_plan_recognizes_bpm_start_and_stop_commands(argv: tuple[str, ...], call: BpmCall | None) -> None:
+    """Without a process name, the process is the job's own."""
     assert bpm_call(argv) == call
 
 
@@ -253,9 +253,9 @@ def test_a_command_of_bpm_is_known(argv: tuple[str, ...], call: BpmCall | None) 
         (None, "monit-name"),
     ],
 )
-def test_a_bpm_process_has_the_label_of_its_pidfile(pidfile: str | None, label: str) -> None:
+def test_plan_labels_a_bpm_process_after_its_pidfile(pidfile: str | None, label: str) -> None:
     assert ProcessSpec("monit-name", "web", pidfile=pidfile or None).label == label
 
 
-def test_an_empty_plan_has_no_service() -> None:
+def test_empty_plan_has_no_services() -> None:
     assert plan([]) == ()

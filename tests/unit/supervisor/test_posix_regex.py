@@ -38,7 +38,7 @@ REG_EXTENDED, REG_NOSUB = 1, 8
         ("", "", None),
     ],
 )
-def test_dialect(pattern: str, matching: str, other: str | None) -> None:
+def test_posix_regex_follows_the_posix_dialect(pattern: str, matching: str, other: str | None) -> None:
     """It differs from Python's in brackets, anchors and escapes."""
     compiled = posix_regex.compiled(pattern)
 
@@ -62,17 +62,17 @@ def test_dialect(pattern: str, matching: str, other: str | None) -> None:
         ("a\0b", "a null byte"),
     ],
 )
-def test_refusals(pattern: str, complaint: str) -> None:
-    """In the words of the library, or for what the library would not survive."""
+def test_posix_regex_rejects_invalid_or_dangerous_patterns(pattern: str, complaint: str) -> None:
+    """The errors have the library's text, or name what would crash the library."""
     with pytest.raises(ValueError, match=f"^{re.escape(complaint)}$"):
         posix_regex.compiled(pattern)
 
 
-def test_a_pattern_of_the_largest_size_is_compiled() -> None:
+def test_posix_regex_compiles_a_pattern_of_maximum_size() -> None:
     assert not posix_regex.Pattern("x" * posix_regex.MAX_PATTERN_BYTES).search("x")
 
 
-def test_the_locale_of_the_thread_stays() -> None:
+def test_posix_regex_keeps_the_locale_of_the_thread() -> None:
     """It is C only while a pattern is compiled."""
     libc = ctypes.CDLL(None)
     libc.uselocale.restype = ctypes.c_void_p
@@ -87,7 +87,7 @@ def test_the_locale_of_the_thread_stays() -> None:
     assert before == after
 
 
-def test_memory_of_the_library_is_given_back_with_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_posix_regex_frees_its_memory_with_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[object] = []
     libc = posix_regex.library()
     free = libc.regfree
@@ -106,8 +106,8 @@ def test_memory_of_the_library_is_given_back_with_the_pattern(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(x+x+)+y", ".*a.*b.*c.*d.*e", "(a|aa|aaa)*b", "a.{900}c"])
-def test_hostile_texts_take_no_longer_than_others(pattern: str) -> None:
-    """A backtracking matcher needs years for the first, and the library, left to try each place, a thousand times more.
+def test_posix_regex_matches_hostile_texts_quickly(pattern: str) -> None:
+    """A backtracking matcher needs years for the first; the library, trying each position, a thousand times longer.
 
     A hundred thousand texts would take that a day.
     """
@@ -118,14 +118,14 @@ def test_hostile_texts_take_no_longer_than_others(pattern: str) -> None:
         assert not any(compiled.search(text) for text in texts)
 
 
-def test_a_text_is_searched_to_its_bound() -> None:
-    """A command line of 450 KB is cut as monit cuts it."""
+def test_posix_regex_searches_up_to_monits_length_limit() -> None:
+    """A command line of 450 KB is truncated as monit does it."""
     assert posix_regex.compiled("end").search("x" * 4000 + "end")
     assert not posix_regex.compiled("end").search("x" * 450_000 + "end")
 
 
-def test_the_lock_of_the_interpreter_is_free_meanwhile() -> None:
-    """Others run while a thread matches: here for as long as the library is left to try each place."""
+def test_posix_regex_releases_the_gil_while_matching() -> None:
+    """Other threads run meanwhile. Here the library tries each position."""
     slow = posix_regex.Pattern("(a+)+b)")  # the ")" that closes nothing keeps it from being told where to begin
     done = threading.Event()
 
@@ -169,7 +169,7 @@ SIGNS = tuple("abc-][^$()|*+?{}1,\\.=:")
 
 
 @pytest.mark.parametrize("pattern", ["\\\\1", "[\\1]", "[[:alpha:]\\1]"])
-def test_a_digit_after_a_plain_backslash_is_no_back_reference(pattern: str) -> None:
+def test_posix_regex_digit_after_an_escaped_backslash_is_no_back_reference(pattern: str) -> None:
     assert posix_regex.compiled(pattern).search("\\1")
 
 
@@ -178,15 +178,15 @@ def test_a_digit_after_a_plain_backslash_is_no_back_reference(pattern: str) -> N
     st.lists(st.sampled_from(PIECES + SIGNS), max_size=9).map("".join),
     st.lists(st.text("abc-]1 {}()\\^$*.,=:", max_size=6), max_size=8),
 )
-def test_agrees_with_the_c_library(pattern: str, texts: list[str]) -> None:
-    """The same patterns are refused, and the others find the same."""
+def test_posix_regex_agrees_with_the_c_library(pattern: str, texts: list[str]) -> None:
+    """The same patterns are rejected, and the others find the same."""
     assert found_by_ours(pattern, texts) == c_library(pattern, texts)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library speaks another dialect")
 @pytest.mark.parametrize("name", "alnum alpha blank cntrl digit graph lower print punct space upper xdigit".split(" "))
-def test_classes_equal_the_c_library(name: str) -> None:
-    """For every character of ASCII."""
+def test_posix_regex_classes_equal_those_of_the_c_library(name: str) -> None:
+    """Every ASCII character is compared."""
     characters = [chr(code) for code in range(1, 128)]
 
     assert found_by_ours(f"[[:{name}:]]", characters) == c_library(f"[[:{name}:]]", characters)

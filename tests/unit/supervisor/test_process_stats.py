@@ -55,7 +55,7 @@ def stats(monkeypatch: pytest.MonkeyPatch) -> ProcessStats:
     return made
 
 
-def test_figures_are_of_the_tree_and_of_the_process_alone(stats: ProcessStats) -> None:
+def test_process_statistics_cover_the_tree_and_the_process_itself(stats: ProcessStats) -> None:
     (found,) = stats.describe([service()])
 
     assert (found.process.mem_kb, found.process.mem_percent, found.process.cpu_total) == (3072, 37.5, 2.0)
@@ -64,7 +64,7 @@ def test_figures_are_of_the_tree_and_of_the_process_alone(stats: ProcessStats) -
     assert (found.process.uptime_secs, found.started_at) == (100, 1e9 + 1000)
 
 
-def test_faults_are_in_the_order_of_monit_while_the_service_is_up(stats: ProcessStats) -> None:
+def test_faults_are_listed_in_monits_order_while_the_service_is_up(stats: ProcessStats) -> None:
     up, down = stats.describe([service(), service(state=State.DOWN)])
 
     assert up.faults == ("Connection failed", "Resource limit matched")
@@ -82,16 +82,14 @@ def test_faults_are_in_the_order_of_monit_while_the_service_is_up(stats: Process
     ],
     ids=["none", "unmonitored", "gone", "dead"],
 )
-def test_without_a_process_that_is_watched_there_are_no_figures(stats: ProcessStats, changes: dict[str, Any]) -> None:
+def test_service_without_a_monitored_process_has_no_statistics(stats: ProcessStats, changes: dict[str, Any]) -> None:
     (found,) = stats.describe([service(**changes)])
 
     assert (found.process.mem_kb, found.own_cpu, found.threads, found.children) == (0, 0, 0, 0)
 
 
-def test_the_share_of_the_processors_is_since_the_last_question(
-    stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stays within a second, never falls below zero, and begins again with another process."""
+def test_cpu_share_covers_the_time_since_the_last_query(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reused within a second, never falls below zero, and starts again with another process."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -116,8 +114,13 @@ def test_the_share_of_the_processors_is_since_the_last_question(
     assert share(400, 1001) == 2.0
 
 
-def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leaders are there at once, their descendants with the next answer. One thread reads, and not too often."""
+def test_statistics_of_many_processes_are_read_in_a_thread(
+    stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main processes are returned at once, their descendants with the next answer.
+
+    One thread reads, and not too often.
+    """
     reads: list[int] = []
     go = threading.Event()
 
@@ -149,10 +152,8 @@ def test_many_processes_are_read_apart(stats: ProcessStats, monkeypatch: pytest.
         pass
 
 
-def test_a_pass_that_ends_while_an_answer_is_made_is_for_the_next_one(
-    stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Children of one pass would be looked up in the processes of another: an internal error."""
+def test_statistics_of_one_answer_come_from_one_pass(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of one pass would otherwise be looked up in the processes of another, which was an internal error."""
     go = threading.Event()
 
     def table() -> dict[int, proc.Stat]:
@@ -174,7 +175,7 @@ def test_a_pass_that_ends_while_an_answer_is_made_is_for_the_next_one(
     assert [stats.describe([service()])[0].children for _ in range(2)] == [0, 1]
 
 
-def test_passes_over_all_processes_have_a_share_of_a_processor(
+def test_process_table_reads_are_limited_to_a_share_of_the_cpu(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any neighbour may ask for the readiness thousands of times. The process itself is read each time."""

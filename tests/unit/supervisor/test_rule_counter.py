@@ -29,8 +29,8 @@ LETTERS = {
         (Rate(64, 64), Rate(), "x" * 65, "." * 63 + "Ff"),
     ],
 )
-def test_failures_are_counted(rate: Rate, recovery: Rate, looks: str, turns: str) -> None:
-    """N of the last M looks make it fail; while it has failed each bad look acts; as many good ones end that."""
+def test_rule_fails_after_n_of_m_failed_cycles(rate: Rate, recovery: Rate, looks: str, turns: str) -> None:
+    """While it has failed, each failed cycle runs the action. As many good cycles end that."""
     tally = RuleCounter(Rule(LIMIT, ALERT, rate, ALERT, recovery))
 
     assert "".join(LETTERS[tally.add(fails=look == "x")] for look in looks) == turns
@@ -39,16 +39,16 @@ def test_failures_are_counted(rate: Rate, recovery: Rate, looks: str, turns: str
 @pytest.mark.parametrize(
     ("operator", "bad"), [(">", [False, False, True]), ("<", [True, False, False]), ("=", [False, True, False])]
 )
-def test_limit_complains_about_its_side(operator: str, bad: list[bool]) -> None:
-    """A figure below, at and above the limit."""
+def test_limit_rule_fails_on_the_side_of_its_operator(operator: str, bad: list[bool]) -> None:
+    """The values are below, at and above the limit."""
     limit = Limit("memory", operator, 5)  # type: ignore[arg-type]
 
     assert [exceeds(value, limit) for value in (4, 5, 6)] == bad
     assert [exceeds(value, Limit("memory", "!=", 5)) for value in (4, 5, 6)] == [True, False, True]
 
 
-def test_percents_come_in_tenths() -> None:
-    """So that an equality can be met."""
+def test_percentages_are_rounded_to_tenths() -> None:
+    """An equality can thus be met."""
     assert percent(1, 3) == 33.3
     assert percent(1, 1) == 100
     assert percent(1, 0) == 0
@@ -57,7 +57,7 @@ def test_percents_come_in_tenths() -> None:
 @pytest.mark.parametrize(
     ("every", "due"), [(1, [10.0, 20.1, 30.2, 65.0, 70.0, 80.0]), (2, [10.0, 30.2, 70.0]), (3, [10.0, 65.0])]
 )
-def test_checks_are_due_every_so_many_cycles_without_those_missed(every: int, due: list[float]) -> None:
+def test_check_with_every_n_cycles_skips_missed_cycles(every: int, due: list[float]) -> None:
     """The next cycle is where it would have been."""
     cycles = Cycles(10.0, 10.0, every)
     times = (9.9, 10.0, 11.0, 20.1, 29.0, 30.2, 65.0, 69.9, 70.0, 80.0)

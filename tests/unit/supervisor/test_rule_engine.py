@@ -46,10 +46,10 @@ def service(path: Path, *rules: Rule, **changes: Any) -> Any:
     ("state", "is_compared"),
     [(State.DOWN, True), (State.BOUNCING, True), (State.STOPPED, False), (State.UNMONITORED, False)],
 )
-async def test_a_path_is_compared_with_the_one_before_unless_it_was_stopped(
+async def test_change_check_forgets_its_last_value_after_a_stop(
     tmp_path: Path, state: State, is_compared: bool
 ) -> None:
-    """A stop forgets the last look, as monit's reload does."""
+    """monit's reload forgets it as well."""
     path = tmp_path / "file"
     path.write_text("1")
     ours = service(path, Rule(Changed("size"), ALERT), Rule(Limit("size", ">", 1), ALERT))
@@ -74,7 +74,7 @@ async def test_a_path_is_compared_with_the_one_before_unless_it_was_stopped(
     assert sorted(set(ours.events) - {"Size succeeded"}) == (["Size changed"] if is_compared else []) + ["Size failed"]
 
 
-async def test_a_complaint_stands_until_its_rule_has_recovered(tmp_path: Path) -> None:
+async def test_rule_failure_lasts_until_the_rule_recovers(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("22")
     ours = service(path, Rule(Limit("size", ">", 1), ALERT, Rate(), ALERT, Rate(3, 3)))
@@ -89,8 +89,8 @@ async def test_a_complaint_stands_until_its_rule_has_recovered(tmp_path: Path) -
     assert ours.events == ["Size failed", "Size succeeded"]
 
 
-async def test_a_bug_in_a_check_ends_the_engine(tmp_path: Path) -> None:
-    """Its caller logs the bug and runs it again."""
+async def test_exception_in_a_check_ends_the_rule_engine(tmp_path: Path) -> None:
+    """Its caller logs the bug and starts it again."""
 
     async def fail(*_: object) -> None:
         raise RuntimeError("a bug")
@@ -104,7 +104,7 @@ async def test_a_bug_in_a_check_ends_the_engine(tmp_path: Path) -> None:
     assert [str(bug) for bug in raised.value.exceptions] == ["a bug"]
 
 
-async def test_passes_over_all_processes_have_a_share_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_table_reads_are_limited_to_a_share_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job can have tens of thousands, and services whose cycles begin at ten times."""
     pauses: list[float] = []
     turn, used = asyncio.sleep, itertools.count()

@@ -81,7 +81,7 @@ async def test_restarts_wait_at_most_a_second_in_the_minute_after_a_request() ->
 
 
 @played
-async def test_the_first_restart_comes_at_once_and_each_next_after_twice_the_delay() -> None:
+async def test_restart_delay_doubles_after_an_immediate_first_restart() -> None:
     async with lived(machine := Machine()):
         await asyncio.sleep(TIMING.eager)
         machine.how_starts = "not"
@@ -94,7 +94,7 @@ async def test_the_first_restart_comes_at_once_and_each_next_after_twice_the_del
 
 
 @played
-async def test_each_death_in_a_row_lengthens_the_delay() -> None:
+async def test_consecutive_crashes_lengthen_the_restart_delay() -> None:
     async with lived(machine := Machine()):
         for _ in range(4):
             machine.end()
@@ -110,7 +110,7 @@ async def test_each_death_in_a_row_lengthens_the_delay() -> None:
 
 
 @played
-async def test_a_process_that_a_slow_start_program_brings_up_is_found() -> None:
+async def test_process_of_a_slow_start_program_is_found() -> None:
     """The program takes 45 seconds, its timeout is 30: the service fails, and then runs without another start."""
     machine = Machine(how_starts="late")
     service = service_on(machine)
@@ -126,7 +126,7 @@ async def test_a_process_that_a_slow_start_program_brings_up_is_found() -> None:
 
 
 @played
-async def test_the_next_start_follows_a_cycle_after_the_end_of_a_slow_start_program() -> None:
+async def test_next_start_comes_a_cycle_after_a_slow_start_program_ends() -> None:
     """Its daemon may still appear. The delay after the next failure is the usual one."""
     machine = Machine(how_starts="late")
     service = service_on(machine)
@@ -145,7 +145,7 @@ async def test_the_next_start_follows_a_cycle_after_the_end_of_a_slow_start_prog
 
 @pytest.mark.parametrize(("is_restarted", "seconds"), [(True, 0.5), (False, None)])
 @played
-async def test_the_time_of_the_next_start_is_known_while_one_is_due(is_restarted: bool, seconds: float | None) -> None:
+async def test_time_of_the_next_start_is_known_while_one_is_pending(is_restarted: bool, seconds: float | None) -> None:
     machine = Machine(how_starts="not")
     service = service_on(machine, replace(SPEC, stop=SPEC.stop if is_restarted else None))
     async with running(service):
@@ -180,7 +180,7 @@ async def test_restarts_of_all_services_share_a_budget() -> None:
     ],
 )
 @played
-async def test_restarts_in_different_cycles_count_towards_a_limit(count: int, life: float, state: State) -> None:
+async def test_restart_limit_counts_restarts_in_different_cycles(count: int, life: float, state: State) -> None:
     """monit restarts once in a cycle."""
     events: list[Event] = []
     spec = replace(SPEC, limits=(RestartLimit(count, 10, Action("unmonitor")),))
@@ -195,8 +195,8 @@ async def test_restarts_in_different_cycles_count_towards_a_limit(count: int, li
     assert told == [("Timeout", "unmonitor")] * (state is State.UNMONITORED)
 
 
-def test_a_process_that_stays_up_is_running_within_a_cycle_of_the_first_minute() -> None:
-    """monit, which looks each cycle, is never earlier."""
+def test_settling_times_are_shorter_than_a_monit_cycle() -> None:
+    """monit, which looks each cycle, is thus never earlier."""
     assert TIMING.eager_limit + TIMING.settle < TIMING.cycle
     assert TIMING.backoff_limit <= TIMING.cycle
 
@@ -214,7 +214,7 @@ def test_a_process_that_stays_up_is_running_within_a_cycle_of_the_first_minute()
     ],
 )
 @played
-async def test_a_kill_for_want_of_memory_is_counted_and_explained(
+async def test_memory_kill_is_counted_and_reported_as_the_reason(
     how: str, was_oom: bool, by_limit: bool, killer: str
 ) -> None:
     events: list[Event] = []
@@ -248,10 +248,8 @@ async def never(_: BpmCall) -> None:
 )
 @pytest.mark.parametrize("by", ["death", "request"])
 @played
-async def test_dependants_that_are_up_restart_with_a_service(
-    is_restarted: bool, before: str, starts: int, by: str
-) -> None:
-    """They stay up beside a service that nothing restarts."""
+async def test_running_dependants_restart_with_a_service(is_restarted: bool, before: str, starts: int, by: str) -> None:
+    """They stay up if nothing restarts the service."""
     service = service_on(machine := Machine(), SPEC if is_restarted else replace(SPEC, stop=None))
     dependant = service_on(other := Machine())
     service.dependants, dependant.prerequisites = [dependant], [service]
@@ -270,7 +268,7 @@ async def test_dependants_that_are_up_restart_with_a_service(
 
 
 @played
-async def test_an_exit_that_is_not_handled_yet_makes_the_service_failing() -> None:
+async def test_unhandled_exit_makes_the_service_failing() -> None:
     async with lived(machine := Machine()) as service:
         assert service.reported == "running"
         machine.end()
@@ -281,8 +279,8 @@ async def test_an_exit_that_is_not_handled_yet_makes_the_service_failing() -> No
     ("trigger", "are_kept"), [(Trigger.DIED, False), (Trigger.UNMONITOR_ASKED, False), (Trigger.RESTART_ASKED, True)]
 )
 @played
-async def test_complaints_end_with_the_process_unless_it_is_restarted(trigger: Trigger, are_kept: bool) -> None:
-    """They stand over a restart until their checks pass."""
+async def test_rule_failures_end_with_the_process_unless_it_is_restarted(trigger: Trigger, are_kept: bool) -> None:
+    """They outlast a restart until their checks pass."""
     async with lived(Machine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.on(trigger)
@@ -290,7 +288,7 @@ async def test_complaints_end_with_the_process_unless_it_is_restarted(trigger: T
 
 
 @played
-async def test_complaints_end_with_the_rules_of_the_file() -> None:
+async def test_rule_failures_end_when_the_file_loses_its_rules() -> None:
     async with lived(Machine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.take_spec(replace(SPEC, every=2))
@@ -307,7 +305,7 @@ async def test_complaints_end_with_the_rules_of_the_file() -> None:
     [({}, 2), ({"stop": None}, 1), ({"start": None}, 0), ({"mode": "passive"}, 1)],
 )
 @played
-async def test_a_rule_restarts_a_service_that_has_the_programs(changes: dict[str, Any], after: int) -> None:
+async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes: dict[str, Any], after: int) -> None:
     """A process needs both, as in monit. The restart counts."""
     service = service_on(machine := Machine(), replace(SPEC, **changes))
     if not service.spec.start:
@@ -324,7 +322,7 @@ async def test_a_rule_restarts_a_service_that_has_the_programs(changes: dict[str
 
 @pytest.mark.parametrize("event", ["Timeout", "Stopped"])
 @played
-async def test_a_program_that_cannot_run_is_reported(event: str) -> None:
+async def test_stop_program_that_cannot_run_is_reported(event: str) -> None:
     """The process is ended without its stop program."""
     events: list[Event] = []
     async with lived(machine := Machine(refuses=event), notify=events.append) as service:
@@ -340,7 +338,9 @@ async def test_a_program_that_cannot_run_is_reported(event: str) -> None:
 
 @pytest.mark.parametrize(("kind", "starts"), [("file", 2), ("process", 1)])
 @played
-async def test_the_action_start_runs_the_program_of_a_path_alone(kind: Literal["file", "process"], starts: int) -> None:
+async def test_start_action_of_a_rule_runs_only_the_program_of_a_path(
+    kind: Literal["file", "process"], starts: int
+) -> None:
     async with lived(machine := Machine(), replace(SPEC, kind=kind)) as service:
         process, machine.process = machine.process, None
         await service.react(Action("start"), "Timeout", "too often")
@@ -350,7 +350,7 @@ async def test_the_action_start_runs_the_program_of_a_path_alone(kind: Literal["
 
 
 @played
-async def test_a_path_without_programs_is_watched_and_restarts_its_dependants() -> None:
+async def test_path_without_programs_is_monitored_and_restarts_its_dependants() -> None:
     service = service_on(machine := Machine(), replace(SPEC, kind="file", start=None, stop=None))
     dependant = service_on(other := Machine())
     service.dependants, dependant.prerequisites = [dependant], [service]
@@ -373,7 +373,7 @@ async def test_a_path_without_programs_is_watched_and_restarts_its_dependants() 
 
 @pytest.mark.parametrize(("is_checked", "reported"), [(False, "starting"), (True, "running")])
 @played
-async def test_a_path_with_rules_is_starting_until_it_was_checked(is_checked: bool, reported: str) -> None:
+async def test_path_with_rules_is_starting_until_it_was_checked(is_checked: bool, reported: str) -> None:
     rule = Rule(Limit("size", ">", 5), ALERT)
     service = service_on(machine := Machine(), replace(SPEC, kind="file", start=None, rules=(rule,)))
     machine.appear()
@@ -385,8 +385,8 @@ async def test_a_path_with_rules_is_starting_until_it_was_checked(is_checked: bo
 
 @pytest.mark.parametrize("is_checked", [False, True])
 @played
-async def test_a_new_process_with_a_port_is_starting_until_it_was_checked(is_checked: bool) -> None:
-    """After two cycles it is running without a check: an earlier agent may have started it."""
+async def test_new_process_with_a_port_rule_is_starting_until_checked(is_checked: bool) -> None:
+    """After two cycles it is running without a check, because an earlier agent may have started it."""
     service = service_on(machine := Machine(), replace(SPEC, rules=(Rule(Connection(port=1), ALERT),)))
     machine.appear()
     async with running(service):
@@ -399,7 +399,7 @@ async def test_a_new_process_with_a_port_is_starting_until_it_was_checked(is_che
 
 @pytest.mark.parametrize("is_resumed", [False, True])
 @played
-async def test_the_stop_program_runs_for_a_started_service_alone(is_resumed: bool) -> None:
+async def test_stop_program_runs_only_for_a_started_service(is_resumed: bool) -> None:
     """An earlier agent may have started it."""
     for state, programs in ((State.STOPPED, 0), (State.RUNNING, 1), (State.UNMONITORED, 1)):
         service = service_on(machine := Machine(how_starts="not"))
@@ -417,7 +417,7 @@ async def test_the_stop_program_runs_for_a_started_service_alone(is_resumed: boo
 
 
 @played
-async def test_a_process_without_a_stop_program_gets_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_without_a_stop_program_is_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
     service = service_on(machine := Machine(), replace(SPEC, stop=None))
     sent: list[int] = []
     async with running(service):
@@ -431,7 +431,7 @@ async def test_a_process_without_a_stop_program_gets_a_signal(monkeypatch: pytes
 
 
 @played
-async def test_a_path_whose_program_cannot_run_is_missing() -> None:
+async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> None:
     events: list[Event] = []
     service = service_on(Machine(refuses="Started"), replace(SPEC, kind="file"), notify=events.append)
     async with running(service):
@@ -444,9 +444,7 @@ async def test_a_path_whose_program_cannot_run_is_missing() -> None:
 
 @pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start_call": CALL}, False)])
 @played
-async def test_a_running_process_without_its_number_in_the_pidfile_is_void(
-    changes: dict[str, Any], is_void: bool
-) -> None:
+async def test_running_process_with_an_invalid_pidfile_is_void(changes: dict[str, Any], is_void: bool) -> None:
     service = service_on(machine := Machine(), replace(SPEC, **changes))
     machine.appear()
     async with running(service):
@@ -466,7 +464,7 @@ async def test_a_running_process_without_its_number_in_the_pidfile_is_void(
     ],
 )
 @played
-async def test_orphans_of_any_job_may_be_of_a_service_without_a_cgroup(
+async def test_orphans_may_belong_to_any_service_without_a_cgroup(
     ask: str, is_in_cgroup: bool, request_: StopRequest, after: State
 ) -> None:
     """A stop of all jobs ends them later, and a restart leaves them."""
@@ -482,8 +480,8 @@ async def test_orphans_of_any_job_may_be_of_a_service_without_a_cgroup(
 
 
 @played
-async def test_the_deadline_of_a_stop_holds_for_no_later_restart() -> None:
-    """Its processes would be killed at once."""
+async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
+    """The processes would otherwise be killed at once."""
     async with lived(machine := Machine()) as service:
         service.stop(StopRequest(by=asyncio.get_running_loop().time()))
         await asyncio.sleep(1)
@@ -495,8 +493,8 @@ async def test_the_deadline_of_a_stop_holds_for_no_later_restart() -> None:
 
 
 @played
-async def test_a_stop_program_that_hangs_is_ended_before_a_start() -> None:
-    """It would stop the new process."""
+async def test_hanging_stop_program_is_ended_before_a_start() -> None:
+    """It would otherwise stop the new process."""
     async with lived(machine := Machine(how_stops="hangs")) as service:
         service.stop()
         await asyncio.sleep(1)
@@ -511,7 +509,7 @@ async def test_a_stop_program_that_hangs_is_ended_before_a_start() -> None:
 
 
 @played
-async def test_an_exit_in_the_same_turn_as_a_stop_is_not_reported() -> None:
+async def test_exit_in_the_same_loop_iteration_as_a_stop_is_not_reported() -> None:
     events: list[Event] = []
     async with lived(machine := Machine(), notify=events.append) as service:
         machine.end()
@@ -523,7 +521,7 @@ async def test_an_exit_in_the_same_turn_as_a_stop_is_not_reported() -> None:
 
 @pytest.mark.parametrize("by", [5.0, float("inf")])
 @played
-async def test_bpm_stops_its_process_by_the_deadline_of_the_request_or_the_file(by: float) -> None:
+async def test_bpm_stop_meets_the_deadline_of_the_request_or_the_file(by: float) -> None:
     asked: list[float] = []
 
     async def stop(_: BpmCall, by: float) -> None:
@@ -545,7 +543,7 @@ async def test_bpm_stops_its_process_by_the_deadline_of_the_request_or_the_file(
 
 
 @played
-async def test_a_start_request_ends_the_bond_with_a_prerequisite() -> None:
+async def test_start_request_ends_the_coupling_to_a_stopped_prerequisite() -> None:
     service = service_on(Machine())
     service.record.was_taken_along = True
     service.start()

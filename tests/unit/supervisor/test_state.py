@@ -42,30 +42,30 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize(("state", "trigger", "target"), EXPECTED)
-def test_where_an_event_leads(state: State, trigger: Trigger, target: State | None) -> None:
-    """The table above, cell by cell."""
+def test_state_transition_matches_the_table(state: State, trigger: Trigger, target: State | None) -> None:
+    """The table above is compared cell by cell."""
     move = NEXT[state].get(trigger)
 
     assert (move.to if move else None) is target
 
 
-def test_table_is_complete() -> None:
-    """Every state and every event is in it, in both directions. Every state has work."""
+def test_state_table_is_complete() -> None:
+    """Every state and event occurs in it, in both directions. Every state has a task."""
     assert {(state, trigger) for state, trigger, _ in EXPECTED} == {(s, t) for s in State for t in Trigger}
     assert set(NEXT) == set(WORK) == set(State)
     assert {trigger for moves in NEXT.values() for trigger in moves} == set(Trigger)
     assert set(WORK.values()) == set(Work)
 
 
-def test_states_underway_have_a_launch_or_an_end() -> None:
-    """A state with a start or a stop in progress, by its work."""
+def test_transient_states_have_a_start_or_a_stop_in_progress() -> None:
+    """Their task tells which of the two it is."""
     assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.END)} == UNDERWAY
     assert {state for state in State if WORK[state] is Work.END} == ENDING
     assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.WATCH, Work.SETTLE)} == ACTIVE
 
 
-def test_operators_see_the_words_of_the_first_release() -> None:
-    """A restart in progress is a stop to them, and a service whose stop failed is unmonitored."""
+def test_states_shown_to_operators_are_those_of_the_first_release() -> None:
+    """A restart in progress is shown as a stop, and a service whose stop failed as unmonitored."""
     shown = {state: state.shown for state in State if state.shown != state.value}
 
     assert shown == {State.BOUNCING: "stopping", State.STUCK: "unmonitored"}
@@ -87,8 +87,8 @@ def test_operators_see_the_words_of_the_first_release() -> None:
         (State.BROKEN, "failing"),
     ],
 )
-def test_each_state_has_its_word_for_the_director(state: State, text: str) -> None:
-    """Only the four words that monit's flags can make."""
+def test_each_state_maps_to_a_director_state(state: State, text: str) -> None:
+    """Only the four words that monit's flags can express are used."""
     assert reported(state) == text
     assert (text == "unknown") is (state not in MONITORED)
 
@@ -111,14 +111,14 @@ def test_failed_check_makes_a_running_process_failing() -> None:
         (["unknown", "running"], "failing"),
     ],
 )
-def test_job_state(processes: list[str], text: str) -> None:
-    """As the Go agent folds them (jobsupervisor/monit_job_supervisor.go)."""
+def test_job_state_combines_process_states_like_the_go_agent(processes: list[str], text: str) -> None:
+    """See jobsupervisor/monit_job_supervisor.go."""
     assert job_state(processes, is_stopped=False) == text
     assert job_state(processes, is_stopped=True) == "stopped"
 
 
-def test_diagram_shows_every_transition() -> None:
-    """Each event of each state is on an arrow of the state, or on one of the box around it. Readable by mermaid."""
+def test_state_diagram_shows_every_transition() -> None:
+    """Each event is on an arrow of its state, or of the box around the state. Mermaid can read it."""
     lines = mermaid().splitlines()
     events: dict[tuple[str, str], str] = {}
     for line in lines:

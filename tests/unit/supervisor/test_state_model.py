@@ -163,8 +163,8 @@ def reaching(leads: Mapping[World, Iterable[World]], state: State) -> set[World]
     return found
 
 
-def test_no_sequence_of_events_breaks_a_promise() -> None:
-    """Never two processes, stop wins, nothing unmonitored is started, and every state has a way out."""
+def test_no_sequence_of_events_violates_an_invariant() -> None:
+    """There are never two processes, a stop wins, nothing unmonitored is started, and no state is a dead end."""
     assert violations(NEXT) == set()
 
 
@@ -187,7 +187,9 @@ def test_no_sequence_of_events_breaks_a_promise() -> None:
         (State.SETTLING, Trigger.DIED, Move(State.STOPPED), NO_WAY),
     ],
 )
-def test_a_wrong_table_is_found(state: State, trigger: Trigger, move: Move | None, violation: str) -> None:
+def test_model_check_finds_a_wrong_state_table(
+    state: State, trigger: Trigger, move: Move | None, violation: str
+) -> None:
     """One wrong cell is enough."""
     moves = {known: to for known, to in NEXT[state].items() if known is not trigger}
     wrong = {**NEXT, state: moves | ({trigger: move} if move is not None else {})}

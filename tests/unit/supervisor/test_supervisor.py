@@ -93,7 +93,9 @@ def saved_states(paths: Paths) -> dict[str, State]:
 # --- saved state ----------------------------------------------------------------------------------------------------
 
 
-async def test_the_state_is_saved_for_root_alone_soon_after_a_change(supervisor: Supervisor, paths: Paths) -> None:
+async def test_supervisor_state_is_saved_soon_after_a_change_for_root_only(
+    supervisor: Supervisor, paths: Paths
+) -> None:
     """An agent that ends after an apply finds the jobs again."""
     await until(lambda: saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STOPPED))
     assert stat.S_IMODE(paths.supervisor_state.stat().st_mode) == 0o600
@@ -105,7 +107,7 @@ async def test_the_state_is_saved_for_root_alone_soon_after_a_change(supervisor:
     await until(lambda: saved_states(paths)["cache"] is State.STARTING)
 
 
-async def test_the_incarnation_is_read_again_where_the_kernel_refused_it(
+async def test_incarnation_is_read_again_if_the_kernel_refused_it(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it the next agent would take the machine for another one."""
@@ -121,7 +123,7 @@ async def test_the_incarnation_is_read_again_where_the_kernel_refused_it(
 
 
 @pytest.mark.parametrize("end", [Supervisor.seal, Supervisor.disown])
-async def test_changes_at_the_end_of_the_container_or_beside_a_successor_are_not_saved(
+async def test_supervisor_state_is_not_saved_at_shutdown_or_beside_a_successor(
     supervisor: Supervisor, paths: Paths, end: Callable[[Supervisor], Awaitable[None] | None]
 ) -> None:
     await supervisor.start()
@@ -134,8 +136,8 @@ async def test_changes_at_the_end_of_the_container_or_beside_a_successor_are_not
     assert saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STARTING)
 
 
-async def test_a_missing_or_unreadable_state_recovers_no_service(paths: Paths) -> None:
-    """A state of another version or an unreadable one is none."""
+async def test_missing_or_unreadable_supervisor_state_recovers_no_service(paths: Paths) -> None:
+    """A state of another version counts as unreadable."""
     for content in (None, b"", b'{"schema":2,"incarnation":"","is_wanted":false,"files":[],"services":{}}'):
         if content is not None:
             paths.supervisor_state.write_bytes(content)
@@ -144,8 +146,8 @@ async def test_a_missing_or_unreadable_state_recovers_no_service(paths: Paths) -
         await supervisor.close()
 
 
-def test_a_restart_saved_by_the_first_release_continues(paths: Paths) -> None:
-    """Version 0.2.0 saved it as a stop with a mark."""
+def test_restart_saved_by_the_first_release_continues(paths: Paths) -> None:
+    """Version 0.2.0 saved it as a stop with a flag."""
     services = {
         "bounced": {"state": "stopping", "is_start_due": True},
         "stopped": {"state": "stopping", "is_start_due": False},
@@ -163,8 +165,8 @@ def test_a_restart_saved_by_the_first_release_continues(paths: Paths) -> None:
 # --- plan -----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_unchanged_plan_is_not_made_again(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most starts are restarts, and a changed file makes a new one."""
+async def test_unchanged_plan_is_not_rebuilt(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most starts are restarts. A changed file leads to a new plan."""
     made: list[object] = []
     real = plan.plan
 
@@ -183,7 +185,7 @@ async def test_an_unchanged_plan_is_not_made_again(paths: Paths, monkeypatch: py
     assert len(made) == 4
 
 
-async def test_the_last_of_two_plans_at_once_holds(supervisor: Supervisor, paths: Paths) -> None:
+async def test_last_of_two_concurrent_plans_applies(supervisor: Supervisor, paths: Paths) -> None:
     await asyncio.gather(supervisor.configure([OTHERS]), supervisor.forget())
     assert (states(supervisor), paths.monit_job.exists()) == ({}, False)
 
@@ -192,7 +194,7 @@ async def test_the_last_of_two_plans_at_once_holds(supervisor: Supervisor, paths
     assert len(list(paths.monit_job.iterdir())) == 1
 
 
-async def test_an_unusable_file_is_reported_once_and_again_for_another_reason(paths: Paths) -> None:
+async def test_unusable_monit_file_is_reported_once_per_reason(paths: Paths) -> None:
     events: list[Event] = []
     async with Supervisor(paths, on_event=events.append) as supervisor:
         for text in ("check", "check", "nonsense"):
@@ -205,8 +207,8 @@ async def test_an_unusable_file_is_reported_once_and_again_for_another_reason(pa
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
-async def test_jobs_are_wanted_from_a_start_to_a_stop(paths: Paths) -> None:
-    """By the next agent as well. Where there are none, nothing is wanted. A stop of the container changes nothing."""
+async def test_jobs_are_wanted_from_start_to_stop(paths: Paths) -> None:
+    """The next agent knows it as well. Without jobs nothing is wanted. A stop of the container changes nothing."""
     before, after = (Supervisor(paths, on_event=lambda _: None) for _ in range(2))
     before.hold()
     after.hold()
@@ -236,7 +238,7 @@ async def test_jobs_are_wanted_from_a_start_to_a_stop(paths: Paths) -> None:
     ]
 
 
-async def test_a_start_during_a_stop_leaves_no_marker(supervisor: Supervisor, paths: Paths) -> None:
+async def test_start_during_a_stop_leaves_no_stop_marker(supervisor: Supervisor, paths: Paths) -> None:
     """The last request counts."""
     stopping = asyncio.create_task(supervisor.stop(wait=False))
     await asyncio.sleep(0)
@@ -249,10 +251,10 @@ async def test_a_start_during_a_stop_leaves_no_marker(supervisor: Supervisor, pa
 
 
 @pytest.mark.parametrize(("timeout", "kill_after"), [(300.0, 270.0), (10.0, 8.5), (2.0, 1.0), (0.0, 0.0)])
-async def test_remaining_processes_are_killed_before_the_timeout(
+async def test_remaining_processes_are_killed_before_the_stop_timeout(
     supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch, timeout: float, kill_after: float
 ) -> None:
-    """A tenth of the time of a stop, at most a second and a half, is for that. Half of a short one."""
+    """A tenth of the stop timeout, at most a second and a half, is reserved for that, and half of a short one."""
     requests: list[StopRequest] = []
     now = asyncio.get_running_loop().time()
     monkeypatch.setattr(Service, "stop", lambda _, request: requests.append(request))
@@ -266,7 +268,7 @@ async def test_remaining_processes_are_killed_before_the_timeout(
     assert supervisor.job_state() == "stopped"
 
 
-async def test_services_that_were_stopped_before_are_not_started_with_their_prerequisite(
+async def test_previously_stopped_services_do_not_start_with_their_prerequisite(
     supervisor: Supervisor,
 ) -> None:
     await supervisor.start()
@@ -286,7 +288,7 @@ async def test_services_that_were_stopped_before_are_not_started_with_their_prer
 # --- reports --------------------------------------------------------------------------------------------------------
 
 
-async def test_an_instance_is_stopped_at_the_end_of_its_container_without_a_marker(
+async def test_container_shutdown_stops_the_instance_without_a_stop_marker(
     supervisor: Supervisor, paths: Paths
 ) -> None:
     """The jobs return with the next agent."""
@@ -297,7 +299,7 @@ async def test_an_instance_is_stopped_at_the_end_of_its_container_without_a_mark
     assert (supervisor.job_state(), paths.stopped_marker.exists()) == ("stopped", False)
 
 
-async def test_output_of_programs_is_cut_while_the_agent_runs(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_program_output_is_truncated_while_the_agent_runs(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "until_beat", lambda period: 0.01 if period == supervisors.TRIM_PERIOD_S else 3600.0)
     path = paths.shim_run / "output/web.log"
     path.parent.mkdir(parents=True)
@@ -309,7 +311,7 @@ async def test_output_of_programs_is_cut_while_the_agent_runs(paths: Paths, monk
         await asyncio.wait([running])
 
 
-async def test_an_obstacle_makes_an_instance_failing_unless_it_is_stopped(paths: Paths) -> None:
+async def test_obstacle_makes_an_instance_failing_unless_it_is_stopped(paths: Paths) -> None:
     async with Supervisor(paths, on_event=lambda _: None) as supervisor:
         assert (supervisor.is_held, supervisor.job_state()) == (False, "running")
         supervisor.hold("the disk is missing")
@@ -321,8 +323,8 @@ async def test_an_obstacle_makes_an_instance_failing_unless_it_is_stopped(paths:
         assert supervisor.job_state() == "stopped"
 
 
-async def test_processes_of_bpm_above_their_limit_are_reported_by_the_names_of_their_services(paths: Paths) -> None:
-    """A name of the monit file, if it has the process."""
+async def test_bpm_memory_kill_is_reported_by_service_name(paths: Paths) -> None:
+    """The monit file has the name if it has the process."""
     events: list[Event] = []
 
     def kill_hogs() -> list[MemoryKill]:
@@ -343,7 +345,7 @@ async def test_processes_of_bpm_above_their_limit_are_reported_by_the_names_of_t
     assert events[0] == Event("Web", "Resource limit matched", "restart", text)
 
 
-async def test_checks_of_memory_have_a_share_of_a_processor(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_checks_are_limited_to_a_share_of_the_cpu(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job with thousands of processes makes them rarer."""
     looks: list[float] = []
 

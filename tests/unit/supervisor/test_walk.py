@@ -253,15 +253,15 @@ def steps(at_least: int) -> st.SearchStrategy[list[Step]]:
 
 @given(steps(1))
 @settings(derandomize=True)
-def test_the_state_equals_the_model(taken: list[Step]) -> None:
-    """A few thousand events."""
+def test_random_events_keep_supervisor_and_model_equal(taken: list[Step]) -> None:
+    """A few thousand events are tried."""
     walk(taken)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
-def test_the_state_equals_the_model_for_long(number: int) -> None:
-    """A hundred thousand events in all: twenty times fifty walks of a hundred each."""
+def test_many_random_events_keep_supervisor_and_model_equal(number: int) -> None:
+    """A hundred thousand events are tried: twenty times fifty walks of a hundred each."""
 
     @seed(number)
     @given(steps(EVENTS))

@@ -71,12 +71,12 @@ def refusal(text: str) -> str:
 
 
 @pytest.mark.parametrize(("written", "limit"), [(1, 1), (0, None), (-1, None)])
-def test_a_number_of_processes_below_one_is_no_limit(written: int, limit: int | None) -> None:
-    """As runc has it. The kernel refuses -1."""
+def test_bpm_process_limit_below_one_means_no_limit(written: int, limit: int | None) -> None:
+    """runc does the same. The kernel refuses -1."""
     assert one(f"limits: {{processes: {written}}}").limits.processes == limit
 
 
-def test_every_key() -> None:
+def test_every_bpm_key_is_parsed() -> None:
     """Each key of the schema has its place in the value. Unknown ones are ignored."""
     file = parse(WHOLE)
 
@@ -101,7 +101,7 @@ def test_every_key() -> None:
     assert file.processes[1] == Process(name="worker", executable="work")
 
 
-def test_a_process_is_found_by_its_name() -> None:
+def test_bpm_process_is_found_by_its_name() -> None:
     file = parse(WHOLE)
 
     assert file.process("worker") is file.processes[1]
@@ -112,12 +112,12 @@ def test_a_process_is_found_by_its_name() -> None:
     "text",
     ["", "# nothing\n", "---\n", "~", "{}", "processes:", "processes: []", "processes: ~", "executable: /x\nargs: []"],
 )
-def test_a_file_may_have_no_process(text: str) -> None:
-    """No processes are no error."""
+def test_bpm_config_may_have_no_processes(text: str) -> None:
+    """A file without processes is valid."""
     assert parse(text) == BpmFile()
 
 
-def test_the_first_document_counts() -> None:
+def test_bpm_config_uses_the_first_yaml_document() -> None:
     assert parse("processes: []\n---\n{ what is this") == BpmFile()
 
 
@@ -134,13 +134,13 @@ def test_the_first_document_counts() -> None:
         ("~", ""),
     ],
 )
-def test_texts_keep_their_spelling(written: str, expected: str) -> None:
+def test_bpm_config_keeps_the_spelling_of_strings(written: str, expected: str) -> None:
     """Other readers would parse them differently. Only null is left out."""
     assert " ".join(one(f"args: {written}").args) == expected
 
 
-def test_env_is_text() -> None:
-    """Also its keys, and null is empty."""
+def test_bpm_env_values_are_text() -> None:
+    """Keys are text too, and null becomes empty."""
     assert one("env: {A: true, 5: 0x1f, yes: ~, ~: x, <<: {A: 1, B: 2}}").env == {
         "A": "true",
         "5": "0x1f",
@@ -169,7 +169,7 @@ def test_env_is_text() -> None:
         ("! '11'", True),
     ],
 )
-def test_flags(written: str, expected: bool) -> None:
+def test_bpm_flags_are_parsed(written: str, expected: bool) -> None:
     assert one(f"ephemeral_disk: {written}").ephemeral_disk is expected
 
 
@@ -192,7 +192,7 @@ def test_flags(written: str, expected: bool) -> None:
         ("~", None),
     ],
 )
-def test_numbers(written: str, expected: int | None) -> None:
+def test_bpm_numbers_are_parsed(written: str, expected: int | None) -> None:
     assert one(f"limits: {{open_files: {written}}}").limits.open_files == expected
     assert one(f"limits: {{core_file_size: {written}}}").limits.core_file_size == expected
 
@@ -210,8 +210,8 @@ def test_numbers(written: str, expected: int | None) -> None:
         ("~", None),
     ],
 )
-def test_memory(written: str, expected: int | None) -> None:
-    """A number and a unit without a blank between. Each unit is 1024 of the one before."""
+def test_bpm_memory_sizes_are_parsed(written: str, expected: int | None) -> None:
+    """They are a number and a unit without a blank in between. Each unit is 1024 of the one before."""
     if expected is None and written != "~":
         assert "expected a number and a unit" in refusal(
             f"processes:\n- {{name: a, executable: b, limits: {{memory: {written}}}}}"
@@ -224,12 +224,12 @@ def test_memory(written: str, expected: int | None) -> None:
     "key",
     ["args", "env", "hooks", "capabilities", "limits", "additional_volumes", "unsafe", "shutdown_signal", "workdir"],
 )
-def test_null_is_the_default(key: str) -> None:
+def test_bpm_null_value_means_the_default(key: str) -> None:
     assert one(f"{key}: ~") == one("")
 
 
-def test_anchors_and_merges() -> None:
-    """Own keys win over merged ones, and the first merged over the next."""
+def test_bpm_config_resolves_anchors_and_merges() -> None:
+    """A mapping's own keys override merged ones, and the first merged mapping overrides the next."""
     file = parse(
         """
 base: &base {executable: /base, workdir: /base, env: &env {A: b}}
@@ -267,7 +267,7 @@ processes:
         ("a: [" + "[[]]," * 50 + "[" * 100, "line 1: found more than 100 levels, expected a bpm.yml"),
     ],
 )
-def test_refusals(text: str, expected: str) -> None:
+def test_invalid_bpm_config_is_rejected(text: str, expected: str) -> None:
     """The error has the line, the path of the key, the actual and the expected value."""
     assert refusal(text) == expected
 
@@ -319,7 +319,7 @@ def test_refusals(text: str, expected: str) -> None:
         ("additional_volumes: [{path: /var/vcap/a, writable: maybe}]", "additional_volumes[0].writable: found 'maybe'"),
     ],
 )
-def test_refusals_in_a_process(text: str, expected: str) -> None:
+def test_invalid_bpm_process_is_rejected(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as refused:
         one(text)
 
@@ -328,7 +328,7 @@ def test_refusals_in_a_process(text: str, expected: str) -> None:
 
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
-def test_values_of_env_are_never_shown() -> None:
+def test_bpm_env_values_are_not_shown_in_errors() -> None:
     """They may be secrets."""
     with pytest.raises(ConfigError) as refused:
         one('env: {A: "secret\\0"}')
@@ -336,7 +336,7 @@ def test_values_of_env_are_never_shown() -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_the_root_can_be_elsewhere() -> None:
+def test_bpm_root_directory_is_configurable() -> None:
     """A scratch tree has its volumes inside itself."""
     text = "processes:\n- {name: a, executable: b, additional_volumes: [{path: /scratch/data/x}]}"
 
@@ -353,14 +353,14 @@ def test_the_root_can_be_elsewhere() -> None:
     ["- {<<: *a}\n" * 2000, "- {env: *a}\n" * 2000, "- {args: *b}\n" * 2000],
     ids=["merges", "mappings", "lists"],
 )
-def test_aliases_that_stand_for_millions_of_entries_are_refused(repeated: str) -> None:
+def test_bpm_config_with_exploding_aliases_is_rejected(repeated: str) -> None:
     """Ten times as many filled the memory of the machine."""
     keys = ", ".join(f"k{number}: 1" for number in range(2000))
     with pytest.raises(ConfigError, match="more than 100000 keys and items, aliases included"):
         parse(f"a: &a {{{keys}}}\nb: &b [{'x, ' * 2000}]\nprocesses:\n{repeated}")
 
 
-def test_a_file_beyond_its_limit_is_refused() -> None:
+def test_bpm_config_above_its_size_limit_is_rejected() -> None:
     longest = WHOLE + "#".ljust(config.MAX_BYTES - len(WHOLE.encode()), "a")
 
     assert config.parse(longest, origin="bpm.yml") == config.parse(WHOLE, origin="bpm.yml")
@@ -368,11 +368,11 @@ def test_a_file_beyond_its_limit_is_refused() -> None:
         config.parse(longest + "a", origin="bpm.yml")
 
 
-def test_a_hundred_levels_are_read() -> None:
+def test_bpm_config_with_a_hundred_levels_is_parsed() -> None:
     assert parse("a: " + "[" * 99 + "]" * 99) == BpmFile()
 
 
-def test_merges_that_go_too_deep_are_refused() -> None:
+def test_bpm_config_with_too_deep_merges_is_rejected() -> None:
     """Each level takes a level of the interpreter's stack."""
     levels = "".join(f"l{number + 1}: &l{number + 1} {{<<: *l{number}}}\n" for number in range(300))
 
@@ -380,8 +380,8 @@ def test_merges_that_go_too_deep_are_refused() -> None:
         parse(f"l0: &l0 {{name: a, executable: b}}\n{levels}processes: [*l300]")
 
 
-def test_merges_of_merges_are_read_once() -> None:
-    """A mapping that is merged again and again at every level costs no more than its size."""
+def test_bpm_config_reads_nested_merges_once() -> None:
+    """A mapping that is merged repeatedly at every level costs no more than its size."""
     levels = "".join(f"l{number + 1}: &l{number + 1} {{<<: [*l{number}, *l{number}]}}\n" for number in range(60))
 
     (process,) = parse(f"l0: &l0 {{name: a, executable: b}}\n{levels}processes: [*l60]").processes
@@ -389,7 +389,7 @@ def test_merges_of_merges_are_read_once() -> None:
 
 
 @given(st.text("abc:-[]{}&*!|>'\"\n #,~<?%@` 1\t", max_size=40))
-def test_any_text_gives_a_config_or_a_config_error(text: str) -> None:
+def test_any_text_gives_a_bpm_config_or_a_config_error(text: str) -> None:
     with contextlib.suppress(ConfigError):
         parse(f"processes:\n{text}")
 
@@ -406,6 +406,6 @@ def test_any_text_gives_a_config_or_a_config_error(text: str) -> None:
         ("/var/vcap/store/web/below", None),
     ],
 )
-def test_a_volume_of_the_command_line_is_in_vcap_and_no_directory_that_the_job_has(path: str, why: str | None) -> None:
+def test_bpm_run_volume_must_be_in_vcap_and_not_a_directory_of_the_job(path: str, why: str | None) -> None:
     with pytest.raises(ConfigError, match=re.escape(why)) if why else contextlib.nullcontext():
         config.check_volume(path, job="web")

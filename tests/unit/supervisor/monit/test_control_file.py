@@ -19,8 +19,8 @@ def read(base: Path, text: str) -> control_file.Control:
     return control_file.read(path)
 
 
-def test_control_file_of_a_stemcell(tmp_path: Path) -> None:
-    """Files of jobs in the order of the manifest: monit reads the last name first."""
+def test_monit_control_file_of_a_stemcell_is_read(tmp_path: Path) -> None:
+    """Job files are in the order of the manifest, because monit reads the last name first."""
     (tmp_path / "job").mkdir()
     (tmp_path / "monit.user").write_text("vcap:secret\n")
     (tmp_path / "alerts.monitrc").write_text(monitrc.alerts())
@@ -54,8 +54,10 @@ def test_control_file_of_a_stemcell(tmp_path: Path) -> None:
         ("", {}),
     ],
 )
-def test_credentials_of_the_control_file(tmp_path: Path, text: str, users: dict[bytes, bool] | None) -> None:
-    """Without any ``allow`` no caller."""
+def test_monit_control_file_credentials_decide_who_may_call(
+    tmp_path: Path, text: str, users: dict[bytes, bool] | None
+) -> None:
+    """Without any ``allow`` no caller is admitted."""
     assert read(tmp_path, f"set httpd port 2822 {text}").credentials() == users
 
 
@@ -74,7 +76,7 @@ def test_credentials_of_the_control_file(tmp_path: Path, text: str, users: dict[
         ("set alert nobody", "line 1 column 11: found 'nobody', expected a mail address"),
     ],
 )
-def test_mistake_names_its_place(tmp_path: Path, text: str, mistake: str) -> None:
+def test_monit_control_file_error_names_its_place(tmp_path: Path, text: str, mistake: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text)
 
@@ -82,7 +84,7 @@ def test_mistake_names_its_place(tmp_path: Path, text: str, mistake: str) -> Non
     assert mistake in str(caught.value)
 
 
-def test_no_password_is_in_an_error(tmp_path: Path) -> None:
+def test_monit_control_file_error_contains_no_password(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, "set httpd port 2822 allow vcap:secret\n allow vcap:monitor\n allow x:'hidden")
 
@@ -90,9 +92,7 @@ def test_no_password_is_in_an_error(tmp_path: Path) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_mistake_of_an_included_file_costs_that_statement_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_monit_control_file_skips_only_the_invalid_include(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.conf").write_text("set daemon ten\nset alert a@b\n" + CHECK.format("web"))
     found = read(tmp_path, f"set daemon 7\ninclude {tmp_path}/*.conf\ninclude {tmp_path}/none/*\n")
 
@@ -101,12 +101,12 @@ def test_mistake_of_an_included_file_costs_that_statement_alone(
     assert "a.conf: line 1 column 12: found 'ten'" in caplog.text
 
 
-def test_statements_for_other_uses_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_monit_control_file_logs_statements_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     read(tmp_path, "set expectbuffer 4 kb\nset init\nset daemon 5")
 
     assert "not acted on: set expectbuffer" in caplog.text
 
 
-def test_missing_control_file(tmp_path: Path) -> None:
+def test_missing_monit_control_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read .*: No such file or directory"):
         control_file.read(tmp_path / "monitrc")

@@ -58,7 +58,7 @@ def words(text: str) -> list[str]:
         ("include", []),
     ],
 )
-def test_words(text: str, expected: list[str]) -> None:
+def test_lexer_splits_words(text: str, expected: list[str]) -> None:
     assert words(text) == expected
 
 
@@ -84,8 +84,8 @@ def test_words(text: str, expected: list[str]) -> None:
         ('stop "/a', ["stop", "STRING:/a"]),
     ],
 )
-def test_programs(text: str, expected: list[str]) -> None:
-    """No shell: quotes count only where an argument begins, and only double quotes on the same line are cut at all."""
+def test_lexer_splits_program_arguments(text: str, expected: list[str]) -> None:
+    """Quotes count only at the start of an argument, and only double quotes on the same line are removed."""
     assert words(text) == expected
 
 
@@ -111,8 +111,8 @@ def test_programs(text: str, expected: list[str]) -> None:
         ("group\nvcap", ["STRING:group", "STRING:vcap"]),
     ],
 )
-def test_names(text: str, expected: list[str]) -> None:
-    """After ``check`` and ``group`` any word is a name."""
+def test_lexer_reads_any_word_as_a_name(text: str, expected: list[str]) -> None:
+    """It does so after ``check`` and ``group``."""
     assert words(text) == expected
 
 
@@ -131,7 +131,7 @@ def test_names(text: str, expected: list[str]) -> None:
         ("depends\non a", ["STRING:depends", "STRING:a"]),
     ],
 )
-def test_dependencies(text: str, expected: list[str]) -> None:
+def test_lexer_reads_dependency_lists(text: str, expected: list[str]) -> None:
     """A list continues over commas, and over one line break beside a comma."""
     assert words(text) == expected
 
@@ -146,12 +146,12 @@ def test_dependencies(text: str, expected: list[str]) -> None:
         (r"\0xc3\0xa9", "\udcc3\udca9"),
     ],
 )
-def test_escapes(text: str, expected: str) -> None:
-    """Only these are decoded. A byte that is no character survives until it is encoded again."""
+def test_lexer_decodes_only_known_escapes(text: str, expected: str) -> None:
+    """An invalid UTF-8 byte is kept until it is encoded again."""
     assert unescape(text) == expected
 
 
-def test_places_are_offsets() -> None:
+def test_lexer_tokens_have_their_offsets() -> None:
     text = "set  daemon\n'x'"
 
     assert [text[token.start : token.end] for token in lex(text)] == ["set", "daemon", "'x'", ""]
@@ -180,16 +180,16 @@ SPELLED = st.one_of(
 
 @given(st.lists(st.tuples(SPELLED, BLANKS)))
 @settings(max_examples=50)
-def test_every_word_comes_back(spelled: list[tuple[tuple[str, str, str], str]]) -> None:
-    """Words are the same in any case and with any space between them."""
+def test_lexer_recognizes_words_in_any_case_and_spacing(spelled: list[tuple[tuple[str, str, str], str]]) -> None:
+    """Words are recognized in any case and with any space between them."""
     text = "".join(word + blank for (_, _, word), blank in spelled)
 
     assert [token[:2] for token in lex(text)] == [*(found[:2] for found, _ in spelled), ("END", "")]
 
 
 @given(st.text())
-def test_any_text_becomes_words_without_loss(text: str) -> None:
-    """Any text is cut into words in order, none of which overlap."""
+def test_lexer_covers_any_text_without_loss(text: str) -> None:
+    """Any text is split into tokens in order, none of which overlap."""
     tokens = lex(text)
 
     assert tokens[-1].kind == "END"

@@ -71,7 +71,7 @@ async def asked(obstacle: str = "", **request: Any) -> tuple[list[str], Any]:
         ({"action": "boast", "names": ["db"]}, [], "cannot boast: unknown action"),
     ],
 )
-async def test_a_request_is_made_to_the_services_that_it_names(
+async def test_monit_api_calls_the_named_services(
     request_: dict[str, Any], calls: list[str], services: list[str] | str
 ) -> None:
     """The answer describes them, before or after their work."""
@@ -82,7 +82,7 @@ async def test_a_request_is_made_to_the_services_that_it_names(
     ("action", "is_refused"),
     [("start", True), ("restart", True), ("monitor", True), ("stop", False), ("unmonitor", False)],
 )
-async def test_an_obstacle_refuses_a_start(action: str, is_refused: bool) -> None:
+async def test_monit_api_refuses_a_start_during_an_obstacle(action: str, is_refused: bool) -> None:
     calls, answer = await asked("the container ends", action=action, names=["db"])
 
     assert calls == ([] if is_refused else [f"{action} db"])

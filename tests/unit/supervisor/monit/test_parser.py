@@ -54,7 +54,7 @@ check process worker
 """
 
 
-def test_a_whole_check() -> None:
+def test_parser_reads_every_part_of_a_check() -> None:
     """Every part of a service has its place in the value."""
     file = parse(WORKER)
 
@@ -87,8 +87,8 @@ def test_a_whole_check() -> None:
     )
 
 
-def test_lines_are_kept() -> None:
-    """Checks, rules and ignored statements know their line. Equality does not."""
+def test_parser_keeps_line_numbers() -> None:
+    """Checks, rules and ignored statements have them. Equality does not depend on them."""
     check = parse(WORKER).services[0]
 
     assert (check.line, [rule.line for rule in check.rules]) == (3, [11, 12, 14])
@@ -97,7 +97,7 @@ def test_lines_are_kept() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n \t\r\n", "# nothing here\n"])
-def test_empty_file_is_valid(text: str) -> None:
+def test_empty_monit_file_is_valid(text: str) -> None:
     """Jobs without processes have one."""
     assert parse(text) == MonitFile()
 
@@ -118,26 +118,26 @@ def test_empty_file_is_valid(text: str) -> None:
         ("check system a", Check("system", "a")),
     ],
 )
-def test_kinds(text: str, expected: Check) -> None:
-    """Kinds of checks, and the key that identifies each."""
+def test_parser_reads_all_kinds_of_checks(text: str, expected: Check) -> None:
+    """Each kind has its identifying key."""
     assert parse(text).services == (expected,)
 
 
-def test_host_has_an_address() -> None:
-    """A connection that names no host goes there."""
+def test_host_check_address_is_the_default_for_connections() -> None:
+    """A connection test that names no host uses it."""
     (check,) = parse('check host a with address "10.0.0.1" if failed port 80 then alert').services
 
     assert (check.address, [rule.test for rule in check.rules]) == ("10.0.0.1", [Connection("10.0.0.1", 80)])
 
 
-def test_last_program_wins() -> None:
+def test_last_start_program_of_a_check_wins() -> None:
     (check,) = parse('check a pidfile /p start "/x" start "/y"').services
 
     assert check.start == Program(("/y",))
 
 
-def test_statements_about_the_daemon_are_listed() -> None:
-    """``set`` and ``include`` come first, then the alerts of the checks, each as it stands."""
+def test_parser_lists_statements_about_the_daemon() -> None:
+    """``set`` and ``include`` come first, then the alerts of the checks, each unchanged."""
     file = parse('set  logfile\nsyslog\ncheck a pidfile /p\nnoalert x@y\ninclude  "/a b/*"\nalert x@z\nset daemon 5')
 
     assert file.ignored == (
@@ -215,7 +215,7 @@ def test_statements_about_the_daemon_are_listed() -> None:
         ("check a pidfile '/p\0'", "line 1 column 20: found a NUL byte, expected text"),
     ],
 )
-def test_refusals(text: str, expected: str) -> None:
+def test_invalid_monit_file_is_rejected(text: str, expected: str) -> None:
     """The error has the place, the actual and the expected text."""
     assert expected in refusal(text)
 
@@ -229,13 +229,13 @@ def service(name: str, *depends: str) -> str:
     return f"check process {name} pidfile /p\n" + (f"depends on {', '.join(depends)}\n" if depends else "")
 
 
-def test_files_can_need_each_other() -> None:
-    """Dependencies lead across files, forwards and without regard to case."""
+def test_monit_dependencies_may_cross_files() -> None:
+    """They may point forward, and ignore case."""
     assert problems(service("a", "B", "c"), service("b", "c") + service("C")) == []
 
 
-def test_problems_of_several_files() -> None:
-    """Duplicates, missing and circular dependencies are found where they stand."""
+def test_dependency_problems_of_several_monit_files_are_found() -> None:
+    """Duplicates, missing and circular dependencies are reported with their place."""
     found = problems(service("a", "x"), service("b", "c") + service("A"), service("c", "d"), service("d", "b", "a"))
 
     assert found == [
@@ -245,8 +245,8 @@ def test_problems_of_several_files() -> None:
     ]
 
 
-def test_every_circle_is_found() -> None:
-    """Circles without a common service are separate errors. A service that only leads into one is not blamed."""
+def test_every_dependency_cycle_is_found() -> None:
+    """Cycles without a common service are separate errors. A service that only leads into one is not reported."""
     found = problems(service("z", "a") + service("a", "a") + service("b", "c") + service("c", "b"))
 
     assert found == [
@@ -255,16 +255,16 @@ def test_every_circle_is_found() -> None:
     ]
 
 
-def test_long_chains_are_no_problem() -> None:
-    """Depth costs no recursion."""
+def test_long_dependency_chains_are_accepted() -> None:
+    """They need no recursion."""
     chain = "".join(service(f"s{number}", f"s{number + 1}") for number in range(1100)) + service("s1100")
 
     assert problems(chain) == []
     assert len(problems(chain + service("t", "t"))) == 1
 
 
-def test_dependencies_that_meet_again_are_no_problem() -> None:
-    """Each of twelve levels depends on both services of the next one: there are thousands of ways."""
+def test_converging_dependencies_are_checked_quickly() -> None:
+    """Each of twelve levels depends on both services of the next one, so there are thousands of paths."""
     levels = "".join(
         service(f"{side}{level}", f"a{level + 1}", f"b{level + 1}") for side in "ab" for level in range(12)
     )
@@ -272,8 +272,8 @@ def test_dependencies_that_meet_again_are_no_problem() -> None:
     assert problems(levels + service("a12") + service("b12")) == []
 
 
-def test_all_mistakes_of_a_file_are_named_at_once() -> None:
-    """Reading resumes at the next statement that begins a line; what follows a mistake makes no other one."""
+def test_all_errors_of_a_file_are_reported_at_once() -> None:
+    """Parsing resumes at the next statement that begins a line, and an error causes no further ones."""
     text = """check process web with pidfile run/web.pid
   start program "/bin/true"
   if totalmem > 5 GB for 2 cycles then start
@@ -302,7 +302,7 @@ check host c address 127.0.0.1
     ]
 
 
-def test_an_open_quote_ends_the_search_for_mistakes() -> None:
+def test_unclosed_quote_ends_error_recovery() -> None:
     with pytest.raises(ConfigError) as refused:
         parse("check process a pidfile b\n  if changed pid then exec '/b\n  mode c\n", origin="monit")
 
@@ -310,15 +310,15 @@ def test_an_open_quote_ends_the_search_for_mistakes() -> None:
 
 
 @pytest.mark.parametrize("rest", ["\n  mode \0\n  mode c\n", "\n5 mode c\n"])
-def test_a_line_has_one_mistake(rest: str) -> None:
-    """After a NUL byte nothing does."""
+def test_parser_reports_one_error_per_line(rest: str) -> None:
+    """After a NUL byte no error is reported."""
     with pytest.raises(ConfigError) as refused:
         parse(f"check process a pidfile b{rest}", origin="monit")
 
     assert str(refused.value).count("found") == 1
 
 
-def test_twenty_mistakes_are_enough() -> None:
+def test_parser_reports_at_most_twenty_errors() -> None:
     with pytest.raises(ConfigError, match="; line 21 column 8: found 'x', expected .*; and 4 more$"):
         parse("check process a pidfile /a\n" + "  mode x\n" * 24, origin="monit")
 
@@ -337,7 +337,7 @@ def test_twenty_mistakes_are_enough() -> None:
         "check a pidfile /p\nalert a@b { uid } mail-format { message: x y } reminder 5",
     ],
 )
-def test_statements_without_effect_are_kept_as_they_stand(text: str) -> None:
+def test_parser_keeps_ignored_statements_unchanged(text: str) -> None:
     (ignored,) = parse(f"{text}\n").ignored
 
     assert ignored.statement.replace("\n", " ") == text.removeprefix("check a pidfile /p\n").replace("\n", " ")

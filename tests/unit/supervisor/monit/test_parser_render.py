@@ -58,8 +58,8 @@ check file log with path "/log"
 """
 
 
-def test_one_spelling() -> None:
-    """A rendered file stays the same when it is parsed and rendered again."""
+def test_rendered_monit_file_is_canonical() -> None:
+    """It stays the same when it is parsed and rendered again."""
     text = CANONICAL.replace("uid vcap", 'uid "vcap"')
 
     assert monit_render.render(parser.parse(text, origin="x")) == text
@@ -80,8 +80,8 @@ def test_one_spelling() -> None:
         ("\udcff ", r"/x '\0xff '"),
     ],
 )
-def test_arguments(word: str, spelled: str) -> None:
-    """Any argument can be written."""
+def test_any_program_argument_can_be_rendered(word: str, spelled: str) -> None:
+    """Arguments with quotes, blanks and control characters are tested."""
     file = MonitFile((Check("process", "a", pidfile="/p", start=Program(("/x", word))),))
 
     assert f'  start program "{spelled}"\n' in monit_render.render(file)
@@ -241,5 +241,5 @@ def files(draw: st.DrawFn) -> MonitFile:
 
 @given(files())
 @settings(max_examples=50)
-def test_any_value_comes_back(file: MonitFile) -> None:
+def test_any_monit_file_survives_rendering_and_parsing(file: MonitFile) -> None:
     assert parser.parse(monit_render.render(file), origin="rendered") == file

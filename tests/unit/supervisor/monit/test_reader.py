@@ -21,13 +21,13 @@ from agent_shim.supervisor.monit.reader import Reader
         ("'x", "line 1 column 1: found a quote that is not closed"),
     ],
 )
-def test_place_and_word(text: str, expected: str) -> None:
+def test_parser_error_has_line_column_and_token(text: str, expected: str) -> None:
     """Lines and columns count characters from one."""
     assert str(Reader(text).error("b")) == f"{expected}, expected b"
 
 
-def test_the_end_stays() -> None:
-    """Reading on at the end finds the end again."""
+def test_reader_stays_at_the_end() -> None:
+    """Reading on at the end returns the end token again."""
     reader = Reader("a")
 
     assert [reader.second.kind, reader.skip().kind, reader.skip().kind, reader.second.kind] == [
@@ -38,7 +38,7 @@ def test_the_end_stays() -> None:
     ]
 
 
-def test_includes_are_put_aside() -> None:
+def test_reader_removes_includes_between_any_tokens() -> None:
     """They can stand between any two words."""
     reader = Reader("set include /a daemon include /b")
 

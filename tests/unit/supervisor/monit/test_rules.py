@@ -62,7 +62,7 @@ def refusal(text: str, kind: str = "process") -> str:
         ("gigabyte", 2**30),
     ],
 )
-def test_units_of_size(unit: str, bytes_: int) -> None:
+def test_rule_size_units_are_parsed(unit: str, bytes_: int) -> None:
     assert rule(f"if mem > 3 {unit} then alert").test == Limit("memory", ">", 3 * bytes_)
 
 
@@ -70,13 +70,13 @@ def test_units_of_size(unit: str, bytes_: int) -> None:
     ("operator", "spellings"),
     [(">", "> gt greater"), ("<", "< lt less"), ("=", "= == eq equal"), ("!=", "!= ne notequal changed")],
 )
-def test_operators(operator: str, spellings: str) -> None:
+def test_rule_operators_have_all_spellings(operator: str, spellings: str) -> None:
     for spelling in spellings.split():
         assert rule(f"if children {spelling} 3 then alert").test == rule(f"if children {operator} 3 then alert").test
 
 
 @pytest.mark.parametrize("protocol", PLAIN_PROTOCOLS)
-def test_protocols_without_options(protocol: str) -> None:
+def test_rule_protocols_without_options_are_parsed(protocol: str) -> None:
     test = rule(f"if failed port 1 protocol {protocol} then alert").test
 
     assert test == Connection("localhost", 1, protocol=Protocol(protocol), is_udp=protocol == "ntp3")
@@ -100,21 +100,21 @@ def test_protocols_without_options(protocol: str) -> None:
         ),
     ],
 )
-def test_rates_and_actions(text: str, expected: Rule) -> None:
-    """How often, what then, and what when it is over."""
+def test_rule_rates_and_actions_are_parsed(text: str, expected: Rule) -> None:
+    """They say how often, what then, and what to do when it recovers."""
     assert rule(f"if not exist {text}") == expected
 
 
-def test_what_cannot_recover() -> None:
-    """A change and a count of restarts happen. Nothing follows when they do not."""
+def test_change_and_restart_rules_have_no_recovery() -> None:
+    """A change or a count of restarts is an event, so nothing follows when it does not happen."""
     assert rule("if changed pid then stop") == Rule(PidChanged(), Action("stop"), recovery=IGNORE)
     assert rule("if 2 restarts 3 cycles then exec '/x'").recovery == IGNORE
     assert rule("if 2 restarts 3 cycles then timeout") == rule("if 2 restarts 3 cycles then unmonitor")
     assert rule("if 2 restarts 3 cycles then alert").test == Restarts(2, 3)
 
 
-def test_words_of_newer_versions_mean_something_else() -> None:
-    """``repeat`` is an argument here and ``every`` belongs to the check."""
+def test_rule_keywords_of_newer_monit_versions_are_ordinary_words() -> None:
+    """``repeat`` is an argument here, and ``every`` belongs to the check."""
     text = f'{HEADS["process"]} if not exist then exec "/x" repeat every 5 cycles'
     (check,) = parser.parse(text, origin="x").services
 
@@ -179,7 +179,7 @@ def test_words_of_newer_versions_mean_something_else() -> None:
         (f"if memory > {'9' * 400}.0 then alert", "expected a number, a blank and a unit, like '500 mb' below 1e+18"),
     ],
 )
-def test_refusals(text: str, expected: str) -> None:
+def test_invalid_rule_is_rejected(text: str, expected: str) -> None:
     """The error has the place, the actual and the expected text."""
     assert expected in refusal(text)
 
@@ -195,8 +195,8 @@ def test_refusals(text: str, expected: str) -> None:
         ("file", "ignore match /patterns"),
     ],
 )
-def test_tests_that_are_not_acted_on_are_listed(kind: str, text: str) -> None:
-    """Their action is read as any other."""
+def test_unsupported_rules_are_listed_as_ignored(kind: str, text: str) -> None:
+    """Their action is parsed like any other."""
     (check,) = (file := parser.parse(f"{HEADS[kind]} {text} group b", origin="x")).services
 
     assert (check.rules, check.groups) == ((), ("b",))
@@ -312,21 +312,21 @@ def test_tests_that_are_not_acted_on_are_listed(kind: str, text: str) -> None:
         ("host", "failed unixsocket /s", None),
     ],
 )
-def test_tests_of_each_kind_of_check(kind: str, text: str, expected: Test | None) -> None:
-    """None is refused, as monit refuses it."""
+def test_each_kind_of_check_has_its_rules(kind: str, text: str, expected: Test | None) -> None:
+    """Rules for other kinds are rejected, as in monit."""
     if expected is None:
         refusal(f"if {text} then alert", kind)
     else:
         assert rule(f"if {text} then alert", kind).test == expected
 
 
-def test_a_change_has_no_recovery() -> None:
+def test_change_rule_with_a_recovery_is_rejected() -> None:
     for kind, test in (("file", "changed size"), ("file", "match 'a'"), ("process", "changed ppid")):
         assert rule(f"if {test} then alert", kind).recovery == IGNORE
         assert "found 'else'" in refusal(f"if {test} then alert else if passed then alert", kind)
 
 
-def test_ignored_lines_belong_to_the_check() -> None:
+def test_ignored_match_patterns_belong_to_the_check() -> None:
     text = "check file a path /p if match 'a' then alert ignore match '^#' ignore not match 'x'"
 
     (check,) = parser.parse(text, origin="x").services
@@ -352,11 +352,11 @@ def test_ignored_lines_belong_to_the_check() -> None:
         ("if changed md5 then alert", "found 'then', expected 'checksum'"),
     ],
 )
-def test_mistakes_in_tests_of_a_file(text: str, expected: str) -> None:
+def test_invalid_file_rule_is_rejected(text: str, expected: str) -> None:
     assert expected in refusal(text, "file")
 
 
 @pytest.mark.parametrize("url", ["https://h/ ", "ftp://h/ ", "http://h:x/ ", "http:///x "])
-def test_urls_that_monit_refuses(url: str) -> None:
+def test_urls_that_monit_rejects_are_rejected(url: str) -> None:
     """monit has no TLS, no other protocol, and reads a URL up to the next blank."""
     assert "expected a URL like http://HOST:PORT/PATH" in refusal(f"if failed url {url}then alert")

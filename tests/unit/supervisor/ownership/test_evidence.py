@@ -103,8 +103,8 @@ def members(
 
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
-def test_pidfile_must_be_a_file(tmp_path: Path) -> None:
-    """Nothing there, a directory, a fifo that would block or that has a number in it: no pidfile."""
+def test_pidfile_must_be_a_regular_file(tmp_path: Path) -> None:
+    """A missing file, a directory and a fifo do not count, even if the fifo would block or contains a number."""
     os.mkfifo(tmp_path / "fifo")
     os.mkfifo(tmp_path / "full")
     (tmp_path / "link").symlink_to("full")
@@ -131,8 +131,10 @@ def test_pidfile_must_be_a_file(tmp_path: Path) -> None:
         ({}, False),
     ],
 )
-def test_mark_decides(kernel: Kernel, environment: Mapping[str, str], is_ours: bool) -> None:
-    """An old process that the pidfile names is believed by its mark alone."""
+def test_mark_decides_whether_a_pidfile_is_believed(
+    kernel: Kernel, environment: Mapping[str, str], is_ours: bool
+) -> None:
+    """An old process that the pidfile names is believed only because of its mark."""
     kernel[50] = stat(50), environment, "sleep 600"
 
     assert own(kernel[50][0], ProcessRecord(), OLD) is is_ours
@@ -150,14 +152,14 @@ def test_mark_decides(kernel: Kernel, environment: Mapping[str, str], is_ours: b
         (stat(50, parent=US, start=1000), USER + 1, False),
     ],
 )
-def test_orphan_in_a_new_pidfile_must_have_started_since(
+def test_unmarked_process_in_a_new_pidfile_must_have_started_since_the_start(
     kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
     process: proc.Stat,
     owner: int,
     is_ours: bool,
 ) -> None:
-    """Without any mark it must descend from us, and be one that the owner of the pidfile could signal."""
+    """It must also descend from the agent, and be one that the owner of the pidfile could signal."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     traces = ProcessRecord()
     traces.begin((40, 1000), OLD)
@@ -167,15 +169,15 @@ def test_orphan_in_a_new_pidfile_must_have_started_since(
     assert not own(process, traces, OLD)
 
 
-def test_an_ancestor_may_have_one_of_the_first_numbers(kernel: Kernel) -> None:
-    """As in a small container."""
+def test_ancestor_of_a_process_may_have_a_low_pid(kernel: Kernel) -> None:
+    """This happens in a small container."""
     kernel[2], kernel[50] = (stat(2), {}, ""), (stat(50, parent=2), {}, "")
 
     assert own(kernel[50][0], ProcessRecord(known=(2, 1000)), NEW)
 
 
-def test_known_process_is_believed(kernel: Kernel) -> None:
-    """By number and start time, both."""
+def test_recorded_process_is_believed(kernel: Kernel) -> None:
+    """Number and start time must both match."""
     traces = ProcessRecord(known=(50, 1000))
 
     assert own(stat(50, start=1000), traces, OLD)
@@ -183,8 +185,8 @@ def test_known_process_is_believed(kernel: Kernel) -> None:
     assert not own(stat(50, start=1001), traces, OLD)
 
 
-def test_descent_and_session_are_believed(kernel: Kernel) -> None:
-    """A process that wiped its environment is known by where it comes from, though nothing else speaks for it."""
+def test_process_is_recognized_by_descent_or_session(kernel: Kernel) -> None:
+    """It has cleared its environment, and there is no other evidence."""
     traces = ProcessRecord()
     traces.begin((40, 1000), NEW)
     kernel[40] = stat(40, session=40), {}, ""
@@ -212,7 +214,7 @@ def test_descent_and_session_are_believed(kernel: Kernel) -> None:
         (150, "web -d", "/var/vcap/data/packages/web/1/bin/web", USER + 1, False),
     ],
 )
-def test_process_started_by_hand(
+def test_process_started_by_hand_is_watched_but_not_signalled(
     kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
     start: int,
@@ -221,7 +223,7 @@ def test_process_started_by_hand(
     owner: int,
     is_named: bool,
 ) -> None:
-    """It was there when the pidfile was written, and is a program of a job: it is watched, not signalled."""
+    """It existed when the pidfile was written, and is a program of a job."""
     kernel[50] = stat(50, start=start), {}, line
     monkeypatch.setattr(proc, "executable", lambda _: executable)
 
@@ -230,8 +232,8 @@ def test_process_started_by_hand(
     assert bool(why) is not is_named
 
 
-def test_each_row_of_the_table_decides(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first row that holds: each change adds a stronger one to those before it."""
+def test_strongest_evidence_of_the_table_decides(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first matching row decides. Each change adds stronger evidence to that before it."""
     one = stat(50, parent=1, start=100)
     traces, pidfile = ProcessRecord(), Pidfile(50, 2.0, 7, USER)
     ownership = Ownership(BASE)
@@ -272,10 +274,10 @@ def test_each_row_of_the_table_decides(kernel: Kernel, monkeypatch: pytest.Monke
     assert decided == list(Evidence)[::-1]
 
 
-def test_a_process_of_scripts_that_is_a_services_is_of_no_other(
+def test_process_of_scripts_claimed_by_a_service_belongs_to_no_other(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its cgroup is still that of the scripts; so are its children's."""
+    """Its cgroup is still that of the scripts, and so is that of its children."""
     table = {50: stat(50, parent=US), 51: stat(51, parent=50), 52: stat(52, parent=US)}
     kernel.update({pid: (one, {}, "") for pid, one in table.items()})
     scripts = script_label("web")
@@ -291,8 +293,8 @@ def test_a_process_of_scripts_that_is_a_services_is_of_no_other(
     }
 
 
-def test_members_are_all_that_belong() -> None:
-    """Found by mark, session, descent and record.
+def test_service_members_are_found_by_mark_session_descent_and_record() -> None:
+    """Each kind of evidence finds a process.
 
     Not those of others, whatever their marks, no zombie, not the agent.
     """
@@ -327,8 +329,8 @@ def test_members_are_all_that_belong() -> None:
         (Session(10, 100, seen=99, is_led=False), False),
     ],
 )
-def test_a_session_without_its_leader_lasts_while_a_known_process_is_in_it(session: Session, is_ours: bool) -> None:
-    """A session has lasted if one of its processes was seen before; else its number may be another session's."""
+def test_session_without_its_leader_is_valid_while_a_known_process_is_in_it(session: Session, is_ours: bool) -> None:
+    """Otherwise its number may be another session's."""
     table = {11: stat(11, session=10, start=150), 12: stat(12, session=10, start=900)}
     traces = ProcessRecord(sessions=[session])
 
@@ -337,8 +339,8 @@ def test_a_session_without_its_leader_lasts_while_a_known_process_is_in_it(sessi
     assert members(table, ProcessRecord(sessions=[Session(10, 100)])) == set()
 
 
-def test_session_lasts_while_one_of_ours_is_in_it() -> None:
-    """The process that is known, or one that carries our mark."""
+def test_session_is_valid_while_a_known_or_marked_process_is_in_it() -> None:
+    """The known process is in it, or one with the agent's mark."""
     table = {11: stat(11, session=10, start=150), 12: stat(12, session=10, start=900)}
     known = ProcessRecord(known=(11, 150), sessions=[Session(10, 100)])
     plain = ProcessRecord(sessions=[Session(10, 100)])
@@ -348,8 +350,8 @@ def test_session_lasts_while_one_of_ours_is_in_it() -> None:
     assert members(table, plain, marked) == {11, 12}
 
 
-def test_kin_of_a_process_that_has_ended() -> None:
-    """Descendants belong to the service while they live. Another process with such a number does not."""
+def test_descendants_of_an_exited_process_still_belong_to_the_service() -> None:
+    """Another process with such a number does not."""
     table = {process.pid: process for process in (stat(10, start=100), stat(11, parent=10), stat(12, parent=11))}
     traces = ProcessRecord(known=(10, 100))
     verdicts = kinship(table, [("web", traces)], {})
@@ -361,7 +363,7 @@ def test_kin_of_a_process_that_has_ended() -> None:
     assert members(table, traces) == {11}
 
 
-def test_the_cgroup_decides_before_all_else() -> None:
+def test_cgroup_overrides_all_other_evidence() -> None:
     """A process in another job's cgroup is the other's, even if recorded, a descendant, or in the agent's session."""
     table = {10: stat(10, session=10, start=100), 11: stat(11, parent=10, session=10, start=101), 12: stat(12)}
     traces = ProcessRecord(known=(10, 100), sessions=[Session(10, 100)])
@@ -374,7 +376,7 @@ def test_the_cgroup_decides_before_all_else() -> None:
 
 
 def test_processes_of_the_agent_belong_to_no_job() -> None:
-    """Nor what some job has left, of which nothing tells whose it is; it is a stray until its mark says more."""
+    """A process of unknown origin that some job left belongs to none either, until its mark says more."""
     table = {
         1: stat(1, parent=0, start=1),
         US: stat(US, start=2),
@@ -395,8 +397,8 @@ def test_processes_of_the_agent_belong_to_no_job() -> None:
     }
 
 
-def test_leader_that_has_ended_leads_no_more() -> None:
-    """Another process with its number, even since the same tick, is a stranger."""
+def test_exited_session_leader_is_not_confused_with_a_new_process() -> None:
+    """Another process with its number, even from the same clock tick, is unrelated."""
     traces = ProcessRecord()
     traces.begin((10, 100), None)
     table = {10: stat(10, session=10, start=100), 11: stat(11, session=10, start=100)}
@@ -406,8 +408,8 @@ def test_leader_that_has_ended_leads_no_more() -> None:
     assert members(table, traces) == set()
 
 
-def test_pidfile_names_one_process(kernel: Kernel) -> None:
-    """When that has ended, who gets its number later is not the service, though younger than the start program."""
+def test_pidfile_names_only_the_process_that_it_was_written_for(kernel: Kernel) -> None:
+    """When that has exited, a later process with its number is not the service, even if younger than the start."""
     traces = ProcessRecord()
     traces.begin((40, 1000), OLD)
     kernel[50] = stat(50, parent=US, start=1001), {}, ""
@@ -420,8 +422,8 @@ def test_pidfile_names_one_process(kernel: Kernel) -> None:
     assert own(kernel[50][0], traces, Pidfile(50, 3.0, 7))
 
 
-def test_pattern_prefers_the_known_then_the_oldest(kernel: Kernel) -> None:
-    """The start program only where nothing else fits. Never what carries the mark of another."""
+def test_pattern_prefers_the_known_and_then_the_oldest_process(kernel: Kernel) -> None:
+    """The start program is used only if nothing else matches, and a process with another mark never is."""
     kernel[40] = stat(40, start=100), {MARK: mark("web", BASE)}, "sh web start"
     kernel[41] = stat(41, start=101), {}, "web --serve"
     kernel[42] = stat(42, start=102), {}, "web --serve"
@@ -445,8 +447,8 @@ def test_pattern_prefers_the_known_then_the_oldest(kernel: Kernel) -> None:
     assert matched() is None
 
 
-def test_old_pidfile_does_not_name_a_start_program_that_got_the_number_again(kernel: Kernel) -> None:
-    """It would be taken for the process that it writes, and later would name the next one with that number."""
+def test_old_pidfile_does_not_match_a_start_program_with_a_reused_pid(kernel: Kernel) -> None:
+    """Otherwise it would be taken for the process that it starts, and later the next one with that number."""
     kernel[50] = (stat(50), {MARK: mark("web", BASE)}, "")
     traces = ProcessRecord()
     traces.begin((50, 1000), OLD)
@@ -455,16 +457,16 @@ def test_old_pidfile_does_not_name_a_start_program_that_got_the_number_again(ker
     assert own(kernel[50][0], traces, NEW)
 
 
-def test_a_parent_younger_than_its_child_is_another_process() -> None:
-    """The number of the real parent is used again: nothing is inherited from its new owner."""
+def test_parent_younger_than_its_child_is_not_its_parent() -> None:
+    """The real parent's number is reused, so nothing is inherited from its new owner."""
     table = {10: stat(10, start=200), 11: stat(11, parent=10, start=100), 12: stat(12, parent=10, start=200)}
     traces = ProcessRecord(known=(10, 200))
 
     assert kinship(table, [("web", traces)], {}) == {10: "web", 11: Unproven.FOREIGN, 12: "web"}
 
 
-def test_parents_in_a_circle_end() -> None:
-    """A table that is read while numbers are used again may contain one."""
+def test_cyclic_parents_in_a_process_table_are_tolerated() -> None:
+    """A table that is read while numbers are reused may contain a cycle."""
     table = {10: stat(10, parent=11), 11: stat(11, parent=10)}
 
     assert kinship(table, (), {}) == {10: Unproven.FOREIGN, 11: Unproven.FOREIGN}
@@ -479,14 +481,14 @@ def test_parents_in_a_circle_end() -> None:
         (None, Tie.NONE, Evidence.NOTHING.value.why),
     ],
 )
-def test_a_cgroup_alone_is_proof(
+def test_cgroup_alone_is_sufficient_evidence(
     kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
     cgroup: str | None,
     tie: Tie,
     why: str,
 ) -> None:
-    """Without descent and session, and against the mark, which the process may have forged."""
+    """It counts without descent and session, and against the mark, which the process may have forged."""
     monkeypatch.setattr(job_cgroups, "name_of", lambda pid: cgroup if pid == 50 else None)
     kernel[50] = stat(50), {MARK: mark("third", BASE)}, ""
     ownership = Ownership(BASE)
@@ -507,10 +509,10 @@ def test_a_cgroup_alone_is_proof(
         (7, None, None, False),
     ],
 )
-def test_users_of_jobs(
+def test_orphans_of_root_and_operators_belong_to_no_job(
     monkeypatch: pytest.MonkeyPatch, ours: int, user: int | None, name: str | None, is_of_a_job: bool
 ) -> None:
-    """Orphans of root and of operators are no job's. An agent without root has one user for all."""
+    """An agent without root has one user for all."""
 
     def account(number: int) -> SimpleNamespace:
         if name is None:
@@ -523,7 +525,7 @@ def test_users_of_jobs(
     assert is_job_user(user) is is_of_a_job
 
 
-def test_a_session_is_seen_by_its_own_processes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_is_proved_only_by_its_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "boot_ticks", lambda: 500)
     traces = ProcessRecord(
         sessions=[Session(10, 100, seen=200), Session(20, 100, seen=200), Session(30, 100, seen=900)]
@@ -547,10 +549,10 @@ def test_a_session_is_seen_by_its_own_processes_alone(monkeypatch: pytest.Monkey
         (Tie.NAMED, 10, False),
     ],
 )
-def test_session_is_the_services_unless_a_stranger_leads_it(
+def test_session_belongs_to_the_service_unless_led_by_a_foreign_process(
     kernel: Kernel, tie: Tie, session: int, leads: bool
 ) -> None:
-    """Otherwise the session of an operator's shell would be ended with the job. Dead leaders lead nothing."""
+    """Otherwise the session of an operator's shell would be ended with the job. Dead leaders do not count."""
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", ProcessRecord(known=(50, 1000)))]
     for each in (stat(20, session=20), stat(30, session=30, state="Z"), stat(50, session=50)):
@@ -561,8 +563,8 @@ def test_session_is_the_services_unless_a_stranger_leads_it(
     assert ownership.leads_session(one, tie, "web") is leads
 
 
-def test_the_cgroup_of_a_process_tells_its_service_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No record of another service is read for it; of 200 that start together each would read all."""
+def test_process_in_a_cgroup_is_checked_only_against_its_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each of 200 services that start together would read the records of all."""
     ownership = Ownership(BASE)
     monkeypatch.setattr(ownership, "label_of", {10: "web", 1: "web", os.getpid(): "web"}.get)
     monkeypatch.setattr(ownership, "records", lambda: pytest.fail("they are read"))
@@ -573,8 +575,8 @@ def test_the_cgroup_of_a_process_tells_its_service_alone(monkeypatch: pytest.Mon
     assert ownership.verdict(stat(1)) is Unproven.AGENTS
 
 
-def test_members_without_a_guest_and_with_their_sessions() -> None:
-    """A guest is watched and not a member. A session is recorded if its leader is a member or gone."""
+def test_members_record_their_sessions_and_exclude_watched_processes() -> None:
+    """A process that is only watched is not a member. A session is recorded if its leader is a member or has exited."""
     processes = [
         stat(10, session=10),
         stat(11, parent=10, session=10),
@@ -591,8 +593,8 @@ def test_members_without_a_guest_and_with_their_sessions() -> None:
     assert members(table, guest) == set()
 
 
-def test_the_oldest_member_begins_a_session_and_its_leader_before_others() -> None:
-    """A later start would make the older processes of the session strangers."""
+def test_recorded_session_starts_with_its_leader_or_oldest_member() -> None:
+    """With a later start, older processes of the session would look foreign."""
     processes = [
         stat(10, session=10, start=100),
         stat(11, parent=10, session=10, start=100),
@@ -606,8 +608,8 @@ def test_the_oldest_member_begins_a_session_and_its_leader_before_others() -> No
     assert {session[:2]: session.is_led for session in traces.sessions} == {(10, 100): True, (99, 103): False}
 
 
-def test_a_guest_that_carries_the_mark_is_no_member() -> None:
-    """A mark is what a process says of itself. A member would be killed by a stop."""
+def test_watched_process_with_the_mark_is_not_a_member() -> None:
+    """A process can set its mark itself, and a stop would kill a member."""
     table = {10: stat(10), 11: stat(11, parent=10), 12: stat(12)}
     guest = ProcessRecord(known=(10, 1000), is_only_named=True)
 
@@ -615,17 +617,15 @@ def test_a_guest_that_carries_the_mark_is_no_member() -> None:
 
 
 def test_the_agent_is_a_member_of_no_job() -> None:
-    """Nor is the init process, whatever they carry or descend from."""
+    """The init process is not either, whatever their marks or ancestors."""
     table = {pid: stat(pid, parent=10, session=10) for pid in (1, 3, US)} | {10: stat(10, session=10, start=900)}
     traces = ProcessRecord(known=(10, 900), sessions=[Session(10, 900)], descendants=[(1, 1000), (US, 1000)])
 
     assert members(table, traces, {mark("web", BASE): {1, US}}) == {3, 10}
 
 
-def test_a_process_that_the_agent_started_for_itself_is_no_jobs(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor are its descendants, even with a mark."""
+def test_process_of_the_agent_itself_belongs_to_no_job(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descendants do not either, even with a mark."""
     monkeypatch.setattr(process, "is_spawned", lambda identity: identity == (10, 1000))
     table = {10: stat(10, parent=US), 11: stat(11, parent=10)}
     assert kinship(table, (), {}) == {10: Unproven.AGENTS, 11: Unproven.AGENTS}
@@ -635,8 +635,8 @@ def test_a_process_that_the_agent_started_for_itself_is_no_jobs(
         assert found[0] is Tie.NONE
 
 
-def test_the_known_process_proves_its_session(kernel: Kernel) -> None:
-    """Its leader is gone: who else is in it belongs to the service while the known process is."""
+def test_known_process_proves_its_session(kernel: Kernel) -> None:
+    """Its leader has exited. Other processes in it belong to the service while the known process is in it."""
     traces = ProcessRecord(known=(11, 150), sessions=[Session(10, 100)])
     kernel[12] = stat(12, session=10, start=900), {}, ""
     assert not own(kernel[12][0], traces, NEW)
@@ -645,8 +645,8 @@ def test_the_known_process_proves_its_session(kernel: Kernel) -> None:
     assert own(kernel[12][0], traces, NEW)
 
 
-def test_a_service_remembers_few_sessions() -> None:
-    """However many its processes begin."""
+def test_number_of_recorded_sessions_of_a_service_is_bounded() -> None:
+    """Its processes may begin any number."""
     traces = ProcessRecord()
     for pid in range(100, 100 + 2 * MAX_SESSIONS):
         traces.widen(stat(pid, session=pid))
@@ -658,8 +658,11 @@ def test_a_service_remembers_few_sessions() -> None:
     assert 99 in traces.numbers()
 
 
-def test_an_orphan_that_exits_may_be_of_any_service(leaving: set[int]) -> None:
-    """Its mark went before it does. One that stays, carries a mark, or is not an orphan of this agent says nothing."""
+def test_exiting_orphan_may_belong_to_any_service(leaving: set[int]) -> None:
+    """Its mark vanishes before it exits.
+
+    One that stays, has a mark, or is not an orphan of this agent is not in doubt.
+    """
     processes = [
         stat(10),
         stat(11, parent=US),
@@ -680,10 +683,10 @@ def test_an_orphan_that_exits_may_be_of_any_service(leaving: set[int]) -> None:
     assert found.leaving == [(11, 1000)]
 
 
-def test_strays_are_orphans_of_jobs_since_a_start(
+def test_strays_are_unattributed_orphans_since_a_start(
     kernel: Kernel, leaving: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither those of operators and of root, nor those that say whose they are."""
+    """They exclude those of operators and of root, and those with a mark."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(proc, "user", lambda pid: 0 if pid == 14 else USER)
     processes = [
@@ -706,10 +709,8 @@ def test_strays_are_orphans_of_jobs_since_a_start(
     assert (found.identities, found.leaving) == ([(10, 1000)], {(16, 1001)})
 
 
-def test_unread_process_of_another_service_or_of_the_agent_leaves_no_doubt(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a process without a known ancestor, or without a record in the pass, may leave a child of any service."""
+def test_unread_process_of_a_known_owner_leaves_no_doubt(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one without a known ancestor, or without a record in the pass, may leave a child of any service."""
     monkeypatch.setattr(process, "is_spawned", lambda identity: identity == (14, 1000))
     kin = {10: 1, 11: 10, 12: 1, 13: 12, 14: US, 15: 14, 16: 1, 17: 16, 18: US}
     table = {pid: stat(pid, parent=parent) for pid, parent in kin.items()}
@@ -725,8 +726,8 @@ def test_unread_process_of_another_service_or_of_the_agent_leaves_no_doubt(
     assert ownership.strays(unknown, 0).unread is None
 
 
-def test_an_orphan_that_has_ended_is_attributed_by_its_session_where_it_is_hunted(kernel: Kernel) -> None:
-    """A moment ago the session was the service's; else its own proof counts."""
+def test_exited_orphan_is_attributed_by_its_session_during_a_search(kernel: Kernel) -> None:
+    """A moment ago the session was the service's. Otherwise its own evidence counts."""
     ownership = Ownership(BASE)
     ownership.records = lambda: [("web", ProcessRecord(known=(11, 1000), sessions=[Session(10, 100)]))]
     ended, known, other = stat(12, parent=US, session=10), stat(11, parent=US, session=77), stat(13, parent=US)

@@ -23,8 +23,8 @@ from agent_shim.supervisor.plan import ProcessSpec
     ("status", "text"),
     [(0, "exit 0"), (1, "exit 1"), (128, "exit 128"), (137, "SIGKILL"), (255, "exit 255"), (None, "unknown")],
 )
-def test_how_it_ended(status: int | None, text: str) -> None:
-    """For people."""
+def test_process_exit_is_described(status: int | None, text: str) -> None:
+    """The text is for operators."""
     assert describe(status) == text
 
 
@@ -38,15 +38,15 @@ def test_how_it_ended(status: int | None, text: str) -> None:
         ("/a is missing", "error"),
     ],
 )
-def test_kinds_of_ends_are_few(how: str, kind: str) -> None:
+def test_number_of_exit_kinds_is_small(how: str, kind: str) -> None:
     """They are labels of a metric."""
     assert kind_of(how) == kind
     assert kind in KINDS
 
 
 @pytest.mark.parametrize(("is_alive", "ended"), [(True, set()), (False, {77})])
-async def test_the_end_of_the_start_program_is_recorded(tmp_path: Path, is_alive: bool, ended: set[int]) -> None:
-    """Descendants in its session stay the service's, and the number is never taken for a new session."""
+async def test_exit_of_the_start_program_is_recorded(tmp_path: Path, is_alive: bool, ended: set[int]) -> None:
+    """Descendants in its session still belong to the service, and its number is never taken for a new session."""
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.program = cast("Any", SimpleNamespace(is_alive=is_alive, identity=(77, 5), pid=77, seen_ticks=9))
     recorded: list[tuple[Any, ...]] = []
@@ -68,10 +68,10 @@ def finder_of(tie: Tie, changes: list[object]) -> ProcessFinder:
 
 
 @pytest.mark.parametrize(("tie", "is_there"), [(Tie.OWNED, True), (Tie.NAMED, True), (Tie.OWNED, False)])
-async def test_a_process_that_was_found_is_recorded_and_saved(
+async def test_found_process_is_recorded_and_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tie: Tie, is_there: bool
 ) -> None:
-    """One that ends before it is taken up is not there."""
+    """A process that exits before it is adopted does not count."""
     path, changes = tmp_path / "pid", list[object]()
     path.write_text(str(UNUSED))
     finder = finder_of(tie, changes)
@@ -87,8 +87,8 @@ async def test_a_process_that_was_found_is_recorded_and_saved(
     assert (finder.process.session if finder.process else None) == (6 if is_there else None)
 
 
-async def test_a_living_process_proves_its_session_at_each_look() -> None:
-    """Others in it are recognised by that once their leader is gone."""
+async def test_living_process_proves_its_session_in_each_pass() -> None:
+    """Others in it are recognized by that once their leader has exited."""
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.process = cast("Any", Handle("process", []))
     traces = ProcessRecord(sessions=[Session(7, 70), Session(9, 90)])
@@ -108,7 +108,7 @@ async def test_a_living_process_proves_its_session_at_each_look() -> None:
         (0, "S", None, None),
     ],
 )
-async def test_a_pidfile_is_proof_for_a_service_without_a_start_program(
+async def test_pidfile_alone_identifies_a_service_without_a_start_program(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     pid: int,
@@ -116,7 +116,7 @@ async def test_a_pidfile_is_proof_for_a_service_without_a_start_program(
     start: Program | None,
     is_only_named: bool | None,
 ) -> None:
-    """And never where it names the agent (0)."""
+    """It never does if it names the agent (0)."""
     (tmp_path / "pid").write_text(str(pid or os.getpid()))
     monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, state, 0, number, number, 0, 80, 0))
     monkeypatch.setattr(process, "adopt", lambda *_: Handle("process", []))
@@ -130,7 +130,7 @@ async def test_a_pidfile_is_proof_for_a_service_without_a_start_program(
     )
 
 
-async def test_a_refused_process_is_named_with_the_reason(tmp_path: Path) -> None:
+async def test_rejected_process_is_named_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "pid").write_text("1")
     finder = finder_of(Tie.NONE, [])
     spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=Program(("ctl",)))
@@ -139,7 +139,7 @@ async def test_a_refused_process_is_named_with_the_reason(tmp_path: Path) -> Non
     assert finder.refused == f"the pidfile names process 1 ({proc.name(1)}): it is foreign"
 
 
-async def test_a_path_is_taken_to_be_there_until_it_was_looked_at(tmp_path: Path) -> None:
+async def test_path_of_a_check_is_assumed_to_exist_until_checked(tmp_path: Path) -> None:
     """A stop then runs the stop program."""
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     spec = ProcessSpec(name="web", job="web", kind="file", path=tmp_path / "absent")
@@ -149,7 +149,7 @@ async def test_a_path_is_taken_to_be_there_until_it_was_looked_at(tmp_path: Path
     assert not await finder.look(spec, ProcessRecord())
 
 
-async def test_a_process_may_come_within_the_time_of_its_start_program() -> None:
+async def test_process_may_appear_within_the_start_timeout() -> None:
     """The event loop continues meanwhile."""
     finder = ProcessFinder(cast("Any", None), Timing(linger=0.0), lambda: None)
     program: Any = Handle("program", [])
@@ -188,8 +188,8 @@ class Handle:
         self._calls.append(f"terminate {self._name}")
 
 
-async def test_handles_are_given_back_once() -> None:
-    """A start program that became the process has one."""
+async def test_process_handles_are_released_once() -> None:
+    """A start program that became the process has a single handle."""
     calls: list[str] = []
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.program, finder.process = cast("Any", Handle("program", calls)), cast("Any", Handle("process", calls))
@@ -205,8 +205,8 @@ async def test_handles_are_given_back_once() -> None:
     assert calls == ["both"]
 
 
-async def test_an_ended_process_leaves_its_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does its pidfile name the next one of its number."""
+async def test_exited_process_is_removed_from_its_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pidfile does not name the next process with its number either."""
     monkeypatch.setattr(proc, "stat", lambda _: None)
     (tmp_path / "pid").write_text("7")
     spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"))
@@ -243,10 +243,10 @@ WAITING = object()
         ("2", 0, 0.0, "process 2 of the pidfile exited immediately"),
     ],
 )
-async def test_start_fails_once_no_process_can_follow(
+async def test_start_fails_when_no_process_can_appear_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, status: int | None, linger: float, why: object
 ) -> None:
-    """A start program that has ended may be followed for a while, and by a living process of its pidfile."""
+    """A process may appear for a while after the start program exited, and while its pidfile names a living one."""
     (tmp_path / "pid").write_text(named)
     monkeypatch.setattr(proc, "stat", {2: proc.Stat(2, "Z", 0, 1, 1, 0, 1, 0)}.get)
     finder = ProcessFinder(cast("Any", None), Timing(linger=linger), lambda: None)

@@ -11,7 +11,7 @@ from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecor
 PROCESS, PROGRAM = (7, 70), (8, 80)
 
 
-def test_an_exited_process_is_forgotten_and_its_session_kept() -> None:
+def test_record_forgets_an_exited_process_but_keeps_its_session() -> None:
     record = ProcessRecord(known=PROCESS, program=PROGRAM)
 
     record.ended(PROCESS, 7, 75)
@@ -24,7 +24,7 @@ def test_an_exited_process_is_forgotten_and_its_session_kept() -> None:
     assert [(session.pid, session.seen) for session in record.sessions] == [(7, 90)]
 
 
-def test_a_process_that_is_only_watched_leaves_no_session() -> None:
+def test_record_keeps_no_session_of_a_watched_process() -> None:
     record = ProcessRecord(known=PROCESS, is_only_named=True)
 
     record.ended(PROCESS, 7, 75)
@@ -32,7 +32,7 @@ def test_a_process_that_is_only_watched_leaves_no_session() -> None:
     assert (record.known, record.sessions) == (None, [])
 
 
-def test_a_pidfile_is_fresh_once_it_differs_from_the_one_before_the_start() -> None:
+def test_pidfile_is_new_if_it_differs_from_the_one_before_the_start() -> None:
     record, old = ProcessRecord(), Pidfile(7, 1.0, 1)
     assert not record.is_fresh(old)
     record.begin(PROGRAM, old)
@@ -42,7 +42,7 @@ def test_a_pidfile_is_fresh_once_it_differs_from_the_one_before_the_start() -> N
     assert (record.program, record.begun, record.numbers()) == (PROGRAM, 80, {8})
 
 
-def test_the_session_of_a_process_is_led_by_its_leader_alone() -> None:
+def test_session_is_led_only_by_the_process_with_its_number() -> None:
     """The kernel's own processes have the session 0."""
     record = ProcessRecord()
     for pid, session in ((7, 7), (9, 8), (10, 0), (1, 1)):
@@ -55,7 +55,7 @@ def test_the_session_of_a_process_is_led_by_its_leader_alone() -> None:
     ]
 
 
-def test_a_pidfile_has_the_time_and_owner_of_its_file(tmp_path: Path) -> None:
+def test_pidfile_record_has_the_time_and_owner_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     path.write_text("12")
     os.utime(path, ns=(0, 1_500_000_000_000_000_000))
@@ -64,7 +64,7 @@ def test_a_pidfile_has_the_time_and_owner_of_its_file(tmp_path: Path) -> None:
     assert read(path) == Pidfile(12, 1_500_000_000.0, status.st_ino, status.st_uid)
 
 
-def test_a_pidfile_begins_with_a_number_above_zero(tmp_path: Path) -> None:
+def test_pidfile_must_begin_with_a_positive_number(tmp_path: Path) -> None:
     for text, pid in ((" 12\n", 12), ("12 web", 12), ("0", None), ("-1", None), ("web", None), ("1" * 11, None)):
         path = tmp_path / "pid"
         path.write_text(text)

@@ -101,10 +101,10 @@ async def swept(
 @pytest.mark.parametrize(
     ("owner", "left"), [("web", [NAMELESS]), (Unproven.ORPHAN, [NAMELESS]), ("other", []), (Unproven.AGENTS, [])]
 )
-async def test_service_is_not_over_while_an_orphan_ends_in_each_pass(
+async def test_stop_is_not_complete_while_each_pass_finds_an_exiting_orphan(
     remains: Remains, ownership: Scripted, owner: Verdict, left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have left a child that no pass saw."""
+    """The orphan may have left a child that no pass saw."""
     monkeypatch.setattr(process, "kill_group_of", lambda _: None)
     ownership.owner, ownership.each_pass = owner, end_orphan
 
@@ -112,7 +112,7 @@ async def test_service_is_not_over_while_an_orphan_ends_in_each_pass(
     assert reaper.heirs == []
 
 
-async def test_orphans_that_end_after_a_pass_are_reaped_before_it_counts(
+async def test_orphans_exiting_after_a_pass_are_reaped_before_it_counts(
     remains: Remains, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = [True, True, False] * 3
@@ -131,7 +131,7 @@ async def test_orphans_that_end_after_a_pass_are_reaped_before_it_counts(
     assert await swept(remains) == [NAMELESS]
 
 
-async def test_orphan_that_exits_is_waited_for_or_named(remains: Remains, ownership: Scripted) -> None:
+async def test_exiting_orphan_is_waited_for_or_named(remains: Remains, ownership: Scripted) -> None:
     exiting = Members([], [], [(8, 80)])
     ownership.passes = [NONE, exiting, NONE]
     assert await swept(remains) == []
@@ -152,7 +152,7 @@ async def test_orphan_that_exits_is_waited_for_or_named(remains: Remains, owners
         ([None], [NAMELESS], 0),
     ],
 )
-async def test_pass_that_leaves_a_process_unread_proves_nothing_unless_orphans_are_counted(
+async def test_pass_with_an_unread_process_is_inconclusive_without_orphan_counts(
     remains: Remains,
     ownership: Scripted,
     monkeypatch: pytest.MonkeyPatch,
@@ -162,7 +162,7 @@ async def test_pass_that_leaves_a_process_unread_proves_nothing_unless_orphans_a
     left: list[str],
     passes: int,
 ) -> None:
-    """A process that was exiting in the pass before is read: it forks no more."""
+    """A process that was already exiting in the previous pass counts as read, because it cannot fork any more."""
     ahead = [Members([], [], (), None if each is None else frozenset(each)) for each in unread]
     monkeypatch.setattr(process, "takes_orphans", are_taken)
     if begun == 60 and are_taken:
@@ -174,7 +174,7 @@ async def test_pass_that_leaves_a_process_unread_proves_nothing_unless_orphans_a
         assert ownership.count == 1 + passes
 
 
-async def test_kernel_decides_for_a_cgroup(
+async def test_cgroup_state_decides_whether_a_service_is_stopped(
     remains: Remains, ownership: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await swept(remains, is_in_cgroup=True) == []
@@ -185,7 +185,7 @@ async def test_kernel_decides_for_a_cgroup(
     assert await swept(remains, is_in_cgroup=True) == ["8 (8)"]
 
 
-async def test_process_that_only_the_proof_finds_is_signalled(
+async def test_process_found_only_by_the_final_check_is_signalled(
     remains: Remains, ownership: Scripted, sent: list[tuple[int, signal.Signals]]
 ) -> None:
     ownership.passes = [NONE, WEB, WEB, NONE]
@@ -196,7 +196,7 @@ async def test_process_that_only_the_proof_finds_is_signalled(
 
 
 @pytest.mark.parametrize(("is_usual", "killed"), [(False, {"web"}), (True, set())])
-async def test_kill_is_recorded_and_kills_the_groups_of_orphans_meanwhile(
+async def test_kill_is_recorded_and_includes_process_groups_of_orphans(
     remains: Remains,
     ownership: Scripted,
     sent: list[tuple[int, signal.Signals]],
@@ -239,7 +239,7 @@ async def test_orphans_of_jobs_are_killed_with_their_groups_and_orphans_of_root_
     assert len(found) == groups
 
 
-async def test_processes_get_time_to_exit(
+async def test_signalled_processes_get_time_to_exit(
     remains: Remains, ownership: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process with the number of one that has exited is another."""
@@ -268,7 +268,7 @@ async def test_remaining_process_of_the_last_run_prevents_a_start(
 async def test_orphans_are_attributed_only_during_a_search(
     remains: Remains, ownership: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At other times one costs only its reaping. Searches overlap."""
+    """At other times an orphan is only reaped. Searches overlap."""
     attributed: list[proc.Stat] = []
 
     def attribute(each: proc.Stat, _: object) -> Verdict:
@@ -318,7 +318,7 @@ async def test_descendants_are_recorded_while_any_are_known(
     assert (len(looks), traces.descendants) == (1, [(UNUSED, 1000)])
 
 
-async def test_descendants_are_found_beside_the_event_loop(
+async def test_descendants_are_searched_outside_the_event_loop(
     remains: Remains, ownership: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job can have thousands, and there may be hundreds of services."""
@@ -354,8 +354,8 @@ async def test_cgroup_of_a_stopped_service_is_removed(
     assert len(calls) == removed
 
 
-async def test_callers_share_a_pass_that_begins_after_their_call(remains: Remains, ownership: Scripted) -> None:
-    """An older one shows no process that has started since."""
+async def test_callers_share_a_process_pass_that_begins_after_their_call(remains: Remains, ownership: Scripted) -> None:
+    """An older one does not show processes that have started since."""
     first, second = await asyncio.gather(remains.look(), remains.look())
     third = await remains.look()
 
