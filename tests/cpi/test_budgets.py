@@ -15,7 +15,7 @@ def available(cluster: Cluster) -> list[int]:
     return [one["spec"]["minAvailable"] for one in cluster.of("poddisruptionbudgets").values()]
 
 
-def test_budget_follows_the_size_of_the_group(cpi: Cpi, cluster: Cluster) -> None:
+def test_disruption_budget_follows_the_size_of_the_group(cpi: Cpi, cluster: Cluster) -> None:
     vms = [cpi.create_vm("agent-1")]
     assert available(cluster) == [], "a single VM may be evicted"
     vms.append(cpi.create_vm("agent-2"))
@@ -34,7 +34,7 @@ def test_budget_follows_the_size_of_the_group(cpi: Cpi, cluster: Cluster) -> Non
 
 
 @pytest.mark.parametrize("is_object_there", [True, False])
-def test_budget_outlives_a_vm_that_was_evicted(cpi: Cpi, cluster: Cluster, is_object_there: bool) -> None:
+def test_disruption_budget_is_unchanged_after_an_eviction(cpi: Cpi, cluster: Cluster, is_object_there: bool) -> None:
     """Otherwise the next node could be drained before the Health Monitor has brought the VM back."""
     lost, *_ = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2", "agent-3"))
     if is_object_there:
@@ -48,7 +48,7 @@ def test_budget_outlives_a_vm_that_was_evicted(cpi: Cpi, cluster: Cluster, is_ob
     assert available(cluster) == [2]
 
 
-def test_groups_do_not_share_a_budget_and_one_may_have_none(cpi: Cpi, cluster: Cluster) -> None:
+def test_each_group_has_its_own_disruption_budget_or_none(cpi: Cpi, cluster: Cluster) -> None:
     def make(agents: range, group: str, **properties: Any) -> None:
         env = {"bosh": {**ENV["bosh"], "groups": ["director", "dep", group]}}
         for number in agents:
@@ -62,7 +62,7 @@ def test_groups_do_not_share_a_budget_and_one_may_have_none(cpi: Cpi, cluster: C
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_cluster_or_account_without_budgets_has_none(
+def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
     cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
     """Kubernetes before 1.21 has no such API, and a former Role no such permission."""
@@ -77,7 +77,7 @@ def test_cluster_or_account_without_budgets_has_none(
     assert list(cluster.of("pods")) == [first]
 
 
-def test_count_that_is_old_is_not_written(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_outdated_vm_count_is_not_written_to_a_disruption_budget(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     """Another VM of the group comes between the count and the change."""
     for agent in ("agent-1", "agent-2"):
         cpi.create_vm(agent)
@@ -89,7 +89,7 @@ def test_count_that_is_old_is_not_written(cpi: Cpi, cluster: Cluster, server: Se
 
 
 @pytest.mark.parametrize("why", ["the image is gone", "the budget is another's"])
-def test_vm_that_fails_changes_no_budget(cpi: Cpi, cluster: Cluster, why: str) -> None:
+def test_failed_vm_does_not_change_the_disruption_budget(cpi: Cpi, cluster: Cluster, why: str) -> None:
     for agent in ("agent-1", "agent-2"):
         cpi.create_vm(agent)
     (name,) = cluster.of("poddisruptionbudgets")

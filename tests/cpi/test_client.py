@@ -18,14 +18,14 @@ VM = "vm-bosh-" + "0" * 16
 @pytest.mark.parametrize(
     "fault", [*({"status": status} for status in (429, 500, 502, 503, 504)), {"cut": "before"}], ids=str
 )
-def test_passing_refusal_is_retried(cpi: Cpi, server: Server, fault: dict[str, Any]) -> None:
+def test_temporary_api_error_is_retried(cpi: Cpi, server: Server, fault: dict[str, Any]) -> None:
     server.fail("GET pods", times=2, **fault)
 
     assert cpi("has_vm", VM) is False
     assert len(server.requests) == 3
 
 
-def test_retry_after_is_heeded(cpi: Cpi, server: Server) -> None:
+def test_retry_after_header_is_honoured(cpi: Cpi, server: Server) -> None:
     server.fail("GET pods", status=429, retry_after="1")
     began = time.monotonic()
 
@@ -44,7 +44,7 @@ def test_retry_after_is_heeded(cpi: Cpi, server: Server) -> None:
     ],
     ids=["a wait beyond the bound", "no right", "a page of a proxy", "an error of a proxy"],
 )
-def test_refusal_that_stays_is_reported_and_not_retried(
+def test_permanent_api_error_is_reported_and_not_retried(
     cpi: Cpi, server: Server, fault: dict[str, Any], words: str, is_passing: bool
 ) -> None:
     server.fail("GET pods", times=9, **fault)
@@ -57,7 +57,7 @@ def test_refusal_that_stays_is_reported_and_not_retried(
 
 @pytest.mark.parametrize("cut", ["before", "after"])
 @pytest.mark.parametrize("plural", ["persistentvolumeclaims", "secrets", "pods"])
-def test_connection_that_is_cut(cpi: Cpi, server: Server, cluster: Cluster, plural: str, cut: str) -> None:
+def test_create_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: Cluster, plural: str, cut: str) -> None:
     """After a lost response the second attempt finds the object of the first."""
     server.fail(f"POST {plural}", cut=cut)
 
@@ -67,8 +67,8 @@ def test_connection_that_is_cut(cpi: Cpi, server: Server, cluster: Cluster, plur
     assert list(cluster.of("secrets")) == [vm]
 
 
-def test_connection_that_is_cut_while_a_vm_is_made_again(cpi: Cpi, server: Server, cluster: Cluster) -> None:
-    """The first request finds a Secret or pod with other properties or disks, the second one makes it again."""
+def test_recreating_a_vm_survives_a_cut_connection(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+    """The first request finds a Secret or pod with other properties or disks, and the second one replaces it."""
     vm, disk = cpi.create_vm(memory=64), cpi("create_disk", 64, {}, None)
     server.fail("POST secrets", cut="after", times=2)
     assert cpi.create_vm(memory=128) == vm
@@ -78,7 +78,7 @@ def test_connection_that_is_cut_while_a_vm_is_made_again(cpi: Cpi, server: Serve
     assert disk in manifests.disks_of(cluster.of("pods")[vm])
 
 
-def test_connection_that_is_cut_while_a_disk_with_a_known_number_is_made(cpi: Cpi, server: Server) -> None:
+def test_create_disk_with_a_known_request_id_survives_a_cut_connection(cpi: Cpi, server: Server) -> None:
     vm = cpi.create_vm()
     first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
     cpi("attach_disk", vm, first)
@@ -87,8 +87,8 @@ def test_connection_that_is_cut_while_a_disk_with_a_known_number_is_made(cpi: Cp
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") != first
 
 
-def test_connection_that_is_cut_while_a_vm_is_rebooted(cpi: Cpi, server: Server) -> None:
-    """The helper of the lost response does its work."""
+def test_reboot_vm_survives_a_cut_connection(cpi: Cpi, server: Server) -> None:
+    """The helper pod of the lost response does its work."""
     cpi.write(server.config(disks={"attach": "live"}))
     vm = cpi.create_vm(tier="privileged")
     server.fail("POST pods", cut="after")
@@ -96,7 +96,7 @@ def test_connection_that_is_cut_while_a_vm_is_rebooted(cpi: Cpi, server: Server)
     cpi("reboot_vm", vm)
 
 
-def test_delete_that_was_processed_and_cut(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_delete_succeeds_although_its_responses_are_lost(cpi: Cpi, server: Server, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     server.fail("DELETE", times=3, cut="after")
 
@@ -105,7 +105,7 @@ def test_delete_that_was_processed_and_cut(cpi: Cpi, server: Server, cluster: Cl
     assert cluster.snapshot() == {}
 
 
-def test_server_that_is_away(cpi: Cpi, server: Server) -> None:
+def test_unreachable_api_server_is_a_retryable_error(cpi: Cpi, server: Server) -> None:
     server.close()
 
     with pytest.raises(CpiFailedError, match="does not answer") as failed:
@@ -114,7 +114,7 @@ def test_server_that_is_away(cpi: Cpi, server: Server) -> None:
     assert failed.value.ok_to_retry is True
 
 
-def test_server_that_is_slow(cpi: Cpi, server: Server) -> None:
+def test_slow_api_server_is_retried_until_the_timeout(cpi: Cpi, server: Server) -> None:
     config = {**server.config(), "timeouts": {"request": 0.3, "retry": 3}}
     cpi.write(config)
     server.fail("GET pods", delay_s=1)
@@ -126,7 +126,7 @@ def test_server_that_is_slow(cpi: Cpi, server: Server) -> None:
         cpi("has_vm", VM)
 
 
-def test_change_that_others_overtake(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_conflicting_change_is_repeated_with_the_new_version(cpi: Cpi, server: Server, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     key = ("persistentvolumeclaims", "bosh", disk)
@@ -140,14 +140,14 @@ def test_change_that_others_overtake(cpi: Cpi, server: Server, cluster: Cluster)
     assert cpi("get_disks", vm) == [disk]
 
 
-def test_quota_that_is_counted_by_several_at_once(cpi: Cpi, server: Server) -> None:
-    """If two objects are counted at once, one is refused with a conflict though its name is free."""
+def test_conflict_on_a_quota_is_retried(cpi: Cpi, server: Server) -> None:
+    """If two objects are counted at once, one is rejected with a conflict although its name is free."""
     server.fail("POST pods", times=2, status=409, message="Operation cannot be fulfilled on resourcequotas")
 
     assert cpi.create_vm()
 
 
-def test_webhook_that_does_not_answer(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_unresponsive_webhook_is_a_retryable_error(cpi: Cpi, server: Server, cluster: Cluster) -> None:
     server.fail("POST pods", times=99, status=500, message='failed calling webhook "policy.example": timeout')
 
     with pytest.raises(CpiFailedError, match="failed calling webhook") as failed:
@@ -157,7 +157,7 @@ def test_webhook_that_does_not_answer(cpi: Cpi, server: Server, cluster: Cluster
     assert cluster.snapshot() == {}
 
 
-def test_cluster_that_goes_away_leaves_what_is_found_later(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_objects_left_by_an_unreachable_cluster_are_found_later(cpi: Cpi, server: Server, cluster: Cluster) -> None:
     cpi.write({**server.config(), "timeouts": {"retry": 0.5}})
     fault = server.fail("(POST pods|DELETE|GET)", times=999, cut="before")
     with pytest.raises(CpiFailedError, match="does not answer") as failed:
@@ -172,8 +172,8 @@ def test_cluster_that_goes_away_leaves_what_is_found_later(cpi: Cpi, server: Ser
     assert cluster.snapshot() == {}
 
 
-def test_token_that_was_renewed(cpi: Cpi, server: Server) -> None:
-    """The file has the new one. The server forgot the old one between two requests."""
+def test_renewed_token_is_read_again(cpi: Cpi, server: Server) -> None:
+    """The file has the new one. The server revoked the old one between two requests."""
     file = cpi.file.with_name("token")
     file.write_text("old")
     config = server.config()
@@ -185,7 +185,7 @@ def test_token_that_was_renewed(cpi: Cpi, server: Server) -> None:
     assert len(server.requests) == 2
 
 
-def test_watch_that_is_cut_or_expires(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+def test_cut_or_expired_watch_is_restarted(cpi: Cpi, server: Server, cluster: Cluster) -> None:
     server.fail("WATCH pods", times=2, cut="after")
     vm = cpi.create_vm()
     cluster.memory = 0
@@ -195,8 +195,8 @@ def test_watch_that_is_cut_or_expires(cpi: Cpi, server: Server, cluster: Cluster
     assert cluster.snapshot() == {}
 
 
-def test_watch_of_an_object_that_rests_while_others_change(cpi: Cpi, server: Server, cluster: Cluster) -> None:
-    """The server forgets the version of the object: watched from there, each watch would end with 410 at once."""
+def test_watch_continues_on_an_unchanged_object_in_a_busy_cluster(cpi: Cpi, server: Server, cluster: Cluster) -> None:
+    """The server discards the version of the object. Each watch from there would end with 410 at once."""
     cluster.memory = 5
     cluster.start_after_s = 1.5
     busy = threading.Event()

@@ -30,7 +30,7 @@ def command(cpi: Cpi, *arguments: str, env: Mapping[str, str] | None = None) -> 
 # --- doctor ---------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_asks_for_the_permissions_of_the_role() -> None:
+def test_cpi_doctor_checks_the_permissions_of_the_role() -> None:
     role = next(yaml.safe_load_all((ROOT / "deploy/cpi/base/role.yaml").read_text()))
     groups = {
         resource + (f".{group}" if group else ""): " ".join(sorted(rule["verbs"]))
@@ -42,7 +42,7 @@ def test_doctor_asks_for_the_permissions_of_the_role() -> None:
     assert groups == doctor.PERMISSIONS
 
 
-def test_good_cluster_needs_no_change(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_cpi_doctor_finds_nothing_in_a_suitable_cluster(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
     before = cluster.snapshot()
 
@@ -53,7 +53,7 @@ def test_good_cluster_needs_no_change(cpi: Cpi, cluster: Cluster, server: Server
     assert server.token not in out
 
 
-def test_each_obstacle_has_its_change(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_cpi_doctor_suggests_a_change_for_each_obstacle(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     def refuse(plural: str, body: Object) -> None:
         if plural == "pods" and ("hostPath" in str(body["spec"]) or "'privileged': True" in str(body["spec"])):
             raise RefusalError(403, "Forbidden", 'violates PodSecurity "baseline:latest"')
@@ -83,7 +83,7 @@ def test_each_obstacle_has_its_change(cpi: Cpi, cluster: Cluster, server: Server
     assert "ok       disks.attach         recreate; no live disks" in command(cpi, "doctor")[0]
 
 
-def test_cluster_that_refuses_the_token_is_the_only_finding(cpi: Cpi, server: Server) -> None:
+def test_cpi_doctor_reports_only_a_rejected_token(cpi: Cpi, server: Server) -> None:
     server.token = "another"
 
     out, code = command(cpi, "doctor")
@@ -131,7 +131,7 @@ def leftovers(cpi: Cpi, director: Director, *arguments: str) -> tuple[str, int]:
     return command(cpi, "leftovers", *arguments, env=director.environment)
 
 
-def test_objects_that_the_director_does_not_know_are_listed_and_deleted(
+def test_leftovers_unknown_to_the_director_are_listed_and_deleted(
     cpi: Cpi, cluster: Cluster, director: Director
 ) -> None:
     known, lost = cpi.create_vm("agent-1"), cpi.create_vm("agent-2", attach="live", tier="privileged")
@@ -155,7 +155,7 @@ def test_objects_that_the_director_does_not_know_are_listed_and_deleted(
     assert set(cluster.of("persistentvolumeclaims")) == {f"data-{known}", disk, stray}
 
 
-def test_everything_that_any_record_names_is_known(cpi: Cpi, director: Director) -> None:
+def test_leftovers_exclude_objects_of_all_director_records(cpi: Cpi, director: Director) -> None:
     active, inactive, orphaned = (cpi.create_vm(f"agent-{n}") for n in range(3))
     attached, left_by_migration, dynamic, disk = (cpi("create_disk", 64, {}, None) for _ in range(4))
     cpi("attach_disk", active, left_by_migration)
@@ -190,7 +190,7 @@ def test_everything_that_any_record_names_is_known(cpi: Cpi, director: Director)
         UNFINISHED,
     ],
 )
-def test_nothing_is_deleted_unless_the_director_answers_everything(
+def test_leftovers_are_kept_unless_the_director_answers_every_query(
     cpi: Cpi, cluster: Cluster, director: Director, refused: str
 ) -> None:
     cpi.create_vm()
@@ -217,7 +217,7 @@ def test_nothing_is_deleted_unless_the_director_answers_everything(
         ("/dynamic_disks", """echo '{"Tables": null, "Blocks": ["[]"], "Lines": ["Succeeded"'"""),
     ],
 )
-def test_nothing_is_deleted_after_an_incomplete_answer(
+def test_leftovers_are_kept_after_an_incomplete_director_answer(
     cpi: Cpi, cluster: Cluster, director: Director, path: str, script: str
 ) -> None:
     cpi.create_vm()
@@ -240,7 +240,7 @@ def test_nothing_is_deleted_after_an_incomplete_answer(
         '[{"Content": "instances", "Header": {"vm_cid": "VM CID", "disk_cids": "Disk CIDs"}, "Rows": [{}]}]',
     ],
 )
-def test_nothing_is_deleted_without_the_table_of_instances(
+def test_leftovers_are_kept_without_the_instances_table(
     cpi: Cpi, cluster: Cluster, director: Director, table: str
 ) -> None:
     cpi.create_vm()
@@ -255,7 +255,7 @@ def test_nothing_is_deleted_without_the_table_of_instances(
     assert "`bosh instances --details --deployment=db` failed: it printed " in out
 
 
-def test_nothing_is_deleted_while_a_task_runs(cpi: Cpi, cluster: Cluster, director: Director) -> None:
+def test_leftovers_are_kept_while_a_director_task_runs(cpi: Cpi, cluster: Cluster, director: Director) -> None:
     vm = cpi.create_vm()
     before = cluster.snapshot()
     task = {"id": 7, "state": "processing", "description": "create deployment"}
@@ -269,7 +269,7 @@ def test_nothing_is_deleted_while_a_task_runs(cpi: Cpi, cluster: Cluster, direct
     assert f"{vm}: deleted" in leftovers(cpi, director, "--delete")[0]
 
 
-def test_disks_stay_where_the_director_lists_no_dynamic_disks(cpi: Cpi, director: Director) -> None:
+def test_leftover_disks_are_kept_if_dynamic_disks_cannot_be_listed(cpi: Cpi, director: Director) -> None:
     disk = cpi("create_disk", 64, {}, None)
     director.knows(failing={"/dynamic_disks": 404})
 
@@ -280,7 +280,7 @@ def test_disks_stay_where_the_director_lists_no_dynamic_disks(cpi: Cpi, director
     assert "kubectl" not in out
 
 
-def test_objects_of_another_director_are_no_leftovers(cpi: Cpi, cluster: Cluster, director: Director) -> None:
+def test_leftovers_exclude_objects_of_another_director(cpi: Cpi, cluster: Cluster, director: Director) -> None:
     vm = cpi.create_vm()
     before = cluster.snapshot()
     director.knows(info={"uuid": "another"})

@@ -57,8 +57,8 @@ def director(method: str, *arguments: Any, vm_api: bool = False, api_version: in
     return json.dumps(request).encode()
 
 
-def test_info_of_a_director_and_of_the_cli() -> None:
-    """No `api_version` from the Director. 1 from the CLI, which clamps ours to 2 and insists on `stemcell_formats`."""
+def test_info_answers_a_director_and_the_cli() -> None:
+    """The Director sends no `api_version`. The CLI sends 1, clamps ours to 2 and insists on `stemcell_formats`."""
     for raw in (
         director("info", api_version=None),
         b'{"method":"info","arguments":[],"context":{"director_uuid":"d"},"api_version":1}',
@@ -69,7 +69,7 @@ def test_info_of_a_director_and_of_the_cli() -> None:
         assert response["result"]["stemcell_formats"] == ["kubernetes-light", "docker-light", "warden-light"]
 
 
-def test_deployment_as_the_director_calls_it(cpi: Cpi, cluster: Cluster) -> None:
+def test_cpi_serves_the_calls_of_a_deployment(cpi: Cpi, cluster: Cluster) -> None:
     def call(method: str, *arguments: Any, **more: Any) -> Any:
         response = cpi.answer(director(method, *arguments, **more))
         assert response["error"] is None, response
@@ -95,7 +95,7 @@ def test_deployment_as_the_director_calls_it(cpi: Cpi, cluster: Cluster) -> None
     assert cluster.snapshot() == {}
 
 
-def test_manual_network_and_dns(cpi: Cpi, cluster: Cluster) -> None:
+def test_manual_network_sets_pod_address_and_dns(cpi: Cpi, cluster: Cluster) -> None:
     response = cpi.answer(director("create_vm", "agent-1", STEMCELL, {}, {"first": MANUAL}, [], ENV, vm_api=True))
 
     (pod,) = cluster.of("pods").values()
@@ -106,7 +106,7 @@ def test_manual_network_and_dns(cpi: Cpi, cluster: Cluster) -> None:
     assert pod["spec"]["dnsPolicy"] == "None"
 
 
-def test_disk_ids_may_be_nil(cpi: Cpi) -> None:
+def test_create_vm_accepts_null_disks_properties_and_env(cpi: Cpi) -> None:
     dynamic = {"a": {"type": "dynamic", "prefix": "32", "cloud_properties": {}, "default": ["dns", "gateway"]}}
     response = cpi.answer(director("create_vm", "agent-1", STEMCELL, None, dynamic, None, None, vm_api=True))
 
@@ -114,22 +114,22 @@ def test_disk_ids_may_be_nil(cpi: Cpi) -> None:
 
 
 @pytest.mark.parametrize("method", ["current_vm_id", "create_network", "delete_network", "ping", "configure_networks"])
-def test_methods_that_are_not_there(cpi: Cpi, method: str) -> None:
+def test_unknown_cpi_method_is_not_implemented(cpi: Cpi, method: str) -> None:
     error = cpi.answer(director(method))["error"]
 
     assert error["type"] == "Bosh::Clouds::NotImplemented"
 
 
 @pytest.mark.parametrize("method", sorted(methods.METHODS))
-def test_arguments_that_do_not_fit(cpi: Cpi, method: str) -> None:
+def test_invalid_cpi_arguments_are_rejected(cpi: Cpi, method: str) -> None:
     given: list[list[Any]] = [[], [None], [7], [{}], [[]]]
     for arguments in given:
         error = cpi.answer(director(method, *arguments))["error"]
         assert error is None or error["type"] in KNOWN_TYPES
 
 
-def test_properties_of_a_cpi_config_win(cpi: Cpi, cluster: Cluster) -> None:
-    """Multi-CPI: the properties of the entry are in the context, beside the Director's own keys."""
+def test_cpi_config_properties_override_the_configuration(cpi: Cpi, cluster: Cluster) -> None:
+    """With several CPIs, the properties of the entry are in the context, beside the Director's own keys."""
     context = {"director_uuid": DIRECTOR, "request_id": "cpi-1", "namespace": "other", "disks": {"attach": "never"}}
     raw = {"method": "create_disk", "arguments": [64, {}, None], "context": context, "api_version": 3}
 
@@ -140,7 +140,7 @@ def test_properties_of_a_cpi_config_win(cpi: Cpi, cluster: Cluster) -> None:
     assert cpi("has_disk", disk) is True, "the cid names its namespace"
 
 
-def test_typo_in_a_cpi_config() -> None:
+def test_unknown_key_in_a_cpi_config_is_rejected() -> None:
     raw = b'{"method":"has_vm","arguments":["vm-a-0"],"context":{"director_uuid":"d","namespase":"x"}}'
 
     assert "nearest known one is `namespace`" in checked(door.answer(raw, []))["error"]["message"]

@@ -32,7 +32,7 @@ def kubeconfig(user: dict[str, Any], **cluster: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("write", [json.dumps, yaml.safe_dump])
-def test_kubeconfig_file(tmp_path: Path, write: Any) -> None:
+def test_kubeconfig_file_gives_access(tmp_path: Path, write: Any) -> None:
     (tmp_path / "ca.pem").write_text("CA")
     (tmp_path / "token").write_text("secret-token\n")
     file = tmp_path / "config"
@@ -48,7 +48,7 @@ def test_kubeconfig_file(tmp_path: Path, write: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [dict, json.dumps, yaml.safe_dump])
-def test_kubeconfig_in_the_configuration(form: Any) -> None:
+def test_kubeconfig_in_the_configuration_gives_access(form: Any) -> None:
     assert credentials.access(Cluster(kubeconfig=form(kubeconfig({"token": "secret-token"})))).token == "secret-token"
 
 
@@ -64,15 +64,15 @@ def plugin(tmp_path: Path, text: str) -> dict[str, Any]:
     }
 
 
-def test_exec_plugin(tmp_path: Path) -> None:
+def test_exec_plugin_provides_the_token(tmp_path: Path) -> None:
     echo = 'test "$1$OF_PLUGIN" = ax || exit 9; case $KUBERNETES_EXEC_INFO in *ExecCredential*) ;; *) exit 8 ;; esac\n'
     given = plugin(tmp_path, echo + """echo '{"status": {"token": "of-the-plugin"}}'""")
 
     assert credentials.access(Cluster(kubeconfig=kubeconfig({"exec": given}))).token == "of-the-plugin"
 
 
-def test_exec_plugin_that_gives_a_certificate(tmp_path: Path) -> None:
-    """It comes before one of the file, as its key does."""
+def test_exec_plugin_certificate_overrides_that_of_the_kubeconfig(tmp_path: Path) -> None:
+    """Its key also overrides that of the file."""
     given = plugin(tmp_path, """echo '{"status": {"clientCertificateData": "CERT", "clientKeyData": "KEY"}}'""")
     of_file = {"client-certificate-data": "b2xk", "client-key-data": "b2xk"}
 
@@ -84,7 +84,7 @@ def test_exec_plugin_that_gives_a_certificate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"), [("echo 'not logged in' >&2; exit 1", "not logged in"), ("echo x", "printed no ExecCredential")]
 )
-def test_exec_plugin_that_fails(tmp_path: Path, text: str, words: str) -> None:
+def test_failed_exec_plugin_is_reported(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         credentials.access(Cluster(kubeconfig=kubeconfig({"exec": plugin(tmp_path, text)})))
 
@@ -107,12 +107,12 @@ def test_exec_plugin_that_fails(tmp_path: Path, text: str, words: str) -> None:
         (Cluster(server="https://192.0.2.1"), "names no credentials"),
     ],
 )
-def test_refused(cluster: Cluster, words: str) -> None:
+def test_invalid_cluster_access_configuration_is_rejected(cluster: Cluster, words: str) -> None:
     with pytest.raises(InputError, match=words):
         credentials.access(cluster)
 
 
-def test_service_account_of_the_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_account_of_the_pod_gives_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"token": "mounted-token", "ca.crt": "CA", "namespace": "bosh\n"}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(credentials, "SERVICE_ACCOUNT", tmp_path)
@@ -169,7 +169,7 @@ def call(server: Server, directory: Path, **cluster: Any) -> Any:
     return cpi("has_vm", VM)
 
 
-def test_server_is_verified(authority: pki.Authority, directory: Path) -> None:
+def test_api_server_certificate_is_verified(authority: pki.Authority, directory: Path) -> None:
     with serving(authority, directory, "127.0.0.1") as server:
         assert call(server, directory, token=server.token, ca=authority.ca) is False
         with pytest.raises(CpiFailedError, match="cannot trust the API server"):
@@ -177,7 +177,7 @@ def test_server_is_verified(authority: pki.Authority, directory: Path) -> None:
         assert len(server.requests) == 1, "the token was given to a stranger"
 
 
-def test_server_under_another_name(authority: pki.Authority, directory: Path) -> None:
+def test_api_server_certificate_may_have_the_configured_name(authority: pki.Authority, directory: Path) -> None:
     with serving(authority, directory, "api.example") as server:
         with pytest.raises(CpiFailedError, match="cannot trust the API server"):
             call(server, directory, token=server.token, ca=authority.ca)
@@ -187,19 +187,19 @@ def test_server_under_another_name(authority: pki.Authority, directory: Path) ->
 
 
 @pytest.mark.parametrize("address", ["https://", "ftp://127.0.0.1", "https://a:b@127.0.0.1", "https://[127.0.0.1"])
-def test_server_at_no_address(server: Server, directory: Path, address: str) -> None:
+def test_invalid_api_server_address_is_reported(server: Server, directory: Path, address: str) -> None:
     with pytest.raises(CpiFailedError, match="cannot reach the API server: its address is no URL"):
         call(server, directory, kubeconfig=kubeconfig({"token": server.token}, server=address))
 
 
-def test_server_that_need_not_be_verified(authority: pki.Authority, directory: Path) -> None:
+def test_api_server_verification_can_be_disabled(authority: pki.Authority, directory: Path) -> None:
     with serving(authority, directory, "api.example") as server:
         given = kubeconfig({"token": server.token})
         given["clusters"][0]["cluster"] |= {"server": server.url, "insecure-skip-tls-verify": True}
         assert call(server, directory, kubeconfig=given) is False
 
 
-def test_client_certificate(authority: pki.Authority, directory: Path) -> None:
+def test_client_certificate_gives_access(authority: pki.Authority, directory: Path) -> None:
     with serving(authority, directory, "127.0.0.1", asks_client=True) as server:
         server.token = ""
         pair = authority.client("cpi")
@@ -208,7 +208,7 @@ def test_client_certificate(authority: pki.Authority, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["ca", "client_certificate"])
-def test_broken_pem(authority: pki.Authority, directory: Path, key: str) -> None:
+def test_invalid_pem_of_a_credential_is_reported(authority: pki.Authority, directory: Path, key: str) -> None:
     refused = pytest.raises(CpiFailedError, match="cannot use the CA or client certificate")
     with serving(authority, directory, "127.0.0.1") as server, refused:
         call(server, directory, **{"token": server.token, "ca": authority.ca, key: "no PEM"})

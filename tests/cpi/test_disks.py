@@ -38,7 +38,7 @@ def attachments(cluster: Cluster) -> list[str]:
 # --- at creation ----------------------------------------------------------------------------------------------------
 
 
-def test_disk_at_creation_leaves_attach_nothing_to_do(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_attach_of_a_disk_mounted_at_vm_creation_changes_nothing(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     first = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, first)
     cpi("delete_vm", first)
@@ -52,7 +52,7 @@ def test_disk_at_creation_leaves_attach_nothing_to_do(cpi: Cpi, cluster: Cluster
     assert cluster.of("persistentvolumeclaims")[disk]["metadata"]["labels"]["bosh.io/deployment"] == "dep"
 
 
-def test_new_disk_is_not_waited_for(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_disk_does_not_wait_for_a_volume(cpi: Cpi, cluster: Cluster) -> None:
     make_class(cluster, "on-first-use")
     disk = cpi("create_disk", 64, {"storage_class": "on-first-use"}, None)
 
@@ -64,16 +64,16 @@ def test_new_disk_is_not_waited_for(cpi: Cpi, cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_disk_without_a_size_is_refused(cpi: Cpi, cluster: Cluster, size: int) -> None:
-    """The API server would take a claim of 0 and never bind it."""
+def test_create_disk_without_a_size_is_rejected(cpi: Cpi, cluster: Cluster, size: int) -> None:
+    """The API server would accept a claim of 0 and never bind it."""
     with pytest.raises(CpiFailedError, match=f"disk of {size} MiB"):
         cpi("create_disk", size, {}, None)
 
     assert cluster.snapshot() == {}
 
 
-def test_number_of_a_request_that_comes_again(cpi: Cpi) -> None:
-    """Directors number requests by chance: a disk that is in use is handed out to no second one."""
+def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: Cpi) -> None:
+    """Directors number requests randomly, so a disk in use must not be returned for a second one."""
     vm = cpi.create_vm()
     first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") == first, "its answer was lost"
@@ -83,8 +83,8 @@ def test_number_of_a_request_that_comes_again(cpi: Cpi) -> None:
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") != first
 
 
-def test_disk_in_use_is_left_out_and_comes_later(cpi: Cpi, cluster: Cluster) -> None:
-    """Create-swap-delete: the new VM is made while the old one has the disk."""
+def test_create_vm_leaves_out_a_disk_in_use_until_it_is_attached(cpi: Cpi, cluster: Cluster) -> None:
+    """Create-swap-delete creates the new VM while the old one has the disk."""
     old = cpi.create_vm()
     disk = cpi.attached_disk(old)
 
@@ -119,8 +119,10 @@ def shut_down(cluster: Cluster, vm: str) -> None:
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
 @pytest.mark.parametrize("disk_type", ["claim", "empty_dir"])
-def test_vm_that_was_shut_down_ends_for_its_disk(cpi: Cpi, cluster: Cluster, way: str, disk_type: str) -> None:
-    """Create-swap-delete of a VM that was recreated before: the new VM waited for a pod that is never ready."""
+def test_attach_ends_a_vm_that_was_shut_down_to_free_its_disk(
+    cpi: Cpi, cluster: Cluster, way: str, disk_type: str
+) -> None:
+    """In a create-swap-delete of a VM that was recreated before, the new VM waited for a pod that is never ready."""
     old, new, disk = swapped(cpi, way, ephemeral_disk={"type": "claim"})
     if disk_type == "empty_dir":
         (data,) = [one for one in cluster.objects["pods", "bosh", old]["spec"]["volumes"] if one["name"] == "data"]
@@ -137,7 +139,7 @@ def test_vm_that_was_shut_down_ends_for_its_disk(cpi: Cpi, cluster: Cluster, way
 
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
-def test_vm_that_was_shut_down_a_moment_ago_gives_its_disk_too(cpi: Cpi, cluster: Cluster, way: str) -> None:
+def test_attach_takes_the_disk_of_a_vm_that_was_just_shut_down(cpi: Cpi, cluster: Cluster, way: str) -> None:
     old, new, disk = swapped(cpi, way, ephemeral_disk={"type": "claim"})
     shut_down(cluster, old)
 
@@ -147,7 +149,7 @@ def test_vm_that_was_shut_down_a_moment_ago_gives_its_disk_too(cpi: Cpi, cluster
     assert cpi("get_disks", new) == [disk]
 
 
-def test_vm_without_a_data_claim_gets_time_to_report_its_end(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_vm_without_a_data_claim_gets_time_to_report_its_shutdown(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "empty_dir"})
     server.fail("WATCH pods/", on=lambda: cluster.patch(("pods", "bosh", old), {"status": UNREADY}))
 
@@ -157,8 +159,10 @@ def test_vm_without_a_data_claim_gets_time_to_report_its_end(cpi: Cpi, cluster: 
 
 
 @pytest.mark.parametrize("moment", ["PATCH persistentvolumeclaims/data-", "GET secrets/", "POST pods/vm"])
-def test_vm_that_is_deleted_while_its_disk_is_taken(cpi: Cpi, cluster: Cluster, server: Server, moment: str) -> None:
-    """The Director deletes the old VM of create-swap-delete beside the deploy (ScheduledOrphanedVMCleanup)."""
+def test_attach_succeeds_while_the_old_vm_is_being_deleted(
+    cpi: Cpi, cluster: Cluster, server: Server, moment: str
+) -> None:
+    """The Director deletes the old VM of create-swap-delete during the deploy (ScheduledOrphanedVMCleanup)."""
     old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "claim"})
     server.fail(f"{moment}.*{old[-16:]}", on=lambda: cpi("delete_vm", old))
 
@@ -169,7 +173,7 @@ def test_vm_that_is_deleted_while_its_disk_is_taken(cpi: Cpi, cluster: Cluster, 
     assert cpi("get_disks", new) == [disk]
 
 
-def test_vm_that_does_not_start_without_its_disk_gives_it_all_the_same(cpi: Cpi, cluster: Cluster) -> None:
+def test_attach_takes_the_disk_of_a_vm_that_does_not_start_without_it(cpi: Cpi, cluster: Cluster) -> None:
     old, new, disk = swapped(cpi, "recreate")
     cluster.pod_status = lambda pod: unscheduled("no room") if pod["metadata"]["name"] == old else None
 
@@ -178,7 +182,7 @@ def test_vm_that_does_not_start_without_its_disk_gives_it_all_the_same(cpi: Cpi,
     assert cpi("get_disks", new) == [disk]
 
 
-def test_disk_that_is_not_there(cpi: Cpi, cluster: Cluster) -> None:
+def test_unknown_disk_is_reported_as_missing(cpi: Cpi, cluster: Cluster) -> None:
     missing, elsewhere = (f"disk-{namespace}-{'0' * 16}" for namespace in ("bosh", "other"))
 
     with pytest.raises(CpiFailedError) as failed:
@@ -201,8 +205,8 @@ def test_disk_that_is_not_there(cpi: Cpi, cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
-def test_two_calls_want_one_disk(cpi: Cpi, cluster: Cluster, server: Server, way: str) -> None:
-    """The other has the claim between our look and our change, and mounts it only later: we see that it will."""
+def test_concurrent_attaches_of_one_disk_have_one_winner(cpi: Cpi, cluster: Cluster, server: Server, way: str) -> None:
+    """The other call takes the claim between our check and our change, and mounts it only later, which we notice."""
     one, two = (cpi.create_vm(agent, attach=way, tier="privileged") for agent in ("agent-1", "agent-2"))
     disk = cpi("create_disk", 64, {}, one)
 
@@ -221,7 +225,7 @@ def test_two_calls_want_one_disk(cpi: Cpi, cluster: Cluster, server: Server, way
     assert cpi("get_disks", two) == [disk]
 
 
-def test_disk_of_a_vm_that_is_gone_is_free(cpi: Cpi, cluster: Cluster) -> None:
+def test_disk_of_a_deleted_vm_is_free(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     disk = cpi.attached_disk(vm)
     cpi("delete_vm", vm)
@@ -233,8 +237,8 @@ def test_disk_of_a_vm_that_is_gone_is_free(cpi: Cpi, cluster: Cluster) -> None:
 # --- reserved -------------------------------------------------------------------------------------------------------
 
 
-def test_reserved_disk_is_handed_out(cpi: Cpi, cluster: Cluster) -> None:
-    """It grows to the size that is asked."""
+def test_reserved_disk_is_returned_by_create_disk(cpi: Cpi, cluster: Cluster) -> None:
+    """It grows to the requested size."""
     vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     settings = json.loads(base64.b64decode(cluster.of("secrets")[vm]["data"]["config.json"]))
@@ -250,7 +254,7 @@ def test_reserved_disk_is_handed_out(cpi: Cpi, cluster: Cluster) -> None:
     assert set(cluster.of("persistentvolumeclaims")) == {disk, other}
 
 
-def test_reserved_disk_nobody_asked_for_goes_with_the_vm(cpi: Cpi, cluster: Cluster) -> None:
+def test_unused_reserved_disk_is_deleted_with_the_vm(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm(persistent_disk={"size": 64})
 
     cpi("delete_vm", vm)
@@ -258,7 +262,7 @@ def test_reserved_disk_nobody_asked_for_goes_with_the_vm(cpi: Cpi, cluster: Clus
     assert cluster.snapshot() == {}
 
 
-def test_vm_that_has_a_disk_reserves_none(cpi: Cpi, cluster: Cluster) -> None:
+def test_vm_with_a_disk_reserves_none(cpi: Cpi, cluster: Cluster) -> None:
     disk = cpi("create_disk", 64, {}, None)
 
     vm = cpi.create_vm("agent-1", [disk], persistent_disk={"size": 64})
@@ -269,8 +273,8 @@ def test_vm_that_has_a_disk_reserves_none(cpi: Cpi, cluster: Cluster) -> None:
 # --- by recreation --------------------------------------------------------------------------------------------------
 
 
-def test_attach_by_recreation(cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another address after it is reported."""
+def test_attach_by_recreation_replaces_the_pod(cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """The new address is reported."""
     vm = cpi.create_vm()
     cpi("set_vm_metadata", vm, {"name": "zookeeper/1", "index": "0"})
     before, secret = cluster.of("pods")[vm], cluster.of("secrets")[vm]["metadata"]["uid"]
@@ -297,10 +301,10 @@ def test_attach_by_recreation(cpi: Cpi, cluster: Cluster, capsys: pytest.Capture
     ],
     ids=["without a data claim", "never"],
 )
-def test_recreation_that_cannot_be_or_must_not_be_is_refused(
+def test_attach_by_recreation_is_refused_if_impossible_or_unsafe(
     cpi: Cpi, cluster: Cluster, properties: Object, words: str
 ) -> None:
-    """With credentials on the pod's own directory the new pod could not get on the bus."""
+    """With credentials in the pod's own directory, the new pod could not connect to the bus."""
     vm = cpi.create_vm(**properties)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     disk = cpi("create_disk", 64, {}, vm)
@@ -309,7 +313,7 @@ def test_recreation_that_cannot_be_or_must_not_be_is_refused(
     assert cluster.of("pods")[vm]["metadata"]["uid"] == uid
 
 
-def test_pod_that_does_not_start_with_the_disk_comes_back_without(cpi: Cpi, cluster: Cluster) -> None:
+def test_pod_that_fails_to_start_with_a_disk_is_restored_without_it(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     cluster.pod_status = lambda pod: unscheduled("volume node affinity conflict") if disk in str(pod["spec"]) else None
@@ -322,7 +326,7 @@ def test_pod_that_does_not_start_with_the_disk_comes_back_without(cpi: Cpi, clus
     assert holder(cluster, disk) is None
 
 
-def test_migration_and_lazy_detach(cpi: Cpi, cluster: Cluster) -> None:
+def test_disk_migration_detaches_the_old_disk_without_a_recreation(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     small, large = cpi("create_disk", 64, {}, vm), cpi("create_disk", 128, {}, vm)
     cpi("attach_disk", vm, small)
@@ -350,7 +354,7 @@ def test_disk_that_is_being_deleted_is_not_attached(cpi: Cpi, cluster: Cluster) 
     cpi.refused("DiskNotFound", "attach_disk", two, disk)
 
 
-def test_lazily_detached_disk_comes_back_without_a_recreation(cpi: Cpi, cluster: Cluster) -> None:
+def test_lazily_detached_disk_is_attached_again_without_a_recreation(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     disk = cpi.attached_disk(vm)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
@@ -362,7 +366,7 @@ def test_lazily_detached_disk_comes_back_without_a_recreation(cpi: Cpi, cluster:
     assert holder(cluster, disk) == vm
 
 
-def test_disk_that_lingers_without_a_data_claim_is_refused(cpi: Cpi, cluster: Cluster) -> None:
+def test_attach_refuses_a_disk_still_mounted_by_a_vm_without_data_claim(cpi: Cpi, cluster: Cluster) -> None:
     disk = cpi("create_disk", 64, {}, None)
     old = cpi.create_vm("agent-1", [disk], ephemeral_disk={"type": "empty_dir"})
     cpi("detach_disk", old, disk)
@@ -375,7 +379,7 @@ def test_disk_that_lingers_without_a_data_claim_is_refused(cpi: Cpi, cluster: Cl
     assert disk not in mounts(cluster, new)
 
 
-def test_disk_of_a_pod_that_is_not_ours(cpi: Cpi, cluster: Cluster) -> None:
+def test_disk_in_use_by_a_foreign_pod_is_not_attached_or_deleted(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     volume = {"name": "disk", "persistentVolumeClaim": {"claimName": disk}}
@@ -399,7 +403,7 @@ def refuse_privileged(plural: str, body: Object) -> None:
         raise RefusalError(403, "Forbidden", POD_SECURITY)
 
 
-def test_default_attaches_live_where_the_namespace_admits_it(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_default_attach_is_live_if_the_namespace_admits_it(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     cpi.write(server.config(disks={}))
     vm = cpi.create_vm()
     before = cluster.of("pods")[vm]
@@ -412,7 +416,7 @@ def test_default_attaches_live_where_the_namespace_admits_it(cpi: Cpi, cluster: 
     assert len(attachments(cluster)) == 1, "the question of the admission leaves no pod"
 
 
-def test_default_never_changes_an_address_that_the_director_has_read(
+def test_default_attach_never_changes_an_address_the_director_has_read(
     cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.admission.append(refuse_privileged)
@@ -439,7 +443,7 @@ def test_default_never_changes_an_address_that_the_director_has_read(
     assert cpi("attach_disk", again, disk) == {"path": f"{AT_CREATION}/{disk}"}
 
 
-def test_default_recreates_a_pod_that_keeps_its_address(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_default_attach_recreates_a_pod_that_keeps_its_address(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     cluster.admission.append(refuse_privileged)
     cpi.write(server.config(disks={}))
     manual = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "cloud_properties": {"cni": "calico"}}
@@ -452,10 +456,10 @@ def test_default_recreates_a_pod_that_keeps_its_address(cpi: Cpi, cluster: Clust
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_policy_that_does_not_answer_the_question_is_a_refusal(
+def test_failed_admission_check_counts_as_a_refusal_of_live_attach(
     cpi: Cpi, cluster: Cluster, server: Server, status: int
 ) -> None:
-    """For the restricted tier nothing is asked."""
+    """No check is made for the restricted tier."""
     cpi.write(server.config(disks={}))
     server.fail("POST pods/attach", status=status, message="admission webhook does not support dry run")
     cpi.create_vm("agent-2", tier="restricted")
@@ -473,7 +477,7 @@ def live_vm(cpi: Cpi, agent: str = "agent-1", disks: list[str] | None = None, **
     return cpi.create_vm(agent, disks or [], attach="live", tier="privileged", **properties)
 
 
-def test_live_attach_leaves_the_pod_as_it_is(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_live_attach_does_not_change_the_pod(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     vm = live_vm(cpi)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     disk = cpi("create_disk", 64, {}, vm)
@@ -500,8 +504,8 @@ def test_live_attach_leaves_the_pod_as_it_is(cpi: Cpi, cluster: Cluster, server:
 
 
 @pytest.mark.parametrize("played", ["in use", "refused", "no image"])
-def test_detach_that_fails_changes_nothing(cpi: Cpi, cluster: Cluster, server: Server, played: str) -> None:
-    """The attachment was deleted and waited for its end: `get_disks` had no disk, and the next attach failed."""
+def test_failed_live_detach_changes_nothing(cpi: Cpi, cluster: Cluster, server: Server, played: str) -> None:
+    """The attachment was deleted first and then waited for, so `get_disks` had no disk and the next attach failed."""
     vm, other = live_vm(cpi), live_vm(cpi, "agent-2")
     disk = cpi("create_disk", 64, {}, vm)
     hint = cpi("attach_disk", vm, disk)
@@ -532,7 +536,7 @@ def test_detach_that_fails_changes_nothing(cpi: Cpi, cluster: Cluster, server: S
     assert (cpi("get_disks", vm), attachments(cluster)) == ([], [])
 
 
-def test_attachment_that_was_deleted_by_hand_counts_while_the_vm_uses_the_disk(cpi: Cpi, cluster: Cluster) -> None:
+def test_manually_deleted_attachment_counts_while_its_disk_is_in_use(cpi: Cpi, cluster: Cluster) -> None:
     vm = live_vm(cpi)
     disk = cpi.attached_disk(vm)
     cluster.busy_disks.add(disk)
@@ -545,10 +549,10 @@ def test_attachment_that_was_deleted_by_hand_counts_while_the_vm_uses_the_disk(c
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_helpers_have_the_program_over_an_unmodified_stemcell(
+def test_attach_helper_uses_the_agent_image_over_an_unmodified_stemcell(
     cpi: Cpi, cluster: Cluster, server: Server, copy: bool
 ) -> None:
-    """They took the image of the VM, which has no Python of the agent."""
+    """It used to take the image of the VM, which lacks the agent's Python."""
     vm = cpi.create_vm(attach="live", tier="privileged", agent={"image": "registry.example/agent:1", "copy": copy})
     disk = cpi("create_disk", 64, {}, vm)
     spec = cluster.of("pods")[vm]["spec"]
@@ -569,7 +573,7 @@ def test_helpers_have_the_program_over_an_unmodified_stemcell(
         assert copied == ([wanted] if copy else [])
 
 
-def test_pod_ends_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_pod_is_deleted_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     vm = live_vm(cpi)
     disks = [cpi("create_disk", 64, {}, vm) for _ in range(2)]
     for disk in disks:
@@ -595,7 +599,7 @@ def test_pod_ends_before_its_attachments(cpi: Cpi, cluster: Cluster, server: Ser
     ],
     ids=["no image", "policy", "no right"],
 )
-def test_live_attach_that_fails_leaves_no_attachment(
+def test_failed_live_attach_leaves_no_attachment(
     cpi: Cpi, cluster: Cluster, server: Server, refusal: str, has_hint: bool
 ) -> None:
     vm = live_vm(cpi)
@@ -612,8 +616,8 @@ def test_live_attach_that_fails_leaves_no_attachment(
     assert holder(cluster, disk) is None
 
 
-def test_vm_that_died_with_a_live_disk(cpi: Cpi, cluster: Cluster) -> None:
-    """Resurrection: delete_vm and create_vm with the disk, nothing detached before."""
+def test_live_disk_of_a_dead_vm_moves_to_its_replacement(cpi: Cpi, cluster: Cluster) -> None:
+    """A resurrection calls delete_vm and create_vm with the disk, and detaches nothing before."""
     old = live_vm(cpi)
     disk = cpi.attached_disk(old)
 
@@ -624,7 +628,7 @@ def test_vm_that_died_with_a_live_disk(cpi: Cpi, cluster: Cluster) -> None:
     assert holder(cluster, disk) == new
 
 
-def test_disk_is_detached_when_the_container_has_ended(cpi: Cpi, cluster: Cluster) -> None:
+def test_disk_is_free_once_its_container_has_ended(cpi: Cpi, cluster: Cluster) -> None:
     """Kubelets take seconds to remove the object of a pod that has ended."""
     one, two = live_vm(cpi, "agent-1"), live_vm(cpi, "agent-2")
     disk = cpi.attached_disk(one)
@@ -639,7 +643,7 @@ def test_disk_is_detached_when_the_container_has_ended(cpi: Cpi, cluster: Cluste
     assert cpi("get_disks", one) == [disk]
 
 
-def test_detach_that_failed_on_the_node(cpi: Cpi, cluster: Cluster) -> None:
+def test_live_detach_that_fails_on_the_node_is_reported(cpi: Cpi, cluster: Cluster) -> None:
     vm = live_vm(cpi)
     disk = cpi.attached_disk(vm)
     cluster.objects_linger_s, cluster.exit_code = 0.5, 1
@@ -648,8 +652,8 @@ def test_detach_that_failed_on_the_node(cpi: Cpi, cluster: Cluster) -> None:
         cpi("detach_disk", vm, disk)
 
 
-def test_vm_that_is_made_again_keeps_its_live_disks(cpi: Cpi, cluster: Cluster) -> None:
-    """Its new pod may be on another node, where the mounts of the old one are not."""
+def test_recreated_vm_keeps_its_live_disks(cpi: Cpi, cluster: Cluster) -> None:
+    """Its new pod may be on another node, where the mounts of the old one are missing."""
     at_creation, live = (cpi("create_disk", 64, {}, None) for _ in range(2))
     old = live_vm(cpi, "agent-1", [at_creation], ephemeral_disk={"type": "claim"})
     cpi("attach_disk", old, live)
@@ -687,7 +691,7 @@ def places(cluster: Cluster, vm: str) -> list[str]:
     return [one["mountPath"] for one in cluster.of("pods")[vm]["spec"]["containers"][0]["volumeMounts"]]
 
 
-def test_a_vm_of_an_older_version_keeps_the_paths_of_its_disks(cpi: Cpi, cluster: Cluster) -> None:
+def test_vm_of_an_older_cpi_version_keeps_its_disk_paths(cpi: Cpi, cluster: Cluster) -> None:
     first, second, third = (cpi("create_disk", 64, {}, None) for _ in range(3))
     vm = cpi.create_vm("agent-1", [first], attach="recreate")
     _made_by_an_older_version(cluster, vm)
@@ -704,8 +708,8 @@ def test_a_vm_of_an_older_version_keeps_the_paths_of_its_disks(cpi: Cpi, cluster
 
 
 @pytest.mark.parametrize("way", ["at creation", "live"])
-def test_recreation_that_is_resumed_late_takes_no_disk_of_another_vm(cpi: Cpi, cluster: Cluster, way: str) -> None:
-    """Its record is of the time before the interruption. The disk was attached elsewhere meanwhile."""
+def test_resumed_recreation_takes_no_disk_of_another_vm(cpi: Cpi, cluster: Cluster, way: str) -> None:
+    """Its record is from before the interruption. The disk was attached elsewhere meanwhile."""
     vm, other = live_vm(cpi, ephemeral_disk={"type": "claim"}), live_vm(cpi, "agent-2")
     own, taken = (cpi("create_disk", 64, {}, None) for _ in range(2))
     cpi("attach_disk", vm, own)
@@ -723,9 +727,7 @@ def test_recreation_that_is_resumed_late_takes_no_disk_of_another_vm(cpi: Cpi, c
     assert holder(cluster, taken) == other
 
 
-def test_attach_that_is_overtaken_again_and_again_may_be_tried_again(
-    cpi: Cpi, cluster: Cluster, server: Server
-) -> None:
+def test_attach_with_repeated_conflicts_is_a_retryable_error(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, None)
     server.fail(f"PATCH persistentvolumeclaims/{disk}", times=99, status=409, message="modified")
@@ -739,7 +741,7 @@ def test_attach_that_is_overtaken_again_and_again_may_be_tried_again(
 # --- size, type, snapshots ------------------------------------------------------------------------------------------
 
 
-def test_resize(cpi: Cpi, cluster: Cluster) -> None:
+def test_resize_disk_grows_a_claim_and_refuses_to_shrink_it(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     disk = cpi.attached_disk(vm)
 
@@ -749,7 +751,9 @@ def test_resize(cpi: Cpi, cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("can_read", [True, False])
-def test_class_that_does_not_grow(cpi: Cpi, cluster: Cluster, server: Server, can_read: bool) -> None:
+def test_resize_disk_of_a_class_without_expansion_is_refused(
+    cpi: Cpi, cluster: Cluster, server: Server, can_read: bool
+) -> None:
     make_class(cluster, "fixed")
     disk = cpi("create_disk", 64, {"storage_class": "fixed"}, None)
     if not can_read:
@@ -761,7 +765,7 @@ def test_class_that_does_not_grow(cpi: Cpi, cluster: Cluster, server: Server, ca
     cpi.refused("NotSupported", "resize_disk", disk, 128)
 
 
-def test_update_disk(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_update_disk_changes_size_and_attributes_but_not_the_class(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     make_class(cluster, "fast", allowVolumeExpansion=True)
     disk = cpi("create_disk", 64, {"storage_class": "fast"}, None)
 
@@ -775,8 +779,8 @@ def test_update_disk(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     cpi.refused("NotSupported", "update_disk", disk, 128, {})
 
 
-def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
-    """Not every cluster has them."""
+def test_disk_snapshots_are_created_and_deleted(cpi: Cpi, cluster: Cluster) -> None:
+    """Not every cluster supports them."""
     disk = cpi("create_disk", 64, {}, None)
 
     snapshot = cpi("snapshot_disk", disk, {"deployment": "dep", "index": 0, "job": "zookeeper"})
@@ -797,5 +801,5 @@ def test_snapshots(cpi: Cpi, cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("quantity", "size"), [("64Mi", 64 << 20), ("2048Ki", 2 << 20), ("1.5G", 1_500_000_000), ("1Ei", 1 << 60), ("7", 7)]
 )
-def test_a_provisioner_may_report_any_unit(quantity: str, size: int) -> None:
+def test_disk_size_is_read_in_any_unit(quantity: str, size: int) -> None:
     assert manifests.amount_of(quantity) == size

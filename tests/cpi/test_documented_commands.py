@@ -97,8 +97,8 @@ def shell(cpi: Cpi, tmp_path: Path) -> Callable[[str], subprocess.CompletedProce
     return run
 
 
-def test_page_has_its_command_lines() -> None:
-    """The search for command lines finds those of each program."""
+def test_command_lines_of_the_pages_are_found() -> None:
+    """Each program has some."""
     found = "\n".join([*fenced(), *in_prose()])
     lines = ["kubectl apply -k deploy/cpi/privileged", "docker push ", "bosh create-env ", "bosh -d zookeeper deploy "]
     lines += ["./dev stemcell --light", "kubernetes_cpi leftovers --config cpi.json --delete", "kubernetes_cpi doctor"]
@@ -106,12 +106,12 @@ def test_page_has_its_command_lines() -> None:
 
 
 @pytest.mark.parametrize("text", [*fenced(), *in_prose()], ids=lambda text: text.splitlines()[0][:60])
-def test_command_lines_of_the_page_run(shell: Callable[[str], subprocess.CompletedProcess[str]], text: str) -> None:
+def test_documented_command_lines_run(shell: Callable[[str], subprocess.CompletedProcess[str]], text: str) -> None:
     done = shell(text)
 
     assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
 
 
-def test_command_line_that_cannot_work_is_noticed(shell: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+def test_invalid_documented_command_line_is_detected(shell: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
     for text in ("bosh snapshots --json", "bosh instances --detail", "kubectl apply -k deploy/nothing"):
         assert shell(text).returncode != 0, text

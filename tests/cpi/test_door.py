@@ -42,13 +42,13 @@ REQUESTS = st.fixed_dictionaries(
 @example(raw=b"\xff\xfe")
 @example(raw=b"[" * 100_000)
 @example(raw=b'{"method":"info","arguments":' + b"[" * 100_000)
-def test_any_bytes_get_one_response(raw: bytes) -> None:
+def test_cpi_answers_any_bytes_with_one_response(raw: bytes) -> None:
     checked(door.answer(raw, []))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=REQUESTS)
-def test_any_request_gets_one_response(cpi: Cpi, request: Any) -> None:
+def test_cpi_answers_any_request_with_one_response(cpi: Cpi, request: Any) -> None:
     cpi.server.cluster.objects.clear()
     checked(door.answer(json.dumps(request).encode(), ["--config", str(cpi.file)]))
 
@@ -59,15 +59,15 @@ def test_any_request_gets_one_response(cpi: Cpi, request: Any) -> None:
 @example(request=b"null")
 @example(request=b'{"method":"info","arguments":[],"context":{}}')
 @example(request=b'{"method":"has_vm","arguments":["a"]}')
-def test_stdout_is_one_response_for_any_stdin(cpi: Cpi, request: bytes) -> None:
+def test_cpi_stdout_is_one_response_for_any_stdin(cpi: Cpi, request: bytes) -> None:
     done = start(request, "--config", str(cpi.file))
 
     checked(done.stdout)
     assert done.returncode == 0
 
 
-def test_log_has_a_line_with_the_time_of_each_request(cpi: Cpi, server: Server) -> None:
-    """The log of `bosh task N --cpi`."""
+def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: Cpi, server: Server) -> None:
+    """`bosh task N --cpi` shows the log."""
     server.fail("POST pods", status=503)
 
     response, said = cpi.run(cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
@@ -79,8 +79,8 @@ def test_log_has_a_line_with_the_time_of_each_request(cpi: Cpi, server: Server) 
 
 
 @pytest.mark.parametrize("redirection", ["0<&-", "2>&-", "0<&- 2>&-", "2>/dev/full"])
-def test_streams_that_are_closed(cpi: Cpi, redirection: str) -> None:
-    """A reader of the log that went away is no reason to leave a call half done."""
+def test_cpi_completes_a_call_although_its_streams_are_closed(cpi: Cpi, redirection: str) -> None:
+    """A reader of the log that disappears is no reason to abandon a call half-way."""
     request = b'{"method":"has_vm","arguments":["a"]}'
     command = f'exec "$0" -m kubernetes_cpi --config "$1" {redirection}'
     done = subprocess.run(["sh", "-c", command, sys.executable, cpi.file], input=request, capture_output=True, cwd=ROOT)
@@ -103,7 +103,7 @@ __main__.main()
 """
 
 
-def test_what_is_printed_is_not_on_stdout() -> None:
+def test_printed_text_does_not_reach_the_cpis_stdout() -> None:
     request = b'{"method":"info","arguments":[],"context":{"director_uuid":"d"}}'
     done = subprocess.run([sys.executable, "-c", PRINTING], input=request, capture_output=True, cwd=ROOT)
 
@@ -113,7 +113,7 @@ def test_what_is_printed_is_not_on_stdout() -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyError, OSError, MemoryError, RecursionError, UnicodeError])
-def test_bug_becomes_a_response(
+def test_internal_error_of_the_cpi_becomes_a_response(
     cpi: Cpi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[Exception]
 ) -> None:
     def broken(*_: object) -> None:
@@ -127,7 +127,7 @@ def test_bug_becomes_a_response(
     assert 'raise kind("a bug")' in capsys.readouterr().err
 
 
-def test_result_that_is_no_json_becomes_an_error(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpi_result_that_cannot_be_encoded_becomes_an_error(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "call", lambda *_: object())
 
     assert "cannot write the result" in cpi.answer(cpi.request("has_vm", ["vm-bosh-0"]))["error"]["message"]
@@ -156,7 +156,7 @@ def test_info_needs_no_configuration_and_imports_no_client() -> None:
     assert not HEAVY & loaded
 
 
-def test_calls_without_changes_import_little(cpi: Cpi, server: Server) -> None:
+def test_read_only_cpi_calls_import_few_modules(cpi: Cpi, server: Server) -> None:
     cpi.write(server.config(disks={"attach": "live"}))
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
@@ -175,7 +175,7 @@ def test_calls_without_changes_import_little(cpi: Cpi, server: Server) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--config"], ["--help"], ["--config", "a", "b"], ["x"]])
-def test_wrong_command_line(arguments: list[str]) -> None:
+def test_invalid_cpi_command_line_is_reported(arguments: list[str]) -> None:
     assert "usage" in checked(door.answer(b'{"method":"info"}', arguments))["error"]["message"]
 
 
@@ -192,7 +192,7 @@ def test_wrong_command_line(arguments: list[str]) -> None:
         ("{}", "names no credentials"),
     ],
 )
-def test_wrong_configuration(tmp_path: Path, text: str | None, words: str) -> None:
+def test_invalid_cpi_configuration_is_reported(tmp_path: Path, text: str | None, words: str) -> None:
     file = tmp_path / "cpi.json"
     if text is not None:
         file.write_text(text)

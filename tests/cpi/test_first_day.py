@@ -29,7 +29,7 @@ def running(ready: str = "False") -> Object:
 
 
 @pytest.mark.parametrize("mbus", ["", "10.0.0.6:4222", "nats://", "http://10.0.0.6", "nats://u:CANARY@10.0.0.6:port"])
-def test_address_of_the_bus_that_no_agent_can_use(cpi: Cpi, server: Server, mbus: str) -> None:
+def test_create_vm_rejects_an_unusable_bus_address(cpi: Cpi, server: Server, mbus: str) -> None:
     cpi.write(server.config() | {"agent": {"mbus": mbus}})
 
     with pytest.raises(CpiFailedError, match="`agent.mbus` of the CPI.*IP:4222") as failed:
@@ -39,15 +39,15 @@ def test_address_of_the_bus_that_no_agent_can_use(cpi: Cpi, server: Server, mbus
     assert "CANARY" not in failed.value.message
 
 
-def test_bus_of_the_request_is_enough(cpi: Cpi, server: Server) -> None:
+def test_bus_address_may_come_with_the_request(cpi: Cpi, server: Server) -> None:
     cpi.write(server.config() | {"agent": {}})
     env = {"bosh": {**ENV["bosh"], "mbus": {"urls": ["nats://10.0.0.6:4222"]}}}
 
     assert cpi("create_vm", "agent-1", STEMCELL, {}, DYNAMIC, [], env)
 
 
-def test_bus_out_of_reach_is_reported_in_the_words_of_the_agent(cpi: Cpi, cluster: Cluster) -> None:
-    """The Director waited ten minutes for a ping."""
+def test_unreachable_bus_is_reported_with_the_agents_message(cpi: Cpi, cluster: Cluster) -> None:
+    """Otherwise the Director would wait ten minutes for a ping."""
     line = '{"level": "warning", "message": "cannot connect to the bus at 10.0.0.7:4222: Connection refused"}'
     cluster.logs = lambda _: f"{line}\nother\n"
 
@@ -66,21 +66,23 @@ def test_bus_out_of_reach_is_reported_in_the_words_of_the_agent(cpi: Cpi, cluste
         "cannot connect to the bus at 10.0.0.6:4222: the server refuses our certificate (TLSV1_ALERT)",
     ],
 )
-def test_agent_that_the_director_has_not_admitted_yet_is_a_good_one(cpi: Cpi, cluster: Cluster, last: str) -> None:
+def test_agent_not_yet_admitted_by_the_bus_counts_as_ready(cpi: Cpi, cluster: Cluster, last: str) -> None:
     first = "cannot connect to the bus at 10.0.0.6:4222: Connection refused"
     cluster.logs = lambda _: f'{{"level": "warning", "message": "{first}"}}\n{{"level": "info", "message": "{last}"}}\n'
 
     assert cpi.create_vm() == VM
 
 
-def test_agent_that_has_reached_the_bus_is_not_waited_for_until_the_next_probe(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_vm_returns_as_soon_as_the_agent_has_reached_the_bus(cpi: Cpi, cluster: Cluster) -> None:
     cluster.pod_status = lambda _: running(ready="False")
 
     assert cpi.create_vm() == VM
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_log_without_a_bus_is_no_failure(cpi: Cpi, cluster: Cluster, server: Server, is_read: bool) -> None:
+def test_create_vm_succeeds_if_the_agents_log_does_not_mention_the_bus(
+    cpi: Cpi, cluster: Cluster, server: Server, is_read: bool
+) -> None:
     cluster.logs = lambda _: "started\n"
     if not is_read:
         server.fail(f"GET pods/{VM}", times=9, status=403, message="pods/log is forbidden")
@@ -88,7 +90,7 @@ def test_log_without_a_bus_is_no_failure(cpi: Cpi, cluster: Cluster, server: Ser
     assert cpi.create_vm() == VM
 
 
-def test_bus_is_not_looked_for_where_the_agent_listens(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_create_vm_does_not_check_the_bus_of_a_listening_agent(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     cpi.write(server.config() | {"agent": {"mbus": "https://u:password@0.0.0.0:6868"}})
     cluster.logs = lambda _: pytest.fail("the log is read")
 
@@ -109,7 +111,7 @@ CLASS = {"storage_class": "slow"}
         lambda cpi: cpi.create_vm(ephemeral_disk=CLASS),
     ],
 )
-def test_unknown_storage_class_is_refused_before_anything_is_made(
+def test_unknown_storage_class_is_rejected_before_objects_are_created(
     cpi: Cpi, cluster: Cluster, call: Callable[[Cpi], Any]
 ) -> None:
     with pytest.raises(CpiFailedError, match="no StorageClass is named 'slow'"):
@@ -126,10 +128,10 @@ def test_unknown_storage_class_is_refused_before_anything_is_made(
         ({"phase": "Pending"}, "no persistent volumes available for this claim and no storage class is set"),
     ],
 )
-def test_claim_that_never_gets_a_volume_is_reported_within_seconds(
+def test_claim_that_cannot_be_bound_is_reported_quickly(
     cpi: Cpi, cluster: Cluster, server: Server, status: Object, message: str
 ) -> None:
-    """An account that may not read StorageClasses learns it from the events of the claim."""
+    """An account that may not read StorageClasses learns it from the claim's events."""
     cluster.forbidden.add("storageclasses")
     cluster.pod_status = lambda _: status
     # Only its events can end the wait before the time limit of a test.
@@ -143,7 +145,7 @@ def test_claim_that_never_gets_a_volume_is_reported_within_seconds(
     assert list(cluster.of("pods")) == []
 
 
-def test_volume_that_no_provisioner_makes_has_a_bound_of_its_own(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_missing_provisioner_has_its_own_timeout(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: {"phase": "Pending"}
     event(cluster, f"data-{VM}", "ExternalProvisioning", "Waiting for a volume by the external provisioner 'none'")
@@ -169,7 +171,7 @@ def test_volume_that_no_provisioner_makes_has_a_bound_of_its_own(cpi: Cpi, clust
         (waiting("CreateContainerError", "context deadline exceeded"), "CreateContainerError: context", True),
     ],
 )
-def test_pod_that_does_not_become_ready(
+def test_create_vm_reports_a_pod_that_does_not_become_ready(
     cpi: Cpi, cluster: Cluster, server: Server, status: Object, words: str, is_passing: bool
 ) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
@@ -192,10 +194,10 @@ def test_pod_that_does_not_become_ready(
     ],
     ids=["too large", "fits", "nodes are hidden"],
 )
-def test_vm_that_no_node_can_hold_is_not_tried_again(
+def test_unschedulable_vm_is_not_retried(
     cpi: Cpi, cluster: Cluster, server: Server, memory: int, node: str | None, words: str
 ) -> None:
-    """The Director tried five times, for 170 seconds."""
+    """The Director used to try five times, for 170 seconds."""
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: unscheduled("0/2 nodes are available: 2 Insufficient memory.")
     for name, size in (("small", "1Gi"), ("large", node or "1Gi")):
@@ -211,10 +213,10 @@ def test_vm_that_no_node_can_hold_is_not_tried_again(
 
 
 @pytest.mark.parametrize(("code", "is_passing"), [(78, False), (70, True)])
-def test_container_that_ends_may_be_tried_again_unless_its_configuration_is_wrong(
+def test_exited_container_is_retryable_unless_misconfigured(
     cpi: Cpi, cluster: Cluster, code: int, is_passing: bool
 ) -> None:
-    """Two starts within the first back-off of the kubelet were one failure for good."""
+    """Two starts within the kubelet's first back-off used to count as a permanent failure."""
     ended = {"terminated": {"exitCode": code, "message": "agent-shim: cannot read settings"}}
     status = {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
     cluster.pod_status = lambda _: {"phase": "Running", "containerStatuses": [status]}
@@ -226,7 +228,7 @@ def test_container_that_ends_may_be_tried_again_unless_its_configuration_is_wron
     assert cluster.snapshot() == {}
 
 
-def test_slow_start_is_reported_with_its_events(
+def test_slow_pod_start_is_reported_with_its_events(
     cpi: Cpi, cluster: Cluster, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
@@ -253,7 +255,7 @@ WRONG: list[Callable[[Cpi], Any]] = [
 
 
 @pytest.mark.parametrize("call", WRONG)
-def test_value_that_kubernetes_would_refuse_is_refused_at_once(
+def test_cloud_property_invalid_in_kubernetes_is_rejected_at_once(
     cpi: Cpi, server: Server, call: Callable[[Cpi], Any]
 ) -> None:
     with pytest.raises(CpiFailedError, match="cannot use the cloud properties of the VM"):
@@ -263,5 +265,5 @@ def test_value_that_kubernetes_would_refuse_is_refused_at_once(
 
 
 @pytest.mark.parametrize("size", [0, 512, "512Mi", "1.5G", "1000k", "2Gi"])
-def test_sizes_of_kubernetes_pass(cpi: Cpi, size: Any) -> None:
+def test_kubernetes_quantities_are_accepted_as_sizes(cpi: Cpi, size: Any) -> None:
     assert cpi.create_vm(memory=size) == VM

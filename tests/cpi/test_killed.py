@@ -144,12 +144,12 @@ CASES = [
 ]
 
 
-def test_no_method_is_left_out() -> None:
+def test_kill_test_covers_every_cpi_method() -> None:
     assert {case.name.partition(" ")[0] for case in CASES} == METHODS.keys() - LOCAL
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_killed_after_each_request_and_called_again(case: Case, tmp_path: Path) -> None:
+def test_cpi_killed_after_any_request_succeeds_when_called_again(case: Case, tmp_path: Path) -> None:
     wanted: Any = None
     for count in range(MAX_REQUESTS):
         server = Server(Cluster())
@@ -184,8 +184,8 @@ def _outcome(case: Case, server: Server, directory: Path, count: int) -> tuple[A
     return ({key: response[key] for key in ("result", "error")}, server.cluster.snapshot()), count > 0 and is_through
 
 
-def test_sigkill_between_secret_and_pod(server: Server, cpi: Cpi, cluster: Cluster) -> None:
-    """The same with a real process and a real signal."""
+def test_create_vm_killed_between_secret_and_pod_can_be_repeated(server: Server, cpi: Cpi, cluster: Cluster) -> None:
+    """It is tested with a real process and a real signal."""
     request = cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV], request_id="cpi-654321")
     command = [sys.executable, "-m", "kubernetes_cpi", "--config", str(cpi.file)]
     process: list[subprocess.Popen[bytes]] = []

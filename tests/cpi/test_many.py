@@ -21,7 +21,7 @@ sys.stderr.write(open("/proc/self/status").read())
 """
 
 
-def test_all_are_made_in_little_memory(cpi: Cpi, cluster: Cluster) -> None:
+def test_many_concurrent_create_vm_calls_succeed_in_little_memory(cpi: Cpi, cluster: Cluster) -> None:
     cpi.write({**cpi.server.config(), "timeouts": {"create_vm": 60}})
     command = [sys.executable, "-c", MEASURED, "--config", str(cpi.file)]
     services = {"services": [{"name": "zk", "ports": [{"port": 2181}]}]}

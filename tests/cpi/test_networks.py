@@ -42,7 +42,7 @@ MANUAL: dict[str, Any] = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.25
         ({"cni": "calico"}, {"prefix": "32"}, {"cni.projectcalico.org/ipAddrs": '["10.0.0.5"]'}),
     ],
 )
-def test_address_by_annotation(
+def test_manual_address_is_requested_by_cni_annotations(
     properties: dict[str, Any], network: dict[str, str], annotations: dict[str, str]
 ) -> None:
     given = {**MANUAL, **network}
@@ -62,7 +62,7 @@ def test_address_by_annotation(
     ],
     ids=["manual without a cni", "two on one interface"],
 )
-def test_network_that_no_pod_can_have_is_refused(given: dict[str, Any], words: str) -> None:
+def test_network_unsuitable_for_a_pod_is_rejected(given: dict[str, Any], words: str) -> None:
     with pytest.raises(NotSupportedError, match=words):
         networks.plan(given, Networks())
 
@@ -78,7 +78,7 @@ def test_network_that_no_pod_can_have_is_refused(given: dict[str, Any], words: s
     ],
     ids=lambda properties: str(properties["cni"]),
 )
-def test_delegated_prefix_is_refused_where_a_pod_gets_one_address(properties: dict[str, Any]) -> None:
+def test_network_prefix_is_rejected_if_a_pod_gets_a_single_address(properties: dict[str, Any]) -> None:
     delegated = {"type": "manual", "ip": "2001:db8:0:1::", "netmask": "ffff:ffff:ffff:ffff::", "prefix": "80"}
 
     with pytest.raises(NotSupportedError, match=r"cannot delegate the prefix 2001:db8:0:1::/80 of the network 'a'"):
@@ -86,7 +86,7 @@ def test_delegated_prefix_is_refused_where_a_pod_gets_one_address(properties: di
     networks.plan({"a": {**delegated, "prefix": "128", "cloud_properties": properties}}, Networks())
 
 
-def test_delegated_prefix_is_no_address_of_a_service() -> None:
+def test_network_prefix_is_not_used_as_a_service_address() -> None:
     vip = {"type": "vip", "ip": "10.0.0.8", "prefix": "29", "cloud_properties": {"ports": [{"port": 80}]}}
 
     with pytest.raises(NotSupportedError, match=r"cannot delegate the prefix 10\.0\.0\.8/29"):
@@ -94,7 +94,7 @@ def test_delegated_prefix_is_no_address_of_a_service() -> None:
     assert networks.plan({"a": {**vip, "prefix": "32"}}, Networks()).vips[0].ip == "10.0.0.8"
 
 
-def test_networks_of_one_nic_group_are_refused() -> None:
+def test_several_networks_in_one_nic_group_are_rejected() -> None:
     multus = {**MANUAL, "nic_group": "1", "cloud_properties": {"cni": "multus", "name": "x"}}
     other = {**multus, "ip": "fd00::5", "netmask": "ffff:ffff:ffff:ffff::"}
 
@@ -103,8 +103,8 @@ def test_networks_of_one_nic_group_are_refused() -> None:
     assert networks.MULTUS in networks.plan({"a": multus, "b": {**other, "nic_group": "2"}}, Networks()).annotations
 
 
-def test_address_of_a_former_vm_is_no_order() -> None:
-    """A dynamic network brings the last address of the instance when it is made again."""
+def test_address_of_a_former_vm_is_not_requested() -> None:
+    """A dynamic network has the last address of the instance when its VM is recreated."""
     given = {**MANUAL, "type": "dynamic", "default": ["dns"], "dns": ["10.0.0.2"]}
     found = networks.plan({"a": given}, Networks(cni="calico"))
 
@@ -112,7 +112,7 @@ def test_address_of_a_former_vm_is_no_order() -> None:
     assert found.settings["a"] == {"type": "dynamic", "default": ["dns"], "dns": ["10.0.0.2"], "preconfigured": True}
 
 
-def test_further_interfaces() -> None:
+def test_further_networks_become_multus_interfaces() -> None:
     multus = {"cni": "multus", "name": "net/storage", "interface": "eth1"}
     given = {"a": {"type": "dynamic"}, "b": {**MANUAL, "cloud_properties": multus}}
     found = networks.plan(given, Networks())
@@ -122,7 +122,7 @@ def test_further_interfaces() -> None:
     ]
 
 
-def test_dns_of_the_network_that_is_the_default_for_it() -> None:
+def test_dns_servers_come_from_the_default_dns_network() -> None:
     multus = {"cni": "multus", "name": "x"}
     given = {
         "a": {"type": "dynamic", "dns": ["1.1.1.1"]},
@@ -147,7 +147,7 @@ def test_dns_of_the_network_that_is_the_default_for_it() -> None:
         (7, "Expected `object`"),
     ],
 )
-def test_wrong_network(given: Any, words: str) -> None:
+def test_invalid_network_is_rejected(given: Any, words: str) -> None:
     with pytest.raises(InputError, match="'a'") as failed:
         networks.plan({"a": given}, Networks())
 

@@ -48,7 +48,9 @@ def secretive(server: Server, cpi: Cpi) -> Cpi:
 
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
-def test_life_of_a_vm(secretive: Cpi, cluster: Cluster, capfd: pytest.CaptureFixture[str], way: str) -> None:
+def test_credentials_are_not_leaked_through_a_vm_lifecycle(
+    secretive: Cpi, cluster: Cluster, capfd: pytest.CaptureFixture[str], way: str
+) -> None:
     responses = []
 
     def call(method: str, *arguments: Any) -> Any:
@@ -71,10 +73,10 @@ def test_life_of_a_vm(secretive: Cpi, cluster: Cluster, capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("words", ["CANARYpassword", "CANARYkeyxxyyzz", "CANARYtoken", "CANARYmbus", "CANARYcustom"])
-def test_cluster_that_repeats_a_secret(
+def test_secrets_in_cluster_messages_are_not_passed_on(
     secretive: Cpi, cluster: Cluster, server: Server, capfd: pytest.CaptureFixture[str], words: str
 ) -> None:
-    """Admission webhooks and kubelets say what they like: nothing of it is passed on."""
+    """Admission webhooks and kubelets may send any text."""
     coded = base64.b64encode(words.encode()).decode()
     server.fail("POST secrets", times=9, status=422, message=f'Invalid value: "{words}", in base64 {coded}')
 
@@ -88,7 +90,7 @@ def test_cluster_that_repeats_a_secret(
 ENV_WITH_ALL = {**ENV, "bosh": {**ENV["bosh"], "password": "CANARYpassword"}}
 
 
-def test_bug_that_repeats_a_secret(
+def test_internal_error_does_not_leak_a_secret(
     secretive: Cpi, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -105,7 +107,9 @@ def test_bug_that_repeats_a_secret(
 @pytest.mark.parametrize(
     "arguments", [["agent-1", 7, {}, DYNAMIC, [], ENV], ["agent-1", STEMCELL, {"a": 1}, 3, [], ENV]]
 )
-def test_request_that_does_not_fit(secretive: Cpi, capfd: pytest.CaptureFixture[str], arguments: list[Any]) -> None:
+def test_rejected_cpi_request_does_not_leak_its_secrets(
+    secretive: Cpi, capfd: pytest.CaptureFixture[str], arguments: list[Any]
+) -> None:
     response = secretive.answer(secretive.request("create_vm", arguments))
 
     out = capfd.readouterr()
@@ -147,7 +151,7 @@ PLACES: list[tuple[str, str]] = [
 @pytest.mark.parametrize(
     "place", [*PLACES, ("token_file", "{}"), ("user.token", "{}"), ("exec", "{}"), ("stderr", "{}")]
 )
-def test_credential_of_any_shape_is_in_no_log(
+def test_malformed_credentials_are_not_logged(
     secretive: Cpi, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: tuple[str, str], shape: str
 ) -> None:
     """`kubectl create token` and `--var-file` end in a line break, and http.client quotes a header that has one."""
@@ -190,7 +194,7 @@ def kubeconfig(server: str, user: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_token_that_ends_in_a_line_break_is_used(secretive: Cpi) -> None:
+def test_token_with_a_trailing_line_break_is_accepted(secretive: Cpi) -> None:
     config = json.loads(secretive.file.read_text())
     config["cluster"]["token"] += "\n"
     secretive.write(config)
@@ -198,7 +202,7 @@ def test_token_that_ends_in_a_line_break_is_used(secretive: Cpi) -> None:
     assert secretive("has_vm", "vm-bosh-0") is False
 
 
-def test_plain_http_gets_no_credentials(secretive: Cpi, server: Server) -> None:
+def test_credentials_are_not_sent_over_plain_http(secretive: Cpi, server: Server) -> None:
     config = json.loads(secretive.file.read_text())
     config["cluster"]["server"] = server.url.replace("127.0.0.1", "192.0.2.1")
     secretive.write(config)
@@ -207,7 +211,7 @@ def test_plain_http_gets_no_credentials(secretive: Cpi, server: Server) -> None:
         secretive("has_vm", "vm-bosh-0")
 
 
-def test_process_that_fails(secretive: Cpi, cluster: Cluster) -> None:
+def test_failed_create_vm_does_not_leak_secrets(secretive: Cpi, cluster: Cluster) -> None:
     cluster.pod_status = lambda _: waiting("CreateContainerConfigError", "secret CANARYcustom not found")
     response, said = secretive.run(secretive.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
 

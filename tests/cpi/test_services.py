@@ -22,8 +22,8 @@ def target(cluster: Cluster, service: str) -> str:
     return str(cluster.of("services")[service]["spec"]["selector"]["cpi.bosh.io/vm"])
 
 
-def test_name_of_an_instance_leads_to_its_newest_vm_as_long_as_it_lives(cpi: Cpi, cluster: Cluster) -> None:
-    """With create-swap-delete two live for a while."""
+def test_instance_name_points_to_the_newest_vm_of_the_instance(cpi: Cpi, cluster: Cluster) -> None:
+    """With create-swap-delete an instance has two for a while."""
     old, new = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
     cpi("set_vm_metadata", old, METADATA)
 
@@ -48,7 +48,7 @@ def test_name_of_an_instance_leads_to_its_newest_vm_as_long_as_it_lives(cpi: Cpi
     ],
     ids=["compilation", "no index", "nothing", "switched off"],
 )
-def test_vm_without_an_instance_has_no_name(
+def test_vm_without_an_instance_has_no_instance_name(
     cpi: Cpi, cluster: Cluster, server: Server, metadata: dict[str, str], networks: dict[str, bool]
 ) -> None:
     cpi.write(server.config(networks=networks))
@@ -59,7 +59,7 @@ def test_vm_without_an_instance_has_no_name(
 
 
 @pytest.mark.parametrize("is_forbidden", [True, False])
-def test_name_that_is_not_available_fails_nothing(
+def test_unavailable_instance_name_does_not_fail_create_vm(
     cpi: Cpi, cluster: Cluster, server: Server, is_forbidden: bool
 ) -> None:
     if is_forbidden:
@@ -84,18 +84,18 @@ def test_name_that_is_not_available_fails_nothing(
         (("7", "web", "0"), "i-7-web-0-"),
     ],
 )
-def test_name_is_a_label_of_dns(parts: tuple[str, str, str], name: str) -> None:
+def test_instance_name_is_a_valid_dns_label(parts: tuple[str, str, str], name: str) -> None:
     found = services.instance_name(*parts)
 
     assert found.startswith(name)
     assert len(found) <= services.MAX_NAME_CHARS
 
 
-def test_names_that_look_alike_differ() -> None:
+def test_similar_instances_have_different_names() -> None:
     assert services.instance_name("a", "b_c", "0") != services.instance_name("a", "b.c", "0")
 
 
-def test_ingress_lives_as_long_as_its_service(cpi: Cpi, cluster: Cluster) -> None:
+def test_ingress_is_created_and_deleted_with_its_service(cpi: Cpi, cluster: Cluster) -> None:
     vms = [cpi.create_vm(agent, **WEB) for agent in ("agent-1", "agent-2")]
 
     spec = cluster.of("ingresses")["web"]["spec"]
@@ -109,7 +109,7 @@ def test_ingress_lives_as_long_as_its_service(cpi: Cpi, cluster: Cluster) -> Non
     assert cluster.snapshot() == {}
 
 
-def test_ingress_without_hosts_takes_all_and_may_have_a_certificate(cpi: Cpi, cluster: Cluster) -> None:
+def test_ingress_without_hosts_accepts_all_and_may_have_a_certificate(cpi: Cpi, cluster: Cluster) -> None:
     ingress = {"tls_secret": "web-tls", "hosts": [], "path": "/api", "port": 8080, "annotations": {"a/b": "c"}}
     cpi.create_vm(services=[{"name": "web", "ports": [{"port": 80}, {"port": 8080}], "ingress": ingress}])
 
@@ -121,7 +121,7 @@ def test_ingress_without_hosts_takes_all_and_may_have_a_certificate(cpi: Cpi, cl
     assert made["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]["port"] == {"number": 8080}
 
 
-def test_policy_is_that_of_the_group_and_ends_with_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
+def test_network_policy_of_a_group_is_deleted_with_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
     vms = [cpi.create_vm(agent, **POLICY) for agent in ("agent-1", "agent-2")]
 
     (policy,) = cluster.of("networkpolicies").values()
@@ -141,7 +141,7 @@ def test_policy_is_that_of_the_group_and_ends_with_its_last_vm(cpi: Cpi, cluster
     assert cluster.snapshot() == {}
 
 
-def test_policy_of_an_evicted_vm_is_found_by_its_secret(cpi: Cpi, cluster: Cluster) -> None:
+def test_network_policy_of_an_evicted_vm_is_found_by_its_secret(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm(**POLICY)
     cluster.delete(("pods", "bosh", vm), {"gracePeriodSeconds": 0})
 
@@ -150,7 +150,7 @@ def test_policy_of_an_evicted_vm_is_found_by_its_secret(cpi: Cpi, cluster: Clust
     assert cluster.snapshot() == {}
 
 
-def test_objects_of_a_failed_vm_are_removed(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_services_of_a_failed_vm_are_removed(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     server.fail("POST networkpolicies", status=403, message="may not")
 
     with pytest.raises(CpiFailedError, match="may not"):
@@ -160,7 +160,7 @@ def test_objects_of_a_failed_vm_are_removed(cpi: Cpi, cluster: Cluster, server: 
 
 
 @pytest.mark.parametrize("plural", ["ingresses", "networkpolicies"])
-def test_object_of_another_director_is_not_taken_over(cpi: Cpi, cluster: Cluster, plural: str) -> None:
+def test_service_of_another_director_is_not_adopted(cpi: Cpi, cluster: Cluster, plural: str) -> None:
     cpi.create_vm("agent-1", **WEB, **POLICY)
     (name,) = cluster.of(plural)
     cluster.patch((plural, "bosh", name), {"metadata": {"labels": {"cpi.bosh.io/director": "another"}}})
@@ -173,6 +173,6 @@ def test_object_of_another_director_is_not_taken_over(cpi: Cpi, cluster: Cluster
     assert cluster.of(plural)[name]["spec"] == before
 
 
-def test_service_needs_a_port(cpi: Cpi) -> None:
+def test_service_without_a_port_is_rejected(cpi: Cpi) -> None:
     with pytest.raises(CpiFailedError, match="`ports` of the Service 'web' is empty"):
         cpi.create_vm(services=[{"name": "web", "ports": []}])

@@ -24,7 +24,7 @@ DIGEST = "sha256:" + "a" * 64
         {"image_reference": f"registry.example/a:1@{DIGEST}", "name": "x", "version": "1", "infrastructure": "docker"},
     ],
 )
-def test_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -> None:
+def test_stemcell_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -> None:
     assert stemcells.create(Config(), None, properties) == f"registry.example/a:1@{DIGEST}"
 
 
@@ -32,8 +32,8 @@ def test_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -> None:
     "reference",
     ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
 )
-def test_reference_of_any_registry(reference: str) -> None:
-    """Without a digest, too, where mutable images are allowed."""
+def test_image_reference_of_any_registry_is_accepted(reference: str) -> None:
+    """It may lack a digest if mutable images are allowed."""
     lenient = Config(stemcells=Stemcells(allow_mutable_images=True))
 
     assert stemcells.create(Config(), None, {"image": f"{reference}@{DIGEST}"}) == f"{reference}@{DIGEST}"
@@ -54,7 +54,7 @@ def test_reference_of_any_registry(reference: str) -> None:
         ({"image": f"registry.example/a:1@{DIGEST}", "architecture": "mips"}, "'mips', not one of x86_64, amd64"),
     ],
 )
-def test_refused(properties: dict[str, Any], words: str) -> None:
+def test_invalid_stemcell_image_is_rejected(properties: dict[str, Any], words: str) -> None:
     with pytest.raises(CpiError, match=words):
         stemcells.create(Config(), None, properties)
 

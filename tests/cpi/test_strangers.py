@@ -53,10 +53,10 @@ DISK_CALLS: list[tuple[str, list[Any]]] = [
         ("persistentvolumeclaims", "Disk", DISK_CALLS),
     ],
 )
-def test_object_of_another_program_is_not_found(
+def test_foreign_object_is_not_found_as_a_vm_or_disk(
     cpi: Cpi, cluster: Cluster, plural: str, kind: str, calls: list[tuple[str, list[Any]]]
 ) -> None:
-    """The token of the CPI itself is a Secret of the namespace."""
+    """The CPI's own token is a Secret in the namespace."""
     specs: dict[str, Object] = {"pods": POD, "persistentvolumeclaims": CLAIM}
     make(cluster, plural, "others", specs.get(plural))
     make(cluster, "persistentvolumeclaims", "data-others", CLAIM)
@@ -68,8 +68,8 @@ def test_object_of_another_program_is_not_found(
     assert cpi(f"has_{kind.lower()}", "others") is False
 
 
-def test_claim_of_another_program_with_the_name_of_data_stays(cpi: Cpi, cluster: Cluster) -> None:
-    """`data-postgres-0` is what a StatefulSet calls its claims."""
+def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: Cpi, cluster: Cluster) -> None:
+    """A StatefulSet calls its claims `data-postgres-0`."""
     make(cluster, "persistentvolumeclaims", "data-postgres-0", CLAIM)
     before = cluster.snapshot()
 
@@ -78,8 +78,8 @@ def test_claim_of_another_program_with_the_name_of_data_stays(cpi: Cpi, cluster:
     assert cluster.snapshot() == before
 
 
-def test_recreation_that_another_program_notes_on_its_claim_is_not_carried_on(cpi: Cpi, cluster: Cluster) -> None:
-    """Such a pod would be made again with the disks that the annotation names."""
+def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: Cpi, cluster: Cluster) -> None:
+    """Otherwise such a pod would be recreated with the disks that the annotation names."""
     disk = cpi("create_disk", 64, {}, None)
     noted = {"name": "data-others", "annotations": {"cpi.bosh.io/disks": json.dumps({"disks": [disk]})}}
     cluster.create(("persistentvolumeclaims", "bosh", "data-others"), {"metadata": noted, "spec": CLAIM})
@@ -91,8 +91,8 @@ def test_recreation_that_another_program_notes_on_its_claim_is_not_carried_on(cp
     assert cluster.snapshot() == before
 
 
-def test_claim_becomes_a_disk_by_its_labels(cpi: Cpi, cluster: Cluster) -> None:
-    """`bosh attach-disk` of storage that was restored by hand."""
+def test_labelled_claim_becomes_a_disk(cpi: Cpi, cluster: Cluster) -> None:
+    """`bosh attach-disk` uses it for storage that was restored by hand."""
     make(cluster, "persistentvolumeclaims", "restored", CLAIM, **OURS, **{"cpi.bosh.io/kind": "disk"})
     vm = cpi.create_vm()
 
@@ -101,7 +101,7 @@ def test_claim_becomes_a_disk_by_its_labels(cpi: Cpi, cluster: Cluster) -> None:
     assert cpi("get_disks", vm) == ["restored"]
 
 
-def test_director_finds_nothing_of_another(cpi: Cpi, cluster: Cluster, tmp_path: Any) -> None:
+def test_director_does_not_see_objects_of_another_director(cpi: Cpi, cluster: Cluster, tmp_path: Any) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     snapshot = cpi("snapshot_disk", disk, {})
@@ -118,7 +118,7 @@ def test_director_finds_nothing_of_another(cpi: Cpi, cluster: Cluster, tmp_path:
     assert [other("has_vm", vm), other("has_disk", disk)] == [False, False]
 
 
-def test_live_attachment_of_another_director_stays(cpi: Cpi, cluster: Cluster, tmp_path: Any) -> None:
+def test_live_attachment_of_another_director_is_kept(cpi: Cpi, cluster: Cluster, tmp_path: Any) -> None:
     vm = cpi.create_vm(attach="live", tier="privileged")
     disk = cpi.attached_disk(vm)
     before = cluster.snapshot()
@@ -133,7 +133,7 @@ def test_live_attachment_of_another_director_stays(cpi: Cpi, cluster: Cluster, t
     ("plural", "labels"),
     [("services", {}), ("services", {**OURS, "cpi.bosh.io/kind": "service", "cpi.bosh.io/director": "another"})],
 )
-def test_service_of_that_name_is_not_taken_over(
+def test_foreign_service_of_the_same_name_is_not_adopted(
     cpi: Cpi, cluster: Cluster, plural: str, labels: dict[str, str]
 ) -> None:
     make(cluster, plural, "zk", {"ports": [{"port": 1}]}, **labels)
@@ -147,7 +147,7 @@ def test_service_of_that_name_is_not_taken_over(
 
 
 @pytest.mark.parametrize("plural", ["pods", "secrets", "persistentvolumeclaims"])
-def test_create_vm_takes_no_object_that_is_not_its_own(cpi: Cpi, cluster: Cluster, plural: str) -> None:
+def test_create_vm_adopts_no_foreign_object(cpi: Cpi, cluster: Cluster, plural: str) -> None:
     vm = cpi.create_vm()
     cpi("delete_vm", vm)
     make(cluster, plural, f"data-{vm}" if plural == "persistentvolumeclaims" else vm, POD | CLAIM)

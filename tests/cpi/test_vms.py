@@ -16,8 +16,8 @@ from tests.cpi.fake_api import Cluster, Object, Server, merged, unscheduled, wai
 from tests.structure.source import ROOT
 
 
-def test_first_life_of_a_vm(cpi: Cpi, cluster: Cluster) -> None:
-    """Its pod is ready without a bus. No Director lets an agent on it before create_vm has returned
+def test_vm_is_created_rebooted_and_deleted(cpi: Cpi, cluster: Cluster) -> None:
+    """Its pod is ready without a bus. The Director admits its agent only after create_vm has returned
     (steps/create_vm_step.rb). A reboot keeps the data.
     """
     vm = cpi.create_vm()
@@ -42,7 +42,7 @@ def test_first_life_of_a_vm(cpi: Cpi, cluster: Cluster) -> None:
     assert cluster.snapshot() == {}
 
 
-def test_settings_are_what_an_agent_reads(cpi: Cpi, cluster: Cluster) -> None:
+def test_vm_settings_can_be_read_by_the_agent(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
 
     secret = cluster.of("secrets")[vm]
@@ -62,7 +62,7 @@ def test_settings_are_what_an_agent_reads(cpi: Cpi, cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     "message", ['1 persistentvolumeclaim "data-x" not found.', "1 pod has unbound immediate PersistentVolumeClaims."]
 )
-def test_a_claim_that_the_scheduler_has_not_seen_gets_time(cpi: Cpi, cluster: Cluster, message: str) -> None:
+def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(cpi: Cpi, cluster: Cluster, message: str) -> None:
     """The pod waits beyond `timeouts.unschedulable`, here for the whole of `timeouts.create_vm`."""
     cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
 
@@ -81,7 +81,9 @@ def test_a_claim_that_the_scheduler_has_not_seen_gets_time(cpi: Cpi, cluster: Cl
         ("persistentvolumeclaims", "exceeded quota: requests.storage"),
     ],
 )
-def test_refused_object_leaves_nothing(cpi: Cpi, cluster: Cluster, server: Server, plural: str, message: str) -> None:
+def test_create_vm_with_a_rejected_object_leaves_nothing(
+    cpi: Cpi, cluster: Cluster, server: Server, plural: str, message: str
+) -> None:
     server.fail(f"POST {plural}", times=9, status=403, message=message)
 
     with pytest.raises(CpiFailedError, match=re.escape(message)) as failed:
@@ -92,10 +94,10 @@ def test_refused_object_leaves_nothing(cpi: Cpi, cluster: Cluster, server: Serve
 
 
 @pytest.mark.parametrize("is_secret", [False, True])
-def test_node_that_does_not_answer_counts_as_dead(
+def test_vm_on_an_unresponsive_node_counts_as_dead(
     cpi: Cpi, cluster: Cluster, capsys: pytest.CaptureFixture[str], is_secret: bool
 ) -> None:
-    """A node that the account may not read, too."""
+    """This also holds for a node that the account may not read."""
     vm = cpi.create_vm(grace=0)
     if is_secret:
         cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
@@ -110,7 +112,9 @@ def test_node_that_does_not_answer_counts_as_dead(
     assert [name for name in cluster.snapshot() if name != "nodes/node-1"] == []
 
 
-def test_node_that_cannot_be_read_for_now_counts_as_neither(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_vm_on_a_temporarily_unreadable_node_is_neither_alive_nor_dead(
+    cpi: Cpi, cluster: Cluster, server: Server
+) -> None:
     vm = cpi.create_vm(grace=0)
     cluster.is_node_alive = False
     cluster.of("pods")[vm]["spec"]["terminationGracePeriodSeconds"] = 1
@@ -132,7 +136,7 @@ def replaced(cluster: Cluster, name: str) -> None:
     cluster.create(("pods", "bosh", name), {"metadata": {"name": name, "labels": {}}, "spec": short})
 
 
-def test_pod_that_was_replaced_while_it_started_is_not_the_vm(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_pod_replaced_during_its_start_is_not_taken_for_the_vm(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     cluster.start_after_s = 0.3
     vm = names.cid("vm", "bosh", DIRECTOR, "agent-1")
     server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # its end is in no watch
@@ -143,7 +147,7 @@ def test_pod_that_was_replaced_while_it_started_is_not_the_vm(cpi: Cpi, cluster:
     assert failed.value.ok_to_retry is True
 
 
-def test_end_of_a_pod_is_not_waited_for_in_its_successor(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_delete_does_not_wait_for_a_replacement_pod(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     vm = cpi.create_vm()
     cluster.is_node_alive = False
     server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # its end is in no watch
@@ -155,7 +159,7 @@ def test_end_of_a_pod_is_not_waited_for_in_its_successor(cpi: Cpi, cluster: Clus
     assert vm not in cluster.of("secrets")
 
 
-def test_vm_is_gone_when_its_containers_have_ended(cpi: Cpi, cluster: Cluster) -> None:
+def test_vm_is_deleted_when_its_containers_have_ended(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     cluster.objects_linger_s = 600.0
 
@@ -167,7 +171,7 @@ def test_vm_is_gone_when_its_containers_have_ended(cpi: Cpi, cluster: Cluster) -
     assert cluster.snapshot() == {}
 
 
-def test_node_that_is_well_and_does_not_end_the_pod(cpi: Cpi, cluster: Cluster) -> None:
+def test_pod_that_a_healthy_node_does_not_end_is_an_error(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
     cluster.objects["nodes", "", "node-1"]["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
@@ -180,9 +184,7 @@ def test_node_that_is_well_and_does_not_end_the_pod(cpi: Cpi, cluster: Cluster) 
     assert cpi("has_vm", vm) is True
 
 
-def test_same_request_again_finds_the_vm_and_one_with_other_properties_makes_it_anew(
-    cpi: Cpi, cluster: Cluster
-) -> None:
+def test_repeated_create_vm_reuses_the_vm_unless_properties_differ(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm(memory=64)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
 
@@ -194,14 +196,14 @@ def test_same_request_again_finds_the_vm_and_one_with_other_properties_makes_it_
     assert pod["spec"]["containers"][0]["resources"]["limits"] == {"memory": "128Mi"}
 
 
-def test_missing_vm(cpi: Cpi) -> None:
+def test_cpi_methods_report_a_missing_vm(cpi: Cpi) -> None:
     assert cpi("delete_vm", "vm-bosh-" + "0" * 16) is None
     for method, arguments in (("set_vm_metadata", [{}]), ("reboot_vm", []), ("attach_disk", ["disk-bosh-" + "0" * 16])):
         cpi.refused("VMNotFound", method, "vm-bosh-" + "0" * 16, *arguments)
 
 
 @pytest.mark.parametrize("cid", ["", "a/log", "../secrets/x", "A", "a" * 254])
-def test_cid_that_is_no_name(cpi: Cpi, server: Server, cid: str) -> None:
+def test_invalid_vm_cid_is_rejected(cpi: Cpi, server: Server, cid: str) -> None:
     """An empty name would be the list of all pods, one with a slash a part of another object."""
     for method in ("has_vm", "delete_vm"):
         with pytest.raises(CpiFailedError, match="arguments do not fit"):
@@ -210,7 +212,7 @@ def test_cid_that_is_no_name(cpi: Cpi, server: Server, cid: str) -> None:
     assert server.requests == []
 
 
-def test_evicted_vm_is_missing(cpi: Cpi, cluster: Cluster) -> None:
+def test_evicted_vm_counts_as_missing(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm()
     cluster.patch(("pods", "bosh", vm), {"status": {"phase": "Failed", "reason": "Evicted"}})
 
@@ -219,7 +221,7 @@ def test_evicted_vm_is_missing(cpi: Cpi, cluster: Cluster) -> None:
     assert cluster.snapshot() == {}
 
 
-def test_reboot_beside_live_disks_restarts_the_container(cpi: Cpi, cluster: Cluster) -> None:
+def test_reboot_with_live_disks_restarts_the_container(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm(attach="live", tier="privileged")
     before = cluster.of("pods")[vm]
 
@@ -231,7 +233,7 @@ def test_reboot_beside_live_disks_restarts_the_container(cpi: Cpi, cluster: Clus
     assert list(cluster.of("pods")) == [vm], "the helper is gone"
 
 
-def test_service_of_a_group_goes_with_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
+def test_service_of_a_group_is_deleted_with_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
     services = [{"name": "zk", "ports": [{"port": 2181}]}]
     one, two = (cpi.create_vm(agent, services=services) for agent in ("agent-1", "agent-2"))
 
@@ -241,7 +243,7 @@ def test_service_of_a_group_goes_with_its_last_vm(cpi: Cpi, cluster: Cluster) ->
     assert cluster.of("services") == {}
 
 
-def test_service_that_a_new_vm_wants_meanwhile_stays(cpi: Cpi, cluster: Cluster, server: Server) -> None:
+def test_service_requested_by_a_new_vm_meanwhile_is_kept(cpi: Cpi, cluster: Cluster, server: Server) -> None:
     services = [{"name": "zk", "ports": [{"port": 2181}]}]
     vm = cpi.create_vm(services=services)
 
@@ -254,7 +256,7 @@ def test_service_that_a_new_vm_wants_meanwhile_stays(cpi: Cpi, cluster: Cluster,
     assert "zk" in cluster.of("services")
 
 
-def test_service_that_is_kept(cpi: Cpi, cluster: Cluster) -> None:
+def test_service_with_keep_outlives_its_last_vm(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm(services=[{"name": "zk", "ports": [{"port": 2181}], "keep": True}])
 
     cpi("delete_vm", vm)
@@ -262,7 +264,7 @@ def test_service_that_is_kept(cpi: Cpi, cluster: Cluster) -> None:
     assert list(cluster.snapshot()) == ["services/zk"]
 
 
-def test_vip_moves_to_the_vm_that_has_it_now(cpi: Cpi, cluster: Cluster) -> None:
+def test_vip_moves_to_the_newest_vm_that_has_it(cpi: Cpi, cluster: Cluster) -> None:
     vip = {"type": "vip", "ip": "10.0.0.9", "cloud_properties": {"ports": [{"port": 80}]}}
     made = [
         cpi("create_vm", agent, STEMCELL, {}, {**DYNAMIC, "public": vip}, [], ENV)[0]
@@ -277,7 +279,7 @@ def test_vip_moves_to_the_vm_that_has_it_now(cpi: Cpi, cluster: Cluster) -> None
     assert cluster.snapshot() == {}
 
 
-def test_address_that_the_cluster_does_not_give(cpi: Cpi, cluster: Cluster) -> None:
+def test_create_vm_fails_if_the_pod_gets_another_address(cpi: Cpi, cluster: Cluster) -> None:
     manual = {"type": "manual", "ip": "10.244.0.5", "cloud_properties": {"cni": "kube-ovn"}}
 
     with pytest.raises(CpiFailedError, match=r"instead of 10\.244\.0\.5"):
@@ -286,7 +288,7 @@ def test_address_that_the_cluster_does_not_give(cpi: Cpi, cluster: Cluster) -> N
     assert cluster.snapshot() == {}
 
 
-def test_calculated_properties_are_properties(cpi: Cpi) -> None:
+def test_calculated_vm_cloud_properties_are_accepted(cpi: Cpi) -> None:
     found = cpi("calculate_vm_cloud_properties", {"cpu": 2, "ram": 1024, "ephemeral_disk_size": 2048})
 
     assert found == {"cpu": 2, "memory": 1024, "ephemeral_disk": {"size": 2048}}
@@ -302,7 +304,7 @@ def helpers(cluster: Cluster) -> list[str]:
 
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 @pytest.mark.parametrize("tier", ["userns", "privileged", "base"])
-def test_room_on_the_node_is_bounded_before_a_job_runs(cpi: Cpi, cluster: Cluster, tier: str) -> None:
+def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: Cpi, cluster: Cluster, tier: str) -> None:
     """Root of a user namespace mounts the directory of its live disks writable. Root of the node does what it wants."""
     vm = cpi.create_vm(attach="live", tier=tier)
 
@@ -310,7 +312,7 @@ def test_room_on_the_node_is_bounded_before_a_job_runs(cpi: Cpi, cluster: Cluste
     assert list(cluster.of("pods")) == [vm]
 
 
-def test_vm_whose_room_cannot_be_bounded_leaves_nothing(cpi: Cpi, cluster: Cluster) -> None:
+def test_vm_whose_disk_directory_cannot_be_limited_leaves_nothing(cpi: Cpi, cluster: Cluster) -> None:
     told = {"exitCode": 1, "message": "Operation not permitted"}
     failed = {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
     cluster.pod_status = lambda pod: failed if pod["metadata"]["name"].startswith("bound-") else None
@@ -328,7 +330,7 @@ def security(spec: Object) -> Object:
 
 
 @pytest.mark.parametrize("tier", ["base", "privileged", "restricted", "userns"])
-def test_tiers_are_those_of_the_manifests(cpi: Cpi, cluster: Cluster, tier: str) -> None:
+def test_security_tiers_equal_those_of_the_manifests(cpi: Cpi, cluster: Cluster, tier: str) -> None:
     where = ROOT / "deploy/kubernetes"
     base, *_ = (one for one in yaml.safe_load_all((where / "base/statefulset.yaml").read_text()) if one)
     spec = base["spec"]["template"]["spec"]
@@ -409,7 +411,9 @@ IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_properties_reach_the_pod(cpi: Cpi, cluster: Cluster, properties: Object, path: str, wanted: object) -> None:
+def test_vm_cloud_properties_reach_the_pod(
+    cpi: Cpi, cluster: Cluster, properties: Object, path: str, wanted: object
+) -> None:
     vm = cpi.create_vm(**properties)
 
     spec = cluster.of("pods")[vm]["spec"]
@@ -428,7 +432,7 @@ def test_properties_reach_the_pod(cpi: Cpi, cluster: Cluster, properties: Object
     ],
     ids=["unknown", "capabilities without root", "the agent over an image without root"],
 )
-def test_properties_that_cannot_be_are_refused(cpi: Cpi, cluster: Cluster, properties: Object, words: str) -> None:
+def test_invalid_vm_cloud_properties_are_rejected(cpi: Cpi, cluster: Cluster, properties: Object, words: str) -> None:
     with pytest.raises(CpiFailedError, match=words):
         cpi.create_vm(**properties)
 
@@ -438,8 +442,8 @@ def test_properties_that_cannot_be_are_refused(cpi: Cpi, cluster: Cluster, prope
 AGENT = {"image": "registry.example/agent-shim-volume:1"}
 
 
-def test_the_agent_over_an_unmodified_stemcell(cpi: Cpi, cluster: Cluster) -> None:
-    """Its program comes in an image volume, and process 1 applies the overlay."""
+def test_agent_runs_over_an_unmodified_stemcell(cpi: Cpi, cluster: Cluster) -> None:
+    """Its program comes in an image volume, and PID 1 applies the overlay."""
     vm = cpi.create_vm(agent=AGENT)
 
     spec = cluster.of("pods")[vm]["spec"]
@@ -451,7 +455,7 @@ def test_the_agent_over_an_unmodified_stemcell(cpi: Cpi, cluster: Cluster) -> No
     assert "initContainers" not in spec
 
 
-def test_the_agent_is_copied_where_the_cluster_has_no_image_volumes(cpi: Cpi, cluster: Cluster) -> None:
+def test_agent_is_copied_if_the_cluster_has_no_image_volumes(cpi: Cpi, cluster: Cluster) -> None:
     vm = cpi.create_vm(agent={**AGENT, "copy": True})
 
     spec = cluster.of("pods")[vm]["spec"]
@@ -462,8 +466,8 @@ def test_the_agent_is_copied_where_the_cluster_has_no_image_volumes(cpi: Cpi, cl
     assert spec["containers"][0]["command"][-1] == "/opt/agent_shim/overlay/start"
 
 
-def test_image_of_the_agent_that_is_not_there(cpi: Cpi, cluster: Cluster) -> None:
-    """The init container waits for its image, the container of the VM for the init container."""
+def test_missing_agent_image_is_reported(cpi: Cpi, cluster: Cluster) -> None:
+    """The init container waits for its image, and the VM's container for the init container."""
     status = waiting("PodInitializing", "")
     status["initContainerStatuses"] = waiting("ErrImagePull", "pull: not found")["containerStatuses"]
     cluster.pod_status = lambda _: status
@@ -474,7 +478,7 @@ def test_image_of_the_agent_that_is_not_there(cpi: Cpi, cluster: Cluster) -> Non
     assert cluster.snapshot() == {}
 
 
-def test_cpi_in_a_vm_knows_which(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpi_running_in_a_vm_knows_its_own_cid(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Director in the cluster asks for it before it snapshots its own disks."""
     vm = cpi.create_vm()
     cpi.refused("NotImplemented", "current_vm_id", match="is no VM of this CPI")
@@ -492,7 +496,7 @@ def test_cpi_in_a_vm_knows_which(cpi: Cpi, monkeypatch: pytest.MonkeyPatch) -> N
     ],
     ids=["the directory of the agent", "live disks"],
 )
-def test_directories_are_of_the_kind_that_their_users_need(
+def test_vm_directories_have_the_volume_type_that_they_need(
     cpi: Cpi, cluster: Cluster, properties: Object, path: str, kind: str
 ) -> None:
     """Without root the agent cannot write beside its settings in a directory that the runtime has made. A kubelet would
