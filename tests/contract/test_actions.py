@@ -51,11 +51,11 @@ async def running(world: World) -> dict[str, Any]:
     return state  # type: ignore[no-any-return]
 
 
-async def test_a1_ping(world: World) -> None:
+async def test_a1_ping_is_answered_with_pong(world: World) -> None:
     assert await world.call("ping") == {"value": "pong"}
 
 
-async def test_a2_info(world: World) -> None:
+async def test_a2_info_returns_the_api_version(world: World) -> None:
     assert await world.call("info") == {"value": {"api_version": 1}}
 
 
@@ -75,7 +75,7 @@ async def test_a7_new_bus_credentials_are_stored_and_used_once(world: World) -> 
     assert world.agent.settings.current.mbus.certificate == "cert"
 
 
-async def test_a7_refused_bus_credentials_are_not_stored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a7_rejected_bus_credentials_are_not_stored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[str] = []
     monkeypatch.setattr(TrustedCas, "install", lambda _, bundle: installed.append(bundle))
     before = world.agent.settings.current
@@ -113,7 +113,7 @@ async def test_a9_prepare_without_jobs_installs_packages_only(world: World) -> N
     assert [path.name for path in world.paths.data_packages.iterdir()] == ["tool"]
 
 
-async def test_a9_uploaded_templates_vanish_after_prepare_and_can_be_sent_again(world: World) -> None:
+async def test_a9_uploaded_templates_are_deleted_by_prepare_and_can_be_resent(world: World) -> None:
     wanted = jobs.spec(store_of(world), {"web": jobs.sleeper(world.paths, "web")})
     content = (store_of(world) / wanted["rendered_templates_archive"]["blobstore_id"]).read_bytes()
     for blob_id in ("upload-1", "upload-2"):
@@ -128,7 +128,7 @@ async def test_a9_uploaded_templates_vanish_after_prepare_and_can_be_sent_again(
         assert not (world.paths.sensitive_blobs / blob_id).exists()
 
 
-async def test_a10_apply_without_hash_only_stores(world: World) -> None:
+async def test_a10_apply_without_configuration_hash_only_stores_the_spec(world: World) -> None:
     await deployed(world, "web")
     partial = {
         "deployment": "dep",
@@ -147,7 +147,7 @@ async def test_a10_apply_without_hash_only_stores(world: World) -> None:
     assert texts == {"id": "instance-id", "az": "", "name": "", "deployment": "dep"}
 
 
-async def test_a10_apply_installs_links_and_removes(world: World) -> None:
+async def test_a10_apply_installs_links_and_removes_jobs_and_packages(world: World) -> None:
     await deployed(world, "web", "worker")
     gone = (world.paths.jobs / "worker").resolve()
 
@@ -172,7 +172,7 @@ async def test_a10_apply_installs_links_and_removes(world: World) -> None:
     assert list(world.paths.monit_job.parent.glob("job/*")) == []
 
 
-async def test_a10_unknown_network_is_refused_before_the_spec_is_stored(world: World) -> None:
+async def test_a10_apply_with_an_unknown_network_does_not_store_the_spec(world: World) -> None:
     text = await world.error("apply", {"networks": {"other": {"type": "manual"}}, "id": "x"})
 
     assert text.endswith("result: Resolving dynamic networks: Network 'other' is not found in settings")
@@ -183,7 +183,7 @@ async def test_a10_loopback_network_of_create_env_needs_no_settings(world: World
     assert await world.value("apply", {"networks": {"local": {"ip": "127.0.0.1"}}}) == "applied"
 
 
-async def test_a10_failed_apply_leaves_everything_as_it_was(world: World) -> None:
+async def test_a10_failed_apply_changes_nothing(world: World) -> None:
     await deployed(world, "web")
     await world.value("start")
     before = await running(world)
@@ -200,7 +200,7 @@ async def test_a10_failed_apply_leaves_everything_as_it_was(world: World) -> Non
     assert list(world.paths.data_packages.glob("*/.*")) == []
 
 
-async def test_a10_package_without_version_is_an_exception(world: World) -> None:
+async def test_a10_apply_rejects_a_package_without_a_version(world: World) -> None:
     wanted = jobs.spec(store_of(world), {}, {"tool": {"x": "y"}})
     wanted["packages"]["tool"]["version"] = ""
 
@@ -221,7 +221,7 @@ async def test_a11_start_is_answered_before_processes_run(world: World) -> None:
     assert pidfile.exists()
 
 
-async def test_a11_start_writes_monit_files_in_reverse_and_takes_the_marker_away(world: World) -> None:
+async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(world: World) -> None:
     await deployed(world, "first", "second")
     await world.value("stop")
     assert (await world.value("get_state"))["job_state"] == "stopped"
@@ -237,8 +237,8 @@ async def test_a11_start_writes_monit_files_in_reverse_and_takes_the_marker_away
     assert json.loads(world.paths.health.read_bytes())["state"] in ("starting", "running", "failing")
 
 
-async def test_a11_a_start_is_in_the_backup_at_once(world: World) -> None:
-    """A container that ends now returns with the jobs, and not as one that the Director has stopped."""
+async def test_a11_start_is_saved_in_the_backup_at_once(world: World) -> None:
+    """If the container ends now, the next one starts the jobs instead of taking them for stopped by the Director."""
     spec, stopped = (world.paths.mirror / path.name for path in (world.paths.spec, world.paths.stopped_marker))
     await deployed(world, "web")
     await world.value("stop")
@@ -252,7 +252,7 @@ async def test_a11_a_start_is_in_the_backup_at_once(world: World) -> None:
 
 
 async def test_a10_apply_is_saved_before_its_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent in a new container that finds no saved state starts the jobs, also those that were never started."""
+    """An agent in a new container that finds no saved state starts the jobs, even those that were never started."""
     monkeypatch.setattr(supervisor, "SAVE_DELAY_S", 60.0)
 
     await deployed(world, "web")
@@ -260,7 +260,7 @@ async def test_a10_apply_is_saved_before_its_answer(world: World, monkeypatch: p
     assert supervisor.read_saved(world.paths.supervisor_state) is not None
 
 
-async def test_a10_processes_of_the_former_spec_are_forgotten_at_the_apply(world: World) -> None:
+async def test_a10_apply_forgets_processes_of_the_former_spec(world: World) -> None:
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -273,10 +273,10 @@ async def test_a10_processes_of_the_former_spec_are_forgotten_at_the_apply(world
     assert [process["name"] for process in (await running(world))["processes"]] == ["other"]
 
 
-async def test_a11_files_beyond_their_limits_fail_their_jobs_alone(
+async def test_a11_monit_files_above_their_limits_fail_only_their_jobs(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parse of a megabyte held the event loop for 17 s: it is refused, and the rest is parsed in a thread."""
+    """Parsing a megabyte blocked the event loop for 17 s. Now it is rejected, and the rest is parsed in a thread."""
     threads = set()
 
     def planned(files: Sequence[plan.JobFile], **options: Any) -> tuple[plan.ProcessSpec, ...]:
@@ -302,8 +302,8 @@ async def test_a11_files_beyond_their_limits_fail_their_jobs_alone(
     assert threading.current_thread() not in threads
 
 
-async def test_a12_stop_ends_every_process_and_leaves_the_marker_and_the_state_of_health(world: World) -> None:
-    """Without it bosh-dns would send requests to the instance until the next heartbeat."""
+async def test_a12_stop_ends_all_processes_and_writes_marker_and_health_state(world: World) -> None:
+    """Without the state, bosh-dns would send requests to the instance until the next heartbeat."""
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -319,8 +319,8 @@ async def test_a12_stop_ends_every_process_and_leaves_the_marker_and_the_state_o
     assert [process["state"] for process in state["processes"]] == ["unknown"]
 
 
-async def test_a12_callers_of_old_do_not_wait_for_a_stop(world: World) -> None:
-    """The CLI of create-env, say; who speaks protocol 3 does, to the end."""
+async def test_a12_stop_returns_at_once_before_protocol_3(world: World) -> None:
+    """The CLI of create-env is such a caller. With protocol 3 the caller waits until the stop is complete."""
     gate = world.paths.base / "gate"
     slow = jobs.sleeper(world.paths, "web")
     slow["bin/ctl"] = slow["bin/ctl"].replace("stop)", f"stop) while [ ! -e {gate} ]; do sleep 0.02; done;")
@@ -341,12 +341,12 @@ async def test_a12_callers_of_old_do_not_wait_for_a_stop(world: World) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_a12_stop_without_jobs(world: World) -> None:
+async def test_a12_stop_without_jobs_succeeds(world: World) -> None:
     assert await world.value("stop") == "stopped"
     assert await world.value("stop", protocol=0) == "stopped"
 
 
-async def test_a13_drain_types(world: World) -> None:
+async def test_a13_drain_handles_each_type(world: World) -> None:
     assert await world.value("drain", "shutdown") == 0
     assert world.asked == ["announce_shutdown"]
     assert await world.value("drain", "shutdown", {}) == 0
@@ -357,7 +357,7 @@ async def test_a13_drain_types(world: World) -> None:
     assert "explode" in await world.error("drain", "explode", {})
 
 
-async def test_a13_drain_scripts_get_arguments_and_environment_and_may_ask_for_more_time(world: World) -> None:
+async def test_a13_drain_scripts_get_arguments_and_may_request_more_time(world: World) -> None:
     trace = world.paths.base / "trace"
     drain = f"""#!/bin/sh
 echo "$@ | $BOSH_JOB_STATE | $BOSH_JOB_NEXT_STATE | $PATH $(pwd) $(nice)" >> {trace}
@@ -400,7 +400,7 @@ async def test_a13_failed_drain_names_the_jobs(world: World) -> None:
     assert text.endswith("1 of 2 drain scripts failed. Failed Jobs: bad. Successful Jobs: good.")
 
 
-async def test_a14_scripts_get_environment_and_append_to_the_logs_of_their_job(world: World) -> None:
+async def test_a14_scripts_get_their_environment_and_append_to_the_job_logs(world: World) -> None:
     script = '#!/bin/sh\necho "$0 $# $NAME $PATH $TMPDIR"\necho err >&2\n'
     await deployed(world, web={"bin/pre-start": script}, worker={})
 
@@ -429,7 +429,7 @@ async def test_a14_scripts_inherit_no_variable_of_the_agent(tmp_path: Path, monk
     assert [line for line in seen if line.startswith(("AGENT_SHIM_", "MALLOC_"))] == [mark]
 
 
-async def test_a14_scripts_run_side_by_side(world: World) -> None:
+async def test_a14_scripts_of_jobs_run_in_parallel(world: World) -> None:
     meet = "#!/bin/sh\ntouch {here}\nwhile [ ! -e {there} ]; do sleep 0.01; done\n"
     here, there = world.paths.base / "here", world.paths.base / "there"
     await deployed(
@@ -449,7 +449,7 @@ async def test_a14_failed_scripts_are_named(world: World) -> None:
     assert text.endswith("1 of 2 post-start scripts failed. Failed Jobs: bad. Successful Jobs: good.")
 
 
-async def test_a15_errand_by_default_and_by_name(world: World) -> None:
+async def test_a15_errand_runs_the_first_or_the_named_job(world: World) -> None:
     run = "#!/bin/sh\necho out; echo err >&2; exit 3\n"
     await deployed(world, smoke={"bin/run": run}, web={"bin/run": "#!/bin/sh\n"})
 
@@ -458,19 +458,19 @@ async def test_a15_errand_by_default_and_by_name(world: World) -> None:
     assert (await world.error("run_errand", "nope")).endswith("result: Could not find errand nope")
 
 
-async def test_a15_errand_without_jobs(world: World) -> None:
+async def test_a15_errand_without_jobs_is_an_error(world: World) -> None:
     assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
     assert (await world.error("run_errand", "")).endswith(" result: Could not find errand ")
 
 
-async def test_a15_errand_of_a_spec_that_names_no_first_job(world: World) -> None:
+async def test_a15_errand_of_a_spec_without_a_template_name_is_an_error(world: World) -> None:
     """Create-env sends such a spec."""
     await world.value("apply", {"job": {"templates": [{"name": "web", "version": "1"}]}})
 
     assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
 
 
-async def test_a15_errand_that_cannot_start(world: World) -> None:
+async def test_a15_errand_that_cannot_start_is_an_error(world: World) -> None:
     await deployed(world, "web")
 
     path = world.paths.jobs / "web/bin/run"
@@ -479,7 +479,7 @@ async def test_a15_errand_that_cannot_start(world: World) -> None:
     assert not list(world.paths.tmp.glob("errand-*"))
 
 
-async def test_a15_large_errand_output_still_fits_a_reply(world: World) -> None:
+async def test_a15_large_errand_output_is_truncated_to_fit_a_reply(world: World) -> None:
     run = "#!/bin/sh\nhead -c 3000000 /dev/zero | tr '\\0' '\"'\necho; echo the end\n"
     await deployed(world, smoke={"bin/run": run})
 
@@ -490,7 +490,7 @@ async def test_a15_large_errand_output_still_fits_a_reply(world: World) -> None:
     assert result["stdout"].endswith("the end\n")
 
 
-async def test_a18_upload_with_line_breaks_is_used_and_a_wrong_checksum_refused(world: World) -> None:
+async def test_a18_upload_accepts_line_breaks_and_rejects_a_wrong_checksum(world: World) -> None:
     content = os.urandom(200)
     upload = {
         "blob_id": "b-1",
@@ -510,13 +510,13 @@ async def test_a18_upload_with_line_breaks_is_used_and_a_wrong_checksum_refused(
 
 @pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize("blob_id", ["../x", "a/b", "", ".", ".."])
-async def test_a18_blob_ids_that_are_no_file_names_are_refused(world: World, blob_id: str) -> None:
+async def test_a18_upload_rejects_blob_ids_that_are_not_file_names(world: World, blob_id: str) -> None:
     upload = {"blob_id": blob_id, "checksum": hashlib.sha1(b"x").hexdigest(), "payload": "eA=="}
 
     assert "exception" in await world.run("upload_blob", upload)
 
 
-async def test_a19_list_disk_without_disks(world: World) -> None:
+async def test_a19_list_disk_without_disks_is_empty(world: World) -> None:
     assert await world.call("list_disk", protocol=0) == {"value": []}
     assert await world.value("list_disk") == []
 
@@ -529,8 +529,8 @@ async def test_a25_delete_arp_entries_never_fails(world: World) -> None:
     assert await world.call("delete_arp_entries", {}) == {"value": {}}
 
 
-async def test_tens_of_thousands_of_arp_entries_take_one_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No text of the request gets there but an address: ``ip`` reads a line for each."""
+async def test_a25_many_arp_entries_are_deleted_by_one_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only addresses of the request reach it, because ``ip`` reads a line for each."""
     given: list[str] = []
 
     async def run(*_: str, **options: Any) -> str:
@@ -546,8 +546,8 @@ async def test_tens_of_thousands_of_arp_entries_take_one_process(world: World, m
     assert [text.splitlines() for text in given] == [[f"neigh flush to {address}" for address in addresses]]
 
 
-async def test_a_flood_of_arp_requests_runs_one_program_at_a_time(world: World) -> None:
-    """Each had its own, all at once, with four descriptors."""
+async def test_a25_flood_of_arp_requests_runs_one_program_at_a_time(world: World) -> None:
+    """Each request used to start its own, all at once, with four descriptors."""
 
     def opened() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
@@ -567,7 +567,7 @@ def _records(world: World, version: int, *, told: int | None = None) -> list[Any
     return [named["blobstore_id"], f"sha256:{hashlib.sha256(content).hexdigest()}", version]
 
 
-async def test_a26_sync_dns_newer_older_and_wrong(world: World) -> None:
+async def test_a26_sync_dns_stores_only_newer_valid_records(world: World) -> None:
     assert await world.call("sync_dns", *_records(world, 2)) == {"value": "synced"}
     assert json.loads(world.paths.dns_records.read_bytes())["version"] == 2
     assert mode_of(world.paths.dns_records) == 0o640
@@ -580,7 +580,7 @@ async def test_a26_sync_dns_newer_older_and_wrong(world: World) -> None:
     assert "exception" in await world.call("sync_dns", blob_id, "sha256:" + "0" * 64, version)
 
 
-async def test_quick_requests_pass_a_hanging_script_and_eight_tasks(world: World) -> None:
+async def test_quick_requests_are_answered_beside_a_hanging_script_and_tasks(world: World) -> None:
     ready, gate = world.paths.base / "ready", world.paths.base / "gate"
     hang = f"#!/bin/sh\ntouch {ready}\nwhile [ ! -e {gate} ]; do sleep 0.01; done\n"
     await deployed(world, web={"bin/pre-start": hang})

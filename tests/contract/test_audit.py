@@ -44,7 +44,7 @@ def without_seconds(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != "seconds"}
 
 
-async def test_a_request_that_is_answered_at_once(world: World, lines: list[dict[str, Any]]) -> None:
+async def test_audit_logs_a_request_that_is_answered_at_once(world: World, lines: list[dict[str, Any]]) -> None:
     await world.call("ping")
 
     assert [without_seconds(line) for line in lines] == [
@@ -52,8 +52,8 @@ async def test_a_request_that_is_answered_at_once(world: World, lines: list[dict
     ]
 
 
-async def test_a_task_when_it_is_taken_and_when_it_ends(world: World, lines: list[dict[str, Any]]) -> None:
-    """Both with its id, and the poll that asked for it."""
+async def test_audit_logs_a_task_when_accepted_and_when_finished(world: World, lines: list[dict[str, Any]]) -> None:
+    """Both lines have its id, and so has that of the poll that asked for it."""
     reply = await world.call("run_errand", "nope")
     task_id = reply["value"]["agent_task_id"]
     await world.run("get_task", task_id)
@@ -67,8 +67,8 @@ async def test_a_task_when_it_is_taken_and_when_it_ends(world: World, lines: lis
     ]
 
 
-async def test_unknown_methods_and_unreadable_requests_are_audited(world: World, lines: list[dict[str, Any]]) -> None:
-    """Cut to a bearable length, whatever was sent."""
+async def test_audit_logs_unknown_methods_and_unreadable_requests(world: World, lines: list[dict[str, Any]]) -> None:
+    """They are truncated, whatever was sent."""
     await world.call("x" * 5000)
     await world.dispatcher.handle(b"{")
 
@@ -77,10 +77,10 @@ async def test_unknown_methods_and_unreadable_requests_are_audited(world: World,
     assert (lines[1]["method"], lines[1]["result"]) == ("", "dropped")
 
 
-async def test_the_duration_is_the_time_of_the_work(
+async def test_audit_duration_is_the_execution_time(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not that of waiting for those before it, and not that of handing it out."""
+    """It excludes the time in the queue and the time to send the result."""
 
     async def work(agent: Any, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -94,7 +94,7 @@ async def test_the_duration_is_the_time_of_the_work(
     assert [value >= 0.3 for value in seconds] == [False, False, True, False]
 
 
-async def test_a_task_that_is_cut_short_has_its_reason(
+async def test_audit_has_the_reason_of_an_interrupted_task(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(agent: Any) -> None:
@@ -109,10 +109,10 @@ async def test_a_task_that_is_cut_short_has_its_reason(
 
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
-async def test_no_argument_no_value_and_no_bug_is_reported(
+async def test_audit_contains_no_arguments_results_or_exception_texts(
     world: World, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Any value may be a secret, also in the hint of a disk: neither the audit line nor the rest of the log has one.
+    """Any value may be a secret, even in the hint of a disk. Neither the audit line nor the rest of the log has one.
 
     The log has the place of a bug (``test_traceback_shows_the_code_location_but_no_foreign_text``).
     """

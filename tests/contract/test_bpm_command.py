@@ -77,8 +77,8 @@ def _spawn(
     )
 
 
-async def test_start_pid_list_stop(tmp_path: Path) -> None:
-    """The life of a process, started once, however often it is asked for."""
+async def test_bpm_command_starts_lists_and_stops_a_process(tmp_path: Path) -> None:
+    """The process is started once, however often it is requested."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         assert await bpm(found, "list") == (0, "Name Pid Status\nweb  -   stopped\n", "")
@@ -97,8 +97,8 @@ async def test_start_pid_list_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["version", "--version", "--version=true", "--version=false --version=T"])
-async def test_version(tmp_path: Path, line: str) -> None:
-    """A line on stdout."""
+async def test_bpm_command_prints_its_version(tmp_path: Path, line: str) -> None:
+    """It is a line on stdout."""
     async with machine(tmp_path) as found:
         assert await bpm(found, line) == (0, f"{__version__}\n", "")
 
@@ -121,8 +121,8 @@ async def test_version(tmp_path: Path, line: str) -> None:
         ("frobnicate", 'unknown command "frobnicate" for "bpm"'),
     ],
 )
-async def test_errors(tmp_path: Path, line: str, error: str) -> None:
-    """On stderr, with exit code 1. How it is used is not shown."""
+async def test_bpm_command_errors_go_to_stderr_with_exit_code_1(tmp_path: Path, line: str, error: str) -> None:
+    """The usage is not shown."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         status, out, err = await bpm(found, line.format(base=found.paths.base))
@@ -143,8 +143,10 @@ async def test_errors(tmp_path: Path, line: str, error: str) -> None:
         ("logs web -n x", "bpm logs <job-name> [flags]", 'invalid argument "x" for "-n, --lines" flag'),
     ],
 )
-async def test_calls_that_cannot_be_read(tmp_path: Path, line: str, usage: str, error: str) -> None:
-    """Show on stderr how it is used, then the error."""
+async def test_bpm_command_shows_usage_and_error_for_invalid_arguments(
+    tmp_path: Path, line: str, usage: str, error: str
+) -> None:
+    """Both are written to stderr."""
     async with machine(tmp_path) as found:
         status, out, err = await bpm(found, line)
 
@@ -155,8 +157,8 @@ async def test_calls_that_cannot_be_read(tmp_path: Path, line: str, usage: str, 
 
 
 @pytest.mark.parametrize("line", ["help", "--help", "-h", "help start", "start --help", "start -h=1 web"])
-async def test_help(tmp_path: Path, line: str) -> None:
-    """On stdout; for a command its flags, else all commands."""
+async def test_bpm_command_help_lists_commands_or_flags(tmp_path: Path, line: str) -> None:
+    """It is written to stdout: for a command its flags, else all commands."""
     async with machine(tmp_path) as found:
         status, out, err = await bpm(found, line)
 
@@ -165,8 +167,8 @@ async def test_help(tmp_path: Path, line: str) -> None:
         assert all(each in out for each in wanted)
 
 
-async def test_stopping_an_unknown_process_succeeds(tmp_path: Path) -> None:
-    """Neither configured nor running. Drain scripts and monit count on that."""
+async def test_bpm_command_stop_of_an_unknown_process_succeeds(tmp_path: Path) -> None:
+    """It is neither configured nor running. Drain scripts and monit rely on that."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         for line in ("stop web", "stop web -p other", "stop nothing"):
@@ -175,8 +177,8 @@ async def test_stopping_an_unknown_process_succeeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["-p worker web", "web -pworker", "web -p=worker", "web --process worker"])
-async def test_flags_are_read_as_bpm_reads_them(tmp_path: Path, spelling: str) -> None:
-    """Before and after the job, with and without a blank."""
+async def test_bpm_command_parses_flags_like_bpm(tmp_path: Path, spelling: str) -> None:
+    """They come before or after the job, with and without a blank."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         config = tmp_path / "vcap/jobs/web/config/bpm.yml"
@@ -185,8 +187,8 @@ async def test_flags_are_read_as_bpm_reads_them(tmp_path: Path, spelling: str) -
         assert (await bpm(found, f"pid {spelling}"))[0] == 0
 
 
-async def test_bpm_without_an_agent_is_refused(tmp_path: Path) -> None:
-    """The refusal is reported; for a user that is not root that error comes first, as with bpm."""
+async def test_bpm_command_without_an_agent_is_refused(tmp_path: Path) -> None:
+    """For a user other than root, that error comes first, as with bpm."""
     async with machine(tmp_path) as found:
         pass
     status, _, err = await bpm(found, "start web")
@@ -195,8 +197,8 @@ async def test_bpm_without_an_agent_is_refused(tmp_path: Path) -> None:
     assert err.startswith("Error: cannot ask the agent at " if os.geteuid() == 0 else "Error: bpm must be run as root")
 
 
-async def test_list_tells_of_bad_configurations(tmp_path: Path) -> None:
-    """On stderr. The others are listed."""
+async def test_bpm_command_list_reports_invalid_configurations(tmp_path: Path) -> None:
+    """They are reported on stderr. The others are listed."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         other = tmp_path / "vcap/jobs/bad/config"
@@ -208,8 +210,8 @@ async def test_list_tells_of_bad_configurations(tmp_path: Path) -> None:
         assert err.startswith("invalid config for bad: ")
 
 
-async def test_run_shows_output_and_ends_as_the_process_does(tmp_path: Path) -> None:
-    """Both streams, in the logs as well; no pid file; variables from the command line."""
+async def test_bpm_command_run_shows_output_and_returns_the_exit_code(tmp_path: Path) -> None:
+    """Both streams are shown and logged. There is no pidfile, and variables come from the command line."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "echo out $NAME; echo err >&2; exit 7")
         failed = "Error: failed to run job-process: exit status 7 (exit status 7)\n"
@@ -223,8 +225,11 @@ async def test_run_shows_output_and_ends_as_the_process_does(tmp_path: Path) -> 
 
 @pytest.mark.attack("text of a job gives orders to an operator's terminal")
 @pytest.mark.parametrize("terminals", [("stdout", "stderr"), ("stderr",), ("stdout",)], ids="+".join)
-async def test_what_run_shows_gives_no_orders_to_a_terminal(tmp_path: Path, terminals: tuple[str, ...]) -> None:
-    """Escape sequences of a process are shown by their numbers there. The stream that is none gets its bytes."""
+async def test_bpm_command_run_escapes_output_for_a_terminal(tmp_path: Path, terminals: tuple[str, ...]) -> None:
+    """Escape sequences of a process are shown as numbers there.
+
+    A stream that is no terminal gets the bytes unchanged.
+    """
     async with machine(tmp_path) as found:
         orders = r"printf '\033]0;owned\007\n'"
         deploy(tmp_path, f"{orders}; {orders} >&2")
@@ -247,7 +252,7 @@ async def test_what_run_shows_gives_no_orders_to_a_terminal(tmp_path: Path, term
 
 
 @pytest.mark.attack("text of a job gives orders to an operator's terminal")
-async def test_lists_and_errors_give_no_orders_to_a_terminal(tmp_path: Path) -> None:
+async def test_bpm_command_escapes_lists_and_errors(tmp_path: Path) -> None:
     """Names and values of a bpm.yml come from a release."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "true")
@@ -267,8 +272,8 @@ async def test_lists_and_errors_give_no_orders_to_a_terminal(tmp_path: Path) -> 
         assert b"\x1b" not in shown
 
 
-async def test_trace_is_of_the_process_and_all_below_it(tmp_path: Path) -> None:
-    """``strace`` gets each number; it fails where the program is missing or fails."""
+async def test_bpm_command_trace_covers_the_process_and_its_descendants(tmp_path: Path) -> None:
+    """``strace`` gets each pid. The command fails if the program is missing or fails."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "sleep 600 & exec sleep 600")
         assert (await bpm(found, "start web"))[0] == 0
@@ -287,7 +292,7 @@ async def test_trace_is_of_the_process_and_all_below_it(tmp_path: Path) -> None:
         assert await bpm(found, "trace web", PATH="/nowhere") == (1, "", missing)
 
 
-async def test_signal_to_run_ends_the_process(tmp_path: Path) -> None:
+async def test_bpm_command_run_ends_its_process_on_a_signal(tmp_path: Path) -> None:
     """An errand that is cancelled leaves nothing."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "echo up; exec sleep 600")
@@ -302,12 +307,12 @@ async def test_signal_to_run_ends_the_process(tmp_path: Path) -> None:
         assert not any(is_alive(pid) for pid in started)
 
 
-def test_levels_of_the_table_are_those_that_are_used() -> None:
-    """Each key says for every level what becomes of it, and the document has just that."""
+def test_documented_table_of_bpm_keys_matches_the_code() -> None:
+    """The page has exactly the effect of each key at every level."""
     root = Path(__file__).resolve().parents[2]
 
     assert bpm_keys.table() in (root / "docs/bpm.md").read_text()
 
 
-def test_socket_is_where_the_agent_listens() -> None:
+def test_bpm_command_uses_the_socket_of_the_agent() -> None:
     assert Paths().base / bpm_cli.SOCKET == Paths().control_socket

@@ -60,8 +60,8 @@ async def test_a13_cancelled_drain_ends_with_all_its_processes(world: World, sta
 
 
 @pytest.mark.parametrize("seconds", ["600", "-600", "-999999999999999999"])
-async def test_a13_cancelled_drain_waits_no_longer(world: World, started: Path, seconds: str) -> None:
-    """Once or again and again."""
+async def test_a13_cancelled_drain_stops_waiting(world: World, started: Path, seconds: str) -> None:
+    """The script asks for more time once or repeatedly."""
     await deployed(world, drain=f"#!/bin/sh\necho $$ >{started}; echo {seconds}\n")
     task_id = await task_of(world.call("drain", "shutdown"))
     script = await until(lambda: number_in(started))
@@ -70,8 +70,8 @@ async def test_a13_cancelled_drain_waits_no_longer(world: World, started: Path, 
     assert await cancelled(world, task_id) == 0
 
 
-async def test_e10_cancelled_errand_that_waits_never_begins(world: World, started: Path) -> None:
-    """The task before it and the one after it are carried out."""
+async def test_e10_cancelled_queued_errand_never_begins(world: World, started: Path) -> None:
+    """The task before it and the one after it are executed."""
     begun, gate = started.with_name("begun"), started.with_name("gate")
     pre_start = f"#!/bin/sh\necho $$ >{started}; until [ -e {gate} ]; do sleep 0.02; done\n"
     await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=pre_start)

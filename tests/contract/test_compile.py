@@ -81,7 +81,7 @@ async def compiled_from(world: World, blob_id: str, digest: str, name: str = "p"
 # --- what it answers ------------------------------------------------------------------------------------------------
 
 
-async def test_a16_value_is_the_id_and_the_sha1_of_a_new_blob(world: World) -> None:
+async def test_a16_compile_returns_id_and_sha1_of_a_new_blob(world: World) -> None:
     arguments = source(world, INSTALL + "cp src $BOSH_INSTALL_TARGET/bin/", src="content")
     value = await world.value("compile_package", *arguments, "p", "1.1", {})
 
@@ -97,8 +97,8 @@ async def test_a16_value_is_the_id_and_the_sha1_of_a_new_blob(world: World) -> N
         assert {(member.uid, member.gid, member.uname) for member in packed.getmembers()} == {(0, 0, "root")}
 
 
-async def test_a16_the_packaging_script_has_its_environment(world: World) -> None:
-    """Go's variables, the agent's own programs first, a directory for temporary files, its source around it."""
+async def test_a16_packaging_script_has_its_environment(world: World) -> None:
+    """It has Go's variables, the agent's programs first in the PATH, a temporary directory, and runs in its source."""
     await compiled(world, 'echo "$0|$PWD|$PATH|$TMPDIR|$(umask)"; env | grep ^BOSH_ | sort; ls; cat', "hello")
 
     paths = world.paths
@@ -115,8 +115,8 @@ async def test_a16_the_packaging_script_has_its_environment(world: World) -> Non
     assert listed == "packaging"
 
 
-async def test_a16_exactly_the_dependencies_and_the_package_are_in_use(world: World) -> None:
-    """Former files are removed. Dependencies are complete."""
+async def test_a16_compile_links_only_the_package_and_its_dependencies(world: World) -> None:
+    """Former links are removed. Dependencies are complete."""
     stray = world.paths.packages / "golang-1.19-linux"
     stray.mkdir()
     (stray / "compile.env").write_text("echo wrong")
@@ -134,7 +134,7 @@ async def test_a16_exactly_the_dependencies_and_the_package_are_in_use(world: Wo
     assert left(world) == []
 
 
-async def test_a16_logs_belong_to_the_last_compilation(world: World) -> None:
+async def test_a16_compilation_logs_are_those_of_the_last_compilation(world: World) -> None:
     log = world.paths.log / "compilation"
     log.mkdir()
     (log / "old").touch()
@@ -148,7 +148,7 @@ async def test_a16_logs_belong_to_the_last_compilation(world: World) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in log.iterdir()} == {0o640}
 
 
-async def test_a16_dependencies_may_be_null_and_a_packaging_script_may_be_missing(world: World) -> None:
+async def test_a16_compile_accepts_null_dependencies_and_no_packaging_script(world: World) -> None:
     blob = jobs.blob(store_of(world), archive({"file": "x"}))
 
     assert members(await compiled_from(world, blob["blobstore_id"], blob["sha1"])) == {".": None}
@@ -177,8 +177,8 @@ async def test_a16_source_in_another_compression_gives_a_gzipped_package(world: 
     assert members(await compiled_from(world, blob["blobstore_id"], blob["sha1"])) == {".": None, "./file": b"x"}
 
 
-async def test_a17_from_url_to_url_with_the_headers_of_each(world: World, server: Server) -> None:
-    """The result goes where its URL leads. Its id is only the Director's business."""
+async def test_a17_compile_downloads_and_uploads_by_signed_urls_with_headers(world: World, server: Server) -> None:
+    """The result is uploaded to its URL. Its id concerns only the Director."""
     tool, src = archive({"bin/tool": "x"}), archive({"packaging": f"{INSTALL} cp {LINKS}/pcre/bin/tool src"})
     server.blobs = {"/pcre": tool, "/src": src}
     request = {
@@ -226,8 +226,8 @@ async def failed(world: World, *arguments: Any) -> str:
     return found[1]
 
 
-async def test_a16_failing_script_is_reported_with_its_output(world: World) -> None:
-    """And what it has installed is gone, dependencies too."""
+async def test_a16_failed_packaging_script_is_reported_with_its_output(world: World) -> None:
+    """Files that it has installed are removed, dependencies too."""
     packaging = INSTALL + "set +x; echo out; echo err >&2; exit 7"
     tool = dependency(world, "tool")
     text = await failed(world, *source(world, packaging), "p", "1", {"tool": tool})
@@ -239,8 +239,8 @@ async def test_a16_failing_script_is_reported_with_its_output(world: World) -> N
     assert left(world) == []
 
 
-async def test_a16_long_output_is_cut_at_the_beginning_of_a_line(world: World) -> None:
-    """The last 10 KiB of each stream at most, whole in the logs."""
+async def test_a16_long_packaging_output_is_truncated_at_a_line_start(world: World) -> None:
+    """The last 10 KiB of each stream are reported at most; the logs have all of it."""
     packaging = "set +x; seq 100000; head -c 20000 /dev/zero | tr '\\0' é >&2; kill -9 $$"
     text = await failed(world, *source(world, packaging), "p", "1", {})
 
@@ -262,7 +262,9 @@ async def test_a16_long_output_is_cut_at_the_beginning_of_a_line(world: World) -
         ({"version": ""}, "cannot install the package p: it has no version"),
     ],
 )
-async def test_a16_other_failures(world: World, change: dict[str, str], text: str | None) -> None:
+async def test_a16_other_compilation_failures_are_reported(
+    world: World, change: dict[str, str], text: str | None
+) -> None:
     blob_id, digest = source(world, "")
     given = {"blob_id": blob_id, "digest": digest, "name": "p", "version": "1"} | change
     error = await world.error("compile_package", *given.values(), {})
@@ -272,7 +274,7 @@ async def test_a16_other_failures(world: World, change: dict[str, str], text: st
     assert left(world) == []
 
 
-async def test_a16_dependency_that_cannot_be_had_is_named(world: World) -> None:
+async def test_a16_compile_names_an_unavailable_dependency(world: World) -> None:
     deps = {"good": dependency(world, "good"), "bad": {**dependency(world, "bad"), "blobstore_id": "gone"}}
     text = await failed(world, *source(world, ""), "p", "1", deps)
 
@@ -280,7 +282,7 @@ async def test_a16_dependency_that_cannot_be_had_is_named(world: World) -> None:
     assert left(world) == []
 
 
-async def test_a16_result_that_cannot_be_stored(world: World) -> None:
+async def test_a16_compile_reports_a_result_that_cannot_be_stored(world: World) -> None:
     store = store_of(world)
     packaging = f"rm -rf {store}; touch {store}"
     text = await failed(world, *source(world, packaging), "p", "1", {})
@@ -290,8 +292,10 @@ async def test_a16_result_that_cannot_be_stored(world: World) -> None:
 
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
-async def test_a_signed_url_is_in_no_text(world: World, server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither in the log nor in what can be read of the task and the package; nor its headers."""
+async def test_signed_urls_of_a_compilation_appear_in_no_text(
+    world: World, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the log nor what can be read of the task and the package contains them or their headers."""
     caplog.set_level("DEBUG")
     request: dict[str, Any] = {
         "package_get_signed_url": f"{server.url}/gone?sig=s3cr3t",
@@ -312,7 +316,7 @@ async def test_a_signed_url_is_in_no_text(world: World, server: Server, caplog: 
     assert not any("s3cr3t" in said for said in (caplog.text, repr(task), repr(package)))
 
 
-async def test_compiling_where_jobs_run_leaves_their_packages_alone(world: World) -> None:
+async def test_compilation_beside_running_jobs_keeps_their_packages(world: World) -> None:
     wanted = jobs.spec(store_of(world), {"web": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
     assert await world.value("apply", wanted) == "applied"
     paths = world.paths
@@ -332,7 +336,7 @@ async def test_compiling_where_jobs_run_leaves_their_packages_alone(world: World
 
 
 @pytest.mark.parametrize("clashing", ["dependency", "package"])
-async def test_compiling_does_not_exchange_a_package_of_jobs_for_another_version(world: World, clashing: str) -> None:
+async def test_compilation_does_not_replace_a_package_of_jobs_by_another_version(world: World, clashing: str) -> None:
     wanted = jobs.spec(store_of(world), {"web": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
     assert await world.value("apply", wanted) == "applied"
     before = (world.paths.packages / "tool").readlink()
@@ -348,8 +352,8 @@ async def test_compiling_does_not_exchange_a_package_of_jobs_for_another_version
     assert (world.paths.packages / "tool/bin/tool").is_file()
 
 
-async def test_compiling_after_the_apply_of_a_compilation_vm(world: World) -> None:
-    """A spec without a configuration hash, and create-env's first one, which has one but no jobs."""
+async def test_compilation_works_after_the_apply_of_a_compilation_vm(world: World) -> None:
+    """Its spec has no configuration hash; create-env's first one has one but no jobs."""
     await world.value(
         "apply", {"deployment": "d", "job": {"name": "compilation-1"}, "index": 0, "id": "i", "packages": {}}
     )
@@ -376,7 +380,7 @@ async def begun(world: World, packaging: str) -> tuple[str, int]:
     return reply["value"]["agent_task_id"], await until(lambda: number_in(started))
 
 
-async def test_progress_is_reported(world: World) -> None:
+async def test_compilation_progress_is_reported(world: World) -> None:
     """The report has the step, the package and the start time."""
     task_id, _ = await begun(world, "sleep 600 & echo $! >{}; wait")
     task = world.agent.tasks.running
@@ -413,7 +417,7 @@ async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World,
         end_marked("BOSH_COMPILE_TARGET", str(world.paths.compile / "p"))
 
 
-async def test_processes_of_a_script_end_with_it(world: World) -> None:
+async def test_processes_of_a_packaging_script_end_with_it(world: World) -> None:
     """A remaining process could write into the directory that is being packed."""
     started = world.paths.base / "started"
     await compiled(world, f"sleep 600 & setsid sleep 600 & echo $! >{started}; sleep 600 & echo $! >>{started}")
@@ -425,8 +429,8 @@ async def test_processes_of_a_script_end_with_it(world: World) -> None:
 # --- the same bytes -------------------------------------------------------------------------------------------------
 
 
-async def test_a_file_that_is_older_than_the_source_keeps_its_time(world: World) -> None:
-    """Older compiled files keep their times and are not taken for stale. New ones get the time of the source."""
+async def test_compiled_files_older_than_the_source_keep_their_time(world: World) -> None:
+    """They are not taken for stale. New ones get the time of the source."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as packed:
         for name, text, when in (

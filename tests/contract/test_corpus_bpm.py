@@ -12,8 +12,10 @@ ENTRIES = corpus.entries("bpm")
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_the_verdict_equals_the_index(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:
-    """``agent-shim check``: a valid file gives its processes. Another is refused with the place."""
+def test_check_of_corpus_bpm_files_gives_the_expected_verdict(
+    entry: corpus.Entry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``agent-shim check`` accepts a valid file, and rejects another with the place of its error."""
     verdict = check.main([entry.path], "bpm")
 
     out, errors = capsys.readouterr()
@@ -24,8 +26,8 @@ def test_the_verdict_equals_the_index(entry: corpus.Entry, capsys: pytest.Captur
         assert errors.startswith(f"cannot read {entry.path}: line ")
 
 
-def test_each_process_has_a_program() -> None:
-    """Executables are paths, or lie in the PATH of the job."""
+def test_each_corpus_bpm_process_has_a_program() -> None:
+    """Executables are paths, or are found in the PATH of the job."""
     files = [config.parse(entry.text, origin=entry.file) for entry in ENTRIES if entry.is_accepted]
     processes = [process for file in files for process in file.processes]
 

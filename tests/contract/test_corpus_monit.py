@@ -14,8 +14,10 @@ ACCEPTED = [entry for entry in ENTRIES if entry.is_accepted]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_the_verdict_equals_monits(entry: corpus.Entry, capsys: pytest.CaptureFixture[str]) -> None:
-    """``agent-shim check``: what monit loads is read; what it refuses is refused with the place."""
+def test_check_of_corpus_monit_files_gives_the_verdict_of_monit(
+    entry: corpus.Entry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``agent-shim check`` accepts files that monit loads, and rejects others with the place of the error."""
     verdict = check.main([entry.path], "monit")
 
     out, errors = capsys.readouterr()
@@ -27,8 +29,8 @@ def test_the_verdict_equals_monits(entry: corpus.Entry, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
-def test_written_file_says_the_same(entry: corpus.Entry) -> None:
-    """A file and its rendered form have the same values and make the same plan."""
+def test_rendered_corpus_monit_file_is_equivalent(entry: corpus.Entry) -> None:
+    """A file and its rendered form have the same values and lead to the same plan."""
     file = parser.parse(entry.text, origin=entry.file)
 
     rendered = monit_render.render(file)
@@ -40,14 +42,14 @@ def test_written_file_says_the_same(entry: corpus.Entry) -> None:
 
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
-def test_services_of_other_jobs_alone_can_be_missing(entry: corpus.Entry) -> None:
-    """Alone, a file that monit accepts has no duplicates and no circles, and lacks what the index says it lacks."""
+def test_corpus_monit_files_lack_only_services_of_other_jobs(entry: corpus.Entry) -> None:
+    """Each file that monit accepts has no duplicates and no cycles, and lacks only services that the index names."""
     problems = parser.problems([parser.parse(entry.text, origin=entry.file)])
 
     assert {problem.kind for problem in problems} == ({"missing"} if "stub-dep" in entry.verdict else set())
 
 
-def test_every_process_can_be_kept_running() -> None:
+def test_every_corpus_monit_process_can_be_supervised() -> None:
     """Each process of a real file has what a supervisor needs."""
     files = [parser.parse(entry.text, origin=entry.file) for entry in ACCEPTED]
     processes = [check for file in files for check in file.services if check.kind == "process"]

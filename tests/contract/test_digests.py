@@ -46,7 +46,7 @@ async def test_d2_only_the_strongest_digest_counts(world: World, good: str) -> N
     assert "but was 'sha512:" in await refused(world, f"{SHA1};sha512:{'0' * 128};sha256:{SHA256}")
 
 
-async def test_d3_an_unknown_algorithm_is_passed_over_unless_it_is_alone(world: World) -> None:
+async def test_d3_unknown_digest_algorithm_is_ignored_unless_it_is_the_only_one(world: World) -> None:
     assert await refused(world, "md5:0123") == (
         "Payload corrupted. Checksum mismatch. Expected 'md5:0123': "
         "Computing digest from stream: Unable to create digest of unknown algorithm 'md5'"
@@ -54,7 +54,7 @@ async def test_d3_an_unknown_algorithm_is_passed_over_unless_it_is_alone(world: 
     assert await refused(world, f"md5:0123;{SHA1}") == ""
 
 
-async def test_d4_two_of_one_algorithm_are_refused(world: World) -> None:
+async def test_d4_two_digests_of_one_algorithm_are_rejected(world: World) -> None:
     assert await refused(world, f"{SHA1};sha1:{SHA1}") == (
         f"Multiple digests of the same algorithm 'sha1' found in digests '{SHA1};{SHA1}'"
     )
@@ -62,16 +62,16 @@ async def test_d4_two_of_one_algorithm_are_refused(world: World) -> None:
 
 @pytest.mark.attack("a blobstore delivers another blob than the requested one")
 @pytest.mark.parametrize("empty", ["", ";", ";;;"])
-async def test_d5_a_blob_without_a_digest_is_refused(world: World, empty: str | None) -> None:
+async def test_d5_blob_without_a_digest_is_rejected(world: World, empty: str | None) -> None:
     assert await refused(world, empty) == "no digest algorithm found. Supported algorithms: sha1, sha256, sha512"
 
 
-async def test_d5_null_is_the_digest_null_and_fits_no_blob(world: World) -> None:
+async def test_d5_null_digest_matches_no_blob(world: World) -> None:
     assert (await refused(world, None)).startswith("Payload corrupted. Checksum mismatch. Expected 'null': ")
 
 
-async def test_digests_are_parsed_before_anything_is_done(world: World) -> None:
-    """Also where no blob would be fetched: a version of long ago, a spec without configuration hash."""
+async def test_invalid_digests_are_rejected_before_any_work(world: World) -> None:
+    """This holds even if no blob would be fetched, as for an old version or a spec without configuration hash."""
     world.paths.dns_records.parent.mkdir(parents=True, exist_ok=True)
     world.paths.dns_records.write_text('{"version": 5, "records": []}')
     archive = {"sha1": "a:b:c", "blobstore_id": "b"}
@@ -97,7 +97,7 @@ async def test_apply_rejects_a_package_without_a_digest(world: World) -> None:
     assert error.endswith("Persisting apply spec: package nginx: no digests have been provided")
 
 
-async def test_an_archive_without_id_and_digest_is_stored_as_go_stores_it(world: World) -> None:
+async def test_archive_without_id_and_digest_is_stored_like_the_go_agent_does(world: World) -> None:
     assert await world.value("apply", {"rendered_templates_archive": {"sha1": "", "blobstore_id": ""}}) == "applied"
 
     stored = (await world.value("get_state"))["rendered_templates_archive"]
@@ -105,13 +105,13 @@ async def test_an_archive_without_id_and_digest_is_stored_as_go_stores_it(world:
 
 
 @pytest.mark.parametrize("text", ["sha1:a:b", "sha1:", ":abc", "sha-1:abc", "abc def", "abc\n", "sha256=00"])
-async def test_d6_other_characters_are_refused(world: World, text: str) -> None:
+async def test_d6_digest_with_invalid_characters_is_rejected(world: World, text: str) -> None:
     assert await refused(world, text) == (
         "unable to parse digest string. Digest and algorithm key can only contain alpha-numeric characters"
     )
 
 
-async def test_d7_a_digest_is_reported_in_the_order_it_came_in(world: World) -> None:
+async def test_d7_digests_are_reported_in_their_original_order(world: World) -> None:
     text = await refused(world, f"sha512:00;sha1:{WRONG};;md5:ab;sha256:{SHA256}")
 
     assert text.startswith(

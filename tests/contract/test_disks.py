@@ -38,7 +38,7 @@ async def mounted(world: World, cid: str) -> Path:
     return Path(hint["path"])
 
 
-async def test_a19_a_mounted_disk_is_listed_at_once_or_as_a_task(world: World) -> None:
+async def test_a19_list_disk_lists_a_mounted_disk_at_once_or_as_a_task(world: World) -> None:
     await mounted(world, "disk-a")
 
     assert await world.call("list_disk", protocol=2) == {"value": ["disk-a"]}
@@ -46,7 +46,7 @@ async def test_a19_a_mounted_disk_is_listed_at_once_or_as_a_task(world: World) -
     assert await world.value("list_disk") == ["disk-a"]
 
 
-async def test_a20_a_disk_comes_to_the_store_and_a_second_one_to_the_migration_target(world: World) -> None:
+async def test_a20_mount_disk_uses_the_store_and_then_the_migration_target(world: World) -> None:
     first = await mounted(world, "disk-a")
     assert world.paths.store.resolve() == first
     assert world.paths.managed_disk.read_text() == "disk-a"
@@ -56,7 +56,7 @@ async def test_a20_a_disk_comes_to_the_store_and_a_second_one_to_the_migration_t
     assert (world.paths.store.resolve(), world.paths.store_migration_target.resolve()) == (first, second)
 
 
-async def test_a21_the_reply_to_unmount_disk_names_the_disk(world: World) -> None:
+async def test_a21_unmount_disk_reply_names_the_disk(world: World) -> None:
     await mounted(world, "disk-a")
 
     assert (await world.value("unmount_disk", "disk-a"))["message"].startswith("Unmounted partition of {ID:disk-a ")
@@ -66,7 +66,7 @@ async def test_a21_the_reply_to_unmount_disk_names_the_disk(world: World) -> Non
     assert await world.value("list_disk") == []
 
 
-async def test_a22_migrating_needs_no_arguments_and_moves_everything(world: World) -> None:
+async def test_a22_migrate_disk_without_arguments_moves_all_files(world: World) -> None:
     await mounted(world, "disk-a")
     (world.paths.store / "data").write_text("precious")
     second = await mounted(world, "disk-b")
@@ -78,7 +78,7 @@ async def test_a22_migrating_needs_no_arguments_and_moves_everything(world: Worl
     assert await world.value("list_disk") == ["disk-b"]
 
 
-async def test_a22_the_director_names_both_disks(world: World) -> None:
+async def test_a22_migrate_disk_accepts_the_names_of_both_disks(world: World) -> None:
     await mounted(world, "disk-a")
     await mounted(world, "disk-b")
 
@@ -108,14 +108,16 @@ NOT_FOUND = "Persistent disk with volume id 'x' could not be found"
         ),
     ],
 )
-async def test_errors_read_as_the_go_agents(world: World, method: str, arguments: list[Any], text: str) -> None:
+async def test_disk_errors_have_the_text_of_the_go_agent(
+    world: World, method: str, arguments: list[Any], text: str
+) -> None:
     world.agent.disks.timeouts = HASTY
 
     assert text in await world.error(method, *arguments)
 
 
-async def test_settings_are_read_again_for_each_request(world: World) -> None:
-    """A CPI that attaches live writes them just before."""
+async def test_disk_requests_reread_the_settings(world: World) -> None:
+    """A CPI that attaches disks to a running VM writes them just before."""
     base = world.paths.base.parent
     write_settings(base, disks={"persistent": {"disk-a": volume(world, "disk-a")["path"]}})
 
@@ -143,7 +145,7 @@ async def test_settings_are_read_again_for_each_request(world: World) -> None:
         ),
     ],
 )
-async def test_a23_a_hint_of_any_form_is_kept(world: World, hint: Any, told: dict[str, Any]) -> None:
+async def test_a23_disk_hint_of_any_form_is_stored(world: World, hint: Any, told: dict[str, Any]) -> None:
     assert await world.value("add_persistent_disk", "disk-a", hint) == {}
 
     stored = json.loads(world.paths.disk_hints.read_bytes())["disk-a"]
@@ -151,7 +153,7 @@ async def test_a23_a_hint_of_any_form_is_kept(world: World, hint: Any, told: dic
     assert world.paths.disk_hints.stat().st_mode & 0o077 == 0
 
 
-async def test_a23_a_hint_may_be_removed_that_is_not_there(world: World) -> None:
+async def test_a23_removing_a_missing_disk_hint_succeeds(world: World) -> None:
     await world.value("add_persistent_disk", "disk-a", "/dev/sdz")
 
     for _ in range(2):
@@ -159,7 +161,7 @@ async def test_a23_a_hint_may_be_removed_that_is_not_there(world: World) -> None
     assert "disk-a" not in json.loads(world.paths.disk_hints.read_bytes())
 
 
-async def test_a24_a_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: World) -> None:
+async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: World) -> None:
     hint = volume(world, "disk-d")
     link = world.paths.dynamic_disks / "disk-d"
 
@@ -175,7 +177,7 @@ async def test_a24_a_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world
 @pytest.mark.attack("a request names no disk")
 @pytest.mark.parametrize("cid", ["", None])
 @pytest.mark.parametrize("method", ["mount_disk", "unmount_disk"])
-async def test_a21_a_request_without_a_cid_touches_no_disk(world: World, method: str, cid: str | None) -> None:
+async def test_a21_disk_request_without_a_cid_changes_no_disk(world: World, method: str, cid: str | None) -> None:
     stranger = Path(volume(world, "of-the-operator")["path"])
     world.paths.store.rmdir() if world.paths.store.is_dir() else None
     world.paths.store.symlink_to(stranger)
@@ -186,7 +188,7 @@ async def test_a21_a_request_without_a_cid_touches_no_disk(world: World, method:
 
 @pytest.mark.attack("a request names no disk")
 @pytest.mark.parametrize("cid", ["", None])
-async def test_a23_a_disk_without_a_cid_is_never_known(world: World, cid: str | None) -> None:
+async def test_a23_disk_without_a_cid_is_never_stored(world: World, cid: str | None) -> None:
     hint = volume(world, "nameless")
 
     assert (await world.error("add_persistent_disk", cid, hint)).endswith("cannot keep the hint: the disk has no cid")
@@ -198,8 +200,8 @@ async def test_a23_a_disk_without_a_cid_is_never_known(world: World, cid: str | 
 
 
 @pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
-async def test_a20_a_block_device_is_refused_at_once_with_advice(world: World, hint: Any) -> None:
-    """Nothing that a container has to wait for turns it into a directory with files."""
+async def test_a20_mount_of_a_block_device_is_rejected_at_once_with_advice(world: World, hint: Any) -> None:
+    """Waiting cannot turn it into a directory with files in a container."""
     world.agent.disks.timeouts = Timeouts(arrival=3600)
     await world.value("add_persistent_disk", "disk-a", hint)
 

@@ -151,7 +151,7 @@ UNTRIED: Final = {"add_dynamic_disk": [1]}
 """Arguments for which an action waits until they are right: a path that may appear."""
 
 
-def test_each_action_has_arguments(world: World) -> None:
+def test_hostile_arguments_cover_each_action(world: World) -> None:
     assert arguments(world).keys() == ACTIONS.keys()
 
 
@@ -159,8 +159,8 @@ def test_each_action_has_arguments(world: World) -> None:
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in WORKING)) for name in sorted(ACTIONS)]
 )
-async def test_a_hostile_value_gives_one_error_and_changes_nothing(world: World, method: str) -> None:
-    """The error has an end, and an expected reason. The next request is answered."""
+async def test_hostile_argument_gives_one_error_and_changes_nothing(world: World, method: str) -> None:
+    """The error is bounded, with an expected reason. The next request is answered."""
     valid = arguments(world)[method]
     outside, before = sorted(world.paths.base.parent.iterdir()), tree(world)
     findings = []
@@ -183,8 +183,8 @@ async def test_a_hostile_value_gives_one_error_and_changes_nothing(world: World,
     assert sorted(world.paths.base.parent.iterdir()) == outside
 
 
-async def test_requests_that_wait_behind_an_errand_do_not_fill_the_memory(world: World) -> None:
-    """180 KB of empty lists in each became three megabytes, and the queue had no end."""
+async def test_requests_queued_behind_an_errand_use_bounded_memory(world: World) -> None:
+    """180 KB of empty lists in each became three megabytes, and the queue was unbounded."""
     blocked = asyncio.Event()
     world.agent.tasks.submit("run_errand", blocked.wait)
     replies = [await world.call("prepare", {}, [[]] * 45_000 + [number]) for number in range(20)]

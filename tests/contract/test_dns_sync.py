@@ -36,7 +36,7 @@ async def sync(world: World, request: dict[str, Any]) -> dict[str, Any]:
     return await world.call("sync_dns_with_signed_url", request)
 
 
-async def test_a27_records_from_a_signed_url(world: World, server: Server) -> None:
+async def test_a27_dns_records_are_fetched_from_a_signed_url(world: World, server: Server) -> None:
     content = records(7, "one.bosh", "two.bosh")
 
     assert await sync(world, signed(server, content, 7)) == {"value": "synced"}
@@ -46,7 +46,7 @@ async def test_a27_records_from_a_signed_url(world: World, server: Server) -> No
     assert (get.method, get.target, get.headers["x-ms-blob-type"]) == ("GET", "/7?st=secret", "blockblob")
 
 
-async def test_a27_known_records_are_fetched_by_neither_method(world: World, server: Server) -> None:
+async def test_a27_known_dns_records_are_not_fetched_by_either_method(world: World, server: Server) -> None:
     await sync(world, signed(server, records(7), 7))
     for version in (6, 7):
         assert await sync(world, signed(server, b"", version)) == {"value": "synced"}
@@ -55,7 +55,7 @@ async def test_a27_known_records_are_fetched_by_neither_method(world: World, ser
     assert len(server.requests) == 1
 
 
-async def test_a27_a_wrong_version_or_digest_leaves_records_unchanged(world: World, server: Server) -> None:
+async def test_a27_dns_sync_with_a_wrong_version_or_digest_changes_nothing(world: World, server: Server) -> None:
     await sync(world, signed(server, records(7), 7))
     wrong = await world.error("sync_dns_with_signed_url", signed(server, records(9), 8))
     broken = await world.error("sync_dns_with_signed_url", signed(server, records(8), 8, multi_digest="sha1:a:b"))
@@ -69,10 +69,11 @@ async def test_a27_a_wrong_version_or_digest_leaves_records_unchanged(world: Wor
 
 
 @pytest.mark.slow
-async def test_a27_a_url_that_cannot_be_had_is_reported_after_three_tries_without_its_signature(
-    world: World, server: Server
-) -> None:
-    """The pauses between them are five seconds, in which other work continues."""
+async def test_a27_unavailable_dns_url_is_reported_after_three_tries_unsigned(world: World, server: Server) -> None:
+    """The error does not show the signature.
+
+    The pauses between the attempts take five seconds, and other work continues.
+    """
     server.plan = ["500"] * 3
     asking = asyncio.create_task(world.error("sync_dns_with_signed_url", signed(server, records(7), 7)))
     assert await world.call("ping") == {"value": "pong"}
@@ -94,34 +95,34 @@ async def test_a27_a_url_that_cannot_be_had_is_reported_after_three_tries_withou
         ({"multi_digest": "00"}, "Both signedURL and blobID are blank which is invalid"),
     ],
 )
-async def test_a27_an_incomplete_request_is_an_error(world: World, request_: Any, why: str) -> None:
+async def test_a27_incomplete_dns_sync_request_is_an_error(world: World, request_: Any, why: str) -> None:
     error = await world.error("sync_dns_with_signed_url", request_)
 
     assert error.startswith(f"Action Failed sync_dns_with_signed_url: fetching new DNS records: {why}")
 
 
-async def test_a26_a_missing_blob_is_an_error(world: World) -> None:
+async def test_a26_dns_sync_with_a_missing_blob_is_an_error(world: World) -> None:
     error = await world.error("sync_dns", "no-such-blob", "00", 7)
 
     assert error.startswith("Action Failed sync_dns: getting no-such-blob from blobstore: Getting blob from inner ")
 
 
 @pytest.mark.parametrize("version", [-1, "7", 7.5])
-async def test_a26_a_version_is_a_number_of_64_bits(world: World, server: Server, version: Any) -> None:
+async def test_a26_dns_version_is_a_64_bit_number(world: World, server: Server, version: Any) -> None:
     request = signed(server, b"", 7) | {"version": version}
 
     assert "Unmarshalling action argument: " in await world.error("sync_dns_with_signed_url", request)
     assert "Unmarshalling action argument: " in await world.error("sync_dns", "id", "00", version)
 
 
-async def test_a26_records_of_a_large_version(world: World, server: Server) -> None:
+async def test_a26_dns_records_with_a_large_version_are_stored(world: World, server: Server) -> None:
     version = 2**64 - 1
 
     assert await sync(world, signed(server, records(version), version)) == {"value": "synced"}
     assert json.loads(world.paths.dns_records.read_bytes())["version"] == version
 
 
-async def test_names_are_there_again_after_a_restart_in_a_new_container(world: World, server: Server) -> None:
+async def test_dns_names_are_restored_in_a_new_container(world: World, server: Server) -> None:
     await sync(world, signed(server, records(7, "one.bosh"), 7))
     (world.paths.etc / "hosts").write_text("127.0.0.1 localhost\n")
 

@@ -28,12 +28,12 @@ UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 @pytest.mark.parametrize(
     "request_bytes", [b"{", b'{"method":"ping","protocol":"3"}', b'{"method":"ping","reply_to":5}']
 )
-async def test_t5_what_cannot_be_decoded_is_dropped_and_counted(world: World, request_bytes: bytes) -> None:
+async def test_t5_undecodable_message_is_dropped_and_counted(world: World, request_bytes: bytes) -> None:
     assert await world.dispatcher.handle(request_bytes) is None
     assert await world.call("ping") == {"value": "pong"}
 
 
-async def test_t5_lenient_json_of_go_is_answered(world: World) -> None:
+async def test_t5_json_that_go_tolerates_is_answered(world: World) -> None:
     deep = b'{"method":"ping","reply_to":"r","ignored":' + b"[" * 300 + b"]" * 300 + b"}"
     for request, told in (
         (deep, b"pong"),
@@ -56,14 +56,14 @@ async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: Wor
     assert message.endswith("could not be found")
 
 
-async def test_t6_long_value_becomes_a_fixed_exception(world: World) -> None:
-    """Said of an instance whose spec fits into a request, and with what lives beside it no more into a reply."""
+async def test_t6_oversized_value_becomes_a_fixed_exception(world: World) -> None:
+    """The spec of the instance fits into a request, but with the other members no longer into a reply."""
     await world.value("apply", {"az": "x" * (wire.MAX_REPLY_BYTES - 300)})
 
     assert await world.call("get_state") == {"exception": {"message": "Response exceeded maximum allowed length"}}
 
 
-async def test_t8_ten_tasks_at_once_all_get_ids_and_run_one_after_the_other(world: World) -> None:
+async def test_t8_concurrent_tasks_get_ids_and_run_one_after_the_other(world: World) -> None:
     replies = await asyncio.gather(*(world.call("run_script", "nothing", {}) for _ in range(10)))
 
     ids = [reply["value"]["agent_task_id"] for reply in replies]
@@ -74,7 +74,7 @@ async def test_t8_ten_tasks_at_once_all_get_ids_and_run_one_after_the_other(worl
 
 
 @pytest.mark.parametrize("method", ["explode", "", "PING", "ping "])
-async def test_e1_unknown_method(world: World, method: str) -> None:
+async def test_e1_unknown_method_is_an_exception(world: World, method: str) -> None:
     assert await world.call(method) == {"exception": {"message": f"unknown message {method}"}}
 
 
@@ -82,21 +82,21 @@ OLD = "release_apply_spec configure_networks prepare_configure_networks prepare_
 
 
 @pytest.mark.parametrize("method", OLD.split())
-async def test_a28_actions_of_old_are_unknown(world: World, method: str) -> None:
+async def test_a28_obsolete_actions_are_unknown(world: World, method: str) -> None:
     assert await world.call(method, {}) == {"exception": {"message": f"unknown message {method}"}}
 
 
-async def test_e1_missing_method(world: World) -> None:
+async def test_e1_missing_method_is_an_exception(world: World) -> None:
     assert await world.raw({}) == {"exception": {"message": "unknown message "}}
 
 
-async def test_e2_failure_of_an_action_answered_at_once(world: World) -> None:
+async def test_e2_failed_immediate_action_is_an_exception(world: World) -> None:
     reply = await world.call("ssh", "explode", {})
 
     assert reply == {"exception": {"message": "Action Failed ssh: Unknown command for SSH method"}}
 
 
-async def test_e3_failure_of_a_task(world: World) -> None:
+async def test_e3_failed_task_is_an_exception_of_get_task(world: World) -> None:
     task_id = (await world.call("run_errand", "nope"))["value"]["agent_task_id"]
 
     assert await world.run("get_task", task_id) == {
@@ -105,11 +105,11 @@ async def test_e3_failure_of_a_task(world: World) -> None:
 
 
 @pytest.mark.parametrize("method", ["get_task", "cancel_task"])
-async def test_e4_unknown_task(world: World, method: str) -> None:
+async def test_e4_unknown_task_is_an_exception(world: World, method: str) -> None:
     assert await world.error(method, "nope") == f"Action Failed {method}: Task with id nope could not be found"
 
 
-async def test_e5_too_few_arguments_at_once(world: World) -> None:
+async def test_e5_too_few_arguments_of_an_immediate_action_are_an_exception(world: World) -> None:
     assert await world.error("get_task") == (
         "Action Failed get_task: Extracting method arguments from payload: Not enough arguments, expected 1, got 0"
     )
@@ -130,8 +130,8 @@ async def test_e6_surplus_arguments_are_ignored(world: World) -> None:
     assert await world.call("ping", 1, {"a": "b"}, None) == {"value": "pong"}
 
 
-async def test_e7_member_names_in_any_case_and_unknown_ones(world: World) -> None:
-    """The request that the page about the protocol shows, as others might spell it."""
+async def test_e7_member_names_match_in_any_case_and_unknown_ones_are_ignored(world: World) -> None:
+    """The request is the one on the protocol page, as others might spell it."""
     request = protocol.message("request")
     spellings = [
         request,
@@ -144,7 +144,7 @@ async def test_e7_member_names_in_any_case_and_unknown_ones(world: World) -> Non
     assert [await world.run("get_task", task_id) for task_id in ids] == [{"value": {}}] * 3
 
 
-async def test_e7_null_arguments_are_none(world: World) -> None:
+async def test_e7_null_argument_list_is_empty(world: World) -> None:
     assert await world.raw({"method": "ping", "arguments": None}) == {"value": "pong"}
     assert (
         "Not enough arguments, expected 1, got 0" in (await world.raw({"method": "get_task"}))["exception"]["message"]
@@ -166,7 +166,9 @@ async def test_e7_null_argument_is_a_zero_value(world: World) -> None:
         ("delete_arp_entries", [["10.0.0.1"]], "Expected `object`"),
     ],
 )
-async def test_e8_wrong_type_is_named(world: World, method: str, arguments: list[Any], named: str) -> None:
+async def test_e8_argument_of_a_wrong_type_is_named(
+    world: World, method: str, arguments: list[Any], named: str
+) -> None:
     text = await world.error(method, *arguments)
 
     assert text.startswith(
@@ -175,17 +177,17 @@ async def test_e8_wrong_type_is_named(world: World, method: str, arguments: list
     assert named in text
 
 
-async def test_e8_arguments_that_are_no_list(world: World) -> None:
+async def test_e8_arguments_that_are_not_a_list_are_rejected(world: World) -> None:
     reply = await world.raw({"method": "get_task", "arguments": "x"})
 
     assert reply["exception"]["message"].startswith("Action Failed get_task: Extracting json arguments: ")
 
 
-async def test_e8_value_that_is_no_string_in_a_map_of_strings(world: World) -> None:
+async def test_e8_value_that_is_not_a_string_in_a_string_map_is_rejected(world: World) -> None:
     assert "Expected `str`, got `int`" in await world.error("run_script", "pre-start", {"env": {"A": 1}})
 
 
-async def test_e9_task_ids_are_lower_case_uuids_and_results_repeat(world: World) -> None:
+async def test_e9_task_ids_are_lower_case_uuids_and_results_are_repeatable(world: World) -> None:
     reply = await world.call("run_script", "nothing", {})
     task_id = reply["value"]["agent_task_id"]
 
@@ -194,21 +196,21 @@ async def test_e9_task_ids_are_lower_case_uuids_and_results_repeat(world: World)
     assert [await world.run("get_task", task_id) for _ in range(3)] == [{"value": {}}] * 3
 
 
-async def test_e9_failed_results_repeat_as_often_as_the_cli_polls(world: World) -> None:
+async def test_e9_failed_task_results_are_repeated_for_every_poll(world: World) -> None:
     task_id = (await world.call("run_errand", "nope"))["value"]["agent_task_id"]
     first = await world.run("get_task", task_id)
 
     assert [await world.call("get_task", task_id) for _ in range(11)] == [first] * 11
 
 
-async def test_e10_tasks_of_the_list_can_be_cancelled() -> None:
+async def test_e10_cancellable_tasks_are_cancelled() -> None:
     """The Director cancels some tasks, and operators cancel compilations."""
     cancellable = {name for name, action in ACTIONS.items() if asyncio.Event in action.injected.values()}
 
     assert cancellable == {"drain", "run_errand", "compile_package", "compile_package_with_signed_url"}
 
 
-async def test_e10_cancel_of_another_task_is_refused_while_it_runs_and_fine_when_it_has_ended(world: World) -> None:
+async def test_e10_cancelling_another_task_is_refused_only_while_it_runs(world: World) -> None:
     gate = world.paths.base / "gate"
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     script = f"#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.02; done\n"
@@ -223,7 +225,7 @@ async def test_e10_cancel_of_another_task_is_refused_while_it_runs_and_fine_when
         assert await world.call("cancel_task", task_id) == {"value": "canceled"}
 
 
-async def test_e11_only_update_settings_is_written_down(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_e11_only_update_settings_tasks_are_stored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for name, action in ACTIONS.items() if action.persistent} == {"update_settings"}
     seen: list[dict[str, Any]] = []
     update = world.agent.settings.save_update
@@ -242,7 +244,7 @@ async def test_e11_only_update_settings_is_written_down(world: World, monkeypatc
     assert not world.paths.tasks.exists()
 
 
-async def test_a_bug_in_an_action_is_an_exception_and_not_the_end(
+async def test_internal_error_in_an_action_is_an_exception_and_the_agent_continues(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(agent: Any) -> None:
@@ -257,8 +259,8 @@ async def test_a_bug_in_an_action_is_an_exception_and_not_the_end(
     assert await world.call("ping") == {"value": "pong"}
 
 
-def test_no_action_of_today_is_missing_or_invented() -> None:
-    """The actions registered so far are names of the Go agent's (agent/action/concrete_factory.go)."""
+def test_all_actions_are_actions_of_the_go_agent() -> None:
+    """See agent/action/concrete_factory.go."""
     known = set(
         "ping info get_task cancel_task ssh bundle_logs fetch_logs fetch_logs_with_signed_url update_settings shutdown "
         "remove_file prepare apply start stop drain get_state run_errand run_script compile_package "
@@ -270,7 +272,7 @@ def test_no_action_of_today_is_missing_or_invented() -> None:
     assert set(ACTIONS) <= known
 
 
-async def test_modes_equal_the_go_agents(world: World, tmp_path: Path) -> None:
+async def test_action_modes_equal_those_of_the_go_agent(world: World, tmp_path: Path) -> None:
     now = {name for name, action in ACTIONS.items() if action.mode is Mode.NOW or action.task_from_protocol > 3}
 
     assert now <= set(
@@ -280,8 +282,8 @@ async def test_modes_equal_the_go_agents(world: World, tmp_path: Path) -> None:
     assert ACTIONS["list_disk"].task_from_protocol == 3
 
 
-async def test_an_answered_task_takes_less_than_two_kilobytes(world: World) -> None:
-    """A thousand are remembered, and their requests: no asyncio task stays with them."""
+async def test_answered_task_takes_less_than_two_kilobytes(world: World) -> None:
+    """A thousand are remembered with their requests, so no asyncio task is kept with them."""
     request = {"method": "list_disk", "arguments": [], "protocol": 3}
     await world.run("list_disk")
     gc.collect()
@@ -300,7 +302,7 @@ async def test_an_answered_task_takes_less_than_two_kilobytes(world: World) -> N
         tracemalloc.stop()
 
 
-async def test_changes_of_an_action_are_in_the_backup_before_its_outcome_is_reported(world: World) -> None:
+async def test_changes_by_an_action_are_backed_up_before_its_reply(world: World) -> None:
     """A container that ends after the reply is succeeded by one that knows of it."""
     await world.value("add_persistent_disk", "cid", "/dev/sdx")
 
@@ -309,15 +311,15 @@ async def test_changes_of_an_action_are_in_the_backup_before_its_outcome_is_repo
     assert copy.read_bytes() == world.paths.disk_hints.read_bytes()
 
 
-async def test_changes_of_an_action_are_in_the_backup_without_a_further_request(world: World) -> None:
+async def test_changes_by_an_action_are_backed_up_without_a_further_request(world: World) -> None:
     await world.call("add_persistent_disk", "cid", "/dev/sdx")
 
     copy = world.paths.mirror / "persistent_disk_hints.json"
     await until(copy.exists)
 
 
-async def test_a_stored_task_is_run_again_from_its_request(world: World) -> None:
-    """After a restart of the agent."""
+async def test_stored_task_runs_again_from_its_request_after_a_restart(world: World) -> None:
+    """The agent was restarted before the task ended."""
     request = {"method": "update_settings", "arguments": [{"trusted_certs": ""}], "reply_to": "x", "protocol": 3}
     stored = world.dispatcher.resumed()
 
@@ -325,7 +327,7 @@ async def test_a_stored_task_is_run_again_from_its_request(world: World) -> None
     assert await stored["update_settings"](json.dumps(request).encode())() == "ok"
 
 
-async def test_a_persistent_task_is_in_the_backup_before_its_number_is_reported(world: World) -> None:
+async def test_persistent_task_is_backed_up_before_its_id_is_reported(world: World) -> None:
     blocked = asyncio.Event()
     world.agent.tasks.submit("blocker", blocked.wait)
     reply = await world.call("update_settings", {"trusted_certs": ""})
@@ -334,7 +336,7 @@ async def test_a_persistent_task_is_in_the_backup_before_its_number_is_reported(
     blocked.set()
 
 
-async def test_each_action_is_counted_with_its_outcome(world: World) -> None:
+async def test_actions_are_counted_by_outcome(world: World) -> None:
     seen = []
     dispatcher = dispatch.Dispatcher(world.agent, world.agent.tasks, on_done=lambda *one: seen.append(one))
     for method in ("ping", "get_task"):

@@ -17,7 +17,7 @@ NEEDED = "cannot use the settings in the file: $.agent_id is "
 
 
 @pytest.mark.parametrize("name", verdicts.TABLE["settings"])
-def test_settings_that_go_boots_with_boot_here(name: str) -> None:
+def test_settings_accepted_by_the_go_agent_are_accepted(name: str) -> None:
     parse = settings.parse if name == "settings" else settings.parse_update
     differing, of_go = [], 0
 
@@ -34,7 +34,7 @@ def test_settings_that_go_boots_with_boot_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", verdicts.TABLE["requests"])
-def test_requests_are_dropped_refused_and_bound_as_in_go(name: str) -> None:
+def test_requests_are_dropped_rejected_and_parsed_as_by_the_go_agent(name: str) -> None:
     differing = [
         f"{words}: {answer} and not {verdict}"
         for words, document, verdict in verdicts.cases("requests", name)
@@ -45,11 +45,11 @@ def test_requests_are_dropped_refused_and_bound_as_in_go(name: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "verdict"), verdicts.TABLE["bytes"])
-def test_bytes_that_are_hardly_json_are_read_as_in_go(text: str, verdict: str) -> None:
+def test_barely_valid_json_is_read_as_by_go(text: str, verdict: str) -> None:
     assert _answer(text.encode("latin-1")) == verdict
 
 
-def test_invalid_utf_8_is_replaced_as_in_go() -> None:
+def test_invalid_utf_8_is_replaced_as_by_go() -> None:
     request = wire.decode_request(b'{"method":"get_task","arguments":["a\xe2\x82b","\\ud800\\\\ud800\\ud83d\\ude00"]}')
 
     assert request.arguments == ["a\ufffd\ufffdb", "\ufffd\\ud800\U0001f600"]

@@ -15,13 +15,13 @@ JOBS = {
 }
 
 
-def test_there_are_twenty_habits() -> None:
+def test_corpus_of_release_habits_has_twenty_entries() -> None:
     assert len(JOBS) >= 20
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_each_statement_of_a_habit_has_an_effect(name: str) -> None:
-    """None is read and then ignored, and none is a mistake."""
+def test_each_statement_of_the_release_habits_has_an_effect(name: str) -> None:
+    """None is read and then ignored, and none is an error."""
     read = parser.parse(JOBS[name], origin=name)
 
     assert read.ignored == ()

@@ -44,7 +44,7 @@ WRONG = (
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/agent"), ("GET", "/agent"), ("PUT", "/blobs/a/b"), ("GET", "/blobs/")]
 )
-async def test_t9_who_does_not_know_the_password_gets_401(cli: Cli, bus: HttpsBus, method: str, path: str) -> None:
+async def test_t9_request_without_the_password_gets_401(cli: Cli, bus: HttpsBus, method: str, path: str) -> None:
     for denied, auth in enumerate(WRONG, 1):
         answer = await cli.send(method, path, auth=auth)
 
@@ -52,7 +52,7 @@ async def test_t9_who_does_not_know_the_password_gets_401(cli: Cli, bus: HttpsBu
         assert answer.headers["www-authenticate"] == 'Basic realm=""'
 
 
-async def test_t9_reply_is_200_and_text(cli: Cli) -> None:
+async def test_t9_reply_has_status_200_and_is_text(cli: Cli) -> None:
     answer = await cli.send("POST", "/agent", b'{"method":"ping","arguments":[],"reply_to":"x"}')
 
     assert (answer.status, answer.body) == (200, b'{"value":"pong"}')
@@ -60,7 +60,7 @@ async def test_t9_reply_is_200_and_text(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("body", [b"null", b"{}"])
-async def test_t9_exception_is_200_too(cli: Cli, body: bytes) -> None:
+async def test_t9_exception_has_status_200_too(cli: Cli, body: bytes) -> None:
     answer = await cli.send("POST", "/agent", body)
 
     assert answer.status == 200
@@ -92,7 +92,7 @@ async def test_t9_other_paths_get_404_without_a_password(cli: Cli, path: str) ->
     assert (answer.status, answer.body) == (404, b"404 page not found\n")
 
 
-async def test_t9_blobs_without_a_slash_is_a_redirect(cli: Cli) -> None:
+async def test_t9_blobs_path_without_a_slash_is_redirected(cli: Cli) -> None:
     answer = await cli.send("GET", "/blobs", auth="")
 
     assert (answer.status, answer.headers["location"]) == (307, "/blobs/")
@@ -111,7 +111,7 @@ async def test_t9_blob_is_stored_under_the_last_part_of_its_path(cli: Cli, world
     assert answer.headers["content-type"] == "application/octet-stream"
 
 
-async def test_t9_blob_that_is_there_is_replaced(cli: Cli) -> None:
+async def test_t9_existing_blob_is_replaced(cli: Cli) -> None:
     await cli.put_blob("one", b"long and old")
 
     for content in (b"new", b"n", b""):
@@ -120,7 +120,7 @@ async def test_t9_blob_that_is_there_is_replaced(cli: Cli) -> None:
         assert (await cli.get_blob("one")).body == content
 
 
-async def test_t9_absent_blob_is_404(cli: Cli) -> None:
+async def test_t9_missing_blob_gets_404(cli: Cli) -> None:
     answer = await cli.get_blob("absent")
 
     assert (answer.status, answer.body) == (404, b"")
@@ -128,7 +128,7 @@ async def test_t9_absent_blob_is_404(cli: Cli) -> None:
 
 @pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize("blob_id", ["", "..", ".hidden", "-c", "%2e%2e", "a%2F..", "a%00b", "x" * 256, "tmp"])
-async def test_t9_id_that_is_no_plain_name_is_refused(cli: Cli, world: World, blob_id: str) -> None:
+async def test_t9_blob_id_that_is_not_a_plain_name_is_rejected(cli: Cli, world: World, blob_id: str) -> None:
     before = sorted(world.paths.data.rglob("*"))
 
     put = await cli.send("PUT", f"/blobs/aa/{blob_id}", b"x")
@@ -143,7 +143,7 @@ async def test_t9_id_that_is_no_plain_name_is_refused(cli: Cli, world: World, bl
 
 
 @pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
-async def test_t9_link_is_no_blob(cli: Cli, world: World) -> None:
+async def test_t9_link_is_not_served_as_a_blob(cli: Cli, world: World) -> None:
     (world.paths.blobs / "link").symlink_to("/etc/passwd")
 
     assert (await cli.get_blob("link")).status == 500
@@ -153,7 +153,7 @@ async def test_t9_link_is_no_blob(cli: Cli, world: World) -> None:
 
 
 @pytest.mark.parametrize("suite", ["ECDHE-RSA-AES256-GCM-SHA384", "ECDHE-RSA-AES128-GCM-SHA256"])
-async def test_t9_tls_1_2_speaks_two_suites(bus: HttpsBus, suite: str) -> None:
+async def test_t9_tls_1_2_supports_two_cipher_suites(bus: HttpsBus, suite: str) -> None:
     context = trusting(authority().ca)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(suite)
@@ -162,7 +162,7 @@ async def test_t9_tls_1_2_speaks_two_suites(bus: HttpsBus, suite: str) -> None:
 
 
 @pytest.mark.parametrize("suite", ["ECDHE-RSA-AES128-SHA", "AES256-GCM-SHA384", "ECDHE-RSA-CHACHA20-POLY1305"])
-async def test_t9_tls_1_2_speaks_no_other_suite(bus: HttpsBus, suite: str) -> None:
+async def test_t9_tls_1_2_supports_no_other_cipher_suite(bus: HttpsBus, suite: str) -> None:
     context = trusting(authority().ca)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(suite)
@@ -171,7 +171,7 @@ async def test_t9_tls_1_2_speaks_no_other_suite(bus: HttpsBus, suite: str) -> No
         await Cli(bus.port, context).value("ping")
 
 
-async def test_t9_tls_1_3_and_http_1_1_are_chosen(bus: HttpsBus) -> None:
+async def test_t9_tls_1_3_and_http_1_1_are_negotiated(bus: HttpsBus) -> None:
     context = trusting(authority().ca)
     context.set_alpn_protocols(["h2", "http/1.1"])
 
@@ -180,18 +180,18 @@ async def test_t9_tls_1_3_and_http_1_1_are_chosen(bus: HttpsBus) -> None:
         assert (talk.version(), talk.selected_alpn_protocol()) == ("TLSv1.3", "http/1.1")
 
 
-async def test_t10_protocol_absent_is_0(cli: Cli) -> None:
+async def test_t10_missing_protocol_counts_as_0(cli: Cli) -> None:
     assert await cli.value("list_disk") == []
     assert await cli.run("stop") == "stopped"
 
 
-async def test_t10_a_health_monitor_gets_no_message(bus: HttpsBus) -> None:
+async def test_t10_https_bus_sends_no_health_monitor_messages(bus: HttpsBus) -> None:
     await bus.publish("hm.agent.heartbeat.x", b"{}")
 
     assert bus.stats.sent == 0
 
 
-async def test_reply_may_be_longer_than_on_the_other_bus(cli: Cli) -> None:
+async def test_https_reply_may_be_longer_than_a_nats_reply(cli: Cli) -> None:
     name = "x" * (2 * 1024 * 1024)
 
     reply = await cli.call(name)

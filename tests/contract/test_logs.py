@@ -74,13 +74,13 @@ SYSTEM = {"./var/log/syslog", "./var/log/audit/audit.log"}
 @pytest.mark.parametrize(
     ("kinds", "names"), [("job", JOB), ("agent", AGENT), ("system", SYSTEM), ("agent,job,system", JOB | AGENT | SYSTEM)]
 )
-async def test_a5_fetch_logs_of_each_kind_without_filters(
+async def test_a5_fetch_logs_packs_each_kind_without_filters(
     world: World, kinds: str, names: set[str], filters: Any
 ) -> None:
     assert set(await fetched(world, kinds, filters)) == names
 
 
-async def test_a_kind_that_is_named_ten_thousand_times_is_packed_once(world: World) -> None:
+async def test_a5_log_kind_named_many_times_is_packed_once(world: World) -> None:
     blob = (await world.value("fetch_logs", ",".join(["system", *["job"] * 10_000]), []))["blobstore_id"]
 
     with tarfile.open(store_of(world) / blob) as tar:
@@ -92,7 +92,7 @@ async def test_a_kind_that_is_named_ten_thousand_times_is_packed_once(world: Wor
     ("kinds", "text"),
     [("agent,job", "both of log\n"), ("job,agent", "both of the agent\n"), ("job,job", "both of log\n")],
 )
-async def test_a5_of_equal_names_the_later_kind_wins(world: World, kinds: str, text: str) -> None:
+async def test_a5_later_log_kind_wins_for_equal_names(world: World, kinds: str, text: str) -> None:
     assert (await fetched(world, kinds))["./both"] == text
 
 
@@ -105,12 +105,12 @@ async def test_a5_of_equal_names_the_later_kind_wins(world: World, kinds: str, t
         (["../../../../etc/passwd", "/etc/passwd"], set()),
     ],
 )
-async def test_a5_filters_are_of_each_kind(world: World, filters: list[str], names: set[str]) -> None:
+async def test_a5_log_filters_apply_to_each_kind(world: World, filters: list[str], names: set[str]) -> None:
     assert set(await fetched(world, "job,system", filters)) == names
 
 
 @pytest.mark.parametrize("kinds", ["", "jobs", "job,", "job, agent", "job,nope", "JOB"])
-async def test_a5_an_unknown_kind_is_refused(world: World, kinds: str) -> None:
+async def test_a5_unknown_log_kind_is_rejected(world: World, kinds: str) -> None:
     for method, arguments in (
         ("fetch_logs", [kinds, []]),
         ("fetch_logs_with_signed_url", [{"log_type": kinds}]),
@@ -120,14 +120,14 @@ async def test_a5_an_unknown_kind_is_refused(world: World, kinds: str) -> None:
     assert scratch(world) == []
 
 
-async def test_a5_a_filter_that_cannot_be_read_is_reported(world: World) -> None:
+async def test_a5_invalid_log_filter_is_reported(world: World) -> None:
     error = await world.error("fetch_logs", "job", ["[z-a]"])
 
     assert ": Making logs tarball: cannot read the pattern '[z-a]': " in error
     assert scratch(world) == []
 
 
-async def test_a5_logs_that_are_not_there_make_an_empty_archive(world: World) -> None:
+async def test_a5_missing_logs_give_an_empty_archive(world: World) -> None:
     (world.paths.system_log / "syslog").unlink()
     (world.paths.system_log / "audit/audit.log").unlink()
     (world.paths.system_log / "audit").rmdir()
@@ -137,7 +137,7 @@ async def test_a5_logs_that_are_not_there_make_an_empty_archive(world: World) ->
 
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
-async def test_a5_a_job_cannot_have_other_files_read(world: World) -> None:
+async def test_a5_job_cannot_get_other_files_packed_as_logs(world: World) -> None:
     (world.paths.log / "web/secret.log").symlink_to(world.paths.settings_cache)
     (world.paths.log / "web/all").symlink_to(world.paths.bosh)
     os.mkfifo(world.paths.log / "web/pipe")
@@ -153,7 +153,7 @@ async def test_a5_a_job_cannot_have_other_files_read(world: World) -> None:
     ]
 
 
-async def test_a5_a_failed_upload_of_logs_is_reported_and_leaves_no_file(world: World) -> None:
+async def test_a5_failed_log_upload_is_reported_and_leaves_no_file(world: World) -> None:
     store = store_of(world)
     store.rmdir()
     store.write_text("no directory")
@@ -162,7 +162,7 @@ async def test_a5_a_failed_upload_of_logs_is_reported_and_leaves_no_file(world: 
     assert scratch(world) == []
 
 
-async def test_a6_logs_are_put_to_a_signed_url_with_its_headers(world: World) -> None:
+async def test_a6_logs_are_uploaded_to_a_signed_url_with_its_headers(world: World) -> None:
     async with http_server() as server:
         request = {
             "signed_url": f"{server.url}/signed/ab/id?st=secret&ts=1",
@@ -184,7 +184,7 @@ async def test_a6_logs_are_put_to_a_signed_url_with_its_headers(world: World) ->
     assert scratch(world) == []
 
 
-async def test_a6_a_refused_upload_is_reported_without_its_signature(world: World) -> None:
+async def test_a6_rejected_log_upload_is_reported_without_its_signature(world: World) -> None:
     async with http_server() as server:
         server.plan.append("403")
         request = {"signed_url": f"{server.url}/id?st=secret", "log_type": "job"}
@@ -194,7 +194,7 @@ async def test_a6_a_refused_upload_is_reported_without_its_signature(world: Worl
     assert scratch(world) == []
 
 
-async def test_a4_a_bundle_stays_until_it_is_removed(world: World) -> None:
+async def test_a4_log_bundle_stays_until_it_is_removed(world: World) -> None:
     value = (await world.call("bundle_logs", {"log_type": "job,agent", "filters": ["both"]}))["value"]
     path = Path(value["logs_tar_path"])
     data = path.read_bytes()
@@ -210,8 +210,10 @@ async def test_a4_a_bundle_stays_until_it_is_removed(world: World) -> None:
         assert scratch(world) == []
 
 
-async def test_the_oldest_bundle_makes_way_for_one_too_many(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of all logs for each request filled the disk for a day."""
+async def test_a4_number_of_log_bundles_is_limited_by_removing_the_oldest(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of all logs for each request used to fill the disk for a day."""
     monkeypatch.setattr(archives, "MAX_BUNDLES", 2)
     paths = [Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"]) for _ in range(3)]
 
@@ -221,7 +223,7 @@ async def test_the_oldest_bundle_makes_way_for_one_too_many(world: World, monkey
 @pytest.mark.attack("an SSH user reads another operator's archive of logs")
 @pytest.mark.root
 @pytest.mark.parametrize(("owner", "group"), [("nobody", None), ("nobody:daemon", "daemon")])
-async def test_a4_a_bundle_belongs_to_whom_it_is_for(world: World, owner: str, group: str | None) -> None:
+async def test_a4_log_bundle_belongs_to_the_requested_user(world: World, owner: str, group: str | None) -> None:
     value = await world.value("bundle_logs", {"owning_user": owner, "log_type": "job"})
     path = Path(value["logs_tar_path"])
 
@@ -231,7 +233,7 @@ async def test_a4_a_bundle_belongs_to_whom_it_is_for(world: World, owner: str, g
 
 @pytest.mark.root
 @pytest.mark.parametrize("user", ["bosh_nosuch", "bosh\0"])
-async def test_a4_a_bundle_of_an_unknown_user_is_removed(world: World, user: str) -> None:
+async def test_a4_log_bundle_for_an_unknown_user_is_removed(world: World, user: str) -> None:
     error = await world.error("bundle_logs", {"owning_user": user, "log_type": "job"})
 
     assert error.startswith("Action Failed bundle_logs: cannot give ")
@@ -239,7 +241,7 @@ async def test_a4_a_bundle_of_an_unknown_user_is_removed(world: World, user: str
     assert scratch(world) == []
 
 
-async def test_a4_an_unfetched_bundle_is_removed_after_a_day(world: World) -> None:
+async def test_a4_unfetched_log_bundle_is_removed_after_a_day(world: World) -> None:
     paths = [Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"]) for _ in range(2)]
     old = paths[0].stat().st_mtime - UNIX_DAY - 1
     os.utime(paths[0], (old, old))
@@ -251,8 +253,8 @@ async def test_a4_an_unfetched_bundle_is_removed_after_a_day(world: World) -> No
     assert set(world.paths.bundled_logs.iterdir()) == {paths[1], last}
 
 
-async def test_a4_bundles_wait_for_each_other_and_delay_no_request(tmp_path: Path) -> None:
-    """The Go agent is deaf meanwhile."""
+async def test_a4_log_bundles_are_made_one_by_one_without_delaying_requests(tmp_path: Path) -> None:
+    """The Go agent answers no requests meanwhile."""
     packing, gate, most = 0, asyncio.Event(), 0
 
     async def work(request: protocol.Request, **_: object) -> protocol.Done:
@@ -277,8 +279,8 @@ async def test_a4_bundles_wait_for_each_other_and_delay_no_request(tmp_path: Pat
     assert most == 1
 
 
-async def test_remove_file_removes_a_file_among_the_temporary_ones(world: World) -> None:
-    """A link there goes itself; what it leads to stays."""
+async def test_a4_remove_file_removes_a_temporary_file(world: World) -> None:
+    """A link there is removed itself, and its target stays."""
     left, target, link = world.paths.tmp / "left", world.paths.base / "target", world.paths.tmp / "link"
     left.write_text("x")
     target.write_text("x")
@@ -290,7 +292,7 @@ async def test_remove_file_removes_a_file_among_the_temporary_ones(world: World)
 
 
 @pytest.mark.attack("a request removes another file than an archive of logs")
-async def test_remove_file_removes_nothing_else(world: World) -> None:
+async def test_a4_remove_file_removes_nothing_outside_the_temporary_directory(world: World) -> None:
     """The Go agent removes any path as root, with everything below it."""
     kept = await world.value("bundle_logs", {"log_type": "job"})
     outside = world.paths.base / "outside"
@@ -321,12 +323,12 @@ async def test_remove_file_removes_nothing_else(world: World) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nonexistent/x", "/etc/passwd/x", "", "a\0b", "/" + "x" * 300])
-async def test_a4_removing_a_missing_bundle_succeeds(world: World, path: str) -> None:
+async def test_a4_removing_a_missing_log_bundle_succeeds(world: World, path: str) -> None:
     assert await world.call("remove_file", path) == {"value": path}
 
 
 @pytest.mark.attack("a request removes another file than an archive of logs")
-async def test_a_link_in_the_place_of_a_bundle_is_removed_and_not_followed(world: World) -> None:
+async def test_a4_link_at_the_path_of_a_log_bundle_is_removed_not_followed(world: World) -> None:
     path = Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"])
     victim = world.paths.base / "victim"
     victim.mkdir()
@@ -339,8 +341,8 @@ async def test_a_link_in_the_place_of_a_bundle_is_removed_and_not_followed(world
     assert (victim / "file").exists()
 
 
-async def test_logs_of_a_job_that_writes_and_rotates_all_the_time(world: World) -> None:
-    """At any moment the archive is complete and has whole lines, or zeros where a file was cut."""
+async def test_a5_logs_that_are_written_and_rotated_are_packed_consistently(world: World) -> None:
+    """At any moment the archive is complete and has whole lines, or zeros where a file was truncated."""
     log = world.paths.log / "web/busy.log"
     log.write_text("".join(f"line {number}\n" for number in range(5000)))
     stop = asyncio.Event()

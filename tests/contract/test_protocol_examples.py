@@ -90,7 +90,7 @@ async def test_protocol_example_is_answered_as_documented(
         ('{"a": 0}', {"a": False}),
     ],
 )
-async def test_example_that_is_wrong_is_noticed(told: str, value: Any) -> None:
+async def test_wrong_protocol_example_is_detected(told: str, value: Any) -> None:
     async def call(_: dict[str, Any]) -> dict[str, Any]:
         return {"value": value}
 

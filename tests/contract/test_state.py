@@ -23,7 +23,7 @@ from tests.support.world import World, write_settings
 from tests.support.world import world as made
 
 
-async def test_s1_fresh_state_equals_the_go_agents(world: World) -> None:
+async def test_s1_fresh_state_equals_that_of_the_go_agent(world: World) -> None:
     assert await world.value("get_state") == FRESH_SPEC | {
         "agent_id": "agent-1",
         "job_state": "running",
@@ -31,7 +31,7 @@ async def test_s1_fresh_state_equals_the_go_agents(world: World) -> None:
     }
 
 
-async def test_s2_a_partial_apply_replaces_everything_and_a_full_one_names_it(world: World) -> None:
+async def test_s2_get_state_reflects_full_and_partial_applies(world: World) -> None:
     full = await deployed(world, "web")
     partial = {"deployment": "dep", "job": {"name": "group"}, "index": 3, "id": "i-1", "networks": jobs.NETWORKS}
 
@@ -99,7 +99,7 @@ class _Vitals(msgspec.Struct):
     uptime: _Secs
 
 
-async def test_s3_full_adds_vitals_with_the_types_that_the_cli_decodes(world: World) -> None:
+async def test_s3_full_state_adds_vitals_with_types_that_the_cli_decodes(world: World) -> None:
     state = await world.value("get_state", "full")
 
     vitals = msgspec.convert(state["vitals"], _Vitals, strict=True)
@@ -109,7 +109,7 @@ async def test_s3_full_adds_vitals_with_the_types_that_the_cli_decodes(world: Wo
     assert "vitals" not in await world.value("get_state", "anything else")
 
 
-async def test_s5_processes_are_numbers_that_the_cli_decodes(world: World) -> None:
+async def test_s5_process_figures_are_numbers_that_the_cli_decodes(world: World) -> None:
     await deployed(world, "web")
     await world.value("start")
 
@@ -121,8 +121,8 @@ async def test_s5_processes_are_numbers_that_the_cli_decodes(world: World) -> No
     assert process.uptime.secs is None or process.uptime.secs >= 0
 
 
-async def test_s4_stopped_goes_before_failing_and_that_before_running(world: World) -> None:
-    """And no process at all is running; which is how a fresh instance looks."""
+async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: World) -> None:
+    """Without any process it is running, which is how a fresh instance looks."""
     seen = [(await world.value("get_state"))["job_state"]]
     await deployed(world, "good", bad={"monit": "check process bad with nonsense"})
     await world.value("start")
@@ -140,8 +140,8 @@ async def test_s4_stopped_goes_before_failing_and_that_before_running(world: Wor
     assert seen == ["running", "failing", "stopped"]
 
 
-async def test_s4_a_started_process_is_running_at_once_and_after_an_exit_once_settled(world: World) -> None:
-    """A first start counts as running, as with monit. A process that has died must stay up first."""
+async def test_s4_process_is_running_at_once_and_after_a_crash_once_settled(world: World) -> None:
+    """A first start counts as running, as with monit. After a crash the process must stay up first."""
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -156,8 +156,8 @@ async def test_s4_a_started_process_is_running_at_once_and_after_an_exit_once_se
 
 
 @pytest.mark.parametrize("seconds", [3600, 0.2])
-async def test_s4_an_instance_with_a_settling_time_is_starting_until_it_is_over(tmp_path: Path, seconds: float) -> None:
-    """So ``post-start`` comes as late as with monit, which looks at new processes in its next cycle."""
+async def test_s4_instance_is_starting_until_its_settling_time_is_over(tmp_path: Path, seconds: float) -> None:
+    """``post-start`` thus runs as late as with monit, which looks at new processes in its next cycle."""
     async with made(tmp_path, env={"bosh": {"agent": {"settings": {"settling_time": seconds}}}}) as world:
         await deployed(world, "web")
         assert (await world.value("get_state"))["job_state"] == "running"  # nothing was started
@@ -188,7 +188,7 @@ async def test_s4_crashing_job_is_not_running(world: World) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_s6_networks_come_back_exactly_and_stay_over_a_restart(world: World) -> None:
+async def test_s6_networks_are_returned_unchanged_and_survive_a_restart(world: World) -> None:
     networks: dict[str, Any] = {
         "default": {
             "type": "manual",
@@ -215,7 +215,7 @@ async def dynamic(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[Ad
     return lambda address: monkeypatch.setattr(network, "default_address", lambda **_: address)
 
 
-async def test_s6_dynamic_networks_are_filled_at_apply_and_never_again(
+async def test_s6_dynamic_networks_are_filled_only_at_apply(
     world: World, dynamic: Callable[[Address | None], None]
 ) -> None:
     dynamic(Address("10.42.0.17", "255.255.255.0", "10.42.0.1"))
@@ -245,7 +245,7 @@ async def test_s6_first_apply_of_a_new_vm_replaces_the_address_of_the_former_one
         assert (await world.value("get_state"))["networks"] == {"default": of_this}
 
 
-async def test_s6_without_a_default_route_a_dynamic_network_is_refused(
+async def test_s6_dynamic_network_without_a_default_route_is_rejected(
     world: World, dynamic: Callable[[Address | None], None]
 ) -> None:
     dynamic(None)
