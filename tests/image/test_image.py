@@ -27,8 +27,8 @@ RSYSLOG = "imrelp omrelp lmnsd_gtls lmnsd_ossl mmjsonparse mmnormalize"
 """Modules of templates of syslog-release, and of rules that people give it."""
 
 
-async def test_settings_are_waited_for(site: Site) -> None:
-    """Without settings, and with half of them, the agent is alive and says what it waits for."""
+async def test_agent_waits_for_settings(site: Site) -> None:
+    """Without settings, or with incomplete ones, the agent is alive and says what it waits for."""
     async with site.container() as container:
         assert await get(container, "/healthz") == (200, "ok\n")
         assert await get(container, "/readyz?level=agent") == (503, "waiting for settings\n")

@@ -43,8 +43,10 @@ MANUAL = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}
         ({}, {"a": {"ip": None}, "b": {"ip": ""}, "c": None, "d": "10.0.0.7", "e": {"ip": 7}}, {}),
     ],
 )
-def test_expected(known: dict[str, Any], applied: dict[str, Any], addresses: dict[str, str]) -> None:
-    """Static addresses of the settings and all of the spec, floating ones in neither; whatever a spec holds."""
+def test_expected_addresses_come_from_settings_and_spec(
+    known: dict[str, Any], applied: dict[str, Any], addresses: dict[str, str]
+) -> None:
+    """The settings give the static ones and the spec all, but floating ones are excluded. The spec may be malformed."""
     assert expected(effective(**known), applied) == addresses
 
 
@@ -52,20 +54,20 @@ def test_expected(known: dict[str, Any], applied: dict[str, Any], addresses: dic
     ("text", "is_ours"),
     [("127.0.0.1", True), (NOWHERE, False), ("2001:db8::17", False), ("no address", True), ("", True)],
 )
-def test_address_of_an_interface(text: str, is_ours: bool) -> None:
-    """A text that is no address is not missing either."""
+def test_address_watch_finds_addresses_of_interfaces(text: str, is_ours: bool) -> None:
+    """A text that is not an address does not count as missing either."""
     assert network.has_address(text) is is_ours
 
 
-def test_a_name_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes addresses only: the C library would ask a name server, which may be silent."""
+def test_address_watch_resolves_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes only addresses. The C library would ask a name server, which may be silent."""
     monkeypatch.setattr(socket.socket, "bind", lambda *_: pytest.fail("it is looked up"))
 
     assert network.has_address("db.example.org")
 
 
 def test_missing_address_is_reported_again_after_its_return() -> None:
-    """The report names the source of a missing address."""
+    """The report says where the missing address was configured."""
     wanted = {"127.0.0.1": "network a of the settings"}
     told: list[tuple[str, str]] = []
     found = AddressWatch(lambda: wanted, lambda *what: told.append(what))
@@ -87,8 +89,8 @@ def test_missing_address_is_reported_again_after_its_return() -> None:
     assert len(told) == 2
 
 
-def test_a_look_reports_ten_of_a_hundred_missing_addresses() -> None:
-    """An alert names every address of the instance: one for each of thousands would hold the loop for minutes."""
+def test_address_watch_reports_at_most_ten_missing_addresses() -> None:
+    """An alert names every address of the instance, so one for each of thousands would block the loop for minutes."""
     wanted = {f"203.0.113.{n}": f"network {n} of the settings" for n in range(100)}
     told: list[str] = []
     found = AddressWatch(lambda: wanted, lambda _, text: told.append(text))
@@ -99,8 +101,8 @@ def test_a_look_reports_ten_of_a_hundred_missing_addresses() -> None:
     assert told[0] == "no interface has the address 203.0.113.0 (network 0 of the settings)"
 
 
-async def test_addresses_are_watched_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address may go at any time."""
+async def test_addresses_are_watched_continuously(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address may disappear at any time."""
     monkeypatch.setattr(address_watch, "POLL_S", 0.01)
     wanted: dict[str, str] = {}
     told = asyncio.Event()

@@ -35,13 +35,13 @@ def bosh(**members: object) -> BoshEnv:
     return parse(json.dumps({"agent_id": "a", "env": {"bosh": members}}).encode(), origin="x").env.bosh
 
 
-def test_every_key_of_the_go_agent_has_an_outcome() -> None:
+def test_every_env_bosh_key_of_the_go_agent_is_handled() -> None:
     assert [key.name for key in KEYS] == OF_THE_GO_AGENT
     assert set(leaves(BoshEnv)) - set(OF_THE_GO_AGENT) == {"run_dir.tmpfs", "agent.settings.settling_time"}
     assert set(OF_THE_GO_AGENT) <= set(leaves(BoshEnv))
 
 
-def test_the_table_of_the_documentation_is_made_from_the_list() -> None:
+def test_documented_table_of_env_bosh_keys_is_generated() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
 
     rows = [f"| `{key.name}` | {'' if key.is_done else 'not supported, '}{key.outcome} |" for key in KEYS]
@@ -49,15 +49,15 @@ def test_the_table_of_the_documentation_is_made_from_the_list() -> None:
 
 
 @pytest.mark.parametrize("name", [key.name for key in KEYS if not key.is_done])
-def test_a_key_that_is_not_done_is_refused_by_its_name(name: str) -> None:
+def test_unsupported_env_bosh_key_is_named(name: str) -> None:
     given = {"ipv6.enable": bosh(ipv6={"enable": True}), "swap_size": bosh(swap_size=512)}
 
     assert (refused(given[name]) or "").startswith(f"env.bosh.{name}: ")
     assert refused(bosh(ipv6={"enable": False}, swap_size=0)) is None
 
 
-async def test_files_of_a_list_are_removed_where_that_is_asked_for(tmp_path: Path) -> None:
-    """Links are removed, not their targets. Directories and missing files cost nothing."""
+async def test_listed_files_are_removed_if_env_bosh_requests_it(tmp_path: Path) -> None:
+    """Links are removed, not their targets. Directories and missing files do not matter."""
     paths = Paths(tmp_path)
     paths.bosh_etc.mkdir(parents=True)
     compiler, kept, link, library = (tmp_path / name for name in ("cc", "kept", "link", "lib.a"))

@@ -31,8 +31,10 @@ def agent(begin: float, end: float) -> str:
         (EXPIRED, True),
     ],
 )
-def test_near_is_a_month_or_a_fifth(valid: tuple[float, float], is_near: bool) -> None:
-    """The credentials of a new VM live for an hour: to warn all that time would say nothing."""
+def test_certificate_is_near_expiry_within_a_month_or_a_fifth_of_its_time(
+    valid: tuple[float, float], is_near: bool
+) -> None:
+    """The credentials of a new VM are valid for an hour. To warn all that time would be useless."""
     expiry = CertificateWatch(lambda: {"client": agent(*valid)})
     expiry.look()
 
@@ -40,8 +42,8 @@ def test_near_is_a_month_or_a_fifth(valid: tuple[float, float], is_near: bool) -
     assert abs(expiry.ends["client"] - (time.time() + valid[1])) < 60
 
 
-def test_each_is_logged_once_and_again_when_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
-    """The words say which and when, and what follows."""
+def test_certificate_warning_is_logged_once_and_again_at_expiry(caplog: pytest.LogCaptureFixture) -> None:
+    """The text says which certificate, when, and with what consequence."""
     now = time.time()
     expiry = CertificateWatch(lambda: {"client": near, "CA": AUTHORITY.ca}, lambda: now)
     near = agent(-99 * DAY_S, DAY_S)
@@ -57,8 +59,8 @@ def test_each_is_logged_once_and_again_when_it_has_ended(caplog: pytest.LogCaptu
     assert expiry.warnings == said[1:]
 
 
-def test_a_warning_names_the_https_door() -> None:
-    """No bus is behind it, and no authority of one."""
+def test_certificate_warning_names_the_https_server() -> None:
+    """It has no bus or bus CA."""
     cert, ended = agent(-99 * DAY_S, DAY_S), agent(*EXPIRED)
     named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
     said = []
@@ -73,7 +75,7 @@ def test_a_warning_names_the_https_door() -> None:
     assert not any("bus" in text for text in said)
 
 
-def test_a_rotation_ends_the_warning() -> None:
+def test_certificate_rotation_ends_the_warning() -> None:
     """The watched certificates are those in use."""
     pem = agent(-99 * DAY_S, DAY_S)
     expiry = CertificateWatch(lambda: {"client": pem})
@@ -85,8 +87,8 @@ def test_a_rotation_ends_the_warning() -> None:
     assert expiry.warnings == []
 
 
-def test_the_last_of_several_authorities_to_end_counts() -> None:
-    """While one takes the place of another both are trusted; and no certificate at all is nothing to say."""
+def test_expiry_of_a_ca_bundle_is_that_of_its_last_ca() -> None:
+    """During a rotation both are trusted. Without any certificate there is no warning."""
     ending = Authority().agent("old-ca", valid=(-99 * DAY_S, DAY_S)).certificate
     expiry = CertificateWatch(lambda: {"CA": ending + AUTHORITY.ca, "client": ""})
     expiry.look()

@@ -51,8 +51,8 @@ def hosts(paths: Paths) -> str:
 
 
 @pytest.mark.parametrize("stored", [b"", b"{", b'{"version":"9"}', b"[]", b"\xff", b'{"version":-5}', None])
-async def test_unreadable_records_are_replaced(dns: Dns, paths: Paths, stored: bytes | None) -> None:
-    """A broken file, or none, is older than any version."""
+async def test_unreadable_dns_records_are_replaced(dns: Dns, paths: Paths, stored: bytes | None) -> None:
+    """A broken or missing file is older than any version."""
     paths.dns_records.parent.mkdir(parents=True)
     if stored is not None:
         paths.dns_records.write_bytes(stored)
@@ -72,7 +72,9 @@ async def test_unreadable_records_are_replaced(dns: Dns, paths: Paths, stored: b
         (b'{"version":3,"records":["\xff"]', "unmarshalling DNS records: "),
     ],
 )
-async def test_a_wrong_blob_leaves_records_and_hosts_unchanged(dns: Dns, paths: Paths, raw: bytes, text: str) -> None:
+async def test_invalid_dns_blob_leaves_records_and_hosts_unchanged(
+    dns: Dns, paths: Paths, raw: bytes, text: str
+) -> None:
     """The texts are the Go agent's."""
     with pytest.raises(ActionError) as failed:
         await dns.sync(3, Source(raw), agent_id=AGENT)
@@ -82,10 +84,10 @@ async def test_a_wrong_blob_leaves_records_and_hosts_unchanged(dns: Dns, paths: 
     assert not (paths.etc / "hosts").exists()
 
 
-async def test_hosts_that_cannot_be_written_do_not_matter(
+async def test_sync_dns_succeeds_if_the_hosts_file_cannot_be_written(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bosh-dns has its records, and that is what the Director asks for."""
+    """bosh-dns has its records, and the Director asks for nothing else."""
     real = files.write_atomic
 
     def refuse(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
@@ -99,8 +101,8 @@ async def test_hosts_that_cannot_be_written_do_not_matter(
     assert paths.dns_records.read_bytes() == blob()
 
 
-async def test_records_that_cannot_be_written_do_matter(dns: Dns, paths: Paths) -> None:
-    """Then the Director must not believe in this version."""
+async def test_sync_dns_fails_if_the_records_cannot_be_written(dns: Dns, paths: Paths) -> None:
+    """The Director must then not assume this version."""
     paths.instance.write_text("in the way")
 
     with pytest.raises(ActionError, match=r"^saving local DNS state: cannot make the directory .*instance: "):
@@ -110,24 +112,24 @@ async def test_records_that_cannot_be_written_do_matter(dns: Dns, paths: Paths) 
 
 
 @pytest.mark.parametrize("records", [b"7", b"null", b'[["10.0.0.1",5]]', b'"\\n"', b'[["\xff","a"]]'])
-async def test_records_of_another_shape_are_for_bosh_dns(dns: Dns, paths: Paths, records: bytes) -> None:
-    """Records of a newer Director are passed on. Only the hosts file omits them."""
+async def test_dns_records_of_an_unknown_form_are_passed_on_to_bosh_dns(dns: Dns, paths: Paths, records: bytes) -> None:
+    """Records of a newer Director are stored. Only the hosts file omits them."""
     raw = b'{"version":3,"records":' + records + b"}"
     await dns.sync(3, Source(raw), agent_id=AGENT)
 
     assert paths.dns_records.read_bytes() == raw
 
 
-async def test_two_requests_fetch_once(dns: Dns) -> None:
-    """The second finds what the first has brought, whichever variant they are."""
+async def test_concurrent_dns_syncs_fetch_once(dns: Dns) -> None:
+    """The second finds what the first has fetched, whichever variant they are."""
     first, second = Source(blob()), Source(blob())
     await asyncio.gather(dns.sync(3, first, agent_id=AGENT), dns.sync(3, second, agent_id=AGENT))
 
     assert first.fetched + second.fetched == 1
 
 
-async def test_a_fetch_that_hangs_holds_up_no_old_request(dns: Dns) -> None:
-    """An existing entry is reported at once."""
+async def test_hanging_dns_fetch_does_not_delay_a_request_for_known_records(dns: Dns) -> None:
+    """The version that is already stored is reported at once."""
     await dns.sync(3, Source(blob()), agent_id=AGENT)
     never = asyncio.Event()
 
@@ -144,8 +146,8 @@ async def test_a_fetch_that_hangs_holds_up_no_old_request(dns: Dns) -> None:
     hanging.cancel()
 
 
-async def test_the_line_of_the_container_itself_is_kept(dns: Dns, paths: Paths) -> None:
-    """A pod finds its own address by its host name. Old records go."""
+async def test_hosts_file_keeps_the_line_of_the_container(dns: Dns, paths: Paths) -> None:
+    """A pod finds its own address by its host name. Old records are removed."""
     own = f"10.9.9.9\t{socket.gethostname()}.ns {socket.gethostname()}"
     paths.etc.mkdir()
     stale = f"10.0.0.9 old.bosh\n10.0.0.8 x # {socket.gethostname()}\n"
@@ -158,8 +160,8 @@ async def test_the_line_of_the_container_itself_is_kept(dns: Dns, paths: Paths) 
     assert "10.0.0.8" not in hosts(paths)
 
 
-async def test_a_host_named_as_the_agent_has_no_other_line(dns: Dns, paths: Paths) -> None:
-    """Its name leads to itself already."""
+async def test_hosts_file_has_no_record_with_the_containers_own_name(dns: Dns, paths: Paths) -> None:
+    """The name already resolves to the container."""
     paths.etc.mkdir()
     (paths.etc / "hosts").write_text(f"10.9.9.9 {socket.gethostname()}\n")
     await dns.sync(3, Source(blob()), agent_id=socket.gethostname())
@@ -167,7 +169,7 @@ async def test_a_host_named_as_the_agent_has_no_other_line(dns: Dns, paths: Path
     assert resolve(hosts(paths), socket.gethostname()) == [LOOPBACK, "::1"]
 
 
-async def test_huge_records_do_not_hold_the_loop(dns: Dns, paths: Paths) -> None:
+async def test_huge_dns_records_do_not_block_the_loop(dns: Dns, paths: Paths) -> None:
     """With 30000 records, some 3 MB, other work continues meanwhile."""
     known = [[f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", f"{i:036}.web.net.deployment.bosh"] for i in range(30_000)]
     ticks = 0
@@ -189,15 +191,15 @@ async def test_huge_records_do_not_hold_the_loop(dns: Dns, paths: Paths) -> None
 # --- after a restart ------------------------------------------------------------------------------------------------
 
 
-async def test_the_hosts_file_is_unchanged_before_the_first_records(dns: Dns, paths: Paths) -> None:
-    """There is nothing to say yet."""
+async def test_hosts_file_is_unchanged_before_the_first_records(dns: Dns, paths: Paths) -> None:
+    """There is nothing to add yet."""
     assert not await dns.restore(AGENT)
     assert not (paths.etc / "hosts").exists()
 
 
 @pytest.mark.parametrize("stored", [b"", b"{", b'{"version":3,"records":7}', b'{"version":3,"records":[["\xff","a"]]}'])
-async def test_unreadable_records_are_an_error(dns: Dns, paths: Paths, stored: bytes) -> None:
-    """The hosts file stays as it is."""
+async def test_unreadable_dns_records_are_an_error_at_boot(dns: Dns, paths: Paths, stored: bytes) -> None:
+    """The hosts file is unchanged."""
     paths.dns_records.parent.mkdir(parents=True)
     paths.dns_records.write_bytes(stored)
     paths.etc.mkdir()
@@ -230,10 +232,10 @@ def resolve(text: str, name: str) -> list[str]:
         ("127.0.0.1 localhost\n", [LOOPBACK]),
     ],
 )
-async def test_localhost_and_the_host_name_have_an_address_before_the_director_tells_any(
+async def test_localhost_and_host_name_resolve_before_the_first_records(
     dns: Dns, paths: Paths, text: str | None, host_name: list[str]
 ) -> None:
-    """Some CPIs unmount the hosts file of the runtime. The one below is empty, or another machine's."""
+    """Some CPIs unmount the runtime's hosts file. The one below is empty, or another machine's."""
     if text is not None:
         paths.etc.mkdir()
         (paths.etc / "hosts").write_text(text.replace("HOST", socket.gethostname()))
@@ -245,8 +247,8 @@ async def test_localhost_and_the_host_name_have_an_address_before_the_director_t
     assert resolve(hosts(paths), AGENT) == [LOOPBACK, "::1"]
 
 
-async def test_names_of_other_instances_outlive_the_restart_of_an_agent(dns: Dns, paths: Paths) -> None:
-    """A hosts file that has both names is left alone."""
+async def test_hosts_file_records_survive_an_agent_restart(dns: Dns, paths: Paths) -> None:
+    """A hosts file that has both names is left unchanged."""
     await dns.sync(3, Source(blob()), agent_id=AGENT)
     before = (paths.etc / "hosts").stat()
 
@@ -257,7 +259,7 @@ async def test_names_of_other_instances_outlive_the_restart_of_an_agent(dns: Dns
 
 
 @pytest.mark.parametrize("text", ["", "10.9.9.9 HOST", "127.0.0.1\tlocalhost\n", "fd00::9 db\n"])
-async def test_a_mounted_hosts_file_is_completed_and_keeps_its_lines(
+async def test_mounted_hosts_file_is_extended_and_keeps_its_lines(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     """The kubelet's aliases and the runtime's line of the container stay."""
@@ -276,8 +278,10 @@ async def test_a_mounted_hosts_file_is_completed_and_keeps_its_lines(
     assert len(resolve(completed, socket.gethostname())) == 1
 
 
-async def test_every_sync_keeps_both_names(dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a container that has no name but this one."""
+async def test_dns_sync_keeps_localhost_and_the_host_name(
+    dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This also holds for a container whose only name is localhost."""
     for name in ("web-0", "localhost"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         await dns.sync(3, Source(blob(3)), agent_id=AGENT)

@@ -51,7 +51,7 @@ async def obstacle(firewall: Firewall) -> str:
     return firewall.obstacle
 
 
-def test_each_address_is_closed_to_all_but_the_users() -> None:
+def test_packet_filter_closes_each_bus_address_except_to_allowed_users() -> None:
     text = chains(frozenset({("10.0.0.6", 4222), ("2001:db8::6", 4223)}), {0, 500})
 
     rules = [line.strip() for line in text.splitlines() if "daddr" in line]
@@ -61,7 +61,7 @@ def test_each_address_is_closed_to_all_but_the_users() -> None:
     ]
 
 
-async def test_no_rules_are_set_after_a_refusal(rules: list[str]) -> None:
+async def test_packet_filter_sets_no_rules_after_a_refusal(rules: list[str]) -> None:
     bus = mbus("nats://10.0.0.6:4222")
 
     assert await obstacle(Firewall(lambda: bus, lambda: True, heard, "it is switched off")) == "it is switched off"
@@ -69,18 +69,18 @@ async def test_no_rules_are_set_after_a_refusal(rules: list[str]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["https", ""])
-async def test_a_missing_bus_is_the_obstacle(scheme: str, rules: list[str]) -> None:
-    """A bosh CLI connects to the agent; without a Director the agent connects to no bus."""
+async def test_packet_filter_reports_a_missing_bus(scheme: str, rules: list[str]) -> None:
+    """With create-env the bosh CLI connects to the agent, which connects to no bus."""
     urls = (f"{scheme}://127.0.0.1:6868",) if scheme else ()
 
     assert await obstacle(Firewall(lambda: mbus(*urls), lambda: False, heard)) == firewalls.NO_BUS
     assert rules == []
 
 
-def test_the_network_is_the_machines_where_its_devices_are_seen_from_a_container(
+def test_shared_network_namespace_is_recognized_by_its_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a machine itself they are as much ours as everything is."""
+    """On the machine itself, everything belongs to the agent's machine."""
     monkeypatch.setattr(network, "FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
 
     assert not network.is_of_machine()
@@ -90,7 +90,7 @@ def test_the_network_is_the_machines_where_its_devices_are_seen_from_a_container
 @pytest.mark.parametrize(
     "url", ["nats://[", "nats://127.0.0.1:99999", "nats://u:a#b@127.0.0.1:4222", "nats://\0:1", "nats://:4222", "nats"]
 )
-async def test_an_address_that_cannot_be_read_has_no_rule(url: str, rules: list[str]) -> None:
+async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]) -> None:
     """It raises nothing either. The next address counts."""
     assert await obstacle(Firewall(lambda: mbus(url, "nats://127.0.0.1:4222"), lambda: True, heard)) == ""
 
@@ -98,10 +98,10 @@ async def test_an_address_that_cannot_be_read_has_no_rule(url: str, rules: list[
 
 
 @pytest.mark.attack("a neighbour answers neither look-ups nor connections, in the place of the bus or a name server")
-async def test_a_name_server_that_never_answers_takes_no_thread_from_others(
+async def test_silent_name_server_does_not_exhaust_the_file_threads(
     monkeypatch: pytest.MonkeyPatch, rules: list[str]
 ) -> None:
-    """Six addresses of the bus kept all threads for files, as long as the resolver waited."""
+    """Six addresses of the bus blocked all file threads as long as the resolver waited."""
     answered = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(30) and [])
     monkeypatch.setattr(firewalls, "LOOKUP_TIMEOUT_S", 0.01)
@@ -116,8 +116,10 @@ async def test_a_name_server_that_never_answers_takes_no_thread_from_others(
 
 
 @pytest.mark.parametrize(("is_reached", "expected"), [(True, ""), (False, firewalls.PROXIED)])
-async def test_rules_stay_only_if_the_bus_is_heard_with_them(is_reached: bool, expected: str, rules: list[str]) -> None:
-    """A link through another user's proxy would be cut off by them."""
+async def test_packet_filter_rules_are_removed_if_the_bus_becomes_unreachable(
+    is_reached: bool, expected: str, rules: list[str]
+) -> None:
+    """They would otherwise cut off a connection through another user's proxy."""
 
     async def hear(_: float) -> bool:
         return is_reached or not rules

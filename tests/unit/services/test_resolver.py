@@ -15,33 +15,33 @@ KUBELET = "search a.svc.cluster.local svc.cluster.local\nnameserver 10.96.0.10\n
 
 
 @pytest.mark.parametrize("before", ["", "nameserver 10.88.0.1\n", "# of the machine that built the image\n"])
-def test_servers_of_the_settings_take_the_place_of_all_others(before: str) -> None:
+def test_configured_name_servers_replace_existing_ones(before: str) -> None:
     after = resolv_conf(before, ["192.0.2.1", "192.0.2.2"])
 
     servers = [line for line in after.splitlines() if line.startswith("nameserver")]
     assert servers == ["nameserver 192.0.2.1", "nameserver 192.0.2.2"]
 
 
-def test_search_domains_and_options_of_the_runtime_stay() -> None:
+def test_resolv_conf_keeps_search_domains_and_options() -> None:
     after = resolv_conf(KUBELET, ["192.0.2.1"])
 
     assert after == "nameserver 192.0.2.1\nsearch a.svc.cluster.local svc.cluster.local\noptions ndots:5\n"
 
 
-def test_a_server_that_bosh_dns_has_put_first_stays_first() -> None:
+def test_name_server_of_bosh_dns_stays_first() -> None:
     after = resolv_conf(f"nameserver 169.254.0.2 {FIRST}\n{KUBELET}", ["192.0.2.1"])
 
     assert after.splitlines()[:2] == [f"nameserver 169.254.0.2 {FIRST}", "nameserver 192.0.2.1"]
 
 
-def test_a_file_that_names_all_servers_is_unchanged() -> None:
-    """A job may have put a server before them that is not marked."""
+def test_resolv_conf_with_all_name_servers_is_unchanged() -> None:
+    """A job may have put an unmarked server before them."""
     before = "nameserver 169.254.0.2\nnameserver 192.0.2.1 \nsearch x\n"
 
     assert resolv_conf(before, ["192.0.2.1"]) == before
 
 
-def test_the_stand_in_for_resolvectl_marks_its_lines_with_the_same_words() -> None:
+def test_resolvectl_replacement_uses_the_same_marker() -> None:
     stand_in = ROOT / "stemcell_overlay/rootfs/opt/agent_shim/stand-ins/resolvectl"
 
     assert f"mark='{FIRST}'" in stand_in.read_text()
@@ -56,7 +56,7 @@ def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def test_the_step_writes_the_file_once(etc: Path) -> None:
+async def test_boot_step_writes_resolv_conf_once(etc: Path) -> None:
     (etc / "resolv.conf").write_text(KUBELET)
 
     assert await resolver.write_servers(["192.0.2.1", "no address"]) is None

@@ -45,19 +45,21 @@ FRESH = ApplySpec()
         (replace(NOW, job=Job()), NOW, ["job_new", "hash_unchanged"]),
     ],
 )
-def test_arguments_of_an_update(current: ApplySpec, new: ApplySpec, expected: list[str]) -> None:
-    """Packages that go away are not named, new and changed ones in order."""
+def test_drain_arguments_of_an_update_list_changed_packages(
+    current: ApplySpec, new: ApplySpec, expected: list[str]
+) -> None:
+    """Removed packages are not named, new and changed ones are listed in order."""
     assert drain_arguments("update", current, new) == expected
 
 
 @pytest.mark.parametrize("new", [None, replace(NOW, configuration_hash="bbb")])
-def test_arguments_of_a_shutdown(new: ApplySpec | None) -> None:
-    """Nothing changes when all ends."""
+def test_drain_arguments_of_a_shutdown_list_no_changes(new: ApplySpec | None) -> None:
+    """A shutdown changes no jobs or packages."""
     assert drain_arguments("shutdown", NOW, new) == ["job_shutdown", "hash_unchanged"]
 
 
-def test_environment_tells_the_disks() -> None:
-    """JSON without blanks, as Go writes it. No next state without a new spec."""
+def test_drain_environment_has_the_states_with_their_disks() -> None:
+    """It is JSON without blanks, as Go writes it. There is no next state without a new spec."""
     assert drain_environment(NOW, FRESH) == {
         "BOSH_JOB_STATE": '{"persistent_disk":1024}',
         "BOSH_JOB_NEXT_STATE": '{"persistent_disk":0}',
@@ -65,8 +67,8 @@ def test_environment_tells_the_disks() -> None:
     assert drain_environment(NOW, None) == {"BOSH_JOB_STATE": '{"persistent_disk":1024}'}
 
 
-def test_long_output_is_cut_in_the_middle(tmp_path: Path) -> None:
-    """Beginning and end are there, and where to find the rest."""
+def test_long_errand_output_is_truncated_in_the_middle(tmp_path: Path) -> None:
+    """Beginning and end are kept, with the place of the rest."""
     path = tmp_path / "out"
     path.write_bytes(b"begin" + b"x" * 100_000 + b"end")
 
@@ -80,8 +82,10 @@ def test_long_output_is_cut_in_the_middle(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=3000), st.integers(200, 3000))
-def test_shown_output_fits_the_limit(tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int) -> None:
-    """Also where every byte takes six in JSON; what fits is never cut."""
+def test_truncated_errand_output_fits_the_limit(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int
+) -> None:
+    """This also holds if every byte takes six in JSON. Output that fits is never truncated."""
     path = tmp_path_factory.getbasetemp() / "o"
     path.write_bytes(content)
 

@@ -49,7 +49,7 @@ def files(tmp_path: Path) -> Files:
     [None, "", "{", '{"agent_id": 7}', '{"agent_id": "a-1"}', '{"agent_id":"a-1","mbus":"nats://h'],
     ids=["absent", "empty", "half", "wrong type", "no bus", "cut"],
 )
-async def test_settings_are_waited_for(files: Files, caplog: pytest.LogCaptureFixture, before: str | None) -> None:
+async def test_agent_waits_for_settings(files: Files, caplog: pytest.LogCaptureFixture, before: str | None) -> None:
     if before is not None:
         files.source.write_text(before)
     waiting = asyncio.ensure_future(files.store.wait())
@@ -64,8 +64,8 @@ async def test_settings_are_waited_for(files: Files, caplog: pytest.LogCaptureFi
 
 @pytest.mark.attack("settings are malformed")
 @pytest.mark.parametrize("kind", ["fifo", "device", "flood"])
-async def test_a_fifo_a_device_and_a_flood_are_no_settings(files: Files, kind: str) -> None:
-    """A FIFO held the start, a device and a flood took memory without a bound."""
+async def test_fifos_devices_and_huge_files_are_rejected_as_settings(files: Files, kind: str) -> None:
+    """A FIFO blocked the start, and a device or a huge file took unlimited memory."""
     if kind == "fifo":
         os.mkfifo(files.source)
     elif kind == "device":
@@ -78,7 +78,7 @@ async def test_a_fifo_a_device_and_a_flood_are_no_settings(files: Files, kind: s
         await files.store.refreshed()
 
 
-async def test_each_problem_is_logged_once(
+async def test_each_settings_problem_is_logged_once(
     files: Files, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0
@@ -102,7 +102,7 @@ async def test_each_problem_is_logged_once(
     assert len([record for record in caplog.records if record.name == "agent_shim.services.settings_store"]) == 2
 
 
-async def test_a_member_of_a_wrong_type_that_go_ignores_is_ignored_and_logged_once(
+async def test_settings_member_of_a_wrong_type_is_ignored_as_by_go(
     files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     files.write(env={"http_proxy": 5, "bosh": {"run_dir": {"tmpfs": "yes"}}})
@@ -117,7 +117,7 @@ async def test_a_member_of_a_wrong_type_that_go_ignores_is_ignored_and_logged_on
     ]
 
 
-async def test_copy_serves_while_the_source_is_gone(files: Files) -> None:
+async def test_settings_copy_is_used_while_the_source_is_missing(files: Files) -> None:
     files.write(vm={"name": "vm-7"})
     await files.store.wait()
     files.source.unlink()
@@ -129,7 +129,7 @@ async def test_copy_serves_while_the_source_is_gone(files: Files) -> None:
 
 
 @pytest.mark.attack("settings are malformed")
-async def test_broken_source_does_not_hide_the_error_but_the_copy_serves(files: Files) -> None:
+async def test_settings_copy_is_used_for_a_broken_source_which_is_reported(files: Files) -> None:
     files.write(vm={"name": "vm-7"})
     await files.store.wait()
     files.source.write_text("{")
@@ -137,14 +137,14 @@ async def test_broken_source_does_not_hide_the_error_but_the_copy_serves(files: 
     assert (await SettingsStore(files.paths, [files.source]).refreshed()).source.vm.name == "vm-7"
 
 
-async def test_the_error_names_the_first_existing_document(files: Files) -> None:
+async def test_settings_error_names_the_first_existing_file(files: Files) -> None:
     files.source.write_text("{")
 
     with pytest.raises(SettingsError, match=r"cannot read settings from .*source\.json"):
         await files.store.refreshed()
 
 
-async def test_update_is_stored_whole_and_read_again(files: Files) -> None:
+async def test_settings_update_is_stored_and_read_back(files: Files) -> None:
     files.write()
     await files.store.wait()
     news = settings.UpdateSettings(mbus=settings.MbusSettings(cert=settings.Cert("ca", "c", "k")), trusted_certs="T")
@@ -161,7 +161,7 @@ async def test_update_is_stored_whole_and_read_again(files: Files) -> None:
     assert (await SettingsStore(files.paths, [files.source]).refreshed()).mbus.certificate == "c"
 
 
-async def test_half_written_update_keeps_the_known_settings(files: Files) -> None:
+async def test_partial_settings_update_keeps_the_known_settings(files: Files) -> None:
     files.write()
     await files.store.wait()
     await files.store.save_update(settings.UpdateSettings(trusted_certs="T"))
@@ -170,7 +170,7 @@ async def test_half_written_update_keeps_the_known_settings(files: Files) -> Non
     assert (await files.store.refreshed()).update.trusted_certs == "T"
 
 
-async def test_changes_are_noticed_and_rewrites_of_the_same_are_not(files: Files) -> None:
+async def test_settings_watch_reports_changes_but_not_identical_rewrites(files: Files) -> None:
     files.write()
     await files.store.wait()
     found: list[settings.Effective] = []
@@ -194,7 +194,7 @@ async def test_changes_are_noticed_and_rewrites_of_the_same_are_not(files: Files
     assert [news.mbus.urls for news in found] == [("nats://other:2",)]
 
 
-async def test_a_change_that_an_action_read_first_is_reported(files: Files) -> None:
+async def test_settings_change_first_read_by_an_action_is_reported(files: Files) -> None:
     files.write()
     await files.store.wait()
     arrived = asyncio.Event()
@@ -212,9 +212,7 @@ async def test_a_change_that_an_action_read_first_is_reported(files: Files) -> N
     watching.cancel()
 
 
-async def test_a_reader_does_not_undo_an_update_that_came_meanwhile(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_settings_reader_does_not_undo_a_concurrent_update(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch reads the files while a task stores an update."""
     files.write()
     await files.store.wait()

@@ -88,8 +88,8 @@ def found(paths: Paths) -> dict[Path, str]:
     return {file.path: file.path.read_text() for file in state_backup.backup_files(paths) if file.path.exists()}
 
 
-async def test_new_root_file_system_gets_everything_back(paths: Paths, restart: Container) -> None:
-    """With the modes that the files have to have."""
+async def test_state_is_restored_to_a_new_root_file_system(paths: Paths, restart: Container) -> None:
+    """Files get the modes that they must have."""
     contents = fill(paths)
     await start(paths)
     restart()
@@ -103,8 +103,8 @@ async def test_new_root_file_system_gets_everything_back(paths: Paths, restart: 
     assert oct(paths.dns_records.stat().st_mode & 0o777) == "0o640"
 
 
-async def test_changes_are_copied_before_update_returns(paths: Paths) -> None:
-    """Also that a file is gone: a disk that was unmounted must not come back."""
+async def test_state_backup_is_complete_when_update_returns(paths: Paths) -> None:
+    """Deletions are copied as well, because an unmounted disk must not come back."""
     fill(paths)
     agent = await start(paths)
 
@@ -118,8 +118,8 @@ async def test_changes_are_copied_before_update_returns(paths: Paths) -> None:
     assert not paths.managed_disk.exists()
 
 
-async def test_unchanged_files_are_not_copied(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by a look, which takes no thread, nor by another agent."""
+async def test_state_backup_does_not_copy_unchanged_files(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the check, which takes no thread, nor another agent copies them."""
     fill(paths)
     await start(paths)
     before = {path: path.stat().st_ino for path in paths.mirror.iterdir()}
@@ -131,7 +131,7 @@ async def test_unchanged_files_are_not_copied(paths: Paths, monkeypatch: pytest.
     assert {path: path.stat().st_ino for path in paths.mirror.iterdir()} == before
 
 
-async def test_change_that_no_action_made_is_found(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_state_backup_finds_changes_made_by_no_action(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPI may write update_settings.json into a running container."""
     monkeypatch.setattr(state_backup, "POLL_S", 0.01)
     agent = await start(paths)
@@ -143,8 +143,8 @@ async def test_change_that_no_action_made_is_found(paths: Paths, monkeypatch: py
     watching.cancel()
 
 
-async def test_restart_of_the_agent_keeps_files_and_run_directory(paths: Paths) -> None:
-    """The root file system holds the truth, run files are those of living jobs."""
+async def test_agent_restart_keeps_state_files_and_run_directory(paths: Paths) -> None:
+    """The root file system has the current state, and run files belong to running jobs."""
     await start(paths)
     (paths.run / "web").mkdir()
     (paths.run / "web/web.pid").write_text("17")
@@ -173,8 +173,8 @@ async def test_run_files_of_another_container_are_removed(paths: Paths, restart:
     assert agent.is_prepared
 
 
-async def test_run_files_are_removed_with_the_root_file_system_alone(paths: Paths) -> None:
-    """Containers of a pod may share their process numbers."""
+async def test_run_files_are_removed_only_with_a_new_root_file_system(paths: Paths) -> None:
+    """Containers of a pod may share their pids."""
     await start(paths)
     (paths.run / "web").mkdir()
     reset_root(paths)
@@ -184,8 +184,8 @@ async def test_run_files_are_removed_with_the_root_file_system_alone(paths: Path
     assert not (paths.run / "web").exists()
 
 
-async def test_run_files_stay_when_another_agent_worked_here_before(paths: Paths) -> None:
-    """The first agent of this program takes over from the Go agent: pidfiles of running processes."""
+async def test_run_files_of_a_former_go_agent_are_kept(paths: Paths) -> None:
+    """This program takes over from the Go agent, and the pidfiles name running processes."""
     (paths.run / "web").mkdir()
     paths.spec.write_text("{}")
     paths.settings_cache.write_text('{"agent_id": "a-1"}')
@@ -196,10 +196,8 @@ async def test_run_files_stay_when_another_agent_worked_here_before(paths: Paths
     assert (paths.mirror / "spec.json").read_text() == "{}"
 
 
-async def test_kill_before_everything_is_back_has_it_restored_once_more(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However far it came. Nothing is copied from a root file system that is not whole yet."""
+async def test_interrupted_state_restore_is_repeated(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds however far it came. Nothing is copied from a root file system that is not yet complete."""
     contents = fill(paths)
     await start(paths)
     reset_root(paths)
@@ -247,8 +245,8 @@ async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Containe
     assert not (await start(paths)).is_prepared
 
 
-async def test_used_volume_of_another_agent_is_set_aside(paths: Paths, restart: Container) -> None:
-    """Nothing of it is used, nothing is lost."""
+async def test_volume_used_by_another_agent_is_set_aside(paths: Paths, restart: Container) -> None:
+    """Nothing on it is used, and nothing is lost."""
     contents = fill(paths)
     paths.supervisor_state.write_text("{}")
     await start(paths, "a-1")
@@ -266,8 +264,8 @@ async def test_used_volume_of_another_agent_is_set_aside(paths: Paths, restart: 
 
 
 @pytest.mark.parametrize("by", ["stamp", "settings of the Go agent"])
-async def test_used_root_file_system_of_another_agent_is_set_aside(paths: Paths, by: str) -> None:
-    """An image made of a container that was in use."""
+async def test_root_file_system_used_by_another_agent_is_set_aside(paths: Paths, by: str) -> None:
+    """An image may have been made of a container that was in use."""
     fill(paths)
     if by == "stamp":
         await start(paths, "a-1")
@@ -286,8 +284,8 @@ async def test_used_root_file_system_of_another_agent_is_set_aside(paths: Paths,
     assert (paths.bosh / "set_aside/a-1/spec.json").read_text() == content("spec.json", "x")
 
 
-async def test_own_volume_behind_the_root_file_system_of_another_agent(paths: Paths) -> None:
-    """The copy counts."""
+async def test_own_state_copy_overrides_another_agents_root_file_system(paths: Paths) -> None:
+    """The files of the copy are restored."""
     fill(paths, "mine")
     await start(paths, "a-1")
     reset_root(paths)
@@ -299,7 +297,7 @@ async def test_own_volume_behind_the_root_file_system_of_another_agent(paths: Pa
     assert set(found(paths).values()) == {content(file.path.name, "mine") for file in state_backup.backup_files(paths)}
 
 
-async def test_new_volume_gets_a_copy(paths: Paths) -> None:
+async def test_new_volume_gets_a_state_copy(paths: Paths) -> None:
     """The root file system was kept and the volume was not."""
     contents = fill(paths)
     await start(paths)
@@ -314,7 +312,7 @@ async def test_new_volume_gets_a_copy(paths: Paths) -> None:
     assert found(paths) == contents
 
 
-async def test_files_of_a_cpi_are_not_removed(paths: Paths) -> None:
+async def test_state_restore_does_not_remove_files_of_the_cpi(paths: Paths) -> None:
     """The Docker CPI carries update_settings.json from container to container."""
     await start(paths)
     reset_root(paths)
@@ -326,8 +324,8 @@ async def test_files_of_a_cpi_are_not_removed(paths: Paths) -> None:
     assert (paths.mirror / "update_settings.json").read_text() == NEWS
 
 
-async def test_state_of_a_newer_version_is_refused_and_stays(paths: Paths) -> None:
-    """Before anything is removed or written."""
+async def test_state_of_a_newer_version_is_rejected_and_kept(paths: Paths) -> None:
+    """Nothing has been removed or written before."""
     await start(paths)
     (paths.run / "web").mkdir()
     for stamp in (paths.stamp, paths.mirror / state_backup.STAMP):
@@ -343,7 +341,7 @@ async def test_state_of_a_newer_version_is_refused_and_stays(paths: Paths) -> No
     assert (paths.run / "web").exists()
 
 
-async def test_copy_whose_stamp_is_broken_is_set_aside(paths: Paths) -> None:
+async def test_state_copy_with_a_broken_stamp_is_set_aside(paths: Paths) -> None:
     """Its owner is unknown."""
     fill(paths)
     await start(paths)
@@ -358,10 +356,10 @@ async def test_copy_whose_stamp_is_broken_is_set_aside(paths: Paths) -> None:
 
 @pytest.mark.parametrize("damage", ["", None, "{ half", "\0\0\0"])
 @pytest.mark.parametrize("whose", ["root", "copy", "both"])
-async def test_the_container_is_the_same_without_a_stamp(
+async def test_container_without_a_stamp_is_recognized_by_other_evidence(
     paths: Paths, restart: Container, whose: str, damage: str | None
 ) -> None:
-    """By its sequence of pids in the other stamp, or by a process of a job that lives. Its run files stay."""
+    """The other stamp has its pid sequence, or a process of a job is running. Its run files stay."""
     contents = fill(paths)
     await start(paths)
     (paths.run / "web").mkdir()
@@ -381,7 +379,7 @@ async def test_the_container_is_the_same_without_a_stamp(
     assert not (await start(paths)).root_is_new  # the stamps are whole again
 
 
-async def test_a_new_container_restores_the_copy_whose_stamp_is_lost(paths: Paths, restart: Container) -> None:
+async def test_new_container_restores_a_state_copy_without_a_stamp(paths: Paths, restart: Container) -> None:
     """The lease of the volume names the agent that held it last."""
     contents = fill(paths)
     await start(paths)
@@ -398,8 +396,8 @@ async def test_a_new_container_restores_the_copy_whose_stamp_is_lost(paths: Path
 
 
 @pytest.mark.parametrize("damage", ["", "{ half", "\0\0\0"])
-async def test_a_damaged_file_is_restored_from_its_good_copy(paths: Paths, damage: str) -> None:
-    """And never replaces it. Any content of the marker is good."""
+async def test_damaged_state_file_is_restored_from_its_copy(paths: Paths, damage: str) -> None:
+    """It never replaces the copy. Any content of the marker is valid."""
     contents = fill(paths)
     await start(paths)
     for path in contents:
@@ -411,7 +409,7 @@ async def test_a_damaged_file_is_restored_from_its_good_copy(paths: Paths, damag
     assert found(paths) == {path: damage if path in whole else text for path, text in contents.items()}
 
 
-async def test_a_missing_file_is_restored_unless_agents_remove_it(paths: Paths) -> None:
+async def test_missing_state_file_is_restored_unless_agents_delete_it(paths: Paths) -> None:
     contents = fill(paths)
     await start(paths)
     for path in contents:
@@ -423,8 +421,8 @@ async def test_a_missing_file_is_restored_unless_agents_remove_it(paths: Paths) 
     assert found(paths) == {path: text for path, text in contents.items() if path not in removed}
 
 
-async def test_a_stamp_that_cannot_be_written_is_written_later(paths: Paths, restart: Container) -> None:
-    """The root file system is full at the first start, and has room later."""
+async def test_state_stamp_that_cannot_be_written_is_written_later(paths: Paths, restart: Container) -> None:
+    """The root file system is full at the first start, and has space later."""
     paths.stamp.mkdir()
     agent = await start(paths)
     paths.stamp.rmdir()
@@ -437,8 +435,8 @@ async def test_a_stamp_that_cannot_be_written_is_written_later(paths: Paths, res
     assert not again.root_is_new
 
 
-async def test_a_failed_copy_of_the_state_is_tried_again(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full volume ends nothing."""
+async def test_failed_state_backup_is_retried(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full volume does not end the agent."""
     agent = await start(paths)
     paths.spec.write_text(NEWS)
 
@@ -455,8 +453,8 @@ async def test_a_failed_copy_of_the_state_is_tried_again(paths: Paths, monkeypat
     assert (paths.mirror / "spec.json").read_text() == NEWS
 
 
-async def test_update_before_recover_keeps_the_copy(paths: Paths) -> None:
-    """Without the agent's id, everything would overwrite another agent's copy."""
+async def test_state_update_before_recovery_keeps_the_copy(paths: Paths) -> None:
+    """Without the agent's id, an update could overwrite another agent's copy."""
     fill(paths)
     await start(paths)
     reset_root(paths)
@@ -468,7 +466,7 @@ async def test_update_before_recover_keeps_the_copy(paths: Paths) -> None:
     assert (paths.mirror / "spec.json").exists()
 
 
-async def test_forgetting_leaves_no_trace(paths: Paths) -> None:
+async def test_forgetting_the_state_backup_removes_all_its_files(paths: Paths) -> None:
     """Files that the Go agent uses too stay."""
     contents = fill(paths)
     await start(paths)
@@ -483,8 +481,8 @@ async def test_forgetting_leaves_no_trace(paths: Paths) -> None:
 
 @pytest.mark.attack("a request names a blob, a blobstore provider or an agent by a path or an option")
 @pytest.mark.parametrize("name", ["../../etc", "..", "a/b", "x" * 300])
-async def test_hostile_name_of_an_agent_stays_below_its_directory(paths: Paths, name: str) -> None:
-    """It comes from a file on another agent's volume."""
+async def test_hostile_agent_name_cannot_leave_the_backup_directory(paths: Paths, name: str) -> None:
+    """The name comes from a file on another agent's volume."""
     fill(paths)
     await start(paths, name)
 

@@ -35,13 +35,13 @@ NONE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"
         (f"{A[:-60]}{A[-30:]}", []),
     ],
 )
-def test_a_bundle_is_taken_apart(bundle: str, found: list[str]) -> None:
+def test_ca_bundle_is_split_into_certificates(bundle: str, found: list[str]) -> None:
     """Text between certificates is dropped."""
     assert split(bundle) == [f"{pem}\n" for pem in found]
 
 
-async def test_no_authority_is_installed_below_another_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And that is said."""
+async def test_cas_are_not_installed_outside_var_vcap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is logged."""
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 0)
 
@@ -49,8 +49,8 @@ async def test_no_authority_is_installed_below_another_base(tmp_path: Path, monk
     assert not (tmp_path / "certificates").exists()
 
 
-async def test_an_ordinary_user_installs_no_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be said against it: jobs bring authorities of their own."""
+async def test_ordinary_user_installs_no_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is acceptable, because jobs bring their own CAs."""
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
 
@@ -91,8 +91,8 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
     return made
 
 
-async def test_the_command_runs_only_after_a_change(image: Image) -> None:
-    """It takes three quarters of a start, and in an image the directory is newer than the files derived from it."""
+async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
+    """It takes three quarters of a start. In an image, the directory is newer than the files derived from it."""
     trusting = TrustedCas(Paths())
     await trusting.install("")
     assert image.runs == 0
@@ -108,8 +108,8 @@ async def test_the_command_runs_only_after_a_change(image: Image) -> None:
 
 
 @pytest.mark.parametrize("left", ["pending", "link", "file"])
-async def test_an_interrupted_update_is_completed(image: Image, left: str) -> None:
-    """Before the command, in the midst of it, or when the files of the image were put in the place of ours."""
+async def test_interrupted_ca_update_is_completed(image: Image, left: str) -> None:
+    """It was interrupted before or during the command, or the image's files have replaced ours."""
     trusting = TrustedCas(Paths())
     await trusting.install("" if left == "link" else A)
     if left == "pending":
@@ -126,5 +126,5 @@ async def test_an_interrupted_update_is_completed(image: Image, left: str) -> No
     assert (A in image.trusted.read_text()) == (left != "link")
 
 
-def test_a_megabyte_of_authorities_that_do_not_end_is_taken_apart_at_once() -> None:
+def test_ca_bundle_of_unterminated_certificates_is_split_quickly() -> None:
     assert split("-----BEGIN CERTIFICATE-----" * 40_000) == []

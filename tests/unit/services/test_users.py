@@ -37,13 +37,13 @@ def ours(tmp_path: Path) -> Users:
         "bosh_ä",
     ],
 )
-async def test_an_invalid_user_name_is_refused(ours: Users, user: str) -> None:
-    """No option gets into a command, no field into a file."""
+async def test_invalid_ssh_user_name_is_rejected(ours: Users, user: str) -> None:
+    """No option gets into a command, and no extra field into a file."""
     with pytest.raises(ActionError, match="^Creating user: cannot use the name "):
         await ours.setup(user, KEY)
 
 
-async def test_a_user_is_made_for_a_key_and_removed_with_those_alone_that_match(
+async def test_ssh_user_is_created_with_a_key_and_removed_by_expression(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = Paths(tmp_path)

@@ -51,8 +51,8 @@ def paths(tmp_path: Path) -> Paths:
     return paths
 
 
-async def test_a_sample(paths: Paths, proc: Path) -> None:
-    """Members, types and formats of a heartbeat (protocol of platform/vitals/vitals.go)."""
+async def test_vitals_have_the_members_and_formats_of_a_heartbeat(paths: Paths, proc: Path) -> None:
+    """The protocol is defined in platform/vitals/vitals.go."""
     sample = await Vitals(paths, lambda: True, proc=proc).sample()
 
     assert sample.pop("uptime") in ({"secs": 100}, {"secs": 101})
@@ -67,7 +67,7 @@ async def test_a_sample(paths: Paths, proc: Path) -> None:
     }
 
 
-async def test_processor_is_averaged_over_ten_seconds(
+async def test_cpu_vitals_are_averaged_over_ten_seconds(
     paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier request gets the last figures. Later ones cover the time since then."""
@@ -85,8 +85,8 @@ async def test_processor_is_averaged_over_ten_seconds(
     assert late["cpu"] == {"user": "75.0", "sys": "0.0", "wait": "0.0"}
 
 
-async def test_a_container_with_limits_is_measured_by_them(paths: Paths, proc: Path, tmp_path: Path) -> None:
-    """Not by the machine it shares."""
+async def test_vitals_of_a_container_are_relative_to_its_limits(paths: Paths, proc: Path, tmp_path: Path) -> None:
+    """The machine that it shares does not count."""
     top = write(
         tmp_path / "cgroup",
         **{
@@ -110,8 +110,8 @@ async def test_a_container_with_limits_is_measured_by_them(paths: Paths, proc: P
     assert sample["cpu"]["wait"] == "0.0"
 
 
-async def test_persistent_vitals_exist_only_with_a_disk_on_the_store(paths: Paths, proc: Path) -> None:
-    """The directory alone is none."""
+async def test_persistent_disk_vitals_need_a_disk_on_the_store(paths: Paths, proc: Path) -> None:
+    """The directory alone does not count."""
     mounted = False
     taken = Vitals(paths, lambda: mounted, proc=proc)
 
@@ -129,15 +129,15 @@ async def test_dynamic_disks_have_figures_but_no_vitals(paths: Paths, proc: Path
     assert set(taken.figures().disks) == {"system", "ephemeral", "disk-d"}
 
 
-async def test_a_place_that_is_not_there_is_left_out(tmp_path: Path, proc: Path) -> None:
+async def test_vitals_omit_a_missing_disk(tmp_path: Path, proc: Path) -> None:
     """The other disks are reported."""
     sample = await Vitals(Paths(tmp_path / "none"), lambda: True, proc=proc).sample()
 
     assert set(sample["disk"]) == {"system"}
 
 
-async def test_a_hanging_disk_delays_no_other_figure(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is left out, not asked again while it owes an answer, and back when it answers."""
+async def test_hanging_disk_does_not_delay_vitals(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is omitted, not queried again while an answer is outstanding, and reported again afterwards."""
     answers, asked, real = threading.Event(), [], os.statvfs
 
     def statvfs(path: Path) -> os.statvfs_result:
@@ -161,8 +161,8 @@ async def test_a_hanging_disk_delays_no_other_figure(paths: Paths, proc: Path, m
 
 
 @pytest.mark.parametrize("start_ticks", [10**15, 10**400, -5])
-async def test_an_uptime_of_zero_is_left_out(paths: Paths, proc: Path, start_ticks: int) -> None:
-    """A process 1 that begins in the future has no age (lxcfs, wrong clocks). The member is there, empty."""
+async def test_vitals_omit_an_uptime_of_zero(paths: Paths, proc: Path, start_ticks: int) -> None:
+    """A PID 1 that begins in the future has no age (lxcfs, wrong clocks). The member exists, but is empty."""
     write(proc, **{"1__stat": stat_of_init(start_ticks)})
 
     uptime = (await Vitals(paths, lambda: False, proc=proc).sample())["uptime"]
@@ -170,8 +170,8 @@ async def test_an_uptime_of_zero_is_left_out(paths: Paths, proc: Path, start_tic
     assert uptime == {} if start_ticks == 10**15 else uptime["secs"] > 0
 
 
-async def test_uptime_where_process_1_is_hidden(paths: Paths, proc: Path) -> None:
-    """Then it is the machine's."""
+async def test_uptime_is_the_machines_if_pid_1_is_hidden(paths: Paths, proc: Path) -> None:
+    """PID 1 may be invisible in a container."""
     (proc / "1/stat").unlink()
 
     uptime = (await Vitals(paths, lambda: False, proc=proc).sample())["uptime"]
@@ -180,7 +180,9 @@ async def test_uptime_where_process_1_is_hidden(paths: Paths, proc: Path) -> Non
 
 
 @pytest.mark.parametrize(("missing", "member"), [("stat", "cpu"), ("meminfo", "mem"), ("loadavg", "load")])
-async def test_one_reading_less_takes_no_other_with_it(paths: Paths, proc: Path, missing: str, member: str) -> None:
+async def test_missing_kernel_figure_does_not_affect_other_vitals(
+    paths: Paths, proc: Path, missing: str, member: str
+) -> None:
     """A container may hide any of them."""
     (proc / missing).unlink()
 
@@ -216,7 +218,7 @@ meminfos = st.lists(st.tuples(names, numbers).map("{0[0]}: {0[1]} kB".format)).m
     init=rows.map("1 (x) {}".format) | st.binary(),
     limits=st.tuples(numbers, numbers, numbers, rows, rows, rows),
 )
-def test_whatever_the_kernel_writes_the_types_are_right(
+def test_vitals_have_valid_types_for_any_kernel_figures(
     tmp_path_factory: pytest.TempPathFactory,
     stat: str,
     meminfo: str,
@@ -237,7 +239,7 @@ def test_whatever_the_kernel_writes_the_types_are_right(
     check(asyncio.run(Vitals(Paths(base), lambda: False, proc=proc).sample()))
 
 
-async def test_a_disk_is_asked_each_time(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disk_vitals_are_read_each_time(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old answer is not reported again."""
     asked: list[Path] = []
     real = os.statvfs
@@ -258,35 +260,37 @@ async def test_a_disk_is_asked_each_time(paths: Paths, proc: Path, monkeypatch: 
     ("blocks", "free", "files", "files_free", "percent", "inode_percent"),
     [(1000, 745, 200, 198, "26", "1"), (0, 0, 0, 0, "0", "0"), (10, 20, 10, 20, "0", "0"), (9, 0, 9, 0, "100", "100")],
 )
-def test_disk_in_use(blocks: int, free: int, files: int, files_free: int, percent: str, inode_percent: str) -> None:
-    """Space reserved for root counts as free. No inodes means none in use."""
+def test_disk_usage_counts_reserved_space_as_free(
+    blocks: int, free: int, files: int, files_free: int, percent: str, inode_percent: str
+) -> None:
+    """No inodes means that none is in use."""
     usage = os.statvfs_result((4096, 4096, blocks, free, 0, files, files_free, 0, 0, 255))
 
     assert vitals.disk_vitals(usage) == {"percent": percent, "inode_percent": inode_percent}
 
 
-def test_counters_that_run_backwards_are_no_share() -> None:
-    """Another machine after a migration, a changed quota."""
+def test_cpu_counters_that_run_backwards_give_no_share() -> None:
+    """This happens on another machine after a migration, or with a changed quota."""
     assert vitals.shares(CpuTimes(9, 9, 9, 90), CpuTimes(1, 1, 1, 10)) == {"user": "0.0", "sys": "0.0", "wait": "0.0"}
 
 
 @given(*[st.builds(CpuTimes, *[st.floats(0, 1e15)] * 4)] * 2)
-def test_shares_are_shares(before: CpuTimes, after: CpuTimes) -> None:
-    """Also when counters run backwards."""
+def test_cpu_shares_are_between_0_and_100_percent(before: CpuTimes, after: CpuTimes) -> None:
+    """This also holds when counters run backwards."""
     check({"cpu": vitals.shares(before, after), "uptime": {}})
 
 
 @given(st.builds(Memory, *[st.integers(0, 2**63)] * 4))
-def test_memory_is_in_bounds(memory: Memory) -> None:
-    """Also when more is used than there is."""
+def test_memory_usage_is_between_0_and_100_percent(memory: Memory) -> None:
+    """This also holds when more is used than exists."""
     found = vitals.memory_vitals(memory)
 
     check({**found, "uptime": {}})
     assert max(int(found["mem"]["percent"]), int(found["swap"]["percent"])) <= 100
 
 
-async def test_the_real_machine(tmp_path: Path) -> None:
-    """The kernel of this machine writes what we read."""
+async def test_vitals_of_the_real_machine_are_readable(tmp_path: Path) -> None:
+    """The kernel of this machine provides the expected files."""
     sample = await Vitals(Paths(tmp_path), lambda: False).sample()
 
     check(sample)

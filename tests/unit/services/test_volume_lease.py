@@ -71,7 +71,7 @@ async def until_held(one: VolumeLeases, directory: Path) -> float:
     return asyncio.get_running_loop().time() - begun_at
 
 
-def test_a_second_agent_learns_the_name_of_the_first(tmp_path: Path) -> None:
+def test_lease_names_the_agent_that_holds_the_volume(tmp_path: Path) -> None:
     """The first agent continues, however many requests follow."""
     volume = tmp_path / "private"
     first, second = leases(), leases("pod-0b", agent_id="a-1")
@@ -84,8 +84,8 @@ def test_a_second_agent_learns_the_name_of_the_first(tmp_path: Path) -> None:
     assert first.renew(volume) == ""
 
 
-def test_a_volume_that_cannot_be_read_once_can_be_taken_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file server fails for a moment. The lock of that attempt would keep out this agent as well."""
+def test_lease_can_be_taken_after_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server fails for a moment. The lock of that attempt must not keep out this agent as well."""
     one = leases()
 
     def fail(*_: object) -> bytes:
@@ -99,16 +99,16 @@ def test_a_volume_that_cannot_be_read_once_can_be_taken_later(tmp_path: Path, mo
     assert one.hold(tmp_path) == ""
 
 
-def test_private_and_made_if_need_be(tmp_path: Path) -> None:
-    """Other users neither read nor lock it."""
+def test_lease_file_is_private_and_created_if_needed(tmp_path: Path) -> None:
+    """Other users can neither read nor lock it."""
     assert leases().hold(tmp_path / "private") == ""
 
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "private" / volume_lease.NAME).stat().st_mode & 0o777 == 0o600
 
 
-def test_agent_that_was_killed_is_followed_at_once(tmp_path: Path) -> None:
-    """By an agent of the same container or of the next one in its place: the kernel knows that it has ended."""
+def test_lease_of_a_killed_agent_is_taken_at_once(tmp_path: Path) -> None:
+    """The next agent may be in the same or in a new container; the kernel knows that the former one has exited."""
     first, second = leases(), leases()
     first.hold(tmp_path)
     end(first)
@@ -129,7 +129,7 @@ def test_lease_from_another_boot_is_taken_at_once_on_a_local_file_system(tmp_pat
 def test_lease_from_another_boot_is_waited_for_on_a_network_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """A free lock proves nothing there, since another kernel may hold its own."""
+    """A free lock proves nothing there, because another kernel may hold its own."""
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
     first, second = leases(boot="kernel 1"), leases(boot="kernel 2")
     first.hold(tmp_path)
@@ -140,8 +140,8 @@ def test_lease_from_another_boot_is_waited_for_on_a_network_file_system(
     assert second.hold(tmp_path) == ""
 
 
-def test_agent_of_another_machine_is_given_time(tmp_path: Path, without_locks: None, clock: Clock) -> None:
-    """Only its lease shows if it lives."""
+def test_lease_of_another_machine_is_waited_for(tmp_path: Path, without_locks: None, clock: Clock) -> None:
+    """Only its lease shows whether it is alive."""
     first, second = leases("pod-0"), leases("pod-0", "kernel 2")
     first.hold(tmp_path)
     for _ in range(20):
@@ -155,7 +155,7 @@ def test_agent_of_another_machine_is_given_time(tmp_path: Path, without_locks: N
     assert second.hold(tmp_path) == ""
 
 
-async def test_volume_that_was_given_back_is_taken_at_once(tmp_path: Path, without_locks: None) -> None:
+async def test_released_lease_is_taken_at_once(tmp_path: Path, without_locks: None) -> None:
     """Any agent may use it."""
     first, second = leases("pod-0"), leases("pod-1", "kernel 2")
     first.hold(tmp_path)
@@ -166,7 +166,7 @@ async def test_volume_that_was_given_back_is_taken_at_once(tmp_path: Path, witho
     assert second.hold(tmp_path) == ""
 
 
-def test_a_refused_agent_does_not_take_the_volume_during_a_restart(tmp_path: Path, clock: Clock) -> None:
+def test_refused_agent_does_not_take_the_lease_during_a_restart(tmp_path: Path, clock: Clock) -> None:
     """The jobs of that container run on without their agent. The lock is free for a moment."""
     first, waiting = leases(), leases("pod-1")
     first.hold(tmp_path)
@@ -184,7 +184,7 @@ def test_a_refused_agent_does_not_take_the_volume_during_a_restart(tmp_path: Pat
     assert waiting.hold(tmp_path) == ""
 
 
-async def test_agent_that_slept_too_long_learns_that_it_was_replaced(tmp_path: Path, without_locks: None) -> None:
+async def test_agent_that_slept_too_long_detects_its_replacement(tmp_path: Path, without_locks: None) -> None:
     """It writes nothing any more."""
     first, second = leases(), leases("pod-1", "kernel 2")
     first.hold(tmp_path)
@@ -198,8 +198,8 @@ async def test_agent_that_slept_too_long_learns_that_it_was_replaced(tmp_path: P
     keeping.cancel()
 
 
-def test_agent_that_was_replaced_leaves_the_lease_of_its_successor(tmp_path: Path, without_locks: None) -> None:
-    """Its own end would end the successor as well: that one would find its lease taken."""
+def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, without_locks: None) -> None:
+    """Otherwise the successor would find its lease taken and exit as well."""
     first, second = leases("pod-0"), leases("pod-1")
     first.hold(tmp_path)
     second.hold(tmp_path)
@@ -211,8 +211,10 @@ def test_agent_that_was_replaced_leaves_the_lease_of_its_successor(tmp_path: Pat
     assert second.renew(tmp_path) == ""
 
 
-def test_an_agent_killed_during_a_write_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After whichever call of the system: a new agent says little at first, where the one before had said more."""
+def test_lease_of_an_agent_killed_during_a_write_is_taken_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed after any system call. A new agent's lease is shorter at first than the one before it."""
 
     def killed(*_: object) -> None:
         raise SystemExit
@@ -233,7 +235,7 @@ def test_an_agent_killed_during_a_write_is_followed_at_once(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("raw", [b"{ half", b"\0" * 100, b"[]", b'{"schema": 1}'])
-async def test_an_unreadable_lease_is_watched_until_it_expires(
+async def test_unreadable_lease_is_watched_until_it_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes
 ) -> None:
     """An agent on another machine may be writing it."""
@@ -247,7 +249,7 @@ async def test_an_unreadable_lease_is_watched_until_it_expires(
     assert lease(tmp_path).host == "pod-0"
 
 
-def test_empty_file_is_nobodys(tmp_path: Path) -> None:
+def test_empty_lease_file_belongs_to_nobody(tmp_path: Path) -> None:
     """Its creator has not written to it yet."""
     (tmp_path / volume_lease.NAME).touch()
 
@@ -255,7 +257,7 @@ def test_empty_file_is_nobodys(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("a job replaces the marker or the lease on its disk with a link or a FIFO")
-def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
+def test_lease_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
     """Jobs write to their disk."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -276,7 +278,7 @@ def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
     assert victim.read_text() == "precious"
 
 
-def test_read_only_volume_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_volume_needs_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be harmed there."""
 
     def refuse(*_: object) -> int:
@@ -288,10 +290,10 @@ def test_read_only_volume_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-async def test_a_lease_that_no_other_machine_sees_is_written_once(
+async def test_lease_on_a_local_file_system_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
-    """It is written again after a change, in case that was another agent's."""
+    """It is written again after a change, in case another agent made that change."""
     monkeypatch.setattr(mounts, "is_local", lambda _: is_local)
     one, beats = leases(), asyncio.Semaphore(0)
     one.hold(tmp_path)
@@ -322,9 +324,7 @@ async def test_a_lease_that_no_other_machine_sees_is_written_once(
     keeping.cancel()
 
 
-async def test_volume_that_hangs_does_not_cost_the_others_their_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hanging_volume_does_not_affect_other_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second renewal happens meanwhile."""
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
     one = leases()

@@ -36,15 +36,15 @@ ENV = Env()
         (["/mnt/a"], None),
     ],
 )
-def test_a_hint_names_a_place(hint: Any, place: str | None) -> None:
+def test_disk_hint_gives_a_path(hint: Any, place: str | None) -> None:
     disk = hints.from_hint("disk-a", hint, ENV)
 
     assert disk.cid == "disk-a"
     assert disk.place == (Path(place) if place else None)
 
 
-def test_the_file_has_the_go_agents_shape(tmp_path: Path) -> None:
-    """Compared with what the Go agent wrote for the same hint."""
+def test_disk_hint_file_has_the_format_of_the_go_agent(tmp_path: Path) -> None:
+    """It is compared with what the Go agent wrote for the same hint."""
     path = tmp_path / "persistent_disk_hints.json"
 
     hints.save(path, {"disk-b": hints.from_hint("disk-b", "/dev/sdz", ENV)})
@@ -57,7 +57,7 @@ def test_the_file_has_the_go_agents_shape(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_every_member_of_a_hint_is_kept(tmp_path: Path) -> None:
+def test_disk_hint_file_keeps_every_member(tmp_path: Path) -> None:
     env = Env(persistent_disk_fs="xfs", persistent_disk_mount_options=["noatime"], persistent_disk_partitioner="parted")
     iscsi = {"username": "u", "password": "p", "initiator_name": "i", "target": "t"}
     hint = {"path": "/a", "volume_id": "v", "id": "d", "lun": 0, "host_device_id": "h", "iscsi_settings": iscsi}
@@ -81,14 +81,14 @@ def test_every_member_of_a_hint_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
-def test_the_printed_form_has_no_secret() -> None:
+def test_printed_disk_hint_contains_no_secret() -> None:
     disk = hints.from_hint("a", {"path": "/p", "iscsi_settings": {"password": "canary"}}, ENV)
 
     assert str(disk) == "{ID:a DeviceID: VolumeID: Path:/p}"
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"a": 7}', '{"a": {"Path": {}}}'])
-def test_an_unusable_file_counts_as_missing(tmp_path: Path, content: str | None) -> None:
+def test_unusable_disk_hint_file_counts_as_missing(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "hints.json"
     if content is not None:
         path.write_text(content)
@@ -97,7 +97,7 @@ def test_an_unusable_file_counts_as_missing(tmp_path: Path, content: str | None)
     assert (tmp_path / "hints.json.unreadable").exists() is (content is not None)
 
 
-def test_a_file_of_an_older_go_agent_is_read(tmp_path: Path) -> None:
+def test_disk_hint_file_of_an_older_go_agent_is_read(tmp_path: Path) -> None:
     (tmp_path / "hints").write_text('{"a": {"ID": "a", "Path": "/p", "MountOptions": null, "New": 1}}')
 
     assert hints.load(tmp_path / "hints") == {"a": DiskSettings(cid="a", path="/p")}
@@ -113,11 +113,11 @@ def test_a_file_of_an_older_go_agent_is_read(tmp_path: Path) -> None:
         ({}, None, None),
     ],
 )
-def test_a_hint_with_a_path_overrides_the_settings(settings: dict[str, Any], hint: Any, place: str | None) -> None:
+def test_disk_hint_with_a_path_overrides_the_settings(settings: dict[str, Any], hint: Any, place: str | None) -> None:
     found = hints.known(settings, ENV, {"a": hints.from_hint("a", hint, ENV)})
 
     assert found["a"].place == (Path(place) if place else None)
 
 
-def test_disks_of_settings_alone_are_known() -> None:
+def test_disks_known_only_from_settings_are_used() -> None:
     assert hints.known({"a": {"path": "/s"}}, ENV, {})["a"].place == Path("/s")

@@ -15,7 +15,7 @@ from agent_shim.services.disks.markers import Disk, Marker, Plan, plan
 # --- markers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_marker_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_disk_marker_is_read_back_unchanged(tmp_path: Path) -> None:
     marker = Marker("disk-a", "store", source="disk-0", instance="i-1")
 
     markers.write(tmp_path, marker)
@@ -26,7 +26,7 @@ def test_a_marker_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
 
 
-def test_a_marker_is_for_root_alone(tmp_path: Path) -> None:
+def test_disk_marker_is_readable_only_by_root(tmp_path: Path) -> None:
     markers.write(tmp_path, Marker("a"))
 
     assert stat.S_IMODE((tmp_path / ".agent_shim").stat().st_mode) == 0o700
@@ -34,14 +34,14 @@ def test_a_marker_is_for_root_alone(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / ".agent_shim").iterdir()] == ["disk.json"]
 
 
-def test_a_marker_of_a_later_version_is_understood(tmp_path: Path) -> None:
+def test_disk_marker_of_a_later_version_is_understood(tmp_path: Path) -> None:
     (tmp_path / ".agent_shim").mkdir()
     (tmp_path / ".agent_shim/disk.json").write_text('{"cid":"a","role":"store","version":2,"colour":"blue"}')
 
     assert markers.read(tmp_path) == Marker("a", "store", version=2)
 
 
-def test_an_unusable_marker_counts_as_missing(tmp_path: Path) -> None:
+def test_unusable_disk_marker_counts_as_missing(tmp_path: Path) -> None:
     path = tmp_path / ".agent_shim/disk.json"
     path.parent.mkdir()
     for content in ("", "{", "[]", '{"cid": 7}', '{"cid": "a", "role": "king"}', '{"role": "store"}'):
@@ -51,7 +51,7 @@ def test_an_unusable_marker_counts_as_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("a job replaces the marker or the lease on its disk with a link or a FIFO")
-def test_nothing_planted_by_a_job_is_followed_or_waited_for(tmp_path: Path) -> None:
+def test_links_and_pipes_at_a_disk_marker_are_not_followed_or_opened(tmp_path: Path) -> None:
     volume, elsewhere = tmp_path / "volume", tmp_path / "elsewhere"
     volume.mkdir()
     elsewhere.mkdir()
@@ -76,7 +76,7 @@ def test_nothing_planted_by_a_job_is_followed_or_waited_for(tmp_path: Path) -> N
 
 @pytest.mark.root
 @pytest.mark.parametrize("forged", ["the directory", "the file"])
-def test_a_marker_of_a_job_counts_as_missing_and_is_set_aside(tmp_path: Path, forged: str) -> None:
+def test_disk_marker_owned_by_a_job_counts_as_missing_and_is_set_aside(tmp_path: Path, forged: str) -> None:
     """Many releases give the top of their disk to vcap."""
     os.chown(tmp_path, 1000, 1000)
     markers.write(tmp_path, Marker("another", "store"))
@@ -89,7 +89,7 @@ def test_a_marker_of_a_job_counts_as_missing_and_is_set_aside(tmp_path: Path, fo
     assert markers.read(tmp_path) == Marker("a", "store")
 
 
-def test_no_volume_has_no_marker(tmp_path: Path) -> None:
+def test_missing_volume_has_no_disk_marker(tmp_path: Path) -> None:
     assert markers.read(tmp_path / "gone") is None
 
 
@@ -164,10 +164,12 @@ STRANGE = "disk a belongs to another instance and the Director has not had it mo
         ([marked("a", "store", instance="i-2"), marked("b", "store", instance="i-1")], "", "", Plan("b")),
     ],
 )
-def test_where_disks_belong(disks: list[Disk], managed: str, on_store: str, decided: Plan) -> None:
+def test_mount_point_of_a_disk_follows_from_its_marker(
+    disks: list[Disk], managed: str, on_store: str, decided: Plan
+) -> None:
     assert plan(disks, on_store=on_store, managed=managed, instance="i-1") == decided
 
 
-def test_a_new_machine_without_an_instance_id_uses_any_disk() -> None:
-    """Between its first boot and the first apply the Director has told no id."""
+def test_machine_without_an_instance_id_uses_any_disk() -> None:
+    """Between the first boot and the first apply the Director has not sent an id."""
     assert plan([marked("a", "store", instance="i-2")], on_store="", managed="", instance="") == Plan("a")

@@ -25,12 +25,12 @@ NOON = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC).timestamp()
         ("2026-11-22", 43200),
     ],
 )
-def test_a_moment_is_a_duration_a_clock_or_a_date(text: str, ago: float) -> None:
+def test_since_accepts_a_duration_a_time_or_a_date(text: str, ago: float) -> None:
     assert NOON - moment(text, NOON) == ago
 
 
 @pytest.mark.parametrize("text", ["", "soon", "10", "-5m", "10m ago", "25:00", "2026-13-01", "9" * 30 + "d", "٣m"])
-def test_invalid_time_is_refused(text: str) -> None:
+def test_since_rejects_an_invalid_time(text: str) -> None:
     with pytest.raises(ValueError, match="is neither a time nor a duration"):
         moment(text, NOON)
 
@@ -51,18 +51,18 @@ def test_invalid_time_is_refused(text: str) -> None:
         "I web/0815 2026-11-22T14:00:00+02:00 up",
     ],
 )
-def test_a_line_has_the_time_that_its_program_wrote(line: str) -> None:
+def test_log_line_time_is_the_one_in_the_line(line: str) -> None:
     assert written_at(line.encode()) == NOON
 
 
 @pytest.mark.parametrize(
     "line", ["up", "", "version 1.2026-11", "2026-02-30T12:00:00Z no such day", "\x00\xff 12:00:00"]
 )
-def test_a_line_may_have_none(line: str) -> None:
+def test_log_line_may_have_no_time(line: str) -> None:
     assert written_at(line.encode(errors="replace")) is None
 
 
-def test_lines_without_a_time_belong_to_the_one_before() -> None:
+def test_log_lines_without_a_time_belong_to_the_preceding_line() -> None:
     since = Since(NOON)
     lines = ["start", "2026-11-22T11:59:59Z old", "  old too", "2026-11-22T12:00:00Z new", "  new too"]
 
@@ -70,11 +70,11 @@ def test_lines_without_a_time_belong_to_the_one_before() -> None:
 
 
 @pytest.mark.parametrize(("changed_at", "is_wanted"), [(NOON - 1, False), (NOON, True)])
-def test_a_file_without_times_counts_by_its_last_change(changed_at: float, is_wanted: bool) -> None:
+def test_log_file_without_times_is_dated_by_its_modification(changed_at: float, is_wanted: bool) -> None:
     assert Since(NOON).is_wanted("a", b"up", lambda: changed_at) is is_wanted
 
 
-def test_files_are_told_apart() -> None:
+def test_since_handles_each_log_file_separately() -> None:
     since = Since(NOON)
 
     assert since.is_wanted("a", b"2026-11-22T12:00:00Z new", lambda: 0.0)

@@ -47,7 +47,7 @@ def news(follower: Follower, clock: Clock) -> list[str]:
     return [line.plain() for line in follower.poll()]
 
 
-def test_lines_say_whose_they_are(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_tailed_lines_name_their_job_and_file(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     written(tmp_path / "web/web.stdout.log", "one\ntwo\n")
     written(tmp_path / "web/web.stderr.log", "ouch\n")
 
@@ -59,16 +59,14 @@ def test_lines_say_whose_they_are(tmp_path: Path, follower: Follower, clock: Clo
     assert news(follower, clock) == []
 
 
-def test_a_line_comes_when_it_is_whole(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_tailed_line_is_shown_when_it_is_complete(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     written(tmp_path / "web/a.log", "be")
     assert news(follower, clock) == []
     written(tmp_path / "web/a.log", "gin\nnext")
     assert news(follower, clock) == ["web/a.log | begin"]
 
 
-def test_a_renamed_file_is_read_to_its_end_and_the_new_one_from_its_beginning(
-    tmp_path: Path, follower: Follower, clock: Clock
-) -> None:
+def test_tail_finishes_a_renamed_log_and_reads_the_new_one(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     log = tmp_path / "web/a.log"
     written(log, "1\n")
     assert news(follower, clock) == ["web/a.log | 1"]
@@ -81,7 +79,7 @@ def test_a_renamed_file_is_read_to_its_end_and_the_new_one_from_its_beginning(
     assert news(follower, clock) == []
 
 
-def test_a_file_that_was_cut_to_nothing_begins_again(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_tail_reads_a_truncated_log_from_its_start(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     log = tmp_path / "web/a.log"
     written(log, "a long first line\n")
     assert len(news(follower, clock)) == 1
@@ -91,7 +89,9 @@ def test_a_file_that_was_cut_to_nothing_begins_again(tmp_path: Path, follower: F
     assert news(follower, clock) == ["web/a.log | after"]
 
 
-def test_a_removed_file_is_let_go_and_comes_back(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_tail_closes_a_removed_log_and_reads_it_when_it_returns(
+    tmp_path: Path, follower: Follower, clock: Clock
+) -> None:
     log = tmp_path / "web/a.log"
     written(log, "1\n")
     news(follower, clock)
@@ -110,8 +110,8 @@ def _target(link: Path) -> str:
 
 
 @pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
-def test_no_link_is_followed(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """A job could show the log reader what only root may read."""
+def test_tail_follows_no_link(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    """A job could otherwise show the log reader files that only root may read."""
     secret = tmp_path.parent / f"{tmp_path.name}-secret.log"
     secret.write_text("password\n")
     (tmp_path / "web").mkdir()
@@ -122,14 +122,14 @@ def test_no_link_is_followed(tmp_path: Path, follower: Follower, clock: Clock) -
 
 
 @pytest.mark.attack("a job has root open a FIFO or a device")
-def test_opening_a_fifo_does_not_block(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_tail_does_not_block_on_a_fifo(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     (tmp_path / "web").mkdir()
     os.mkfifo(tmp_path / "web/a.log")
 
     assert news(follower, clock) == []
 
 
-def test_a_flood_is_cut_and_told(tmp_path: Path, clock: Clock) -> None:
+def test_tail_drops_lines_of_a_flood_and_reports_them(tmp_path: Path, clock: Clock) -> None:
     follower = Follower(tmp_path, rate=1000, clock=clock)
     written(tmp_path / "web/a.log", "x" * 99 + "\n")
     assert [line.endswith("x" * 99) for line in news(follower, clock)] == [True]
@@ -143,7 +143,7 @@ def test_a_flood_is_cut_and_told(tmp_path: Path, clock: Clock) -> None:
     assert lines[1:] == ["y" * 99] * 10
 
 
-def test_an_endless_line_comes_in_pieces(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_tail_splits_an_endless_line(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     written(tmp_path / "web/a.log", "z" * (log_file.MAX_LINE_BYTES * 2 + 5))
     found = [line.text for line in _after(follower, clock)]
 
@@ -155,7 +155,7 @@ def _after(follower: Follower, clock: Clock) -> list[Line]:
     return list(follower.poll())
 
 
-def test_the_last_lines_and_then_the_news(tmp_path: Path, clock: Clock) -> None:
+def test_tail_shows_the_last_lines_and_then_new_ones(tmp_path: Path, clock: Clock) -> None:
     written(tmp_path / "web/a.log", "".join(f"{number}\n" for number in range(100)))
     written(tmp_path / "other/b.log", "not asked for\n")
     follower = Follower(tmp_path, "web", clock=clock)
@@ -166,7 +166,7 @@ def test_the_last_lines_and_then_the_news(tmp_path: Path, clock: Clock) -> None:
     follower.close()
 
 
-def test_bytes_that_are_no_text_are_shown_somehow_and_json_stays_json() -> None:
+def test_tail_escapes_invalid_utf_8_and_keeps_json_valid() -> None:
     line = Line("web", "a.log", b'\xff\x00"')
 
     assert json.loads(line.as_json()) == {"logger": "job", "job": "web", "file": "a.log", "message": '\ufffd\0"'}
@@ -176,8 +176,8 @@ def test_bytes_that_are_no_text_are_shown_somehow_and_json_stays_json() -> None:
 
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
-def test_a_name_in_invalid_utf_8_is_escaped(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """Its lines come under an escaped name, and those of other jobs as ever."""
+def test_tail_escapes_a_file_name_in_invalid_utf_8(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+    """Its lines are shown under an escaped name, and those of other jobs as usual."""
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / os.fsdecode(b"\xff\n\x1b[2J.log")).write_text("mine\n")
     written(tmp_path / "good/x.log", "theirs\n")
@@ -189,8 +189,10 @@ def test_a_name_in_invalid_utf_8_is_escaped(tmp_path: Path, follower: Follower, 
         line.encode()
 
 
-def test_files_of_one_job_keep_no_other_out(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """Each job has its share, of the files written to last. Surplus files are reported once."""
+def test_tail_limits_files_per_job_without_excluding_other_jobs(
+    tmp_path: Path, follower: Follower, clock: Clock
+) -> None:
+    """Each job has its share of the most recently written files. Surplus files are reported once."""
     (tmp_path / "evil").mkdir()
     for number in range(tail.MAX_FILES + 100):
         path = tmp_path / f"evil/{number}.log"
@@ -210,7 +212,7 @@ def test_files_of_one_job_keep_no_other_out(tmp_path: Path, follower: Follower, 
     assert news(follower, clock) == ["late/x.log | late"]
 
 
-def test_a_hole_of_terabytes_is_skipped(tmp_path: Path, clock: Clock) -> None:
+def test_tail_skips_a_hole_of_terabytes(tmp_path: Path, clock: Clock) -> None:
     """It costs its writer nothing."""
     follower = Follower(tmp_path, clock=clock)
     written(tmp_path / "evil/x.log", "first\n")
@@ -225,7 +227,7 @@ def test_a_hole_of_terabytes_is_skipped(tmp_path: Path, clock: Clock) -> None:
     follower.close()
 
 
-def test_last_lines_are_found_over_many_chunks(tmp_path: Path, clock: Clock) -> None:
+def test_tail_finds_the_last_lines_across_many_chunks(tmp_path: Path, clock: Clock) -> None:
     lines = [f"{number} {'x' * 100}" for number in range(5000)]
     written(tmp_path / "web/x.log", "\n".join(lines) + "\n")
 
