@@ -35,11 +35,11 @@ OURS = document("ours", {"ping": figure([0.0003, 0.00031, 0.002], "s", floor=[0.
         (-0.12, "MB", "-0.12 MB"),
     ],
 )
-def test_a_figure_has_three_digits_and_a_unit_that_suits_it(value: float, unit: str, words: str) -> None:
+def test_benchmark_figure_has_three_digits_and_a_suitable_unit(value: float, unit: str, words: str) -> None:
     assert table.worded(value, unit) == words
 
 
-def test_a_line_has_the_spread_the_floor_its_ratio_and_the_budget() -> None:
+def test_benchmark_row_has_spread_floor_ratio_and_budget() -> None:
     text = table.render(OURS, [])
     assert "| ping | 310 µs (300 µs to 2 ms) | 200 µs (1) ×1.55 | 1.2 / 1.1 of the floor, **limit missed** |" in text
     assert "Floors: (1) an echo." in text
@@ -58,18 +58,18 @@ def test_a_line_has_the_spread_the_floor_its_ratio_and_the_budget() -> None:
         ("start_answered", figure([0.0099], "s"), ""),
     ],
 )
-def test_a_budget_is_an_absolute_value_or_a_multiple_of_the_floor(name: str, samples: Any, verdict: str) -> None:
+def test_benchmark_budget_is_absolute_or_a_multiple_of_the_floor(name: str, samples: Any, verdict: str) -> None:
     assert table.BUDGETS[name].verdict(samples) == verdict
 
 
-def test_another_agent_stands_beside_with_how_many_times_ours() -> None:
+def test_benchmark_table_shows_another_agent_with_its_ratio() -> None:
     theirs = document("theirs", {"ping": figure([0.0651], "s")}, **{"from": "05:00", "to": "05:40"})
     text = table.render(OURS, [theirs])
     assert "**limit missed** | 65.1 ms (×210) |" in text
     assert "; on the same machine theirs from 05:00 to 05:40 (load 0.1)." in text
 
 
-def test_parts_of_several_runs_are_one_column() -> None:
+def test_benchmark_table_merges_several_runs_into_one_column() -> None:
     ping = {"ping": {**figure([0.0004], "s"), "part": "pings"}}
     later = {**document("ours", {}), "from": "05:00", "to": "05:01", "machine": {**MACHINE, "load_before": 2.5}}
     runs = [
@@ -85,7 +85,7 @@ def test_parts_of_several_runs_are_one_column() -> None:
     assert "each part in a run of its own: ours from 04:00 to 05:01 (load at most 2.5)." in text
 
 
-def test_steps_of_a_deploy_have_a_table_with_a_row_for_each_agent() -> None:
+def test_benchmark_deploy_steps_have_a_row_for_each_agent() -> None:
     counts = {f"deploy_queries_of_{step}": figure([n], "queries") for step, n in (("stop", 1.0), ("pre-start", 2.0))}
     text = table.render(document("ours", counts), [document("theirs", counts)])
 
@@ -94,7 +94,7 @@ def test_steps_of_a_deploy_have_a_table_with_a_row_for_each_agent() -> None:
     assert "| deploy queries" not in text
 
 
-def test_a_figure_with_a_budget_keeps_its_row() -> None:
+def test_benchmark_figure_with_a_budget_keeps_its_row() -> None:
     crowds = {f"{count}_processes_idle_cpu": figure([0.05], "%") for count in (10, 200)}
     text = table.render(document("ours", crowds), [])
 
@@ -103,20 +103,20 @@ def test_a_figure_with_a_budget_keeps_its_row() -> None:
     assert "| 10 processes idle cpu" not in text
 
 
-def test_another_machine_is_said_to_be_another() -> None:
+def test_benchmark_table_says_if_the_machines_differ() -> None:
     theirs = document("theirs", {}, machine={**MACHINE, "kernel": "5.10"}, scale=0.5)
     text = table.render(OURS, [theirs])
     assert "; on another machine theirs from 04:00 to 04:20 (load 0.1, at a scale of 0.5)." in text
 
 
-def test_a_missing_figure_has_its_reason() -> None:
+def test_benchmark_table_gives_the_reason_of_a_missing_figure() -> None:
     theirs = document("theirs", {}, missing={"boots": "HostError: it has ended"})
     text = table.render(OURS, [theirs])
     assert "**limit missed** | not measured |" in text
     assert "Not measured of theirs, in all or in part: `boots`: HostError: it has ended" in text
 
 
-def test_the_boot_as_root_is_a_line_and_its_steps_are_named() -> None:
+def test_benchmark_table_has_the_boot_as_root_with_its_steps() -> None:
     boot = figure([0.2914, 0.267, 0.347], "s", floor=[0.1], floor_is="an interpreter") | {
         "steps_ms": {"own names": 2.5, "ssh server": 7.3}
     }
@@ -126,7 +126,7 @@ def test_the_boot_as_root_is_a_line_and_its_steps_are_named() -> None:
     assert "*exec to first pong as root*: own names 2.5 ms, ssh server 7.3 ms." in text
 
 
-def test_the_readme_has_the_figures_of_the_page() -> None:
+def test_readme_has_the_figures_of_the_benchmark_page() -> None:
     """A run of the benchmark beside the Go agent writes both."""
     page = table.PAGE.read_text()
 

@@ -41,7 +41,7 @@ def planned(tmp_path: Path, one: Job) -> plan.Plan:
     return plan.plan(Checkout(tmp_path), one)
 
 
-def test_programs_of_packages_are_found_behind_variables_and_on_the_path(tmp_path: Path) -> None:
+def test_comparison_finds_package_programs_in_variables_and_the_path(tmp_path: Path) -> None:
     made = planned(tmp_path, job())
 
     assert made.files["web"]["bin/server"] == plan.STAND_IN
@@ -49,7 +49,7 @@ def test_programs_of_packages_are_found_behind_variables_and_on_the_path(tmp_pat
     assert made.files["helpers"]["pids.sh"] == "wait_pid() { :; }\n"
 
 
-def test_ports_pidfiles_and_rates_come_from_the_monit_file(tmp_path: Path) -> None:
+def test_comparison_reads_ports_pidfiles_and_rates_from_the_monit_file(tmp_path: Path) -> None:
     made = planned(tmp_path, job())
 
     assert [(one.name, one.kind, one.pidfile, one.start) for one in made.services] == [
@@ -60,11 +60,11 @@ def test_ports_pidfiles_and_rates_come_from_the_monit_file(tmp_path: Path) -> No
     assert made.cycles == 4
 
 
-def test_a_script_asks_for_no_more_than_the_hard_limit(tmp_path: Path) -> None:
+def test_comparison_lowers_ulimits_of_scripts_to_the_hard_limit(tmp_path: Path) -> None:
     assert "999999999" not in planned(tmp_path, job()).job.files["bin/ctl"]
 
 
-def test_missing_files_of_scripts_are_made_for_the_next_life(tmp_path: Path) -> None:
+def test_comparison_creates_missing_files_of_scripts_for_the_next_run(tmp_path: Path) -> None:
     made = planned(tmp_path, job())
     said = (
         "ctl: line 3: /var/vcap/packages/web/lib/run: No such file or directory\nctl: line 4: confd: command not found"
@@ -75,14 +75,14 @@ def test_missing_files_of_scripts_are_made_for_the_next_life(tmp_path: Path) -> 
     assert made.system == {"confd"}
 
 
-def test_the_last_tool_of_a_start_program_lives_in_the_next_life(tmp_path: Path) -> None:
+def test_comparison_keeps_the_last_tool_of_a_start_program_running(tmp_path: Path) -> None:
     made = planned(tmp_path, job())
 
     assert plan.learn(made, "", ["render", "server"])
     assert made.expectation["lives"] == ["server"]
 
 
-def test_scripts_are_lenient_where_nothing_else_is_left_to_try(tmp_path: Path) -> None:
+def test_comparison_makes_scripts_lenient_as_a_last_resort(tmp_path: Path) -> None:
     made = planned(tmp_path, job(**{"bin/pre-start": "#!/bin/bash -e\nset -eu\nfalse\nexit 3\n", "etc/x": "exit 1"}))
 
     assert plan.learn(made, "", [])
@@ -92,14 +92,14 @@ def test_scripts_are_lenient_where_nothing_else_is_left_to_try(tmp_path: Path) -
     assert not plan.learn(made, "", [])
 
 
-def test_dependencies_on_services_of_other_jobs_are_dropped(tmp_path: Path) -> None:
+def test_comparison_drops_dependencies_on_other_jobs(tmp_path: Path) -> None:
     made = planned(tmp_path, job(monit=MONIT + "  depends on web\n  depends on nginx\n"))
 
     assert "depends on web" in made.job.monit
     assert "nginx" not in made.job.monit
 
 
-def test_a_process_of_bpm_asks_for_no_right_that_the_machine_lacks(tmp_path: Path) -> None:
+def test_comparison_drops_bpm_privileges_that_the_machine_lacks(tmp_path: Path) -> None:
     bpm = "processes: [{name: web, executable: /web, capabilities: [NET_BIND_SERVICE, SYS_RESOURCE]}]"
     asked = plan.processes(planned(tmp_path, job(**{"config/bpm.yml": bpm})).job)[0]["capabilities"]
 
@@ -119,7 +119,7 @@ def judged(tmp_path: Path, go: dict[str, Any], shim: dict[str, Any], one: Job | 
     return judge.judge(planned(tmp_path, one or job()), *worlds)
 
 
-def test_two_lives_alike_are_equal(tmp_path: Path) -> None:
+def test_comparison_calls_identical_runs_equal(tmp_path: Path) -> None:
     assert judged(tmp_path, phase("rest"), phase("rest")).kind == "equal"
 
 
@@ -165,7 +165,7 @@ def test_a_slow_start_that_is_not_reported_is_a_difference(tmp_path: Path) -> No
     assert judged(tmp_path / "silent", monit, phase("slow start", events=[lives])).kind == "difference"
 
 
-def test_a_difference_names_the_line_of_the_release(tmp_path: Path) -> None:
+def test_comparison_difference_names_the_line_of_the_release(tmp_path: Path) -> None:
     failing = phase("port closed", job_states=["running", "failing"], states={"web": ["running", "failing"]})
     verdict = judged(tmp_path, failing, phase("port closed"))
 
@@ -174,7 +174,7 @@ def test_a_difference_names_the_line_of_the_release(tmp_path: Path) -> None:
     assert {one.line for one in verdict.differences} == {"jobs/web/monit:4"}
 
 
-def test_a_second_start_and_a_signal_are_differences(tmp_path: Path) -> None:
+def test_comparison_reports_a_second_start_and_a_signal(tmp_path: Path) -> None:
     go = phase("death", events=[[0.1, "lives", "server"], [5.0, "lives", "server"], [5.1, "SIGHUP", "server"]])
     verdict = judged(tmp_path, go, phase("death", events=[[0.1, "lives", "server"]]))
 
@@ -184,7 +184,7 @@ def test_a_second_start_and_a_signal_are_differences(tmp_path: Path) -> None:
     }
 
 
-def test_a_listed_deviation_is_no_difference(tmp_path: Path) -> None:
+def test_comparison_ignores_listed_deviations(tmp_path: Path) -> None:
     bpm = job(monit=MONIT.replace("/sys/run/web/", "/sys/run/bpm/web/"))
     verdict = judged(tmp_path, phase("empty pidfile", job_states=["failing"]), phase("empty pidfile"), bpm)
 
@@ -192,7 +192,7 @@ def test_a_listed_deviation_is_no_difference(tmp_path: Path) -> None:
     assert judged(tmp_path / "ctl", phase("empty pidfile", job_states=["failing"]), phase("empty pidfile")).differences
 
 
-def test_a_pidfile_of_bpm_that_a_stop_of_the_dead_leaves_is_listed(tmp_path: Path) -> None:
+def test_comparison_lists_a_bpm_pidfile_left_by_stopping_a_dead_process(tmp_path: Path) -> None:
     bpm = job(monit=MONIT.replace("/sys/run/web/", "/sys/run/bpm/web/"))
     left, gone = phase("stop", files=["data/sys/run/bpm/web/web.pid 644"]), phase("stop")
 
@@ -200,8 +200,8 @@ def test_a_pidfile_of_bpm_that_a_stop_of_the_dead_leaves_is_listed(tmp_path: Pat
     assert judged(tmp_path / "here", gone, left, bpm).kind == "difference"
 
 
-def test_a_process_that_a_restart_leaves_beside_the_next_one_is_listed(tmp_path: Path) -> None:
-    """The stop program of rabbitmq-server-boshrelease takes its pidfile away. Here the stop's timeout is an alert."""
+def test_comparison_lists_a_process_left_by_a_restart(tmp_path: Path) -> None:
+    """The stop program of rabbitmq-server-boshrelease removes its pidfile. Here the stop's timeout is an alert."""
     begun, ended = [2.0, "lives", "server"], [0.5, "SIGTERM", "server"]
     alert = ["web - Execution failed - alert"]
     go, shim = phase("monit restart", events=[begun]), phase("monit restart", events=[ended, begun], alerts=alert)
@@ -229,27 +229,27 @@ CONTEXT = {
         ({"directory": "/tmp"}, "ctl start script: directory"),
     ],
 )
-def test_what_a_program_inherits_is_compared(tmp_path: Path, changed: dict[str, Any], what: str) -> None:
+def test_comparison_includes_what_programs_inherit(tmp_path: Path, changed: dict[str, Any], what: str) -> None:
     go = phase("start", contexts={"ctl start script": [CONTEXT]})
     shim = phase("start", contexts={"ctl start script": [CONTEXT | changed]})
 
     assert [one.what for one in judged(tmp_path, go, shim).differences] == [what]
 
 
-def test_the_empty_directory_of_the_agent_is_listed(tmp_path: Path) -> None:
+def test_comparison_lists_the_agents_empty_working_directory(tmp_path: Path) -> None:
     go = phase("start", contexts={"ctl start script": [CONTEXT]})
     shim = phase("start", contexts={"ctl start script": [CONTEXT | {"directory": "/var/vcap/empty"}]})
 
     assert judged(tmp_path, go, shim).kind == "listed"
 
 
-def test_an_alert_that_is_sent_twice_is_a_difference(tmp_path: Path) -> None:
+def test_comparison_reports_a_repeated_alert(tmp_path: Path) -> None:
     alert = ["web - Does not exist - restart"]
 
     assert judged(tmp_path, phase("death", alerts=alert), phase("death", alerts=alert * 2)).kind == "difference"
 
 
-def test_a_script_of_the_director_that_is_left_out_or_has_other_arguments_is_a_difference(tmp_path: Path) -> None:
+def test_comparison_reports_missing_scripts_and_other_arguments(tmp_path: Path) -> None:
     def drained(*scripts: str) -> dict[str, Any]:
         return phase("update: drain", scripts=[f"/var/vcap/jobs/web/bin/{script}" for script in scripts])
 
@@ -271,7 +271,7 @@ def test_a_script_of_the_director_that_is_left_out_or_has_other_arguments_is_a_d
         ("processes[web].mem.kb", 900000, False),
     ],
 )
-def test_values_of_states_are_compared_and_figures_roughly(
+def test_comparison_compares_states_exactly_and_figures_roughly(
     tmp_path: Path, path: str, shim: Any, *, is_alike: bool
 ) -> None:
     values = {
@@ -286,7 +286,7 @@ def test_values_of_states_are_compared_and_figures_roughly(
     assert [one.what for one in judged(tmp_path, go, other).differences] == [f"value in state {path}"] * (not is_alike)
 
 
-def test_a_job_that_does_not_run_on_a_busy_machine_is_busy(tmp_path: Path) -> None:
+def test_comparison_calls_a_job_busy_if_it_fails_on_a_busy_machine(tmp_path: Path) -> None:
     dead = {"error": "TimeoutError: ", "waited": 40.0, "phases": []}
 
     assert judge.judge(planned(tmp_path, job()), dead, dead).kind == "busy"
@@ -295,7 +295,7 @@ def test_a_job_that_does_not_run_on_a_busy_machine_is_busy(tmp_path: Path) -> No
     )
 
 
-def test_a_request_without_an_answer_on_a_busy_machine_is_no_difference(tmp_path: Path) -> None:
+def test_comparison_ignores_an_unanswered_request_on_a_busy_machine(tmp_path: Path) -> None:
     late = phase("errand", value="error: Timed out sending 'run_errand' to agent 'instance' after 45 seconds")
     lives = [{"error": "", "waited": 40.0, "phases": [phase("start"), one]} for one in (phase("errand"), late)]
 
@@ -303,14 +303,14 @@ def test_a_request_without_an_answer_on_a_busy_machine_is_no_difference(tmp_path
     assert judge.judge(planned(tmp_path, job()), *(life | {"waited": 0.5} for life in lives)).kind == "difference"
 
 
-def test_scripts_report_themselves_and_missing_hooks_are_there(tmp_path: Path) -> None:
+def test_comparison_adds_reporting_to_scripts_and_creates_missing_hooks(tmp_path: Path) -> None:
     files = planned(tmp_path, job()).job.files
 
     assert files["bin/ctl"].splitlines()[1].startswith(plan.TOLD)
     assert all(plan.TOLD in files[f"bin/{name}"] for name in plan.HOOKS)
 
 
-def test_start_programs_of_the_second_version_have_a_short_timeout(tmp_path: Path) -> None:
+def test_comparison_gives_the_second_version_a_short_start_timeout(tmp_path: Path) -> None:
     monit = MONIT.replace("ctl start'\"", "ctl start'\" with timeout 90 seconds")
     made = planned(tmp_path, job(monit=monit))
 
@@ -319,7 +319,7 @@ def test_start_programs_of_the_second_version_have_a_short_timeout(tmp_path: Pat
     assert made.slow == ["/var/vcap/jobs/web/bin/ctl start"]
 
 
-def test_limits_of_memory_and_processor_time_are_in_reach(tmp_path: Path) -> None:
+def test_comparison_sets_memory_and_cpu_limits_within_reach(tmp_path: Path) -> None:
     rules = (
         "  if totalmem > 4 GB for 15 cycles then alert\n  if cpu usage > 95% then alert\n  if mem > 80% then alert\n"
     )
@@ -329,14 +329,14 @@ def test_limits_of_memory_and_processor_time_are_in_reach(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", breaks.BREAKS)
-def test_each_break_of_the_agent_finds_its_text(tmp_path: Path, name: str) -> None:
+def test_comparison_break_of_the_agent_can_be_applied(tmp_path: Path, name: str) -> None:
     broken = breaks.BREAKS[name]
     broken.copy(tmp_path)
     compile((tmp_path / "agent_shim" / broken.path).read_text(), broken.path, "exec")
 
 
-def test_a_port_that_restarts_its_process_in_each_cycle_may_end_its_phase_at_any_point(tmp_path: Path) -> None:
-    """redis of rackapp-boshrelease; without the rule's alert a dead process is a difference."""
+def test_comparison_tolerates_the_end_of_a_restart_loop_at_any_point(tmp_path: Path) -> None:
+    """An example is redis of rackapp-boshrelease. Without the rule's alert, a dead process is a difference."""
     restarted = {"alerts": ["web - Connection failed - restart"]}
     dead, alive = phase("port closed", services={"web": False}), phase("port closed", **restarted)
 
@@ -344,8 +344,8 @@ def test_a_port_that_restarts_its_process_in_each_cycle_may_end_its_phase_at_any
     assert judged(tmp_path / "silent", dead, phase("port closed")).kind == "difference"
 
 
-def test_a_tool_may_run_past_its_phase(tmp_path: Path) -> None:
-    """grafana's post-start of prometheus-boshrelease asks on for minutes."""
+def test_comparison_tolerates_a_tool_that_outlasts_its_phase(tmp_path: Path) -> None:
+    """grafana's post-start in prometheus-boshrelease keeps polling for minutes."""
     tool, plan = [[8.0, "tool", "cli"]], planned(tmp_path, job())
 
     def verdict(shim: list[dict[str, Any]]) -> judge.Verdict:
@@ -356,7 +356,7 @@ def test_a_tool_may_run_past_its_phase(tmp_path: Path) -> None:
     assert verdict([phase("death"), phase("empty pidfile")]).kind == "difference"
 
 
-def test_a_job_that_runs_in_neither_world_is_not_equal(tmp_path: Path) -> None:
+def test_comparison_does_not_call_a_job_equal_that_runs_nowhere(tmp_path: Path) -> None:
     dead = {"error": "", "phases": [phase("start", running_after=-1.0, job_states=["failing"])]}
     verdict = judge.judge(planned(tmp_path, job()), dead, dead)
 
@@ -364,13 +364,13 @@ def test_a_job_that_runs_in_neither_world_is_not_equal(tmp_path: Path) -> None:
     assert "runs in neither world" in verdict.not_played
 
 
-def test_a_job_that_stays_up_in_neither_world_is_not_equal(tmp_path: Path) -> None:
+def test_comparison_does_not_call_a_job_equal_that_stays_up_nowhere(tmp_path: Path) -> None:
     verdict = judged(tmp_path, phase("rest", job_states=["running", "failing"]), phase("rest", job_states=["failing"]))
 
     assert "stays up in neither world" in verdict.not_played
 
 
-def test_texts_of_monit_are_compared_without_their_figures(tmp_path: Path) -> None:
+def test_comparison_ignores_figures_in_monit_texts(tmp_path: Path) -> None:
     text = "0\nThe Monit daemon 5.2.5 uptime: {}m \n\nProcess 'web'\n  status          {}\n  children        {}\n"
     go = phase("rest", texts={"monit status": text.format(1, "running", 2), "monit stop none": "1\nno such service\n"})
     same = phase(
@@ -386,18 +386,18 @@ def test_texts_of_monit_are_compared_without_their_figures(tmp_path: Path) -> No
     }
 
 
-def test_the_jobs_of_each_release_are_counted(tmp_path: Path) -> None:
+def test_comparison_counts_the_jobs_of_each_release(tmp_path: Path) -> None:
     assert "web-release 1." in judge.counts([judged(tmp_path, phase("rest"), phase("rest"))])
 
 
-def test_a_job_that_runs_in_one_world_only_is_a_difference(tmp_path: Path) -> None:
+def test_comparison_reports_a_job_that_runs_under_one_agent_only(tmp_path: Path) -> None:
     dead = {"error": "", "phases": [phase("start", running_after=-1.0, job_states=["failing"])]}
     verdict = judge.judge(planned(tmp_path, job()), {"error": "", "phases": [phase("start")]}, dead)
 
     assert verdict.kind == "difference"
 
 
-def test_each_allowed_difference_is_a_row_of_the_page() -> None:
+def test_each_allowed_difference_is_on_the_comparison_page() -> None:
     rows = re.findall(r"^\| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
 
     for title, _ in judge.ALLOWED:

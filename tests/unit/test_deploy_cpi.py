@@ -32,7 +32,7 @@ def values(name: str, ending: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_have_the_keys_of_the_cli(name: str) -> None:
+def test_operations_files_have_the_keys_of_the_cli(name: str) -> None:
     for one in read(name):
         assert one.keys() == {"type", "path", "value"}
         assert one["type"] == "replace"
@@ -40,7 +40,7 @@ def test_operations_have_the_keys_of_the_cli(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["stemcell.yml", "director.yml"])
-def test_operations_for_the_docker_cpi(name: str) -> None:
+def test_operations_file_for_the_docker_cpi_applies(name: str) -> None:
     for one in yaml.safe_load((ROOT / "deploy/docker" / name).read_text()):
         assert one.keys() - {"value"} == {"type", "path"}
         assert one["type"] in ("replace", "remove")
@@ -48,7 +48,7 @@ def test_operations_for_the_docker_cpi(name: str) -> None:
         assert (one.get("value") is not None) == (one["type"] == "replace")
 
 
-def test_the_stemcell_for_the_docker_cpi_is_that_of_our_own_tarballs() -> None:
+def test_docker_cpi_stemcell_has_the_name_of_our_tarballs() -> None:
     names = [
         one["value"]
         for one in yaml.safe_load((ROOT / "deploy/docker/stemcell.yml").read_text())
@@ -60,14 +60,14 @@ def test_the_stemcell_for_the_docker_cpi_is_that_of_our_own_tarballs() -> None:
     assert names == ["bosh-warden-boshlite-ubuntu-noble-agent-shim"]
 
 
-def test_the_properties_of_the_operations_are_known() -> None:
+def test_properties_of_the_operations_files_are_known() -> None:
     found = list(values("cpi.yml", "properties/kubernetes_cpi"))
     assert len(found) == 2
     for one in found:
         schema.read(one, Config, origin="cpi.yml")
 
 
-def test_the_cloud_properties_of_the_director_are_known() -> None:
+def test_cloud_properties_of_the_director_are_known() -> None:
     (found,) = values("cpi.yml", "cloud_properties")
     director = schema.read(found, VmProperties, origin="cpi.yml")
     assert director.service_account_token
@@ -77,13 +77,13 @@ def test_the_cloud_properties_of_the_director_are_known() -> None:
     assert [port["port"] for port in admitted["ports"]] == [port.port for port in director.services[0].ports]
 
 
-def test_the_cpi_config_is_known() -> None:
+def test_cpi_config_example_has_known_properties() -> None:
     (entry,) = read("cpi-config.yml")["cpis"]
     assert entry["type"] == "kubernetes", "the Director calls jobs/kubernetes_cpi/bin/cpi"
     schema.read(entry["properties"], Config, origin="cpi-config.yml")
 
 
-def test_the_cloud_config_is_known() -> None:
+def test_cloud_config_example_has_known_properties() -> None:
     config = read("cloud-config.yml")
     kinds: dict[str, type[msgspec.Struct]] = {
         "azs": VmProperties,
@@ -100,18 +100,18 @@ def test_the_cloud_config_is_known() -> None:
     assert config["compilation"]["vm_type"] in {one["name"] for one in config["vm_types"]}
 
 
-def test_an_unknown_property_is_noticed() -> None:
+def test_unknown_property_in_a_manifest_is_detected() -> None:
     with pytest.raises(Exception, match="memory"):
         schema.read({"memori": 1}, VmProperties, origin="a test")
 
 
 @pytest.mark.parametrize("level", ["privileged", "baseline", "restricted"])
-def test_a_namespace_enforces_its_level(level: str) -> None:
+def test_namespace_manifest_enforces_its_pod_security_level(level: str) -> None:
     (namespace,) = yaml.safe_load_all((ROOT / "deploy/cpi" / level / "namespace.yaml").read_text())
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == level
 
 
-def test_policies_of_the_namespace_leave_vms_with_rules_of_their_own() -> None:
+def test_namespace_policies_exclude_vms_with_their_own_policy() -> None:
     policies = list(yaml.safe_load_all((ROOT / "deploy/cpi/base/networkpolicy.yaml").read_text()))
     assert sorted(kind for one in policies for kind in one["spec"]["policyTypes"]) == ["Egress", "Ingress"]
     for one in policies:
@@ -120,15 +120,15 @@ def test_policies_of_the_namespace_leave_vms_with_rules_of_their_own() -> None:
         assert condition == {"key": OWN_RULES[direction.lower()], "operator": "DoesNotExist"}
 
 
-def test_the_role_reads_no_list_of_secrets() -> None:
+def test_role_cannot_list_secrets() -> None:
     role = next(yaml.safe_load_all(Path(ROOT / "deploy/cpi/base/role.yaml").read_text()))
     verbs = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
     assert {verb for resource, verb in verbs if resource == "secrets"} == {"create", "delete", "get"}
     assert not any("*" in (resource, verb) or resource == "pods/exec" for resource, verb in verbs)
 
 
-def test_the_admission_policy_knows_the_objects_of_the_cpi() -> None:
-    """A helper whose form it does not know is refused."""
+def test_admission_policy_accepts_exactly_the_objects_of_the_cpi() -> None:
+    """A helper of an unknown form is rejected."""
     text = " ".join((ROOT / "deploy/cpi/admission/policy.yaml").read_text().split())
     kinds = list(attachments.KINDS)
     account = yaml.safe_load_all((ROOT / "deploy/cpi/base/account.yaml").read_text())
@@ -141,8 +141,8 @@ def test_the_admission_policy_knows_the_objects_of_the_cpi() -> None:
     assert f"':{next(account)['metadata']['name']}'" in text
 
 
-def test_the_tables_of_the_docs_equal_the_types() -> None:
-    """Renew them: ``python -m kubernetes_cpi.reference``, after the mark."""
+def test_documented_property_tables_match_the_types() -> None:
+    """Update them with ``python -m kubernetes_cpi.reference``, after the mark."""
     _, mark, found = (ROOT / "docs/cpi.md").read_text().partition("<!-- tables -->\n\n")
 
     assert mark
@@ -158,8 +158,8 @@ def test_each_az_names_an_entry_of_the_cpi_config() -> None:
     }
 
 
-def test_no_manifest_ends_jobs_because_their_agent_is_slow() -> None:
-    """A container whose agent waited for the processor was restarted, with all jobs, by a liveness probe."""
+def test_manifests_have_no_liveness_probe_that_kills_a_slow_agent() -> None:
+    """A liveness probe restarted a container, with all jobs, whose agent waited for CPU time."""
     texts = {path: path.read_text() for path in (ROOT / "deploy").rglob("*.yaml")}
 
     assert any("readinessProbe:" in text for text in texts.values())

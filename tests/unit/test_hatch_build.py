@@ -43,14 +43,14 @@ def test_builds_between_releases_have_the_commit_in_their_version(
     assert (hatch_build.version(), hatch_build.semantic_version()) == (named, semantic)
 
 
-def test_a_source_distribution_knows_its_commit(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_distribution_contains_its_commit(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written.write_text(f'__version__ = "0.3.0.dev0+g012345678"\n__revision__ = "{COMMIT}"\n')
     monkeypatch.setenv("AGENT_SHIM_REVISION", "f" * 40)
 
     assert (hatch_build.version(), hatch_build.revision()) == ("0.3.0.dev0+g012345678", COMMIT)
 
 
-def test_the_page_of_the_wheel_has_absolute_links_to_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_readme_has_absolute_links_to_existing_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENT_SHIM_REVISION", COMMIT)
     text = hatch_build.page((ROOT / "README.md").read_text())
     links = re.findall(r"\]\(([^)#]+)", text)
@@ -62,7 +62,7 @@ def test_the_page_of_the_wheel_has_absolute_links_to_files_that_exist(monkeypatc
     assert any("raw.githubusercontent.com" in link for link in ours if link.endswith(".svg"))
 
 
-def test_wheels_need_a_compiler_of_pypi_only_where_the_system_has_none(
+def test_wheel_build_needs_a_pypi_compiler_only_without_a_system_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "cc"
@@ -79,7 +79,7 @@ def test_wheels_need_a_compiler_of_pypi_only_where_the_system_has_none(
     assert hatchling.build.get_requires_for_build_sdist() == []
 
 
-def test_keeper_that_does_not_compile_stops_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_fails_if_the_keeper_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "false")
 
     with pytest.raises(SystemExit, match=r"cannot compile agent_shim/host/keeper\.c: false "):

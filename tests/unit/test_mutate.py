@@ -33,7 +33,7 @@ class Queue:
 '''
 
 
-def test_the_kinds_of_changes() -> None:
+def test_mutants_include_all_kinds_of_changes() -> None:
     assert [(one.line, one.kind, one.after) for one in mutants("x.py", MODULE)] == [
         (6, "number", "(3 * 2 + 1)"),
         (10, "constant", "True"),
@@ -53,7 +53,7 @@ def test_the_kinds_of_changes() -> None:
 @pytest.mark.parametrize(
     "path", ["agent_shim/actions/tasks.py", "agent_shim/supervisor/service.py", "agent_shim/actions/dispatch.py"]
 )
-def test_what_a_change_leaves_is_python(path: str) -> None:
+def test_mutated_module_is_valid_python(path: str) -> None:
     text = (ROOT / path).read_text()
     found = list(mutants(path, text))
 
@@ -64,12 +64,12 @@ def test_what_a_change_leaves_is_python(path: str) -> None:
         ast.parse(changed)
 
 
-def test_a_line_at_import_is_known_as_such() -> None:
+def test_mutation_of_a_line_executed_at_import_is_marked() -> None:
     assert [one.line for one in mutants("x.py", MODULE) if one.is_import_time] == [6, 10]
 
 
-def test_the_table_counts_by_module_and_stage() -> None:
-    """A stage has the mutants that no stage before it noticed. A mutant without a result yet is not tried."""
+def test_mutation_table_counts_by_module_and_stage() -> None:
+    """A stage has the mutants that no earlier stage noticed. A mutant without a result yet is not tried."""
     unit, integration, _ = mutate.STAGES
     ones = list(mutants("x.py", MODULE))[:5]
     outcomes = ["noticed", "survived", "unreached", "not tried"]
@@ -86,7 +86,7 @@ def test_the_table_counts_by_module_and_stage() -> None:
     assert [line.partition(": ")[0] for line in lines[7:]] == ["x.py:12", "x.py:12", "x.py:12"]
 
 
-def test_a_stage_takes_the_unnoticed_mutants_without_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_stage_tries_unnoticed_mutants_without_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     unit, integration, _ = mutate.STAGES
     ones = list(mutants("x.py", MODULE))
     at_import, noticed, tried, unreached, *rest = ones
@@ -102,8 +102,8 @@ def test_a_stage_takes_the_unnoticed_mutants_without_a_result(monkeypatch: pytes
     assert results[at_import.key][integration.name]["outcome"] == "unreached"
 
 
-def test_a_mutant_with_slow_tests_alone_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no survivor, and no line that nothing reaches."""
+def test_mutant_with_only_slow_tests_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts neither as a survivor nor as a line that nothing reaches."""
     unit = mutate.STAGES[0]
     ones = [one for one in mutants("x.py", MODULE) if one.line in {13, 15}]
     monkeypatch.setattr(mutate, "reaching", lambda _: {"x.py": {13: ["t"], 15: []}})
@@ -115,7 +115,7 @@ def test_a_mutant_with_slow_tests_alone_is_not_tried(monkeypatch: pytest.MonkeyP
     assert [row[unit.name]["outcome"] for row in results.values()] == ["not tried"]
 
 
-def test_tests_of_the_module_come_first_and_take_no_longer_than_their_stage(
+def test_mutation_stage_runs_the_modules_own_tests_first_within_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = mutate.Stage("some", (), 3.0)

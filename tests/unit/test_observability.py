@@ -44,7 +44,7 @@ def expressions() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("expression", sorted(set(expressions())))
-def test_an_expression_speaks_of_metrics_that_are_there(expression: str) -> None:
+def test_expressions_use_existing_metrics(expression: str) -> None:
     known = families()
     # A recorded rule has a name with colons, which no metric has.
     plain = re.sub(r"\w+:\w+:\w+", "", expression)
@@ -55,7 +55,7 @@ def test_an_expression_speaks_of_metrics_that_are_there(expression: str) -> None
         assert set(_LABEL.findall(labels)) <= known[name] | WORDS, selector
 
 
-def test_recorded_series_of_an_expression_have_a_record() -> None:
+def test_recorded_series_in_expressions_have_a_rule() -> None:
     rules = [
         rule
         for group in yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())["groups"]
@@ -67,7 +67,7 @@ def test_recorded_series_of_an_expression_have_a_record() -> None:
     assert used <= recorded
 
 
-def test_every_alert_has_a_test_a_severity_and_words_for_people() -> None:
+def test_every_alert_has_a_test_a_severity_and_a_description() -> None:
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())
     tests = yaml.safe_load((DEPLOY / "prometheus/rules_test.yaml").read_text())
     alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
@@ -81,7 +81,7 @@ def test_every_alert_has_a_test_a_severity_and_words_for_people() -> None:
         assert set(alert["annotations"]) == {"summary", "description", "runbook_url", "bosh_instance"}
 
 
-def test_panels_do_not_overlap_and_have_a_title_and_a_description() -> None:
+def test_dashboard_panels_have_titles_and_do_not_overlap() -> None:
     board = json.loads((DEPLOY / "grafana/agent-shim.json").read_text())
     cells: dict[tuple[int, int], str] = {}
     for panel in board["panels"]:
@@ -94,7 +94,7 @@ def test_panels_do_not_overlap_and_have_a_title_and_a_description() -> None:
                 assert cells.setdefault((column, row), panel["title"]) == panel["title"]
 
 
-def test_the_dashboard_can_show_one_deployment() -> None:
+def test_dashboard_can_be_limited_to_a_deployment() -> None:
     """The instances are those of the chosen deployment and group, and every panel shows only chosen instances."""
     board = json.loads((DEPLOY / "grafana/agent-shim.json").read_text())
     variables = {one["name"]: one for one in board["templating"]["list"]}
@@ -108,8 +108,8 @@ def test_the_dashboard_can_show_one_deployment() -> None:
 
 
 @pytest.mark.parametrize("name", ["podmonitor", "servicemonitor"])
-def test_monitors_ask_the_port_of_this_agent_alone(name: str) -> None:
-    """Each selects labels that the manifests or the CPI set. A port named ``agent`` alone is anyone's."""
+def test_pod_monitors_select_only_ports_of_this_agent(name: str) -> None:
+    """Each selects labels that the manifests or the CPI set. Any pod may have a port named ``agent``."""
     pod = yaml.safe_load((DEPLOY / "kubernetes/base/statefulset.yaml").read_text())["spec"]["template"]
     service = yaml.safe_load((DEPLOY / "kubernetes/base/service.yaml").read_text())
     ports = {port["name"] for one in pod["spec"]["containers"] for port in one["ports"]}
@@ -126,7 +126,7 @@ def test_monitors_ask_the_port_of_this_agent_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["example/pod.yaml", "cpi/pod.yaml"])
-def test_pods_have_the_label_of_the_monitor(path: str) -> None:
+def test_pods_have_the_label_that_the_monitor_selects(path: str) -> None:
     monitor = next(iter(yaml.safe_load_all((DEPLOY / "prometheus/podmonitor.yaml").read_text())))
     objects = yaml.safe_load_all((DEPLOY / "kubernetes" / path).read_text())
     pod = next(one for one in objects if one["kind"] == "Pod")
@@ -143,9 +143,9 @@ def test_pods_have_the_label_of_the_monitor(path: str) -> None:
         (88.2 * (1 << 20), "bytes", ["0 MiB", "20 MiB", "40 MiB", "60 MiB", "80 MiB", "100 MiB"]),
     ],
 )
-def test_ticks_of_drawn_panels_are_round(most: float, unit: str, labels: list[str]) -> None:
+def test_drawn_panels_have_round_ticks(most: float, unit: str, labels: list[str]) -> None:
     assert [label for _, label in draw.Scale(most, unit).ticks()] == labels
 
 
-def test_a_count_has_no_ticks_between_whole_numbers() -> None:
+def test_drawn_count_has_only_integer_ticks() -> None:
     assert [value for value, _ in draw.Scale(1.15, "short", is_whole=True).ticks()] == [0, 1, 2]

@@ -14,8 +14,8 @@ from tools.release import texts
 CHANGELOG = "# Changelog\n\nAll.\n\n## Unreleased\n\n- new\n\n## 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"
 
 
-def test_unreleased_changes_are_no_release() -> None:
-    """Their notes say so. A release without a section of its own is refused, as is one with changes left over."""
+def test_changelog_rejects_a_release_with_unreleased_changes() -> None:
+    """The notes of unreleased changes say so. A release without its own section is rejected too."""
     assert texts.notes(CHANGELOG, "0.3.0-dev.g1") == "# agent_shim 0.3.0-dev.g1, not a release\n\n- new\n"
     with pytest.raises(ValueError, match=r"no section 0.3.0; write one"):
         texts.notes(CHANGELOG, "0.3.0")
@@ -23,24 +23,24 @@ def test_unreleased_changes_are_no_release() -> None:
         texts.notes(CHANGELOG, "0.2.0")
 
 
-def test_notes_of_a_release_are_its_section() -> None:
+def test_release_notes_are_the_changelog_section_of_the_release() -> None:
     """Parts of a section belong to it."""
     text = CHANGELOG.replace("## Unreleased\n\n- new\n\n", "")
 
     assert texts.notes(text, "0.2.0") == "# agent_shim 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"
 
 
-def test_a_version_without_notes_is_refused() -> None:
+def test_version_without_release_notes_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"no section 9.9.9"):
         texts.notes("# Changelog\n\n## 0.2.0\n\n- a\n", "9.9.9")
 
 
-def test_our_own_changelog_has_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changelog_of_this_project_has_release_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENT_SHIM_REVISION", "0" * 40)
     assert "\n- " in texts.notes((ROOT / "CHANGELOG.md").read_text(), semantic_version())
 
 
-def test_checksums_and_sizes_name_every_file(tmp_path: Path) -> None:
+def test_release_checksums_and_sizes_list_every_file(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"two")
     (tmp_path / "a").write_bytes(b"x" * 5_000_000)
     (tmp_path / texts.SUMS).write_text("old\n")
@@ -51,7 +51,7 @@ def test_checksums_and_sizes_name_every_file(tmp_path: Path) -> None:
     assert texts.sizes(tmp_path).splitlines()[0].split() == ["5.00", "MB", "a"]
 
 
-def test_differing_files_of_two_releases_are_named() -> None:
+def test_differing_files_of_two_release_builds_are_named() -> None:
     before, after = "1  same\n2  changed\n3  gone\n", "1  same\n9  changed\n4  come\n"
 
     assert texts.differing(before, after) == {"changed": "content", "come": "only after", "gone": "only before"}

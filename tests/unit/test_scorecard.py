@@ -37,23 +37,25 @@ def row(played: str, verdict: str = "held") -> Row:
         (f"{SCALED}; in full on 2026-11-01", f"{LATER}; {FULL}", f"{LATER}; {FULL}", f"{LATER}; {FULL}"),
     ],
 )
-def test_a_case_that_held_keeps_when_it_was_played_in_full(before: str, now: str, played: str, figures: str) -> None:
-    """The figures are those of the smaller one, which everybody can play again."""
+def test_scorecard_keeps_the_date_of_the_last_full_run_of_a_case(
+    before: str, now: str, played: str, figures: str
+) -> None:
+    """The figures are those of the smaller run, which everybody can repeat."""
     one = row(now).beside(row(before))
 
     assert (one.played, one.figures) == (played, f"figures of {figures}")
 
 
-def test_a_failed_case_loses_its_date(tmp_path: Path) -> None:
-    """And the other way round. Rows are read back from the document as they were written."""
+def test_scorecard_removes_the_date_of_a_failed_case(tmp_path: Path) -> None:
+    """A case that holds again gets a date. Rows are read back from the document as they were written."""
     document = tmp_path / "rows.md"
     for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):
         write(document, [one])
         assert earlier(document.read_text()) == {"D-07": one}
 
 
-def test_a_case_is_shown_with_its_last_outcome(tmp_path: Path) -> None:
-    """Caught, **held**, (the code did not run); three numbers in a row are a range."""
+def test_scorecard_shows_the_last_outcome_of_each_case(tmp_path: Path) -> None:
+    """Caught, **held**, (the code did not run); three consecutive numbers become a range."""
     document = tmp_path / "rows.md"
     document.write_text("| G-01 | is deaf | | | | | | |\n| G-02 | is mute | | | | | | |\n")
     for case, outcome in (
@@ -73,8 +75,8 @@ def test_a_case_is_shown_with_its_last_outcome(tmp_path: Path) -> None:
     assert document.read_text() == f"{first}\n| G-02 | is mute | | | | | | |\n"
 
 
-def test_general_saboteurs_are_caught_beside_others_by_their_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A saboteur without its mark in the figures is played alone, and those that never ran once more."""
+def test_general_saboteurs_are_recognized_by_their_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saboteur without its mark in the figures is run alone, and those that never ran are run once more."""
     breaks = {"G-01": "I1: deaf", "G-02": "I2: mute", "G-03": "an error", "G-04": ""}
     runs = [*breaks]
     chosen = [
@@ -98,7 +100,7 @@ def test_general_saboteurs_are_caught_beside_others_by_their_marks(monkeypatch: 
 
 
 @pytest.mark.parametrize("row", [None, Row("C-01", "", "not run", "no machine")])
-def test_a_saboteur_of_a_case_that_was_not_played_is_not_told(monkeypatch: pytest.MonkeyPatch, row: Row | None) -> None:
+def test_saboteur_of_a_case_that_did_not_run_is_not_reported(monkeypatch: pytest.MonkeyPatch, row: Row | None) -> None:
     saboteur = Saboteur("G-01", "", "", "", "", "I1", "C-01")
     monkeypatch.setattr(sabotage, "play", lambda *_: (row, [saboteur], ""))
     told = list[str]()
@@ -107,8 +109,8 @@ def test_a_saboteur_of_a_case_that_was_not_played_is_not_told(monkeypatch: pytes
     assert told == []
 
 
-async def test_a_failed_row_names_only_the_broken_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words of its figures would pass for the reason that a saboteur expects."""
+async def test_failed_scorecard_row_names_only_the_broken_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of its figures would pass for the reason that a saboteur expects."""
     seen = SimpleNamespace(broken=AsyncMock(return_value=["I16: job7 has no process"]))
 
     @asynccontextmanager
@@ -123,14 +125,14 @@ async def test_a_failed_row_names_only_the_broken_invariant(monkeypatch: pytest.
     assert (await playing.play(case, "")).figures == "0 jobs restarted"
 
 
-def test_waits_are_those_of_the_thread_that_waited_longest_in_each_process() -> None:
+def test_reported_waits_are_those_of_the_slowest_thread_per_process() -> None:
     before = {"1": {"1": 5.0, "2": 1.0}, "2": {"2": 7.0}, "3": {}}
     after = {"1": {"1": 5.5, "2": 1.2}, "2": {"2": 7.0, "9": 0.25}, "3": {}}
 
     assert witness._longest_waits(before, after) == 0.75
 
 
-def test_another_mode_of_a_file_is_seen_after_another_apply(tmp_path: Path) -> None:
+def test_changed_file_mode_after_an_equal_apply_is_detected(tmp_path: Path) -> None:
     program = tmp_path / "data/jobs/web/1/bin/ctl"
     program.parent.mkdir(parents=True)
     program.touch(0o750)

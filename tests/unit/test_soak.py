@@ -23,17 +23,17 @@ def record(growth: float = 0.0, descriptors: int = 0) -> Record:
     return found
 
 
-def test_an_hour_without_growth_and_with_all_heartbeats_is_good() -> None:
+def test_soak_passes_without_growth_and_with_all_heartbeats() -> None:
     assert record().faults() == []
     assert record(growth=MIB / 2).faults() == []
 
 
-def test_growth_is_reported() -> None:
+def test_soak_reports_growth() -> None:
     assert record(growth=2 * MIB).faults() == ["memory grows by 2.00 MiB an hour"]
     assert record(descriptors=10).faults() == ["39 descriptors after 34"]
 
 
-def test_growth_in_the_first_quarter_does_not_count() -> None:
+def test_soak_ignores_growth_in_the_first_quarter() -> None:
     found = record()
     found.sizes = [
         (at, Size(size.descriptors, size.threads, size.memory if at > found.settled_at else MIB))
@@ -43,7 +43,7 @@ def test_growth_in_the_first_quarter_does_not_count() -> None:
     assert found.faults() == []
 
 
-def test_a_late_heartbeat_is_reported_unless_bus_or_machine_explain_it() -> None:
+def test_soak_reports_late_heartbeats_unless_bus_or_machine_explain_them() -> None:
     late = record()
     late.beats[50] += 2.5
     outage, starved = record(), record()
@@ -56,7 +56,7 @@ def test_a_late_heartbeat_is_reported_unless_bus_or_machine_explain_it() -> None
     assert starved.faults() == []
 
 
-def test_the_picture_has_a_chart_for_each_figure_and_shades_outages() -> None:
+def test_soak_picture_has_a_chart_for_each_figure_and_shades_outages() -> None:
     found = record()
     found.outages.append((1100.0, 1200.0))
 
