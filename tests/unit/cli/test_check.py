@@ -27,11 +27,11 @@ GOOD = 'check process web with pidfile /x/web.pid\n  start program "/x start"\n 
         ("README", ""),
     ],
 )
-def test_the_name_tells_the_kind(name: str, kind: str) -> None:
+def test_check_infers_the_kind_from_the_file_name(name: str, kind: str) -> None:
     assert check.kind_of(name) == kind
 
 
-def test_good_files_are_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_accepts_valid_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "monit").write_text(GOOD)
     (tmp_path / "agent.json").write_text("{}")
     (tmp_path / "bpm.yml").write_text("")
@@ -55,7 +55,7 @@ def test_good_files_are_good(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("bpm.yml", "processes:\n- name: x\n", "executable"),
     ],
 )
-def test_a_wrong_file_is_named_with_the_place(
+def test_check_names_an_invalid_file_and_the_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -66,29 +66,29 @@ def test_a_wrong_file_is_named_with_the_place(
     assert said in error
 
 
-def test_a_missing_file_has_its_own_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A mistake in another file comes before it."""
+def test_check_has_an_exit_code_for_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error in another file takes precedence."""
     assert main(["check", str(tmp_path / "monit")]) == 66
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "agent.json").write_text("{")
     assert main(["check", str(tmp_path / "monit"), str(tmp_path / "agent.json")]) == 78
 
 
-def test_an_unknown_kind_without_an_option_is_a_usage_error(tmp_path: Path) -> None:
+def test_check_of_an_unknown_kind_without_an_option_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text(GOOD)
 
     assert main(["check", str(tmp_path / "file")]) == 2
     assert main(["check", "--as", "monit", str(tmp_path / "file")]) == 0
 
 
-def test_the_option_for_the_kind_counts_more_than_the_name(tmp_path: Path) -> None:
+def test_check_prefers_the_kind_option_over_the_file_name(tmp_path: Path) -> None:
     (tmp_path / "agent.json").write_text(GOOD)
 
     assert main(["check", str(tmp_path / "agent.json")]) == 78
     assert main(["check", "--as", "monit", str(tmp_path / "agent.json")]) == 0
 
 
-def test_a_target_in_another_job_is_a_warning_and_a_duplicate_is_wrong(
+def test_check_warns_of_foreign_dependencies_and_rejects_duplicates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.monit").write_text(GOOD.replace("group vcap", "group vcap\n  depends on elsewhere"))
@@ -127,8 +127,8 @@ def test_all_errors_of_a_file_are_reported_at_once(tmp_path: Path, capsys: pytes
     assert "`$.ntp`" in settings
 
 
-def test_own_directories_of_a_job_are_no_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent refuses them, too. The directory of the file tells whose it is."""
+def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent rejects them, too. The file's directory tells which job it is."""
     file = tmp_path / "web/config/bpm.yml"
     file.parent.mkdir(parents=True)
     file.write_text("processes:\n- {name: a, executable: b, additional_volumes: [{path: /var/vcap/store/web}]}")
@@ -146,10 +146,10 @@ def test_own_directories_of_a_job_are_no_volumes(tmp_path: Path, capsys: pytest.
         ("processes: [{name: a, executable: b}, {name: a, executable: c}]", "of 2 processes a the first runs"),
     ],
 )
-def test_a_bpm_file_that_runs_less_than_it_seems_gets_a_warning(
+def test_check_warns_of_a_bpm_file_with_ignored_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
-    """It is a mistake with ``--strict``: bpm accepts the file."""
+    """With ``--strict`` it is an error, although bpm accepts the file."""
     (tmp_path / "bpm.yml").write_text(text)
 
     assert main(["check", str(tmp_path / "bpm.yml")]) == 0
@@ -157,10 +157,10 @@ def test_a_bpm_file_that_runs_less_than_it_seems_gets_a_warning(
     assert main(["check", "--strict", str(tmp_path / "bpm.yml")]) == 78
 
 
-def test_a_program_of_bpm_names_a_process_of_the_file_beside_it(
+def test_check_compares_bpm_commands_with_the_bpm_file_beside_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both mistakes of the file are reported. Without that file nothing is known."""
+    """Both errors of the file are reported. Without that file nothing is known."""
     monit = tmp_path / "web/monit"
     (tmp_path / "web/config").mkdir(parents=True)
     bpm = "/var/vcap/jobs/bpm/bin/bpm"
@@ -186,7 +186,7 @@ def test_a_program_of_bpm_names_a_process_of_the_file_beside_it(
         ("unsafe: {priviliged: true}", "did you mean privileged?"),
     ],
 )
-def test_an_unknown_key_of_bpm_is_a_warning_with_the_nearest_known_one(
+def test_check_warns_of_an_unknown_bpm_key_with_a_suggestion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], member: str, said: str
 ) -> None:
     """bpm ignores it."""
@@ -205,7 +205,7 @@ def test_an_unknown_key_of_bpm_is_a_warning_with_the_nearest_known_one(
         ("monit", "set daemon 5\ncheck nonsense", "line 1: not acted on: set daemon"),
     ],
 )
-def test_a_warning_is_printed_beside_a_mistake(
+def test_check_prints_warnings_beside_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -227,10 +227,10 @@ def test_a_warning_is_printed_beside_a_mistake(
         ('{"AgentShim": {"logLevle": "info", "http": "nine"}}', ["did you mean logLevel?", "expected ADDR:PORT"]),
     ],
 )
-def test_an_unknown_key_of_agent_json_is_wrong(
+def test_check_rejects_an_unknown_key_of_agent_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: list[str]
 ) -> None:
-    """Nothing else reads these keys: an agent without them does less than its operator asked for."""
+    """Nothing else reads these keys, so an agent without them does less than its operator asked for."""
     (tmp_path / "agent.json").write_text(text)
 
     assert main(["check", str(tmp_path / "agent.json")]) == 78
@@ -250,7 +250,7 @@ def test_an_unknown_key_of_agent_json_is_wrong(
         ),
     ],
 )
-def test_a_good_agent_json_is_reported_with_the_next_step_of_the_agent(
+def test_check_of_a_valid_agent_json_names_the_next_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     (tmp_path / "agent.json").write_text(text)
@@ -280,7 +280,9 @@ def test_a_good_agent_json_is_reported_with_the_next_step_of_the_agent(
         ('strat program "/x start"', "line 2 column 1: found 'strat', expected an option of check process"),
     ],
 )
-def test_a_misspelt_program_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str) -> None:
+def test_check_rejects_a_misspelt_program_statement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
     """monit starts a program called ``progam``."""
     (tmp_path / "monit").write_text(f"check process web with pidfile /x\n{line}\n")
 
@@ -288,8 +290,8 @@ def test_a_misspelt_program_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert said in capsys.readouterr().err
 
 
-def test_strict_refuses_statements_without_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A service of another job is none of this."""
+def test_check_strict_rejects_statements_without_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dependency on a service of another job is not one of them."""
     (tmp_path / "monit").write_text(
         "check process web with pidfile /x group vcap\n start program '/x'\n alert a@b\n depends on other\n"
         " if failed port 5 protocol mysql then alert\n if failed port 5 protocol http then alert\n"
@@ -307,7 +309,7 @@ def test_strict_refuses_statements_without_effect(tmp_path: Path, capsys: pytest
         assert sum(line.startswith("warning: ") for line in lines) == (1 if words else 4)
 
 
-def test_keys_of_the_go_agent_are_no_unknown_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_accepts_keys_of_the_go_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agent.json").write_text(
         '{"Platform": {"Linux": {"UseDefaultTmpDir": true}}, "Infrastructure": {"x": 1}}'
     )
@@ -316,9 +318,7 @@ def test_keys_of_the_go_agent_are_no_unknown_keys(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
-def test_a_process_outside_of_the_group_of_the_director_is_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_warns_of_a_process_outside_the_vcap_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "monit"
     path.write_text(GOOD.replace("  group vcap\n", "  group other\ncheck file f with path /f\n"))
 
@@ -326,8 +326,8 @@ def test_a_process_outside_of_the_group_of_the_director_is_a_warning(
     assert capsys.readouterr().err.startswith(f"warning: {path}: line 1: web lacks `group vcap`: a Director ")
 
 
-def test_a_rule_that_is_not_acted_on_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With its first words alone: the others may be secret."""
+def test_check_warns_of_an_unsupported_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only its first words are shown, because the others may be secret."""
     path = tmp_path / "monit"
     path.write_text("check process a pidfile /p group vcap\n  if failed port 1 protocol radius secret s then alert\n")
 
@@ -335,7 +335,7 @@ def test_a_rule_that_is_not_acted_on_is_a_warning(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err == f"warning: {path}: line 2: not acted on: if failed port\n"
 
 
-def test_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agent.json").write_text('{"AgentShim": {"agrs": 1, "http": "nine"}}')
     (tmp_path / "bpm.yml").write_text("processes:\n- {name: a, executable: b, agrs: [c]}")
 
@@ -346,10 +346,10 @@ def test_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("member", sorted(AGENT["AgentShim"]))
-def test_daemon_and_check_refuse_the_same_files(
+def test_check_and_daemon_reject_the_same_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], member: str
 ) -> None:
-    """With the same words."""
+    """The messages are equal."""
     config = tmp_path / "agent.json"
     config.write_text(json.dumps({"AgentShim": {member: AGENT["AgentShim"][member]}}))
 

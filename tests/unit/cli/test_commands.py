@@ -20,7 +20,7 @@ def examples() -> list[str]:
 
 
 @pytest.mark.parametrize("line", examples())
-def test_an_example_is_a_command_line(line: str) -> None:
+def test_each_help_example_is_a_valid_command_line(line: str) -> None:
     _, *words = shlex.split(line)
 
     assert commands.parser().parse_args(words).run
@@ -34,7 +34,7 @@ def test_every_command_has_an_example_in_its_help(capsys: pytest.CaptureFixture[
         assert f"examples:\n  agent-shim {name}" in capsys.readouterr().out.replace("sv exit agent && ", "")
 
 
-def test_the_overview_names_every_command_that_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_overview_lists_every_command_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         commands.parser().parse_args(["--help"])
     listed = re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.MULTILINE)
@@ -42,7 +42,7 @@ def test_the_overview_names_every_command_that_has_examples(capsys: pytest.Captu
     assert sorted(listed) == sorted(commands.EXAMPLES)
 
 
-def test_probe_knows_the_files_of_the_agent() -> None:
+def test_probe_uses_the_files_of_the_agent() -> None:
     paths = Paths(Path("/some/base"))
     assert Path("/some/base", probe.SOCKET) == paths.control_socket
     assert Path("/some/base", probe.LOCK) == paths.agent_lock
@@ -58,16 +58,16 @@ def test_probe_knows_the_files_of_the_agent() -> None:
         (["live", "extra"], None),
     ],
 )
-def test_a_probe_keeps_its_level(words: list[str], question: tuple[str, str] | None) -> None:
+def test_probe_arguments_select_the_level(words: list[str], question: tuple[str, str] | None) -> None:
     assert probe.read(words) == question
 
 
-def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_listed_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main([]) == 2
     assert "\n    status " in capsys.readouterr().err
 
 
-def test_a_duration_that_is_no_number_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_duration_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         commands.main(["drain", "--timeout", "soon"])
     assert "argument --timeout: 'soon' is no number of seconds" in capsys.readouterr().err

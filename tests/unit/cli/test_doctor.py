@@ -40,7 +40,7 @@ def found(topic: str, base: Path, settings: dict[str, object] | None = None) -> 
         (NAMES, GOOD, ""),
     ],
 )
-def test_a_missing_capability_has_its_consequence(
+def test_doctor_states_the_consequence_of_a_missing_capability(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effective: frozenset[str], verdict: str, word: str
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)
@@ -65,7 +65,7 @@ def test_a_missing_capability_has_its_consequence(
         (" rw", GOOD, "writable"),
     ],
 )
-def test_the_data_directory_should_be_a_volume_that_executes(
+def test_doctor_wants_the_data_directory_on_an_executable_volume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount: str, verdict: str, word: str
 ) -> None:
     place, options = mount.split(" ")
@@ -84,9 +84,7 @@ def test_the_data_directory_should_be_a_volume_that_executes(
     [((-2, -1), WRONG), ((-1, 1), LIMITED), ((-1, 29), LIMITED), ((-1, 31), GOOD), ((1, 40), WRONG)],
 )
 @pytest.mark.parametrize("url", ["nats://192.0.2.1:4222", "https://0.0.0.0:6868"])
-def test_a_certificate_near_its_end_is_told_in_time(
-    tmp_path: Path, days: tuple[int, int], verdict: str, url: str
-) -> None:
+def test_doctor_reports_an_expiring_certificate(tmp_path: Path, days: tuple[int, int], verdict: str, url: str) -> None:
     begins, ends = (timedelta(days=day, hours=1).total_seconds() for day in days)
     pair = pki.Authority().client("a", valid=(begins, ends))
     cert = {"ca": "x", "certificate": pair.certificate, "private_key": ""}
@@ -99,7 +97,7 @@ def test_a_certificate_near_its_end_is_told_in_time(
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_every_limit_says_what_follows_and_what_to_change(name: str) -> None:
+def test_doctor_explains_every_limit_and_how_to_change_it(name: str) -> None:
     limit = LIMITS[name]
 
     assert limit.follows
@@ -126,7 +124,9 @@ def test_every_limit_says_what_follows_and_what_to_change(name: str) -> None:
         ("address missing", "bosh recreate", "bosh recreate", "--ip", "list-leases"),
     ],
 )
-def test_advice_is_in_the_words_of_the_runtime(name: str, pod: str, cpi: str, engine: str, lxd: str) -> None:
+def test_doctor_advice_uses_the_terms_of_the_container_runtime(
+    name: str, pod: str, cpi: str, engine: str, lxd: str
+) -> None:
     said = {runtime: LIMITS[name].change(runtime) for runtime in get_args(Runtime)}
 
     assert pod in said["pod"]
@@ -176,7 +176,7 @@ REPORT = Report(
 )
 
 
-def test_the_table_fits_a_wide_terminal_and_wraps_below_itself() -> None:
+def test_doctor_table_fits_the_terminal_and_wraps() -> None:
     text = table(REPORT)
 
     assert max(map(len, text.splitlines())) <= 120
@@ -195,7 +195,7 @@ def test_the_table_fits_a_narrow_terminal() -> None:
 
 
 @pytest.mark.attack("text of a job gives orders to an operator's terminal")
-def test_the_table_gives_no_orders_to_a_terminal_and_forges_no_line() -> None:
+def test_doctor_table_escapes_control_characters() -> None:
     hostile = "\x1b]0;title\x07\x9b2J\r\nok       bus      can be reached\u202e\ud800\u2028end"
 
     text = table(Report("privileged", [Finding("bus", WRONG, hostile, hostile, hostile)]))
@@ -205,7 +205,7 @@ def test_the_table_gives_no_orders_to_a_terminal_and_forges_no_line() -> None:
     assert text.count("\\u001b]0;title\\u0007\\u009b2J") == 3
 
 
-def test_colours_change_nothing_but_colours() -> None:
+def test_colours_do_not_change_the_text() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", table(REPORT, ansi.coloured)) == table(REPORT)
 
 
@@ -222,7 +222,7 @@ def test_colours_change_nothing_but_colours() -> None:
         ("/", "/etc/hosts", False, "engine"),
     ],
 )
-def test_the_runtime_is_told_by_mounts_and_settings(
+def test_doctor_recognizes_the_runtime_by_mounts_and_settings(
     monkeypatch: pytest.MonkeyPatch, root: str, place: str, settings: bool, runtime: str
 ) -> None:
     table = f"36 35 98:0 {root} {place} rw - ext4 /dev/vda rw\n".encode()

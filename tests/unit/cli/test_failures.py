@@ -52,7 +52,7 @@ def run(*words: str) -> int:
 
 
 @pytest.mark.parametrize("words", [("logs",), ("logs", "web"), ("logs", "--agent"), ("handback",)], ids=" ".join)
-def test_a_missing_base_is_an_error_and_is_not_made(
+def test_missing_base_directory_is_an_error_and_not_created(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     base = tmp_path / "none"
@@ -62,12 +62,14 @@ def test_a_missing_base_is_an_error_and_is_not_made(
     assert not base.exists()
 
 
-def test_a_base_without_logs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_a_base_directory_without_logs_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("logs", "-b", str(tmp_path)) == NOT_THERE
     assert f"there is no directory {tmp_path}/data/sys/log" in capsys.readouterr().err
 
 
-def test_handback_of_a_base_without_an_agent_makes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_handback_of_a_base_directory_without_an_agent_creates_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("handback", "-b", str(tmp_path)) == 0
     assert f"no agent has run below {tmp_path}\n" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
@@ -85,10 +87,10 @@ def test_handback_of_a_base_without_an_agent_makes_no_file(tmp_path: Path, capsy
         (("handback",), "bosh", "cannot hand back"),
     ],
 )
-def test_unreadable_files_are_named(
+def test_logs_command_names_unreadable_files(
     tree: Path, capfdbinary: pytest.CaptureFixture[bytes], words: tuple[str, ...], closed: str, said: str
 ) -> None:
-    """No traceback, and no success with half of the logs."""
+    """There is no traceback, and no success with half of the logs."""
     for above in (tree, *tree.parents[:3]):
         above.chmod(above.stat().st_mode | 0o755)
     (tree / closed).chmod(0)
@@ -105,7 +107,7 @@ def test_unreadable_files_are_named(
     assert (b"db up" in shown.out) == (words == ("logs",) and closed != "data/sys/log")
 
 
-def test_an_unknown_job_is_answered_with_the_known_ones(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_command_lists_the_known_jobs_for_an_unknown_one(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("logs", "wed", "-b", str(tree)) == NOT_THERE
     assert "there are no logs of wed: did you mean web? (there are db, web)" in capsys.readouterr().err
 
@@ -125,7 +127,9 @@ def answering(base: Path, *names: str) -> Iterator[list[Any]]:
         yield seen
 
 
-def test_an_unknown_service_is_answered_with_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_the_known_services_for_an_unknown_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with answering(tmp_path, "web", "worker"):
         code = run("stop", "web", "wroker", "-b", str(tmp_path))
 
@@ -144,7 +148,7 @@ def test_an_unknown_service_is_answered_with_the_known_ones(tmp_path: Path, caps
         (("run_script", "pre-start", "soon"), "cannot call run_script: "),
     ],
 )
-def test_arguments_of_a_call_are_checked_before_it_is_sent(
+def test_call_arguments_are_checked_before_the_request_is_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     with answering(tmp_path) as seen:
@@ -163,7 +167,7 @@ def test_arguments_of_a_call_are_checked_before_it_is_sent(
         (("logs", "--since", "soon"), "soon is neither a time nor a duration"),
     ],
 )
-def test_errors_of_usage_name_the_nearest_command(
+def test_usage_error_suggests_the_nearest_command(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     assert run(*words) == commands.USAGE
@@ -172,7 +176,7 @@ def test_errors_of_usage_name_the_nearest_command(
     assert said in shown
 
 
-def test_a_base_that_cannot_be_made_ends_the_daemon_with_a_message(
+def test_daemon_exits_with_a_message_if_its_base_cannot_be_created(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_shim.core.log.setup", lambda **_: None)  # it writes to a descriptor, which capsys lacks

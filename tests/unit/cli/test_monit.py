@@ -59,7 +59,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return requests
 
 
-def test_summary_has_names_in_35_columns() -> None:
+def test_monit_summary_has_names_in_35_columns() -> None:
     text = monit_text.summary(
         shown(service(), service("a-name-that-is-longer-than-the-column-is"), service("f", kind="file")), MACHINE
     )
@@ -74,7 +74,7 @@ def test_summary_has_names_in_35_columns() -> None:
     ]
 
 
-def test_status_has_values_in_33_columns() -> None:
+def test_monit_status_has_values_in_33_columns() -> None:
     text = monit_text.status(
         shown(service(), service("db", phase="down", state="failing", pid=0, reason="the process ended")), MACHINE
     )
@@ -128,14 +128,14 @@ def test_status_has_values_in_33_columns() -> None:
         ({"state": "failing", "faults": ["Connection failed", "Resource limit matched"]}, "Connection failed"),
     ],
 )
-def test_words_are_those_of_monit(members: dict[str, Any], text: str) -> None:
+def test_monit_states_are_worded_as_by_monit(members: dict[str, Any], text: str) -> None:
     assert monit_text.words(service(**members)) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0m "), (59, "0m "), (3600, "1h 0m "), (86400, "1d 0h 0m "), (90061, "1d 1h 1m ")]
 )
-def test_durations_name_units_when_needed(seconds: int, text: str) -> None:
+def test_monit_durations_omit_empty_units(seconds: int, text: str) -> None:
     assert monit_text.duration(seconds) == text
 
 
@@ -152,7 +152,7 @@ def test_durations_name_units_when_needed(seconds: int, text: str) -> None:
         ("-c /dev/null unmonitor web", "unmonitor", ["web"], ""),
     ],
 )
-def test_options_stand_before_or_after_the_action(
+def test_monit_options_may_precede_or_follow_the_action(
     asked: list[dict[str, Any]],
     capfd: pytest.CaptureFixture[str],
     line: str,
@@ -176,7 +176,7 @@ def test_options_stand_before_or_after_the_action(
         ("-c /no/such summary", "Cannot stat the control file '/no/such' -- No such file or directory"),
     ],
 )
-def test_wrong_lines_end_with_1(
+def test_invalid_monit_arguments_exit_with_1(
     asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
     assert monit.main(line.split()) == 1
@@ -186,7 +186,7 @@ def test_wrong_lines_end_with_1(
     assert err.startswith(f"monit: {said}")
 
 
-def test_messages_begin_with_the_name_it_was_called_as(
+def test_monit_messages_begin_with_the_program_name(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/usr/bin/monit-actual"])
@@ -208,7 +208,7 @@ def test_messages_begin_with_the_name_it_was_called_as(
         ("stop web", 1, "monit: the monit daemon is not running\n"),
     ],
 )
-def test_without_an_agent(
+def test_monit_command_without_an_agent_reports_no_daemon(
     asked: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -225,7 +225,9 @@ def test_without_an_agent(
     assert capfd.readouterr() == ("", said)
 
 
-def test_reload_and_quit_say_what_monit_says(asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]) -> None:
+def test_monit_reload_and_quit_print_the_text_of_monit(
+    asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert monit.main(["reload", "web"]) == 0
     assert capfd.readouterr() == ("", "Reinitializing monit daemon\n")
     assert monit.main(["quit"]) == 0
@@ -242,10 +244,10 @@ def test_reload_and_quit_say_what_monit_says(asked: list[dict[str, Any]], capfd:
         ({"state": "failing", "faults": ["Invalid type"], "reason": "a link"}, 0, "'web' a link\n"),
     ],
 )
-def test_validate_ends_with_the_codes_of_monit(
+def test_monit_validate_returns_the_exit_codes_of_monit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], members: dict[str, Any], status: int, said: str
 ) -> None:
-    """Exit code 1 without an error, as 5.2.5 has it. A closed port is none."""
+    """As in 5.2.5, 1 means no error. A closed port is no error."""
     monkeypatch.setattr(control_client, "ask", lambda *_: shown(service(**members)))
 
     assert monit.main(["validate"]) == status
@@ -253,22 +255,22 @@ def test_validate_ends_with_the_codes_of_monit(
 
 
 @pytest.mark.parametrize("line", ["", "-g vcap", "-I"])
-def test_without_an_action_the_daemon_is_awakened(
+def test_monit_without_an_action_wakes_the_daemon(
     asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str], line: str
 ) -> None:
     assert monit.main(line.split()) == 0
     assert capfd.readouterr() == ("", "monit daemon at 7 awakened\n")
 
 
-def test_verbose_lists_the_services_first(asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]) -> None:
+def test_monit_verbose_lists_the_services_first(asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]) -> None:
     assert monit.main(["-v", "stop", "web"]) == 0
 
     assert "\nProcess Name          = web\n Group                = vcap\n" in capfd.readouterr().out
     assert [one["action"] for one in asked] == ["show", "stop"]
 
 
-def test_processes_that_match_a_pattern_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
-    """The command that lists them is none of them."""
+def test_monit_procmatch_lists_processes_matching_a_pattern(capfd: pytest.CaptureFixture[str]) -> None:
+    """The command itself is not listed."""
     own = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
     word = own.split(" ")[0]
     assert monit.main(["procmatch", f"^{word}"]) == 0
@@ -286,16 +288,18 @@ def test_processes_that_match_a_pattern_are_listed(capfd: pytest.CaptureFixture[
         ("procmatch (", "Regex ( parsing error: Unmatched ( or \\(\n"),
     ],
 )
-def test_a_wrong_pattern_ends_with_1(capfd: pytest.CaptureFixture[str], line: str, said: str) -> None:
+def test_monit_procmatch_with_an_invalid_pattern_exits_with_1(
+    capfd: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
     assert monit.main(line.split()) == 1
     assert capfd.readouterr() == (said, "")
 
 
 @pytest.mark.parametrize("line", ["summary", "status", "stop web", "reload", "validate", "quit", "-v summary", ""])
-def test_a_user_without_the_right_is_told(
+def test_monit_command_reports_a_user_without_permission(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], line: str
 ) -> None:
-    """With exit code 1 for any action, as monit ends for a user who does not own its control file."""
+    """The exit code is 1 for any action, as monit exits for a user who does not own its control file."""
 
     def ask(*_: object) -> None:
         raise NoAgentError("no") from PermissionError()
@@ -308,7 +312,7 @@ def test_a_user_without_the_right_is_told(
     assert capfd.readouterr() == ("", f"monit: {said}\n")
 
 
-def test_the_systems_own_check_takes_the_place_of_the_invented_one() -> None:
+def test_configured_system_check_replaces_the_implicit_one() -> None:
     services = shown(service(), service("ours", kind="system"))
 
     assert monit_text.summary(services, MACHINE).splitlines()[2:] == [
@@ -320,7 +324,7 @@ def test_the_systems_own_check_takes_the_place_of_the_invented_one() -> None:
     assert "  load average                      [0.50] [1.25] [2.00]\n" in status
 
 
-def test_response_times_are_shown() -> None:
+def test_monit_status_shows_response_times() -> None:
     responses = [
         {"kind": "TCP", "seconds": 0.0126, "host": "h", "port": 80, "request": "/x", "protocol": "HTTP"},
         {"kind": "UNIX", "seconds": -1.0, "path": "/s", "protocol": "DEFAULT"},
@@ -339,13 +343,15 @@ def test_response_times_are_shown() -> None:
     assert "response time" not in monit_text.status(stopped, MACHINE)
 
 
-def test_version_is_the_one_of_stemcells(capfd: pytest.CaptureFixture[str]) -> None:
+def test_monit_version_is_that_of_stemcells(capfd: pytest.CaptureFixture[str]) -> None:
     assert monit.main(["-V"]) == 0
     assert capfd.readouterr().out.startswith("This is Monit version 5.2.5\n")
 
 
 @pytest.mark.parametrize("form", [["-t", "{file}"], ["-t", "-c", "{file}"], ["-c{file}", "-t"], ["-t", "-b", "{base}"]])
-def test_syntax_is_checked(tmp_path: Path, capfd: pytest.CaptureFixture[str], form: list[str]) -> None:
+def test_monit_checks_the_control_file_syntax(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], form: list[str]
+) -> None:
     file = tmp_path / "monit/job/0000_web.monitrc"
     file.parent.mkdir(parents=True)
     line = [word.format(file=file, base=tmp_path) for word in form]

@@ -41,8 +41,8 @@ def names(packages: Sequence[SourcePackage]) -> list[str]:
 # --- release.MF -----------------------------------------------------------------------------------------------------
 
 
-def test_a_manifest_is_read_as_text() -> None:
-    """A version is no number, a digest no power of ten; null is absent; what the Go agent does not know is ignored."""
+def test_release_manifest_values_are_read_as_text() -> None:
+    """A version is not a number, a digest not a power of ten, null is absent, and unknown keys are ignored."""
     manifest = release_tarball.parse_manifest(
         b"name: a\nversion: 1.10\ncommit_hash: 12e34\nuncommitted_changes: true\nmore: 1\n"
         b"jobs: [{name: j, version: 010, packages: [p]}]\n"
@@ -55,13 +55,13 @@ def test_a_manifest_is_read_as_text() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"name: [a]", b"[]", b"name: {", b"\xff\xfe\xff", b"packages: 7"])
-def test_a_broken_manifest_is_reported(raw: bytes) -> None:
+def test_invalid_release_manifest_is_reported(raw: bytes) -> None:
     with pytest.raises(ConfigError, match=r"cannot read release\.MF: "):
         release_tarball.parse_manifest(raw)
 
 
-def test_a_manifest_is_written_with_the_members_of_the_go_agent() -> None:
-    """In its order; what looks like a number to some reader of YAML is quoted."""
+def test_compiled_release_manifest_has_the_members_of_the_go_agent() -> None:
+    """They are in its order. Text that looks like a number to some reader of YAML is quoted."""
     manifest = Manifest("a", "1.10", "12e34", license=License("l", "l", "l"), packages=[source("p")])
     compiled = release_tarball.compiled_manifest(manifest, [CompiledPackage("p", "1", "1", "5", "debian-x/1", ["q"])])
     raw = release_tarball.render_manifest(compiled)
@@ -88,7 +88,7 @@ def test_a_manifest_is_written_with_the_members_of_the_go_agent() -> None:
 # --- order ----------------------------------------------------------------------------------------------------------
 
 
-def test_packages_come_after_their_dependencies_else_by_name() -> None:
+def test_packages_are_ordered_by_dependencies_and_then_by_name() -> None:
     packages = [source("d"), source("b", "d", "c"), source("a", "c"), source("c")]
 
     assert names(release_tarball.in_order(packages)) == ["c", "a", "d", "b"]
@@ -102,7 +102,7 @@ def test_packages_come_after_their_dependencies_else_by_name() -> None:
         ([source("a", "zlib")], "package a depends on zlib, which is not in release.MF"),
     ],
 )
-def test_a_circle_of_packages_is_reported(packages: list[SourcePackage], text: str) -> None:
+def test_cyclic_package_dependencies_are_reported(packages: list[SourcePackage], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         release_tarball.in_order(packages)
 
@@ -112,8 +112,8 @@ def test_a_circle_of_packages_is_reported(packages: list[SourcePackage], text: s
 
 @pytest.mark.parametrize("mode", ["w:gz", "w"])
 @pytest.mark.parametrize("name", ["release.MF", "./release.MF"])
-def test_a_manifest_is_found(tmp_path: Path, mode: Literal["w", "w:gz"], name: str) -> None:
-    """Compressed or not, with ``./`` or without."""
+def test_release_manifest_is_found_in_any_tarball(tmp_path: Path, mode: Literal["w", "w:gz"], name: str) -> None:
+    """The tarball may be compressed or not, and its names may begin with ``./``."""
     path = tarball(tmp_path / "r", ("jobs/release.MF", b"name: no"), (name, b"name: a\nversion: 1"), mode=mode)
 
     assert release_tarball.read_manifest(path) == Manifest("a", "1")
@@ -129,14 +129,14 @@ def test_a_manifest_is_found(tmp_path: Path, mode: Literal["w", "w:gz"], name: s
         (None, "failed to find release.MF in tarball"),
     ],
 )
-def test_a_release_that_cannot_be_compiled_is_refused(tmp_path: Path, manifest: bytes | None, text: str) -> None:
+def test_release_that_cannot_be_compiled_is_rejected(tmp_path: Path, manifest: bytes | None, text: str) -> None:
     path = tarball(tmp_path / "r.tgz", *([("release.MF", manifest)] if manifest else [("other", b"")]))
 
     with pytest.raises((ConfigError, ActionError), match=text):
         release_tarball.read_manifest(path)
 
 
-def test_packages_are_copied_and_checked(tmp_path: Path) -> None:
+def test_release_packages_are_extracted_and_verified(tmp_path: Path) -> None:
     """A file with another digest is not kept. An unknown or missing one is an error."""
     manifest = Manifest("a", "1", packages=[source("p"), source("q")])
     good = tarball(tmp_path / "good.tgz", ("packages/", None), ("./packages/q.tgz", b"q"), ("packages/p.tgz", b"p"))
@@ -177,10 +177,10 @@ REST = [("license.tgz", b"license"), ("LICENSE", b"free")]
         [("packages/p.tgz", b"source"), ("packages/q.tgz", b"source")],
     ],
 )
-def test_compiled_packages_take_the_place_of_the_sources(
+def test_compiled_packages_replace_the_sources_in_the_release(
     tmp_path: Path, packages: list[tuple[str, bytes | None]]
 ) -> None:
-    """With or without an entry for the directory. Files 0644, everything of root and without a time."""
+    """The directory may have an entry or not. Files have mode 0644, owner root and no time."""
     before = [("release.MF", b"name: a"), ("jobs/", None), ("jobs/web.tgz", b"web")]
     path = tarball(tmp_path / "r.tgz", *before, *packages, *REST)
     (tmp_path / "blob").write_bytes(b"compiled")
@@ -209,7 +209,7 @@ def test_compiled_packages_take_the_place_of_the_sources(
     }
 
 
-def test_a_release_without_compression_stays_so(tmp_path: Path) -> None:
+def test_uncompressed_release_stays_uncompressed(tmp_path: Path) -> None:
     path = tarball(tmp_path / "r.tar", ("release.MF", b"name: a"), mode="w")
     release_tarball.write_compiled(path, tmp_path / "out", Manifest("a", no_compression=True), {})
 
@@ -217,7 +217,7 @@ def test_a_release_without_compression_stays_so(tmp_path: Path) -> None:
         assert packed.getnames() == ["./release.MF"]
 
 
-def test_a_half_written_release_is_not_left(tmp_path: Path) -> None:
+def test_partial_release_tarball_is_removed(tmp_path: Path) -> None:
     path = tarball(tmp_path / "r.tgz", ("packages/p.tgz", b"source"))
     out = tmp_path / "out"
     out.mkdir()

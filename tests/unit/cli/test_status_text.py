@@ -14,7 +14,7 @@ from agent_shim.cli import ansi, status_text
     ("seconds", "text"),
     [(0, "0s"), (59, "59s"), (60, "1m 0s"), (3600, "1h 0m"), (90061, "1d 1h"), (86400 * 400, "400d 0h")],
 )
-def test_durations_have_at_most_two_parts(seconds: int, text: str) -> None:
+def test_status_durations_have_at_most_two_units(seconds: int, text: str) -> None:
     assert status_text.duration(seconds) == text
 
 
@@ -74,13 +74,13 @@ def shown(**members: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("level", "is_told"), [(1, False), (2, True), (3, True)])
-def test_a_foreign_temporary_directory_is_shown(level: int, is_told: bool) -> None:
+def test_status_says_if_tmp_is_shared_by_all_jobs(level: int, is_told: bool) -> None:
     found = {"level": level, "obstacle": "", "memory": True, "processes": True}
 
     assert ("; /tmp is shared by all jobs" in status_text.isolation(found)) is is_told
 
 
-def test_the_whole_page() -> None:
+def test_status_page_is_complete() -> None:
     assert status_text.render(shown()) == (
         "agent      a1, agent-shim 1.2.3, up 1d 1h\n"
         "bus        connected, last heartbeat 12s ago\n"
@@ -100,7 +100,7 @@ def test_the_whole_page() -> None:
     )
 
 
-def test_colours_change_nothing_but_colours() -> None:
+def test_colours_do_not_change_the_text() -> None:
     status = shown(warnings=["no interface has the address 10.0.0.9"], task="apply", task_progress="unpacking")
     painted = status_text.render(status, ansi.coloured)
 
@@ -111,7 +111,7 @@ def test_colours_change_nothing_but_colours() -> None:
     assert "\x1b[1;31m93 %" in painted
 
 
-def test_the_page_names_the_missing_settings() -> None:
+def test_status_names_the_missing_settings() -> None:
     page = status_text.render(
         shown(
             phase="waiting for settings",
@@ -131,7 +131,7 @@ def many(count: int) -> dict[str, Any]:
     return shown(processes=[*({**web, "name": f"web-{number}"} for number in range(count - 1)), worker])
 
 
-def test_two_hundred_jobs_fit_on_a_terminal_with_the_failing_one() -> None:
+def test_status_watch_fits_two_hundred_jobs_and_shows_the_failing_one() -> None:
     lines = status_text.render(many(200), columns=80, lines=24).splitlines()
 
     assert len(lines) == 24
@@ -144,11 +144,11 @@ def test_two_hundred_jobs_fit_on_a_terminal_with_the_failing_one() -> None:
     ("state", "phase", "word"),
     [("unknown", "stopped", "stopped"), ("unknown", "unmonitored", "unmonitored"), ("failing", "running", "failing")],
 )
-def test_states_are_the_agents_words(state: str, phase: str, word: str) -> None:
+def test_status_shows_the_agents_state_names(state: str, phase: str, word: str) -> None:
     assert status_text.shown_state({"state": state, "phase": phase}) == word
 
 
-def test_wide_characters_keep_the_columns() -> None:
+def test_status_columns_align_with_wide_characters() -> None:
     status = shown()
     status["processes"][0]["name"] = "ウェブ"
     table = status_text.render(status).splitlines()[-5:]
@@ -161,7 +161,7 @@ def test_wide_characters_keep_the_columns() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 5, 10, 79])
-def test_a_clipped_line_fits_and_ends_its_colours(columns: int) -> None:
+def test_truncated_status_line_fits_and_resets_its_colours(columns: int) -> None:
     line = ansi.coloured("ウェブ is down", "wrong") + " and more" * 20
 
     clipped = ansi.clipped(line, columns)
@@ -170,7 +170,7 @@ def test_a_clipped_line_fits_and_ends_its_colours(columns: int) -> None:
     assert ansi.clipped("short", 5) == "short"
 
 
-def test_details_of_a_process_leave_out_empty_members() -> None:
+def test_status_details_omit_empty_values() -> None:
     more = {
         "faults": [],
         "children": 2,
@@ -199,7 +199,7 @@ def test_details_of_a_process_leave_out_empty_members() -> None:
     assert "pid" not in status_text.details(worker)
 
 
-def test_details_end_with_the_next_start_and_the_log() -> None:
+def test_status_details_end_with_the_next_start_and_the_log() -> None:
     worker = shown()["processes"][1] | dict.fromkeys(("faults", "groups"), ()) | {"mode": "active", "retry_secs": 8.2}
     lines = status_text.details(worker, log=["worker.stderr.log | no such table"]).splitlines()
 
@@ -222,8 +222,8 @@ def test_details_show_the_last_events() -> None:
     ]
 
 
-def test_reasons_and_warnings_are_wrapped_not_cut() -> None:
-    """At words, to the width of the terminal. A pipe gets each in one line."""
+def test_status_reasons_and_warnings_are_wrapped() -> None:
+    """They wrap at words, to the width of the terminal. A pipe gets each on one line."""
     status = shown() | {
         "warnings": ["the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. web: x"],
         "firewall": {"why": f"not root of a container with the real /var/vcap {'/long' * 20}"},
