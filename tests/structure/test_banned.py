@@ -129,8 +129,8 @@ def test_banned_names_are_unused() -> None:
     assert found == []
 
 
-def test_lists_name_modules_that_exist() -> None:
-    """A permission ends with the module it was given to."""
+def test_ban_exceptions_name_existing_modules() -> None:
+    """A permission ends with the module that it was given to."""
     allowed = {place for ban in BANS for place in ban.places} | set(BROAD)
 
     assert allowed - NOT_YET <= set(modules())
@@ -174,8 +174,8 @@ NOT_YET = frozenset({"cli.monit"})
         ("actions.dispatch", "try:\n    f()\nexcept Exception:  # noqa: BLE001\n    pass", "does not say why"),
     ],
 )
-def test_violation_is_found(name: str, text: str, complaint: str) -> None:
-    """Each ban is one that can be broken."""
+def test_use_of_a_banned_name_is_detected(name: str, text: str, complaint: str) -> None:
+    """Each ban is one that can be violated."""
     found = list(violations(Module(name, text)))
 
     assert len(found) == 1
@@ -194,5 +194,5 @@ def test_violation_is_found(name: str, text: str, complaint: str) -> None:
         ("actions.dispatch", "try:\n    f()\nexcept Exception:  # noqa: BLE001 a bug becomes a reply\n    pass"),
     ],
 )
-def test_good_code_passes(name: str, text: str) -> None:
+def test_code_without_banned_names_passes(name: str, text: str) -> None:
     assert list(violations(Module(name, text))) == []

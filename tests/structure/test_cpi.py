@@ -124,15 +124,15 @@ def circles(of: Mapping[str, Module]) -> Iterator[str]:
                 waiting |= graph.get(name, set())
 
 
-def test_house_is_in_order() -> None:
+def test_cpi_modules_follow_the_import_rules() -> None:
     assert [wrong for module in modules().values() for wrong in violations(module)] == []
 
 
-def test_no_circles() -> None:
+def test_cpi_modules_have_no_import_cycles() -> None:
     assert list(circles(modules())) == []
 
 
-def test_table_names_modules_that_exist() -> None:
+def test_cpi_import_table_names_existing_modules() -> None:
     assert {name for names in FLOORS.values() for name in names} == set(modules())
 
 
@@ -152,13 +152,13 @@ def test_table_names_modules_that_exist() -> None:
         ("vms", "try:\n    f()\nexcept Exception:\n    pass", "catches everything"),
     ],
 )
-def test_violation_is_found(name: str, text: str, complaint: str) -> None:
+def test_forbidden_import_in_the_cpi_is_detected(name: str, text: str, complaint: str) -> None:
     found = list(violations(Module(name, text)))
 
     assert any(complaint in one for one in found), found
 
 
-def test_circle_is_found() -> None:
+def test_import_cycle_in_the_cpi_is_detected() -> None:
     one = Module("pods", "from kubernetes_cpi import claims")
     other = Module("claims", "def f():\n    from kubernetes_cpi import pods")
 

@@ -19,7 +19,7 @@ from tests.support.drawn import (
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in GENERATED}))
-def test_page_is_current(page: str) -> None:
+def test_generated_parts_of_pages_are_current(page: str) -> None:
     """``./dev run python -m tests.support.drawn`` updates a stale page."""
     text = (PAGES / page).read_text()
 
@@ -27,25 +27,25 @@ def test_page_is_current(page: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_file_is_current(name: str) -> None:
+def test_generated_files_are_current(name: str) -> None:
     assert FILES[name]() == (ROOT / name).read_text(), "stale: ./dev run python -m tests.support.drawn"
 
 
-def test_rules_and_dashboard_have_one_source() -> None:
-    """The objects of a cluster say the same as the files for a Prometheus and a Grafana without one."""
+def test_cluster_objects_equal_the_rules_and_dashboard_files() -> None:
+    """The files are for a Prometheus and a Grafana without a cluster."""
     rule, board = (yaml.safe_load(made()) for made in (prometheus_rule, dashboard))
 
     assert rule["spec"] == yaml.safe_load((PROMETHEUS / "rules.yaml").read_text())
     assert board["data"] == {"agent-shim.json": (PROMETHEUS.parent / "grafana/agent-shim.json").read_text()}
 
 
-def test_missing_marker_is_an_error() -> None:
+def test_missing_marker_of_a_generated_part_is_an_error() -> None:
     """A page cannot lose a generated part unnoticed."""
     with pytest.raises(ValueError, match="no place for states"):
         regenerated("architecture.md", "<!-- floors -->\n<!-- /floors -->\ntext\n<!-- states -->\n")
 
 
-def test_purpose_is_the_first_sentence() -> None:
+def test_module_purpose_is_the_first_docstring_sentence() -> None:
     """Line breaks become spaces, and a bar cannot split the cell."""
     module = Module("host.files", '"""Read ``a|b`` and\nwrite it. Pure.\n\nMore.\n"""')
 

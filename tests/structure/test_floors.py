@@ -99,15 +99,15 @@ def cycle(of: Mapping[str, Module]) -> list[str]:
     return next((circle for name in sorted(graph) if (circle := walk(name, []))), [])
 
 
-def test_imports_go_down() -> None:
-    """No module imports from a floor above it, a stranger, or a library that belongs elsewhere."""
+def test_modules_import_only_from_lower_floors() -> None:
+    """No module imports from a floor above it, a foreign package, or a library that belongs elsewhere."""
     found = [wrong for module in modules().values() for wrong in violations(module, modules())]
 
     assert found == []
 
 
-def test_no_circles() -> None:
-    """Neighbours on one floor do not import each other in a circle."""
+def test_modules_have_no_import_cycles() -> None:
+    """Neighbours on one floor do not import each other in a cycle."""
     assert cycle(modules()) == []
 
 
@@ -138,8 +138,8 @@ KNOWN = frozenset(
         ("host.files", "import requests", "imports requests"),
     ],
 )
-def test_violation_is_found(name: str, text: str, complaint: str) -> None:
-    """Each rule of the house is one that can be broken."""
+def test_forbidden_import_is_detected(name: str, text: str, complaint: str) -> None:
+    """Each import rule is one that can be violated."""
     found = list(violations(Module(name, text), KNOWN))
 
     assert len(found) == 1
@@ -158,12 +158,12 @@ def test_violation_is_found(name: str, text: str, complaint: str) -> None:
         ("core.spec", "import msgspec"),
     ],
 )
-def test_good_import_passes(name: str, text: str) -> None:
+def test_permitted_import_passes(name: str, text: str) -> None:
     assert list(violations(Module(name, text), KNOWN)) == []
 
 
-def test_circle_is_found() -> None:
-    """Two neighbours that need each other are named in order."""
+def test_import_cycle_is_detected() -> None:
+    """Two modules that need each other are named in order."""
     tasks = Module("actions.tasks", "from agent_shim.actions import agent")
     agent = Module("actions.agent", "def late():\n    from agent_shim.actions.tasks import Tasks")
 

@@ -328,13 +328,13 @@ def violations(module: Module, raw: Mapping[str, Raw]) -> Iterator[str]:
             yield f"{module.name}:{line} uses {name} in {where}: use host.guarded, or say why not in RAW"
 
 
-def test_files_are_opened_through_the_door_alone() -> None:
-    """Or it has its reason."""
+def test_job_writable_files_are_opened_only_through_host_guarded() -> None:
+    """Any other place needs a listed reason."""
     assert [wrong for module in modules().values() for wrong in violations(module, RAW)] == []
 
 
-def test_reasons_are_for_what_is_there() -> None:
-    """A reason goes with the last opening of its function."""
+def test_listed_reasons_for_direct_opens_are_still_needed() -> None:
+    """A reason is removed with the last direct open of its function."""
     there = {name: {function for function, _, _ in openings(module)} for name, module in modules().items()}
 
     assert [
@@ -344,8 +344,8 @@ def test_reasons_are_for_what_is_there() -> None:
 
 
 @pytest.mark.attack("root in a container damages the files from which the agent starts")
-def test_own_files_are_read_by_one_function() -> None:
-    """``files.read(…, is_own=True)`` has the bound: of bytes, and of what a file can be."""
+def test_own_files_are_read_through_one_bounded_function() -> None:
+    """``files.read(…, is_own=True)`` limits the size and the type of the file."""
     own = [(name, raw.functions) for name, raw in RAW.items() if raw.why == OWN]
 
     assert [
@@ -369,8 +369,8 @@ def test_own_files_are_read_by_one_function() -> None:
         ("def f(path, run):\n    return run(path.read_text)", "uses .read_text in f"),
     ],
 )
-def test_an_opening_is_found(text: str, complaint: str) -> None:
-    """However it is spelled."""
+def test_direct_open_of_a_file_is_detected(text: str, complaint: str) -> None:
+    """Every spelling is found."""
     found = list(violations(Module("services.bundles", text), {}))
 
     assert len(found) == 1
@@ -378,7 +378,7 @@ def test_an_opening_is_found(text: str, complaint: str) -> None:
     assert list(violations(Module("services.bundles", text), {"services.bundles": Raw("", frozenset({"g"}))})) == found
 
 
-def test_an_opening_with_a_reason_passes() -> None:
+def test_direct_open_with_a_listed_reason_passes() -> None:
     text = "def f(path):\n    return open(path)"
 
     assert list(violations(Module("services.bundles", text), {"services.bundles": Raw("why", frozenset({"f"}))})) == []

@@ -34,11 +34,11 @@ def dead(path: Path, text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_in_pages_have_existing_targets(path: Path) -> None:
     assert list(dead(path, path.read_text())) == []
 
 
-def test_a_dead_link_is_found() -> None:
+def test_dead_link_is_detected() -> None:
     page = "[a](docs/nothing.md) [b](#nothing) [c](docs/bosh.md#bosh-commands) [d](https://a.b/c)"
 
     assert list(dead(ROOT / "README.md", page)) == ["docs/nothing.md", "#nothing"]

@@ -41,15 +41,15 @@ def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[st
             yield name, SPELLED.get((name, text), text)
 
 
-def test_keys_and_defaults() -> None:
+def test_configuration_page_lists_all_keys_and_defaults() -> None:
     """No option of ``AgentShim`` is missing from the page, and none is there that the code does not know."""
     rows = table("configuration.md", "| key | meaning | default |")
 
     assert {key: default for key, _, default in rows} == dict(options(ShimOptions))
 
 
-def test_exit_codes() -> None:
-    """Those of the error classes, and the three of every command."""
+def test_exit_codes_page_lists_all_exit_codes() -> None:
+    """They are those of the error classes, and the three of every command."""
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ShimError)]
     codes = {0, 1, 2} | {kind.exit_code for kind in classes}
 
@@ -58,5 +58,5 @@ def test_exit_codes() -> None:
 
 @pytest.mark.parametrize("name", ["start", "doctor", "check"])
 def test_commands_page_has_each_command(name: str) -> None:
-    """Its page is generated. See ``test_drawn`` for when it is stale."""
+    """The page is generated. See ``test_drawn`` for when it is stale."""
     assert f"\n## {name}\n" in (ROOT / "docs/commands.md").read_text()

@@ -28,23 +28,23 @@ def private_names(text: str) -> set[str]:
     return {name for name in reached if name.startswith("_")}
 
 
-def test_private_names_of_nats_py_are_in_the_list() -> None:
+def test_private_names_of_nats_py_in_use_are_listed() -> None:
     module = modules()["edges.bus.link"]
 
     assert private_names(module.text) == set(PRIVATE)
     assert private_names("self._client._pending\nself._subscription._jsi\nself._client.flush") == {"_pending", "_jsi"}
 
 
-def test_transports_alone_of_nats_py_have_a_subclass() -> None:
-    """A class of ours below a client would override methods without a name."""
+def test_only_transports_of_nats_py_are_subclassed() -> None:
+    """A subclass of the client could override methods unnoticed."""
     tree = modules()["edges.bus.link"].tree
     bases = {ast.unparse(base) for each in ast.walk(tree) if isinstance(each, ast.ClassDef) for base in each.bases}
 
     assert bases == {"Transport", "asyncio.StreamReaderProtocol"}
 
 
-async def test_client_connects_by_the_transport_that_was_put_there() -> None:
-    """In each version of the range: ``./dev test-dependencies`` runs this with the lowest and the newest."""
+async def test_nats_client_connects_with_the_given_transport() -> None:
+    """``./dev test-dependencies`` runs this with the lowest and the newest version of the range."""
     asked: list[str] = []
 
     class Ours(Transport):

@@ -47,7 +47,7 @@ def test_no_daily_test_is_skipped_for_an_ordinary_user() -> None:
     assert found == []
 
 
-def test_a_skip_because_of_the_user_is_found() -> None:
+def test_skip_because_of_the_user_is_detected() -> None:
     """The test above would find each form."""
     for text in (
         "@pytest.mark.skipif(os.geteuid() != 0, reason='')\ndef test(): ...",

@@ -65,7 +65,7 @@ def _names(tree: ast.Module) -> Iterator[str]:
                 yield from IN_TEXT.findall(string)
 
 
-def test_tests_use_no_private_name_of_the_product() -> None:
+def test_tests_use_no_private_names_of_the_product() -> None:
     """Test the behaviour by a public name, or make the constant or the function public under a good one."""
     paths = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")]
     found = {path: used(Path(ROOT, path).read_text()) for path in paths if not path.startswith(FREE)}
@@ -88,5 +88,5 @@ def test_tests_use_no_private_name_of_the_product() -> None:
         ("('_read', 'a_read')", set()),
     ],
 )
-def test_a_private_name_is_found_wherever_it_is_used(text: str, names: set[str]) -> None:
+def test_use_of_a_private_name_is_detected(text: str, names: set[str]) -> None:
     assert used(text) == names

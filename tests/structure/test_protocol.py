@@ -17,16 +17,16 @@ from tests.support.protocol import Section
 TESTS = Path(__file__).parents[1]
 
 
-def test_every_action_is_on_the_page_once() -> None:
-    """And nothing else is."""
+def test_protocol_page_lists_every_action_once() -> None:
+    """Nothing else is listed."""
     written = Counter(section.method for section in protocol.sections())
 
     assert written == Counter(ACTIONS.keys()), "docs/protocol.md needs one section `### `METHOD`` for each action"
 
 
 @pytest.mark.parametrize("section", protocol.sections(), ids=lambda section: section.method)
-def test_the_page_describes_each_action_truly(section: Section) -> None:
-    """How it is answered, whether it can be cancelled, what can go wrong, what differs, and an example of it."""
+def test_protocol_page_describes_each_action_correctly(section: Section) -> None:
+    """It says how the action is answered, whether it can be cancelled, its errors and deviations, with an example."""
     action, first = ACTIONS[section.method], section.text.strip().splitlines()[0]
 
     assert first.startswith("Task" if action.mode is Mode.TASK else "At once")
@@ -46,8 +46,8 @@ def _named() -> Counter[str]:
     return found
 
 
-def test_every_fact_has_a_test_that_is_named_after_it() -> None:
-    """And no test claims a fact that is not on the page."""
+def test_every_protocol_fact_has_a_test_named_after_it() -> None:
+    """No test claims a fact that is not on the page."""
     facts = protocol.facts()
 
     assert len(facts) == len(set(facts)) > 60

@@ -15,13 +15,13 @@ from tools.chaos.saboteurs import GENERAL, SABOTEURS
 from tools.chaos.scorecard import Row
 
 
-def test_every_case_and_invariant_has_one() -> None:
+def test_every_chaos_case_and_invariant_has_a_saboteur() -> None:
     assert {one.row for one in SABOTEURS} == {*CASES, *INVARIANTS}
     assert [name for name in WITNESSED if not any(name in one.shows for one in GENERAL)] == []
 
 
 @pytest.mark.parametrize("saboteur", [*SABOTEURS, *GENERAL], ids=lambda one: one.row)
-def test_its_change_can_be_made(saboteur: Saboteur) -> None:
+def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
     """The text to replace occurs once, the result is Python, and the expected failure is a pattern."""
     changed = saboteur.applied((ROOT / saboteur.path).read_text())
 
@@ -31,7 +31,7 @@ def test_its_change_can_be_made(saboteur: Saboteur) -> None:
     assert saboteur in GENERAL or saboteur.played in CASES
 
 
-def test_a_row_that_fails_for_another_reason_catches_nothing() -> None:
+def test_row_that_fails_for_another_reason_does_not_catch_its_saboteur() -> None:
     saboteur = Saboteur("N-02", "is deaf", "x", "a", "b", "dead link")
 
     assert is_caught(saboteur, Row("N-02", "", "not held", "dead link noticed: not within 16 s"))

@@ -33,15 +33,15 @@ def texts(module: Module) -> Iterator[tuple[str, int]]:
             yield node.value, node.lineno
 
 
-def test_nothing_else_reads_of_other_processes() -> None:
-    """Their environment can be terabytes long, and their memory lock can be held for ever."""
+def test_other_processes_are_read_only_through_host_proc() -> None:
+    """Their environment can be terabytes long, and their memory lock can be held forever."""
     others = [module for module in modules().values() if module.name not in PLACES]
     found = [(each.name, line, text) for each in others for text, line in texts(each) if OF_A_PROCESS.search(text)]
 
     assert found == []
 
 
-def test_such_texts_are_found() -> None:
+def test_reads_of_other_processes_are_detected() -> None:
     """Accesses that do not concern another process are not reported."""
     for text in ("/proc", "/proc/", "/proc/1/comm", "/proc/{/environ"):
         assert OF_A_PROCESS.search(text)

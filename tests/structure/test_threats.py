@@ -70,6 +70,6 @@ def test_tests_named_on_the_page_exist() -> None:
     assert set(re.findall(r"`(test_\w+)`", PAGE)) - there == set()
 
 
-def test_every_fuzz_target_is_listed() -> None:
+def test_every_fuzz_target_is_listed_as_a_threat_check() -> None:
     targets = PAGE.partition("**Targets**: ")[2].partition("\n\n")[0]
     assert re.findall(r"`(\w+)`\s\(", targets) == sorted(fuzz.TARGETS)

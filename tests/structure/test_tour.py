@@ -51,11 +51,11 @@ def test_the_tour_has_five_walks_of_five_to_ten_steps() -> None:
     assert {heading: len(steps) for heading, steps in found.items() if not 5 <= len(steps) <= 10} == {}
 
 
-def test_each_step_begins_with_a_link_to_code() -> None:
+def test_each_step_of_the_tour_begins_with_a_link_to_code() -> None:
     assert [step for steps in walks(PAGE.read_text()).values() for step in steps if not LINK.match(step)] == []
 
 
-def test_a_lost_function_is_found(tmp_path: Path) -> None:
+def test_missing_function_of_the_tour_is_detected(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class A:\n    async def b(self): ...\n\ndef c(): ...\n")
     page = "[A](a.py) [A.b](a.py) [c](a.py) [b](a.py) [A.c](a.py) [c](none.py)"
 

@@ -30,8 +30,8 @@ MEASURED = {"docs/performance.md", "docs/pictures/status.svg"}
 """Files that say which version they show: the next one does not change that."""
 
 
-def test_packaging_reads_the_version() -> None:
-    """From the module that has it."""
+def test_packaging_reads_the_version_from_its_module() -> None:
+    """``pyproject.toml`` names ``hatch_build.py``, which has it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
     assert "version" in project["project"]["dynamic"]
@@ -41,20 +41,20 @@ def test_packaging_reads_the_version() -> None:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_repetitions_are_equal(name: str) -> None:
+def test_pages_name_the_same_version(name: str) -> None:
     """Examples of the docs name the release that they describe."""
     assert set(re.findall(BY_HAND[name], (ROOT / name).read_text())) == {NEXT}
 
 
-def test_labels_of_the_image_have_the_version() -> None:
-    """A label takes no output of a program."""
+def test_image_labels_have_the_version() -> None:
+    """A label cannot use the output of a program."""
     found = re.findall(r"(?:STEMCELL_VERSION:-|ARG VERSION=)([\w.-]+)", (ROOT / "Dockerfile").read_text())
 
     assert found == [WRITTEN.replace(".dev0", "-dev")] * 2
 
 
-def test_a_release_has_its_heading_in_the_changelog() -> None:
-    """Between releases the newest heading names an older one, below the changes that are not released."""
+def test_release_has_a_changelog_heading() -> None:
+    """Between releases the newest heading names an older one, below the unreleased changes."""
     newest = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     if WRITTEN == NEXT:
         assert newest[0] == WRITTEN
@@ -63,16 +63,16 @@ def test_a_release_has_its_heading_in_the_changelog() -> None:
         assert tuple(map(int, newest[1].split("."))) < tuple(map(int, NEXT.split(".")))
 
 
-def test_no_other_file_repeats_it() -> None:
-    """As the version of this project."""
+def test_no_other_file_repeats_the_version() -> None:
+    """Other files may not have it as the version of this project."""
     own = re.compile(rf"agent[-_]shim[\"' =:@-]{{1,4}}{re.escape(NEXT)}|__version__ = ")
     found = {name for name, text in texts() if own.search(text) and not name.startswith("tests/")}
 
     assert found <= READERS | set(BY_HAND) | MEASURED | {"Dockerfile", "hatch_build.py"}
 
 
-def test_the_repository_has_one_address() -> None:
-    """The address in ``hatch_build.py``. The registry of images has the same name."""
+def test_repository_address_is_the_same_everywhere() -> None:
+    """It is the address in ``hatch_build.py``. The registry of images has the same name."""
     home = hatch_build.HOME.removeprefix("https://github.com/")
     named = re.compile(r"(?:github\.com|ghcr\.io)/(?!you/)([\w-]+/agent-shim)\b")
     found = {name: set(named.findall(text)) for name, text in texts() if not name.startswith("tests/")}
@@ -81,7 +81,7 @@ def test_the_repository_has_one_address() -> None:
     assert {name: homes for name, homes in found.items() if homes - {home}} == {}
 
 
-def test_the_test_group_has_the_demo() -> None:
+def test_test_dependencies_include_those_of_the_demo() -> None:
     """Tests use its certificates and its bus. A group cannot name an extra of its own project everywhere."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -31,7 +31,7 @@ def tasks(workflow: dict[str, Any]) -> set[str]:
 
 
 def test_ci_runs_the_tasks_of_dev_ci() -> None:
-    """Neither this service nor ``.ci/run`` knows a check that the other lacks."""
+    """Neither the CI service nor ``.ci/run`` has a check that the other lacks."""
     listed = re.search(r"\ndo-ci\(\) \{\n[^}]* for task in ([^;]+);", (ROOT / "dev").read_text())
 
     assert listed is not None
@@ -39,7 +39,7 @@ def test_ci_runs_the_tasks_of_dev_ci() -> None:
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_tasks_exist(name: str) -> None:
+def test_tasks_named_by_workflows_exist(name: str) -> None:
     known = set(re.findall(r"^do-([a-z-]+)\(\)", (ROOT / "dev").read_text(), re.MULTILINE))
 
     assert tasks(read(name))
@@ -55,7 +55,7 @@ def test_each_supported_python_and_arm64_are_tested() -> None:
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_rights_are_given_and_jobs_end(name: str) -> None:
+def test_workflows_limit_permissions_and_have_timeouts(name: str) -> None:
     workflow = read(name)
 
     assert workflow["permissions"] in ({}, {"contents": "read"})
@@ -63,7 +63,7 @@ def test_rights_are_given_and_jobs_end(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_actions_are_fixed_to_a_commit(name: str) -> None:
+def test_workflow_actions_are_pinned_to_a_commit(name: str) -> None:
     """A tag can be moved to other code."""
     used = re.findall(r"uses: (.*)", (ROOT / ".github/workflows" / name).read_text())
 

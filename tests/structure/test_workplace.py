@@ -23,7 +23,7 @@ def violations(name: str, text: str, root: Path) -> Iterator[str]:
             yield f"{name}:{number} {line.strip()}"
 
 
-def test_no_file_names_the_workplace() -> None:
+def test_no_file_contains_a_local_path() -> None:
     """No file contains a path of this checkout, its neighbours or a home directory."""
     found = [wrong for name, text in texts() if name != HERE for wrong in violations(name, text, ROOT)]
 
@@ -40,7 +40,7 @@ def test_no_file_names_the_workplace() -> None:
         ("docs/a.md", "in /root/project"),
     ],
 )
-def test_violation_is_found(name: str, text: str) -> None:
+def test_local_path_is_detected(name: str, text: str) -> None:
     assert len(list(violations(name, text, Path("/srv/checkout")))) == 1
 
 
@@ -51,5 +51,5 @@ def test_violation_is_found(name: str, text: str) -> None:
         ("a.md", "/srv/checkouts and /var/vcap/data/root_log, rootfs/root/.bashrc, tests/root/test_x.py"),
     ],
 )
-def test_good_text_passes(name: str, text: str) -> None:
+def test_text_without_local_paths_passes(name: str, text: str) -> None:
     assert list(violations(name, text, Path("/srv/checkout"))) == []
