@@ -66,7 +66,9 @@ def check(documents: list[Any], version: str, directory: Path) -> None:
 
 @pytest.mark.parametrize("version", ["1.25", NEWEST])
 @pytest.mark.parametrize("tier", ["privileged", "base", "restricted", "userns"])
-def test_objects_of_a_vm(server: Server, tmp_path: Path, tier: str, version: str) -> None:
+def test_objects_that_the_cpi_creates_for_a_vm_are_valid(
+    server: Server, tmp_path: Path, tier: str, version: str
+) -> None:
     if tier == "userns" and version == "1.25":
         version = "1.30"
     cpi = Cpi(server, tmp_path)
@@ -82,7 +84,7 @@ def test_objects_of_a_vm(server: Server, tmp_path: Path, tier: str, version: str
 
 
 @pytest.mark.parametrize("version", ["1.25", NEWEST])
-def test_live_disk(server: Server, tmp_path: Path, version: str) -> None:
+def test_objects_that_the_cpi_creates_for_a_live_disk_are_valid(server: Server, tmp_path: Path, version: str) -> None:
     server.cluster.create(("storageclasses", "", "fast"), {"metadata": {"name": "fast"}})
     cpi = Cpi(server, tmp_path)
     vm = cpi.create_vm(attach="live", tier="privileged")
@@ -91,7 +93,7 @@ def test_live_disk(server: Server, tmp_path: Path, version: str) -> None:
     check(made(server), version, tmp_path)
 
 
-def test_wrong_field_is_noticed(server: Server, tmp_path: Path) -> None:
+def test_unknown_manifest_field_is_detected(server: Server, tmp_path: Path) -> None:
     cpi = Cpi(server, tmp_path)
     cpi("create_vm", "agent-1", STEMCELL, {}, DYNAMIC, [], ENV)
     documents = made(server)

@@ -43,8 +43,8 @@ async def test_agent_waits_for_settings(site: Site) -> None:
         assert (status["agent_id"], status["bus"]["connected"]) == (AGENT, True)
 
 
-async def test_running_needs_nothing_from_outside(podman: Podman, image: str) -> None:
-    """Without any network the agent lives, waits, and leaves its program as it was."""
+async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
+    """Without any network the agent is alive, waits, and leaves its program unchanged."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, "agent-shim", "probe", "ready")
 
@@ -52,8 +52,8 @@ async def test_running_needs_nothing_from_outside(podman: Podman, image: str) ->
         assert [path for path in await container.changed() if path.startswith(("/opt", "/usr", "/lib"))] == []
 
 
-def test_configuration_of_the_image(podman: Podman, image: str) -> None:
-    """No entry point precedes the command of a CPI. No volume and no port exists that a CPI has not requested."""
+def test_image_has_no_entrypoint_volumes_or_ports(podman: Podman, image: str) -> None:
+    """No entry point precedes the command of a CPI, and a CPI requests its volumes and ports itself."""
     config = json.loads(podman("image", "inspect", image))[0]["Config"]
 
     assert config.get("Entrypoint") is None
@@ -73,7 +73,7 @@ MOST = 350_000_000
 
 
 @pytest.mark.skipif("TEST_BASE_IMAGE" in os.environ, reason="the base that was asked for has a size of its own")
-def test_size_of_the_image(podman: Podman, image: str) -> None:
+def test_image_stays_below_its_size_limit(podman: Podman, image: str) -> None:
     assert int(podman("image", "inspect", "--format", "{{.Size}}", image)) < MOST
 
 
@@ -95,15 +95,15 @@ def test_size_of_the_image(podman: Podman, image: str) -> None:
         ("cat /var/vcap/bosh/etc/operating_system", "ubuntu"),
     ],
 )
-def test_contents_of_the_image(podman: Podman, image: str, command: str, output: str) -> None:
-    """Users, modes, tools and what must not be there."""
+def test_image_has_the_expected_users_modes_and_tools(podman: Podman, image: str, command: str, output: str) -> None:
+    """It also lacks everything that must not be there."""
     run = podman.run("run", "--rm", "--network=none", image, "sh", "-c", command)
 
     assert run.stdout.decode().strip() == output
 
 
-def test_every_module_is_compiled(podman: Podman, image: str) -> None:
-    """Nothing is compiled at run time: each module lies there compiled, with a stamp that is never looked at."""
+def test_every_module_in_the_image_is_compiled(podman: Podman, image: str) -> None:
+    """Nothing is compiled at run time: each compiled module has a stamp that is never checked."""
     script = """
 import importlib.util, pathlib
 lib = pathlib.Path("/opt/agent_shim/lib")
@@ -119,7 +119,7 @@ print(len(compiled) > 100, missing)
 EMPTY = ("etc/resolv.conf", "etc/hostname", "etc/machine-id")
 
 
-def test_nothing_is_left_of_the_machine_that_built_it(podman: Podman, image: str, tmp_path: Path) -> None:
+def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tmp_path: Path) -> None:
     """The base has the resolver and the name of the machine that made it, and logs of apt and dpkg."""
     container = podman("create", image, "true").strip()
     try:
@@ -135,8 +135,8 @@ def test_nothing_is_left_of_the_machine_that_built_it(podman: Podman, image: str
 
 
 @pytest.mark.parametrize("way", ["bash -lic", "sudo -i", "su - vcap -c", "sudo -i -u vcap", "su - bosh_a -c"])
-async def test_shells_of_operators(podman: Podman, image: str, way: str) -> None:
-    """The commands of the agent are in the path, and the prompt tells the instance, in every way to come in."""
+async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, image: str, way: str) -> None:
+    """The commands of the agent are in the path, and the prompt names the instance, however the operator logs in."""
     instance = "mkdir -p /var/vcap/instance && cd /var/vcap/instance && printf web >name && printf 0815 >id"
     user = "useradd -m -b /var/vcap/bosh_ssh -s /bin/bash bosh_a"
     show = 'bash -ic \'echo "$PATH"; echo "${PS1@P}"\''
@@ -149,15 +149,15 @@ async def test_shells_of_operators(podman: Podman, image: str, way: str) -> None
 
 
 @pytest.mark.parametrize("way", [[], ["sudo"]])
-def test_the_commands_of_the_agent_are_in_the_path(podman: Podman, image: str, way: list[str]) -> None:
-    """``monit`` and ``bpm`` wherever ``agent-shim`` is."""
+def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[str]) -> None:
+    """``monit`` and ``bpm`` are wherever ``agent-shim`` is."""
     find = ["sh", "-c", "command -v agent-shim; command -v monit; command -v bpm"]
     said = podman("run", "--rm", "--network=none", image, *way, *find)
 
     assert said.split() == ["/usr/local/bin/agent-shim", "/usr/local/bin/monit", "/usr/local/bin/bpm"]
 
 
-def test_names_of_other_programs_lead_to_the_agent(podman: Podman, image: str) -> None:
+def test_links_with_names_of_other_programs_lead_to_the_agent(podman: Podman, image: str) -> None:
     """The wheel installs none of them."""
     ask = "bpm version; monit -V | tail -n 1; /opt/agent_shim/bin/bosh-agent -v"
     said = podman("run", "--rm", "--network=none", image, "sh", "-c", ask).splitlines()
@@ -168,14 +168,14 @@ def test_names_of_other_programs_lead_to_the_agent(podman: Podman, image: str) -
     assert said[2].startswith(f"[Version] {version} (")
 
 
-def test_shells_complete_the_commands_of_the_agent(podman: Podman, image: str) -> None:
+def test_shells_in_the_image_complete_agent_commands(podman: Podman, image: str) -> None:
     said = podman("run", "--rm", "--tty", "--network=none", image, "bash", "-ic", "complete -p agent-shim")
 
     assert re.fullmatch(r"complete .*-F \w*agent_shim agent-shim", said.strip())
 
 
-async def test_wishes_of_a_manifest(site: Site) -> None:
-    """Requests of ``env.bosh`` for the machine are carried out with the lists of the image, or refused in the log."""
+async def test_env_bosh_options_are_applied_in_the_image_or_refused_in_the_log(site: Site) -> None:
+    """The lists of the image are used."""
     settings = json.loads(site.settings())
     wishes = {"remove_static_libraries": True, "swap_size": 512, "agent": {"settings": {"tmpfs": True}}}
     settings["env"]["bosh"] |= wishes
@@ -191,16 +191,16 @@ async def test_wishes_of_a_manifest(site: Site) -> None:
         assert "env.bosh.swap_size: swap belongs to the machine around the container" in container.logs()
 
 
-def test_vcap_becomes_root_by_its_password_alone(podman: Podman, image: str) -> None:
-    """As on a stemcell, where vcap is of the group admin (bosh-linux-stemcell-builder, stages/bosh_users)."""
+def test_vcap_needs_its_password_for_sudo(podman: Podman, image: str) -> None:
+    """On a stemcell, vcap is also in the group admin (bosh-linux-stemcell-builder, stages/bosh_users)."""
     tries = "sudo -n true 2>/dev/null || echo refused; echo secret | sudo -S -p '' id -un"
     script = f'echo vcap:secret | chpasswd; exec su vcap -s /bin/bash -c "{tries}"'
 
     assert podman("run", "--rm", "--network=none", image, "sh", "-c", script) == "refused\nroot\n"
 
 
-async def test_packets_can_be_captured(podman: Podman, image: str) -> None:
-    """``bosh pcap`` calls tcpdump by sudo, over a session of ``bosh ssh``."""
+async def test_bosh_pcap_can_capture_packets(podman: Podman, image: str) -> None:
+    """``bosh pcap`` calls tcpdump with sudo, in a session of ``bosh ssh``."""
     capture = "sudo -n tcpdump -i lo -c 2 -w - icmp 2>/tmp/said & until grep -q listening /tmp/said; do sleep 0.1; done"
     script = f"({capture}; ping -c 2 -q localhost >/dev/null; wait) | tcpdump -r - -n 2>/dev/null"
     user = 'useradd -m -G bosh_sudoers bosh_a && exec su bosh_a -s /bin/bash -c "$SCRIPT"'

@@ -47,10 +47,10 @@ async def pid_of_job(container: Container) -> str:
 
 
 @pytest.mark.parametrize("options", TIERS.values(), ids=TIERS.keys())
-async def test_it_comes_up_whatever_is_taken_from_it(
+async def test_container_starts_with_any_capabilities_or_user(
     podman: Podman, image: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """With any capabilities, or as an ordinary user on files that cannot be written, the agent waits for settings."""
+    """It may also be an ordinary user on read-only files. The agent waits for settings."""
     tmp_path.chmod(0o777)
     options = ("--network=none", *(option.format(volume=tmp_path) for option in options))
     async with pods.running(
@@ -62,8 +62,8 @@ async def test_it_comes_up_whatever_is_taken_from_it(
         assert await container.stop() == 0
 
 
-async def test_a_crashed_agent_is_back_and_jobs_go_on(site: Site) -> None:
-    """The agent ends, the container and its jobs do not."""
+async def test_crashed_agent_is_restarted_and_jobs_continue(site: Site) -> None:
+    """The agent ends, but the container and its jobs do not."""
     async with site.container() as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy()
@@ -78,8 +78,8 @@ async def test_a_crashed_agent_is_back_and_jobs_go_on(site: Site) -> None:
 
 
 @pytest.mark.parametrize("signal", ["TERM", "INT", "PWR"])
-async def test_signals_to_process_1_are_an_orderly_stop(site: Site, signal: str) -> None:
-    """The end signals of runtimes: the job drains, is stopped, and the container ends with 0."""
+async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: Site, signal: str) -> None:
+    """With every stop signal of a runtime, the job drains and is stopped, and the container exits with 0."""
     leaves = "/var/vcap/data/trace"
     async with site.container("env", "-i", "/sbin/init") as container:
         await container.put(SETTINGS, site.settings())
@@ -91,8 +91,8 @@ async def test_signals_to_process_1_are_an_orderly_stop(site: Site, signal: str)
         assert "not clean" not in container.logs()
 
 
-async def test_an_end_that_is_not_clean_says_so(site: Site) -> None:
-    """A drain that would take longer than the grace ends with it, and the code of the container tells."""
+async def test_unclean_container_stop_is_visible_in_the_exit_code(site: Site) -> None:
+    """A drain that would take longer than the grace period ends with it."""
     async with site.container("/sbin/init", options=("--env=AGENT_SHIM_GRACE=4",)) as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy({"sleeper": draining(600, leaves="/dev/null")})
@@ -119,8 +119,8 @@ async def test_signal_during_a_drain_cuts_it_short(site: Site) -> None:
         assert "not clean: drain scripts were cut short" in container.logs()
 
 
-async def test_somebody_logs_in(site: Site) -> None:
-    """The key that ``bosh ssh`` sends opens the door: the server was not there before, and goes with its last user."""
+async def test_operator_can_log_in_with_bosh_ssh(site: Site) -> None:
+    """The key that ``bosh ssh`` sends gives access. The server is started for it and ends with its last user."""
     key = site.scratch / "key"
     await asyncio.to_thread(run, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
     async with site.container("env", "-i", "/sbin/init") as container:
@@ -139,8 +139,8 @@ async def test_somebody_logs_in(site: Site) -> None:
         assert await container.status_of("pgrep", "-x", "sshd") == 1
 
 
-async def test_nothing_of_the_environment_reaches_the_agent(podman: Podman, image: str) -> None:
-    """Variables of a pod are no business of the agent's scripts. Its own, by their name, are."""
+async def test_agent_does_not_inherit_the_container_environment(podman: Podman, image: str) -> None:
+    """A pod's variables must not reach the agent's scripts. Only the agent's own variables are passed."""
     options = ("--network=none", "--env=SECRET=x", "--env=KUBERNETES_PORT=y", "--env=AGENT_SHIM_GRACE=9")
     async with pods.running(podman, image, options=options) as container:
         await container.until(1, *READY)
@@ -152,8 +152,8 @@ async def test_nothing_of_the_environment_reaches_the_agent(podman: Podman, imag
         assert "AGENT_SHIM_GRACE=9" in environment
 
 
-async def test_orphans_are_reaped(podman: Podman, image: str) -> None:
-    """A process left behind in the container does not stay a zombie: process 1 reaps it."""
+async def test_pid_1_reaps_orphans(podman: Podman, image: str) -> None:
+    """A process left behind in the container does not stay a zombie."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, *READY)
         waits = "until test -e /tmp/go; do sleep 0.1; done"

@@ -174,10 +174,10 @@ async def user_of(container: Container, words: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "tier"), TIERS.items(), ids=TIERS.keys())
-async def test_a_job_answers_in_every_tier(
+async def test_job_answers_in_every_security_tier(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path, name: str, tier: Tier
 ) -> None:
-    """A ready pod's job answers; the doctor reports the abilities; the hook drains the job."""
+    """A ready pod's job answers, the doctor reports the privileges, and the hook drains the job."""
     async with played(podman, network, name, tmp_path) as container:
         assert await answer(container, 9190, "/readyz") == "jobs are running\n"
         assert await answer(container, 8080, "/") == "hello from hello\n"
@@ -189,8 +189,8 @@ async def test_a_job_answers_in_every_tier(
         assert (tmp_path / "store/hello/starts.txt").read_text() == "prepared\ndrained\n"
 
 
-async def test_the_pod_of_a_cpi(site: Site) -> None:
-    """A Director deploys to it; the Secret changes while jobs run; disk and jobs are back after a restart."""
+async def test_pod_of_a_cpi_keeps_jobs_over_a_changed_secret_and_a_restart(site: Site) -> None:
+    """A Director deploys to it, and disk and jobs are back after the restart."""
     disk = {"system": "", "persistent": {"disk-1": "/warden-cpi-dev/disk-1"}}
     file = "config.json"
     async with played(site.podman, site.network, "cpi", site.scratch, (file, site.settings(disks=disk))) as container:
@@ -223,7 +223,7 @@ async def kill_from_outside(podman: Podman, container: Container) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_container_that_dies_comes_back_with_its_job(
+async def test_restarted_container_starts_its_job_again(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path
 ) -> None:
     """The restart policy restarts it, and the job starts without a request."""

@@ -45,7 +45,7 @@ def manifests(name: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "version"), [*OLDEST.items(), *dict.fromkeys(OLDEST, NEWEST).items()])
-def test_manifests_are_valid(name: str, version: str, tmp_path: Path) -> None:
+def test_kubernetes_manifests_are_valid(name: str, version: str, tmp_path: Path) -> None:
     """Each field is one that this version of Kubernetes knows."""
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(manifests(name))
@@ -55,8 +55,8 @@ def test_manifests_are_valid(name: str, version: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_component_brings_monitoring_to_an_instance(tmp_path: Path) -> None:
-    """In the namespace of the overlay that lists it."""
+def test_monitoring_component_adds_monitoring_to_an_instance(tmp_path: Path) -> None:
+    """It is in the namespace of the overlay that lists it."""
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     overlay = {
         "namespace": "mine",
@@ -71,8 +71,8 @@ def test_the_component_brings_monitoring_to_an_instance(tmp_path: Path) -> None:
     assert {one["metadata"]["namespace"] for one in documents} == {"mine"}
 
 
-def test_wrong_field_is_noticed(tmp_path: Path) -> None:
-    """A field that Kubernetes does not know is one that this test sees."""
+def test_unknown_manifest_field_is_detected(tmp_path: Path) -> None:
+    """Kubernetes does not know the field."""
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(manifests("base").replace("terminationGracePeriodSeconds", "terminationGrace"))
     done = subprocess.run([tool("kubernetes-validate"), "--strict", str(manifest)], capture_output=True, text=True)
@@ -80,8 +80,8 @@ def test_wrong_field_is_noticed(tmp_path: Path) -> None:
     assert done.returncode != 0
 
 
-def test_dockerfiles_are_good() -> None:
-    """Versions of packages are left open on purpose: each build takes the newest, which is how fixes arrive."""
+def test_dockerfiles_pass_the_linter() -> None:
+    """Package versions are left open on purpose, because each build then takes the newest fixes."""
     files = [str(ROOT / "Dockerfile"), str(DEPLOY / "example/Dockerfile")]
     done = subprocess.run([tool("hadolint"), "--ignore=DL3008", *files], capture_output=True, text=True)
 
@@ -94,8 +94,8 @@ def dashboard_losses(path: Path) -> list[str]:
     return said.split()
 
 
-def test_grafana_knows_each_member_of_the_dashboard(tmp_path: Path) -> None:
-    """Its own library reads the dashboard without a loss. A misspelt member is lost."""
+def test_grafana_reads_the_dashboard_without_loss(tmp_path: Path) -> None:
+    """Its own library would drop a misspelt member."""
     path = ROOT / "deploy/grafana/agent-shim.json"
     misspelt = tmp_path / "misspelt.json"
     misspelt.write_text(path.read_text().replace('"gridPos"', '"gridPosition"', 1))
@@ -105,7 +105,7 @@ def test_grafana_knows_each_member_of_the_dashboard(tmp_path: Path) -> None:
 
 
 def test_workflows_are_valid_and_safe() -> None:
-    """By the schema of the service, and by an auditor that knows its attacks."""
+    """They are checked against the schema of the service, and by an auditor that knows its attacks."""
     files = sorted(map(str, (ROOT / ".github/workflows").iterdir()))
     schema = [tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", *files]
     for command in (schema, [tool("zizmor"), "--offline", "--no-progress", *files]):

@@ -55,12 +55,12 @@ async def said(container: Container, command: str) -> str:
         ),
     ],
 )
-async def test_control(container: Container, command: str, wanted: str) -> None:
-    """Each command is understood, done, and answered as the real one would."""
+async def test_service_commands_answer_like_the_real_ones(container: Container, command: str, wanted: str) -> None:
+    """Each command is understood and executed."""
     assert await said(container, command) == wanted
 
 
-async def test_a_service_for_runit_becomes_one_of_ours(container: Container) -> None:
+async def test_runit_service_of_a_release_is_supervised(container: Container) -> None:
     """A release that brings a directory for runit has its program supervised."""
     await container.exec(
         *("sh", "-c"),
@@ -71,15 +71,15 @@ async def test_a_service_for_runit_becomes_one_of_ours(container: Container) -> 
     assert await said(container, "systemctl stop own && pgrep -fx 'sleep 1000'") == "1\n"
 
 
-async def test_syslog_is_written(container: Container) -> None:
+async def test_syslog_message_is_in_the_usual_file(container: Container) -> None:
     """A message to syslog is in the usual file."""
     await container.exec("logger", "--tag", "somebody", "hello")
 
     await container.until(0, "grep", "-q", "somebody: hello", "/var/log/syslog")
 
 
-async def test_name_servers(container: Container) -> None:
-    """bosh-dns puts its server before the others, and takes it out again."""
+async def test_resolvectl_puts_the_name_server_of_bosh_dns_first_and_removes_it(container: Container) -> None:
+    """bosh-dns puts its server before the others, and removes it again."""
     await container.exec("sh", "-c", "echo 'nameserver 192.0.2.1' >/etc/resolv.conf")
     await container.exec("resolvectl", "dns", "bosh-dns", "169.254.0.2")
     await container.exec("resolvectl", "domain", "bosh-dns", "~.")
@@ -88,8 +88,11 @@ async def test_name_servers(container: Container) -> None:
     assert await said(container, "resolvectl revert bosh-dns; cat /etc/resolv.conf") == "nameserver 192.0.2.1\n0\n"
 
 
-async def test_logrotate_sees_to_the_logs_of_the_system_alone(container: Container) -> None:
-    """Those of jobs are the agent's: two who copy and cut the same file lose lines. Writers get a new file each."""
+async def test_logrotate_rotates_only_system_logs(container: Container) -> None:
+    """The agent rotates those of jobs.
+
+    If two programs copy and truncate one file, lines are lost. Writers get a new file each.
+    """
     await container.exec(
         "sh", "-c", "mkdir -p /var/vcap/data/sys/log/job; yes | head -c 60M >/var/vcap/data/sys/log/job/job.log"
     )
@@ -145,8 +148,8 @@ CHPST = [
 
 
 @pytest.mark.parametrize(("arguments", "code"), CHPST)
-async def test_chpst_does_what_that_of_runit_does(container: Container, arguments: str, code: int) -> None:
-    """Side by side with the real one, where the base has it. Only texts of errors differ."""
+async def test_chpst_behaves_like_that_of_runit(container: Container, arguments: str, code: int) -> None:
+    """It runs side by side with the real one, which is in the tests' base. Only error texts differ."""
     await container.exec(
         "sh",
         "-c",
@@ -163,15 +166,15 @@ async def test_chpst_does_what_that_of_runit_does(container: Container, argument
     assert ours.splitlines()[-1] == str(code)
 
 
-async def test_chpst_gives_on_the_variables_it_was_given(container: Container) -> None:
-    """Python sets a locale for itself where there is none."""
+async def test_chpst_passes_its_environment_on_unchanged(container: Container) -> None:
+    """Python sets a locale for itself if there is none."""
     seen = await container.exec("env", "-i", "A=b", "/opt/agent_shim/stand-ins/chpst", "/usr/bin/env")
 
     assert seen == "A=b\n"
 
 
-async def test_resolvconf(container: Container) -> None:
-    """bosh-dns of older stemcells writes a server into ``head``, which comes first after an update."""
+async def test_resolvconf_puts_the_server_of_the_head_file_first(container: Container) -> None:
+    """bosh-dns of older stemcells writes its server into ``head``."""
     script = """
     mkdir -p /etc/resolvconf/resolv.conf.d; head=/etc/resolvconf/resolv.conf.d/head
     printf 'nameserver 192.0.2.1\nsearch x\n' >/etc/resolv.conf

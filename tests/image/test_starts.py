@@ -198,8 +198,8 @@ def _volume(scratch: Path, cpi: Cpi, document: str) -> str:
 
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
-async def test_every_start_leads_to_a_running_job(site: Site, cpi: Cpi) -> None:
-    """After each kind of start the init is process 1, the agent answers, deployed jobs run, and it ends in order."""
+async def test_image_runs_jobs_under_every_cpi(site: Site, cpi: Cpi) -> None:
+    """After each kind of start the init is PID 1, the agent answers, jobs run, and the container stops in order."""
     async with started(site, cpi) as container:
         await site.deploy()
         heartbeat = await site.monitor.wait_for("heartbeat", AGENT)
@@ -212,8 +212,8 @@ async def test_every_start_leads_to_a_running_job(site: Site, cpi: Cpi) -> None:
 
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
-async def test_names_of_the_container_resolve_from_the_boot_on(site: Site, cpi: Cpi) -> None:
-    """A compilation VM gets no records of a Director: its hosts file, unmounted by its CPI, would stay empty.
+async def test_container_names_resolve_from_the_boot_on(site: Site, cpi: Cpi) -> None:
+    """A compilation VM gets no records of a Director, so its hosts file, unmounted by its CPI, would stay empty.
 
     The host name is the agent's where the CPI has unmounted that of the runtime.
     """
@@ -236,8 +236,8 @@ def servers(resolv_conf: str) -> list[str]:
     return [line.split()[1] for line in resolv_conf.splitlines() if line.startswith("nameserver")]
 
 
-async def test_a_start_beside_another_init(site: Site) -> None:
-    """Garden has its own process 1 and runs the commands beside it, one of which fails.
+async def test_agent_starts_beside_another_init(site: Site) -> None:
+    """Garden has its own PID 1 and runs the commands beside it, one of which fails.
 
     A disk is attached to a running container: the settings are written again, and it appears in an existing directory.
     """
@@ -260,8 +260,8 @@ async def test_a_start_beside_another_init(site: Site) -> None:
         await running
 
 
-async def test_recreation_by_the_docker_cpi(site: Site) -> None:
-    """To attach a disk it kills the container and deletes its data; what it has saved it tells the new one late.
+async def test_jobs_return_after_a_recreation_by_the_docker_cpi(site: Site) -> None:
+    """To attach a disk it kills the container and deletes its data. It passes saved data to the new one late.
 
     In between the agent knows only credentials that are not let in any more, and half of a file.
     """
@@ -292,7 +292,7 @@ async def test_recreation_by_the_docker_cpi(site: Site) -> None:
 
 
 @pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
-async def test_recreation_by_the_cpis_for_kubernetes(site: Site, name: str) -> None:
+async def test_jobs_return_after_a_recreation_by_the_kubernetes_cpis(site: Site, name: str) -> None:
     """A pod with the disk replaces one without. No Director sends a hint, only the settings have it.
 
     When the pod is recreated once more, the disk is back before any request for it.
@@ -318,8 +318,8 @@ async def test_recreation_by_the_cpis_for_kubernetes(site: Site, name: str) -> N
         await container.exec("test", "-f", "/var/vcap/store/kept")
 
 
-async def test_a_restart_on_kept_files(site: Site) -> None:
-    """The LXD CPI stops the container and starts it again, to attach a disk or for a reboot. Its hints are maps.
+async def test_jobs_return_after_a_restart_on_the_same_files(site: Site) -> None:
+    """The LXD CPI restarts the container to attach a disk or for a reboot. Its hints are maps.
 
     No Director deploys again: the disk comes first, and then the jobs.
     """
@@ -350,8 +350,8 @@ async def test_a_restart_on_kept_files(site: Site) -> None:
         await container.exec("test", "-f", "/var/vcap/store/kept")
 
 
-async def test_kept_data_brings_the_jobs_back(site: Site) -> None:
-    """A kubelet restarts a container on a fresh root file system and the same volumes: no new deploy is needed."""
+async def test_jobs_return_in_a_new_container_with_the_same_volumes(site: Site) -> None:
+    """A kubelet restarts a container on a fresh root file system, and no new deploy is needed."""
     cpi = CPIS["kubernetes (sykesm)"]
     data = site.scratch / "data"
     data.mkdir()

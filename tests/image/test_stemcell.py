@@ -41,8 +41,8 @@ def taken_apart(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFac
     return where / "members"
 
 
-def test_members(taken_apart: Path) -> None:
-    """All that the Director's and the CPIs' code looks for is there, and the digests are the image's."""
+def test_stemcell_has_the_members_that_director_and_cpis_expect(taken_apart: Path) -> None:
+    """The digests are the image's."""
     manifest = yaml.safe_load((taken_apart / "stemcell.MF").read_text())
     sums = [hashlib.new(name, (taken_apart / "image").read_bytes()).hexdigest() for name in ("sha1", "sha256")]
     parts = {path.name for path in taken_apart.iterdir()}
@@ -74,15 +74,17 @@ def test_members(taken_apart: Path) -> None:
     assert {one[end] for one in spdx["relationships"] for end in ends} == known
 
 
-def test_the_tarball_is_no_larger_than_what_it_packs(taken_apart: Path) -> None:
-    """Compressed data takes more room when it is compressed once more."""
+def test_stemcell_tarball_is_not_larger_than_its_content(taken_apart: Path) -> None:
+    """Compressed data would grow if it were compressed once more."""
     packed = sum(path.stat().st_size for path in taken_apart.iterdir() if path.is_file())
 
     assert int((taken_apart.parent / "size").read_text()) < packed * 1.001
 
 
-def test_another_operating_system_than_that_of_the_image_is_refused(podman: Podman, image: str, tmp_path: Path) -> None:
-    """A Director would place addons that do not run there."""
+def test_stemcell_with_another_operating_system_than_its_image_is_rejected(
+    podman: Podman, image: str, tmp_path: Path
+) -> None:
+    """A Director would place addons there that do not run."""
     program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--out", str(tmp_path)]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
     done = subprocess.run([*program, "--os", "ubuntu-xenial"], capture_output=True, text=True, env=environment)
@@ -92,8 +94,8 @@ def test_another_operating_system_than_that_of_the_image_is_refused(podman: Podm
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_unpacked_image_starts(podman: Podman, taken_apart: Path) -> None:
-    """The files are all that the warden CPI takes, and that an import keeps: the command of a CPI makes them start."""
+async def test_unpacked_stemcell_image_starts(podman: Podman, taken_apart: Path) -> None:
+    """An import by the warden CPI keeps only the files, and the command of a CPI starts them."""
     root = taken_apart / "root"
     root.mkdir()
     unpack = ["tar", "-xzf", str(taken_apart / "image"), "-C", str(root)]
@@ -105,8 +107,8 @@ async def test_unpacked_image_starts(podman: Podman, taken_apart: Path) -> None:
     shutil.rmtree(taken_apart)
 
 
-def test_overlay_is_small(podman: Podman, image: str) -> None:
-    """The whole of what the overlay brings, as files."""
+def test_stemcell_overlay_stays_below_its_size_limit(podman: Podman, image: str) -> None:
+    """Every file that the overlay brings is counted."""
     said = podman("run", "--rm", "--network=none", image, "du", "-s", "--bytes", "/opt/agent_shim")
 
     assert int(said.split()[0]) < MOST

@@ -48,8 +48,8 @@ async def shown(container: Container, member: str) -> str:
     return (await container.exec("systemctl", "show", "--value", "--property", member, UNIT)).strip()
 
 
-async def test_unit(site: Site, container: Container) -> None:
-    """It is active without settings already, under its other name too. A restart of it restarts no job."""
+async def test_agent_unit_is_active_and_its_restart_restarts_no_job(site: Site, container: Container) -> None:
+    """It is active before there are settings, under its other name too."""
     await container.until(0, "systemctl", "is-active", "--quiet", "bosh-agent")
     await container.put(SETTINGS, site.settings())
     await site.deploy()
@@ -63,15 +63,15 @@ async def test_unit(site: Site, container: Container) -> None:
     assert await container.exec("systemd-analyze", "verify", "--man=no", f"/etc/systemd/system/{UNIT}") == ""
 
 
-async def test_an_ssh_server_of_systemd_has_host_keys(container: Container) -> None:
-    """The image brings none, and the package's unit does not start without."""
+async def test_sshd_of_systemd_has_host_keys(container: Container) -> None:
+    """The image has none, and the package's unit does not start without."""
     await container.until(0, "systemctl", "is-active", "--quiet", "ssh")
 
     assert await container.status_of("test", "-s", "/etc/ssh/ssh_host_ed25519_key") == 0
 
 
-async def test_watchdog(container: Container) -> None:
-    """The watchdog is fed. An agent that hangs is killed and restarted."""
+async def test_systemd_watchdog_restarts_a_hanging_agent(container: Container) -> None:
+    """The agent notifies the watchdog. If it hangs, it is killed and restarted."""
     await container.until(0, "systemctl", "is-active", "--quiet", UNIT)
     first = await shown(container, "MainPID")
     await container.until(0, "sh", "-c", f"test $(ps -o etimes= -p {first}) -ge 5")

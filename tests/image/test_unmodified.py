@@ -42,7 +42,7 @@ def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("way", ["image volume", "copy"])
-async def test_a_stemcell_without_the_agent_becomes_one(
+async def test_unmodified_stemcell_runs_the_agent_over_its_image(
     site: Site, stemcell: str, volume: str, copied: Path, way: str
 ) -> None:
     """The program stays read-only, deployed jobs run, and a restart finds the overlay applied."""
@@ -63,7 +63,7 @@ async def test_a_stemcell_without_the_agent_becomes_one(
         assert await container.stop() == 0
 
 
-def test_a_second_application_changes_nothing(podman: Podman, stemcell: str, volume: str) -> None:
+def test_overlay_applied_twice_changes_nothing(podman: Podman, stemcell: str, volume: str) -> None:
     mount = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     twice = f"{' '.join(APPLY)} >/first; {' '.join(APPLY)} >/second; wc -l </first; wc -l </second"
     first, second = podman("run", "--rm", "--network=none", mount, stemcell, "sh", "-c", twice).split()
@@ -72,10 +72,8 @@ def test_a_second_application_changes_nothing(podman: Podman, stemcell: str, vol
     assert int(second) == 0
 
 
-async def test_an_image_without_the_libraries_of_the_interpreter_says_so(
-    podman: Podman, base: str, volume: str
-) -> None:
-    """Plain Debian is no stemcell: the error names the missing packages."""
+async def test_overlay_names_missing_libraries_of_the_interpreter(podman: Podman, base: str, volume: str) -> None:
+    """Plain Debian is no stemcell, so the error names the missing packages."""
     mount = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     run = await asyncio.to_thread(podman.run, "run", "--rm", "--network=none", mount, base, *START)
 

@@ -52,7 +52,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 @pytest.mark.parametrize("is_privileged", [False, True])
-def test_manifests_are_valid(api: ApiServer, tmp_path: Path, is_privileged: bool) -> None:
+def test_kubernetes_manifests_are_valid(api: ApiServer, tmp_path: Path, is_privileged: bool) -> None:
     job = tmp_path / "r/jobs/web"
     (job / "templates").mkdir(parents=True)
     (job / "spec").write_text(SPEC)
