@@ -532,7 +532,7 @@ def _merged(below: Document, above: Document) -> Document:
 
 
 @pytest.mark.parametrize("name", CREATED)
-def test_stolen_token_does_not_create(api: ApiServer, name: str) -> None:
+def test_admission_policy_denies_creation_with_a_stolen_token(api: ApiServer, name: str) -> None:
     one, words = CREATED[name]
 
     status, message = _try(api, "POST", PATHS[one["kind"]], one)
@@ -542,7 +542,7 @@ def test_stolen_token_does_not_create(api: ApiServer, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADMITTED)
-def test_policy_admits_what_the_cpi_creates(api: ApiServer, name: str) -> None:
+def test_admission_policy_admits_objects_of_the_cpi(api: ApiServer, name: str) -> None:
     one = copy.deepcopy(ADMITTED[name])
     one["metadata"]["name"] += "0" if one["metadata"]["name"] != VM else ""
     if one["metadata"]["name"] == VM:
@@ -554,7 +554,7 @@ def test_policy_admits_what_the_cpi_creates(api: ApiServer, name: str) -> None:
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH"])
 @pytest.mark.parametrize("name", CHANGED)
-def test_stolen_token_does_not_change(api: ApiServer, name: str, method: str) -> None:
+def test_admission_policy_denies_changes_with_a_stolen_token(api: ApiServer, name: str, method: str) -> None:
     which, change, words = CHANGED[name]
     path = path_of(OWN[which])
     whole = _merged(api.request("GET", path)[1], change)
@@ -572,7 +572,7 @@ def test_stolen_token_does_not_change(api: ApiServer, name: str, method: str) ->
 
 
 @pytest.mark.parametrize("which", FOREIGN)
-def test_stolen_token_does_not_take_or_delete_objects_of_others(api: ApiServer, which: str) -> None:
+def test_admission_policy_protects_foreign_objects_from_a_stolen_token(api: ApiServer, which: str) -> None:
     path = path_of(FOREIGN[which])
     whole = _merged(api.request("GET", path)[1], TAKEN)
 
@@ -586,14 +586,14 @@ def test_stolen_token_does_not_take_or_delete_objects_of_others(api: ApiServer, 
 
 
 @pytest.mark.parametrize("which", OWN)
-def test_policy_lets_the_cpi_delete_its_objects(api: ApiServer, which: str) -> None:
+def test_admission_policy_lets_the_cpi_delete_its_objects(api: ApiServer, which: str) -> None:
     status, message = _try(api, "DELETE", path_of(OWN[which]))
 
     assert status in (200, 202), message
 
 
-def test_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_path: Path) -> None:
-    """The requests of a VM's whole life, recorded with a stand-in and made again by the account."""
+def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_path: Path) -> None:
+    """They are the requests of a VM's lifecycle, recorded with a fake server and sent again by the account."""
     server = Server(Cluster())
     try:
         cpi = Cpi(server, tmp_path, disks={"attach": "live"})

@@ -64,11 +64,11 @@ async def _deployed_in_two(site: Site) -> Instance:
     return instance
 
 
-async def test_first_deploy(site: Site, db: Instance) -> None:
+async def test_first_deploy_with_the_cpi_succeeds(site: Site, db: Instance) -> None:
     await site.check(db)
 
 
-async def test_recreate(site: Site, db: Instance) -> None:
+async def test_recreate_with_the_cpi_keeps_the_disk(site: Site, db: Instance) -> None:
     before = db.vm
     await site.deployments.recreate(db)
 
@@ -78,7 +78,7 @@ async def test_recreate(site: Site, db: Instance) -> None:
     await site.check(db)
 
 
-async def test_another_vm_type(site: Site, db: Instance) -> None:
+async def test_changed_vm_type_replaces_the_vm_and_keeps_the_disk(site: Site, db: Instance) -> None:
     with site.vm_type(memory=300, cpu=0.1):
         await site.deployments.recreate(db)
 
@@ -88,20 +88,20 @@ async def test_another_vm_type(site: Site, db: Instance) -> None:
 
 
 @ATTACHING
-async def test_create_swap_delete(site: Site, db: Instance) -> None:
+async def test_create_swap_delete_moves_the_disk(site: Site, db: Instance) -> None:
     await site.deployments.create_swap_delete(db)
     await site.check(db)
 
 
 @ATTACHING
-async def test_grow_by_migration(site: Site, db: Instance) -> None:
+async def test_disk_grows_by_migration(site: Site, db: Instance) -> None:
     old = await site.deployments.grow_by_migration(db, 128)
     await site.check(db)
     await site.deployments.delete_disk(old)
     await site.check(db)
 
 
-async def test_grow_by_resize(site: Site, db: Instance) -> None:
+async def test_disk_grows_by_resize(site: Site, db: Instance) -> None:
     with pytest.raises(CpiError) as told:
         await site.cpi.call("resize_disk", db.disk, 32)
     assert told.value.kind in ("NotSupported", "NotImplemented")
@@ -112,7 +112,7 @@ async def test_grow_by_resize(site: Site, db: Instance) -> None:
     await site.check(db)
 
 
-async def test_stop_hard_and_start(site: Site, db: Instance) -> None:
+async def test_stop_hard_and_start_keep_the_disk(site: Site, db: Instance) -> None:
     await site.deployments.stop_hard(db)
     await site.check(db)
     assert await site.cpi.call("has_disk", db.disk)
@@ -120,7 +120,7 @@ async def test_stop_hard_and_start(site: Site, db: Instance) -> None:
     await site.check(db)
 
 
-async def test_a_pod_deleted_behind_the_directors_back(site: Site, db: Instance) -> None:
+async def test_pod_deleted_without_the_director_is_resurrected(site: Site, db: Instance) -> None:
     await site.namespace.pod(db.vm).delete()
     assert await site.cpi.call("has_vm", db.vm) is False
     assert await site.cpi.call("has_disk", db.disk) is True
@@ -128,8 +128,8 @@ async def test_a_pod_deleted_behind_the_directors_back(site: Site, db: Instance)
     await site.check(db)
 
 
-async def test_unresponsive_agent(site: Site, db: Instance) -> None:
-    """The VM lives and nothing is detached before it is deleted."""
+async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Instance) -> None:
+    """The VM is alive, and nothing is detached before it is deleted."""
     await site.exec(db, "pkill", "-STOP", "--full", "bin/bosh-agent")
     assert await site.deployments.is_unresponsive(db)
     assert await site.cpi.call("has_vm", db.vm) is True
@@ -137,8 +137,8 @@ async def test_unresponsive_agent(site: Site, db: Instance) -> None:
     await site.check(db)
 
 
-async def test_reboot(site: Site, db: Instance) -> None:
-    """cck's "Reboot VM": the Director mounts nothing again, and files of jobs in ``data`` stay, or it is refused."""
+async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Instance) -> None:
+    """In cck's "Reboot VM" the Director mounts nothing again, and files of jobs in ``data`` stay."""
     if site.way.attach == "never":
         with pytest.raises(CpiError, match="recreate the VM instead"):
             await site.cpi.call("reboot_vm", db.vm)
@@ -153,8 +153,8 @@ async def test_reboot(site: Site, db: Instance) -> None:
 
 
 @LIVE
-async def test_detach_of_a_mounted_disk(site: Site, db: Instance) -> None:
-    """An agent that has not unmounted a disk keeps it: the CPI says so, and nothing happens to the files."""
+async def test_detach_of_a_disk_in_use_fails_without_harm(site: Site, db: Instance) -> None:
+    """The agent has not unmounted the disk. The CPI says so, and nothing happens to the files."""
     director = site.deployments
     second = await director.create_disk(db)
     await director.attach(db, second)
@@ -184,8 +184,8 @@ async def _delete_dynamic(site: Site, db: Instance, disk: str) -> None:
 
 
 @LIVE
-async def test_dynamic_disk(site: Site, db: Instance) -> None:
-    """It comes and goes while the jobs run on, in the same pod. Providing it again changes nothing."""
+async def test_dynamic_disk_is_attached_and_detached_while_jobs_run(site: Site, db: Instance) -> None:
+    """The pod stays the same."""
     before = await site.namespace.pod(db.vm).container()
     disk, link = await _dynamic_disk(site, db)
     await site.deployments.provide_dynamic_disk(db, "of-a-driver")
@@ -253,7 +253,7 @@ async def test_job_that_mounts_a_dynamic_disk(site: Site, db: Instance) -> None:
 
 
 @LIVE
-async def test_process_1_that_is_killed_finds_its_live_disks_again(site: Site, db: Instance) -> None:
+async def test_live_disks_are_attached_again_after_pid_1_is_killed(site: Site, db: Instance) -> None:
     disk, link = await _dynamic_disk(site, db)
 
     await site.namespace.pod(db.vm).kill()
@@ -265,7 +265,7 @@ async def test_process_1_that_is_killed_finds_its_live_disks_again(site: Site, d
 
 
 @LIVE
-async def test_attachment_that_is_killed_does_not_stack_mounts(site: Site, db: Instance) -> None:
+async def test_killed_attachment_does_not_stack_mounts(site: Site, db: Instance) -> None:
     disk, link = await _dynamic_disk(site, db)
     (attachment,) = [one for one in await site.objects() if _attaches(one, disk)]
 
@@ -283,15 +283,15 @@ def _attaches(one: Document, disk: str) -> bool:
     return (one["kind"], labels.get(f"{LABEL}/kind"), labels.get(f"{LABEL}/disk")) == ("Pod", "attachment", disk)
 
 
-async def test_mount_mismatch(site: Site, db: Instance) -> None:
-    """cck's "Reattach disk to instance": the disk may be attached already."""
+async def test_reattaching_an_attached_disk_succeeds(site: Site, db: Instance) -> None:
+    """cck's "Reattach disk to instance" does that."""
     await site.deployments.attach(db, db.disk)
     await site.deployments.mount(db, db.disk)
     await site.check(db)
 
 
-async def test_orphaned_and_attached_again(site: Site, db: Instance) -> None:
-    """``bosh delete-deployment``, and ``bosh attach-disk`` to an instance of another deployment."""
+async def test_orphaned_disk_can_be_attached_again(site: Site, db: Instance) -> None:
+    """The steps are ``bosh delete-deployment``, and ``bosh attach-disk`` to an instance of another deployment."""
     await site.deployments.delete(db)
     await site.check(db)
     again = Instance("other", disk=db.disk, kept=db.kept)
@@ -299,20 +299,20 @@ async def test_orphaned_and_attached_again(site: Site, db: Instance) -> None:
     await site.check(again)
 
 
-async def test_errand_on_a_vm_of_its_own(site: Site, db: Instance) -> None:
+async def test_errand_runs_on_its_own_vm(site: Site, db: Instance) -> None:
     with site.vm_type(persistent_disk=None):
         assert await site.deployments.errand() == "the errand has run\n"
     await site.check(db)
 
 
-async def test_compilation(site: Site, db: Instance) -> None:
+async def test_compilation_vm_compiles_a_package(site: Site, db: Instance) -> None:
     with site.vm_type(persistent_disk=None):
         assert (await site.deployments.compile("p"))["blobstore_id"]
     await site.check(db)
 
 
-async def test_deletion(site: Site, db: Instance) -> None:
-    """No object remains, and a second deletion succeeds or is refused."""
+async def test_deletion_removes_all_objects_and_can_be_repeated(site: Site, db: Instance) -> None:
+    """A second deletion succeeds or is rejected."""
     vm, disk = db.vm, db.disk
     await site.deployments.delete(db)
     await site.deployments.delete_disk(disk)

@@ -87,7 +87,7 @@ async def resurrect_until(site: Site, instances: list[Instance], drain: asyncio.
     return served
 
 
-async def test_drain_moves_vms_of_a_group_one_by_one_and_a_disk_follows(
+async def test_node_drain_moves_vms_of_a_group_one_by_one_with_their_disk(
     node: Node, second: Worker, tmp_path: Path
 ) -> None:
     async with cpi_site.site(node, LIVE, tmp_path) as site:
@@ -141,7 +141,7 @@ def local_volume(path: Path) -> str:
     return yaml.safe_dump_all([storage, volume])
 
 
-async def test_vm_whose_disk_is_on_the_drained_node_waits_for_it(node: Node, second: Worker, tmp_path: Path) -> None:
+async def test_vm_waits_for_the_drained_node_that_has_its_disk(node: Node, second: Worker, tmp_path: Path) -> None:
     volume = local_volume(tmp_path / "volume")
     async with cpi_site.site(node, LIVE, tmp_path) as site, contextlib.AsyncExitStack() as stack:
         await site.namespace.kubectl("apply", "--filename=-", stdin=volume)

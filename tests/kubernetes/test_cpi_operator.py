@@ -64,7 +64,7 @@ async def until_allowed(site: Site, wanted: int) -> None:
             await asyncio.sleep(0.2)
 
 
-async def test_drain_evicts_one_vm_of_a_group_at_a_time(node: Node, tmp_path: Path) -> None:
+async def test_node_drain_evicts_one_vm_of_a_group_at_a_time(node: Node, tmp_path: Path) -> None:
     if node.minor < 22:
         pytest.skip("no policy/v1 in this Kubernetes")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -115,7 +115,7 @@ async def ways_in(site: Site) -> list[str]:
     return sorted((await site.namespace.kubectl("get", kinds, "-l", ours, "-o", "name")).split())
 
 
-async def test_names_and_ways_in_follow_the_vms_and_end_with_the_last(node: Node, tmp_path: Path) -> None:
+async def test_services_and_ingresses_follow_the_vms_until_the_last_is_deleted(node: Node, tmp_path: Path) -> None:
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
         director = site.deployments
         with site.vm_type(services=[FRONT], network_policy=ONLY_FROM_INSIDE):
@@ -160,7 +160,7 @@ async def until_resolves_to(site: Site, name: str, asking: Instance, wanted: Ins
             await asyncio.sleep(0.2)
 
 
-async def test_name_of_an_instance_resolves_in_vms_and_outlives_its_address(node: Node, tmp_path: Path) -> None:
+async def test_instance_name_resolves_in_vms_after_its_address_changed(node: Node, tmp_path: Path) -> None:
     if not node.has("coredns"):
         pytest.skip("no CoreDNS among the programs")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -189,7 +189,7 @@ async def connects(site: Site, one: Instance, other: Instance) -> bool:
     return await reaches(site, one, other.networks["default"]["ip"], 9190)
 
 
-async def test_policy_of_a_group_keeps_others_out(node: Node, tmp_path: Path) -> None:
+async def test_network_policy_of_a_group_blocks_other_groups(node: Node, tmp_path: Path) -> None:
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -231,7 +231,7 @@ def listener() -> Iterator[int]:
                 subprocess.run([*ip, "delete", f"{address}/32", "dev", "lo"], check=True)
 
 
-async def test_vm_gets_out_where_a_policy_lets_it(node: Node, tmp_path: Path) -> None:
+async def test_vm_reaches_only_addresses_that_its_egress_policy_allows(node: Node, tmp_path: Path) -> None:
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -259,7 +259,7 @@ async def test_vm_gets_out_where_a_policy_lets_it(node: Node, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("way", [BY_RECREATION, RESTRICTED], ids=str)
-async def test_doctor_agrees_with_the_cluster(node: Node, tmp_path: Path, way: Way) -> None:
+async def test_cpi_doctor_agrees_with_the_cluster(node: Node, tmp_path: Path, way: Way) -> None:
     async with cpi_site.site(node, way, tmp_path, vms={"tier": way.tier}) as site:
         command = [sys.executable, "-m", "kubernetes_cpi", "doctor", "--config", str(tmp_path / "cpi.json")]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=ROOT)
@@ -281,8 +281,11 @@ def status_of(url: str) -> int:
     return status
 
 
-async def test_vms_of_the_trial_run(node: Node, tmp_path: Path) -> None:
-    """Director and instances of ``./dev try-kubernetes``. A port of the Director's pod is one of the node."""
+async def test_vms_of_the_trial_start_in_a_cluster(node: Node, tmp_path: Path) -> None:
+    """They are the Director and the instances of ``./dev try-kubernetes``.
+
+    A port of the Director's pod is one of the node.
+    """
     director, minimal = (
         yaml.safe_load((ROOT / f"tools/trial/bosh/{name}.yml").read_text())[0]["value"]
         for name in ("director", "cloud")
@@ -320,8 +323,8 @@ async def writable_volumes() -> AsyncIterator[None]:
         task.cancel()
 
 
-async def test_vm_without_root_has_a_job_that_writes_to_its_disk(node: Node, tmp_path: Path) -> None:
-    """The namespace enforces the level `restricted`. The runtime must make no directory that the agent writes to."""
+async def test_job_of_a_vm_without_root_can_write_to_its_disk(node: Node, tmp_path: Path) -> None:
+    """The namespace enforces `restricted`, and the runtime must create no directory that the agent writes to."""
     async with cpi_site.site(node, RESTRICTED, tmp_path) as site, writable_volumes():
         db = await site.deployments.first_deploy()
         await site.write(db)
@@ -336,10 +339,10 @@ async def test_vm_without_root_has_a_job_that_writes_to_its_disk(node: Node, tmp
 
 
 @pytest.mark.parametrize("copy", [False, True], ids=["image volume", "copy"])
-async def test_vm_over_an_unmodified_stemcell_gets_disks_live_and_reboots(
+async def test_vm_over_an_unmodified_stemcell_supports_live_disks_and_reboots(
     node: Node, tmp_path: Path, copy: bool
 ) -> None:
-    """The program of attachments and reboots comes from the agent's image."""
+    """The program for attachments and reboots comes from the agent's image."""
     if node.minor < 35 and not copy:
         pytest.skip("no image volumes in this Kubernetes")
     way = Way("over a stemcell", "live", "base", "privileged")
@@ -361,7 +364,7 @@ async def test_vm_over_an_unmodified_stemcell_gets_disks_live_and_reboots(
 SLEEPER = "processes: [{name: jailed, executable: /bin/sleep, args: ['1000'], persistent_disk: true}]"
 
 
-async def test_jail_of_a_job_keeps_no_disk_but_its_own(node: Node, tmp_path: Path) -> None:
+async def test_namespace_of_a_bpm_job_keeps_only_its_own_disk_busy(node: Node, tmp_path: Path) -> None:
     """Disks and the data of this node are directories of one device."""
     way = next(way for way in WAYS if way.tier == "privileged")
     async with cpi_site.site(node, way, tmp_path, timeouts={"unmount": 20}) as site:
@@ -388,7 +391,7 @@ async def test_jail_of_a_job_keeps_no_disk_but_its_own(node: Node, tmp_path: Pat
 # --- root of a user namespace ---------------------------------------------------------------------------------------
 
 
-async def test_vm_in_a_user_namespace_gets_its_disk_live(node: Node, tmp_path: Path) -> None:
+async def test_vm_in_a_user_namespace_gets_a_live_disk(node: Node, tmp_path: Path) -> None:
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path) as site:
@@ -412,7 +415,7 @@ echo before >/hidden/file
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
 @pytest.mark.parametrize("tier", ["userns", "privileged"])
-async def test_disk_that_root_of_a_vm_hides_is_not_reported_as_detached(node: Node, tmp_path: Path, tier: str) -> None:
+async def test_disk_hidden_by_root_of_a_vm_is_not_reported_as_detached(node: Node, tmp_path: Path, tier: str) -> None:
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     way = Way(tier, "live", tier, "privileged")
@@ -448,8 +451,8 @@ echo $!
 
 
 @pytest.mark.attack("root in a container of the CPI keeps a disk that is reported as detached")
-async def test_clone_in_a_vm_keeps_its_disk(node: Node, tmp_path: Path) -> None:
-    """By open_tree: a mount in no table."""
+async def test_disk_cloned_with_open_tree_stays_attached(node: Node, tmp_path: Path) -> None:
+    """Such a mount is in no mount table."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path, timeouts={"unmount": 3}) as site:
@@ -469,8 +472,8 @@ async def test_clone_in_a_vm_keeps_its_disk(node: Node, tmp_path: Path) -> None:
 
 
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
-async def test_root_of_a_user_namespace_has_no_room_on_the_node(node: Node, tmp_path: Path) -> None:
-    """The directory of its live disks lies on the node's file system."""
+async def test_root_of_a_user_namespace_cannot_fill_the_node(node: Node, tmp_path: Path) -> None:
+    """The directory of its live disks is on the node's file system."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path) as site:
@@ -506,7 +509,7 @@ def thefts(namespace: str) -> Iterator[Document]:
     yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [program]}}
 
 
-async def test_policy_bounds_a_stolen_token_and_not_the_cpi(node: Node, tmp_path: Path) -> None:
+async def test_admission_policy_restricts_a_stolen_token_but_not_the_cpi(node: Node, tmp_path: Path) -> None:
     if node.minor < 30:
         pytest.skip("no ValidatingAdmissionPolicy in this Kubernetes")
     async with cpi_site.site(node, UNDER_POLICY, tmp_path) as site:

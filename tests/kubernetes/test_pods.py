@@ -51,8 +51,8 @@ def set_grace(documents: list[Document], seconds: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["example", "base", "privileged", "restricted"])
-async def test_a_job_answers_without_a_director(namespace: Namespace, name: str) -> None:
-    """It is ready when the job answers; the doctor reports the abilities; it drains when deleted."""
+async def test_job_of_a_pod_answers_without_a_director(namespace: Namespace, name: str) -> None:
+    """The pod is ready when the job answers, the doctor reports the privileges, and the job drains at deletion."""
     await namespace.apply(overlay(name))
     pod = namespace.pod("hello" if name == "example" else "hello-0")
     await pod.until_ready()
@@ -71,8 +71,8 @@ async def test_a_job_answers_without_a_director(namespace: Namespace, name: str)
     assert (store / "hello/starts.txt").read_text() == "prepared\ndrained\n"
 
 
-async def test_readiness_follows_the_job(namespace: Namespace) -> None:
-    """A pod whose job is stopped gets no more requests, and gets them again when it is back. Nothing is restarted."""
+async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
+    """A pod whose job is stopped gets no requests until it is running again. Nothing is restarted."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -85,7 +85,7 @@ async def test_readiness_follows_the_job(namespace: Namespace) -> None:
 
 
 async def test_readiness_of_a_cpis_pod_does_not_wait_for_the_bus(namespace: Namespace, bosh: Environment) -> None:
-    """The pod of a CPI is ready before a Director lets its agent in, and says at which level the bus counts."""
+    """It is ready before a Director admits its agent, and says at which level the bus counts."""
     await bosh.server.remove_agent(AGENT)
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     pod = namespace.pod("vm-1")
@@ -99,8 +99,8 @@ async def test_readiness_of_a_cpis_pod_does_not_wait_for_the_bus(namespace: Name
     assert (await pod.get("/readyz?level=agent"))[0] == 200
 
 
-async def test_a_restarted_agent_keeps_the_jobs(namespace: Namespace) -> None:
-    """``sv restart`` restarts the agent alone: the container continues, and the job keeps its process id."""
+async def test_restarting_the_agent_keeps_the_jobs(namespace: Namespace) -> None:
+    """``sv restart`` restarts only the agent. The container continues, and the job keeps its pid."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -114,8 +114,8 @@ async def test_a_restarted_agent_keeps_the_jobs(namespace: Namespace) -> None:
     assert (await pod.container())["restartCount"] == 0
 
 
-async def test_agent_that_does_not_answer_ends_no_job(namespace: Namespace) -> None:
-    """A liveness probe restarted the container of an agent that was slow on a busy node, with all jobs."""
+async def test_unresponsive_agent_does_not_end_jobs(namespace: Namespace) -> None:
+    """A liveness probe used to restart the container of an agent that was slow on a busy node, with all jobs."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -130,8 +130,8 @@ async def test_agent_that_does_not_answer_ends_no_job(namespace: Namespace) -> N
     assert (await pod.container())["restartCount"] == 0
 
 
-async def test_a_restart_in_place_brings_disk_and_jobs_back(namespace: Namespace, bosh: Environment) -> None:
-    """The root file system is a new one, the Director says nothing, and all is as before."""
+async def test_container_restart_in_place_brings_disk_and_jobs_back(namespace: Namespace, bosh: Environment) -> None:
+    """The root file system is a new one, the Director sends nothing, and everything is as before."""
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(disks=DISKS)))
     pod = namespace.pod("vm-1")
     await pod.until_ready()
@@ -153,7 +153,7 @@ async def test_a_restart_in_place_brings_disk_and_jobs_back(namespace: Namespace
     await pod.until_ready()
 
 
-async def test_a_disk_comes_with_a_new_pod(namespace: Namespace, bosh: Environment) -> None:
+async def test_new_pod_gets_its_attached_disk(namespace: Namespace, bosh: Environment) -> None:
     """A CPI attaches by deleting the pod without grace and making one with the volume. The Director does the rest."""
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
@@ -171,8 +171,8 @@ async def test_a_disk_comes_with_a_new_pod(namespace: Namespace, bosh: Environme
     assert (namespace.volume(DISK) / "kept").exists()
 
 
-async def test_credentials_come_with_the_secret(namespace: Namespace, bosh: Environment) -> None:
-    """The kubelet swaps the files of a changed Secret: the agent uses the new ones, the old are no longer accepted."""
+async def test_agent_takes_new_credentials_from_a_changed_secret(namespace: Namespace, bosh: Environment) -> None:
+    """The kubelet replaces the files. The agent uses the new credentials, and the old ones are no longer accepted."""
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
     pod = namespace.pod("vm-1")
@@ -213,8 +213,8 @@ async def deploy_draining(namespace: Namespace, bosh: Environment, grace: int) -
     return namespace.pod("vm-1"), namespace.volume(DISK) / "trace"
 
 
-async def test_drains_within_the_grace_are_waited_for(namespace: Namespace, bosh: Environment) -> None:
-    """Three drains of eight seconds and thirty in all: each finds all jobs up at its end, and the end is in order."""
+async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
+    """There are three drains of eight seconds and thirty in all. Each finds all jobs running, and the stop is clean."""
     pod, trace = await deploy_draining(namespace, bosh, 30)
 
     assert await pod.end() == IN_ORDER
@@ -223,8 +223,8 @@ async def test_drains_within_the_grace_are_waited_for(namespace: Namespace, bosh
     assert len([line for line in lines if line.endswith(" ends")]) == 3
 
 
-async def test_drains_beyond_the_grace_are_cut_short(namespace: Namespace, bosh: Environment) -> None:
-    """In five seconds the jobs are ended in time: the exit code is the agent's, and the reason is reported."""
+async def test_pod_deletion_cuts_off_drains_beyond_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
+    """The jobs are ended in five seconds. The exit code is the agent's, and the reason is reported."""
     pod, trace = await deploy_draining(namespace, bosh, 5)
 
     assert await pod.end() == (1, "agent-shim: not clean: drain scripts were cut short\n")
