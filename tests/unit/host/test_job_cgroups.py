@@ -22,8 +22,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_limits_of_version_2(own: Path) -> None:
-    """One directory for both; no swap; the whole is killed when memory runs out."""
+def test_job_cgroup_sets_limits_on_cgroup_v2(own: Path) -> None:
+    """One directory has both limits. There is no swap, and all processes are killed when memory runs out."""
     joined = job_cgroups.JobCgroup("a/b").make(memory=1 << 20, processes=7)
 
     group = own / "agent_shim/a%2fb"
@@ -34,16 +34,16 @@ def test_limits_of_version_2(own: Path) -> None:
     assert (own / "cgroup.subtree_control").read_text() == "+pids"
 
 
-def test_without_a_limit_it_tells_processes_apart(own: Path) -> None:
-    """Nothing is limited, and no memory is counted: that is how the kernel knows of no limit."""
+def test_job_cgroup_without_a_limit_only_groups_processes(own: Path) -> None:
+    """Nothing is limited and no memory is counted, which is how the kernel expresses that there is no limit."""
     assert job_cgroups.JobCgroup("a").make() == [str(own / "agent_shim/a")]
     assert list((own / "agent_shim/a").iterdir()) == []
     (own / "agent_shim/a/memory.max").write_text("max\n")
     assert job_cgroups.JobCgroup("a").memory() is None
 
 
-def test_nothing_is_made_where_nothing_may_be(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes are known by descent then."""
+def test_job_cgroup_is_not_created_without_permission(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are then identified by descent."""
     monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
 
     assert job_cgroups.JobCgroup("a").make() == []
@@ -52,8 +52,8 @@ def test_nothing_is_made_where_nothing_may_be(own: Path, monkeypatch: pytest.Mon
     assert not (own / "agent_shim/a").exists()
 
 
-def test_members_of_a_cgroup_and_of_those_below_it(own: Path) -> None:
-    """A job may make cgroups below its own. Their processes count for the job."""
+def test_job_cgroup_members_include_nested_cgroups(own: Path) -> None:
+    """A job may create cgroups below its own."""
     job_cgroups.JobCgroup("a/b@/c").make()
     below = own / "agent_shim/a%2fb@%2fc/theirs"
     below.mkdir()
@@ -65,8 +65,8 @@ def test_members_of_a_cgroup_and_of_those_below_it(own: Path) -> None:
     assert [pid for pid, _ in job_cgroups.JobCgroup("a/b@/c").members()] == [os.getpid()]
 
 
-def test_each_limit_alone(own: Path) -> None:
-    """A limit of processes says nothing about memory and swap, and only a limit of memory counts kills."""
+def test_job_cgroup_limits_are_independent(own: Path) -> None:
+    """A process limit does not affect memory and swap, and only a memory limit counts kills."""
     memory, processes = job_cgroups.JobCgroup("m"), job_cgroups.JobCgroup("p")
     memory.make(memory=1 << 20)
     processes.make(processes=7)
@@ -81,7 +81,7 @@ def test_each_limit_alone(own: Path) -> None:
     assert processes.memory() is None
 
 
-def test_memory_is_counted_by_the_controller_of_memory_alone(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_cgroup_memory_is_read_from_the_memory_controller_only(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job_cgroups.JobCgroup("a").make(memory=1 << 20)
     for controller, found in (("memory", (0, 0)), ("pids", None)):
         hierarchies = ((controller, cgroups.Hierarchy(2, (own,))),)
@@ -90,7 +90,7 @@ def test_memory_is_counted_by_the_controller_of_memory_alone(own: Path, monkeypa
 
 
 @pytest.mark.parametrize(("populated", "is_empty"), [(1, False), (0, True)])
-def test_the_kernel_says_whether_a_process_is_left(own: Path, populated: int, is_empty: bool) -> None:
+def test_job_cgroup_population_is_read_from_the_kernel(own: Path, populated: int, is_empty: bool) -> None:
     group = job_cgroups.JobCgroup("a")
     group.make()
     (own / "agent_shim/a/cgroup.events").write_text(f"populated {populated}\nfrozen 0\n")
@@ -98,8 +98,8 @@ def test_the_kernel_says_whether_a_process_is_left(own: Path, populated: int, is
     assert group.is_empty() is is_empty
 
 
-def test_in_version_1_a_group_is_empty_if_it_can_be_removed(own: Path) -> None:
-    """With the groups below it. A file stands for a process: a directory with either cannot be removed."""
+def test_job_cgroup_v1_is_empty_if_it_can_be_removed(own: Path) -> None:
+    """Groups below it count. A file stands for a process here, because a directory with either cannot be removed."""
     group = job_cgroups.JobCgroup("a")
     group.make()
     (own / "agent_shim/a/below").mkdir()
@@ -111,8 +111,8 @@ def test_in_version_1_a_group_is_empty_if_it_can_be_removed(own: Path) -> None:
     assert not (own / "agent_shim/a").exists()
 
 
-def test_all_processes_are_killed_at_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that is gone has none to kill."""
+def test_job_cgroup_kills_all_processes_at_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing group has none to kill."""
     job_cgroups.JobCgroup("a").make()
     job_cgroups.JobCgroup("a").kill()
     job_cgroups.JobCgroup("b").kill()
@@ -132,16 +132,18 @@ def test_all_processes_are_killed_at_once(own: Path, monkeypatch: pytest.MonkeyP
         ("/", None),
     ],
 )
-def test_name_of_a_process(own: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str | None) -> None:
-    """By the path of its cgroup, which begins with ours."""
+def test_job_name_of_a_process_is_read_from_its_cgroup_path(
+    own: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str | None
+) -> None:
+    """The path must begin with that of the agent."""
     monkeypatch.setattr(job_cgroups, "tracker", lambda: cgroups.Tree("", cgroups.Hierarchy(2, (own,)), "/x"))
     monkeypatch.setattr(proc, "groups", lambda _: {"": path})
 
     assert job_cgroups.name_of(4711) == name
 
 
-def test_what_the_kernel_counted(own: Path) -> None:
-    """Kills, and the most that was used."""
+def test_job_cgroup_reports_kills_and_peak_memory(own: Path) -> None:
+    """The values are the number of kills and the highest use."""
     cage = job_cgroups.JobCgroup("a")
     assert cage.memory() is None
     cage.make(memory=1 << 20, processes=None)
@@ -151,8 +153,10 @@ def test_what_the_kernel_counted(own: Path) -> None:
     assert cage.memory() == (3, 1 << 20)
 
 
-def test_controller_that_is_not_handed_down_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where processes sit in our own cgroup the kernel refuses. Nothing is left of the attempt."""
+def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses if processes are in the agent's cgroup. The attempt leaves nothing behind."""
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("memory", hierarchy),))
     (tmp_path / "cgroup.subtree_control").mkdir()  # cannot be written
@@ -162,10 +166,10 @@ def test_controller_that_is_not_handed_down_is_not_offered(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("version", "marked", "beside"), [(2, True, True), (2, False, False), (1, True, False)])
-def test_place_is_beside_us_where_the_group_above_is_marked_as_ours(
+def test_job_cgroups_are_created_beside_the_agent_if_delegated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, marked: bool, beside: bool
 ) -> None:
-    """As systemd marks what a unit may divide. A group that is not ours is left alone."""
+    """systemd marks the cgroups that a unit may divide. A group without the mark is left unchanged."""
 
     def mark(path: Path, name: str) -> bytes:
         if path == tmp_path and marked and name == "user.delegate":

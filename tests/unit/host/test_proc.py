@@ -23,16 +23,16 @@ LINE = (
 
 
 @pytest.mark.parametrize("name", ["(cat)", "(a b)", "(a) S 1 (b)", "()", "(tmux: server)", "())"])
-def test_name_does_not_shift_the_fields(name: str) -> None:
-    """A process may call itself anything."""
+def test_process_name_does_not_shift_the_stat_fields(name: str) -> None:
+    """A process may have any name."""
     stat = proc.parse((LINE % f"41 {name}").encode())
 
     assert stat == proc.Stat(41, "S", 7, 41, 40, 33, 98765, 250 * proc.PAGE_KB, threads=1, reaped_ticks=77)
 
 
 @pytest.mark.parametrize(("flags", "is_kernel"), [("4194560", False), ("2129984", True)])
-def test_a_thread_of_the_kernel_is_known_by_its_flags(flags: str, is_kernel: bool) -> None:
-    """A session of 0 is also that of a process whose session began outside its pid namespace, as below ``unshare``."""
+def test_kernel_thread_is_recognized_by_its_flags(flags: str, is_kernel: bool) -> None:
+    """A process whose session began outside its pid namespace has session 0 too, as below ``unshare``."""
     line = (LINE % "41 (a)").replace(" 40 ", " 0 ", 1).replace(" 4194560 ", f" {flags} ")
 
     assert proc.parse(line.encode()).session == 0
@@ -45,7 +45,7 @@ def test_zombie_is_dead(state: str, is_alive: bool) -> None:
     assert proc.Stat(1, state, 0, 1, 1, 0, 0, 0).is_alive is is_alive
 
 
-def test_own_line_is_found() -> None:
+def test_process_table_agrees_with_a_single_read() -> None:
     """The table and a single look agree."""
     own = proc.stat(os.getpid())
 
@@ -54,8 +54,8 @@ def test_own_line_is_found() -> None:
     assert proc.table()[os.getpid()].identity == own.identity
 
 
-def test_nobody_is_none() -> None:
-    """A number without a process is no error, nor are its attributes."""
+def test_missing_process_is_none_without_an_error() -> None:
+    """A number without a process is no error, and its attributes are empty."""
     beyond = 2**22 + 1
 
     assert proc.stat(beyond) is None
@@ -66,18 +66,18 @@ def test_nobody_is_none() -> None:
 
 
 def test_command_line_is_joined_by_blanks() -> None:
-    """As monit matches it."""
+    """monit matches it that way."""
     assert proc.command_line(os.getpid()) == " ".join(sys.orig_argv)
 
 
-def test_variable_is_the_one_at_the_start() -> None:
+def test_environment_variable_is_the_initial_one() -> None:
     """A name is matched whole."""
     assert proc.variable(os.getpid(), "PATH")
     assert proc.variable(os.getpid(), "PAT") is None
 
 
 def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.LogCaptureFixture) -> None:
-    """They would look ended."""
+    """They would otherwise look exited."""
     proc.tell_shortage.cache_clear()
     before = proc.stat(os.getpid())
     with descriptors.none_free():
@@ -92,8 +92,8 @@ def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.
     assert caplog.text.count("no free descriptor") == 1
 
 
-def test_environments_of_one_pass_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job can give each of its processes a quarter of a megabyte of NULs: beyond the budget the first page counts."""
+def test_reading_environments_has_a_budget_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job can give each process a quarter of a megabyte of NULs. Beyond the budget, only the first page is read."""
     asked: list[int] = []
 
     def read(pid: int, _: str, limit: int) -> bytes:
@@ -112,7 +112,9 @@ def test_environments_of_one_pass_have_a_budget(monkeypatch: pytest.MonkeyPatch)
     ("text", "value"),
     [(b"MARK=web", "web"), (b"A=MARK=x\0MARK=web\0B=c", "web"), (b"MARKS=web\0", None), (b"MARK=\0", ""), (b"", None)],
 )
-def test_a_variable_is_found_between_nuls(monkeypatch: pytest.MonkeyPatch, text: bytes, value: str | None) -> None:
+def test_environment_variable_is_found_between_nuls(
+    monkeypatch: pytest.MonkeyPatch, text: bytes, value: str | None
+) -> None:
     monkeypatch.setattr(proc, "read_memory", lambda *_: text)
 
     assert proc.variable(7, "MARK") == value
@@ -128,21 +130,21 @@ def test_a_variable_is_found_between_nuls(monkeypatch: pytest.MonkeyPatch, text:
         ({2: 3, 3: 2}, [2], {2, 3}),
     ],
 )
-def test_descent(parents: Mapping[int, int], roots: list[int], found: set[int]) -> None:
-    """Children, grandchildren and so on. A circle, which numbers used again can make, ends."""
+def test_descendants_of_a_process_are_found(parents: Mapping[int, int], roots: list[int], found: set[int]) -> None:
+    """Children, grandchildren and so on are included. A cycle, which reused numbers can cause, ends."""
     processes = {pid: proc.Stat(pid, "S", parent, 0, 0, 0, 0, 0) for pid, parent in parents.items()}
 
     assert proc.descent(proc.children(processes), roots) == found
 
 
-def test_incarnation_stays_while_we_live() -> None:
-    """The same for every question, and not empty on Linux."""
+def test_incarnation_is_stable_for_the_lifetime_of_the_container() -> None:
+    """It is the same for every query, and not empty on Linux."""
     assert proc.incarnation() == proc.incarnation()
     assert proc.incarnation().startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/")
 
 
-def test_container_that_gets_the_namespace_number_of_another_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel gives a free number again. The first process of the two is not of the same age."""
+def test_container_with_a_reused_namespace_number_is_a_different_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reuses free numbers. The first processes of the two have different ages."""
     first = proc.stat(os.getpid())
     assert first is not None
     before = proc.incarnation()
@@ -152,7 +154,7 @@ def test_container_that_gets_the_namespace_number_of_another_is_another(monkeypa
     assert proc.incarnation().rpartition("/")[0] == before.rpartition("/")[0]
 
 
-def test_census_finds_marks() -> None:
+def test_census_finds_marked_processes() -> None:
     """A process that was started with a variable is found by its value."""
     found = proc.census("PATH")
 
@@ -160,14 +162,14 @@ def test_census_finds_marks() -> None:
     assert os.getpid() in found.children[os.getppid()]
 
 
-def test_a_small_table_has_all_processes_or_is_none() -> None:
+def test_small_process_table_is_complete_or_none() -> None:
     found = proc.small_table(1 << 22)
     assert found is not None
     assert os.getpid() in found
     assert proc.small_table(len(found) // 2) is None
 
 
-def test_files_are_mapped_and_other_memory_is_not() -> None:
+def test_only_mapped_files_count_as_mapped() -> None:
     maps = b"""00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/a b
 00e03000-00e24000 rw-p 00000000 00:00 0 [heap]
 35b1800000-35b1820000 r-xp 00000000 08:02 135522
@@ -182,11 +184,11 @@ def test_files_are_mapped_and_other_memory_is_not() -> None:
     ("line", "is_alive"),
     [(LINE.replace(" S ", " Z ", 1), False), (LINE.replace(" S ", " Z ", 1).replace(" 20 0 1 ", " 20 0 2 "), True)],
 )
-def test_a_process_whose_first_thread_has_ended_lives_while_others_do(line: str, is_alive: bool) -> None:
+def test_process_without_its_main_thread_lives_while_others_do(line: str, is_alive: bool) -> None:
     assert proc.parse((line % "41 (a)").encode()).is_alive is is_alive
 
 
-def test_open_files_are_counted_where_the_kernel_does_not_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_files_are_counted_on_kernels_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Linux 6.2 the directory has no size."""
     scandir, descriptors = os.scandir, len(list(Path("/proc/self/fd").iterdir())) - 1
     with monkeypatch.context() as patched:
@@ -197,7 +199,7 @@ def test_open_files_are_counted_where_the_kernel_does_not_count_them(monkeypatch
     assert found == descriptors
 
 
-def test_a_mapped_file_is_in_use_though_it_is_closed(tmp_path: Path) -> None:
+def test_mapped_file_is_in_use_after_it_was_closed(tmp_path: Path) -> None:
     path = tmp_path / "mapped"
     path.write_bytes(b"x")
     with path.open("rb") as file:
@@ -209,13 +211,13 @@ def test_a_mapped_file_is_in_use_though_it_is_closed(tmp_path: Path) -> None:
     assert proc.Use("map", str(path)) in found[os.getpid()]
 
 
-def test_the_path_of_a_cgroup_may_have_colons_and_returns() -> None:
+def test_cgroup_path_may_contain_colons_and_carriage_returns() -> None:
     found = proc.parse_groups("4:cpu,cpuacct:/a:b/c\n0::/d:e\r1:memory:/f\n")
 
     assert found == {"cpu": "/a:b/c", "cpuacct": "/a:b/c", "": "/d:e\r1:memory:/f"}
 
 
-def test_the_number_given_last_is_the_last_field(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_pid_is_read_from_ns_last_pid_or_loadavg(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proc.last_number() is not None
     texts = {"/proc/loadavg": "0.10 0.20 0.30 1/234 5678\n"}
 
@@ -256,15 +258,15 @@ def test_census_lists_no_thread_that_starts_during_it(monkeypatch: pytest.Monkey
     assert thread.native_id not in found.processes
 
 
-def test_census_proves_nothing_while_pids_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_census_is_inconclusive_while_pids_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.chain([4_000_000], itertools.repeat(301))
     monkeypatch.setattr(proc, "last_number", lambda: next(numbers))
 
     assert proc.census("MARK").unread is None
 
 
-def test_a_pass_that_advances_is_not_left_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine hundreds of processes take longer than the time for one."""
+def test_process_pass_that_advances_is_not_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine hundreds of processes take longer than the timeout for one."""
     looked_at: list[int] = []
     arrived, turn = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -301,15 +303,15 @@ def test_a_pass_that_advances_is_not_left_however_long_it_takes(monkeypatch: pyt
     assert looked_at == [1, 2, 3, 4]
 
 
-def test_a_reader_that_hangs_holds_no_end_of_the_process() -> None:
+def test_hanging_proc_reader_does_not_delay_exit() -> None:
     """Only a daemon thread is not waited for."""
     found = proc.of_each([1], lambda _: threading.current_thread().daemon)
 
     assert found == {1: True}
 
 
-def test_of_a_thousand_files_in_use_a_few_are_found(tmp_path: Path) -> None:
-    """A job may have a million descriptors of its disk."""
+def test_number_of_reported_files_in_use_is_bounded(tmp_path: Path) -> None:
+    """A job may have a million descriptors on its disk."""
     with contextlib.ExitStack() as opened:
         for number in range(100):
             opened.enter_context((tmp_path / str(number)).open("w"))

@@ -52,7 +52,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ([LEADER, member(2, 5000)], 1000, {LEADER.pid, 2}),
     ],
 )
-async def test_group_of_a_dead_leader_is_known_by_a_member_that_the_leader_knew(
+async def test_group_of_a_dead_leader_is_recognized_by_a_known_member(
     leader: Process,
     monkeypatch: pytest.MonkeyPatch,
     sent: list[str],
@@ -80,8 +80,8 @@ async def test_group_of_a_living_leader_is_signalled_at_once(
     assert sent == [receiver]
 
 
-async def test_of_two_handles_each_is_given_back_alone(leader: Process) -> None:
-    """A process is watched while one is left."""
+async def test_two_handles_of_one_process_are_released_separately(leader: Process) -> None:
+    """The process is watched while one handle is left."""
     other = Process(LEADER, None, leads=True)
     other.release()
     assert process.is_watched(LEADER.pid)
@@ -93,10 +93,10 @@ async def test_of_two_handles_each_is_given_back_alone(leader: Process) -> None:
 
 
 @pytest.mark.parametrize(("start", "is_alive"), [(1000, True), (1001, False)])
-async def test_without_a_descriptor_a_process_is_known_by_its_start(
+async def test_process_without_a_pidfd_is_identified_by_its_start_time(
     leader: Process, monkeypatch: pytest.MonkeyPatch, start: int, is_alive: bool
 ) -> None:
-    """Another one with its number gets no signal."""
+    """Another process with its number gets no signal."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(proc, "stat", lambda pid: member(pid, start))
     monkeypatch.setattr(clock, "boot_ticks", lambda: 1600)
@@ -113,15 +113,15 @@ async def test_without_a_descriptor_a_process_is_known_by_its_start(
     assert leader.seen_ticks == (1600 if is_alive else 1500)
 
 
-def test_who_is_not_meant_costs_no_descriptor() -> None:
-    """A number from an old file is looked at again and again."""
+def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> None:
+    """A number from an old file is checked repeatedly."""
     us = proc.stat(os.getpid())
     assert us is not None
     assert process.adopt(us.pid, us.start_ticks + 1) is None
     assert process.send((us.pid, us.start_ticks + 1), signal.SIGKILL) is False
 
 
-async def test_members_are_found_without_a_further_thread(
+async def test_group_members_are_found_if_no_thread_can_be_started(
     leader: Process, monkeypatch: pytest.MonkeyPatch, sent: list[str]
 ) -> None:
     def refused(_: threading.Thread) -> None:
@@ -137,7 +137,7 @@ async def test_members_are_found_without_a_further_thread(
     assert "process 7" in sent
 
 
-def test_the_group_of_an_orphan_is_killed_unless_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_of_an_orphan_is_killed_unless_it_is_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "killpg", lambda *sent: killed.append(sent))
 
@@ -147,7 +147,7 @@ def test_the_group_of_an_orphan_is_killed_unless_it_is_ours(monkeypatch: pytest.
     assert killed == [(LEADER.pid, signal.SIGKILL)]
 
 
-def test_an_ordinary_user_without_core_files_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_limit_of_an_ordinary_user_without_core_files_stays_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hard limit is below the one that a pipe respects."""
     limits = [(0, 0)]
 
