@@ -96,8 +96,8 @@ async def is_whole(site: Site, container: Container) -> None:
     await container.exec("test", "-e", "/var/vcap/store/kept")
 
 
-async def test_volumes_go_to_a_new_release_and_back(site: Site, former: Release, now: Release) -> None:
-    """Pods on the same volumes, with no deploy between. The second deploy has a changed job."""
+async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(site: Site, former: Release, now: Release) -> None:
+    """There is no deploy in between. The second deploy has a changed job."""
     data, disk = site.scratch / "data", site.scratch / "disk"
     for path in (data, disk):
         path.mkdir()
@@ -116,10 +116,8 @@ async def test_volumes_go_to_a_new_release_and_back(site: Site, former: Release,
             await container.stop()
 
 
-async def test_rollback_runs_jobs_of_vcap_on_a_volume_that_its_provisioner_closed(
-    site: Site, former: Release, now: Release
-) -> None:
-    """Earlier releases do not open a volume with mode 0750. This one leaves it open."""
+async def test_rollback_runs_jobs_of_vcap_on_a_volume_with_mode_0750(site: Site, former: Release, now: Release) -> None:
+    """Earlier releases do not open such a volume. This one leaves it open."""
     data = site.scratch / "data"
     data.mkdir(mode=0o750)
     volume = f"--volume={data}:/var/vcap/data"
@@ -131,7 +129,7 @@ async def test_rollback_runs_jobs_of_vcap_on_a_volume_that_its_provisioner_close
         await site.deploy(release("2"))
 
 
-async def test_program_is_exchanged_below_running_jobs_and_back(
+async def test_agent_program_is_replaced_and_restored_without_restarting_jobs(
     site: Site, podman: Podman, former: Release, now: Release
 ) -> None:
     """No job is restarted."""

@@ -129,7 +129,7 @@ def test_template_error_names_its_place(tmp_path: Path, conf: str, said: str) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_each_template_with_a_mistake_is_named(tmp_path: Path) -> None:
+def test_render_names_each_template_with_an_error(tmp_path: Path) -> None:
     source = release(tmp_path / "r", "<%= p('name') %>")
     (source / "jobs/web/monit").write_text("<%= p('extra') %>")
     done = render(manifest(tmp_path), source, "--out", tmp_path / "out")
@@ -169,7 +169,7 @@ def linked(where: Path, template: str = LINKED, **db: object) -> tuple[Path, Pat
     return given, source
 
 
-def test_link_to_another_group_of_the_manifest(tmp_path: Path) -> None:
+def test_render_resolves_a_link_to_another_group_of_the_manifest(tmp_path: Path) -> None:
     networks = [{"name": "private", "static_ips": ["10.0.0.4-10.0.0.5"]}]
     done = render(*linked(tmp_path, networks=networks), "--group", "front", "--out", tmp_path / "out")
 
@@ -188,14 +188,14 @@ def test_link_to_another_group_of_the_manifest(tmp_path: Path) -> None:
         ("<%= link('db').instances[2].address %>", "a value is missing (nil), so it has no `address`, in: <%= link('"),
     ],
 )
-def test_an_unknown_address_is_a_mistake_with_a_remedy(tmp_path: Path, template: str, said: str) -> None:
+def test_render_suggests_a_remedy_for_an_unknown_address(tmp_path: Path, template: str, said: str) -> None:
     done = render(*linked(tmp_path, template), "--group", "front", "--out", tmp_path / "out")
 
     assert f"cannot render web/templates/web.conf.erb:1: {said}" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_properties_are_those_of_the_spec_alone(tmp_path: Path) -> None:
+def test_render_passes_only_properties_of_the_job_spec(tmp_path: Path) -> None:
     conf = "<%= p('other', 'none') %> <%= properties.extra.to_h.keys %> <%= ''.blank? %>"
     given = manifest(tmp_path, properties={"other": 1, "extra": {"b": 1, "a": 2}})
     done = render(given, release(tmp_path / "r", conf), "--out", tmp_path / "out")
@@ -204,7 +204,7 @@ def test_properties_are_those_of_the_spec_alone(tmp_path: Path) -> None:
     assert (tmp_path / "out/jobs/web/config/web.conf").read_text() == "none [:a, :b] true"
 
 
-def test_the_agents_own_bpm_needs_no_release(tmp_path: Path) -> None:
+def test_render_needs_no_release_for_the_agents_own_bpm(tmp_path: Path) -> None:
     given = manifest(tmp_path)
     document = yaml.safe_load(given.read_text())
     document["instance_groups"][0]["jobs"].append({"name": "bpm", "release": "bpm"})

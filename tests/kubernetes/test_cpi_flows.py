@@ -221,8 +221,8 @@ place=/var/vcap/data/volume
 
 
 @LIVE
-async def test_job_that_mounts_a_dynamic_disk(site: Site, db: Instance) -> None:
-    """It holds the disk until it is stopped. A recreated VM gets the disk again when the driver asks for it."""
+async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(site: Site, db: Instance) -> None:
+    """It holds the disk until it is stopped."""
     director = site.deployments
     disk = await director.provide_dynamic_disk(db, "of-a-driver")
     director.files = _driver(disk)

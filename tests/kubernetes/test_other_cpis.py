@@ -181,10 +181,10 @@ def _claim(name: str) -> Document:
 
 
 @pytest.mark.parametrize("name", CPIS)
-async def test_disks_come_and_go_with_the_pods_of_other_cpis(
+async def test_disks_are_attached_and_detached_with_the_pods_of_other_cpis(
     namespace: Namespace, bosh: Environment, name: str
 ) -> None:
-    """A first deploy with a disk, the pod once more while its former container still ends, a larger disk, detaching."""
+    """It covers a deploy with a disk, a new pod beside its ending container, a larger disk and a detach."""
     cpi = CPIS[name]
     vm = Vm(cpi, namespace, bosh)
     old = cpi.disk(OLD)

@@ -30,7 +30,7 @@ ONCE_SUCCESSFUL = (
 """Attacks that an earlier version did not withstand: each keeps a test."""
 
 
-def test_attacks_begin_with_a_known_attacker() -> None:
+def test_each_attack_mark_begins_with_a_known_attacker() -> None:
     assert [attack for attack in attacks() if not attacker(attack)] == []
 
 
@@ -43,7 +43,7 @@ def test_attack_that_once_succeeded_keeps_a_test(attack: str) -> None:
     assert attack in attacks()
 
 
-def test_marks_of_tests_and_cases_are_found() -> None:
+def test_attack_marks_of_tests_and_chaos_cases_are_found() -> None:
     source = """
 @pytest.mark.root
 @pytest.mark.attack("a job x")
@@ -56,12 +56,12 @@ async def play(stand): ...
     assert list(marks_in(source)) == [("test_both", "a job x"), ("test_both", "a job y"), ("S-01", "a job z")]
 
 
-def test_computed_attack_is_an_error() -> None:
+def test_attack_mark_that_is_not_a_literal_is_an_error() -> None:
     with pytest.raises(ValueError, match="must be written out"):
         list(marks_in("@pytest.mark.attack(NAME)\ndef test_x(): ..."))
 
 
-def test_tests_named_on_the_page_exist() -> None:
+def test_tests_named_on_the_security_page_exist() -> None:
     there = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")

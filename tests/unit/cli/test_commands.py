@@ -74,7 +74,7 @@ def test_invalid_duration_option_is_named(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("words", [["--bogus"], ["--bogus", "status"], ["status", "--bogus"]])
-def test_an_unknown_option_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_option_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         commands.main(words)
     assert capsys.readouterr().err.endswith("error: unrecognized arguments: --bogus\n")

@@ -145,7 +145,7 @@ def test_doctor_advice_uses_the_terms_of_the_container_runtime(
         (True, errno.EPERM, "unprivileged: root of a user namespace"),
     ],
 )
-def test_only_root_of_the_host_is_called_privileged(
+def test_doctor_calls_only_root_of_the_host_privileged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_inside: bool, mount_error: int, tier: str
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)
@@ -157,7 +157,7 @@ def test_only_root_of_the_host_is_called_privileged(
 
 
 @pytest.mark.parametrize(("place", "says"), [("/proc/meminfo", False), ("/proc/other", True)])
-def test_host_memory_is_not_mentioned_where_lxcfs_shows_that_of_the_container(
+def test_doctor_does_not_mention_host_memory_under_lxcfs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, says: bool
 ) -> None:
     monkeypatch.setattr(cgroups, "find", cgroups.Cgroup)

@@ -66,7 +66,7 @@ def resolver(manifest: Any, specs: Any) -> links.Resolver:
     return links.Resolver(msgspec.convert(manifest, Manifest), read, addresses)
 
 
-def test_implicit_link_has_the_content_of_the_director() -> None:
+def test_implicit_link_has_the_content_that_a_director_gives_it() -> None:
     assert resolved().found["db"] == {
         "deployment_name": "shop",
         "domain": "bosh",
@@ -85,27 +85,27 @@ def test_implicit_link_has_the_content_of_the_director() -> None:
     }
 
 
-def test_named_network_gives_the_addresses() -> None:
+def test_link_addresses_come_from_the_named_network() -> None:
     link = resolved({"db": {"network": "public"}}).found["db"]
 
     assert link["default_network"] == "public"
     assert [one["address"] for one in link["instances"]] == ["192.0.2.4", "192.0.2.5"]
 
 
-def test_alias_of_a_provider_is_found_by_from() -> None:
+def test_link_provider_is_found_by_its_alias() -> None:
     assert (
         resolved({"db": {"from": "main"}}, db={"provides": {"db": {"as": "main"}}}).found["db"]["group_name"]
         == "main-sql"
     )
 
 
-def test_values_of_the_manifest_replace_a_provider() -> None:
+def test_manual_link_of_a_manifest_replaces_a_provider() -> None:
     link = resolved({"db": {"instances": [{"address": "10.9.9.9"}], "properties": {"port": 1}}}).found["db"]
 
     assert (link["instances"], link["properties"], link["address"]) == ([{"address": "10.9.9.9"}], {"port": 1}, None)
 
 
-def test_disk_is_a_link() -> None:
+def test_disk_link_has_the_name_of_the_disk() -> None:
     spec = [{"name": "records", "type": "disk"}]
 
     assert resolved(spec=spec).found["records"]["properties"] == {"name": "records"}
@@ -177,14 +177,14 @@ def test_unresolved_link_names_consumer_link_and_remedy(change: Any, said: str, 
         ({"release": {"provides": None}}, "no job provides the type sql; add a job that provides it, or its values"),
     ],
 )
-def test_link_that_is_not_optional_is_required(change: Any, said: str) -> None:
+def test_missing_required_link_is_an_error(change: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(**change)
 
     assert said in str(caught.value)
 
 
-def test_property_of_a_link_is_in_the_spec_of_its_job() -> None:
+def test_link_property_must_be_in_the_spec_of_its_job() -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(release={"provides": [{"name": "db", "type": "sql", "properties": ["a.b"]}]})
 
@@ -192,7 +192,7 @@ def test_property_of_a_link_is_in_the_spec_of_its_job() -> None:
     assert str(caught.value) == said
 
 
-def test_unknown_links_of_a_manifest_are_warned_of() -> None:
+def test_unknown_links_of_a_manifest_cause_a_warning() -> None:
     manifest, specs = yaml.safe_load(MANIFEST), yaml.safe_load(SPECS)
     manifest["instance_groups"][0]["jobs"][0]["provides"] = {"d": {"as": "x"}}
     manifest["instance_groups"][1]["jobs"][0]["consumes"] = {"b": {}}

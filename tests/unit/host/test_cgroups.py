@@ -164,7 +164,7 @@ def test_oom_kills_are_counted(tmp_path: Path) -> None:
     assert cgroups.oom_kills(cgroups.Cgroup(), HOST.total) is None
 
 
-def test_only_the_container_as_a_whole_is_freed_from_kills_of_all(tmp_path: Path) -> None:
+def test_only_the_containers_own_cgroup_gets_oom_group_disabled(tmp_path: Path) -> None:
     """A group below it is an operator's choice, such as OOMPolicy=kill of a unit. The root of a machine has no file."""
     write(tmp_path / "leaf", {"memory.oom.group": "1\n"})
     assert cgroups.oom_group(version_2(tmp_path, "leaf")) is None

@@ -120,8 +120,8 @@ async def test_persistent_disk_vitals_need_a_disk_on_the_store(paths: Paths, pro
     assert "persistent" in (await taken.sample())["disk"]
 
 
-async def test_dynamic_disks_have_figures_but_no_vitals(paths: Paths, proc: Path, tmp_path: Path) -> None:
-    """The Director's members of ``disk`` are three."""
+async def test_dynamic_disks_have_metrics_but_no_vitals(paths: Paths, proc: Path, tmp_path: Path) -> None:
+    """The Director's ``disk`` has three members."""
     places = {"disk-d": tmp_path, "disk-gone": tmp_path / "gone"}
     taken = Vitals(paths, lambda: False, lambda: places, proc=proc)
 
