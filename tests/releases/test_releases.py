@@ -75,7 +75,7 @@ IS_ALIVE: Final = "if [ -e $pidfile ] && kill -0 $(cat $pidfile); then exit 0; f
         "bin/pre-start": "#!/bin/sh\nchown -R vcap:vcap /var/vcap/sys/run/web\n/var/vcap/jobs/web/bin/ctl start\n",
     },
 )
-def test_a_process_that_pre_start_has_started_is_the_jobs(life: Phases) -> None:
+def test_process_started_by_pre_start_belongs_to_the_job(life: Phases) -> None:
     assert runs(life["start"])
     assert starts(life["pre-start"]) + starts(life["start"]) + starts(life["rest"]) == 1
     assert not any("Execution failed" in alert for alert in life["start"]["alerts"])
@@ -87,7 +87,7 @@ def test_a_process_that_pre_start_has_started_is_the_jobs(life: Phases) -> None:
     files={"monit": check(), "bin/ctl": ctl(before="pkill -x serve || true")},
     acts=(("unhealthy", f"echo 0 >{RUN}/web.pid"),),
 )
-def test_a_zero_in_the_pidfile_has_an_unhealthy_service_started_again(life: Phases) -> None:
+def test_zero_in_the_pidfile_restarts_an_unhealthy_service(life: Phases) -> None:
     assert starts(life["unhealthy"]) == 1
     assert runs(life["unhealthy"])
     assert "web - Does not exist - restart" in life["unhealthy"]["alerts"]
@@ -98,7 +98,7 @@ def test_a_zero_in_the_pidfile_has_an_unhealthy_service_started_again(life: Phas
     files={"monit": check(), "bin/ctl": ctl(before="pkill -x serve || true")},
     acts=(("unhealthy", f"rm {RUN}/web.pid"),),
 )
-def test_a_service_without_its_pidfile_is_started_again(life: Phases) -> None:
+def test_service_without_its_pidfile_is_restarted(life: Phases) -> None:
     assert starts(life["unhealthy"]) == 1
     assert runs(life["unhealthy"])
 
@@ -115,7 +115,7 @@ esac
 
 
 @pytest.mark.release("shield-boshrelease jobs/core/templates/bin/nginx", files={"monit": check(), "bin/ctl": DAEMON})
-def test_a_start_program_that_names_itself_before_its_daemon_does_is_no_death(life: Phases) -> None:
+def test_start_program_that_first_writes_its_own_pid_causes_no_restart(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["start"]) + starts(life["rest"]) == 1
     assert "web - Does not exist - restart" not in life["rest"]["alerts"]
@@ -132,7 +132,7 @@ HEALTH: Final = (
     files={"monit": check() + HEALTH.format('and request "/health" then alert'), "bin/ctl": ctl()},
     trials=("port closed",),
 )
-def test_a_dead_port_of_a_host_makes_the_instance_fail(life: Phases) -> None:
+def test_closed_port_of_a_host_check_makes_the_instance_fail(life: Phases) -> None:
     assert runs(life["rest"])
     assert life["port closed"]["job_states"][-1] == "failing"
     assert life["port closed"]["states"]["web-health"][-1] == "failing"
@@ -150,7 +150,7 @@ def test_a_dead_port_of_a_host_makes_the_instance_fail(life: Phases) -> None:
     },
     acts=(("names change", "echo 10.0.0.9 other >>/etc/hosts"),),
 )
-def test_a_changed_file_runs_a_command(life: Phases) -> None:
+def test_changed_file_runs_the_command_of_its_rule(life: Phases) -> None:
     assert not [event for event in life["rest"]["events"] if event[1] == "SIGHUP"]
     assert [event for event in life["names change"]["events"] if event[1] == "SIGHUP"]
     assert starts(life["names change"]) == 0
@@ -166,7 +166,7 @@ def test_a_changed_file_runs_a_command(life: Phases) -> None:
     },
     acts=(("file grows", f"truncate -s 2M {RUN}/dump"),),
 )
-def test_a_file_above_its_size_runs_a_command_and_fails(life: Phases) -> None:
+def test_file_above_its_size_runs_a_command_and_fails(life: Phases) -> None:
     assert life["rest"]["job_states"][-1] == "running"
     assert [event for event in life["file grows"]["events"] if event[1] == "SIGHUP"]
     assert life["file grows"]["states"]["dump"][-1] == "failing"
@@ -180,7 +180,7 @@ def test_a_file_above_its_size_runs_a_command_and_fails(life: Phases) -> None:
     },
     trials=("port closed",),
 )
-def test_a_dead_url_restarts_the_process(life: Phases) -> None:
+def test_failed_url_restarts_the_process(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["port closed"]) >= 1
     assert [event for event in life["port closed"]["events"] if event[1] == "SIGTERM"]
@@ -195,8 +195,8 @@ def test_a_dead_url_restarts_the_process(life: Phases) -> None:
     },
     trials=("port closed",),
 )
-def test_a_dead_port_restarts_after_its_cycles(life: Phases) -> None:
-    """Three cycles of two seconds have two pauses. monit's count survives a restart: its next cycle may be another."""
+def test_closed_port_restarts_the_process_after_its_cycles(life: Phases) -> None:
+    """Three cycles of two seconds have two pauses. monit's count survives a restart, so its next cycle may differ."""
     begun = [at for at, event, name in life["port closed"]["events"] if (event, name) == ("lives", "serve")]
 
     assert begun
@@ -212,7 +212,7 @@ def test_a_dead_port_restarts_after_its_cycles(life: Phases) -> None:
         "bin/health": ctl("health", before=f"[ -e {RUN}/up ] || {{ touch {RUN}/up; exit 1; }}", program="health"),
     },
 )
-def test_a_health_check_that_fails_first_runs_later(life: Phases) -> None:
+def test_health_check_that_fails_at_first_passes_later(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["start"], "health") + starts(life["rest"], "health") == 1
 
@@ -225,7 +225,7 @@ def test_a_health_check_that_fails_first_runs_later(life: Phases) -> None:
     },
     trials=("death", "agent restarted"),
 )
-def test_processes_of_bpm_are_restarted_and_survive_the_agent(life: Phases) -> None:
+def test_bpm_processes_are_restarted_and_survive_the_agent(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["death"]) == starts(life["death"], "health") == 1
     assert runs(life["death"])
@@ -242,7 +242,7 @@ def test_processes_of_bpm_are_restarted_and_survive_the_agent(life: Phases) -> N
     },
     trials=("death", "agent restarted"),
 )
-def test_a_program_that_forks_and_writes_its_pidfile_is_supervised(life: Phases) -> None:
+def test_forking_program_with_a_pidfile_is_supervised(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["death"]) == 1
     assert runs(life["death"])
@@ -259,7 +259,7 @@ def test_a_program_that_forks_and_writes_its_pidfile_is_supervised(life: Phases)
     },
     trials=("death",),
 )
-def test_a_ctl_that_becomes_its_program_is_supervised(life: Phases) -> None:
+def test_ctl_script_that_execs_its_program_is_supervised(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["start"]) + starts(life["rest"]) == 1
     assert starts(life["death"]) == 1
@@ -270,7 +270,7 @@ def test_a_ctl_that_becomes_its_program_is_supervised(life: Phases) -> None:
     "uaa-release jobs/uaa/monit (a start of many seconds)",
     files={"monit": check().replace(' start"', ' start" with timeout 60 seconds'), "bin/ctl": ctl(before="sleep 4")},
 )
-def test_a_slow_start_program_is_waited_for(life: Phases) -> None:
+def test_slow_start_program_is_waited_for(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["start"]) + starts(life["rest"]) == 1
     assert not any("Execution failed" in alert for phase in life.values() for alert in phase["alerts"])
@@ -285,7 +285,7 @@ def test_a_slow_start_program_is_waited_for(life: Phases) -> None:
     },
     acts=(("one dies", f"kill -9 $(cat {RUN}/web.pid)"),),
 )
-def test_a_process_that_dies_has_its_dependants_restarted(life: Phases) -> None:
+def test_dependants_of_a_crashed_process_are_restarted(life: Phases) -> None:
     assert starts(life["one dies"]) == 1
     assert starts(life["one dies"], "agent") == 1
     assert runs(life["one dies"])
@@ -296,7 +296,7 @@ def test_a_process_that_dies_has_its_dependants_restarted(life: Phases) -> None:
     files={"monit": check(rules=f"  if failed unixsocket {RUN}/web.sock for 2 cycles then restart"), "bin/ctl": ctl()},
     trials=("port closed",),
 )
-def test_a_dead_socket_restarts_the_process(life: Phases) -> None:
+def test_closed_unix_socket_restarts_the_process(life: Phases) -> None:
     assert runs(life["rest"])
     assert starts(life["port closed"]) >= 1
     assert runs(life["port open again"])
@@ -316,7 +316,7 @@ def test_a_dead_socket_restarts_the_process(life: Phases) -> None:
         ("after", "wc -l </var/vcap/data/web/starts"),
     ),
 )
-def test_a_file_that_goes_is_made_again_by_its_start_program(life: Phases) -> None:
+def test_missing_file_is_recreated_by_its_start_program(life: Phases) -> None:
     assert runs(life["rest"])
     assert runs(life["file goes"])
     before, after = (int(life[name]["value"].split()[1]) for name in ("before", "after"))
@@ -328,7 +328,7 @@ def test_a_file_that_goes_is_made_again_by_its_start_program(life: Phases) -> No
     "os-conf-release jobs/pre-start-script/monit (no process)",
     files={"monit": "", "bin/pre-start": "#!/bin/sh\necho done >/var/vcap/data/web/done\n"},
 )
-def test_a_job_without_a_process_runs(life: Phases) -> None:
+def test_job_without_a_process_is_running(life: Phases) -> None:
     assert life["pre-start"]["value"] == "{}"
     assert runs(life["start"])
     assert life["stop"]["value"] == "stopped"
@@ -338,7 +338,7 @@ def test_a_job_without_a_process_runs(life: Phases) -> None:
     "postgres-release jobs/postgres/templates/pre-start.sh.erb (a script that fails)",
     files={"monit": check(), "bin/ctl": ctl(), "bin/pre-start": "#!/bin/sh\necho no space >&2\nexit 3\n"},
 )
-def test_a_failed_pre_start_ends_the_update(life: Phases) -> None:
+def test_failed_pre_start_ends_the_update(life: Phases) -> None:
     assert "1 of 1 pre-start scripts failed. Failed Jobs: web" in life["pre-start"]["value"]
     assert life["pre-start"]["texts"]["log"] == "no space"
     assert "start" not in life
@@ -352,7 +352,7 @@ def test_a_failed_pre_start_ends_the_update(life: Phases) -> None:
         "bin/drain": f"#!/bin/sh\nif [ -e {RUN}/asked ]; then echo 0; else touch {RUN}/asked; echo -1; fi\n",
     },
 )
-def test_a_drain_that_asks_again_is_called_again(life: Phases) -> None:
+def test_drain_script_with_a_negative_result_is_called_again(life: Phases) -> None:
     assert life["drain"]["value"] == "0"
     assert [file for file in life["stop"]["files"] if file.startswith("data/sys/run/web/asked")]
     assert life["stop"]["texts"]["processes"] == ""
@@ -366,7 +366,7 @@ def test_a_drain_that_asks_again_is_called_again(life: Phases) -> None:
     },
     acts=(("broken", f"touch {RUN}/broken; kill -9 $(cat {RUN}/web.pid)"),),
 )
-def test_a_service_that_dies_in_a_row_is_given_up(life: Phases) -> None:
+def test_service_that_crashes_repeatedly_is_no_longer_restarted(life: Phases) -> None:
     assert runs(life["rest"])
     assert life["broken"]["job_states"][-1] == "failing"
     assert starts(life["broken"]) == 0
