@@ -127,7 +127,7 @@ def test_invalid_blobstore_is_rejected(paths: Paths, kind: str, options: dict[st
 
 @pytest.mark.parametrize("what", ["nothing", "directory", "link"])
 async def test_irregular_files_are_not_read_as_blobs(paths: Paths, tmp_path: Path, what: str) -> None:
-    """The text names the path."""
+    """The error names the path."""
     if what == "directory":
         (tmp_path / ID).mkdir()
     elif what == "link":

@@ -92,7 +92,7 @@ async def test_poll_is_held_until_its_timeout_or_its_release(tmp_path: Path) -> 
 
 
 async def test_excess_polls_are_answered_at_once(tmp_path: Path) -> None:
-    """Thousands of them took 70 MB and the room of other requests."""
+    """Thousands of held polls took 70 MB and displaced other requests."""
     lane = Tasks(tmp_path / "tasks.json", hold=3600)
     task = lane.submit("m", asyncio.Event().wait)
     polls = [asyncio.ensure_future(lane.poll(task.id)) for _ in range(MAX_HELD + 20)]
@@ -112,7 +112,7 @@ async def test_excess_polls_are_answered_at_once(tmp_path: Path) -> None:
 
 
 async def test_task_arguments_are_not_kept(tasks: Tasks) -> None:
-    """They may be a secret of a megabyte."""
+    """They may be a secret, and as large as a megabyte."""
 
     class Arguments:
         async def work(self) -> str:
@@ -209,7 +209,7 @@ async def test_persistent_task_resumes_under_its_id_after_a_restart(tmp_path: Pa
 
 @pytest.mark.attack("a request brings certificates or keys that the agent cannot use")
 async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> None:
-    """Two agents have begun it: by acceptance and by resumption. A task that only waited is no evidence."""
+    """Two agents must have begun it, by acceptance and by resumption. A task that only waited does not count."""
     journal = tmp_path / "tasks.json"
     begun: list[bytes] = []
 
@@ -302,7 +302,7 @@ async def test_stored_task_with_an_unreadable_request_is_dropped(tmp_path: Path)
 
 
 async def test_full_task_queue_rejects_requests(tasks: Tasks) -> None:
-    """Each held its arguments, thirty times as large as its bytes, while an errand ran."""
+    """Waiting tasks kept their arguments, thirty times as large as their bytes, while an errand ran."""
     gate = asyncio.Event()
     tasks.submit("run_errand", gate.wait, size=1)
     while tasks.running is None:

@@ -150,7 +150,7 @@ def test_truncated_archives_of_each_compression_are_rejected(tmp_path: Path, pro
     assert not (tmp_path / "o").exists()
 
 
-def test_a_large_compressed_archive_is_given_up_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_compressed_archive_is_abandoned_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "MAX_BYTES", 1 << 20)
     packed = compressed(member("a") + member("b", bytes(1 << 20)) + END, "xz")
 
@@ -158,13 +158,13 @@ def test_a_large_compressed_archive_is_given_up_early(tmp_path: Path, monkeypatc
         unpack(packed, tmp_path / "o")
 
 
-def test_a_missing_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_decompression_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "ENVIRONMENT", {"PATH": str(tmp_path)})
     with pytest.raises(ArchiveError, match="it is compressed, and there is no program zstd"):
         unpack(b"\x28\xb5\x2f\xfd" + bytes(1000), tmp_path / "o")
 
 
-def test_a_tar_whose_first_name_begins_like_a_compression_is_a_tar(tmp_path: Path) -> None:
+def test_tar_whose_first_name_resembles_a_compression_header_is_unpacked(tmp_path: Path) -> None:
     with file(member("BZh", b"x") + END) as source:
         assert not compression.is_compressed(source)
         archive.unpack(source, tmp_path / "o")
@@ -173,8 +173,8 @@ def test_a_tar_whose_first_name_begins_like_a_compression_is_a_tar(tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["gnu", "pax", "posix", "ustar", "oldgnu"])
 @pytest.mark.parametrize("compress", ["-z", "--no-auto-compress"])
-def test_what_comes_out_is_what_gnu_tar_makes_of_it(tmp_path: Path, kind: str, compress: str) -> None:
-    """Names, modes, times, links and contents, in every format that tar writes."""
+def test_unpacked_tree_equals_that_of_gnu_tar(tmp_path: Path, kind: str, compress: str) -> None:
+    """Names, modes, times, links and contents are compared, in every format that tar writes."""
     make_tree(tmp_path / "tree")
     packed = tmp_path / "a.tgz"
     subprocess.run(["tar", f"--format={kind}", compress, "-cf", packed, "-C", tmp_path / "tree", "."], check=True)
@@ -213,8 +213,8 @@ def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> N
         (member("web/x") + END, "the archive is not gzip"),
     ],
 )
-def test_a_missing_job_is_told_in_the_words_of_the_go_agent(tmp_path: Path, packed: bytes, text: str) -> None:
-    """And nothing is left."""
+def test_job_missing_in_an_archive_has_the_error_text_of_the_go_agent(tmp_path: Path, packed: bytes, text: str) -> None:
+    """Nothing is left behind."""
     with pytest.raises(ArchiveError) as caught:
         unpack(packed, tmp_path / "o", subtree="web")
 
@@ -237,7 +237,7 @@ def test_a_missing_job_is_told_in_the_words_of_the_go_agent(tmp_path: Path, pack
         member("a", b"new", type=tarfile.CONTTYPE) + END,
     ],
 )
-def test_odd_but_honest_archives_are_unpacked(tmp_path: Path, packed: bytes) -> None:
+def test_unusual_valid_archives_are_unpacked(tmp_path: Path, packed: bytes) -> None:
     """The later of two members with one name wins. An archive may lack its end or have more after it."""
     unpack(packed, tmp_path / "o")
 
@@ -245,7 +245,7 @@ def test_odd_but_honest_archives_are_unpacked(tmp_path: Path, packed: bytes) -> 
 
 
 @pytest.mark.parametrize("kind", [tarfile.AREGTYPE, tarfile.REGTYPE])
-def test_a_file_whose_name_ends_like_a_directory_is_one(tmp_path: Path, kind: bytes) -> None:
+def test_archive_member_whose_name_ends_with_a_slash_is_a_directory(tmp_path: Path, kind: bytes) -> None:
     """Old tars write them, and GNU tar reads them so."""
     unpack(member("d/", type=kind, mode=0o755) + member("d/a", b"new") + link("l/", "d") + END, tmp_path / "o")
 
@@ -254,7 +254,7 @@ def test_a_file_whose_name_ends_like_a_directory_is_one(tmp_path: Path, kind: by
 
 
 @pytest.mark.parametrize("subtree", ["", "d"])
-def test_links_may_point_anywhere(tmp_path: Path, subtree: str) -> None:
+def test_links_in_an_archive_may_have_any_target(tmp_path: Path, subtree: str) -> None:
     """Compiled packages are full of absolute links. GNU tar makes the links of jobs, too, and follows none."""
     packed = link("d/a", "/var/vcap/packages/x") + link("d/b", "../../y") + link("d/c", "d/b", hard=True) + END
     unpack(zipped(packed), tmp_path / "o", subtree=subtree)
@@ -264,7 +264,7 @@ def test_links_may_point_anywhere(tmp_path: Path, subtree: str) -> None:
     assert (below / "b").readlink() == (below / "c").readlink() == Path("../../y")
 
 
-def test_a_time_out_of_range_is_brought_into_range(tmp_path: Path) -> None:
+def test_archive_time_out_of_range_is_clamped(tmp_path: Path) -> None:
     """A bad date is no error."""
     packed = member("a", mtime=-(2**40)) + pax(record("mtime", str(10**30))) + member("b") + END
     unpack(packed, tmp_path / "o")
@@ -273,7 +273,7 @@ def test_a_time_out_of_range_is_brought_into_range(tmp_path: Path) -> None:
     assert (tmp_path / "o" / "b").stat().st_mtime == 2**33
 
 
-def test_what_is_there_already_is_not_touched(tmp_path: Path) -> None:
+def test_unpacking_into_an_existing_directory_fails_without_changes(tmp_path: Path) -> None:
     """The directory must be new."""
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "kept").touch()
@@ -370,8 +370,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
-def test_a_mode_beyond_its_field_counts_in_its_last_twelve_bits(tmp_path: Path) -> None:
-    """A field in base 256 holds 56 bits, and the interpreter's reading of a mode 32: the error was no refusal."""
+def test_archive_mode_above_its_range_is_reduced_to_twelve_bits(tmp_path: Path) -> None:
+    """A base-256 field holds 56 bits, but the interpreter reads a mode of 32, so the error was not a rejection."""
     unpack(with_number(100, 8, 2**40 + 0o640), tmp_path / "into")
     assert (tmp_path / "into/a").stat().st_mode & 0o7777 == 0o640
 
@@ -379,8 +379,8 @@ def test_a_mode_beyond_its_field_counts_in_its_last_twelve_bits(tmp_path: Path) 
 @pytest.mark.attack("a blobstore delivers an archive that is damaged or that does not fit")
 @pytest.mark.parametrize("kind", ["check", "length", "cut", "cut before the check", "garbage"])
 @pytest.mark.parametrize("padding", [0, 100_000])
-def test_gzip_data_are_whole_to_their_end(tmp_path: Path, kind: str, padding: int) -> None:
-    """The last member of the archive ends before the check at the end, which covers all."""
+def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding: int) -> None:
+    """The archive's last member ends before the checksum at the end, which covers everything."""
     packed = bytearray(zipped(member("a", b"x") + END + bytes(padding)))
     match kind:
         case "check":
@@ -406,10 +406,10 @@ def test_gzip_data_are_whole_to_their_end(tmp_path: Path, kind: str, padding: in
 
 @pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_archive_is_refused_and_leaves_nothing(
+def test_hostile_archive_is_rejected_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Nothing outside the directory is touched, the directory is gone, and the text says which member and why."""
+    """Nothing outside the directory is touched, the directory is removed, and the text says which member and why."""
     monkeypatch.setattr(archive, "MAX_MEMBERS", 20)
     monkeypatch.setattr(archive, "MAX_BYTES", 70_000)
     monkeypatch.setattr(archive, "MAX_HEADER_BYTES", 50_000)
@@ -427,7 +427,7 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(
 
 @pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
 @pytest.mark.parametrize("target", ["..", "/etc", "../evil", "d/.."])
-def test_nothing_is_written_through_links_that_point_out(tmp_path: Path, target: str) -> None:
+def test_unpacking_writes_nothing_through_links_that_point_outside(tmp_path: Path, target: str) -> None:
     with pytest.raises(ArchiveError, match="is a link"):
         unpack(link("d", ".") + link("x", target) + member("x/evil", b"x") + END, tmp_path / "o")
 
@@ -435,15 +435,15 @@ def test_nothing_is_written_through_links_that_point_out(tmp_path: Path, target:
 
 
 @pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
-def test_a_hard_link_of_a_job_stays_within_the_job(tmp_path: Path) -> None:
-    """A name that exists in both is no way from one to the other."""
+def test_hard_link_in_a_job_archive_stays_within_the_job(tmp_path: Path) -> None:
+    """A name that exists in both jobs cannot link one to the other."""
     packed = zipped(member("db/key") + member("web/key") + link("web/a", "db/key", hard=True) + END)
     with pytest.raises(ArchiveError, match="'web/a': its target is not unpacked"):
         unpack(packed, tmp_path / "o", subtree="web")
 
 
-def test_closed_directories_are_filled_before_they_are_closed() -> None:
-    """Also for an ordinary user, whom their modes keep out."""
+def test_unpacking_sets_directory_modes_after_filling_them() -> None:
+    """Otherwise an ordinary user could not write to read-only directories."""
     packed = directory("a", 0o000) + directory("a/b", 0o500) + member("a/b/c") + link("a/b/d", "c") + END
     with tempfile.TemporaryDirectory() as scratch:
         with as_ordinary_user(Path(scratch)):
@@ -456,7 +456,7 @@ def test_closed_directories_are_filled_before_they_are_closed() -> None:
     assert modes == {"o": 0o755, "a": 0o700, "b": 0o500, "c": 0o644, "d": 0o644}
 
 
-def test_a_long_name_is_cut_in_the_error() -> None:
+def test_long_archive_name_is_truncated_in_the_error() -> None:
     """An attacker's text does not fill the log."""
     with pytest.raises(ArchiveError) as caught:
         unpack(pax(record("path", "../" + "x" * 5000)) + member("a"), Path("o"))
@@ -464,7 +464,7 @@ def test_a_long_name_is_cut_in_the_error() -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_during_unpacking_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text names the member and the reason, and nothing is left."""
 
     def full(*_: object) -> int:
@@ -493,7 +493,7 @@ def base_archives() -> list[bytes]:
 @pytest.mark.attack("a blobstore delivers an archive that is damaged or that does not fit")
 @given(which=st.integers(0, 1), changes=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_broken_bytes_give_an_error_or_a_tree_and_never_more(
+def test_mutated_archive_gives_an_error_or_a_tree_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, which: int, changes: list[tuple[int, int]]
 ) -> None:
     """Any change of an archive causes only ``ArchiveError``, and nothing outside changes."""
@@ -510,7 +510,7 @@ def test_broken_bytes_give_an_error_or_a_tree_and_never_more(
 
 
 @pytest.mark.attack("a blobstore delivers an archive that is damaged or that does not fit")
-def test_an_archive_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacking_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "TIMEOUT_S", 0.0)
     with pytest.raises(ArchiveError, match="it took longer than 0 seconds"):
         unpack(member("a") + END, tmp_path / "o")

@@ -27,7 +27,7 @@ def archives(directory: Path) -> dict[str, bytes]:
 
 
 def test_rotation_keeps_the_configured_number_of_archives(tmp_path: Path) -> None:
-    """The newest is the first. A gap ends the row: archives behind it stay."""
+    """The newest is number one. Archives behind a gap in the numbers stay."""
     (tmp_path / "a.log.9.gz").write_bytes(gzip.compress(b"kept"))
     for number in range(5):
         (tmp_path / "a.log").write_bytes(b"%d" % number)
@@ -44,7 +44,7 @@ def test_rotation_keeps_the_configured_number_of_archives(tmp_path: Path) -> Non
 
 
 def test_rotated_archive_has_the_owner_and_mode_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And from the start no more than its owner may do."""
+    """From the start it is no more accessible than to its owner."""
     (tmp_path / "a.log").write_bytes(b"x")
     (tmp_path / "a.log").chmod(0o4640)
     given: list[tuple[int, int, int]] = []
@@ -76,7 +76,7 @@ def test_failed_rotation_keeps_the_log_and_leaves_no_archive(tmp_path: Path, mon
 
 
 def test_size_limit_applies_once_to_a_log_with_holes(tmp_path: Path) -> None:
-    """A log with a hole has several."""
+    """A log with a hole has several data ranges."""
     with (tmp_path / "a.log").open("wb") as file:
         file.write(b"a" * 4096)
         file.seek(1 << 20)

@@ -215,7 +215,7 @@ def test_hard_links_to_files_of_root_are_not_packed(tmp_path: Path) -> None:
 
 
 def test_compiled_package_is_owned_by_root_by_name(tmp_path: Path) -> None:
-    """Logs have the numbers of their owners, and no name."""
+    """Logs have their owners' numbers and no name."""
     make(tmp_path, ["a"])
     (tmp_path / "out").symlink_to("/")
 
@@ -307,14 +307,14 @@ def test_fifos_and_sockets_are_not_packed(tmp_path: Path) -> None:
     ],
 )
 def test_packing_patterns_select_files(tmp_path: Path, pattern: str, found: list[str]) -> None:
-    """``**`` spans directories, dotfiles count, a directory means all in it."""
+    """``**`` spans directories, dotfiles are included, and a directory means everything in it."""
     make(tmp_path, ["a.log", "b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt", "g[1]/h.log"])
 
     assert list(entries(packed(Tree(str(tmp_path), patterns=[pattern])))) == [f"./{name}" for name in found]
 
 
 def test_pathological_patterns_are_matched_quickly(tmp_path: Path) -> None:
-    """Repetition of repetition is answered at once."""
+    """Nested repetitions are answered at once."""
     make(tmp_path, ["/".join("a" * 60) + "/" + "a" * 200])
 
     assert entries(packed(Tree(str(tmp_path), patterns=["**/*/" * 30 + "b", "**/" + "*a" * 40 + "b"]))) == {}
@@ -346,7 +346,7 @@ def test_log_rotated_during_packing_is_packed_under_its_new_name(
 
 
 def test_log_renamed_after_it_was_packed_is_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless more was written to it: that would be lost."""
+    """If more was written to it meanwhile, it is packed again, because those lines would be lost."""
     make(tmp_path, ["a", "b", "z"])
 
     def rename() -> None:
@@ -366,7 +366,7 @@ def test_log_renamed_after_it_was_packed_is_packed_once(tmp_path: Path, monkeypa
 
 
 def test_log_that_reappears_is_packed_without_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its moment without a file is not worth a word."""
+    """Its moment without a file does not matter to anyone."""
     make(tmp_path, ["a", "b"])
     before_reading(monkeypatch, "a", (tmp_path / "a").unlink)
     before_reading(monkeypatch, "b", lambda: make(tmp_path, ["a"]))
@@ -375,7 +375,7 @@ def test_log_that_reappears_is_packed_without_a_remark(tmp_path: Path, monkeypat
 
 
 def test_new_file_with_a_reused_inode_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filesystems use numbers again at once."""
+    """File systems reuse inode numbers at once."""
     make(tmp_path, ["a", "z"])
     honest = os.fstat
     old = (tmp_path / "a").stat()
@@ -411,7 +411,7 @@ def test_growth_of_a_packed_log_is_listed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_truncation_of_a_packed_log_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The archive is whole. Zeros are no log."""
+    """The archive is complete. The zeros in it are not log content."""
     (tmp_path / "a").write_bytes(b"x" * 600)
     after_seeing_the_size(monkeypatch, 600, lambda: os.truncate(tmp_path / "a", 5))
     data = logs(tmp_path)
@@ -425,7 +425,7 @@ def test_truncation_of_a_packed_log_is_listed(tmp_path: Path, monkeypatch: pytes
 def test_unreadable_file_on_a_failing_disk_is_skipped_and_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the tree is live. A package is not half packed."""
+    """This applies to live trees. A package is packed completely or not at all."""
     make(tmp_path, ["a", "b"])
     honest = os.pread
 
@@ -447,7 +447,7 @@ def test_unreadable_file_on_a_failing_disk_is_skipped_and_listed(
 
 
 def test_files_without_read_permission_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the tree is live. Elsewhere it is an error."""
+    """This applies to live trees. Elsewhere it is an error."""
     make(tmp_path, ["logs/a", "logs/closed/b", "logs/c", "shut/x"])
     monkeypatch.chdir(tmp_path)
     closed = [tmp_path / "logs" / "c", tmp_path / "logs" / "closed", tmp_path / "shut"]
@@ -622,7 +622,7 @@ def test_unbalanced_or_deep_braces_in_patterns_are_rejected(tmp_path: Path, patt
 
 
 def test_braces_are_compiled_to_a_single_expression(tmp_path: Path) -> None:
-    """Each of them took memory."""
+    """Each expanded pattern would take memory."""
     make(tmp_path, ["ab" * 15])
 
     assert list(entries(logs(tmp_path, "{a,b}" * 30))) == ["./" + "ab" * 15]

@@ -21,7 +21,7 @@ def test_plain_names_are_blob_ids(blob_id: str) -> None:
     "blob_id", ["", ".", "..", ".a", "a/b", "/a", "a..b", "-a", "a\0", "a\n", "a" * 256, "ü" * 128]
 )
 def test_paths_and_options_are_rejected_as_blob_ids(blob_id: str) -> None:
-    """A path, an option, a hidden file."""
+    """Hidden files are rejected too."""
     with pytest.raises(BlobError, match=re.escape("it is not a plain name")):
         checked_blob_id(blob_id)
 

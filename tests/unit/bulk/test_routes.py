@@ -37,11 +37,11 @@ ENVIRONMENT = {
     ],
 )
 def test_no_proxy_variable_is_honoured(url: tuple[str, str, int], proxy: str | None) -> None:
-    """Networks too, which Python's own rules lack and platforms of containers use."""
+    """It may name networks too, which Python's own rules lack and container platforms use."""
     assert proxy_for(*url, ENVIRONMENT) == proxy
 
 
 def test_star_in_no_proxy_disables_all_proxies() -> None:
-    """And nothing set means no proxy."""
+    """Without any variable there is no proxy either."""
     assert proxy_for("http", "h", 80, {"http_proxy": "p", "no_proxy": "*"}) is None
     assert proxy_for("http", "h", 80, {}) is None

@@ -34,7 +34,7 @@ def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
 
 @pytest.mark.parametrize(("times", "is_vital"), [(20, False), (keep_running.MAX_FAILURES, True)])
 async def test_failed_root_task_is_restarted_and_counted(times: int, is_vital: bool) -> None:
-    """Without an end where it is not vital; it is counted."""
+    """A task that is not vital is restarted any number of times."""
     lasts = asyncio.Event()
     working = asyncio.create_task(keep_running.run_forever("watch", failing(times, lasts), is_vital=is_vital))
     async with asyncio.timeout(10):
@@ -53,7 +53,7 @@ async def test_repeated_failure_of_a_vital_task_ends_the_agent() -> None:
 
 
 async def test_root_task_that_returns_or_cancels_itself_counts_as_failed() -> None:
-    """Nothing that is for ever just ends."""
+    """A root task must never end."""
 
     async def ends() -> None:
         if keep_running.failures["watch"]:

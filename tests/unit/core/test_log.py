@@ -74,7 +74,7 @@ def test_log_line_has_level_logger_and_message_in_both_formats(form: str, setup:
 
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[..., Path]) -> None:
-    """One line whatever is in it, and no secret."""
+    """The line contains no line break and no secret, whatever the fields are."""
     stderr = setup(form=form)
 
     members = {"method": "a\nb", "seconds": 0.5, "error": "GET https://h/b?sig=abc failed"}
@@ -153,7 +153,7 @@ def file(tmp_path: Path, setup: Callable[..., Path], monkeypatch: pytest.MonkeyP
 
 
 def test_log_file_receives_what_stderr_receives(file: Path) -> None:
-    """From the moment its directory is there; not for everybody to read."""
+    """It does so from the moment its directory exists, and is not readable by everybody."""
     said("too early")
     file.parent.mkdir()
     said("https://h/blob?sig=abc")
@@ -165,7 +165,7 @@ def test_log_file_receives_what_stderr_receives(file: Path) -> None:
 
 
 def test_large_log_file_is_rotated_once(file: Path) -> None:
-    """Two of them there are, whatever is said."""
+    """There are never more than two files, however much is logged."""
     file.parent.mkdir()
     for number in range(100):
         said(f"line {number}")
@@ -178,7 +178,7 @@ def test_large_log_file_is_rotated_once(file: Path) -> None:
 
 @pytest.mark.parametrize("obstacle", ["link", "directory", "full"])
 def test_unwritable_log_file_does_not_stop_logging(file: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it lead root elsewhere."""
+    """A link at its path is not followed by root either."""
     file.parent.mkdir()
     victim = file.parent / "victim"
     victim.touch()

@@ -129,7 +129,7 @@ def since(seconds: float) -> dict[str, str]:
 
 @pytest.mark.parametrize(("document", "stored", "winner"), [(60, 120, "document"), (120, 60, "stored")])
 def test_newer_certificate_wins(document: int, stored: int, winner: str) -> None:
-    """A Secret that is rotated after the Director's own rotation, and the other way round; with its key and CA."""
+    """The CPI's Secret may be rotated after the Director's own rotation, or before it. Key and CA belong to it."""
     certs = {"document": since(document), "stored": since(stored)}
     found = effective(parsed(env={"bosh": {"mbus": {"cert": certs["document"]}}}), mbus={"cert": certs["stored"]})
 
@@ -138,7 +138,7 @@ def test_newer_certificate_wins(document: int, stored: int, winner: str) -> None
 
 
 def test_stored_certificate_wins_over_one_of_the_same_age() -> None:
-    """As with the Go agent; also where none of them can be read."""
+    """The Go agent does the same, also if no certificate can be read."""
     both = since(60)
     for document, stored in [(both, both | {"ca": "C2"}), (CERT, CERT | {"ca": "C2"}), (CERT, both | {"ca": "C2"})]:
         found = effective(parsed(env={"bosh": {"mbus": {"cert": document}}}), mbus={"cert": stored})
@@ -146,7 +146,7 @@ def test_stored_certificate_wins_over_one_of_the_same_age() -> None:
 
 
 def test_all_known_credentials_are_tried_on_the_bus() -> None:
-    """The present ones first. Those of the CPI with the addresses of the CPI."""
+    """The current ones come first. Those of the CPI are used with the addresses of the CPI."""
     source = parsed(env={"bosh": {"mbus": {"cert": since(60), "urls": ["nats://old:1"]}}})
     found = effective(source, mbus={"cert": since(120), "urls": ["nats://new:2"]})
     known = found.known_mbus
@@ -157,7 +157,7 @@ def test_all_known_credentials_are_tried_on_the_bus() -> None:
 
 
 def test_blobstore_uses_proxies_from_the_settings() -> None:
-    """From ``env``, for whichever blobstore counts; without any there is none."""
+    """They come from ``env`` and apply to whichever blobstore is used. Without any there is none."""
     env = {"http_proxy": "http://p:1", "no_proxy": "10.0.0.0/8", "https_proxy": None}
     found = effective(parsed(env=env), blobstores=[{"provider": "dav", "options": {"endpoint": "http://b"}}])
 
@@ -263,7 +263,7 @@ def test_invalid_tmpfs_size_is_rejected(given: str, size: str) -> None:
     ],
 )
 def test_unusable_bus_address_is_rejected(mbus: str, is_good: bool) -> None:
-    """The agent's own door may be on all addresses."""
+    """The agent's own HTTPS server may listen on all addresses."""
     found = settings.Effective(parsed(mbus=mbus), settings.UpdateSettings())
 
     with contextlib.nullcontext() if is_good else pytest.raises(SettingsError, match=r"\$\.mbus"):

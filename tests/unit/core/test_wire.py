@@ -101,7 +101,7 @@ def test_lenient_member_of_a_wrong_type_is_ignored_and_reported() -> None:
 
 @pytest.mark.parametrize("begin", [b'"', b"[" * 500 + b'"', b'{"a":"'], ids=["text", "deep", "member"])
 def test_unterminated_megabyte_string_is_rejected_at_once(begin: bytes) -> None:
-    """Each escaped quote was a place from which the end was looked for: it would have taken hours."""
+    """The end used to be searched for from each escaped quote, which would have taken hours."""
     with pytest.raises(wire.RequestError):
         wire.decode_request(begin + b'\\"' * 500_000)
 

@@ -37,7 +37,7 @@ async def test_boot_removes_temporary_files_of_a_killed_agent(tmp_path: Path) ->
 
 
 def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
-    """Sockets and plans of processes, settings, and blobs with rendered templates: secrets all of them."""
+    """They contain sockets, process plans, settings, and blobs with rendered templates, which are all secret."""
     paths = Paths(tmp_path)
     boot.make_tree(paths)
 
@@ -81,7 +81,7 @@ async def test_boot_steps_that_the_bus_does_not_need_run_late(tmp_path: Path) ->
 
 
 async def test_boot_removes_leftovers_of_a_killed_agent(tmp_path: Path) -> None:
-    """Unfinished packages, sources of a compilation, and archives of logs."""
+    """These are unfinished packages, sources of a compilation, and archives of logs."""
     async with world(tmp_path) as made:
         paths = made.agent.paths
         left = [files.sibling(paths.packages / "a"), paths.compile / "a", files.sibling(paths.bundled_logs / "a.tgz")]

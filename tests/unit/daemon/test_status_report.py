@@ -209,7 +209,7 @@ def test_readiness_names_the_jobs_that_do_not_run(tmp_path: Path) -> None:
 
 
 def test_readiness_does_not_read_process_figures(tmp_path: Path) -> None:
-    """They are a pass over all processes, for any neighbour."""
+    """They need a pass over all processes, which any neighbour could request."""
     asked = live(tmp_path)
     cast("Any", asked.agent).supervisor = SimpleNamespace(job_state=lambda: "running")
 

@@ -67,7 +67,7 @@ def test_s8_recoveries_send_no_alert(event: str) -> None:
 
 
 def test_s8_alert_message_matches_the_go_agent() -> None:
-    """The fields of the Go agent: addresses in order of their text, the event as monit spells it, whole seconds."""
+    """Addresses are ordered by their text, the event is spelled as by monit, and the time has whole seconds."""
     told = protocol.message("alert")
     ips = ["192.168.7.9", "10.0.0.5"]
     message = json.loads(alert_of("nats", "Does not exist", "restart", told["summary"], ips, 1306076861.7) or b"")
@@ -144,7 +144,7 @@ async def test_alerts_wait_for_the_bus() -> None:
 
 
 async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long time without a bus costs memory for so many and no more."""
+    """A long time without a bus thus costs bounded memory."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 3)
     bus = Bus()
     bus.is_up = False
@@ -159,7 +159,7 @@ async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pyt
 
 
 async def test_alert_dropped_while_it_is_sent_drops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is being sent when it gives way takes no other with it."""
+    """The alert may be removed from the queue while it is being sent."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 2)
     bus = Bus()
     async with sending(bus) as queue:
@@ -173,7 +173,7 @@ async def test_alert_dropped_while_it_is_sent_drops_no_other(monkeypatch: pytest
 
 
 async def test_repeated_alert_is_sent_once_within_the_quiet_time() -> None:
-    """The same again within the quiet time is counted. Another process or event is another alert."""
+    """Repetitions are counted. Another process or event is another alert."""
     bus = Bus()
     async with sending(bus) as queue:
         for _ in range(50):

@@ -99,7 +99,7 @@ def skipping(play: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("slowness", [0.0, 0.5, 0.999, 1.5, 29.5, 31.5, 100.0, 3600.0])
 def test_s7_heartbeats_keep_a_fixed_grid(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
-    """In an hour there is a beat every 30 s, and the second for the vitals later, however long measuring takes."""
+    """In an hour there is a beat every 30 s plus the second for the vitals, however long measuring takes."""
     world = World()
     world.slowness = slowness
 
@@ -116,7 +116,7 @@ def test_s7_heartbeats_keep_a_fixed_grid(monkeypatch: pytest.MonkeyPatch, slowne
 
 
 def test_extra_heartbeats_leave_the_period_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats out of turn come on top, no later than the wait for the vitals allows. One in progress delays the next."""
+    """Extra beats are additional and wait no longer than for the vitals. One in progress delays the next."""
     world = World()
     world.slowness = 5.0
     told_at = [3.0, 29.5, 45.0, 89.999, 90.001]
@@ -177,7 +177,7 @@ async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
 
 
 async def test_failing_vitals_are_logged_and_replaced_by_the_last_ones(caplog: pytest.LogCaptureFixture) -> None:
-    """A measurement that fails costs the measurement."""
+    """A measurement that fails affects nothing else."""
     world = World()
     async with beating(world, period=0.03, collect_s=0.02):
         await until(lambda: world.vitals[-1:] not in ([], [None]))
@@ -205,7 +205,7 @@ async def test_heartbeat_without_a_connection_is_skipped() -> None:
 
 
 def test_s7_heartbeat_has_exactly_the_members_of_the_go_agent() -> None:
-    """The members of the Go agent's heartbeat and no other: an id or a time would make it be dropped."""
+    """With an id or a time, the Health Monitor would drop it."""
     given = protocol.message("heartbeat")
 
     assert msgspec.to_builtins(Message(**given)) == given

@@ -172,7 +172,7 @@ def test_agent_exports_the_standard_process_metrics() -> None:
 
 
 def test_unknown_readings_have_no_sample() -> None:
-    """A reading that could not be taken has no sample. Zero would be a lie."""
+    """A reading that could not be taken must not be shown as zero."""
     readings = Readings(bus=BusReading(None), processes=[service("web")])
     found = samples(asyncio.run(Metrics(lambda: readings).render()))
 
@@ -205,7 +205,7 @@ def test_openmetrics_and_text_format_have_the_same_samples() -> None:
 
 
 def test_actions_are_counted_by_outcome_and_timed_by_method() -> None:
-    """Number by outcome and time by method, in buckets that hold all shorter ones."""
+    """Each histogram bucket includes all shorter ones."""
     made = Metrics(Readings, ["ping", "apply"])
     made.action_done("ping", "done", 0.001)
     made.action_done("ping", "failed", 0.005)
@@ -295,13 +295,13 @@ def test_process_keeps_its_series_through_all_events() -> None:
     ],
 )
 def test_http_address_is_parsed(text: str, where: tuple[str, int] | None) -> None:
-    """ADDR:PORT, with brackets around an IPv6 address, or off."""
+    """It is ADDR:PORT, with brackets around an IPv6 address, or ``off``."""
     assert http_server.parse_address(text) == where
 
 
 @pytest.mark.parametrize("text", ["", "9190", ":9190", "host:", "host:x", "host:65536", "host:-1", "host:١"])
 def test_wrong_http_address_error_names_a_valid_one(text: str) -> None:
-    """A wrong address says itself and what would be right."""
+    """The error has the invalid address and a valid example."""
     with pytest.raises(ConfigError, match=r"cannot listen on .*: the address must be ADDR:PORT or off"):
         http_server.parse_address(text)
 

@@ -21,7 +21,7 @@ DOCKER = (
 
 
 def test_capabilities_are_read_from_the_status_file() -> None:
-    """The default set of Docker by name."""
+    """Docker's default set is decoded to names."""
     assert capabilities.parse_status(STATUS) == Privileges(
         effective=frozenset(DOCKER.split()),
         no_new_privs=True,

@@ -63,7 +63,7 @@ def test_memory_is_read_from_cgroup_v2(tmp_path: Path) -> None:
 
 
 def test_memory_is_read_from_cgroup_v1(tmp_path: Path) -> None:
-    """Swap is what memory and swap together have beyond memory."""
+    """Swap is the use of memory and swap together, minus that of memory."""
     write(
         tmp_path / "memory",
         {
@@ -113,7 +113,7 @@ def test_swap_without_a_limit_is_the_swap_of_the_machine(tmp_path: Path) -> None
 
 
 def test_cpu_quota_is_read_from_cgroup_v2(tmp_path: Path) -> None:
-    """A quota gives so many processors for so many seconds."""
+    """A quota allows a number of CPUs."""
     write(tmp_path, {"cpu.max": "max 100000", "cpu.stat": "usage_usec 9\nuser_usec 9\nsystem_usec 9"})
     write(tmp_path / "pod", {"cpu.max": "50000 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 500000"})
 
@@ -146,14 +146,14 @@ def test_tightest_cpu_quota_wins(tmp_path: Path) -> None:
     "quota", ["max 100000", f"{100000 * (os.cpu_count() or 1)} 100000", "0 0", "5 0", "5", "", "a b"]
 )
 def test_cpu_without_a_quota_below_the_machine_is_unknown(tmp_path: Path, quota: str) -> None:
-    """The processors of the machine are what jobs have then."""
+    """Jobs then have all CPUs of the machine."""
     write(tmp_path, {"cpu.max": quota, "cpu.stat": "user_usec 1\nsystem_usec 1"})
 
     assert cgroups.cpu_times(version_2(tmp_path), 20.0) is None
 
 
 def test_oom_kills_are_counted(tmp_path: Path) -> None:
-    """In version 2 the counter of a level holds what happened below it. No file, no answer."""
+    """In version 2 the counter of a level includes the levels below it. Without the file there is no count."""
     write(tmp_path, {"memory.max": MIB, "memory.events": "low 0\noom 4\noom_kill 3\noom_group_kill 0"})
     write(tmp_path / "leaf", {"memory.events": "oom_kill 0"})
     write(tmp_path / "memory", {"memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2"})
@@ -197,7 +197,10 @@ TOP = "/sys/fs/cgroup"
     ],
 )
 def test_own_cgroup_is_found(membership: str, table: bytes, version: int, memory: list[str], cpu: list[str]) -> None:
-    """The levels from the own one to the top of the mount. An unmounted level is represented by a mounted one."""
+    """The levels go from the process's own one to the top of the mount.
+
+    The nearest mounted level stands for one that is not.
+    """
     found = cgroups.parse_membership(membership, mounts.parse(table))
 
     assert found.memory == cgroups.Hierarchy(version, tuple(map(Path, memory)))
@@ -216,7 +219,7 @@ MOUNTS = """\
 
 
 def test_tracking_hierarchies_are_sorted_by_usefulness(tmp_path: Path) -> None:
-    """Version 2 kills, the freezer freezes. A mount that is no hierarchy of ours and one without a mount are none."""
+    """Version 2 can kill, and the freezer can freeze. Unsuitable or unmounted hierarchies are left out."""
     write(
         tmp_path / "self",
         {
@@ -255,7 +258,7 @@ def test_cgroup_contains_this_process_only_if_the_kernel_lists_it(tmp_path: Path
 
 
 def test_no_mounted_hierarchy_means_no_cgroup() -> None:
-    """Without cgroups everything is as on the machine itself."""
+    """Everything is then as on the machine itself."""
     assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()
     assert cgroups.memory(cgroups.Cgroup(), HOST) is None
     assert cgroups.cpu_times(cgroups.Cgroup(), 5.0) is None

@@ -39,7 +39,7 @@ def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_start_times_share_the_origin_of_boot_time() -> None:
-    """The age of this very process fits what the kernel counts, and lies in the past."""
+    """The age of the test's own process is positive and matches the kernel's figure."""
     own = proc.stat(os.getpid())
     assert own is not None
 
@@ -48,5 +48,5 @@ def test_start_times_share_the_origin_of_boot_time() -> None:
 
 
 def test_wall_time_of_now_is_now() -> None:
-    """Ticks lead to the wall clock within one of them and a bit."""
+    """Ticks are converted to wall clock time with an error of little more than one tick."""
     assert abs(clock.wall_time_of(clock.boot_ticks()) - time.time()) < 0.1

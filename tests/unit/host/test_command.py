@@ -13,12 +13,12 @@ from agent_shim.host import command
 
 
 async def test_command_gets_its_input_and_returns_its_output() -> None:
-    """Its input is in no list of processes."""
+    """The input is not visible in the process list."""
     assert await command.run("/bin/sh", "-c", "cat; echo end", given="secret ") == "secret end\n"
 
 
 async def test_failed_command_error_contains_its_output() -> None:
-    """With what it printed."""
+    """The error has what the command printed."""
     with pytest.raises(HostError, match=re.escape("cannot run /bin/sh: exit status 3: no lock")):
         await command.run("/bin/sh", "-c", "echo no lock >&2; exit 3")
 

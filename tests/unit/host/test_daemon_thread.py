@@ -13,7 +13,7 @@ from agent_shim.host.daemon_thread import pool, run_in_daemon_thread
 
 
 async def test_daemon_thread_returns_results_and_errors() -> None:
-    """Both where they are waited for."""
+    """The waiting task gets them."""
     assert await run_in_daemon_thread(lambda: 7, "seven") == 7
     with pytest.raises(ZeroDivisionError):
         await run_in_daemon_thread(lambda: 1 // 0, "nothing")
@@ -33,7 +33,7 @@ async def test_hanging_thread_does_not_block_other_work() -> None:
 
 
 async def test_result_without_a_waiter_is_dropped() -> None:
-    """A waiter that gave up is not disturbed by it."""
+    """A cancelled waiter is not disturbed by it."""
     gate = threading.Event()
     answer = run_in_daemon_thread(gate.wait, "late")
     answer.cancel()
@@ -47,14 +47,14 @@ def no_thread(_self: threading.Thread) -> None:
 
 
 async def test_thread_that_cannot_start_raises_host_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As everything that the machine refuses: who asks knows how to go on without an answer."""
+    """Callers handle it like every other refusal of the machine."""
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with pytest.raises(OSError, match="can't start new thread"):
         await run_in_daemon_thread(lambda: 7, "seven")
 
 
 def test_thread_pool_starts_all_threads_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are there from the start; with none at all it is made all the same."""
+    """The pool is created even if no thread can be started."""
     threads = pool(3)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)

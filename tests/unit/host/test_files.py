@@ -29,7 +29,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def test_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
-    """Nothing else is left in the directory, and the umask has no say."""
+    """Nothing else is left in the directory, and the umask has no effect."""
     path = tmp_path / "a.json"
     before = os.umask(0o077)
     try:
@@ -173,7 +173,7 @@ def test_link_to_a_file_in_memory_is_followed_once(tmp_path: Path) -> None:
 
 
 def test_new_directory_has_the_given_mode_despite_the_umask(tmp_path: Path) -> None:
-    """Parents come as they come, the last one as asked, again and again."""
+    """Parents have the default mode. The last directory has the given one, also when the call is repeated."""
     path = tmp_path / "a" / "b"
     before = os.umask(0o077)
     try:
@@ -186,7 +186,7 @@ def test_new_directory_has_the_given_mode_despite_the_umask(tmp_path: Path) -> N
 
 
 def test_directory_is_made_through_own_links(tmp_path: Path) -> None:
-    """Relative and absolute ones. A file in the way is named."""
+    """They may be relative or absolute. A file in the way is named."""
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "file").touch()
     (tmp_path / "relative").symlink_to("real/deep")
@@ -201,7 +201,7 @@ def test_directory_is_made_through_own_links(tmp_path: Path) -> None:
 
 
 def test_directory_is_not_made_through_links_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vcap can write, it could lead anywhere."""
+    """Where vcap can write, a link could point anywhere."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.setattr(trusted_path, "trusted_users", lambda: {os.geteuid() + 1})
@@ -225,7 +225,7 @@ def test_link_in_place_of_a_directory_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_chown_sets_user_and_group(tmp_path: Path) -> None:
-    """Files and directories get both. A link gets them itself."""
+    """Files and directories get both. A link is changed itself."""
     files.make_dir(tmp_path / "d", 0o700, "daemon:bin")
     files.write_atomic(tmp_path / "f", b"", owner="daemon:bin")
     (tmp_path / "l").symlink_to("f")
@@ -245,7 +245,7 @@ def test_chown_changes_only_what_differs(tmp_path: Path, owner: str, ids: tuple[
 
 @pytest.mark.root
 def test_chown_without_the_capability_keeps_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container without CAP_CHOWN: the file is written all the same."""
+    """In a container without CAP_CHOWN the file is written all the same."""
     monkeypatch.setattr(capabilities, "privileges", lambda: SimpleNamespace(effective=frozenset()))
     files.can_chown.cache_clear()
     try:
@@ -289,7 +289,7 @@ def test_directory_link_is_swapped_atomically(tmp_path: Path, monkeypatch: pytes
 
 
 def test_link_swap_replaces_a_real_directory(tmp_path: Path) -> None:
-    """As an image may bring one."""
+    """An image may contain one."""
     link = tmp_path / "link"
     (link / "below").mkdir(parents=True)
     files.swap_link(tmp_path, link)
@@ -347,7 +347,7 @@ def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
 
 
 def test_read_only_tree_is_removed() -> None:
-    """Module caches come read-only. An ordinary user is kept out by that, root is not."""
+    """Module caches are read-only, which keeps an ordinary user from removing them, but not root."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
         directories = [tree / "a/b/c", tree / "a/b", tree / "a", tree]

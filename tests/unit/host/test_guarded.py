@@ -57,7 +57,7 @@ def test_guarded_open_opens_a_plain_path(tree: Path) -> None:
 
 
 def test_guarded_open_creates_a_file_with_its_mode(tree: Path) -> None:
-    """With O_CREAT."""
+    """O_CREAT is given."""
     beneath(tree, "a/new", os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
     assert mode_of(tree / "a" / "new") == 0o600
@@ -100,7 +100,7 @@ def test_guarded_open_rejects_a_path_outside_its_root(tree: Path) -> None:
     ],
 )
 def test_guarded_open_follows_no_link_and_no_parent(tree: Path, path: str, flags: int) -> None:
-    """Not at the end of the path and not on the way."""
+    """This holds for the end of the path and for its directories."""
     with pytest.raises(HostError, match="cannot open"):
         beneath(tree, path, flags)
 
@@ -115,7 +115,7 @@ def test_guarded_open_follows_no_link_and_no_parent(tree: Path, path: str, flags
     ],
 )
 def test_guarded_open_error_has_the_errno(tree: Path, path: str, code: int) -> None:
-    """A vanished path is passed over, a link is not."""
+    """Callers skip a path that vanished, but not a link."""
     with pytest.raises(HostError, match="cannot open") as caught:
         beneath(tree, path, os.O_RDONLY)
 
@@ -160,7 +160,7 @@ def test_guarded_error_escapes_file_names(tree: Path) -> None:
 
 
 def test_guarded_read_follows_own_links(tree: Path) -> None:
-    """As ``/var/vcap/sys``. Below a root that was named they are not."""
+    """An example is ``/var/vcap/sys``. Below a named root they are not followed."""
     assert guarded.read(tree / "dir-link" / "b" / "file", 100) == b"inside"
     assert guarded.read(tree / "up" / "secret", 100) == b"secret"
     with pytest.raises(OSError, match="cannot open file-link"):
@@ -179,7 +179,7 @@ def status(mode: int, owner: int, links: int = 1) -> os.stat_result:
 
 
 def test_guarded_read_counts_hard_links_below_a_root(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside one, the path is the agent's own."""
+    """Without a root, the path is the agent's own."""
     counted: list[int] = []
     monkeypatch.setattr(guarded, "refuse_second_name", lambda found: counted.append(found.st_ino))
     path = tree / "a" / "b" / "file"
@@ -258,7 +258,7 @@ def test_guarded_read_is_bounded(tmp_path: Path) -> None:
 
 
 def test_data_search_skips_holes(tmp_path: Path) -> None:
-    """After a number of runs the rest counts as a hole: a job can make any number of them."""
+    """After a number of runs the rest counts as a hole, because a job can create any number of them."""
     path = tmp_path / "sparse"
     with path.open("wb") as file:
         for number in range(6):
@@ -384,7 +384,7 @@ async def test_hanging_call_ends_at_its_deadline_without_delaying_others() -> No
 
 
 async def test_number_of_hanging_threads_is_bounded() -> None:
-    """However many jobs hang."""
+    """Any number of jobs may hang."""
     gate = threading.Event()
     before = set(threading.enumerate())  # one of them may be ending
     try:

@@ -74,14 +74,14 @@ def test_network_file_system_is_not_local(monkeypatch: pytest.MonkeyPatch, kind:
 
 
 def test_path_without_a_mount_is_not_local(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a namespace whose root cannot be reached."""
+    """This happens in a namespace whose root cannot be reached."""
     monkeypatch.setattr(mounts, "mounts", list)
 
     assert not mounts.is_local(Path("/vol"))
 
 
 def test_invalid_mount_lines_are_skipped() -> None:
-    """Half a line, no dash, words for numbers: nothing is made of them."""
+    """They are incomplete, lack the dash, or have text instead of numbers."""
     lines = (
         b"",
         b"27 1 254:0 / /",
@@ -107,7 +107,7 @@ def test_mount_escape_is_one_byte() -> None:
 
 
 def test_mount_that_is_its_own_parent_is_the_root() -> None:
-    """As the kernel shows the first one of a container."""
+    """The kernel shows the first mount of a container that way."""
     table = mounts.parse(b"27 27 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:5 / /a rw - tmpfs a rw")
 
     assert [mounts.mount_of(Path(path), table) for path in ("/etc", "/a/b")] == table
@@ -140,7 +140,7 @@ def test_mount_table_of_this_machine_contains_proc() -> None:
 
 
 def test_mount_point_needs_an_exact_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by the beginning of a name nor behind another mount."""
+    """Neither the beginning of a name nor a covered mount counts."""
     table = tmp_path / "mountinfo"
     table.write_text(f"5 4 0:1 / / rw - ext4 disk rw\n6 5 0:2 / {tmp_path}/ab rw - tmpfs none rw\n")
     monkeypatch.setattr(mounts, "MOUNTINFO", table)

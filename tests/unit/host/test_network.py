@@ -53,7 +53,7 @@ TCP = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrns
     ],
 )
 def test_listening_sockets_are_parsed(line: str, ports: dict[int, set[int]]) -> None:
-    """Those that others can reach. A connection is none."""
+    """Only those that others can reach count, and no connections."""
     assert network.parse_listeners((TCP + line).splitlines()) == ports
 
 
@@ -68,7 +68,7 @@ def test_socket_table_is_read_up_to_the_last_listener() -> None:
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")])
 def test_listening_socket_is_found(family: socket.AddressFamily, address: str) -> None:
-    """From the moment it listens to its end."""
+    """It is found from the moment it listens until it is closed."""
     with socket.socket(family) as listener:
         listener.bind((address, 0))
         port = listener.getsockname()[1]

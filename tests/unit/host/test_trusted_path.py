@@ -38,7 +38,7 @@ def status(mode: int, owner: int) -> os.stat_result:
 def test_trusted_path_follows_links_of_root_and_our_own(
     monkeypatch: pytest.MonkeyPatch, us: int, owner: int, of_directory: int, mode: int, is_followed: bool
 ) -> None:
-    """By root only where no other user can have moved them to."""
+    """Links of root are followed only in directories where no other user can have moved them."""
     monkeypatch.setattr(os, "geteuid", lambda: us)
     monkeypatch.setattr(user_namespace, "is_inside", lambda: False)
     link, directory = status(stat.S_IFLNK | 0o777, owner), status(stat.S_IFDIR | mode, of_directory)
@@ -55,7 +55,7 @@ def test_trusted_path_follows_links_of_outside_users_in_a_user_namespace(monkeyp
 
 
 def test_trusted_path_limits_links_as_the_kernel_does(tmp_path: Path) -> None:
-    """Relative and absolute ones. The error names the path."""
+    """Links may be relative or absolute. The error names the path."""
     (tmp_path / "0").mkdir()
     for number in range(41):
         (tmp_path / str(number + 1)).symlink_to(str(number) if number % 2 else tmp_path / str(number))

@@ -24,5 +24,5 @@ def test_overflow_user_of_this_kernel_is_read() -> None:
 
 
 def test_kernel_without_user_namespaces_is_not_inside_one(tmp_path: Path) -> None:
-    """It lacks the file."""
+    """The file with the mapping does not exist there."""
     assert not user_namespace.is_inside(str(tmp_path / "uid_map"))

@@ -54,7 +54,7 @@ async def test_blocked_loop_report_names_the_code_location(caplog: pytest.LogCap
 
 @pytest.mark.parametrize("period", [PERIOD_S, 0.0, 3600.0])
 async def test_report_of_an_idle_blocked_loop_names_no_file(caplog: pytest.LogCaptureFixture, period: float) -> None:
-    """With any period of an outer watchdog, and without one."""
+    """This holds with and without an outer watchdog of any period."""
     with reading("web", "its pidfile"):
         pass
     with watching(lambda: None, period):
@@ -74,7 +74,7 @@ async def test_running_loop_is_not_reported(caplog: pytest.LogCaptureFixture) ->
 
 
 async def test_watchdog_is_fed_while_the_loop_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    """Else systemd would end the agent without its report."""
+    """Otherwise systemd would end the agent without its report."""
     fed: list[None] = []
     with watching(lambda: fed.append(None), PERIOD_S):
         block_until(lambda: caplog.records)

@@ -66,7 +66,7 @@ COSTLY = costly()
 
 
 def test_tls_verification_matches_go() -> None:
-    """TLS 1.2 or newer, a verified chain, a verified host that is named as such."""
+    """It requires TLS 1.2 or newer, a verified chain and the expected host name in the certificate."""
     context = tls.client_context(mbus())
 
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
@@ -128,7 +128,7 @@ def test_invalid_credentials_error_names_the_wrong_part(changes: dict[str, str],
 
 @pytest.mark.parametrize("bad", [BROKEN, "-----BEGIN CERTIFICATE-----\ncut off\n"])
 def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptureFixture) -> None:
-    """As in Go. One error in the log, not one for each connection."""
+    """Go does the same. There is one error in the log, not one for each connection."""
     others = [Authority().ca, AUTHORITY.ca]
     for _ in range(2):
         context = tls.client_context(mbus(ca=f"{others[0]}\n{bad}\n{others[1]}"))
@@ -139,7 +139,7 @@ def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptu
 
 
 def test_private_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the disk, and no descriptor."""
+    """It is neither on the disk nor in an open descriptor."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = len(list(Path("/proc/self/fd").iterdir()))
     for changes in ({}, {"certificate": BROKEN}):
@@ -151,7 +151,7 @@ def test_private_key_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_certificates_of_a_real_director_are_accepted() -> None:
-    """RSA with 3072 bits and a country of three letters, which strict tools refuse to make."""
+    """They have RSA keys of 3072 bits and a country of three letters, which strict tools refuse to create."""
     real = Authority(bits=3072)
     pair = real.agent("agent")
 
@@ -174,7 +174,7 @@ def test_certificates_of_a_real_director_are_accepted() -> None:
     ],
 )
 def test_only_bus_server_names_are_accepted(name: str, is_good: bool) -> None:
-    """Only a server that was made to be a bus is one."""
+    """The certificate must have been issued for a bus."""
 
     class Server:
         def getpeercert(self) -> dict[str, Any]:
