@@ -42,7 +42,7 @@ def crash(how: str) -> int:
 
 
 @pytest.mark.attack("a job reads the memory or a core file of the agent")
-def test_no_core_goes_through_a_pipe(handler: Path) -> None:
+def test_core_limit_keeps_core_dumps_from_a_pipe_handler(handler: Path) -> None:
     with_limit, without = crash("guarded"), crash("unguarded")
 
     assert [path.name for path in handler.iterdir()] == [str(without)]

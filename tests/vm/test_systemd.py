@@ -181,8 +181,8 @@ async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
                                 path.unlink()
 
 
-async def test_restart_restarts_no_job(guest: Guest) -> None:
-    """Active, the agent in a group of its own. A restart leaves every process, those with limits too."""
+async def test_unit_restart_restarts_no_job(guest: Guest) -> None:
+    """The agent has its own cgroup. A restart leaves every process running, including those with limits."""
     await guest.deploy()
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
     assert systemctl("is-active", UNIT) == "active"
@@ -197,8 +197,8 @@ async def test_restart_restarts_no_job(guest: Guest) -> None:
     assert limits == [str(64 * MIB)] * 2
 
 
-async def test_who_passes_its_limit_is_killed_by_the_kernel_with_its_helpers(guest: Guest) -> None:
-    """The whole group of that process is killed and no other. The alert names it."""
+async def test_kernel_kills_a_process_above_its_limit_with_its_cgroup(guest: Guest) -> None:
+    """Its whole cgroup is killed and no other. The alert names it."""
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
     members: list[str] = await eventually(helped)
@@ -210,8 +210,8 @@ async def test_who_passes_its_limit_is_killed_by_the_kernel_with_its_helpers(gue
 
 
 @pytest.mark.parametrize("guest", ["Delegate=no\nDelegateSubgroup="], indirect=True)
-async def test_watchdog_kills_where_nothing_is_delegated(guest: Guest) -> None:
-    """The same, a little later, when it has used more."""
+async def test_watchdog_kills_a_process_above_its_limit_without_delegation(guest: Guest) -> None:
+    """It happens a little later, when the process has used more."""
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
     assert not list(GROUP.glob("**/memory.max"))[1:], "no group below that of the unit"
@@ -224,8 +224,8 @@ async def test_watchdog_kills_where_nothing_is_delegated(guest: Guest) -> None:
 
 
 @pytest.mark.parametrize("guest", ["MemoryMax=400M"], indirect=True)
-async def test_vitals_are_those_of_the_unit(guest: Guest) -> None:
-    """Memory of what it may have, not of the machine. The same that the kernel counts."""
+async def test_vitals_are_relative_to_the_unit(guest: Guest) -> None:
+    """Memory is a part of the unit's limit, not of the machine's memory, and equals what the kernel counts."""
     await guest.deploy()
     vitals = (await guest.state("full"))["vitals"]["mem"]
     current = int((GROUP / "memory.current").read_text())
@@ -236,8 +236,8 @@ async def test_vitals_are_those_of_the_unit(guest: Guest) -> None:
 
 
 @pytest.mark.parametrize("guest", ["MemoryMax=250M\nOOMPolicy=kill"], indirect=True)
-async def test_all_come_back_when_the_whole_unit_is_killed(guest: Guest) -> None:
-    """A group that is killed as one (memory.oom.group) is restarted as wanted."""
+async def test_jobs_return_after_the_whole_unit_was_killed(guest: Guest) -> None:
+    """A cgroup that is killed as one (memory.oom.group) is restarted as wanted."""
     await guest.deploy()
     assert (GROUP / "memory.oom.group").read_text().strip() == "1"
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
