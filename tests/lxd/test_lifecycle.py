@@ -38,7 +38,7 @@ def doctor(lxc: Lxc, vm: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "ip"), [("unprivileged", "10.245.0.20"), ("privileged", "10.245.0.21")])
-async def test_vm_lives_from_stemcell_to_recreation(
+async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     lxc: Lxc, cpi: Cpi, stemcell: str, bosh: Environment, kind: str, ip: str
 ) -> None:
     def inside(vm: str, *command: str) -> str:
