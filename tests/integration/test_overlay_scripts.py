@@ -133,7 +133,7 @@ def test_stop_script_waits_for_a_restarting_agent_and_records_its_exit(
 
     assert (done.returncode, done.stderr) == (0, "")
     drained = [line for line in told(top) if line.startswith("agent-shim")]
-    assert drained == ["agent-shim drain --timeout 7"] * drains
+    assert drained == ["agent-shim drain --hurry --timeout 7"] * drains
     assert told(top)[-1] == "s6-svscanctl -t ."
     assert (top / "exit_code").read_text() == f"{code}\n"
 
@@ -144,7 +144,7 @@ def test_drain_grace_period_comes_from_agent_json_without_a_variable(top: Path) 
 
     run(top / "opt/agent_shim/init/stop", cwd=top)
 
-    assert told(top)[0] == "agent-shim drain"
+    assert told(top)[0] == "agent-shim drain --hurry"
 
 
 @pytest.mark.parametrize(("noted", "code"), [("0\n", 0), ("1\n", 1), (None, 1)])

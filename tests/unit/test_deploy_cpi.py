@@ -15,6 +15,7 @@ from kubernetes_cpi import attachments, names, reference, schema
 from kubernetes_cpi.config import Config
 from kubernetes_cpi.names import OWN_RULES
 from kubernetes_cpi.properties import DiskProperties, NetworkProperties, VmProperties
+from stemcell_overlay import stemcell
 from tests.structure.source import ROOT
 
 BOSH = ROOT / "deploy/cpi/bosh"
@@ -54,10 +55,8 @@ def test_docker_cpi_stemcell_has_the_name_of_our_tarballs() -> None:
         for one in yaml.safe_load((ROOT / "deploy/docker/stemcell.yml").read_text())
         if "name" in one["path"]
     ]
-    said = (ROOT / "stemcell_overlay/stemcell.py").read_text()
 
-    assert 'return f"bosh-warden-boshlite-{system}-agent-shim"' in said
-    assert names == ["bosh-warden-boshlite-ubuntu-noble-agent-shim"]
+    assert names == [stemcell.name_of("ubuntu-noble", "amd64")]
 
 
 def test_properties_of_the_operations_files_are_known() -> None:
