@@ -16,6 +16,7 @@ import yaml
 
 from agent_shim.cli.deployment import ERRAND, Group
 from agent_shim.core.errors import ConfigError
+from agent_shim.host import files
 
 ADDRESSES: Final = "{group}-{index}.{group}"
 """The names of pods, by the Service of the group, which publishes pods that are not ready, too: peers wait for each
@@ -90,10 +91,9 @@ def write(parts: Parts, out: Path) -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     for name, (comment, content) in documents.items():
         text = yaml.dump_all(content, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
-        path = out / name
-        path.touch(mode=0o600 if name == "secret.yaml" else 0o644)
-        path.write_text(f"# {comment}\n{text}", encoding="utf-8")
-    (out / "Dockerfile").write_text(_dockerfile(parts))
+        mode = 0o600 if name == "secret.yaml" else 0o644
+        files.write_atomic(out / name, f"# {comment}\n{text}".encode(), mode=mode)
+    files.write_atomic(out / "Dockerfile", _dockerfile(parts).encode())
     return [*documents, "Dockerfile"]
 
 

@@ -70,6 +70,14 @@ def test_agent_container_does_not_see_the_manifest(tmp_path: Path) -> None:
     assert (tmp_path / "secret.yaml").stat().st_mode & 0o777 == 0o600
 
 
+def test_secret_is_private_when_an_older_file_was_not(tmp_path: Path) -> None:
+    (tmp_path / "secret.yaml").write_text("")
+    (tmp_path / "secret.yaml").chmod(0o644)
+    written(tmp_path, parts())
+
+    assert (tmp_path / "secret.yaml").stat().st_mode & 0o777 == 0o600
+
+
 def test_changed_manifest_replaces_the_pods(tmp_path: Path) -> None:
     def annotations(made: kubernetes.Parts) -> Any:
         return written(tmp_path, made)["StatefulSet/web"]["spec"]["template"]["metadata"]["annotations"]
