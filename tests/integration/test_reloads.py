@@ -65,7 +65,8 @@ async def test_a_process_reloaded_by_a_rule_is_followed_and_stopped(
             found.append(info(supervisor, "haproxy").pid)
         assert found[-1] == number_in(world.pidfile("haproxy"))
         await in_state(supervisor, "haproxy", "running")
-        assert [is_alive(pid) for pid in found] == [old == "stays", old == "stays", True]
+        # The script ends the old process only after it has seen the new number, which the supervisor may see first.
+        await until(lambda: [is_alive(pid) for pid in found] == [old == "stays", old == "stays", True])
         await supervisor.stop(wait=True)
 
         assert world.lines() == ["start"]
