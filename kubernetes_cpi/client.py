@@ -191,7 +191,7 @@ class Client:
                         return
             except (OSError, http.client.HTTPException, _WatchEndedError) as exc:
                 log.say(f"WATCH {resource.plural}/{name}: {_reason(exc)}; retrying")
-                time.sleep(_jittered(pause))
+                time.sleep(_jittered(pause))  # noqa: TID251 no event loop
                 pause = min(pause * 2, LONGEST_PAUSE_S)
             else:
                 pause = FIRST_PAUSE_S
@@ -261,7 +261,7 @@ class Client:
                 pause = max(pause, _retry_after(headers))
             if time.monotonic() + pause >= until:
                 raise refusal
-            time.sleep(pause)
+            time.sleep(pause)  # noqa: TID251 no event loop
 
     def _exchange(self, method: str, path: str, body: Object | None) -> tuple[int, Mapping[str, str], bytes]:
         if self._connection is None:

@@ -341,7 +341,7 @@ def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> 
             break
         if re.search(REACHED, words):
             return state
-        time.sleep(BUS_PAUSE_S)
+        time.sleep(BUS_PAUSE_S)  # noqa: TID251 no event loop
     return pods.until_ready(session, vm.namespace, state, timeout_s=timeout_s, begun=begun)
 
 
@@ -363,7 +363,7 @@ def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:
                 f"the agent of the VM does not reach the bus: {words}; see `agent.mbus` and the NetworkPolicies",
                 ok_to_retry=True,
             )
-        time.sleep(BUS_PAUSE_S)
+        time.sleep(BUS_PAUSE_S)  # noqa: TID251 no event loop
 
 
 def _check_address(pod: Object, wanted: str) -> None:

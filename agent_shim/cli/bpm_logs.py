@@ -56,7 +56,7 @@ def show(logs: Sequence[Log], count: int, *, is_named: bool, follows: bool) -> N
             out.write(log.shown(b"".join(line + b"\n" for line in log.last(count)), out))
         while follows:
             out.flush()
-            time.sleep(POLL_S)
+            time.sleep(POLL_S)  # noqa: TID251 a command has no event loop
             for log in logs:
                 for chunk in filter(None, log.chunks()):
                     latest = _head(out, log, latest) if is_named else log

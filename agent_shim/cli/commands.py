@@ -393,7 +393,7 @@ def _moment(text: str) -> float:
     from agent_shim.services.logs import since
 
     try:
-        return since.moment(text, time.time())
+        return since.moment(text, time.time())  # noqa: TID251 the moment before which logs are not shown
     except ValueError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
@@ -542,7 +542,7 @@ def _status(args: argparse.Namespace) -> int:
             except NoAgentError as exc:
                 page = str(exc)
             print(ansi.screen(page) if is_screen else f"{page}\n", end="" if is_screen else "\n", flush=True)
-            time.sleep(args.every)
+            time.sleep(args.every)  # noqa: TID251 a command has no event loop
     return 0
 
 
@@ -628,7 +628,7 @@ def _logs(args: argparse.Namespace) -> int:
             _complain(safetext.line(f"cannot show {path or directory}: {why}"))
         is_complete = not refused
         while args.follow:
-            time.sleep(tail.POLL_S)
+            time.sleep(tail.POLL_S)  # noqa: TID251 a command has no event loop
             for line in follower.poll():
                 show(line)
     except KeyboardInterrupt:

@@ -128,7 +128,7 @@ def _shown(tool: str, name: str, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     ready = _probe(tool, name)
     while ready.returncode != 0 and time.monotonic() < deadline and _is_running(tool, name):
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # noqa: TID251 a command has no event loop
         ready = _probe(tool, name)
     if not _is_running(tool, name):
         sys.stderr.write(_run(tool, "logs", "--tail", "20", name, check=False).stdout)

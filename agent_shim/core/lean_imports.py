@@ -18,7 +18,7 @@ class _StandIn(ModuleType):
     def __getattr__(self, member: str) -> Any:
         if member.startswith("__"):  # the import system asks
             raise AttributeError(member)
-        return type(member, (), {}) if self.is_importing else getattr(importlib.import_module(self.__name__), member)
+        return type(member, (), {}) if self.is_importing else getattr(importlib.import_module(self.__name__), member)  # noqa: TID251 of libraries alone
 
 
 def preload(module: str, *unused: str) -> None:
@@ -30,7 +30,7 @@ def preload(module: str, *unused: str) -> None:
     before = set(sys.modules)
     sys.modules.update(stand_ins)
     try:
-        importlib.import_module(module)
+        importlib.import_module(module)  # noqa: TID251 of libraries alone
     except Exception:  # noqa: BLE001 - whatever an unknown version does with a stand-in
         for name in set(sys.modules) - before:
             if name.partition(".")[0] == module.partition(".")[0]:

@@ -79,7 +79,7 @@ def _trace(error: BaseException | None) -> str:
     return "\n".join(reversed(parts))
 
 
-class _Text(logging.Formatter):
+class TextLines(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
 
@@ -94,7 +94,7 @@ class _Text(logging.Formatter):
         return redacted(super().format(record)) + safetext.line(members)
 
 
-class _Json(logging.Formatter):
+class JsonLines(logging.Formatter):
     converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -227,7 +227,7 @@ def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> N
     if file is not None and not _is_svlogds(file.parent):
         handlers.append(_File(file))
     for handler in handlers:
-        handler.setFormatter(_Json() if is_json(form) else _Text())
+        handler.setFormatter(JsonLines() if is_json(form) else TextLines())
     logging.basicConfig(handlers=handlers, level=level.upper(), force=True)
     logging.getLogger("asyncio").setLevel("WARNING")
     logging.getLogger("nats").setLevel("ERROR")

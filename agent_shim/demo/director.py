@@ -143,18 +143,18 @@ class Director:
         self.poll = poll
         self.polls = 0
         """Queries of tasks so far."""
-        self._peer: Peer | None = None
+        self.peer: Peer | None = None
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
 
     @asynccontextmanager
     async def on(self, mbus: Mbus) -> AsyncIterator[Director]:
         """Connect to a bus for the length of the block."""
-        async with joined(mbus, (f"director.{self.uuid}.>",), self._received) as self._peer:
+        async with joined(mbus, (f"director.{self.uuid}.>",), self._received) as self.peer:
             yield self
 
     async def send(self, agent_id: str, method: str, *arguments: Any) -> None:
         """Send a request without waiting for a reply (``shutdown``, ``delete_arp_entries``)."""
-        await self._send(agent_id, method, arguments, str(uuid.uuid4()))
+        await self.request(agent_id, method, arguments, str(uuid.uuid4()))
 
     async def call(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, retries: int | None = None
@@ -170,7 +170,7 @@ class Director:
             self._waiting[request_id] = reply
             try:
                 async with asyncio.timeout(timeout):
-                    await self._send(agent_id, method, arguments, request_id)
+                    await self.request(agent_id, method, arguments, request_id)
                     return await reply
             except TimeoutError:
                 continue
@@ -209,12 +209,13 @@ class Director:
                     await self.value(agent_id, "ping", timeout=patience)
                     return
 
-    async def _send(self, agent_id: str, method: str, arguments: tuple[Any, ...], request_id: str) -> None:
-        if self._peer is None:
+    async def request(self, agent_id: str, method: str, arguments: tuple[Any, ...], request_id: str) -> None:
+        """Send a request under an id of the caller's choice. Raises ``ShimError`` without a bus."""
+        if self.peer is None:
             raise ShimError("cannot ask an agent: this Director is on no bus")
         reply_to = f"director.{self.uuid}.{agent_id}.{request_id}"
         request = {"protocol": PROTOCOL, "method": method, "arguments": arguments, "reply_to": reply_to}
-        await self._peer.publish(f"agent.{agent_id}", json.dumps(request).encode())
+        await self.peer.publish(f"agent.{agent_id}", json.dumps(request).encode())
 
     def _received(self, subject: str, data: bytes) -> None:
         reply = self._waiting.pop(subject.rpartition(".")[2], None)

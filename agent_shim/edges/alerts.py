@@ -106,7 +106,7 @@ class Alerts:
 
     def raise_alert(self, service: str, event: str, action: str, description: str, ips: Iterable[str]) -> None:
         """Queue an alert. Ignores recoveries and repetitions."""
-        message = self._encode(service, event, action, description, ips, time.time())
+        message = self._encode(service, event, action, description, ips, time.time())  # noqa: TID251 created_at of an alert
         if message is None:
             return
         if self._is_repeated((service, event, action)):

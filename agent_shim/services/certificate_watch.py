@@ -30,7 +30,7 @@ DOOR: Final = "server"
 class CertificateWatch:
     """Watches certificates. ``ends`` maps their names to their ends (seconds since 1970) at the last look."""
 
-    def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 validity
         """``certificates`` are PEM texts by name; of several in one text the last to end counts."""
         self.ends: dict[str, float] = {}
         self.warnings: list[str] = []

@@ -169,7 +169,7 @@ class Cluster:
 
     def patch(self, key: Key, change: Object) -> Object:
         with self.changed:
-            body = self._existing(key)
+            body = self.existing(key)
             version = change.get("metadata", {}).get("resourceVersion")
             if version and version != body["metadata"]["resourceVersion"]:
                 raise RefusalError(409, "Conflict", "the object has been modified")
@@ -184,7 +184,7 @@ class Cluster:
 
     def delete(self, key: Key, options: Object) -> Object:
         with self.changed:
-            body = self._existing(key)
+            body = self.existing(key)
             version = options.get("preconditions", {}).get("resourceVersion")
             if version and version != body["metadata"]["resourceVersion"]:
                 raise RefusalError(409, "Conflict", "the object has been modified")
@@ -203,7 +203,7 @@ class Cluster:
     def _births(self, key: Key) -> int:
         return sum(1 for _, kind, born, _ in self.events if kind == "ADDED" and born == key)
 
-    def _existing(self, key: Key) -> Object:
+    def existing(self, key: Key) -> Object:
         if key not in self.objects:
             raise RefusalError(404, "NotFound", f'{key[0]} "{key[2]}" not found')
         return self.objects[key]
@@ -453,9 +453,9 @@ class Server:
             elif method == "DELETE":
                 answer = cluster.delete(key, body)
             elif part == "log":
-                answer = cluster.logs(cluster._existing(key))
+                answer = cluster.logs(cluster.existing(key))
             elif key[2]:
-                answer = cluster._existing(key)
+                answer = cluster.existing(key)
             else:
                 items = [
                     one

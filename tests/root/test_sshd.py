@@ -71,13 +71,13 @@ class Alone:
         """Log in as ``bosh ssh`` does, which trusts only the reported host key."""
         known = self.key.with_name("known_hosts")
         known.write_text(f"[127.0.0.1]:{port} {host_key}" if port != 22 else f"127.0.0.1 {host_key}")
-        return self.run(*self._command("ssh", known), "-p", str(port), f"{user}@127.0.0.1", command)
+        return self.run(*self.command_of("ssh", known), "-p", str(port), f"{user}@127.0.0.1", command)
 
     def copy(self, user: str, path: str, target: str) -> subprocess.CompletedProcess[str]:
         known = self.key.with_name("known_hosts")
-        return self.run(*self._command("scp", known), f"{user}@127.0.0.1:{path}", target)
+        return self.run(*self.command_of("scp", known), f"{user}@127.0.0.1:{path}", target)
 
-    def _command(self, program: str, known: Path) -> list[str]:
+    def command_of(self, program: str, known: Path) -> list[str]:
         inside = {path: str(Machine.SCRATCH / path.name) for path in (self.key, known)}
         options = [
             f"UserKnownHostsFile={inside[known]}",
@@ -207,7 +207,7 @@ def test_ssh_session_outlives_the_server(alone: Alone) -> None:
         [
             *DIES,
             *alone.prefix,
-            *alone._command("ssh", known),
+            *alone.command_of("ssh", known),
             "bosh_long@127.0.0.1",
             "echo here; read line; echo got $line",
         ],
@@ -282,7 +282,7 @@ def test_sshd_rejects_passwords(alone: Alone) -> None:
     alone.setup("bosh_any")
     known = alone.key.with_name("known_hosts")
     options = ["-oPubkeyAuthentication=no", "-v"]
-    done = alone.run(*alone._command("ssh", known), *options, "bosh_any@127.0.0.1", "true")
+    done = alone.run(*alone.command_of("ssh", known), *options, "bosh_any@127.0.0.1", "true")
 
     assert "Permission denied (publickey)." in done.stderr
 

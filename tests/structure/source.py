@@ -7,9 +7,10 @@ top package is ``""``. Nothing is imported or run.
 from __future__ import annotations
 
 import ast
-import builtins
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,20 +18,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "agent_shim"
 DEMO = "demo"
-FLOORS: Mapping[str, int] = {
-    "__main__": 7,
-    "cli": 7,
-    "daemon": 6,
-    "edges": 5,
-    "actions": 4,
-    "services": 3,
-    "supervisor": 3,
-    "bulk": 2,
-    "host": 1,
-    "core": 0,
-    "": 0,
-}
-"""The floor of each package. Docs/architecture.md shows the table."""
 NOT_OURS = frozenset({".git", ".guest", ".mutate", ".venv", ".tools", ".hypothesis", "__pycache__", "dist", "build"})
 
 
@@ -57,7 +44,7 @@ class Module:
 
     @property
     def top(self) -> str:
-        """The first part of its name: what the floor table speaks of."""
+        """The first part of its name."""
         return self.name.partition(".")[0]
 
 
@@ -75,6 +62,15 @@ def modules() -> Mapping[str, Module]:
     return found
 
 
+def floors() -> Iterator[tuple[int, str]]:
+    """The floors of the agent with their folders, from the top down, as the import linter knows them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract.get("id") == "floors")
+    for number, layer in zip(reversed(range(len(layers))), layers, strict=True):
+        for folder in re.findall(r"\w+", layer):
+            yield number, folder
+
+
 def texts() -> Iterator[tuple[str, str]]:
     """Every text file of the project with its name. Binary files are passed over."""
     for directory, below, files in os.walk(ROOT):
@@ -88,64 +84,3 @@ def texts() -> Iterator[tuple[str, str]]:
             raw = path.read_bytes() if path.is_file() else b""
             if b"\0" not in raw:
                 yield str(path.relative_to(ROOT)), raw.decode(errors="replace")
-
-
-def imports(module: Module) -> Iterator[tuple[str, int]]:
-    """Every import with its line, wherever it stands: ``nats.errors``, ``agent_shim.host.files.write_atomic``.
-
-    A name taken from a module is reported below it, because it may be a module itself.
-    """
-    for node in module.nodes:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno
-        elif isinstance(node, ast.ImportFrom):
-            origin = _origin(module, node)
-            for alias in node.names:
-                yield f"{origin}.{alias.name}", node.lineno
-
-
-@cache
-def uses(module: Module) -> Sequence[tuple[str, int]]:
-    """Every name that leads outside the module, as the full name behind its aliases, with its line.
-
-    ``import os as o; o.kill`` and ``from os import kill`` both give ``os.kill``; builtins keep their own name.
-    """
-    return list(_uses(module))
-
-
-def _uses(module: Module) -> Iterator[tuple[str, int]]:
-    aliases = {name: name for name in dir(builtins)}
-    for node in module.nodes:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                first = alias.name.partition(".")[0]
-                aliases[alias.asname or first] = alias.name if alias.asname else first
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                aliases[alias.asname or alias.name] = f"{_origin(module, node)}.{alias.name}"
-    yield from imports(module)
-    parts = {id(node.value) for node in module.nodes if isinstance(node, ast.Attribute)}
-    for node in module.nodes:
-        if isinstance(node, ast.Name | ast.Attribute) and id(node) not in parts:
-            first, dot, rest = _dotted(node).partition(".")
-            if first in aliases:
-                yield aliases[first] + dot + rest, node.lineno
-
-
-def _origin(module: Module, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    here = [PACKAGE, *filter(None, module.package.split("."))]
-    here = here[: len(here) - (node.level - 1)]
-    return ".".join([*here, *filter(None, [node.module])])
-
-
-def _dotted(node: ast.AST) -> str:
-    """``a.b.c`` for a chain of names. "" for anything else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        before = _dotted(node.value)
-        return f"{before}.{node.attr}" if before else ""
-    return ""

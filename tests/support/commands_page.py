@@ -24,14 +24,14 @@ def _section(name: str, parser: argparse.ArgumentParser) -> str:
 def parsers(top: argparse.ArgumentParser | None = None) -> Mapping[str, argparse.ArgumentParser]:
     """The parser of each command, in the order of ``--help``."""
     top = top or commands.parser()
-    (below,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    (below,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))  # noqa: SLF001 argparse lists its arguments nowhere else
     found: Mapping[str, argparse.ArgumentParser] = below.choices
     return found
 
 
 def arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """The arguments of a command, without ``--help``."""
-    return [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    return [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]  # noqa: SLF001 argparse lists its arguments nowhere else
 
 
 def usage(name: str, parser: argparse.ArgumentParser) -> str:

@@ -14,7 +14,7 @@ from agent_shim.daemon import boot
 from agent_shim.supervisor.monit import parser, rules
 from agent_shim.supervisor.ownership.evidence import Evidence, Tie
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
-from tests.structure.source import FLOORS, PACKAGE, ROOT, Module, modules
+from tests.structure.source import PACKAGE, ROOT, Module, floors, modules
 from tests.support import attacks_page, commands_page, limits_page, metrics_page, shell_pages, state_files
 from tools.bench import draw
 
@@ -24,7 +24,11 @@ PROMETHEUS: Final = ROOT / "deploy/prometheus"
 
 def floor_table() -> str:
     """The floors from the top down: number, folder, and the purpose of the package."""
-    rows = [f"| {number} | `{folder}/` | {purpose(modules()[folder])} |" for folder, number in FLOORS.items() if folder]
+    rows = [
+        f"| {number} | `{folder}/` | {purpose(modules()[folder])} |"
+        for number, folder in floors()
+        if folder in modules()
+    ]
     return "\n".join(["| floor | folder | content |", "|---|---|---|", *rows, ""])
 
 

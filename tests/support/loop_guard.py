@@ -107,7 +107,7 @@ def install(reports: Path | None = None) -> None:
     """Guard all loops of this process from now on. Each violation is logged and becomes a file in ``reports``."""
     if _installed:
         return
-    run = asyncio.Handle._run
+    run = asyncio.Handle._run  # noqa: SLF001 what asyncio calls for each callback
     witness = _Witness()
     witness.start()
     _installed.extend((witness, run))
@@ -219,7 +219,7 @@ def _locks_of_the_interpreter() -> range:
 
 
 def _stack(ident: int) -> str:
-    frame = sys._current_frames().get(ident)
+    frame = sys._current_frames().get(ident)  # noqa: SLF001 the only way to another thread's stack
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=4, lookup_lines=False)
     return " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in stack)
 

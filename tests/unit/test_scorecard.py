@@ -129,7 +129,7 @@ def test_reported_waits_are_those_of_the_slowest_thread_per_process() -> None:
     before = {"1": {"1": 5.0, "2": 1.0}, "2": {"2": 7.0}, "3": {}}
     after = {"1": {"1": 5.5, "2": 1.2}, "2": {"2": 7.0, "9": 0.25}, "3": {}}
 
-    assert witness._longest_waits(before, after) == 0.75
+    assert witness.longest_waits(before, after) == 0.75
 
 
 def test_changed_file_mode_after_an_equal_apply_is_detected(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ async def _mutated(stand: Stand, count: int) -> float:
 
 
 async def _publish(stand: Stand, message: bytes) -> None:
-    peer = stand.world.director._peer
+    peer = stand.world.director.peer
     assert peer is not None
     await peer.publish(f"agent.{AGENT}", message)
 

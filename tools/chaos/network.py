@@ -153,7 +153,7 @@ async def duplicates(stand: Stand) -> str:
     director = stand.world.director
     request_id = str(uuid.uuid4())
     for _ in range(4):
-        await director._send(AGENT, "run_script", ("count", {}), request_id)
+        await director.request(AGENT, "run_script", ("count", {}), request_id)
     count = stand.world.base / "data/count"
     await until(count.exists, 5, "the script")
     tasks = [(await stand.call("run_script", "pre-stop", {}))["agent_task_id"] for _ in range(3)]
@@ -167,7 +167,7 @@ async def duplicates(stand: Stand) -> str:
 async def replies(stand: Stand) -> str:
     await stand.boot()
     stand.remember()
-    peer = stand.world.director._peer
+    peer = stand.world.director.peer
     assert peer is not None
     subjects = ("director.nobody.x.y", "", "a" * 10_000, "agent.other", "x y", "director.*.>", "_INBOX.1", "$SYS.REQ")
     for reply_to in subjects:

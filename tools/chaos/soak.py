@@ -308,7 +308,7 @@ class Soak:
             await self._publish(json.dumps(ping).encode())
 
     async def _publish(self, message: bytes) -> None:
-        peer = self._stand.world.director._peer
+        peer = self._stand.world.director.peer
         assert peer is not None
         await peer.publish(f"agent.{AGENT}", message)
 

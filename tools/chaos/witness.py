@@ -533,7 +533,7 @@ class Witness:
             try:
                 await self._stand.call("ping", timeout=PONG)
             except RpcTimeoutError:
-                waited = _longest_waits(before, self._waits())
+                waited = longest_waits(before, self._waits())
                 if waited < PONG / 2 or time.monotonic() > gives_up_at:
                     return [f"I3: ping is not answered within a second, {waited:.1f} s of it without a CPU"]
                 ends_at += PONG
@@ -670,7 +670,7 @@ class Witness:
         return keys
 
     def _published(self) -> int:
-        peer = self._stand.world.director._peer
+        peer = self._stand.world.director.peer
         return peer.published if peer is not None else 0
 
     def _log(self) -> int:
@@ -678,7 +678,7 @@ class Witness:
         return (self._stand.world.scratch / "agent.log").stat().st_size
 
 
-def _longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
+def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
     """Sum over the processes: the longest wait of one of their threads between two readings."""
     return sum(
         max((seconds - before.get(pid, {}).get(thread, 0.0) for thread, seconds in threads.items()), default=0.0)

@@ -108,7 +108,7 @@ def test_control_characters_in_job_output_are_escaped(text: str) -> None:
 def test_log_line_is_escaped(text: str, form: str) -> None:
     record = logging.LogRecord("a", logging.INFO, "", 0, "read %s", (text,), None)
     record.members = {f"file{text}": text}
-    formatter = log._Json() if form == "json" else log._Text()
+    formatter = log.JsonLines() if form == "json" else log.TextLines()
 
     assert is_safe(formatter.format(record))
 

@@ -143,7 +143,7 @@ def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -
     world = World()
 
     async def play() -> None:
-        selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+        selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]  # noqa: SLF001
         async with beating(world):
             await asyncio.sleep(40)
             selector.now += 100
