@@ -19,6 +19,7 @@ import pytest
 
 import hatch_build
 from agent_shim.host import cgroups, job_cgroups, process
+from tests.support.differences import differences, has_structs
 from tests.support.programs import argv
 from tests.support.programs.end_left import end_left
 from tests.support.programs.jobs import World
@@ -62,6 +63,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.sections += [("waiting", stack) for stack in _waiting(item)]
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Name the fields in which two structs differ. Pytest prints both as a whole."""
+    if op != "==" or not (has_structs(left) and has_structs(right)):
+        return None
+    return [f"{type(left).__name__} == {type(right).__name__}, but", *differences(left, right)]
 
 
 def _waiting(item: pytest.Item) -> Iterator[str]:

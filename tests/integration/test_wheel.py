@@ -176,7 +176,7 @@ def test_daily_tests_run_the_code_of_the_wheel() -> None:
     """Its unpacked files precede the checkout, here and in the processes that tests start."""
     unpacked = os.environ.get("AGENT_SHIM_UNPACKED_WHEEL")
     if unpacked is None:
-        pytest.skip("only ./dev test without arguments unpacks the wheel")
+        pytest.skip("only ./dev test unpacks the wheel")
     command = [sys.executable, "-c", "import agent_shim; print(agent_shim.__file__)"]
     started = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

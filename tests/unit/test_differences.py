@@ -1,0 +1,47 @@
+"""A failed comparison of structs names the field that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import pytest
+
+from tests.support.differences import differences
+
+
+class Limits(msgspec.Struct):
+    memory: int
+    unit: str = "MB"
+
+
+class Process(msgspec.Struct):
+    name: str
+    limits: Limits
+    hooks: Sequence[Limits] = ()
+    env: Mapping[str, str] = {}
+
+
+def test_each_field_that_differs_is_named() -> None:
+    left = Process("web", Limits(1), [Limits(1), Limits(2)], {"A": "1", "B": "2"})
+    right = Process("web", Limits(2), [Limits(1), Limits(2, "GB"), Limits(3)], {"A": "1", "C": "3"})
+
+    assert list(differences(left, right)) == [
+        "limits.memory: 1 != 2",
+        "hooks[1].unit: 'MB' != 'GB'",
+        "hooks[2]: nothing != Limits(memory=3, unit='MB')",
+        "env['B']: '2' != nothing",
+        "env['C']: nothing != '3'",
+    ]
+
+
+def test_structs_of_different_classes_differ_as_a_whole() -> None:
+    assert list(differences(Limits(1), {"memory": 1})) == ["value: Limits(memory=1, unit='MB') != {'memory': 1}"]
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one], lambda one: {"web": one}])
+def test_failed_assertion_shows_the_field_that_differs(wrap: object) -> None:
+    """Pytest asks the hook in conftest.py, as it does for every failed comparison."""
+    assert callable(wrap)
+    with pytest.raises(AssertionError, match=r"limits\.memory: 1 != 2"):
+        assert wrap(Process("web", Limits(1))) == wrap(Process("web", Limits(2)))
