@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TypeGuard
 
 import msgspec
 
@@ -35,7 +35,7 @@ def has_structs(value: object) -> bool:
     return isinstance(value, msgspec.Struct) or (_is_list(value) and any(map(has_structs, value)))
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
