@@ -16,7 +16,7 @@ import pytest
 
 from kubernetes_cpi import door
 from tests.cpi.fake_api import Cluster, Object, Server
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 DIRECTOR = "2e5cdd12-0f5e-4b0e-9a55-6b0f0e2a6d1c"
 STEMCELL = "registry.example/agent-shim:1.2@sha256:" + "a" * 64

@@ -11,7 +11,7 @@ import yaml
 
 from tests.cpi.calls import Cpi
 from tests.cpi.fake_api import Cluster, Server
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}
 

@@ -17,7 +17,7 @@ from kubernetes_cpi import doctor
 from kubernetes_cpi.records import UNFINISHED
 from tests.cpi.calls import DIRECTOR, Cpi
 from tests.cpi.fake_api import Cluster, Object, RefusalError, Server
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 
 def command(cpi: Cpi, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str, int]:

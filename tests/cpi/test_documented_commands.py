@@ -16,7 +16,7 @@ import pytest
 
 from tests.cpi.calls import Cpi
 from tests.cpi.test_commands import Director
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 PAGE = (ROOT / "docs/cpi.md").read_text()
 ELLIPSIS = "…"

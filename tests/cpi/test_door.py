@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kubernetes_cpi import door, methods, names
 from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, checked, start
 from tests.cpi.fake_api import Server
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

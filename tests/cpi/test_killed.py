@@ -19,7 +19,7 @@ import pytest
 from kubernetes_cpi.methods import LOCAL, METHODS
 from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, Killed, killed_after
 from tests.cpi.fake_api import Cluster, Server, waiting
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 MAX_REQUESTS = 60
 SERVICES = [{"name": "zk", "ports": [{"port": 2181}]}]

@@ -9,7 +9,7 @@ import sys
 
 from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, Cpi, checked
 from tests.cpi.fake_api import Cluster
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 CALLS = 6
 MAX_RSS_MIB = 40

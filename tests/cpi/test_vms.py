@@ -13,7 +13,7 @@ import yaml
 from kubernetes_cpi import attachments, manifests, names
 from tests.cpi.calls import DIRECTOR, DYNAMIC, ENV, STEMCELL, Cpi, CpiFailedError
 from tests.cpi.fake_api import Cluster, Object, Server, merged, unscheduled, waiting
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 
 def test_vm_is_created_rebooted_and_deleted(cpi: Cpi, cluster: Cluster) -> None:

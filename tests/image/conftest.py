@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.image import pods
-from tests.image.pods import Podman
 from tests.image.site import Site
+from tests.support import pods
 from tests.support.environment import environment
+from tests.support.pods import Podman
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.image import pods
-from tests.image.pods import Container, Network, Podman
+from tests.support import pods
 from tests.support.environment import BLOBS, Environment
+from tests.support.pods import Container, Network, Podman
 
 SETTINGS: Final = "/var/vcap/bosh/warden-cpi-agent-env.json"
 AGENT_JSON: Final = "/var/vcap/bosh/agent.json"

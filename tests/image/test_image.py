@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from agent_shim import __version__
-from tests.image import pods
-from tests.image.pods import Podman
 from tests.image.site import SETTINGS, Site, get
+from tests.support import pods
 from tests.support.environment import AGENT
+from tests.support.pods import Podman
 
 pytestmark = pytest.mark.image
 

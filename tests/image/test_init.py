@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from agent_shim.core.paths import Paths
-from tests.image import pods
-from tests.image.pods import Container, Podman
 from tests.image.site import SETTINGS, Site
-from tests.support import jobs
+from tests.support import jobs, pods
 from tests.support.environment import AGENT
+from tests.support.pods import Container, Podman
 
 pytestmark = pytest.mark.image
 

@@ -20,11 +20,11 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from tests.image import pods
-from tests.image.pods import EXAMPLE, Container, Podman
 from tests.image.site import Site, project
-from tests.image.test_manifests import manifests
+from tests.support import pods
 from tests.support.environment import AGENT, BLOBS
+from tests.support.kubernetes.manifests import manifests
+from tests.support.pods import EXAMPLE, Container, Podman
 
 pytestmark = pytest.mark.image
 

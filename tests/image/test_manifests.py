@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.structure.source import ROOT
+from tests.support.kubernetes.manifests import DEPLOY, manifests
+from tests.support.source import ROOT
 
 pytestmark = pytest.mark.image
 
-DEPLOY = ROOT / "deploy/kubernetes"
 OLDEST = {
     **dict.fromkeys(("base", "privileged", "restricted", "cpi", "example"), "1.25"),
     "userns": "1.30",
@@ -31,17 +31,6 @@ def tool(name: str) -> str:
     if not path.exists():
         pytest.fail(f"{name} is missing: ./dev test-image installs it")
     return str(path)
-
-
-def manifests(name: str) -> str:
-    """Return the documents for a cluster."""
-    if not (DEPLOY / name / "kustomization.yaml").exists():
-        return (DEPLOY / name / "pod.yaml").read_text()
-    if shutil.which("kubectl") is None:
-        pytest.fail("kubectl is missing: apt-get install --no-install-recommends kubernetes-client")
-    done = subprocess.run(["kubectl", "kustomize", DEPLOY / name], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize(("name", "version"), [*OLDEST.items(), *dict.fromkeys(OLDEST, NEWEST).items()])

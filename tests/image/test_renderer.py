@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.image import pods
-from tests.image.pods import Podman
+from tests.support import pods
+from tests.support.pods import Podman
 
 pytestmark = pytest.mark.image
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.image import pods
-from tests.image.pods import Container, Podman
+from tests.support import pods
+from tests.support.pods import Container, Podman
 
 pytestmark = [pytest.mark.image, pytest.mark.asyncio(loop_scope="module")]
 

@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import pytest
 
-from tests.image.pods import Container
 from tests.image.site import AGENT_JSON, FULL, SETTINGS, Site, project
 from tests.support.environment import AGENT
+from tests.support.pods import Container
 
 pytestmark = pytest.mark.image
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.image import pods
-from tests.image.pods import Podman
-from tests.structure.source import ROOT
+from tests.support import pods
+from tests.support.pods import Podman
+from tests.support.source import ROOT
 
 pytestmark = pytest.mark.image
 

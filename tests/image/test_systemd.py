@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agent_shim.core.paths import Paths
-from tests.image import pods
-from tests.image.pods import Container, Podman
 from tests.image.site import SETTINGS, Site
-from tests.structure.source import ROOT
-from tests.support import jobs
+from tests.support import jobs, pods
+from tests.support.pods import Container, Podman
+from tests.support.source import ROOT
 
 pytestmark = pytest.mark.image
 

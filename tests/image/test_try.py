@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.image.pods import Podman
+from tests.support.pods import Podman
 
 pytestmark = pytest.mark.image
 

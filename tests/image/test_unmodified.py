@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.image import pods
-from tests.image.pods import Podman
 from tests.image.site import FULL, SETTINGS, Site
+from tests.support import pods
+from tests.support.pods import Podman
 
 pytestmark = pytest.mark.image
 

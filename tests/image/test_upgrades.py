@@ -16,13 +16,12 @@ from typing import Any, Final
 import pytest
 
 from agent_shim.core.paths import Paths
-from tests.image import pods
-from tests.image.pods import Container, Podman
 from tests.image.site import Site
 from tests.image.test_starts import CPIS, DISK, disks_of, started
-from tests.structure.source import ROOT
-from tests.support import jobs
+from tests.support import jobs, pods
 from tests.support.environment import AGENT
+from tests.support.pods import Container, Podman
+from tests.support.source import ROOT
 
 pytestmark = pytest.mark.image
 

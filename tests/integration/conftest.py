@@ -10,7 +10,7 @@ import pytest
 from agent_shim.core.paths import Paths
 from agent_shim.host import process
 from tests.support.http import Server, http_server
-from tools.bench.world import COMMAND, World, world
+from tests.support.instance import COMMAND, World, world
 
 
 @pytest.fixture

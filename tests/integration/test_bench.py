@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from agent_shim.core.errors import HostError
+from tests.support.instance import world
 from tools.bench.__main__ import measure
 from tools.bench.measuring import Figures, figure
-from tools.bench.world import world
 
 
 async def good(command: str, scale: float, found: Figures) -> None:

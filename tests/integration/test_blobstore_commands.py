@@ -21,7 +21,7 @@ import pytest
 
 from agent_shim.demo.release import archive
 from agent_shim.host import process
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 from tests.support.waiting import until
 from tests.support.world import World
 from tests.support.world import world as made

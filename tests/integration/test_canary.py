@@ -10,7 +10,7 @@ import pytest
 
 from agent_shim.core.paths import Paths
 from tests.support import jobs
-from tools.bench.world import AGENT, World
+from tests.support.instance import AGENT, World
 
 WATCH = (5.0, 15.0)
 """``canary_watch_time: 5000-15000``."""

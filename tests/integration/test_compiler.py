@@ -18,11 +18,11 @@ from agent_shim.demo.release import archive
 from agent_shim.edges import control_client
 from agent_shim.services.compiler import Compiler, Package
 from tests.support import jobs
+from tests.support.instance import AGENT, COMMAND
+from tests.support.instance import World as Machine
+from tests.support.instance import world as made
 from tests.support.programs import end_marked, is_alive
 from tests.support.waiting import TIMEOUT_S, until
-from tools.bench.world import AGENT, COMMAND
-from tools.bench.world import World as Machine
-from tools.bench.world import world as made
 
 FAMILY = """
 trap '' TERM

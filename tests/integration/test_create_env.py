@@ -23,9 +23,9 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.release import archive
 from agent_shim.host import process
 from tests.support.create_env import Cli, mbus, pair
+from tests.support.instance import COMMAND
 from tests.support.jobs import sleeper
 from tests.support.waiting import until
-from tools.bench.world import COMMAND
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import pytest
 
 from agent_shim.demo.director import RpcRemoteError
 from agent_shim.demo.pki import HOUR, agent_name
+from tests.support.instance import AGENT, World
 from tests.support.waiting import until
-from tools.bench.world import AGENT, World
 
 MINUTE = 60.0
 

@@ -25,10 +25,10 @@ from agent_shim.host import files, process
 from tests.support import jobs
 from tests.support.broker import NatsServer
 from tests.support.bus import connected, on_bus
+from tests.support.instance import AGENT, COMMAND, World
+from tests.support.ports import free_address
 from tests.support.waiting import until
 from tests.support.world import world as contract_world
-from tools.bench.idle import free_port
-from tools.bench.world import AGENT, COMMAND, World
 
 
 def readiness(address: str, level: str) -> tuple[int, str]:
@@ -233,7 +233,7 @@ async def test_agent_exits_with_1_after_an_unclean_stop(instance: World) -> None
 
 async def test_agent_connects_once_the_server_knows_it(instance: World) -> None:
     """The Director admits an agent after create_vm has returned, and CPIs return only when the agent has booted."""
-    port = instance.http = await free_port()
+    port = instance.http = free_address()
     await instance.server.remove_agent(AGENT)
     starting = asyncio.create_task(instance.start_agent())
     await until(lambda: "Authorization Violation" in instance.log_text())

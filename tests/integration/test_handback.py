@@ -13,7 +13,7 @@ from agent_shim.host import files, process
 from agent_shim.services import state_backup
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
-from tools.bench.world import AGENT, World
+from tests.support.instance import AGENT, World
 
 
 async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance: World) -> None:

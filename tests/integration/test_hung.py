@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.source import ROOT
 from tests.support.programs import is_alive
+from tests.support.source import ROOT
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow

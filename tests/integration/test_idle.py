@@ -14,8 +14,9 @@ from typing import Final
 import pytest
 
 from agent_shim.host import process
-from tools.bench.idle import free_port, scrape
-from tools.bench.world import ENVIRONMENT, world
+from tests.support.instance import ENVIRONMENT, world
+from tests.support.ports import free_address
+from tools.bench.idle import scrape
 
 JOBS: Final = 5
 LIBRARIES: Final = {"httptools", "msgspec", "nats", "prometheus_client", "psutil"}
@@ -93,7 +94,7 @@ async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, m
     bare = process.spawn([sys.executable, "-c", still], env=ENVIRONMENT)
     try:
         async with world(shlex.join(words)) as w:
-            w.http = await free_port()
+            w.http = free_address()
             await w.start_agent()
             await w.run("apply", w.spec(JOBS, 16, 64 * 1024))
             await w.run("start")

@@ -18,8 +18,8 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcTimeoutError
 from agent_shim.host import files, process
 from tests.support import jobs
+from tests.support.instance import AGENT, COMMAND, NETWORKS, World
 from tests.support.waiting import until
-from tools.bench.world import AGENT, COMMAND, NETWORKS, World
 
 pytestmark = pytest.mark.slow
 

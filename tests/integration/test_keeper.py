@@ -21,7 +21,7 @@ import hatch_build
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, keeper, proc
 from agent_shim.host.keeper import Keeper, Program
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 HIDDEN = "(setsid sh -c 'exec env -i sleep 1000' &)"
 """Leave a process that forked twice in a new session without an environment."""

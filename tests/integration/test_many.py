@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import proc
+from tests.support.instance import AGENT, COMMAND, World, world
 from tests.support.waiting import until
-from tools.bench.world import AGENT, COMMAND, World, world
 
 JOBS = 100
 

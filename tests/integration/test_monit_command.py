@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import process
+from tests.support.instance import AGENT, World
 from tests.support.waiting import until
-from tools.bench.world import AGENT, World
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,9 @@ import pytest
 from agent_shim.core.paths import Paths
 from agent_shim.host import process
 from tests.support import jobs, monitrc
+from tests.support.ports import free_address
 from tests.support.programs.jobs import World
 from tests.support.waiting import until
-from tools.bench.idle import free_port
 
 USER = "vcap:random-password"
 
@@ -450,7 +450,7 @@ async def test_monit_daemon_runs_bpm_processes_with_the_bpm_option(vm: Vm) -> No
 
 async def test_monit_daemon_serves_status_summary_and_metrics(vm: Vm) -> None:
     vm.add("web")
-    where = await free_port()
+    where = free_address()
     vm.start("--http", where)
     await vm.until(web="running")
     argv = [sys.executable, "-m", "agent_shim.cli", "status", "-b", str(vm.base)]

@@ -18,9 +18,10 @@ import pytest
 from agent_shim.edges import monit_http
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
+from tests.support.instance import World as Instance
+from tests.support.ports import free_port
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
-from tools.bench.world import World as Instance
 
 Where = tuple[str, int]
 USER = "vcap:of-this-machine"
@@ -295,11 +296,6 @@ async def test_monit_mail_port_answers_and_accepts_no_mail() -> None:
 
         assert said.startswith(b"554 ")
         assert said.count(b"\r\n") == 1
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 async def test_agent_listens_on_the_configured_monit_and_mail_ports(instance: Instance) -> None:

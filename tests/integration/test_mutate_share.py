@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 FOLDERS = ("services", "edges", "actions", "daemon")
 TESTS = tuple(f"tests/unit/{folder}" for folder in FOLDERS)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import process
+from tests.support.instance import COMMAND, World
 from tests.support.waiting import until
-from tools.bench.world import COMMAND, World
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 SOURCE = ROOT / "stemcell_overlay/rootfs/opt/agent_shim"
 MOVED = (

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from agent_shim.edges.metrics import Metrics
 from agent_shim.host import process
 from agent_shim.host.process import Process
 from tests.support import jobs
+from tests.support.ports import free_port
 from tests.unit.edges.test_metrics import FULL
 
 pytestmark = pytest.mark.slow
@@ -89,12 +89,6 @@ def test_scrape_config_makes_one_target_per_agent_of_bosh_exporter(scratch: Path
     # Prometheus scrapes targets with the same labels once.
     (target,) = (dict(labels) for labels in kept - {()})
     assert target.items() >= {"instance": "10.0.0.1:9190", "job": "agent-shim", "bosh_deployment": "mine"}.items()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as once:
-        port: int = once.getsockname()[1]
-        return port
 
 
 @dataclass

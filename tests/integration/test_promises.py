@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import mounts, process
+from tests.support.instance import AGENT, COMMAND, World
 from tests.support.waiting import until
-from tools.bench.world import AGENT, COMMAND, World
 
 FIRST_PROCESS = Path("tests/support/programs/first_process.py").resolve()
 

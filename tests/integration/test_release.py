@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hatch_build import version
 from stemcell_overlay.stemcell import OWN
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 from tools.release.__main__ import manifest_digest, repack
 
 

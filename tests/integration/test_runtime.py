@@ -17,9 +17,9 @@ from agent_shim.daemon.boot import GO_AGENT_PASSWORD
 from agent_shim.demo.director import HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.services.volume_lease import NAME
+from tests.support.instance import AGENT, COMMAND, World
+from tests.support.ports import free_address
 from tests.support.waiting import until
-from tools.bench.idle import free_port
-from tools.bench.world import AGENT, COMMAND, World
 
 PERIOD_S = 30.0
 PROGRAMS = Path("tests/support/programs").resolve()
@@ -163,7 +163,7 @@ async def test_default_monit_password_of_the_go_agent_is_replaced(instance: Worl
 
 
 async def test_metrics_separate_running_from_waiting_tasks_and_sent_from_repeated_alerts(instance: World) -> None:
-    instance.http = await free_port()
+    instance.http = free_address()
     await instance.deploy(more={"long": LONG})
     for times in (1.0, 2.0):
         os.kill(instance.pids()["job0"], signal.SIGKILL)

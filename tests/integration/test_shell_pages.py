@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.source import ROOT
 from tests.support.commands_page import parsers
-from tools.bench.world import COMMAND, World
+from tests.support.instance import COMMAND, World
+from tests.support.source import ROOT
 
 SCRIPTS = ROOT / "agent_shim/cli/completion"
 SHELLS = {

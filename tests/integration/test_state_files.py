@@ -14,7 +14,7 @@ from agent_shim.core.errors import BootError, HostError
 from agent_shim.core.paths import Paths
 from agent_shim.host.files import remove_tree
 from agent_shim.services.state_backup import StateBackup, backup_files
-from tools.bench.world import AGENT, World
+from tests.support.instance import AGENT, World
 
 MAX_MB = 130
 """Memory of an agent at its highest: an idle one takes a third of it."""

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from stemcell_overlay.stemcell import licences, modules, packages
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 DIGEST = f"sha256:{'ab' * 32}"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 OVERLAY = ROOT / "stemcell_overlay"
 MANIFEST: dict[str, Any] = tomllib.loads((OVERLAY / "manifest.toml").read_text())

@@ -19,7 +19,7 @@ import yaml
 from kubernetes_cpi import schema
 from kubernetes_cpi.config import Config
 from kubernetes_cpi.properties import VmProperties
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 DIGEST = f"sha256:{'a' * 64}"
 IMAGE = "localhost/agent-shim/trial:latest"

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.instance import AGENT, ROOT, World
 from tests.support.waiting import until
-from tools.bench.world import AGENT, ROOT, World
 
 pytestmark = pytest.mark.loop_may_be_held
 

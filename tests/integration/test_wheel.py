@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 import agent_shim
 from hatch_build import revision, version
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kubernetes import node as nodes
-from tests.kubernetes.node import Node
-from tests.kubernetes.objects import Namespace
 from tests.support.environment import Environment, environment
+from tests.support.kubernetes import node as nodes
+from tests.support.kubernetes.node import Node
+from tests.support.kubernetes.objects import Namespace
 
 NODE = pytest.StashKey[Node]()
 

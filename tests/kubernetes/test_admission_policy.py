@@ -17,8 +17,8 @@ import yaml
 
 from tests.cpi.calls import Cpi
 from tests.cpi.fake_api import Cluster, Server
-from tests.kubernetes.api_server import TIMEOUT_S, ApiServer, programs
-from tests.structure.source import ROOT
+from tests.support.kubernetes.api_server import TIMEOUT_S, ApiServer, programs
+from tests.support.source import ROOT
 
 Document = dict[str, Any]
 

@@ -13,13 +13,13 @@ import pytest
 import pytest_asyncio
 
 from agent_shim.core.paths import Paths
-from tests.kubernetes import cpi_site
-from tests.kubernetes.calls import CpiError
-from tests.kubernetes.cpi_site import LABEL, WAYS, Site, Way
-from tests.kubernetes.deployments import Instance
-from tests.kubernetes.node import Node
-from tests.kubernetes.objects import Document
 from tests.support import jobs
+from tests.support.kubernetes import cpi_site
+from tests.support.kubernetes.calls import CpiError
+from tests.support.kubernetes.cpi_site import LABEL, WAYS, Site, Way
+from tests.support.kubernetes.deployments import Instance
+from tests.support.kubernetes.node import Node
+from tests.support.kubernetes.objects import Document
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.asyncio(loop_scope="module")]
 

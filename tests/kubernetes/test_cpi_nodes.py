@@ -11,11 +11,11 @@ from typing import Final
 import pytest
 import yaml
 
-from tests.kubernetes import cpi_site
-from tests.kubernetes.calls import CpiError
-from tests.kubernetes.cpi_site import Site, Way
-from tests.kubernetes.deployments import Instance
-from tests.kubernetes.node import API, SECOND, Node, Worker
+from tests.support.kubernetes import cpi_site
+from tests.support.kubernetes.calls import CpiError
+from tests.support.kubernetes.cpi_site import Site, Way
+from tests.support.kubernetes.deployments import Instance
+from tests.support.kubernetes.node import API, SECOND, Node, Worker
 
 pytestmark = pytest.mark.kubernetes
 

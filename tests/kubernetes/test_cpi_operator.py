@@ -18,15 +18,14 @@ import pytest
 import yaml
 
 from agent_shim.core.paths import Paths
-from tests.image import pods
-from tests.kubernetes import cpi_site
-from tests.kubernetes.calls import CpiError
-from tests.kubernetes.cpi_site import ACCOUNT, WAYS, Site, Way
-from tests.kubernetes.deployments import Instance
-from tests.kubernetes.node import ADDRESS, Node
-from tests.kubernetes.objects import LIMIT, Document
-from tests.structure.source import ROOT
-from tests.support import jobs
+from tests.support import jobs, pods
+from tests.support.kubernetes import cpi_site
+from tests.support.kubernetes.calls import CpiError
+from tests.support.kubernetes.cpi_site import ACCOUNT, WAYS, Site, Way
+from tests.support.kubernetes.deployments import Instance
+from tests.support.kubernetes.node import ADDRESS, Node
+from tests.support.kubernetes.objects import LIMIT, Document
+from tests.support.source import ROOT
 
 pytestmark = pytest.mark.kubernetes
 

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import pytest
 
-from tests.image.pods import IMAGE
-from tests.kubernetes.objects import Document, Namespace
 from tests.support.environment import AGENT, BLOBS, Environment
+from tests.support.kubernetes.objects import Document, Namespace
+from tests.support.pods import IMAGE
 
 pytestmark = pytest.mark.kubernetes
 

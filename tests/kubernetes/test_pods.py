@@ -10,9 +10,9 @@ import pytest
 
 from agent_shim.core.paths import Paths
 from tests.image.test_kubernetes import DOCTOR, TIERS, judged
-from tests.kubernetes.objects import Document, Namespace, Pod, end_on_request, overlay, pod_spec
 from tests.support import jobs
 from tests.support.environment import AGENT, BLOBS, Environment
+from tests.support.kubernetes.objects import Document, Namespace, Pod, end_on_request, overlay, pod_spec
 
 pytestmark = pytest.mark.kubernetes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.kubernetes.api_server import ApiServer, programs
+from tests.support.kubernetes.api_server import ApiServer, programs
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.slow]
 

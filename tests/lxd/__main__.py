@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.image import pods
-from tests.structure.source import ROOT
+from tests.support import pods
+from tests.support.source import ROOT
 
 PACKAGES = "lxd lxd-client lxcfs dnsmasq-base"
 STEMCELL = "SHIM_TEST_STEMCELL"

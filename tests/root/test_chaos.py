@@ -13,7 +13,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 from tools.chaos import __main__ as _played  # noqa: F401 - importing it enters all cases
 from tools.chaos import crash
 from tools.chaos.cases import CASES

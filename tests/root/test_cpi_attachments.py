@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kubernetes_cpi import attachment_program
-from tests.structure.source import ROOT
 from tests.support.own_cgroups import joining, own_cgroups
+from tests.support.source import ROOT
 
 pytestmark = pytest.mark.root
 

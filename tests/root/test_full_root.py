@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from agent_shim.demo.director import RpcRemoteError
+from tests.support.instance import AGENT, COMMAND, World, world
 from tests.support.waiting import until
-from tools.bench.world import AGENT, COMMAND, World, world
 
 pytestmark = pytest.mark.root
 

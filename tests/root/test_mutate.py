@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 from tools.chaos import confined, mutate
 
 pytestmark = pytest.mark.root

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import random
 import shutil
 import signal
-import socket
 import urllib.request
 
 import pytest
 
 from agent_shim.host import proc, process
+from tests.support.ports import free_port
 from tests.support.programs import is_alive
 from tests.support.programs.jobs import World, in_state
 from tests.support.waiting import until
@@ -62,15 +60,6 @@ def fetch(port: int) -> bytes:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
         body: bytes = answer.read()
         return body
-
-
-def free_port() -> int:
-    """Find a port below those that the kernel gives to connections, which would hold one between two starts."""
-    while True:
-        with socket.socket() as one, contextlib.suppress(OSError):
-            port = random.randrange(15_000, 30_000)
-            one.bind(("127.0.0.1", port))
-            return port
 
 
 def children(pid: int) -> list[int]:

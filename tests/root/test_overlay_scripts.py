@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from agent_shim.demo.director import RpcTimeoutError
-from tests.structure.source import ROOT
 from tests.support.machine import machine
 from tests.support.pod import AGENT, Pod
+from tests.support.source import ROOT
 
 pytestmark = [
     pytest.mark.root,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.root.conftest import Inside
-from tests.structure.source import ROOT
 from tests.support.machine import Machine
+from tests.support.source import ROOT
 
 pytestmark = [
     pytest.mark.root,

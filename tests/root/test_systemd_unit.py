@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 pytestmark = pytest.mark.root
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from tests.structure.source import ROOT, Module
-from tests.support.drawn import (
+from tests.support.source import ROOT, Module
+from tools.pages import (
     FILES,
     GENERATED,
     PAGES,
@@ -20,15 +20,15 @@ from tests.support.drawn import (
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in GENERATED}))
 def test_generated_parts_of_pages_are_current(page: str) -> None:
-    """``./dev run python -m tests.support.drawn`` updates a stale page."""
+    """``./dev run python -m tools.pages`` updates a stale page."""
     text = (PAGES / page).read_text()
 
-    assert regenerated(page, text) == text, "stale: ./dev run python -m tests.support.drawn"
+    assert regenerated(page, text) == text, "stale: ./dev run python -m tools.pages"
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_generated_files_are_current(name: str) -> None:
-    assert FILES[name]() == (ROOT / name).read_text(), "stale: ./dev run python -m tests.support.drawn"
+    assert FILES[name]() == (ROOT / name).read_text(), "stale: ./dev run python -m tools.pages"
 
 
 def test_cluster_objects_equal_the_rules_and_dashboard_files() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.structure.source import Module, modules
+from tests.support.source import Module, modules
 
 CALLS = frozenset(
     {"open", "os.open", "os.stat", "os.lstat", "os.scandir", "os.listdir", "os.walk", "os.readlink", "os.access"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.structure.source import ROOT, texts
+from tests.support.source import ROOT, texts
 
 PAGES = sorted(ROOT / name for name, _ in texts() if name.endswith(".md"))
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

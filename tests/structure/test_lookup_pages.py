@@ -10,7 +10,7 @@ import pytest
 
 from agent_shim.core import errors
 from agent_shim.core.settings import ShimOptions
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 SPELLED = {
     ("grace", "30.0"): "30",

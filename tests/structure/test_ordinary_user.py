@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.structure.source import ROOT
 from tests.structure.test_workflows import read
+from tests.support.source import ROOT
 
 RINGS = ("unit", "structure", "contract", "cpi", "integration")
 ASKS = re.compile(r"\bget(e|res)?uid\b")

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.structure.source import PACKAGE, ROOT
+from tests.support.source import PACKAGE, ROOT
 
 DOORS = ("edges/bus/https.py", "edges/monit_http.py")
 """Where a caller shows one."""

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 from tools.chaos import __main__ as _played  # noqa: F401 - importing it enters all cases
 from tools.chaos.cases import CASES
 from tools.chaos.sabotage import INVARIANTS, WITNESSED, Saboteur, is_caught

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 
-from tests.structure.source import Module, modules
+from tests.support.source import Module, modules
 
 OF_A_PROCESS = re.compile(r"(^|/)proc/?$|/proc/(\d|\{|%)")
 """A text that leads to a process by its number: ``/proc``, ``/proc/1/stat``, ``/proc/{pid}/environ``."""

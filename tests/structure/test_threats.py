@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.structure.source import ROOT
 from tests.support.attacks_page import ATTACKERS, attacker, attacks, marks_in
+from tests.support.source import ROOT
 from tools.chaos import fuzz
 
 PAGE = (ROOT / "docs/security.md").read_text()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 PAGE = ROOT / "docs/tour.md"
 STEP = re.compile(r"^\d+\. (.*)$", re.MULTILINE)

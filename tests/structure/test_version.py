@@ -9,7 +9,7 @@ import pytest
 
 import hatch_build
 from agent_shim import __version__
-from tests.structure.source import ROOT, texts
+from tests.support.source import ROOT, texts
 
 READERS = {"agent_shim/__init__.py"}
 """The place of the version."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 WORKFLOWS = sorted(path.name for path in (ROOT / ".github/workflows").iterdir())
 TASK = re.compile(r"\./dev (\$\{\{ matrix\.task \}\}|[a-z-]+)")

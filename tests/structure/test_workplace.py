@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.source import ROOT, texts
+from tests.support.source import ROOT, texts
 
 HERE = str(Path(__file__).relative_to(ROOT))
 NEIGHBOUR = re.compile(r"\.\./" + "shared")

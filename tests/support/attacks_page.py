@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Final
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 ATTACKERS: Final[Mapping[str, str]] = {
     "a job": "A job, as the user `vcap`",

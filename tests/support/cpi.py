@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from kubernetes_cpi import manifests
-from tests.structure.source import ROOT
 from tests.support.machine import Machine
+from tests.support.source import ROOT
 
 BOSH: Final = "/var/vcap/bosh"
 WARDEN: Final = f"{BOSH}/warden-cpi-agent-env.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from agent_shim.demo.director import Director
 from tests.support.broker import NatsServer
 from tests.support.machine import Machine, machine
+from tests.support.ports import free_port
 
 BLOBS = Machine.SCRATCH / "blobs"
 """The local blobstore as a machine sees it."""
@@ -27,13 +27,6 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
-
-
 @dataclass
 class Fleet:
     """``machines`` by agent id. Everything ends with ``fleet``'s block."""
@@ -44,7 +37,7 @@ class Fleet:
     stack: ExitStack
     machines: dict[str, Machine] = field(default_factory=dict)
     ends: dict[str, ExitStack] = field(default_factory=dict)
-    ssh_port: int = field(default_factory=_free_port)
+    ssh_port: int = field(default_factory=free_port)
 
     def blobs(self, agent_id: str) -> Path:
         """The blobstore of one machine, from outside."""

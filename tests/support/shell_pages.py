@@ -85,7 +85,7 @@ def manual() -> str:
     """The page for ``man agent-shim``."""
     top = commands.parser()
     lines = [
-        r".\" Made by `python -m tests.support.drawn`.",
+        r".\" Made by `python -m tools.pages`.",
         '.TH AGENT-SHIM 1 "" "agent_shim" "Commands"',
         *(".SH NAME", rf"agent\-shim \- {_roff((top.description or '').rstrip('.').removeprefix('A '))}"),
         *(".SH SYNOPSIS", r".B agent\-shim", r"\fICOMMAND\fR [\fIARGUMENT\fR...]", ".br"),

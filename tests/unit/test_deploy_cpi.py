@@ -16,7 +16,7 @@ from kubernetes_cpi.config import Config
 from kubernetes_cpi.names import OWN_RULES
 from kubernetes_cpi.properties import DiskProperties, NetworkProperties, VmProperties
 from stemcell_overlay import stemcell
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 BOSH = ROOT / "deploy/cpi/bosh"
 OPERATIONS = ("cpi.yml", "cpi-secondary.yml", "cloud-config-cpi.yml")

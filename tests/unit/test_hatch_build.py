@@ -9,7 +9,7 @@ import hatchling.build
 import pytest
 
 import hatch_build
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hatch_build import semantic_version
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 from tools.release import texts
 
 CHANGELOG = "# Changelog\n\nAll.\n\n## Unreleased\n\n- new\n\n## 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import cgroups
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 pytestmark = pytest.mark.vm
 

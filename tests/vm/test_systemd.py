@@ -18,9 +18,9 @@ import pytest
 from agent_shim.core.paths import Paths
 from agent_shim.demo.director import Director, HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
-from tests.structure.source import ROOT
 from tests.support import jobs
 from tests.support.broker import NatsServer
+from tests.support.source import ROOT
 
 pytestmark = pytest.mark.vm
 

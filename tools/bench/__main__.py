@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim import __version__
+from tests.support.instance import COMMAND, INTERPRETER
 from tools.bench import (
     ageing,
     archives,
@@ -54,7 +55,6 @@ from tools.bench import (
     table,
 )
 from tools.bench.measuring import Figures
-from tools.bench.world import COMMAND, INTERPRETER
 
 Part = Callable[[str, float, Figures], Awaitable[None]]
 PARTS: Final[dict[str, Part]] = {

@@ -17,9 +17,10 @@ from typing import Final
 from agent_shim.core.settings import Mbus
 from agent_shim.edges.bus.nats import NatsBus, Timing
 from tests.support.broker import NatsServer
+from tests.support.instance import AGENT, COMMAND, World, world
+from tests.support.readings import own_memory
 from tools.bench.crowds import FIRST_FAILURE_S
-from tools.bench.measuring import Figure, Figures, figure, own_memory
-from tools.bench.world import AGENT, COMMAND, World, world
+from tools.bench.measuring import Figure, Figures, figure
 
 ACTIONS: Final = 10_000
 RESTARTS: Final = 1000

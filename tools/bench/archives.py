@@ -15,10 +15,10 @@ from typing import Final
 from isal import isal_zlib
 
 from agent_shim.demo.release import archive
+from tests.support.instance import AGENT, World, world
 from tools.bench.installs import unpack
 from tools.bench.large import fill
 from tools.bench.measuring import MB, Figure, Figures, figure, timed
-from tools.bench.world import AGENT, World, world
 
 ROUNDS: Final = 3
 LARGE: Final = 200 * MB

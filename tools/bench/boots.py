@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tools.bench.measuring import Figures, figure, timed
-from tools.bench.world import AGENT, ECHO, INTERPRETER, World, world
+from tests.support.instance import AGENT, INTERPRETER, World, world
+from tools.bench.measuring import ECHO, Figures, figure, timed
 
 ROUNDS: Final = 7
 OWN_MACHINE: Final = (

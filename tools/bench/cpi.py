@@ -28,10 +28,10 @@ from typing import Any, Final
 import msgspec
 
 from kubernetes_cpi import names
-from tests.kubernetes import cpi_site, node
-from tests.kubernetes.calls import PATH, Cpi
-from tests.kubernetes.cpi_site import Site, Way
-from tests.kubernetes.deployments import NETWORKS, Instance
+from tests.support.kubernetes import cpi_site, node
+from tests.support.kubernetes.calls import PATH, Cpi
+from tests.support.kubernetes.cpi_site import Site, Way
+from tests.support.kubernetes.deployments import NETWORKS, Instance
 from tools.bench.measuring import Figure, Figures, figure
 
 ROUNDS: Final = 15
@@ -55,7 +55,7 @@ async def measure(command: str, scale: float, figures: Figures) -> None:
         found = Path(scratch, "figures.json")
         argv = [sys.executable, "-m", "tools.bench.cpi", str(found), str(scale)]
         # Messages of the node belong to the progress.
-        run = "import sys; from tests.kubernetes.__main__ import run_as_node; sys.exit(run_as_node(sys.argv[1:]))"
+        run = "import sys; from tests.support.kubernetes.run import run_as_node; sys.exit(run_as_node(sys.argv[1:]))"
         done = await asyncio.create_subprocess_exec(sys.executable, "-c", run, *argv, stdout=sys.stderr)
         code = await done.wait()
         if found.exists():

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from tests.support.instance import AGENT, ENVIRONMENT, World, world
 from tools.bench.measuring import Figures, Stopwatch, figure
-from tools.bench.world import AGENT, ENVIRONMENT, World, world
 
 SIZES: Final = (10, 50, 200, 500)
 ROUNDS: Final = 3

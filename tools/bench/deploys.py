@@ -10,8 +10,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from tests.support.instance import AGENT, World, world
 from tools.bench.measuring import MB, Figures, figure
-from tools.bench.world import AGENT, World, world
 
 INSTANCES: Final = 20
 JOBS: Final = 5

@@ -11,9 +11,11 @@ from typing import Final
 
 from agent_shim.demo.director import HealthMonitor
 from agent_shim.demo.pki import HEALTH_MONITOR
+from tests.support.instance import AGENT, BYSTANDER, INTERPRETER, World, bystander, world
+from tests.support.ports import free_address
+from tests.support.readings import pss
 from tools.bench.large import fill, watched
-from tools.bench.measuring import MB, Figures, Stopwatch, figure, pss
-from tools.bench.world import AGENT, BYSTANDER, ECHO, INTERPRETER, World, bystander, world
+from tools.bench.measuring import ECHO, MB, Figures, Stopwatch, figure
 
 JOBS: Final = 5
 CALM_S: Final = 3.0
@@ -29,7 +31,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
     try:
         async with world(command) as w, world(ECHO) as least, bystander(w):
             await least.start_agent()
-            port = w.http = await free_port()
+            port = w.http = free_address()
             await w.start_agent()
             await w.run("apply", w.spec(JOBS, 6, 64 * 1024))
             await w.run("start")
@@ -91,15 +93,6 @@ async def busy(w: World, size: int) -> Figures:
         "ping_under_work_p99.9": figure([at[AGENT]], "s", floor=[at[BYSTANDER]], floor_is=floor_is),
         "ping_under_work_max": figure([most[AGENT]], "s", floor=[most[BYSTANDER]], floor_is=floor_is),
     }
-
-
-async def free_port() -> str:
-    """Return an address without a listener."""
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()[:2]
-    server.close()
-    await server.wait_closed()
-    return f"{host}:{port}"
 
 
 def scrape(address: str) -> None:

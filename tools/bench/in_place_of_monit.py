@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Final
 
 from tests.support import monitrc
-from tools.bench.idle import free_port
-from tools.bench.measuring import Figures, cpu_seconds, figure, memory_of, pss
-from tools.bench.world import INTERPRETER
+from tests.support.instance import INTERPRETER
+from tests.support.ports import free_port
+from tests.support.readings import cpu_seconds, memory_of, pss
+from tools.bench.measuring import Figures, figure
 
 SIZES: Final = (10, 50, 200)
 CYCLE_S: Final = 10
@@ -49,7 +50,7 @@ async def measure(_command: str, scale: float, found: Figures) -> None:
         programs["monit"] = [monit, "-I"]
     for name, argv in programs.items():
         for size in SIZES:
-            port = int((await free_port()).rpartition(":")[2])
+            port = free_port()
             with tempfile.TemporaryDirectory(prefix="agent-shim-monit-") as where:
                 await asyncio.to_thread(Place(Path(where), size, port).measure, f"{name} {size}", argv, scale, found)
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from tests.support.instance import World, world
 from tools.bench.measuring import MB, Figure, Figures, figure, timed
-from tools.bench.world import World, world
 
 ROUNDS: Final = 3
 LARGE: Final = (6, 20 * MB)

@@ -25,8 +25,8 @@ from typing import Any, Final
 
 from agent_shim.core.errors import HostError
 from agent_shim.demo.release import archive
+from tests.support.instance import AGENT, BYSTANDER, World, bystander, world
 from tools.bench.measuring import Figures
-from tools.bench.world import AGENT, BYSTANDER, World, bystander, world
 
 POOL_BYTES: Final = 4 << 20
 FILES: Final = 20_000

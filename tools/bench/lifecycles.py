@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim.host import proc
+from tests.support.instance import AGENT, World, world
 from tools.bench.measuring import Figures, figure, timed
-from tools.bench.world import AGENT, World, world
 
 ROUNDS: Final = 5
 JOBS: Final = 5

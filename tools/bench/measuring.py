@@ -1,4 +1,4 @@
-"""Readings of processes from outside, and the form of a figure.
+"""The form of a figure, and how long something takes.
 
 A figure is ``{"unit", "median", "min", "max", "samples"}`` and, if it has a floor, ``"floor"`` (the median of a minimal
 program that does the same, in the same run), ``"floor_is"`` (a description of it) and ``"ratio"``.
@@ -6,15 +6,18 @@ program that does the same, in the same run), ``"floor_is"`` (a description of i
 
 from __future__ import annotations
 
-import os
+import shlex
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, Final
 
+from tests.support.instance import INTERPRETER, ROOT
+
 MB: Final = 1024 * 1024
+ECHO: Final = f"env PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(INTERPRETER)} -m tools.bench.echo {{config}}"
+"""A bare client of the bus in place of an agent: the floor of many figures."""
 Figure = dict[str, Any]
 Figures = dict[str, Figure]
 """Figures by name. A part adds each as soon as it has it: a later failure removes none."""
@@ -39,39 +42,6 @@ def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), 
 
 def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-def pss(pid: int) -> float:
-    """Return the proportional memory (PSS) of a process, in MB."""
-    return memory_of(pid, "Pss:")
-
-
-def own_memory(pid: int) -> float:
-    """Return the memory that a process has written and shares with none, in MB.
-
-    Its growth is that of the process alone: PSS changes by a megabyte when another process maps the same interpreter.
-    """
-    return memory_of(pid, "Private_Dirty:")
-
-
-def memory_of(pid: int, field: str) -> float:
-    """Return a field of a process's memory, such as ``Rss:``, in MB."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of all living threads of a process, to the nanosecond where the kernel reports it."""
-    total = 0
-    for path in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):
-            total += int((path / "schedstat").read_text().split()[0])
-    return total / 1e9 if total else _cpu_ticks(pid) / os.sysconf("SC_CLK_TCK")
-
-
-def _cpu_ticks(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
 
 
 class Stopwatch:

@@ -9,8 +9,8 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Final
 
-from tools.bench.measuring import Figures, figure
-from tools.bench.world import ECHO, World, world
+from tests.support.instance import World, world
+from tools.bench.measuring import ECHO, Figures, figure
 
 AGENTS: Final = 8
 ROOM_MB: Final = 4096.0

@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import Final
 
-from tools.bench.measuring import Figures, figure, timed
-from tools.bench.world import AGENT, ECHO, World, world
+from tests.support.instance import AGENT, World, world
+from tools.bench.measuring import ECHO, Figures, figure, timed
 
 BLOCKS: Final = 5
 SERIAL: Final = 100

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agent_shim.demo.director import Director, RpcTimeoutError
-from tools.bench.world import AGENT, BYSTANDER, COMMAND, World, bystander, world
+from tests.support.instance import AGENT, BYSTANDER, COMMAND, World, bystander, world
 
 ASKERS: Final = 8
 ANSWER_TIMEOUT_S: Final = 5.0

@@ -30,7 +30,8 @@ from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.edges import heartbeat
 from agent_shim.edges.bus.nats import NatsBus, Timing
 from tests.support.broker import NatsServer
-from tools.bench.measuring import Stopwatch, cpu_seconds, pss
+from tests.support.readings import cpu_seconds, pss
+from tools.bench.measuring import Stopwatch
 
 COUNTS: Final = (10, 50, 200, 500, 1000)
 AGENTS_PER_PROCESS: Final = 50

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.support import guest
-from tools.bench.world import COMMAND
+from tests.support.instance import COMMAND
 from tools.chaos import crash, disks, kernel, messages, namespaces, network, resources, sabotage, soak, supervision
 from tools.chaos.cases import CASES, NOT_INJECTED, Case
 from tools.chaos.sabotage import Saboteur

@@ -25,7 +25,7 @@ from typing import Any, Final
 from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.release import archive
-from tools.bench.world import AGENT, World
+from tests.support.instance import AGENT, World
 from tools.chaos.cases import case
 from tools.chaos.stand import CannotInjectError, NotHeldError, Stand, asked, at_most, commands, expect, refused, until
 from tools.chaos.supervision import checked, deployed, reaches

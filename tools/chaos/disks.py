@@ -23,8 +23,8 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError
 from agent_shim.demo.release import archive
 from agent_shim.services.logs.archives import REMARKS
+from tests.support.instance import AGENT
 from tests.support.volumes import fill, fingerprint, holding, mount_ext4
-from tools.bench.world import AGENT
 from tools.chaos.cases import case
 from tools.chaos.crash import Told, changes, places_of_state, sweep, tidied, tracing
 from tools.chaos.stand import (

@@ -21,7 +21,7 @@ from typing import Any
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.pki import Pair
 from agent_shim.host import cgroups, job_cgroups
-from tools.bench.world import AGENT, BYSTANDER, bystander
+from tests.support.instance import AGENT, BYSTANDER, bystander
 from tools.chaos.cases import case
 from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, until
 

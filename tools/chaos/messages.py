@@ -8,7 +8,7 @@ import random
 import time
 from typing import Final
 
-from tools.bench.world import AGENT
+from tests.support.instance import AGENT
 from tools.chaos.cases import case
 from tools.chaos.stand import CannotInjectError, Stand, at_most, expect
 

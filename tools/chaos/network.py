@@ -20,9 +20,9 @@ from agent_shim.core.settings import Mbus
 from agent_shim.demo.pki import SERVER
 from agent_shim.edges.bus.nats import NatsBus
 from tests.support.bus import FakeServer, Wire
+from tests.support.instance import AGENT
 from tests.support.proxy import Proxy
-from tools.bench.measuring import cpu_seconds
-from tools.bench.world import AGENT
+from tests.support.readings import cpu_seconds
 from tools.chaos.cases import case
 from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, refused, until
 

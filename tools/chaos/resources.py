@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
-from tools.bench.measuring import cpu_seconds
-from tools.bench.world import AGENT
+from tests.support.instance import AGENT
+from tests.support.readings import cpu_seconds
 from tools.chaos.cases import case
 from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, injecting, until
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Final
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from tests.support.instance import AGENT
 from tools.bench.draw import Band, Line, charts
-from tools.bench.world import AGENT
 from tools.chaos.messages import BAD, mutated
 from tools.chaos.stand import CONNECTED, Stand, expect, stand, until
 from tools.chaos.witness import Size

@@ -13,7 +13,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -29,8 +28,9 @@ from agent_shim.demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutEr
 from agent_shim.demo.pki import HEALTH_MONITOR
 from agent_shim.edges import control_client
 from agent_shim.host import proc, process
+from tests.support.instance import AGENT, World, world
+from tests.support.ports import free_port
 from tests.support.proxy import Proxy
-from tools.bench.world import AGENT, World, world
 from tools.chaos.witness import CANARY, Size, Witness
 
 CONNECTED: Final = 12.0
@@ -338,17 +338,11 @@ def _lives(pid: int) -> bool:
     return stat is not None and stat.is_alive
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @asynccontextmanager
 async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
     """Provide a stand with a bus and no client."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
-    monitor, port = HealthMonitor(), _free_port()
+    monitor, port = HealthMonitor(), free_port()
     # Set by the image's launcher for every agent: memory of threads returns to the system.
     os.environ |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
     async with (

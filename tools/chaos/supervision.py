@@ -17,8 +17,8 @@ from typing import Any, Final
 from agent_shim.demo.director import RpcTimeoutError
 from agent_shim.demo.release import archive
 from agent_shim.host import proc
-from tools.bench.measuring import cpu_seconds
-from tools.bench.world import AGENT, NETWORKS
+from tests.support.instance import AGENT, NETWORKS
+from tests.support.readings import cpu_seconds
 from tools.chaos import namespaces
 from tools.chaos.cases import case
 from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, asked, at_most, commands, expect, small, until

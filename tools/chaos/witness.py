@@ -27,7 +27,7 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.release import archive
 from agent_shim.host import proc
-from tools.bench.world import AGENT
+from tests.support.instance import AGENT
 
 if TYPE_CHECKING:
     from tools.chaos.stand import Stand

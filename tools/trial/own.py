@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests.kubernetes import node as nodes
-from tests.kubernetes.__main__ import run_as_node
-from tests.kubernetes.cpi_site import CLASS, STORAGE
+from tests.support.kubernetes import node as nodes
+from tests.support.kubernetes.cpi_site import CLASS, STORAGE
+from tests.support.kubernetes.run import run_as_node
 
 DEFAULT = {"storageclass.kubernetes.io/is-default-class": "true"}
 

@@ -12,7 +12,7 @@ import pytest
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore, BoshEnv, Cert, parse
 from agent_shim.services.bosh_env import KEYS, refused, remove_listed
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 OF_THE_GO_AGENT = (
     "agent.settings.tmpfs authorized_keys blobstores ipv6.enable job_dir.tmpfs job_dir.tmpfs_size keep_root_password "

@@ -9,7 +9,7 @@ import pytest
 from agent_shim.host import command
 from agent_shim.services import resolver
 from agent_shim.services.resolver import FIRST, resolv_conf
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 KUBELET = "search a.svc.cluster.local svc.cluster.local\nnameserver 10.96.0.10\noptions ndots:5\n"
 

@@ -17,7 +17,7 @@ from agent_shim.supervisor.state import (
     job_state,
     reported,
 )
-from tests.support.drawn import mermaid
+from tools.pages import mermaid
 
 # A column for each event in the order of the class: the requests start, stop, restart, unmonitor; appeared, failed,
 # died, retried, settled, emptied, stuck; file unusable, file usable, rebooted. A dot is an event that changes nothing.

@@ -1,4 +1,4 @@
-"""A cluster of one node, started in the namespaces that ``tests.kubernetes`` has made; it ends with them.
+"""A cluster of one node, started in the namespaces that ``run_as_node`` has made; it ends with them.
 
 A test may add a second node, which has a network, mounts and a runtime of its own.
 """
@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.image import pods
+from tests.support import pods
 
 NODE: Final = "SHIM_TEST_NODE"
 """The variable with the directory of the node. In it are, from the beginning:"""

@@ -22,10 +22,10 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import Director, RpcTimeoutError
 from agent_shim.demo.pki import Authority
 from agent_shim.demo.release import archive
-from tests.kubernetes.calls import Cpi, CpiError
 from tests.support import jobs
 from tests.support.broker import NatsServer
 from tests.support.http import Server, http_server
+from tests.support.kubernetes.calls import Cpi, CpiError
 from tests.support.proxy import Proxy
 
 NETWORKS: Final = {

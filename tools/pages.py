@@ -1,4 +1,4 @@
-"""``./dev run python -m tests.support.drawn``: write the generated files and parts of pages."""
+"""``./dev run python -m tools.pages``: write the generated files and parts of pages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from agent_shim.daemon import boot
 from agent_shim.supervisor.monit import parser, rules
 from agent_shim.supervisor.ownership.evidence import Evidence, Tie
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
-from tests.structure.source import PACKAGE, ROOT, Module, floors, modules
 from tests.support import attacks_page, commands_page, limits_page, metrics_page, shell_pages, state_files
+from tests.support.source import PACKAGE, ROOT, Module, floors, modules
 from tools.bench import draw
 
 PAGES: Final = ROOT / "docs"
@@ -170,8 +170,7 @@ def dashboard() -> str:
 
 def _object(version: str, kind: str, name: str, labels: str = "") -> str:
     return (
-        "# Made by `python -m tests.support.drawn`.\n"
-        f"apiVersion: {version}\nkind: {kind}\nmetadata:\n  name: {name}\n{labels}"
+        f"# Made by `python -m tools.pages`.\napiVersion: {version}\nkind: {kind}\nmetadata:\n  name: {name}\n{labels}"
     )
 
 

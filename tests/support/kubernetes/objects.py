@@ -16,9 +16,9 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from tests.image.test_manifests import manifests
-from tests.kubernetes import node as nodes
-from tests.kubernetes.node import Node
+from tests.support.kubernetes import node as nodes
+from tests.support.kubernetes.manifests import manifests
+from tests.support.kubernetes.node import Node
 
 LIMIT: Final = 120.0
 """Seconds that anything may take that a test waits for."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.source import ROOT
+from tests.support.source import ROOT
 
 PACKAGES = "mmdebstrap podman buildah runc netavark aardvark-dns catatonit iptables uidmap"
 NEXT = "next"

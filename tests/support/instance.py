@@ -1,4 +1,4 @@
-"""A private bus, a Director and an agent to measure, in a scratch directory."""
+"""A private bus, a Director and an agent as a process of its own, in a scratch directory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from agent_shim.demo.release import archive
 from agent_shim.edges.bus.nats import NatsBus
 from agent_shim.host import guarded, process
 from tests.support.broker import NatsServer
+from tests.support.readings import cpu_seconds, own_memory, pss
 from tests.support.residue import remove_cgroups
-from tools.bench.measuring import cpu_seconds, own_memory, pss
 
 AGENT: Final = "bench-agent"
 BYSTANDER: Final = "bystander"
@@ -37,9 +37,6 @@ PROGRAM: Final = os.environ.get("BENCH_PROGRAM", "")
 INTERPRETER: Final = f"{PROGRAM}/bin/python3" if PROGRAM else sys.executable
 _RUN: Final = f"{shlex.quote(PROGRAM)}/bin/agent-shim" if PROGRAM else f"{shlex.quote(INTERPRETER)} -m agent_shim.cli"
 COMMAND: Final = f"{_RUN} run -C {{config}} -b {{base}}"
-
-ECHO: Final = f"{shlex.quote(INTERPRETER)} -m tools.bench.echo {{config}}"
-"""The floor of many figures; it runs as an agent does, from the top of the project."""
 
 ENVIRONMENT: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Variables with which the image starts an agent."""
@@ -159,8 +156,9 @@ class World:
 
     def exec_agent(self) -> None:
         """Start the agent with the present settings, without waiting for an answer."""
-        env = {**os.environ, **ENVIRONMENT, **({"PYTHONPATH": str(ROOT)} if self.command == ECHO else {})}
-        self.agent = process.spawn(self.argv(), env=env, cwd=self.scratch, stdout=self._log, stderr=self._log)
+        self.agent = process.spawn(
+            self.argv(), env={**os.environ, **ENVIRONMENT}, cwd=self.scratch, stdout=self._log, stderr=self._log
+        )
 
     def argv(self) -> list[str]:
         """The words of the command."""
@@ -249,7 +247,7 @@ class World:
         (self.store / name).write_bytes(content)
         if self.kept is not None and len(content) <= MAX_KEPT_BYTES:
             (self.kept / name).write_bytes(content)
-        return {"blobstore_id": name, "sha1": hashlib.sha1(content).hexdigest()}  # noqa: S324 - the protocol's
+        return {"blobstore_id": name, "sha1": hashlib.sha1(content).hexdigest()}
 
     def spec(
         self,

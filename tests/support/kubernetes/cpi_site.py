@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import yaml
 
-from tests.kubernetes import calls, deployments
-from tests.kubernetes import node as nodes
-from tests.kubernetes.deployments import Deployments, Instance
-from tests.kubernetes.node import Node
-from tests.kubernetes.objects import LIMIT, Document, Namespace
-from tests.structure.source import ROOT
+from tests.support.kubernetes import calls, deployments
+from tests.support.kubernetes import node as nodes
+from tests.support.kubernetes.deployments import Deployments, Instance
+from tests.support.kubernetes.node import Node
+from tests.support.kubernetes.objects import LIMIT, Document, Namespace
+from tests.support.source import ROOT
 
 ACCOUNT: Final = "bosh-cpi"
 LABEL: Final = "cpi.bosh.io"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import ssl
 import subprocess
 import time
@@ -15,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes import node as nodes
+from tests.support.kubernetes import node as nodes
+from tests.support.ports import free_port
 
 TIMEOUT_S = 300.0
 """A busy machine may need this long until the API server is ready."""
@@ -27,7 +27,7 @@ class ApiServer:
     def __init__(self, programs: Path, where: Path) -> None:
         self._programs, self._where = programs, where
         self._token = secrets.token_hex()
-        self._port = _free_port()
+        self._port = free_port()
         self._parts: list[subprocess.Popen[bytes]] = []
         self._trust = ssl.create_default_context()
         self._trust.check_hostname = False
@@ -35,7 +35,7 @@ class ApiServer:
 
     def start(self) -> None:
         """Until it is ready. A failed test with the end of its log otherwise."""
-        client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+        client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         tokens, key = self._where / "tokens.csv", self._where / "key.pem"
         tokens.write_text(f'{self._token},admin,admin,"system:masters"\n')
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
@@ -124,9 +124,3 @@ def programs() -> Path:
     if given := os.environ.get("KUBERNETES_PROGRAMS"):
         return Path(given)
     pytest.fail("there is no API server here: ./dev test-kubernetes, or KUBERNETES_PROGRAMS", pytrace=False)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

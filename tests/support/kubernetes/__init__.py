@@ -1,0 +1,1 @@
+"""A node of Kubernetes, the CPI on it, and calls of a Director."""

@@ -1,0 +1,114 @@
+"""Run a command as a node of Kubernetes in new namespaces, with programs that are built where they are missing.
+
+The whole node, which is etcd, the API server, containerd, the kubelet and the containers, runs in one network, mount
+and pid namespace beside the command, and ends with it. This machine sees none of its mounts, addresses and ports.
+
+``KUBERNETES_PROGRAMS`` names a directory with the four programs of another version, and with etcd, containerd and runc
+where the version needs newer ones than this machine has. With CoreDNS and kube-router there, the cluster has a DNS and
+enforces NetworkPolicies.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agent_shim.core.errors import ShimError
+from tests.support import pods
+from tests.support.kubernetes import build
+from tests.support.kubernetes.node import CGROUPS, IMAGES, NODE, PAUSE, PROGRAMS
+
+# The kubelet sets these for the whole machine: it writes into files of its own instead. Logs and the like have fixed
+# places, and containers with other propagation than "private" want a shared tree.
+ENTER = """
+set -eu
+mount --make-rshared /
+mount -t tmpfs -o mode=0755 tmpfs /run
+# Volumes that the cluster makes for claims have a fixed place too.
+for place in /var/log /var/lib/cni /tmp/hostpath_pv; do
+    mkdir -p $place "$SHIM_TEST_NODE$place"
+    mount --bind "$SHIM_TEST_NODE$place" $place
+done
+for name in vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops \
+    kernel/keys/root_maxkeys kernel/keys/root_maxbytes; do
+    mkdir -p "$SHIM_TEST_NODE/proc/${name%/*}"
+    cat /proc/sys/$name >"$SHIM_TEST_NODE/proc/$name"
+    mount --bind "$SHIM_TEST_NODE/proc/$name" /proc/sys/$name
+done
+# A user namespace may mount its own /proc only where one without mounts below it is in sight.
+mkdir /run/whole-proc
+mount -t proc proc /run/whole-proc
+! mountpoint -q /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified
+ip link set lo up
+exec catatonit -- "$@"
+"""
+
+
+def run_as_node(command: list[str]) -> int:
+    """Run a command in the namespaces of a node, which it starts (``node.Node``). Its exit code, or 1 without one."""
+    if os.geteuid() != 0:
+        sys.stderr.write("cannot start a node: it takes root\n")
+        return 1
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agent_shim"
+    given = os.environ.get("KUBERNETES_PROGRAMS")
+    try:
+        programs = Path(given).resolve() if given else build.cached(cache)
+    except ShimError as exc:
+        sys.stderr.write(f"{exc}\n")
+        return 1
+    with tempfile.TemporaryDirectory(prefix="agent-shim-node-", ignore_cleanup_errors=True) as scratch:
+        node = Path(scratch)
+        (node / PROGRAMS).symlink_to(programs)
+        _save_images(node)
+        alone = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        with _cgroup(node.name):
+            environment = {**os.environ, NODE: scratch, "PATH": f"{programs}:{os.environ['PATH']}"}
+            done = subprocess.run([*alone, "sh", "-c", ENTER, "sh", *command], env=environment)
+    return done.returncode
+
+
+def _save_images(node: Path) -> None:
+    """Pack the images of the pods into one archive: there is no registry."""
+    podman = pods.podman(node)
+    base = node / "base"
+    base.mkdir()
+    debian = pods.base_image(podman, base)
+    example = pods.example(podman, pods.build(podman, debian))
+    unmodified = [pods.build(podman, debian, stage) for stage in ("system", "volume")]
+    root = node / "pause"
+    root.mkdir()
+    shutil.copy(shutil.which("catatonit") or "catatonit", root / "pause")
+    packed = subprocess.run(["tar", "-C", str(root), "-c", "pause"], capture_output=True, check=True).stdout
+    podman("import", "--quiet", "--change", 'ENTRYPOINT ["/pause", "-P"]', "-", PAUSE, stdin=packed)
+    images = [pods.IMAGE, example, *unmodified, PAUSE]
+    podman("save", "--quiet", "--multi-image-archive", "--output", str(node / IMAGES), *images)
+
+
+@contextmanager
+def _cgroup(name: str) -> Iterator[None]:
+    """Create a group for all pods in every hierarchy. Remove it afterwards with its remains."""
+    roots = [path for path in CGROUPS.iterdir() if (path / "cgroup.procs").exists() and path.name != "unified"]
+    groups = [root / name for root in (roots if not (CGROUPS / "cgroup.controllers").exists() else [CGROUPS])]
+    for group in groups:
+        group.mkdir()
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + 10
+        for group in groups:
+            while group.exists():
+                # A killed process may still count for a moment.
+                try:
+                    for directory, _, _ in os.walk(group, topdown=False):
+                        Path(directory).rmdir()
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.1)

@@ -1,0 +1,21 @@
+"""Ports of this machine without a listener."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+
+
+def free_port() -> int:
+    """Return a port below those that the kernel gives to connections, which would hold one between two starts."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+
+
+def free_address() -> str:
+    """Return an address of this machine with a free port."""
+    return f"127.0.0.1:{free_port()}"
