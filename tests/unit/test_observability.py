@@ -12,7 +12,6 @@ import yaml
 
 from kubernetes_cpi import names
 from tests.support import metrics_page
-from tools.bench import draw
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WORDS = frozenset({"instance", "job", "le"})
@@ -132,20 +131,3 @@ def test_pods_have_the_label_that_the_monitor_selects(path: str) -> None:
     pod = next(one for one in objects if one["kind"] == "Pod")
 
     assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-
-
-@pytest.mark.parametrize(
-    ("most", "unit", "labels"),
-    [
-        (1.0, "percentunit", ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]),
-        (3.45, "short", ["0", "1", "2", "3", "4"]),
-        (0.00023, "s", ["0 ms", "0.05 ms", "0.1 ms", "0.15 ms", "0.2 ms", "0.25 ms"]),
-        (88.2 * (1 << 20), "bytes", ["0 MiB", "20 MiB", "40 MiB", "60 MiB", "80 MiB", "100 MiB"]),
-    ],
-)
-def test_drawn_panels_have_round_ticks(most: float, unit: str, labels: list[str]) -> None:
-    assert [label for _, label in draw.Scale(most, unit).ticks()] == labels
-
-
-def test_drawn_count_has_only_integer_ticks() -> None:
-    assert [value for value, _ in draw.Scale(1.15, "short", is_whole=True).ticks()] == [0, 1, 2]

@@ -113,13 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="play only cases shorter than ten seconds")
     parser.add_argument("--into", type=Path, default=None, metavar="FILE", help=f"default: {DOCUMENT.name}")
     parser.add_argument("--list", action="store_true", help="list the cases")
-    parser.add_argument(
-        "--soak", type=float, metavar="SECONDS", help="play a mix of all faults for this time, and draw it"
-    )
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="play a mix of all faults for this time")
     parser.add_argument(
         "--load", type=float, metavar="SECONDS", help="play a load that never pauses for this time: 202 services"
     )
-    parser.add_argument("--picture", type=Path, default=None, metavar="FILE", help=f"default: {soak.PICTURE.name}")
     parser.add_argument(
         "--sabotage",
         nargs="+",
@@ -137,9 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not asked.list and not guest.is_here():
         namespaces.enter(words, network=seconds is not None)
     if asked.load is not None:
-        return soak.main(asked.agent_command, asked.load, asked.picture, soak.LOAD)
+        return soak.main(asked.agent_command, asked.load, soak.LOAD)
     if asked.soak is not None:
-        return soak.main(asked.agent_command, asked.soak, asked.picture or soak.PICTURE)
+        return soak.main(asked.agent_command, asked.soak)
     chosen = [
         one
         for one in sorted(CASES.values(), key=lambda one: (GROUPS.index(one.id[0]), one.id))

@@ -1,5 +1,4 @@
-"""``./dev chaos --soak SECONDS``: faults and work of all kinds for a given time, and a picture of the agent's
-resources.
+"""``./dev chaos --soak SECONDS``: faults and work of all kinds for a given time.
 
 The Director sends requests all the time; jobs are killed and deployed again, their logs fetched, errands run;
 credentials change; malformed messages and floods of requests arrive; the bus is cut, killed and made silent. The agent
@@ -18,21 +17,18 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Final
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from tests.support.instance import AGENT
-from tools.bench.draw import Band, Line, charts
 from tools.chaos.messages import BAD, mutated
 from tools.chaos.stand import CONNECTED, Stand, expect, stand, until
 from tools.chaos.witness import Size
 
-PICTURE: Final = Path(__file__).parents[2] / "docs/pictures/soak.svg"
 JOBS: Final = 20
 HEARTBEAT_PERIOD_S: Final = 30.0
 TOLERANCE: Final = 1.0
@@ -90,7 +86,7 @@ class Record:
     sleeper: list[tuple[float, float]] = field(default_factory=list)
     """Delays of the sleeping process above 20 ms."""
     beats: list[float] = field(default_factory=list)
-    outages: list[Band] = field(default_factory=list)
+    outages: list[tuple[float, float]] = field(default_factory=list)
     """Periods in which the case had stopped the bus or the agent, until the next answer."""
     connected: list[float] = field(default_factory=list)
     """Seconds from the end of each fault until the agent said that it is connected."""
@@ -181,43 +177,6 @@ class Record:
             if self.connected
             else [],
         }
-
-    def picture(self) -> str:
-        """Draw memory, descriptors, lag and gaps over time. Outages are shaded."""
-
-        def moved(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-            return [(at - self.begun_at, value) for at, value in points]
-
-        def of(what: Callable[[Size], int]) -> list[tuple[float, float]]:
-            return moved([(at, float(what(size))) for at, size in self.sizes])
-
-        gaps = [(at, at - before) for before, at in zip(self.beats, self.beats[1:], strict=False)]
-        panels: list[tuple[str, str, Sequence[Line]]] = [
-            ("Resident memory of the agent", "bytes", [("resident", of(lambda size: size.memory))]),
-            (
-                "Descriptors and threads of the agent",
-                "",
-                [("descriptors", of(lambda size: size.descriptors)), ("threads", of(lambda size: size.threads))],
-            ),
-            (
-                "Lag: an answered ping, and a process beside it that only sleeps",
-                "s",
-                [("ping", moved(_highest(self.pings))), ("sleeper", moved(_highest(self.sleeper)))],
-            ),
-            ("Gaps between heartbeats (period 30 s; more when something changes)", "s", [("gap", moved(gaps))]),
-        ]
-        bands = [(begin - self.begun_at, end - self.begun_at) for begin, end in self.outages]
-        return charts(panels, 0.0, self.until - self.begun_at, bands)
-
-
-def _highest(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the maximum of every ten seconds: a picture has no room for more."""
-    found: dict[int, tuple[float, float]] = {}
-    for at, value in points:
-        key = int(at // 10)
-        if key not in found or value > found[key][1]:
-            found[key] = (at, value)
-    return list(found.values())
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -483,12 +442,10 @@ async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULT
         return record
 
 
-def main(command: str, seconds: float, into: Path | None, profile: Profile = FAULTS) -> int:
-    """Return 0 if all conditions held. The figures go to standard output, the picture into a file."""
+def main(command: str, seconds: float, profile: Profile = FAULTS) -> int:
+    """Return 0 if all conditions held. The figures go to standard output."""
     seed = int(time.time())
     record = asyncio.run(soak(command, seconds, seed, profile))
-    if into is not None:
-        into.write_text(record.picture())
     faults = record.faults()
     figures = {"seed": seed, **record.figures(), "faults": faults}
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
