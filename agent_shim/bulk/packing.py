@@ -18,7 +18,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, BinaryIO, Final, Self
 
 import msgspec
@@ -356,20 +356,27 @@ def _inner_target(entry: _Entry, target: str) -> str:
 
 
 class _Digested(msgspec.Struct):
-    """The file of the archive, with the digests of all that is written to it."""
+    """The file of the archive, with the digests of all that is written to it.
+
+    Its first error is kept instead of raised, and nothing is written after it, because isal up to 1.8 waits forever for
+    a thread that ended with an error.
+    """
 
     out: BinaryIO
+    error: OutputError | None = None
     hashers: list[Any] = msgspec.field(
         default_factory=lambda: [hashlib.sha1(usedforsecurity=False), hashlib.sha512(usedforsecurity=False)]
     )
 
     def write(self, data: bytes | memoryview) -> int:
-        for each in self.hashers:
-            each.update(data)
-        try:
-            return self.out.write(data)
-        except OSError as exc:
-            raise OutputError(exc.errno, exc.strerror) from exc
+        if self.error is None:
+            for each in self.hashers:
+                each.update(data)
+            try:
+                self.out.write(data)
+            except OSError as exc:
+                self.error = OutputError(exc.errno, exc.strerror)
+        return len(data)
 
     def flush(self) -> None:
         """Leave the flush to the owner of the file."""
@@ -395,12 +402,16 @@ class Sink:
 
     def __exit__(self, *_: object) -> None:
         if self._stream is not self._file:
-            with suppress(OSError):  # it was raised by a write, or by ``finish``
-                self._stream.close()
+            self._stream.close()
+
+    def _write(self, data: bytes) -> None:
+        self._stream.write(data)
+        if self._file.error is not None:
+            raise self._file.error
 
     def write_header(self, header: tarfile.TarInfo) -> None:
         self._newest_seen = max(self._newest_seen, int(header.mtime))
-        self._stream.write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+        self._write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
 
     def write_text(self, name: str, text: str) -> None:
         """Write a generated file, as old as the newest packed one."""
@@ -414,7 +425,7 @@ class Sink:
         """Write an entry and its ``content``, ``header.size`` bytes in total."""
         self.write_header(header)
         for piece in content:
-            self._stream.write(piece)
+            self._write(piece)
         self._fill(-header.size % tarfile.BLOCKSIZE)
 
     def write_file(self, fd: int, runs: Sequence[tuple[int, int]], size: int) -> tuple[int, OSError | None]:
@@ -434,7 +445,7 @@ class Sink:
                     break
                 if not piece:
                     break
-                self._stream.write(piece)
+                self._write(piece)
                 at += len(piece)
             there += at - begin
             if at < end:
@@ -444,7 +455,7 @@ class Sink:
 
     def _fill(self, left: int) -> None:
         while left:
-            self._stream.write(bytes(min(left, PIECE_BYTES)))
+            self._write(bytes(min(left, PIECE_BYTES)))
             left -= min(left, PIECE_BYTES)
 
     def finish(self) -> MultipleDigest:
@@ -452,6 +463,8 @@ class Sink:
         self._fill(2 * tarfile.BLOCKSIZE)
         if self._stream is not self._file:
             self._stream.close()
+        if self._file.error is not None:
+            raise self._file.error
         return MultipleDigest(tuple(Digest(each.name, each.hexdigest()) for each in self._file.hashers))
 
 

@@ -173,6 +173,8 @@ EXAMPLES: Final[dict[str, str]] = {
     "doctor": """
   agent-shim doctor
   kubectl exec web-0 -- /opt/agent_shim/bin/agent-shim doctor
+  kubectl exec web-0 -- /opt/agent_shim/bin/agent-shim doctor --patch > patch.yaml
+  kubectl patch statefulset web --patch-file patch.yaml
   agent-shim doctor --json | jq '.findings[] | select(.verdict == "wrong")'""",
     "handback": """
   sv exit agent && agent-shim handback""",
@@ -292,7 +294,12 @@ def _add_for_operators(command: Command) -> None:
     _base_option(logs)
 
     doctor = command("doctor", _doctor, "probe what this container allows, and list the changes to its manifest")
-    doctor.add_argument("--json", action="store_true", help="for programs")
+    output = doctor.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="for programs")
+    text = "the changes as a patch for kubectl: of the template of a StatefulSet or Deployment (default), or of a pod"
+    output.add_argument("--patch", nargs="?", const="template", choices=("template", "pod"), help=text)
+    text = "the container that --patch changes (default: this one, where the kubelet tells its name)"
+    doctor.add_argument("--container", metavar="NAME", help=text)
     doctor.add_argument("-C", dest="config", type=Path, metavar="agent.json", help="the agent's configuration")
     _base_option(doctor)
 
@@ -674,8 +681,17 @@ def _render(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from agent_shim.cli import ansi, doctor
     from agent_shim.cli.doctor import finding
+    from agent_shim.host import capabilities
 
-    report = doctor.examine(Paths(args.base.absolute()), args.config)
+    paths = Paths(args.base.absolute())
+    if args.patch:
+        from agent_shim.cli.doctor import patch
+
+        report = doctor.examine(paths, args.config, "pod")
+        name = args.container or doctor.container_name() or patch.PLACEHOLDER
+        print(patch.patch(report, name, capabilities.privileges().effective, args.patch), end="")
+        return 0
+    report = doctor.examine(paths, args.config)
     if args.json:
         found = [one._asdict() for one in report.findings]
         print(json.dumps({"tier": report.tier, "clean": report.is_clean, "findings": found}, indent=2))

@@ -11,11 +11,10 @@ import argparse
 import asyncio
 import os
 import re
-import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -25,7 +24,7 @@ from agent_shim.actions.compile import packages_of_jobs
 from agent_shim.bulk.protocol import BlobRef
 from agent_shim.cli import release_tarball
 from agent_shim.cli.release_tarball import CompiledPackage, Manifest, SourcePackage
-from agent_shim.core import safetext
+from agent_shim.core import os_release, safetext
 from agent_shim.core.errors import ConfigError, ShimError, errors_as
 from agent_shim.core.paths import VCAP, Paths
 from agent_shim.core.settings import Blobstore
@@ -195,24 +194,13 @@ def stemcell_slug(paths: Paths) -> str:
         why = getattr(exc, "strerror", None) or exc
         hint = "(compile in a container of the stemcell's image)"
         raise ConfigError(f"cannot tell the stemcell: {name}: {why} {hint}") from exc
-    members = {name: value for line in release.splitlines() for name, value in _assigned(line)}
-    for name in ("ID", "VERSION_CODENAME"):
-        if not members.get(name):
-            raise ConfigError(f"cannot tell the stemcell: {name} not found in {release_file}")
-    slug = f"{members['ID']}-{members['VERSION_CODENAME']}/{version}"
+    try:
+        slug = f"{os_release.operating_system(release)}/{version}"
+    except ValueError as exc:
+        raise ConfigError(f"cannot tell the stemcell from {release_file}: {exc}") from exc
     if not version or slug.count("/") != 1 or not slug.isprintable():
         raise ConfigError(f"cannot tell the stemcell: {version_file} has no version without a slash")
     return slug
-
-
-def _assigned(line: str) -> Iterator[tuple[str, str]]:
-    """The name and value of a line of os-release, quoted as for a shell."""
-    name, equals, value = line.strip().partition("=")
-    if equals and not name.startswith("#"):
-        try:
-            yield name, "".join(shlex.split(value))
-        except ValueError as exc:
-            raise ConfigError(f"cannot tell the stemcell: {line!r} of os-release: {exc}") from exc
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from agent_shim import __version__
 from agent_shim.actions.agent import Agent
 from agent_shim.bulk import workers
-from agent_shim.core import keep_running, safetext
+from agent_shim.core import keep_running, os_release, safetext
 from agent_shim.core.spec import ApplySpec
 from agent_shim.daemon.runtime import Runtime, is_https
 from agent_shim.edges import metrics
@@ -157,7 +157,7 @@ def readings(live: Runtime) -> metrics.Readings:
         bus=metrics.BusReading(bus.is_connected if bus.mbus.urls else None, _heartbeat_age(live), bus.stats),
         alerts={"sent": live.alerts.sent, "dropped": live.alerts.dropped, "collapsed": live.alerts.collapsed},
         figures=agent.vitals.figures(),
-        stemcell=_stemcell(agent.paths.bosh_etc),
+        stemcell=_stemcell(agent.paths.etc / "os-release", agent.paths.bosh_etc / "stemcell_version"),
         instance=_instance(agent.spec.current),
         is_ready=readiness(live, "jobs")[0],
         job_state=_job_state(live),
@@ -184,12 +184,10 @@ def _instance(spec: ApplySpec) -> dict[str, str]:
 
 
 @functools.cache
-def _stemcell(directory: Path) -> tuple[str, str] | None:
-    """Operating system and version of the stemcell. None for another image."""
+def _stemcell(release: Path, version: Path) -> tuple[str, str] | None:
+    """Operating system and version of the stemcell, from these files. None for another image."""
     try:
-        system, version = (
-            files.read(directory / name).decode().strip() for name in ("operating_system", "stemcell_version")
-        )
-    except (OSError, UnicodeDecodeError):
+        system = os_release.operating_system(files.read(release).decode())
+        return system, files.read(version).decode().strip()
+    except (OSError, ValueError):
         return None
-    return system, version

@@ -34,13 +34,16 @@ lean_imports.preload(
     "prometheus_client", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server"
 )
 from prometheus_client import Counter, Histogram, disable_created_metrics
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector, CollectorRegistry
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
+
+PLAIN: Final = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of the text format. The library's constant has had this name and value only since 0.23."""
 
 # --- readings -------------------------------------------------------------------------------------------------------
 
@@ -384,7 +387,7 @@ class Routes(msgspec.Struct, frozen=True):
         return Response(404, b"not found; available: /, /metrics, /healthz, /readyz\n")
 
     async def _page(self, is_openmetrics: bool, *, is_packed: bool) -> Response:
-        kind = openmetrics.CONTENT_TYPE_LATEST if is_openmetrics else CONTENT_TYPE_PLAIN_0_0_4
+        kind = openmetrics.CONTENT_TYPE_LATEST if is_openmetrics else PLAIN
         coding = {"Content-Encoding": "gzip"} if is_packed else {}
         return Response(200, await self.render(is_openmetrics, is_packed), kind, coding | {"Vary": "Accept-Encoding"})
 

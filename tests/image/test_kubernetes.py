@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -23,7 +24,7 @@ import yaml
 from tests.image.site import Site, project
 from tests.support import pods
 from tests.support.environment import AGENT, BLOBS
-from tests.support.kubernetes.manifests import manifests
+from tests.support.kubernetes.manifests import DEPLOY, manifests
 from tests.support.pods import EXAMPLE, Container, Podman
 
 pytestmark = pytest.mark.image
@@ -235,3 +236,74 @@ async def test_restarted_container_starts_its_job_again(
                 await asyncio.sleep(0.1)
 
         assert await answer(container, 8080, "/") == "hello from hello\n"
+
+
+async def test_example_is_played_again_with_the_disk_of_the_first_time(
+    podman: Podman, example: str, network: pods.Network, tmp_path: Path
+) -> None:
+    """As docs/kubernetes.md does it, and under names of this test."""
+    name = f"shim-again-{os.getpid()}"
+    volumes = {kind: f"{name}-{kind}" for kind in ("agent", "store")}
+    settings, pod = yaml.safe_load_all((DEPLOY / "example/pod.yaml").read_text())
+    settings["metadata"]["name"], pod["metadata"]["name"] = volumes["agent"], name
+    for volume in pod["spec"]["volumes"]:
+        match volume["name"]:
+            case "agent":
+                volume["configMap"]["name"] = volumes["agent"]
+            case "store":
+                volume["persistentVolumeClaim"]["claimName"] = volumes["store"]
+    for member in ("ports", "readinessProbe"):
+        del pod["spec"]["containers"][0][member]
+    manifest = tmp_path / "pod.yaml"
+    manifest.write_text(yaml.safe_dump_all([settings, pod]))
+    container = Container(podman, f"{name}-instance")
+    try:
+        for times in (1, 2):
+            await asyncio.to_thread(podman, "kube", "play", "--network", network.name, str(manifest))
+            await container.until(0, "agent-shim", "probe", "ready")
+            lines = (await container.exec("cat", "/var/vcap/store/hello/starts.txt")).split()
+            assert lines == ["prepared", *["drained", "prepared"] * (times - 1)]
+            await container.exec(*LAST_WORDS)
+            await asyncio.to_thread(podman, "kube", "down", str(manifest))
+    finally:
+        await asyncio.to_thread(podman.run, "pod", "rm", "--force", "--time", "0", name)
+        await asyncio.to_thread(podman.run, "volume", "rm", *volumes.values())
+
+
+async def test_patch_of_the_doctor_gives_a_container_what_it_lacks(
+    podman: Podman, image: str, network: pods.Network, tmp_path: Path
+) -> None:
+    """kubectl takes it, and the patched container has no finding left that the patch is for."""
+    name = f"shim-patch-{os.getpid()}"
+    context = {"readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "NET_RAW"]}}
+    program = {"name": "instance", "image": pods.IMAGE, "command": ["sleep", "infinity"], "securityContext": context}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {"containers": [program]}}
+    manifest, change = tmp_path / "pod.yaml", tmp_path / "patch.yaml"
+    manifest.write_text(yaml.safe_dump(pod))
+    container = Container(podman, f"{name}-instance")
+    doctor = ("agent-shim", "doctor", "--patch", "pod", "--container", "instance")
+    try:
+        await asyncio.to_thread(podman, "kube", "play", "--network", network.name, str(manifest))
+        change.write_text(await container.exec(*doctor))
+        patched = await asyncio.to_thread(applied, manifest, change)
+        await asyncio.to_thread(podman, "kube", "down", str(manifest))
+
+        manifest.write_text(patched)
+        await asyncio.to_thread(podman, "kube", "play", "--network", network.name, str(manifest))
+        remaining = await container.exec(*doctor)
+        found = json.loads((await asyncio.to_thread(podman.run, "exec", container.name, *DOCTOR[:3])).stdout)
+    finally:
+        await asyncio.to_thread(podman.run, "pod", "rm", "--force", "--time", "0", name)
+
+    now = yaml.safe_load(patched)["spec"]["containers"][0]
+    assert now["securityContext"]["readOnlyRootFilesystem"] is False
+    assert {"CHOWN", "KILL", "NET_RAW", "SETUID"} <= {*now["securityContext"]["capabilities"]["add"]}
+    assert {mount["mountPath"] for mount in now["volumeMounts"]} >= {"/tmp", "/run"}
+    assert yaml.safe_load(remaining) == {}
+    assert {one["topic"]: one["verdict"] for one in found["findings"]}["user"] == "good"
+
+
+def applied(manifest: Path, change: Path) -> str:
+    """The manifest as kubectl patches it, without a cluster."""
+    words = ["kubectl", "patch", "--local", f"--filename={manifest}", f"--patch-file={change}", "--output=yaml"]
+    return subprocess.run(words, capture_output=True, check=True, text=True).stdout

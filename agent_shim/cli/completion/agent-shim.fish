@@ -65,7 +65,7 @@ function _shtab_agent_shim_using
 end
 
 set -g _shtab_agent_shim_commands run monit status logs doctor drain start stop restart monitor unmonitor call check try render probe handback demo completion help version
-set -g _shtab_agent_shim_opts_with_value --address --addresses --as --az --every --group --group-address --http --image --index --lines --log-format --log-level --manifest --name --only --out --publish --renderer --since --timeout --tool -C -M -P -b -c -n
+set -g _shtab_agent_shim_opts_with_value --address --addresses --as --az --container --every --group --group-address --http --image --index --lines --log-format --log-level --manifest --name --only --out --patch --publish --renderer --since --timeout --tool -C -M -P -b -c -n
 
 complete -c agent-shim -e
 complete -c agent-shim -f
@@ -108,6 +108,8 @@ complete -c agent-shim -n '_shtab_agent_shim_using logs; and test $_shtab_agent_
 complete -c agent-shim -n '_shtab_agent_shim_using; and test $_shtab_agent_shim_npos -eq 0' -a doctor -d 'Probe what this container allows, and list the changes to its manifest.'
 complete -c agent-shim -n '_shtab_agent_shim_using doctor' -s h -l help -d 'show this help message and exit'
 complete -c agent-shim -n '_shtab_agent_shim_using doctor' -l json -d 'for programs'
+complete -c agent-shim -n '_shtab_agent_shim_using doctor' -l patch -xka "template pod" -d 'the changes as a patch for kubectl: of the template of a StatefulSet or Deployment (default), or of a pod'
+complete -c agent-shim -n '_shtab_agent_shim_using doctor' -l container -x -d 'the container that --patch changes (default: this one, where the kubelet tells its name)'
 complete -c agent-shim -n '_shtab_agent_shim_using doctor' -s C -xka "(__fish_complete_path (commandline -ct))" -d 'the agent'"'"'s configuration'
 complete -c agent-shim -n '_shtab_agent_shim_using doctor' -s b -xka "(__fish_complete_directories)" -d 'root directory instead of /var/vcap'
 complete -c agent-shim -n '_shtab_agent_shim_using; and test $_shtab_agent_shim_npos -eq 0' -a drain -d 'Stop all jobs in order, as at the end of the container: pre-stop, drain, stop, post-stop.'

@@ -24,7 +24,7 @@ from typing import Any, Final
 from urllib.parse import SplitResult
 
 from agent_shim.cli.doctor import limits
-from agent_shim.cli.doctor.finding import GOOD, LIMITED, WRONG, Finding, Limit, Report, Runtime
+from agent_shim.cli.doctor.finding import GOOD, LIMITED, WRONG, Finding, Limit, Report, Runtime, filled
 from agent_shim.core import wire, x509
 from agent_shim.core.errors import ConfigError, HostError, NoAgentError, ShimError
 from agent_shim.core.paths import Paths
@@ -67,7 +67,7 @@ MAX_GREETING_BYTES: Final = 65536
 INITS: Final = frozenset({"s6-svscan", "systemd", "runsvdir", "init", "tini", "dumb-init", "catatonit"})
 LOGIN_PROGRAMS: Final = ("useradd", "usermod", "userdel", "sshd", "ssh-keygen")
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(etc-hosts|containers/)")
+OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(?:etc-hosts|containers/(?P<container>[^/]+))")
 """The directory on a node from which a kubelet mounts the hosts file and the termination log into containers."""
 DISKS_OF_WARDEN: Final = Path("/warden-cpi-dev")
 """The directory of the host below which the warden CPI mounts disks. Other CPIs mount each disk below that path."""
@@ -91,6 +91,7 @@ class ContainerView:
     config: AgentConfig
     settings: Effective | None
     status: Mapping[str, Any]
+    runtime: Runtime
 
     @property
     def is_root(self) -> bool:
@@ -104,14 +105,19 @@ class ContainerView:
         if not limit or not found:
             return Finding(topic, GOOD, good or found)
         row = limits.LIMITS[limit] if isinstance(limit, str) else limit
-        change = row.change(runtime(self.settings, self.paths)).format(**words)
-        return Finding(topic, row.verdict, found, row.follows.format(**words), change)
+        change = row.change(self.runtime).format(**words)
+        return Finding(topic, row.verdict, found, row.follows.format(**words), change, filled(row.patch, words))
 
 
-def examine(paths: Paths, config: Path | None) -> Report:
-    """Examine the container. ``config`` is agent.json, by default the one of stemcells."""
+def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -> Report:
+    """Examine the container. ``config`` is agent.json, by default the one of stemcells.
+
+    Changes are those for ``creator``, by default the one that made this container.
+    """
     with _scratch(paths) as scratch:
-        view = ContainerView(paths, Path(scratch), _config(paths, config), _settings(paths), _status(paths))
+        settings = _settings(paths)
+        place = creator or runtime(settings, paths)
+        view = ContainerView(paths, Path(scratch), _config(paths, config), settings, _status(paths), place)
         findings: list[Finding] = []
         for topic, probe in PROBES.items():
             try:
@@ -144,6 +150,12 @@ def runtime(settings: Effective | None, paths: Paths) -> Runtime:
     if any(mount.point in MOUNTS_OF_LXD for mount in table):
         return "lxd"
     return "cpi" if settings is not None and settings.mbus.urls and paths.is_system else "engine"
+
+
+def container_name() -> str:
+    """Return the name of this container in its pod, which the kubelet's mount of the termination log tells, or ""."""
+    found = (OF_A_KUBELET.search(mount.root) for mount in mounts.mounts())
+    return next((match["container"] for match in found if match and match["container"]), "")
 
 
 def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
@@ -306,22 +318,27 @@ def _directories(view: ContainerView) -> Iterator[Finding]:
     for path, text in follows.items():
         if path.is_dir():
             error, is_top = error_of(privilege_probes.write, path), path.parent == Path("/") and path != Path("/etc")
-            limit = "top directory not writable" if is_top else "directory not writable"
+            of_another = "directory of another user" if error == errno.EACCES else "directory not writable"
+            limit = "top directory not writable" if is_top else of_another
             found = f"cannot be written: {os.strerror(error)}" if error else ""
-            yield view.judged(str(path), found, limit, good="writable", needs=text, path=str(path))
+            yield view.judged(str(path), found, limit, good="writable", needs=text, path=str(path), name=path.name)
 
 
 def _volume(view: ContainerView, path: Path, needs: str) -> Finding:
     """Judge a directory that should be a volume. ``needs`` names its content."""
     mount, found, limit = mounts.mount_of(path, mounts.mounts()), "", ""
+    is_missing, is_data = mount is None or mount.point == Path("/"), path == view.paths.data
     if error := error_of(privilege_probes.write, path):
         found = f"cannot be written: {'read-only' if error == errno.EROFS else os.strerror(error)}"
-        limit = "volume not writable"
+        limit = (
+            "no data volume, read-only" if error == errno.EROFS and is_missing and is_data else "volume not writable"
+        )
     elif mount and "noexec" in mount.options:
         found, limit = "mounted noexec", "volume noexec"
-    elif mount is None or mount.point == Path("/"):
-        found, limit = "in the root file system of the container", "no volume"
-    return view.judged(str(path), found, limit, good="a volume of its own, writable", needs=needs, path=str(path))
+    elif is_missing:
+        found, limit = "in the root file system of the container", "no data volume" if is_data else "no volume"
+    good = "a volume of its own, writable"
+    return view.judged(str(path), found, limit, good=good, needs=needs, path=str(path), name=path.name)
 
 
 def _space(view: ContainerView) -> Iterator[Finding]:
@@ -413,7 +430,8 @@ def _ports(view: ContainerView) -> Iterator[Finding]:
         else:
             yield view.judged(topic, f"{what}: {os.strerror(error)}", "port refused")
     found = os.strerror(error).lower() if (error := error_of(privilege_probes.listen_low)) else ""
-    yield view.judged("ports below 1024", found, "no low ports", good="can be listened on")
+    limit = "no low ports" if view.is_root else "no low ports without root"
+    yield view.judged("ports below 1024", found, limit, good="can be listened on")
 
 
 def _connect(host: str, port: int) -> None:

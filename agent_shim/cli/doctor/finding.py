@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 from agent_shim.cli.ansi import Paint, plain
 from agent_shim.core import safetext
@@ -24,11 +24,16 @@ Runtime = Literal["pod", "cpi", "warden", "lxd", "engine"]
 of Kubernetes, the host of Garden, the configuration of LXD, options of ``docker run`` and ``podman run``."""
 
 CLOUD_PROPERTIES: Final = "cloud_properties of the VM"
+NO_PATCH: Final[Mapping[str, Any]] = {}
 ON_HOST: Final = "the host of Garden: the warden CPI has no cloud property but ports"
 
 
 class Limit(NamedTuple):
-    """The consequence of a limit, and the change in each place. "" is that of a pod, for LXD that of a CPI."""
+    """The consequence of a limit, and the change in each place. "" is that of a pod, for LXD that of a CPI.
+
+    ``patch`` is the change as a part of a pod's ``spec``, with the agent's container as ``container``. Its texts may
+    contain ``{words}``.
+    """
 
     verdict: str
     follows: str
@@ -36,12 +41,22 @@ class Limit(NamedTuple):
     cpi: str = ""
     engine: str = ""
     lxd: str = ""
+    patch: Mapping[str, Any] = NO_PATCH
 
     def change(self, runtime: Runtime) -> str:
         cpi = self.cpi or self.pod
         warden = ON_HOST if cpi.startswith(CLOUD_PROPERTIES) else cpi
         engine, lxd = self.engine or self.pod, self.lxd or cpi
         return {"pod": self.pod, "cpi": cpi, "warden": warden, "lxd": lxd, "engine": engine}[runtime]
+
+
+def filled(patch: Any, words: Mapping[str, str]) -> Any:
+    """Return a patch with its texts formatted."""
+    if isinstance(patch, Mapping):
+        return {name: filled(value, words) for name, value in patch.items()}
+    if isinstance(patch, list):
+        return [filled(value, words) for value in patch]
+    return patch.format(**words) if isinstance(patch, str) else patch
 
 
 class Finding(NamedTuple):
@@ -52,6 +67,8 @@ class Finding(NamedTuple):
     found: str
     follows: str = ""
     change: str = ""
+    patch: Mapping[str, Any] = NO_PATCH
+    """The change as a part of a pod's manifest, if that alone decides."""
 
 
 class Report(NamedTuple):

@@ -2,15 +2,16 @@
 
 A change has up to four forms: for a pod, for a CPI outside of Kubernetes, for docker and podman, and for the LXD CPI.
 The second names ``cloud_properties`` of the Docker CPI (keys of Docker's HostConfig). Texts may contain ``{words}``.
+A change that a pod's manifest alone decides, and that gives it no power but what the agent needs, is also a patch.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
-from agent_shim.cli.doctor.finding import CLOUD_PROPERTIES, LIMITED, WRONG, Limit
+from agent_shim.cli.doctor.finding import CLOUD_PROPERTIES, LIMITED, NO_PATCH, WRONG, Limit
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - that very directory
 
@@ -118,6 +119,11 @@ volume not writable = wrong: {needs} cannot be kept there
   cpi: cloud_properties of the VM: ReadonlyRootfs: false, Mounts without ReadOnly
   engine: --volume=NAME:{path}, writable by this user
   lxd: cloud_properties of the VM: devices without readonly: "true"
+no data volume, read-only = wrong: {needs} cannot be kept there
+  pod: a volume mounted on {path}; an emptyDir lasts as long as the pod
+  cpi: cloud_properties of the VM: ReadonlyRootfs: false
+  engine: --volume=NAME:{path}
+  lxd: cloud_properties of the VM: no readonly: "true" of the device root
 volume noexec = wrong: no program of a job or package runs there
   pod: a volume on {path} that is mounted without noexec
   cpi: cloud_properties of the VM: no Tmpfs or Mounts on {path} with noexec
@@ -125,6 +131,10 @@ volume noexec = wrong: no program of a job or package runs there
   lxd: cloud_properties of the VM: no raw.mount.options=noexec of a device
 no volume = limited: {needs} are gone with the container
   pod: a volume mounted on {path}
+  cpi: a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data
+  engine: --volume=NAME:{path}
+no data volume = limited: {needs} are gone with the container
+  pod: a volume mounted on {path}; an emptyDir lasts as long as the pod
   cpi: a persistent disk of the instance group; the CPI brings the volume for /var/vcap/data
   engine: --volume=NAME:{path}
 top directory not writable = limited: {needs}
@@ -137,6 +147,10 @@ directory not writable = limited: {needs}
   cpi: cloud_properties of the VM: ReadonlyRootfs: false
   engine: no --read-only
   lxd: cloud_properties of the VM: no readonly: "true" of the device root
+directory of another user = limited: {needs}
+  pod: securityContext.runAsUser: 0, where that is allowed
+  cpi: an image without USER
+  engine: --user=0
 disk full = wrong: state cannot be written: a deploy fails
   pod: a larger volume, or room
 disk nearly full = limited: a package may not fit in any more
@@ -173,6 +187,11 @@ door certificate expired = wrong: the bosh CLI refuses it
   pod: make another (cloud_provider.cert in the manifest of create-env) and run create-env
 door certificate near its end = limited: afterwards the bosh CLI refuses it
   pod: make another (cloud_provider.cert in the manifest of create-env) and run create-env
+no low ports without root = limited: routers, DNS servers and sshd cannot listen on their usual ports
+  pod: securityContext.sysctls of the pod: net.ipv4.ip_unprivileged_port_start=0
+  cpi: cloud_properties of the VM: Sysctls: {{net.ipv4.ip_unprivileged_port_start: "0"}}
+  engine: --sysctl=net.ipv4.ip_unprivileged_port_start=0
+  lxd: cloud_properties of the VM: config: {{linux.sysctl.net.ipv4.ip_unprivileged_port_start: "0"}}
 port taken = wrong: the agent runs without it
   pod: another port in agent.json, or for the other program
 port refused = limited: the agent runs without it
@@ -211,7 +230,27 @@ def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMIT
     options = " ".join(f"--cap-add={name}" for name in names)
     pod = f"securityContext.capabilities.add: [{', '.join(names)}]{more}"
     lxd = f'{CLOUD_PROPERTIES}: config: {{security.privileged: "true"}}, and no lxc.cap.drop in raw.lxc{more}'
-    return Limit(verdict, follows, pod, cpi=f"{_PRIVILEGED_BY_CPI}{more}", engine=f"{options}{more}", lxd=lxd)
+    needed = {"container": {"securityContext": {"capabilities": {"add": list(names)}}}}
+    patch = NO_PATCH if STRONG.keys() & {*names} else needed
+    return Limit(
+        verdict, follows, pod, cpi=f"{_PRIVILEGED_BY_CPI}{more}", engine=f"{options}{more}", lxd=lxd, patch=patch
+    )
+
+
+def _volume(kind: Mapping[str, str], path: str = "{path}", name: str = "{name}") -> Mapping[str, Any]:
+    """Return the patch that mounts an emptyDir. Its name has a prefix, so that it is none of the pod's own volumes."""
+    mount = {"mountPath": path, "name": f"agent-shim-{name}"}
+    return {"container": {"volumeMounts": [mount]}, "volumes": [{"name": mount["name"], "emptyDir": kind}]}
+
+
+PATCHES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "no data volume": _volume({}),
+    "no data volume, read-only": _volume({}),
+    "top directory not writable": _volume({}),
+    "directory not writable": {"container": {"securityContext": {"readOnlyRootFilesystem": False}}},
+    "little shared memory": _volume({"medium": "Memory", "sizeLimit": "256Mi"}, SHARED_MEMORY, "shm"),
+}
+"""The patches of rows of the table."""
 
 
 def _rows(table: str) -> Iterator[tuple[str, Limit]]:
@@ -219,7 +258,9 @@ def _rows(table: str) -> Iterator[tuple[str, Limit]]:
     for row in re.split(r"\n(?=\S)", table.strip()):
         head, *changes = (" ".join(part.split()) for part in re.split(r"\n  (?=\w+: )", row))
         name, _, rest = head.partition(" = ")
-        yield name, Limit(*rest.split(": ", 1), **dict(change.split(": ", 1) for change in changes))
+        verdict, _, follows = rest.partition(": ")
+        texts: Mapping[str, Any] = dict(change.split(": ", 1) for change in changes)
+        yield name, Limit(verdict, follows, **texts, patch=PATCHES.get(name, NO_PATCH))
 
 
 LIMITS: Final[Mapping[str, Limit]] = {

@@ -15,7 +15,7 @@ DEPLOY = ROOT / "deploy/kubernetes"
 def manifests(name: str) -> str:
     """Return the documents for a cluster."""
     if not (DEPLOY / name / "kustomization.yaml").exists():
-        return (DEPLOY / name / "pod.yaml").read_text()
+        return "---\n".join(path.read_text() for path in sorted((DEPLOY / name).glob("*.yaml")))
     if shutil.which("kubectl") is None:
         pytest.fail("kubectl is missing: apt-get install --no-install-recommends kubernetes-client")
     done = subprocess.run(["kubectl", "kustomize", DEPLOY / name], capture_output=True, text=True)

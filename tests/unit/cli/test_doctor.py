@@ -27,7 +27,8 @@ def found(topic: str, base: Path, settings: dict[str, object] | None = None) -> 
     """The last finding of a probe on a tree with these settings."""
     document = json.dumps({"agent_id": "a", **(settings or {})}).encode()
     known = Effective(parse(document, origin="x"), UpdateSettings())
-    view = doctor.ContainerView(Paths(base), base, AgentConfig(), known, {})
+    place = doctor.runtime(known, Paths(base))
+    view = doctor.ContainerView(Paths(base), base, AgentConfig(), known, {}, place)
     return list(doctor.PROBES[topic](view))[-1 if topic == "clock" else 0]
 
 

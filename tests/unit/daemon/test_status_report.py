@@ -34,7 +34,7 @@ def live(tmp_path: Path, **others: Any) -> Runtime:
         vitals=SimpleNamespace(figures=lambda: "figures"),
         spec=SimpleNamespace(current=ApplySpec(deployment="dep", name="group", index=3, id="an-id", az="z4")),
         disks=SimpleNamespace(progress=SimpleNamespace(share=0.5), is_mounted=False),
-        paths=SimpleNamespace(bosh_etc=tmp_path),
+        paths=SimpleNamespace(etc=tmp_path, bosh_etc=tmp_path),
     )
     made = {
         "phase": "running",
@@ -52,7 +52,7 @@ def live(tmp_path: Path, **others: Any) -> Runtime:
 
 
 def test_metrics_readings_come_from_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "operating_system").write_text("ubuntu\n")
+    (tmp_path / "os-release").write_text('PRETTY_NAME="Debian GNU/Linux 12"\nID=debian\nVERSION_CODENAME=bookworm\n')
     (tmp_path / "stemcell_version").write_text("1.2\n")
     blobs = SimpleNamespace(counts=Counter({("in", "done"): 21}), sizes=Counter({"in": 22}))
     monkeypatch.setattr(workers, "transfers", blobs)
@@ -63,7 +63,7 @@ def test_metrics_readings_come_from_their_sources(tmp_path: Path, monkeypatch: p
     assert (found.bus.connected, found.bus.heartbeat_age, found.bus.stats) == (True, None, "stats")
     assert found.alerts == {"sent": 11, "dropped": 12, "collapsed": 13}
     assert (found.tasks_running, found.tasks_waiting) == (1, 2)
-    assert (found.figures, found.stemcell) == ("figures", ("ubuntu", "1.2"))
+    assert (found.figures, found.stemcell) == ("figures", ("debian-bookworm", "1.2"))
     assert found.instance == {"deployment": "dep", "group": "group", "index": "3", "id": "an-id", "az": "z4"}
     assert [each.process.name for each in found.processes] == ["web"]
     assert found.failures == {"rules": 23}

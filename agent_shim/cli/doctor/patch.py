@@ -1,0 +1,65 @@
+"""``agent-shim doctor --patch``: changes to a pod as a strategic-merge patch for kubectl. Pure.
+
+The patch has what a pod needs and what its manifest alone decides. What gives a container more power, needs a value or
+belongs to the node is a comment, because only its owner knows whether the jobs need it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final, Literal
+
+import yaml
+
+from agent_shim.cli.doctor.finding import Report
+from agent_shim.core import safetext
+
+PLACEHOLDER: Final = "CONTAINER"
+"""The container's name where nothing tells it. No container can have it, so kubectl refuses to add one."""
+Target = Literal["template", "pod"]
+"""The subject of a patch: the template of a StatefulSet, Deployment or DaemonSet, or the manifest of a pod."""
+_WIDTH: Final = 100
+
+
+def patch(report: Report, container: str, held: Collection[str], target: Target) -> str:
+    """Return the patch as YAML with comments, ``{}`` without a change.
+
+    ``held`` are the capabilities that the container has. A patch replaces both lists of capabilities, so it names them
+    all.
+    """
+    spec: Mapping[str, Any] = {}
+    for finding in report.findings:
+        spec = _merged(spec, finding.patch)
+    own = spec.get("container", {})
+    if "capabilities" in own.get("securityContext", {}):
+        kept = sorted(name for name in held if not name.isdigit())
+        own = _merged(own, {"securityContext": {"capabilities": {"add": kept, "drop": ["ALL"]}}})
+    changes: dict[str, Any] = {"containers": [{"name": container, **own}]} if own else {}
+    changes |= {name: value for name, value in spec.items() if name != "container"}
+    document = {"spec": {"template": {"spec": changes}} if target == "template" else changes} if changes else {}
+    body = yaml.safe_dump(document, sort_keys=False, width=_WIDTH)
+    return "\n".join(_comments(report, target, is_empty=not changes)) + f"\n{body}"
+
+
+def _comments(report: Report, target: Target, *, is_empty: bool) -> Iterator[str]:
+    if is_empty:
+        yield "# agent-shim doctor: nothing to change."
+    else:
+        subject = "StatefulSet, Deployment or DaemonSet" if target == "template" else "pod"
+        yield f"# agent-shim doctor: changes to the {subject} of this container."
+    own = [finding for finding in report.findings if finding.change and not finding.patch]
+    if own:
+        yield "# Not part of it, because they depend on the jobs, need a value or belong to the node:"
+    for finding in own:
+        text = safetext.line(f"{finding.topic}: {finding.change}")
+        yield from textwrap.wrap(text, _WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_long_words=False)
+
+
+def _merged(one: Any, other: Any) -> Any:
+    """Return both changes in one: members of mappings and elements of lists of both."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return {name: _merged(one.get(name), other.get(name)) for name in {**one, **other}}
+    if isinstance(one, list) and isinstance(other, list):
+        return [*one, *(each for each in other if each not in one)]
+    return one if other is None else other
