@@ -13,11 +13,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from tests.chaos.cases import CASES
+from tests.chaos.scorecard import earlier
+from tests.support import kills
 from tests.support.source import ROOT
-from tools.chaos import __main__ as _played  # noqa: F401 - importing it enters all cases
-from tools.chaos import crash
-from tools.chaos.cases import CASES
-from tools.chaos.scorecard import earlier
 
 pytestmark = pytest.mark.root
 
@@ -28,8 +27,8 @@ SHORT = sorted(case.id for case in CASES.values() if not case.is_long)
 def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
     """It runs below its own PID 1."""
     into = tmp_path / "rows"
-    argv = [sys.executable, "-m", "tools.chaos", case, "--into", str(into)]
-    said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False).stderr
+    argv = [sys.executable, "-m", "tests.chaos", case, "--into", str(into)]
+    said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
     assert into.exists(), said
     row = earlier(into.read_text())[case]
@@ -47,7 +46,7 @@ def test_chaos_kill_after_the_work_is_reported(tmp_path: Path) -> None:
             """Hold the loop until the victim is dead, so that the work ends before the tracer's report is read."""
             victim.communicate(b"\n", timeout=30)
 
-        told = asyncio.run(crash.killed(stand, 1, "root", [tmp_path], work))
+        told = asyncio.run(kills.killed(stand, 1, "root", [tmp_path], work))
 
     assert told["killed"] == [victim.pid]
     assert stand.expected_ends == 1
@@ -68,7 +67,7 @@ for change in (lambda: os.write(file, b"text"), lambda: os.fsync(file), lambda: 
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
 
         async def play() -> tuple[bytes, bytes]:
-            async with crash.tracing(victim.pid, 2, "ENOSPC", [tmp_path]) as lines:
+            async with kills.tracing(victim.pid, 2, "ENOSPC", [tmp_path]) as lines:
                 said, _ = await asyncio.to_thread(victim.communicate, b"\n", timeout=60)
                 return said, await lines.readline()
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock
 
 import pytest
 
-from tools.chaos import __main__ as playing
-from tools.chaos import sabotage, witness
-from tools.chaos.cases import Case
-from tools.chaos.sabotage import Saboteur
-from tools.chaos.scorecard import Row, earlier, enter_general, write
+from tests.chaos import sabotage
+from tests.chaos.case import Case
+from tests.chaos.sabotage import Saboteur
+from tests.chaos.scorecard import Row, earlier, enter_general, row_of, write
+from tests.support import witness
 
 SCALED = "1 of 1 on 2026-11-20"
 LATER = "3 of 3 on 2026-11-21"
@@ -85,7 +83,7 @@ def test_general_saboteurs_are_recognized_by_their_marks(monkeypatch: pytest.Mon
     ]
     played, told = list[str](), dict[str, str]()
 
-    def play(playing: Sequence[Saboteur], _: Path | None) -> tuple[Row, list[Saboteur], str]:
+    def play(playing: Sequence[Saboteur]) -> tuple[Row, list[Saboteur], str]:
         played.append(" ".join(each.row[-1] for each in playing))
         broken = [breaks[each.row] for each in playing if breaks.get(each.row)]
         row = Row("C-01", "", "not held" if broken else "held", "; ".join(broken))
@@ -109,20 +107,21 @@ def test_saboteur_of_a_case_that_did_not_run_is_not_reported(monkeypatch: pytest
     assert told == []
 
 
-async def test_failed_scorecard_row_names_only_the_broken_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+def report(outcome: str, why: str = "") -> Any:
+    return SimpleNamespace(passed=outcome == "passed", skipped=outcome == "skipped", user_properties=[("why", why)])
+
+
+def test_failed_scorecard_row_names_only_the_broken_invariant() -> None:
     """The text of its figures would pass for the reason that a saboteur expects."""
-    seen = SimpleNamespace(broken=AsyncMock(return_value=["I16: job7 has no process"]))
+    case, figures, omitted = Case("C-01", "kills", "20 of 100"), ["0 jobs restarted"], {"I2": "all are killed"}
 
-    @asynccontextmanager
-    async def stand(*_: Any, **__: Any) -> Any:
-        yield SimpleNamespace(witness=seen, omitted={})
-
-    monkeypatch.setattr(playing, "stand", stand)
-    case = Case("C-01", "kills", AsyncMock(return_value="0 jobs restarted"))
-
-    assert (await playing.play(case, "")).figures == "I16: job7 has no process"
-    seen.broken.return_value = []
-    assert (await playing.play(case, "")).figures == "0 jobs restarted"
+    broken = row_of(case, [report("passed"), report("failed", "I16: job7 has no process")], figures, omitted)
+    assert (broken.verdict, broken.figures) == ("not held", "I16: job7 has no process")
+    missing = row_of(case, [report("skipped", "needs root")], figures, omitted)
+    assert (missing.verdict, missing.figures) == ("not run", "needs root")
+    held = row_of(case, [report("passed")], figures, omitted)
+    assert (held.verdict, held.figures) == ("held", "0 jobs restarted; without I2: all are killed (20 of 100)")
+    assert row_of(case, [report("passed")], figures, {}, is_full=True).figures == "0 jobs restarted"
 
 
 def test_reported_waits_are_those_of_the_slowest_thread_per_process() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tests.support.witness import Size
 from tools.chaos.soak import Record
-from tools.chaos.witness import Size
 
 MIB = 1 << 20
 HOUR = 3600

@@ -22,8 +22,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from agent_shim.host import mounts
+from tests.support import namespaces
 from tests.support.own_cgroups import joining, own_cgroups
-from tools.chaos import namespaces
 
 ROOT: Final = Path(__file__).parents[2]
 MAX_PROCESSES: Final = 2000

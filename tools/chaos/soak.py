@@ -1,4 +1,4 @@
-"""``./dev chaos --soak SECONDS``: faults and work of all kinds for a given time.
+"""``./dev soak SECONDS``: faults and work of all kinds for a given time.
 
 The Director sends requests all the time; jobs are killed and deployed again, their logs fetched, errands run;
 credentials change; malformed messages and floods of requests arrive; the bus is cut, killed and made silent. The agent
@@ -8,6 +8,7 @@ after it. A second process only sleeps and reads the clock: a delay of both is t
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -24,10 +25,11 @@ from itertools import pairwise
 from typing import Final
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
-from tests.support.instance import AGENT
-from tools.chaos.messages import BAD, mutated
-from tools.chaos.stand import CONNECTED, Stand, expect, stand, until
-from tools.chaos.witness import Size
+from tests.support import namespaces
+from tests.support.instance import AGENT, COMMAND
+from tests.support.nonsense import BAD, mutated
+from tests.support.stand import CONNECTED, Stand, expect, stand, until
+from tests.support.witness import Size
 
 JOBS: Final = 20
 HEARTBEAT_PERIOD_S: Final = 30.0
@@ -442,11 +444,21 @@ async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULT
         return record
 
 
-def main(command: str, seconds: float, profile: Profile = FAULTS) -> int:
+def main() -> int:
     """Return 0 if all conditions held. The figures go to standard output."""
+    parser = argparse.ArgumentParser(prog="./dev soak", description=__doc__)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--load", action="store_true", help="a load that never pauses instead: 202 services")
+    parser.add_argument("--agent-command", default=COMMAND, metavar="COMMAND")
+    asked = parser.parse_args()
+    namespaces.enter("tools.chaos.soak", sys.argv[1:], network=True)
     seed = int(time.time())
-    record = asyncio.run(soak(command, seconds, seed, profile))
+    record = asyncio.run(soak(asked.agent_command, asked.seconds, seed, LOAD if asked.load else FAULTS))
     faults = record.faults()
     figures = {"seed": seed, **record.figures(), "faults": faults}
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
     return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

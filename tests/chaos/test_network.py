@@ -19,16 +19,16 @@ from typing import Any, Final, cast
 from agent_shim.core.settings import Mbus
 from agent_shim.demo.pki import SERVER
 from agent_shim.edges.bus.nats import NatsBus
+from tests.chaos.case import case
 from tests.support.bus import FakeServer, Wire
 from tests.support.instance import AGENT
 from tests.support.proxy import Proxy
 from tests.support.readings import cpu_seconds
-from tools.chaos.cases import case
-from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, refused, until
+from tests.support.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, refused, until
 
 
 @case("N-01", "the server is killed and comes back", scale="after 1 and 10 s of 1 to 600", has_full=True, is_long=True)
-async def server_killed(stand: Stand) -> str:
+async def test_agent_reconnects_to_a_killed_server(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -40,11 +40,11 @@ async def server_killed(stand: Stand) -> str:
         await stand.world.server.start()
         took.append(await stand.answers(CONNECTED))
         await until(lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 3, "heartbeat at once")  # noqa: B023
-    return f"back {' and '.join(f'{seconds:.1f}' for seconds in took)} s after the server"
+    stand.tell(f"back {' and '.join(f'{seconds:.1f}' for seconds in took)} s after the server")
 
 
 @case("N-02", "a black hole in both directions", scale="40 s of 120", has_full=True, is_long=True)
-async def black_hole(stand: Stand) -> str:
+async def test_dead_link_is_noticed_and_replaced(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -54,11 +54,11 @@ async def black_hole(stand: Stand) -> str:
     await asyncio.sleep(stand.of(40, 120) - dead)
     stand.proxy.flow()
     back = await stand.answers(CONNECTED)
-    return f"dead after {dead:.1f} s, back {back:.1f} s after it healed"
+    stand.tell(f"dead after {dead:.1f} s, back {back:.1f} s after it healed")
 
 
 @case("N-03", "the server is stopped by a signal", scale="30 s of 45", has_full=True, is_long=True)
-async def server_stopped(stand: Stand) -> str:
+async def test_agent_outlasts_a_stopped_server(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -67,11 +67,11 @@ async def server_stopped(stand: Stand) -> str:
         await asyncio.sleep(stand.of(30, 45))
     finally:
         stand.world.server.resume()
-    return f"back {await stand.answers(CONNECTED):.1f} s after it resumed"
+    stand.tell(f"back {await stand.answers(CONNECTED):.1f} s after it resumed")
 
 
 @case("N-04", "the link is cut again and again", scale="every 3 s for 1 of 30 min", has_full=True, is_long=True)
-async def flaps(stand: Stand) -> str:
+async def test_agent_outlasts_a_link_that_is_cut_again_and_again(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -82,11 +82,11 @@ async def flaps(stand: Stand) -> str:
         await asyncio.sleep(3)
     made = stand.proxy.connections - links
     expect(made <= seconds, f"{made} attempts in {seconds} s")
-    return f"{made} attempts in {seconds} s, back after {await stand.answers(CONNECTED):.1f} s"
+    stand.tell(f"{made} attempts in {seconds} s, back after {await stand.answers(CONNECTED):.1f} s")
 
 
 @case("N-05", "600 MB are applied and packed beside pings", is_long=True)
-async def heavy(stand: Stand) -> str:
+async def test_pings_are_answered_beside_heavy_work(stand: Stand) -> None:
     await stand.boot()
     # In threads: a blocked event loop would stop the proxy here, and agent and bus drop a silent link.
     spec = await asyncio.to_thread(stand.world.spec, 2, 6, 100 << 20)
@@ -109,11 +109,11 @@ async def heavy(stand: Stand) -> str:
         await asyncio.sleep(0.01)
     await working
     expect(longest < 0.25, f"a ping took {longest * 1000:.0f} ms")
-    return f"the longest ping took {longest * 1000:.0f} ms"
+    stand.tell(f"the longest ping took {longest * 1000:.0f} ms")
 
 
 @case("N-08", "bus credentials change by update_settings, then to invalid ones", is_long=True)
-async def rotated(stand: Stand) -> str:
+async def test_changed_bus_credentials_are_used_and_invalid_ones_refused(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -130,22 +130,22 @@ async def rotated(stand: Stand) -> str:
     bad = {"ca": fresh.ca, "certificate": "nonsense", "private_key": fresh.private_key}
     await refused(stand, "update_settings", {"mbus": {"urls": list(stand.world.urls), "cert": bad}})
     await stand.answers(2)
-    return f"5 changes, {longest:.2f} s at most until the answer over the new link; a bad one is refused"
+    stand.tell(f"5 changes, {longest:.2f} s at most until the answer over the new link; a bad one is refused")
 
 
 @case("N-09", "its user is removed from the server and restored", scale="20 s of 120", has_full=True, is_long=True)
-async def unknown(stand: Stand) -> str:
+async def test_agent_returns_when_its_user_is_restored(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
     await stand.world.server.remove_agent(AGENT)
     await asyncio.sleep(stand.of(20, 120))
     await stand.world.server.add_agent(AGENT)
-    return f"back {await stand.answers(CONNECTED):.1f} s after it was known again"
+    stand.tell(f"back {await stand.answers(CONNECTED):.1f} s after it was known again")
 
 
 @case("N-13", "requests arrive twice, results are queried late and in another order")
-async def duplicates(stand: Stand) -> str:
+async def test_repeated_requests_have_one_effect(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
@@ -160,11 +160,11 @@ async def duplicates(stand: Stand) -> str:
     for task in reversed(tasks):
         await stand.world.director.value(AGENT, "get_task", task)
     expect(count.read_text() == "once\n", f"the script ran {count.read_text().count('once')} times")
-    return "one effect of four copies"
+    stand.tell("one effect of four copies")
 
 
 @case("N-14", "reply subjects that are dead, forbidden, empty or long", attack="another agent forges a reply_to")
-async def replies(stand: Stand) -> str:
+async def test_bad_reply_subjects_do_not_cut_the_link(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
     peer = stand.world.director.peer
@@ -176,11 +176,11 @@ async def replies(stand: Stand) -> str:
     links = stand.proxy.connections
     await stand.answers(2)
     expect(stand.proxy.connections == links, "the link was given up")
-    return f"{len(subjects)} kinds, the link stays"
+    stand.tell(f"{len(subjects)} kinds, the link stays")
 
 
 @case("N-11", "the server stops reading during a flood of requests, twice", is_long=True)
-async def full_window(stand: Stand) -> str:
+async def test_agent_outlasts_a_server_that_stops_reading(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(50)
     stand.remember()
@@ -194,7 +194,7 @@ async def full_window(stand: Stand) -> str:
         stand.proxy.flow()
         await asyncio.gather(*asked, return_exceptions=True)
         took.append(await stand.answers(CONNECTED))
-    return f"back {max(took):.1f} s after it read again"
+    stand.tell(f"back {max(took):.1f} s after it read again")
 
 
 class NameServer(asyncio.DatagramProtocol):
@@ -238,7 +238,7 @@ async def names(stand: Stand) -> AsyncIterator[NameServer]:
 
 
 @case("N-12", "the name of the bus: unknown, an error, silence of 30 s, another address", is_long=True)
-async def wrong_names(stand: Stand) -> str:
+async def test_agent_outlasts_wrong_name_servers(stand: Stand) -> None:
     async with names(stand) as server, Proxy(stand.proxy.target, "127.0.0.2", stand.proxy.port) as other:
         stand.world.urls = (f"nats://{SERVER}:{stand.proxy.port}",)
         await stand.boot()
@@ -261,7 +261,9 @@ async def wrong_names(stand: Stand) -> str:
         server.address = "127.0.0.2"
         moved = await until(lambda: other.connections, 70, "a link to the new address")
         await stand.answers(5)
-        return f"back within {longest:.1f} s; at the new address after {moved:.0f} s, though the old one still answers"
+        stand.tell(
+            f"back within {longest:.1f} s; at the new address after {moved:.0f} s, though the old one still answers"
+        )
 
 
 ERRORS = (
@@ -327,7 +329,7 @@ def _nonsense() -> dict[str, bytes]:
     attack="a neighbour sends the agent nonsense from a server that it accepts as the bus",
     is_long=True,
 )
-async def nonsense(stand: Stand) -> str:
+async def test_agent_outlasts_a_server_that_talks_nonsense(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -365,7 +367,9 @@ async def nonsense(stand: Stand) -> str:
     stand.proxy.cut()
     back = await stand.answers(CONNECTED)
     expect(share < 0.2, f"it took {share:.0%} of a processor")
-    return f"{kinds} kinds, a request cut at {pieces} places; back {back:.1f} s after that; {share:.1%} of a processor"
+    stand.tell(
+        f"{kinds} kinds, a request cut at {pieces} places; back {back:.1f} s after that; {share:.1%} of a processor"
+    )
 
 
 async def _in_pieces(wire: Wire) -> int:
@@ -410,7 +414,7 @@ class _Member(NatsBus):
 
 
 @case("N-06", "1000 agents and a server that restarts", is_long=True, scale="light ones, away for 20 s")
-async def crowd(stand: Stand) -> str:
+async def test_thousand_agents_reconnect_to_a_restarted_server(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -445,4 +449,4 @@ async def crowd(stand: Stand) -> str:
     most = max(bisect(tries, at + 1) - bisect_left(tries, at) for at in tries if at < OUTAGE - 1)
     expect(most <= 200, f"{most} of them tried within a second")
     expect(last <= 30, f"the last was back after {last:.1f} s")
-    return f"{most} of them at most try in a second; all back {last:.1f} s after the server"
+    stand.tell(f"{most} of them at most try in a second; all back {last:.1f} s after the server")

@@ -23,11 +23,10 @@ from agent_shim.core.paths import Paths
 from agent_shim.demo.director import RpcRemoteError
 from agent_shim.demo.release import archive
 from agent_shim.services.logs.archives import REMARKS
+from tests.chaos.case import case
 from tests.support.instance import AGENT
-from tests.support.volumes import fill, fingerprint, holding, mount_ext4
-from tools.chaos.cases import case
-from tools.chaos.crash import Told, changes, places_of_state, sweep, tidied, tracing
-from tools.chaos.stand import (
+from tests.support.kills import Told, changes, places_of_state, sweep, tidied, tracing
+from tests.support.stand import (
     CannotInjectError,
     NotHeldError,
     Stand,
@@ -39,10 +38,11 @@ from tools.chaos.stand import (
     unmounted_after,
     until,
 )
+from tests.support.volumes import fill, fingerprint, holding, mount_ext4
 
 
 @case("D-03", "errors of reading, writing and syncing; then the kernel makes the data read-only", is_long=True)
-async def broken_disk(stand: Stand) -> str:
+async def test_apply_on_a_broken_disk_is_refused_until_it_is_well(stand: Stand) -> None:
     device = loop_device(stand, 200)
     await stand.boot()
     await stand.deploy(2)
@@ -76,7 +76,7 @@ async def broken_disk(stand: Stand) -> str:
     await stand.stop()
     expect(not stand.live(), "the jobs cannot be stopped")
     told = " / ".join(error.rpartition(": ")[2] for error in errors)
-    return f"refused: {told}; a heartbeat within {beat:.0f} s; each apply complete once the disk is well"
+    stand.tell(f"refused: {told}; a heartbeat within {beat:.0f} s; each apply complete once the disk is well")
 
 
 def loop_device(stand: Stand, megabytes: int) -> str:
@@ -99,7 +99,7 @@ def loop_device(stand: Stand, megabytes: int) -> str:
 @case(
     "D-05", "blobs that are cut, changed or missing", attack="a blobstore delivers another blob than the requested one"
 )
-async def bad_blobs(stand: Stand) -> str:
+async def test_wrong_blobs_are_refused(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
@@ -121,7 +121,7 @@ async def bad_blobs(stand: Stand) -> str:
     await stand.world.run("apply", spec)
     await stand.world.run("start")
     expect(len(errors) == 4, f"{len(errors)} kinds were refused")
-    return f"{len(errors)} kinds refused, the right one is taken afterwards"
+    stand.tell(f"{len(errors)} kinds refused, the right one is taken afterwards")
 
 
 async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
@@ -150,15 +150,15 @@ async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
 
 
 @case("D-01", "no space left while an apply unpacks")
-async def no_space(stand: Stand) -> str:
+async def test_apply_without_space_can_be_repeated(stand: Stand) -> None:
     small(stand, "size=12m")
-    return await _until_it_fits(stand)
+    stand.tell(await _until_it_fits(stand))
 
 
 @case("D-02", "no inodes left while an apply unpacks")
-async def no_inodes(stand: Stand) -> str:
+async def test_apply_without_inodes_can_be_repeated(stand: Stand) -> None:
     small(stand, "size=400m")
-    return await _until_it_fits(stand, inodes=8)
+    stand.tell(await _until_it_fits(stand, inodes=8))
 
 
 def _hostile() -> dict[str, bytes]:
@@ -191,7 +191,7 @@ def _hostile() -> dict[str, bytes]:
 
 
 @case("D-06", "hostile archives", attack="a blobstore delivers an archive that writes outside its directory")
-async def hostile(stand: Stand) -> str:
+async def test_hostile_archives_are_refused(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
@@ -204,7 +204,7 @@ async def hostile(stand: Stand) -> str:
         escaped = list(stand.world.scratch.rglob("*escaped*"))
         expect(not escaped and not os.path.exists("/tmp/agent-shim-chaos-escaped"), f"{name}: something got out")
     expect(told == len(_hostile()), f"only {told} kinds are refused")
-    return f"{told} kinds refused, nothing outside"
+    stand.tell(f"{told} kinds refused, nothing outside")
 
 
 @case(
@@ -214,7 +214,7 @@ async def hostile(stand: Stand) -> str:
     has_full=True,
     is_long=True,
 )
-async def moving_logs(stand: Stand) -> str:
+async def test_moving_logs_can_be_fetched(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
     logs, count = stand.world.base / "data/sys/log/job0", stand.of(400, 20_000)
@@ -246,7 +246,7 @@ async def moving_logs(stand: Stand) -> str:
     expect(watched.disk <= size, f"{watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive")
     grown = watched.memory - before.memory
     expect(grown < 30 << 20, f"the agent grew by {grown >> 20} MiB")
-    return (
+    stand.tell(
         f"{len(names)} members in {took:.1f} s; {watched.disk >> 20} MiB more disk for {size >> 20} MiB of archive; "
         f"the agent {grown / (1 << 20):+.1f} MiB, its worker {watched.worker >> 20} MiB"
     )
@@ -311,7 +311,7 @@ def _members(archive: Path) -> tuple[set[str], str]:
 
 
 @case("D-10", "the hosts file is a mount, then a read-only one")
-async def mounted_hosts(stand: Stand) -> str:
+async def test_mounted_hosts_file_is_written_in_place(stand: Stand) -> None:
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for a mount")
     await stand.boot()
@@ -334,7 +334,7 @@ async def mounted_hosts(stand: Stand) -> str:
         subprocess.run(["umount", str(hosts)], check=True)
     text = own.read_text()
     expect("10.0.0.1 neighbour1" in text and "neighbour2" not in text, "the mounted file is not as expected")
-    return "written in place; the read-only one stays, and bosh-dns has the new records all the same"
+    stand.tell("written in place; the read-only one stays, and bosh-dns has the new records all the same")
 
 
 WRITER = """
@@ -358,7 +358,7 @@ while time.time() < ends_at:
     has_full=True,
     is_long=True,
 )
-async def rotation(stand: Stand) -> str:
+async def test_rotation_keeps_the_lines_of_a_log_in_use(stand: Stand) -> None:
     big, total = stand.of(10**9, 50 * 10**9), stand.of(64 << 20, 1 << 30)
     if (free := shutil.disk_usage(stand.world.scratch).free) < big + 10**10:
         raise CannotInjectError(f"needs {big // 10**9 + 10} GB of disk, {free // 10**9} are free")
@@ -395,7 +395,7 @@ async def rotation(stand: Stand) -> str:
     archives = len(list(logs.glob("moving.log.*.gz")))
     expect(archives > 5, f"only {archives} archives of a log of 40 MB")
     told = f"{archives} archives of the log in use, {lost} lines lost, {window * 1000:.0f} ms"
-    return f"{took:.0f} s; {total >> 21} MiB of the huge log are kept; {told} at most"
+    stand.tell(f"{took:.0f} s; {total >> 21} MiB of the huge log are kept; {told} at most")
 
 
 def _write_logs(logs: Path, big: int) -> None:
@@ -424,7 +424,7 @@ def _lost(log: Path) -> tuple[int, float]:
 
 
 @case("D-09", "disks that are busy, mounted twice, missing, half migrated", is_long=True)
-async def awkward_disks(stand: Stand) -> str:
+async def test_awkward_disks_lose_no_file(stand: Stand) -> None:
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for disks")
     scratch, base = stand.world.scratch, stand.world.base
@@ -473,7 +473,7 @@ async def awkward_disks(stand: Stand) -> str:
         await stand.world.run("unmount_disk", "old")
     expect(await listed(stand) == ["new"], "the new disk is not listed alone")
     stand.moved[str(store)] = device
-    return f"{kills} kills in a migration, {len(before)} files the same; a holder and a path are named"
+    stand.tell(f"{kills} kills in a migration, {len(before)} files the same; a holder and a path are named")
 
 
 async def listed(stand: Stand) -> list[str]:
@@ -495,7 +495,7 @@ def _unmount_below(place: Path) -> None:
     has_full=True,
     is_long=True,
 )
-async def failed_writes_of_state(stand: Stand) -> str:
+async def test_answered_changes_survive_failed_writes_of_state(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(2)
     stand.remember()
@@ -534,7 +534,7 @@ async def failed_writes_of_state(stand: Stand) -> str:
     told = (
         f"{', '.join(counts)}, the last from call {last} on, in which {len(refused_methods)} actions of 6 were refused"
     )
-    return f"{told}; what was answered held, and all worked afterwards"
+    stand.tell(f"{told}; what was answered held, and all worked afterwards")
 
 
 async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:

@@ -6,13 +6,16 @@ import fcntl
 import itertools
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from tools.chaos.cases import NOT_INJECTED
+import pytest
+
+from tests.chaos.case import Case
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs/reliability.md"
 BEGIN: Final = "<!-- scorecard -->"
@@ -46,6 +49,12 @@ class Row:
             return self.played
         return f"{self.verdict}, {self.played}" if self.played else self.verdict
 
+    def dated(self, how_often: str) -> Row:
+        """Return this row with today's date, after the number of runs if there is one. None if it was not run."""
+        if self.verdict == "not run":
+            return self
+        return replace(self, played=f"{how_often} on {time.strftime('%Y-%m-%d')}".removeprefix(" on "))
+
     def beside(self, known: Row | None) -> Row:
         """Return this row with the valid entries of the previous one: both the reduced and the full case count."""
         if known is None:
@@ -65,6 +74,27 @@ class Row:
     def full(self) -> str:
         """When it was played in full."""
         return "; ".join(part for part in self.played.split("; ") if part.startswith(FULL))
+
+
+def row_of(
+    case: Case,
+    reports: Iterable[pytest.TestReport],
+    figures: Iterable[str],
+    omitted: Mapping[str, str],
+    *,
+    is_full: bool = False,
+) -> Row:
+    """Return the row of a case from the reports of its phases.
+
+    ``omitted`` are the invariants that were not checked, each with the reason. The row of a case that did not hold says
+    only why: the text of its figures could pass for the reason that a saboteur expects.
+    """
+    for report in reports:
+        if not report.passed:
+            why = next((str(value) for name, value in report.user_properties if name == "why"), "")
+            return Row(case.id, case.fault, "not run" if report.skipped else "not held", why)
+    words = "; ".join([*figures, *(f"without {name}: {why}" for name, why in sorted(omitted.items()))])
+    return Row(case.id, case.fault, HELD, f"{words} ({case.scale})" if case.scale and not is_full else words)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -102,7 +132,6 @@ def write(path: Path, rows: Iterable[Row]) -> None:
         text = path.read_text() if path.exists() else ""
         known = earlier(text)
         known |= {row.id: row.beside(known.get(row.id)) for row in rows}
-        known |= {number: Row(number, fault, "not run", why) for number, (fault, why) in NOT_INJECTED.items()}
         _replace(path, text, known)
 
 

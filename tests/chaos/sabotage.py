@@ -1,4 +1,4 @@
-"""``./dev chaos --sabotage ROW``: make one named, wrong change to the agent, and check that the row fails.
+"""Make one named, wrong change to the agent, and check that the row fails: ``./dev sabotage``.
 
 A row that holds although its own subject is broken in the agent proves nothing. The change is made in a scratch copy of
 the project, and the case is played there, in its own namespaces.
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tools.chaos import namespaces
-from tools.chaos.scorecard import Row, earlier
+from tests.chaos.scorecard import Row, earlier
+from tests.support import namespaces
 
 ROOT: Final = Path(__file__).parents[2]
 CAUGHT: Final = "caught"
@@ -69,7 +69,7 @@ class Saboteur:
         return text.replace(self.before, self.after.replace('".ran"', f'".{self.row}"'))
 
 
-def play(playing: Sequence[Saboteur], keep_log: Path | None = None) -> tuple[Row | None, list[Saboteur], str]:
+def play(playing: Sequence[Saboteur]) -> tuple[Row | None, list[Saboteur], str]:
     """Play a case with the changes of its saboteurs. Return its row, those whose wrong code ran, and the figures.
 
     The row is None where the case was not played.
@@ -83,10 +83,9 @@ def play(playing: Sequence[Saboteur], keep_log: Path | None = None) -> tuple[Row
         into = copy / "rows.md"
         environment = {key: value for key, value in os.environ.items() if key != namespaces.INSIDE}
         environment["PYTHONPATH"] = str(copy)
-        argv = [sys.executable, "-m", "tools.chaos", case, "--into", str(into)]
+        argv = [sys.executable, "-m", "tests.chaos", case, "--into", str(into)]
         done = subprocess.run(argv, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-        if keep_log is not None:
-            keep_log.write_text(done.stdout + done.stderr)
+        sys.stdout.write(done.stdout + done.stderr)
         row = earlier(into.read_text()).get(case) if into.exists() else None
         ran = [one for one in playing if Path(f"{copy / one.path}.{one.row}").exists()]
     if row is None:
@@ -124,7 +123,7 @@ def _copy(target: Path) -> None:
         subprocess.run(argv, cwd=target, check=True)
 
 
-def report(saboteur: Saboteur, logs: Path | None = None) -> str:
+def report(saboteur: Saboteur) -> str:
     """Play one and report on standard error.
 
     Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``, "" where the case could not be played.
@@ -132,7 +131,7 @@ def report(saboteur: Saboteur, logs: Path | None = None) -> str:
     begun_at = time.monotonic()
     name = f"{saboteur.row} {saboteur.case}".strip()
     try:
-        row, _, figures = play([saboteur], logs / f"{name}.log" if logs is not None else None)
+        row, _, figures = play([saboteur])
     except SabotageError as exc:
         row, figures = None, str(exc)
     is_played = row is not None and row.verdict != "not run"
@@ -141,7 +140,7 @@ def report(saboteur: Saboteur, logs: Path | None = None) -> str:
     return f"{word} {time.strftime('%Y-%m-%d')}" if is_played else ""
 
 
-def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None], logs: Path | None = None) -> int:
+def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None]) -> int:
     """Play general saboteurs of one case and enter ``caught``, ``did not run`` or ``held`` for each.
 
     The first play has all of them. If the case holds and no wrong code ran, none runs in this case. A saboteur whose
@@ -150,7 +149,7 @@ def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None], lo
     """
     begun_at = time.monotonic()
     name = f"{' '.join(one.row for one in playing)} {playing[0].case}"
-    row, ran, figures = play(playing, logs / f"{name}.log" if logs is not None else None)
+    row, ran, figures = play(playing)
     took = f"{time.monotonic() - begun_at:.0f} s"
     if len(playing) > 1 and ran:
         marked = [one for one in ran if row is not None and is_marked(one, row)]
@@ -159,7 +158,7 @@ def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None], lo
             enter(one, CAUGHT)
         rest = [one for one in playing if one not in ran]
         alone = [[one] for one in ran if one not in marked]
-        return sum(tell(each, enter, logs) for each in ([rest] if rest else []) + alone)
+        return sum(tell(each, enter) for each in ([rest] if rest else []) + alone)
     if row is None or row.verdict == "not run" or (not ran and row.verdict != "held"):
         sys.stderr.write(f"{name} NOT PLAYED {took}  {figures}\n")
         return len(playing)

@@ -1,4 +1,4 @@
-"""``python -m tools.chaos.tracer PID NUMBER WHO PATH…``: SIGKILL or errors at the NUMBERth call that changes files.
+"""``python -m tests.support.tracer PID NUMBER WHO PATH…``: SIGKILL or errors at the NUMBERth call that changes files.
 
 Follows a process, its threads and all descendants (ptrace), and counts the calls of all of them together that change a
 file at or below one of the PATHs: each call is a state that a crash can leave, and nothing changes between two calls.

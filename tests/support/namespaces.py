@@ -21,15 +21,15 @@ INSIDE: Final = "SHIM_CHAOS_SIGNALS"
 FATAL: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def enter(arguments: Sequence[str], *, network: bool = False) -> None:
-    """Continue as ``python -m tools.chaos ARGUMENTS`` in new mount and pid namespaces. Only root does."""
+def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> None:
+    """Continue as ``python -m MODULE ARGUMENTS`` in new mount and pid namespaces. Only root does."""
     if os.geteuid() != 0 or INSIDE in os.environ:
         return
     descriptor, signals = tempfile.mkstemp(prefix="agent-shim-chaos-signals-")
     os.close(descriptor)
     os.environ[INSIDE] = signals
     kinds = ["--mount", "--pid", *(["--net"] if network else [])]
-    first = [sys.executable, __file__, signals, sys.executable, "-m", "tools.chaos", *arguments]
+    first = [sys.executable, __file__, signals, sys.executable, "-m", module, *arguments]
     if network:
         first = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", *first]
     os.execvp("unshare", ["unshare", *kinds, "--fork", "--mount-proc", "--kill-child", "--", *first])

@@ -31,7 +31,7 @@ from agent_shim.host import proc, process
 from tests.support.instance import AGENT, World, world
 from tests.support.ports import free_port
 from tests.support.proxy import Proxy
-from tools.chaos.witness import CANARY, Size, Witness
+from tests.support.witness import CANARY, Size, Witness
 
 CONNECTED: Final = 12.0
 """Seconds within which an agent reconnects to a restored bus."""
@@ -93,6 +93,8 @@ class Stand:
     """Patterns of the expected alerts ("title, severity N"), each with their number. None is at least one."""
     failing: set[str] = field(default_factory=set)
     """Jobs that may be in any state after the case."""
+    figures: list[str] = field(default_factory=list)
+    """What the case has measured, for its row of the scorecard."""
     lasting: set[str] = field(default_factory=set)
     """Command lines of processes that belong to a job though neither its pidfile nor its start shows it."""
     moved: dict[str, str] = field(default_factory=dict)
@@ -201,6 +203,10 @@ class Stand:
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
         self.written.add(f"{job}/bin/{name}")
+
+    def tell(self, figures: str) -> None:
+        """Give the figures for the row of the scorecard."""
+        self.figures.append(figures)
 
     def live(self) -> dict[str, int]:
         """Return the living processes in the pidfiles of the jobs."""

@@ -13,22 +13,23 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from agent_shim.core.paths import Paths
-from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from agent_shim.demo.director import RpcRemoteError
 from agent_shim.demo.release import archive
+from tests.chaos.case import case
 from tests.support.instance import AGENT, World
-from tools.chaos.cases import case
-from tools.chaos.stand import CannotInjectError, NotHeldError, Stand, asked, at_most, commands, expect, refused, until
-from tools.chaos.supervision import checked, deployed, reaches
+from tests.support.kills import Told, changes, killed, places_of_state, recorded, sweep, tidied
+from tests.support.programs import HERE as PROGRAMS
+from tests.support.stand import CannotInjectError, NotHeldError, Stand, asked, at_most, commands, expect, refused, until
+from tests.support.stand_jobs import checked, deployed, reaches
 
 MB = 1 << 20
 
@@ -40,7 +41,7 @@ MB = 1 << 20
     has_full=True,
     is_long=True,
 )
-async def killed_often(stand: Stand) -> str:
+async def test_killed_agent_comes_back_and_restarts_no_job(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(200)
     stand.remember()
@@ -51,7 +52,7 @@ async def killed_often(stand: Stand) -> str:
         await stand.kill_agent()
         longest = max(longest, await stand.answers(5))
     await until(lambda: len(stand.monitor.of("heartbeat", AGENT)) > beats, 5, "heartbeat after the last kill")
-    return f"back after {longest:.2f} s at most, 0 jobs restarted"
+    stand.tell(f"back after {longest:.2f} s at most, 0 jobs restarted")
 
 
 @case(
@@ -61,7 +62,7 @@ async def killed_often(stand: Stand) -> str:
     has_full=True,
     is_long=True,
 )
-async def killed_in_apply(stand: Stand) -> str:
+async def test_apply_killed_at_any_call_can_be_repeated(stand: Stand) -> None:
     world = stand.world
     await stand.boot()
     spec = world.spec(2, 2, MB // 4)
@@ -84,113 +85,13 @@ async def killed_in_apply(stand: Stand) -> str:
         return told
 
     count, last = await sweep(apply, stand.of(8, 1))
-    return f"{count} kills, the last at call {last}; each repeated apply the same, to the byte, as one without a kill"
-
-
-Told = dict[str, Any]
-"""Report of a tracer about a kill. Empty if there are fewer calls."""
-
-
-async def killed(
-    stand: Stand, number: int, who: str, places: Sequence[Path], work: Callable[[], Awaitable[None]]
-) -> Told:
-    """Kill a victim at call ``number`` of ``work`` that changes a file below ``places``.
-
-    Returns when a killed agent runs again. ``work`` may have failed or be unfinished.
-    """
-    pid = stand.pid
-    async with tracing(pid, number, who, places) as lines:
-        working = asyncio.ensure_future(work())
-        telling = asyncio.create_task(lines.readline())
-        await asyncio.wait([working, telling], return_when=asyncio.FIRST_COMPLETED)
-    told: Told = json.loads(await telling or "{}")  # the tracer may have killed after the work, until it ended
-    if not told:
-        await working
-        return {}
-    if pid in told["killed"]:
-        stand.expected_ends += 1
-        working.cancel()
-        await until(lambda: len(stand.ends) == stand.expected_ends, 60, "the end of the agent")
-        await stand.answers(60)
-    with contextlib.suppress(asyncio.CancelledError, RpcRemoteError, RpcTimeoutError):
-        await working
-    return told
-
-
-async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:
-    """Return the reports of all calls of ``work`` that change a file below ``places``. None is killed."""
-    async with tracing(stand.pid, 0, "root", places) as lines:
-        reading = asyncio.create_task(lines.read())
-        await work()
-    return [json.loads(line) for line in (await reading).splitlines()]
-
-
-async def _end_workers(pid: int) -> None:
-    """End the workers that rest: the tracer follows those that start while it runs."""
-    while workers := [child for child in _children(pid) if b"agent_shim.bulk.worker" in _command_line(child)]:
-        for worker in workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
-        await asyncio.sleep(0.01)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _command_line(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-@contextlib.asynccontextmanager
-async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> AsyncIterator[asyncio.StreamReader]:
-    """Yield the lines of a tracer of a process that is followed."""
-    await _end_workers(pid)
-    argv = ["-m", "tools.chaos.tracer", str(pid), str(number), who, *map(str, places)]
-    tracer = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert tracer.stdout is not None
-    assert tracer.stderr is not None
-    try:
-        if await tracer.stdout.readline() != b"following\n":
-            raise CannotInjectError((await tracer.stderr.read()).decode()[-200:].strip() or "no tracer")
-        yield tracer.stdout
-    finally:
-        if tracer.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(tracer.pid, signal.SIGTERM)  # terminate() may reap it, and asyncio would lose its status
-        await tracer.wait()
+    stand.tell(
+        f"{count} kills, the last at call {last}; each repeated apply the same, to the byte, as one without a kill"
+    )
 
 
 async def _ask(stand: Stand, method: str, *arguments: object) -> None:
     await stand.world.run(method, *arguments)
-
-
-async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
-    """Kill at each ``step``th call until two calls in a row do not occur: two runs differ by a call or two.
-
-    Return the number of kills and the last call.
-    """
-    count, last, beyond, number = 0, 0, 0, 1
-    while beyond < 2:
-        if await point(f"v{number}"):
-            count, last, beyond = count + 1, number, 0
-        else:
-            beyond += 1
-        number += step
-    expect(count > 1, "nothing was killed")
-    return count, last
-
-
-async def tidied(places: Sequence[Path], where: str) -> None:
-    """Check that no half-written file remains. A file that is being written has another name each time."""
-
-    def left() -> set[Path]:
-        return {path for place in places for glob in (".*.tmp-*", "worker-*") for path in place.rglob(glob)}
-
-    first = left()
-    await until(lambda: not first & left(), 5, f"{where} {len(first)} temporary files go")
 
 
 def _installed(world: World, version: str) -> dict[str, tuple[int, bytes]]:
@@ -207,28 +108,6 @@ def _installed(world: World, version: str) -> dict[str, tuple[int, bytes]]:
     return found
 
 
-def places_of_state(base: Path) -> list[Path]:
-    """Return the directories of the state files."""
-    return [base / "bosh", base / "data/bosh", base / "instance", base / "monit"]
-
-
-def changes(stand: Stand, version: str) -> Sequence[tuple[Any, ...]]:
-    """Return requests of a Director that change each state file. The settings of the CPI change too."""
-    document = json.loads(stand.world.source.read_text())
-    document["vm"]["name"] = version
-    stand.world.source.write_text(json.dumps(document))
-    blobstore = {"provider": "local", "options": {"blobstore_path": str(stand.world.store), "version": version}}
-    update = {"trusted_certs": "", "disk_associations": [], "unknown": version, "blobstores": [blobstore]}
-    return (
-        ("update_settings", update),
-        ("add_persistent_disk", f"disk-{version}", {"path": f"/dev/{version}"}),
-        ("stop",),
-        ("apply", stand.world.spec(2, 0, version=version)),
-        ("start",),
-        ("remove_persistent_disk", f"disk-{version}"),
-    )
-
-
 @case(
     "C-03",
     "SIGKILL at every system call that writes state: settings, specs, tasks, disks, jobs, copies",
@@ -236,7 +115,7 @@ def changes(stand: Stand, version: str) -> Sequence[tuple[Any, ...]]:
     has_full=True,
     is_long=True,
 )
-async def killed_in_writes(stand: Stand) -> str:
+async def test_state_files_are_whole_after_a_kill_at_any_write(stand: Stand) -> None:
     world = stand.world
     await stand.boot()
     await stand.deploy(2)
@@ -290,7 +169,7 @@ async def killed_in_writes(stand: Stand) -> str:
     names = {name for name in written if name.endswith(".json")}
     expect(len(names) >= 5, f"killed in writes of {sorted(names)} alone")
     told = f"{count} kills at work, the last at call {last}, and {boots} in boots, the last at {last_of_boot}"
-    return f"{told}; in writes of {len(names)} documents among others: each old or new, every boot ok"
+    stand.tell(f"{told}; in writes of {len(names)} documents among others: each old or new, every boot ok")
 
 
 STANDING: Final = 'kill -STOP $$; exec "$@"'
@@ -304,7 +183,7 @@ def _stands(pid: int) -> bool:
 
 
 @case("C-04", "SIGKILL of the agent; a job dies before the next agent starts", is_long=True)
-async def supervisor_killed(stand: Stand) -> str:
+async def test_job_that_died_without_an_agent_is_restarted_alone(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(20)
     victim, pid = next(iter(stand.live().items()))
@@ -324,11 +203,13 @@ async def supervisor_killed(stand: Stand) -> str:
     again = await until(lambda: stand.live().get(victim, pid) != pid, 10, "the job that died runs again")
     told = {one["name"]: one for one in (await asked(stand, "status"))["processes"]}
     expect(told[victim]["last_exit"] == "unknown", f"an invented exit: {told[victim]}")
-    return f"back after {back:.2f} s, the job {again:.2f} s later; its exit is reported as unknown; 19 of 20 untouched"
+    stand.tell(
+        f"back after {back:.2f} s, the job {again:.2f} s later; its exit is reported as unknown; 19 of 20 untouched"
+    )
 
 
 @case("C-05", "SIGTERM to process 1 with 20 jobs; a job ignores TERM, another needs 8 s", is_long=True)
-async def container_ended(stand: Stand) -> str:
+async def test_sigterm_to_process_1_ends_all_jobs_in_order(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
     jobs = {f"job{n}": _obedient(f"job{n}") for n in range(18)}
@@ -353,7 +234,7 @@ async def container_ended(stand: Stand) -> str:
         await reaches(stand, name, "running", 10)
     wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
     expect(not wrong, f"not started exactly once more: {wrong}")
-    return f"exit code 1 after {took:.1f} s: 1 job killed, 19 ended by themselves; the next agent starts all"
+    stand.tell(f"exit code 1 after {took:.1f} s: 1 job killed, 19 ended by themselves; the next agent starts all")
 
 
 def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
@@ -364,7 +245,7 @@ def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
 
 
 @case("C-06", "SIGTERM while a package is compiled by children that ignore it")
-async def ended_in_compile(stand: Stand) -> str:
+async def test_sigterm_ends_a_compilation_and_its_children(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
     script = f"echo $$ > {stand.world.base}/data/compiling\ntrap '' TERM\nsleep 100006 & sleep 100007\n"
@@ -382,11 +263,11 @@ async def ended_in_compile(stand: Stand) -> str:
     expect(commands("sleep 100006") + commands("sleep 100007") == 0, "processes of the compilation are left")
     left = list((stand.world.base / "data/compile").glob("*"))
     expect(not left, f"left behind: {left}")
-    return f"the agent ended after {took:.2f} s, nothing of the compilation is left"
+    stand.tell(f"the agent ended after {took:.2f} s, nothing of the compilation is left")
 
 
 @case("C-07", "the container is killed and starts in place: its root is new, its data is kept")
-async def restarted_in_place(stand: Stand) -> str:
+async def test_container_restarted_in_place_starts_its_jobs(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
     await stand.deploy(5)
@@ -413,11 +294,11 @@ async def restarted_in_place(stand: Stand) -> str:
     wrong = {name: pids for name, pids in stand.world.starts().items() if len(pids) != 2}
     expect(not wrong, f"not started exactly once more: {wrong}")
     expect(not (base / "data/sys/run/stale").exists(), "the run directory of before is still there")
-    return f"all jobs run {took:.1f} s after it was killed, none of 5 pidfiles that named process 1 was believed"
+    stand.tell(f"all jobs run {took:.1f} s after it was killed, none of 5 pidfiles that named process 1 was believed")
 
 
 @case("C-08", "the agent is replaced while 50 jobs and an errand run", is_long=True)
-async def replaced(stand: Stand) -> str:
+async def test_replaced_agent_leaves_jobs_alone_and_reports_the_lost_errand(stand: Stand) -> None:
     await stand.boot()
     world = stand.world
     await stand.deploy(50)
@@ -434,7 +315,7 @@ async def replaced(stand: Stand) -> str:
     # As with the Go agent, a script that ran for the old process is lost, and the Director gets that error.
     error = await refused(stand, "get_task", task)
     expect("could not be found" in error, error)
-    return f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is reported as lost, as by the Go agent"
+    stand.tell(f"back after {back:.2f} s; 0 of 50 jobs restarted; the errand is reported as lost, as by the Go agent")
 
 
 PARTS: Final = (
@@ -448,12 +329,11 @@ PARTS: Final = (
     f"an unforeseen error in each of {len(PARTS)} parts of the agent, then repeatedly",
     is_long=True,
 )
-async def planted(stand: Stand) -> str:
+async def test_part_that_fails_disturbs_no_other(stand: Stand) -> None:
     if "-m agent_shim.cli" not in stand.world.command:
         raise CannotInjectError("needs an agent written in Python")
     part = stand.world.scratch / "part"
-    failpoints = Path(__file__).with_name("failpoints.py")
-    stand.world.command = stand.world.command.replace("-m agent_shim.cli", f"{failpoints} {part}")
+    stand.world.command = stand.world.command.replace("-m agent_shim.cli", f"{PROGRAMS / 'failpoints.py'} {part}")
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -484,13 +364,13 @@ async def planted(stand: Stand) -> str:
     await until(lambda: len(stand.ends) == 2, 10, "the end of the agent whose supervisor has failed")
     back = max(first, await stand.answers(5))
     await stand.world.until_running()
-    return (
+    stand.tell(
         f"a heartbeat within {beat:.0f} s; a lane that keeps failing ends the agent, which is back after {back:.1f} s"
     )
 
 
 @case("C-10", "a second agent is started on the same tree")
-async def twice(stand: Stand) -> str:
+async def test_second_agent_on_the_same_tree_is_refused(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
     begun_at = time.monotonic()
@@ -500,7 +380,7 @@ async def twice(stand: Stand) -> str:
     took = at_most(time.monotonic() - begun_at, 20, "seconds until it ends")
     expect(done.returncode == 3, f"it ended with {done.returncode}")
     expect(str(stand.pid) in done.stderr, f"it does not name the other: {done.stderr[-200:]}")
-    return f"ends with 3 after {took:.2f} s and names the other"
+    stand.tell(f"ends with 3 after {took:.2f} s and names the other")
 
 
 VICTIMS: Final = ("caller", "all", "root")
@@ -514,7 +394,7 @@ VICTIMS: Final = ("caller", "all", "root")
     has_full=True,
     is_long=True,
 )
-async def killed_in_worker(stand: Stand) -> str:
+async def test_package_is_whole_or_absent_after_a_kill_of_agent_or_worker(stand: Stand) -> None:
     world = stand.world
     await stand.boot()
     spec = await stand.deploy(2)
@@ -563,7 +443,7 @@ async def killed_in_worker(stand: Stand) -> str:
     await world.run("start")  # an apply forgets the jobs, whose processes it leaves
     await world.until_running()
     done = f"{kills.total()} kills at {len(kinds)} kinds of call, {kills['caller']} kills of the worker alone"
-    return f"{done}; each package whole or absent, each repeated apply the same"
+    stand.tell(f"{done}; each package whole or absent, each repeated apply the same")
 
 
 def _large() -> bytes:

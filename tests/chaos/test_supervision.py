@@ -15,96 +15,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent_shim.demo.director import RpcTimeoutError
-from agent_shim.demo.release import archive
 from agent_shim.host import proc
-from tests.support.instance import AGENT, NETWORKS
+from tests.chaos.case import case
+from tests.support import namespaces
+from tests.support.instance import AGENT
 from tests.support.readings import cpu_seconds
-from tools.chaos import namespaces
-from tools.chaos.cases import case
-from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, asked, at_most, commands, expect, small, until
+from tests.support.stand import CONNECTED, CannotInjectError, Stand, asked, at_most, commands, expect, small, until
+from tests.support.stand_jobs import SLEEPER, checked, deployed, process_states, reaches, simple
 
-SLEEPER: Final = "exec sleep 100000"
 RUN_TIMEOUT_S: Final = 2 * 3600
 """Maximum duration of all rounds of S-05 in seconds."""
 
 
-def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: str = "1") -> dict[str, Any]:
-    """Return a spec of jobs by their programs and their monit files, in which ``{{base}}`` is replaced."""
-    base = stand.world.base
-    files: dict[str, str | bytes] = {}
-    for name, (monit, programs) in monits.items():
-        files[f"{name}/monit"] = monit.replace("{base}", str(base))
-        files |= {f"{name}/bin/{word}": text.replace("{base}", str(base)) for word, text in programs.items()}
-    templates = [{"name": name, "version": version} for name in monits]
-    first = next(iter(monits))
-    return {
-        "deployment": "chaos",
-        "job": {"name": "chaos", "template": first, "version": version, "templates": templates},
-        "index": 0,
-        "id": "chaos-instance",
-        "name": "chaos",
-        "az": "z1",
-        "networks": NETWORKS,
-        "packages": {},
-        "configuration_hash": version,
-        "persistent_disk": 0,
-        "rendered_templates_archive": stand.world.blob(f"chaos-{version}", archive(files)),
-    }
-
-
-def checked(
-    name: str, start: str, stop: str = "kill $(cat {run}/{name}.pid)", rules: str = ""
-) -> tuple[str, dict[str, str]]:
-    """Return a job of one process with a ctl script, which records each start for the invariants."""
-    run = "{base}/data/sys/run/" + name
-    words = {"run": run, "name": name}
-    for old, new in words.items():
-        start, stop = start.replace("{" + old + "}", new), stop.replace("{" + old + "}", new)
-    monit = f"""
-check process {name} with pidfile {run}/{name}.pid
-  start program "{{base}}/jobs/{name}/bin/ctl start" with timeout 3 seconds
-  stop program "{{base}}/jobs/{name}/bin/ctl stop" with timeout 3 seconds
-  group vcap
-  {rules}
-"""
-    record = f"mkdir -p {{base}}/data/{name}; echo $$ >> {{base}}/data/{name}/starts"
-    script = f"#!/bin/sh\nmkdir -p {run}\ncase $1 in\nstart)\n{record}\n{start}\n;;\nstop)\n{stop}\n;;\nesac\n"
-    return monit, {"ctl": script}
-
-
-def simple(name: str) -> tuple[str, dict[str, str]]:
-    """A job that sleeps."""
-    return checked(name, f"echo $$ > {{run}}/{name}.pid\n{SLEEPER}")
-
-
-async def deployed(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]]) -> None:
-    """Apply and start, without waiting for running jobs."""
-    wanted = spec(stand, monits)
-    for method, *arguments in (("prepare", wanted), ("stop",), ("apply", wanted), ("start",)):
-        await stand.world.run(method, *arguments)
-
-
-async def process_states(stand: Stand) -> dict[str, str]:
-    """Return the entries of ``get_state full`` by process."""
-    state = await stand.call("get_state", "full")
-    return {one["name"]: one["state"] for one in state["processes"]}
-
-
-async def reaches(stand: Stand, name: str, state: str, within: float) -> float:
-    """Return the seconds until a process is reported in a state."""
-    begun_at = time.monotonic()
-    seen = ""
-    while time.monotonic() - begun_at < within:
-        seen = (await process_states(stand)).get(name, "unknown")
-        if seen == state:
-            return time.monotonic() - begun_at
-        await asyncio.sleep(0.02)
-    expect(False, f"{name} is {seen} and not {state} after {within:g} s")
-    return within
-
-
 @case("S-01", "200 jobs are killed at once", is_long=True)
-async def all_killed(stand: Stand) -> str:
+async def test_all_killed_jobs_are_restarted_and_alerted(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(200)
     stand.remember()
@@ -125,11 +49,11 @@ async def all_killed(stand: Stand) -> str:
     expect(not wrong, f"not started exactly once more: {wrong}")
     await until(lambda: len(stand.alerts()) == len(before), 10, "an alert of each")
     alerts = len(stand.alerts())
-    return f"the first after {first * 1000:.0f} ms, the last after {last:.2f} s; {alerts} alerts"
+    stand.tell(f"the first after {first * 1000:.0f} ms, the last after {last:.2f} s; {alerts} alerts")
 
 
 @case("S-02", "10 jobs that exit at once", scale="1 min of an hour", has_full=True, is_long=True)
-async def crash_loops(stand: Stand) -> str:
+async def test_jobs_that_exit_at_once_are_restarted_ever_later(stand: Stand) -> None:
     await stand.boot()
     bad = {f"bad{n}": checked(f"bad{n}", f"echo x >> {{base}}/data/bad{n}.starts; exit 1") for n in range(10)}
     await deployed(stand, bad | {"good": simple("good")})
@@ -146,11 +70,11 @@ async def crash_loops(stand: Stand) -> str:
     states = await process_states(stand)
     expect(states["bad0"] == "failing" or states["bad0"] == "starting", f"it is reported as {states['bad0']}")
     expect(stand.live()["good"] == good, "another job was restarted")
-    return f"{min(starts)} to {max(starts)} starts in {minutes} min; reported as {states['bad0']}"
+    stand.tell(f"{min(starts)} to {max(starts)} starts in {minutes} min; reported as {states['bad0']}")
 
 
 @case("S-03", "a daemon writes its pidfile late, or never", is_long=True)
-async def late_pidfile(stand: Stand) -> str:
+async def test_daemon_with_a_late_pidfile_is_started_once(stand: Stand) -> None:
     await stand.boot()
     late = "(setsid sleep 100001 & echo $! > {base}/data/late.pid; sleep 2; cp {base}/data/late.pid {run}/late.pid) &"
     never = "setsid sleep 100002 &"
@@ -164,7 +88,7 @@ async def late_pidfile(stand: Stand) -> str:
     count = commands("sleep 100002")
     expect(count <= 1, f"{count} instances of a daemon that writes no pidfile")
     expect(commands("sleep 100001") == 1, "not one instance of the late one")
-    return f"the late one runs after {took:.1f} s; {count} instance of the other"
+    stand.tell(f"the late one runs after {took:.1f} s; {count} instance of the other")
 
 
 @case(
@@ -172,7 +96,7 @@ async def late_pidfile(stand: Stand) -> str:
     "pidfiles that lie: a foreign process, 1, the agent, garbage, empty, sparse, a link, a FIFO",
     attack="a job names a process of root or of another job in its pidfile",
 )
-async def lying_pidfiles(stand: Stand) -> str:
+async def test_lying_pidfiles_are_not_believed(stand: Stand) -> None:
     if namespaces.INSIDE not in os.environ:
         raise CannotInjectError("needs a process 1 of its own, which takes root")
     await stand.boot()
@@ -205,7 +129,7 @@ async def lying_pidfiles(stand: Stand) -> str:
     finally:
         stranger.kill()
         stranger.wait()
-    return f"{len(names)} kinds: none believed, all jobs started, no other process signalled"
+    stand.tell(f"{len(names)} kinds: none believed, all jobs started, no other process signalled")
 
 
 @case(
@@ -215,7 +139,7 @@ async def lying_pidfiles(stand: Stand) -> str:
     has_full=True,
     is_long=True,
 )
-async def numbers_again(stand: Stand) -> str:
+async def test_reused_pids_get_no_signal(stand: Stand) -> None:
     if os.geteuid() != 0:
         raise CannotInjectError("needs root for a pid namespace")
     await stand.boot()
@@ -234,7 +158,7 @@ async def numbers_again(stand: Stand) -> str:
     told = json.loads(done.stdout)
     expect(told["signalled"] == [], f"strangers were signalled: {told['signalled'][:3]}")
     expect(told["taken"] > 0.8 * told["rounds"], f"only {told['taken']} numbers could be taken")
-    return f"{told['taken']} pids reused by strangers, none signalled"
+    stand.tell(f"{told['taken']} pids reused by strangers, none signalled")
 
 
 _STORM = """
@@ -250,7 +174,7 @@ for _ in range({children}):
 
 
 @case("S-06", "50 000 orphans exit in 10 bursts below an agent that is process 1", is_long=True)
-async def orphans(stand: Stand) -> str:
+async def test_orphans_are_reaped_by_process_1(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
     await stand.deploy(2)
@@ -268,7 +192,9 @@ async def orphans(stand: Stand) -> str:
     expect(not wrong, f"{wrong} of 10 errands were told another exit code than theirs")
     expect(longest <= 1, f"reaped {longest:.2f} s after a burst")
     at_most(used, 0.9, "share of a processor")
-    return f"all reaped {longest:.2f} s after each burst at most, {used:.0%} of a processor; 10 exit codes of 10 right"
+    stand.tell(
+        f"all reaped {longest:.2f} s after each burst at most, {used:.0%} of a processor; 10 exit codes of 10 right"
+    )
 
 
 def _dead_children(pid: int) -> int:
@@ -280,7 +206,7 @@ def _dead_children(pid: int) -> int:
     "a job ignores TERM, forks on TERM, and leaves children in sessions of their own",
     attack="a job outruns its stop by forking",
 )
-async def deaf(stand: Stand) -> str:
+async def test_stop_ends_a_job_that_ignores_and_forks(stand: Stand) -> None:
     await stand.boot()
     start = """echo $$ > {run}/deaf.pid
 setsid sleep 100003 &
@@ -293,11 +219,11 @@ while :; do sleep 0.2; done"""
     took = at_most(await stand.stop(), 45, "seconds until the answer to stop")
     left = commands("sleep 100003") + commands("sleep 100004")
     expect(left == 0, f"{left} processes of the job are left")
-    return f"nothing left {took:.1f} s after the stop"
+    stand.tell(f"nothing left {took:.1f} s after the stop")
 
 
 @case("S-08", "the stop program hangs, fails, or is missing", is_long=True)
-async def bad_stops(stand: Stand) -> str:
+async def test_bad_stop_programs_leave_no_process(stand: Stand) -> None:
     await stand.boot()
     ctl = "echo $$ > {run}/{name}.pid; " + SLEEPER
     monit, programs = checked("missing", ctl)
@@ -317,11 +243,11 @@ async def bad_stops(stand: Stand) -> str:
     took = at_most(time.monotonic() - begun_at, 60, "seconds until all have ended")
     stand.told = {rf"^{name} .* Execution failed - alert, severity 1$": 1 for name in ("hangs", "fails", "missing")}
     expect(not stand.live(), f"still there: {stand.live()}")
-    return f"all gone {took:.1f} s after the stop"
+    stand.tell(f"all gone {took:.1f} s after the stop")
 
 
 @case("S-09", "the start program hangs, prints without end, leaves its output open", is_long=True)
-async def bad_starts(stand: Stand) -> str:
+async def test_bad_start_programs_delay_no_other_job(stand: Stand) -> None:
     await stand.boot()
     talk = "echo $$ > {run}/talks.pid; (yes | head -c 200000000); " + SLEEPER
     leave = "sleep 100005 & echo $$ > {run}/leaves.pid; " + SLEEPER
@@ -341,7 +267,7 @@ async def bad_starts(stand: Stand) -> str:
     expect(states["hangs"] != "running", "the one that hangs is said to be running")
     kept = max((path.stat().st_blocks * 512 for path in stand.world.base.rglob("*") if path.is_file()), default=0)
     expect(kept <= 2 << 20, f"{kept >> 20} MiB of output are kept")
-    return f"{kept >> 10} KiB of 200 MB of output kept; the others are on time"
+    stand.tell(f"{kept >> 10} KiB of 200 MB of output kept; the others are on time")
 
 
 def unread(stand: Stand) -> None:
@@ -353,7 +279,7 @@ def unread(stand: Stand) -> None:
 
 
 @case("S-10", "jobs that write without end, no reader of the agent's log, a full disk", is_long=True)
-async def talkative(stand: Stand) -> str:
+async def test_endless_logs_and_a_full_disk_end_no_job(stand: Stand) -> None:
     small(stand, "size=48m")
     unread(stand)
     await stand.boot()
@@ -386,7 +312,7 @@ async def talkative(stand: Stand) -> str:
     stand.dies("good")
     again = await until(lambda: stand.live().get("good", before["good"]) != before["good"], 40, "a restart")
     await stand.stop()
-    return f"no job was restarted; a heartbeat within {beat:.0f} s; with room a job is back in {again:.2f} s"
+    stand.tell(f"no job was restarted; a heartbeat within {beat:.0f} s; with room a job is back in {again:.2f} s")
 
 
 COMMANDS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
@@ -395,7 +321,7 @@ OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
 
 
 @case("S-11", "each two commands at once, from running and from stopped", is_long=True)
-async def racing(stand: Stand) -> str:
+async def test_racing_commands_leave_one_instance(stand: Stand) -> None:
     await stand.boot()
     ctl = "echo $$ > {run}/{name}.pid; exec sleep 100011"
     await deployed(stand, {"racer": checked("racer", ctl)})
@@ -429,11 +355,11 @@ async def racing(stand: Stand) -> str:
     expect(commands("sleep 100011") == 0, "it runs though it was stopped last")
     await ask("start")
     await until(lambda: commands("sleep 100011") == 1, 5, "it runs, as it was started last")
-    return f"{races} races, each over after {longest:.2f} s at most, never two instances"
+    stand.tell(f"{races} races, each over after {longest:.2f} s at most, never two instances")
 
 
 @case("S-12", "a cycle of dependencies, a missing one, a name twice, 500 checks")
-async def bad_files(stand: Stand) -> str:
+async def test_monit_files_with_errors_leave_the_others_alone(stand: Stand) -> None:
     await stand.boot()
     jobs = {
         "cycle-a": _with(simple("cycle-a"), "depends on cycle-b"),
@@ -456,7 +382,7 @@ async def bad_files(stand: Stand) -> str:
     told = json.dumps(await asked(stand, "services", action="show"))
     for why in ("depends on itself", "which is not defined", "is defined already"):
         expect(why in told, f"it is not told of a job that {why}")
-    return f"the good one runs after {took:.2f} s beside 500 others and four files with errors"
+    stand.tell(f"the good one runs after {took:.2f} s beside 500 others and four files with errors")
 
 
 def _placed(job: tuple[str, dict[str, str]], name: str, place: str) -> tuple[str, dict[str, str]]:
@@ -469,7 +395,7 @@ def _with(job: tuple[str, dict[str, str]], rule: str) -> tuple[str, dict[str, st
 
 
 @case("S-13", "a memory rule trips: a job grows beyond it and is restarted once", is_long=True)
-async def memory_rule(stand: Stand) -> str:
+async def test_memory_rule_restarts_its_job_once(stand: Stand) -> None:
     await stand.boot()
     hungry = """echo $$ > {run}/hungry.pid
 test -e {base}/data/grown && exec sleep 100008
@@ -487,11 +413,11 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
     await asyncio.sleep(15)
     expect(commands("sleep 100008") == 1, "it was restarted again")
     expect(stand.live()["good"] == good, "another job was restarted")
-    return f"restarted once, {took:.0f} s after it had grown; {len(stand.alerts('hungry'))} alerts"
+    stand.tell(f"restarted once, {took:.0f} s after it had grown; {len(stand.alerts('hungry'))} alerts")
 
 
 @case("S-14", "the target of a check hangs, drips, never ends", is_long=True)
-async def hanging_checks(stand: Stand) -> str:
+async def test_hanging_checks_delay_no_restart(stand: Stand) -> None:
     await stand.boot()
 
     # Cancelled at the end of the case. Python 3.11 logs a cancelled handler as an error.
@@ -532,14 +458,14 @@ async def hanging_checks(stand: Stand) -> str:
     finally:
         for server in servers:
             server.close()
-    return f"a job that died meanwhile ran again after {took * 1000:.0f} ms"
+    stand.tell(f"a job that died meanwhile ran again after {took * 1000:.0f} ms")
 
 
 DAY: Final = 24 * 3600
 
 
 @case("S-15", "the clock jumps: a day ahead, a day back, to 1970", scale="no suspension, no leap second", is_long=True)
-async def clock_jumps(stand: Stand) -> str:
+async def test_clock_jumps_change_no_interval(stand: Stand) -> None:
     library = next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
     if library is None:
         raise CannotInjectError("needs the Debian package faketime")
@@ -566,7 +492,7 @@ async def clock_jumps(stand: Stand) -> str:
     jump.write_text("+0\n")
     back = await stand.answers(CONNECTED)
     rest = f"refused in 1970, back {back:.1f} s after that"
-    return f"uptimes of {min(shown)} to {max(shown)} s, heartbeats within {max(gaps):.0f} s; {rest}"
+    stand.tell(f"uptimes of {min(shown)} to {max(shown)} s, heartbeats within {max(gaps):.0f} s; {rest}")
 
 
 async def _is_back(stand: Stand) -> bool:

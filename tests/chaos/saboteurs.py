@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.chaos.sabotage import RAN, Saboteur
+from tests.chaos.sabotage import RAN, Saboteur
 
 NATS: Final = "agent_shim/edges/bus/nats.py"
 LINK: Final = "agent_shim/edges/bus/link.py"

@@ -21,9 +21,9 @@ from typing import Any
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.pki import Pair
 from agent_shim.host import cgroups, job_cgroups
+from tests.chaos.case import case
 from tests.support.instance import AGENT, BYSTANDER, bystander
-from tools.chaos.cases import case
-from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, until
+from tests.support.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, until
 
 HOUR = 3600.0
 CONTAINER = 300 << 20
@@ -120,7 +120,7 @@ def _remove(group: Path) -> None:
     scale="60 s of 30 to come back",
     guest=True,
 )
-async def out_of_memory(stand: Stand) -> str:
+async def test_job_beyond_its_memory_is_reported(stand: Stand) -> None:
     if "vcap:" not in Path("/etc/passwd").read_text():
         _do("useradd", "--uid", "1000", "vcap")
     stand.world.scratch.chmod(0o755)
@@ -157,14 +157,14 @@ async def out_of_memory(stand: Stand) -> str:
     await stand.answers(10)
     await stand.world.until_running()
     back = at_most(time.monotonic() - begun_at, 70, "seconds until everything runs")
-    return (
+    stand.tell(
         f"reported after {said:.1f} s (limit of the job) and {alone:.1f} s (container); "
         f"all runs {back:.1f} s after the end of the container"
     )
 
 
 @case("N-07", "the certificate ends while connected; clocks 2 h ahead", guest=True)
-async def expired(stand: Stand) -> str:
+async def test_agent_outlasts_the_end_of_its_certificate(stand: Stand) -> None:
     def settings(pair: Pair) -> None:
         document = json.loads(stand.world.source.read_text())
         document["env"]["bosh"]["mbus"]["cert"] |= {"certificate": pair.certificate, "private_key": pair.private_key}
@@ -202,7 +202,9 @@ async def expired(stand: Stand) -> str:
 
         settings(authority.agent(AGENT))
         back = await stand.answers(CONNECTED + 8)
-    return f"a heartbeat {beat:.0f} s later, {attempts} attempts in 30 s; back {back:.1f} s after a valid certificate"
+    stand.tell(
+        f"a heartbeat {beat:.0f} s later, {attempts} attempts in 30 s; back {back:.1f} s after a valid certificate"
+    )
 
 
 def _log(stand: Stand) -> str:
@@ -221,7 +223,7 @@ def _clock(ahead: float) -> Iterator[None]:
 
 
 @case("D-04", "a disk that hangs", scale="60 s of 600", has_full=True, guest=True)
-async def hanging_disk(stand: Stand) -> str:
+async def test_hanging_disk_delays_no_other_request(stand: Stand) -> None:
     volume = stand.world.scratch / "volume"
     name = stand.after.enter_context(_mapped(stand.world.scratch / "image", volume))
     stand.world.write_settings()
@@ -253,7 +255,7 @@ async def hanging_disk(stand: Stand) -> str:
     told = f"a request took {longest * 1000:.0f} ms at most, one to an echo server {others * 1000:.0f}"
     # A shared emulated processor may stall for a second: for all processes.
     expect(longest < 2 + others, told)
-    return f"{told}; {beats} heartbeats in {lasting} s"
+    stand.tell(f"{told}; {beats} heartbeats in {lasting} s")
 
 
 async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) -> float:
@@ -292,7 +294,7 @@ def _suspended(name: str) -> Iterator[None]:
 
 
 @case("N-15", "0.5 s of delay, ± 0.3 s, packets lost, doubled, reordered", scale="2 % lost of 20 %", guest=True)
-async def bad_link(stand: Stand) -> str:
+async def test_requests_are_answered_over_a_bad_link(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -312,7 +314,7 @@ async def bad_link(stand: Stand) -> str:
         expect(len(stand.monitor.of("heartbeat", AGENT)) - beats >= int(took / 35), "heartbeats are missing")
     await stand.answers(10)  # packets in its queue are lost with it
     expect(max(requests) < 5, f"a request took {max(requests):.1f} s")
-    return f"a request took {max(requests):.1f} s at most; a heartbeat within {beat:.0f} s"
+    stand.tell(f"a request took {max(requests):.1f} s at most; a heartbeat within {beat:.0f} s")
 
 
 @asynccontextmanager

@@ -8,63 +8,13 @@ import random
 import time
 from typing import Final
 
+from tests.chaos.case import case
 from tests.support.instance import AGENT
-from tools.chaos.cases import case
-from tools.chaos.stand import CannotInjectError, Stand, at_most, expect
-
-BAD: tuple[bytes, ...] = (
-    b"",
-    b"{",
-    b"null",
-    b"[]",
-    b'"x"',
-    b"\xff\xfe",
-    b'{"method": 7}',
-    b'{"method": "ping", "arguments": {}, "reply_to": "director.x.y.z"}',
-    b'{"method": "ping", "reply_to": "director.x.y.z", "protocol": "x"}',
-    b'{"method": "apply", "arguments": [null], "reply_to": "director.x.y.z", "protocol": 3}',
-    b'{"method": "apply", "arguments": ["' + b"9" * 5000 + b'"], "reply_to": "director.x.y.z", "protocol": 3}',
-    b'{"method": "get_task", "arguments": [' + b"9" * 100_000 + b'], "reply_to": "director.x.y.z", "protocol": 3}',
-    b'{"a":' * 100_000,
-    b"[" * 500_000,
-    b'{"method": "ping", "arguments": [], "reply_to": "a\\r\\nPUB x 1", "protocol": 3}',
-    b'{"method": "' + b"m" * 900_000 + b'", "arguments": [], "reply_to": "director.x.y.z", "protocol": 3}',
-    b'{"method": "ping", "arguments": [NaN], "reply_to": "director.x.y.z", "protocol": 3}',
-    b'{"method": "ssh", "arguments": ["cleanup", {"user_regex": "(a+)+$"}], "reply_to": "director.x.y.z"}',
-    b'{"method": "\\ud800", "arguments": [], "reply_to": "director.x.y.z", "protocol": 3}',
-)
+from tests.support.nonsense import BAD, mutated
+from tests.support.stand import CannotInjectError, Stand, at_most, expect
 
 PINGS_PER_S: Final = 5000
 """Pings a second of a flood."""
-
-_GOOD = [
-    {"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.x.y.z"}
-    for method, arguments in (
-        ("ping", []),
-        ("get_state", ["full"]),
-        ("get_task", ["1"]),
-        ("cancel_task", ["1"]),
-        ("list_disk", []),
-        ("info", []),
-        ("sync_dns", ["a", "b", 1]),
-        ("run_script", ["nothing", {}]),
-    )
-]
-
-
-def mutated(chance: random.Random) -> bytes:
-    """Return a valid request with a few bytes changed."""
-    raw = bytearray(json.dumps(chance.choice(_GOOD)).encode())
-    for _ in range(chance.randint(1, 8)):
-        place = chance.randrange(len(raw))
-        match chance.randrange(3):
-            case 0:
-                raw[place] = chance.randrange(256)
-            case 1:
-                del raw[place]
-            case _:
-                raw[place:place] = raw[: chance.randrange(20)]
-    return bytes(raw)
 
 
 @case(
@@ -75,7 +25,7 @@ def mutated(chance: random.Random) -> bytes:
     has_full=True,
     is_long=True,
 )
-async def malformed(stand: Stand) -> str:
+async def test_malformed_requests_delay_no_ping(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(2)
     for message in BAD:
@@ -90,7 +40,7 @@ async def malformed(stand: Stand) -> str:
     expect(stand.live() == before, "a job was restarted")
     stand.involved = set(before)  # one of the messages is an apply of an empty spec
     await stand.deploy(2)
-    return f"the slowest ping meanwhile took {slowest * 1000:.0f} ms"
+    stand.tell(f"the slowest ping meanwhile took {slowest * 1000:.0f} ms")
 
 
 async def _mutated(stand: Stand, count: int) -> float:
@@ -115,7 +65,7 @@ async def _publish(stand: Stand, message: bytes) -> None:
 @case(
     "M-02", "two floods: 5 000 pings/s, 5 000 get_task, 200 tasks", scale="10 s of 60 each", has_full=True, is_long=True
 )
-async def flood(stand: Stand) -> str:
+async def test_floods_leave_no_memory_behind(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(2)
     before = stand.size()
@@ -128,7 +78,7 @@ async def flood(stand: Stand) -> str:
     sent, beat, back = min(sent, again[0]), max(beat, again[1]), max(back, again[2])
     more = stand.size().memory - before.memory - kept
     rest = f"a heartbeat within {beat:.0f} s, a pong after {back * 1000:.0f} ms"
-    return f"{sent} pings/s; {rest}; the first left {_mb(kept)}, the second {_mb(more)}"
+    stand.tell(f"{sent} pings/s; {rest}; the first left {_mb(kept)}, the second {_mb(more)}")
 
 
 def _mb(size: int) -> str:
@@ -157,7 +107,7 @@ async def _flood(stand: Stand) -> tuple[int, float, float]:
 
 
 @case("M-03", "an errand that prints 50 MB, half of it quotes and broken UTF-8", is_long=True)
-async def large_reply(stand: Stand) -> str:
+async def test_errand_with_50_mb_of_output_is_answered(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
@@ -167,4 +117,4 @@ async def large_reply(stand: Stand) -> str:
     at_most(size, 2 << 20, "bytes of the reply, escaped")
     expect(result["exit_code"] == 0, f"exit code {result['exit_code']}")
     expect(len(result["stdout"]) > 100_000, "nearly nothing of the output is left")
-    return f"a reply of {size >> 10} KiB"
+    stand.tell(f"a reply of {size >> 10} KiB")

@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from tests.chaos.case import case
 from tests.support.instance import AGENT
 from tests.support.readings import cpu_seconds
-from tools.chaos.cases import case
-from tools.chaos.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, injecting, until
+from tests.support.stand import CONNECTED, CannotInjectError, Stand, at_most, expect, injecting, until
 
 
 @case("R-01", "the agent has no descriptors left", is_long=True)
-async def descriptors(stand: Stand) -> str:
+async def test_agent_outlasts_a_lack_of_descriptors(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -38,11 +38,11 @@ async def descriptors(stand: Stand) -> str:
         resource.prlimit(stand.pid, resource.RLIMIT_NOFILE, (soft, hard))
     back = await stand.answers(5)
     await stand.world.director.run(AGENT, "fetch_logs", "job", [])
-    return f"{errors} errors of 20; {back:.2f} s after they returned it answered"
+    stand.tell(f"{errors} errors of 20; {back:.2f} s after they returned it answered")
 
 
 @case("R-05", "all processors are busy: 20 spinners a core", is_long=True)
-async def starved(stand: Stand) -> str:
+async def test_agent_answers_on_busy_processors(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -63,7 +63,7 @@ async def starved(stand: Stand) -> str:
             one.kill()
             await one.wait()
     expect(longest < 1, f"a ping took {longest:.2f} s")
-    return f"a ping took {longest * 1000:.0f} ms at most; a heartbeat within {beat:.0f} s"
+    stand.tell(f"a ping took {longest * 1000:.0f} ms at most; a heartbeat within {beat:.0f} s")
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def cgroup(controller: str) -> Iterator[Path]:
 
 
 @case("R-02", "no further process can start", is_long=True)
-async def no_forks(stand: Stand) -> str:
+async def test_agent_outlasts_a_lack_of_processes(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -109,11 +109,11 @@ async def no_forks(stand: Stand) -> str:
         expect(cpu_seconds(stand.pid) - before < 3, "a busy loop")
         (group / "pids.max").write_text("max")
         took = await until(lambda: len(stand.live()) == 3, 60, "the job that died runs again")
-    return f"{errors} errors of 5; a heartbeat within {beat:.0f} s; the job runs {took:.0f} s after there was room"
+    stand.tell(f"{errors} errors of 5; a heartbeat within {beat:.0f} s; the job runs {took:.0f} s after there was room")
 
 
 @case("R-04", "the agent in a cgroup of 64 MiB: a deploy of 8 packages, 300 tasks", is_long=True)
-async def little_memory(stand: Stand) -> str:
+async def test_agent_works_in_64_mib(stand: Stand) -> None:
     await stand.boot()
     with cgroup("memory") as group:
         (group / "memory.limit_in_bytes").write_text(str(64 << 20))
@@ -125,13 +125,13 @@ async def little_memory(stand: Stand) -> str:
         most = int((group / "memory.max_usage_in_bytes").read_text())
         failed = int((group / "memory.failcnt").read_text())
         resident = at_most(stand.size().memory, 64 << 20, "resident bytes")
-    return (
+    stand.tell(
         f"{int(resident) >> 20} MiB resident; the group took {most >> 20} MiB with files, {failed} times at its limit"
     )
 
 
 @case("R-06", "no further threads, no ports to connect from, no random bytes", is_long=True)
-async def exhausted(stand: Stand) -> str:
+async def test_agent_outlasts_a_lack_of_threads_ports_and_random_bytes(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -155,4 +155,6 @@ async def exhausted(stand: Stand) -> str:
                 await stand.world.director.run(AGENT, "run_script", "nothing", {}, timeout=2, limit=5)
         await stand.call("ping", timeout=5)
     await stand.world.run("run_script", "nothing", {})
-    return f"50 states at once and a heartbeat within {beat:.0f} s without a further thread; back {back:.1f} s later"
+    stand.tell(
+        f"50 states at once and a heartbeat within {beat:.0f} s without a further thread; back {back:.1f} s later"
+    )

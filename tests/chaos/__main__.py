@@ -1,0 +1,83 @@
+"""``./dev chaos [CASE or ARGUMENT of pytest]...``: play the cases, and write their rows into docs/reliability.md.
+
+CASE is a number or a group: ``C-01``, ``N``. ``--into FILE`` names another page. Another agent, ``--agent-command``,
+has no page of its own. Root plays below a process 1 of its own, and the cases of ``guest`` in a virtual machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tests.chaos.scorecard import DOCUMENT, earlier, write
+from tests.support import guest, namespaces
+
+CASE: Final = re.compile(r"[CNSDRM](-\d\d)?")
+GUEST_LIMIT_S: Final = 3 * 3600.0
+MODULE: Final = "tests.chaos"
+
+
+def main(words: Sequence[str]) -> int:
+    """Return the exit code of pytest, here or in the virtual machine."""
+    cases: list[str] = []
+    arguments: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        is_case = CASE.fullmatch(word) and before != "-k"
+        (cases if is_case else arguments).append(word)
+    if cases:
+        arguments += ["-k", " or ".join(case if "-" in case else f"{case}-" for case in cases)]
+    if not {"--into", "--agent-command"} & set(arguments):
+        arguments += ["--into", str(DOCUMENT)]
+    if guest.is_here():
+        return pytest(["-m", "guest", *arguments])
+    codes = [pytest(["-m", "chaos and not guest", *arguments])]
+    if "--agent-command" not in arguments and "--collect-only" not in arguments and namespaces.INSIDE in os.environ:
+        codes.append(in_guest(arguments))
+    return max(0 if code == NOTHING else code for code in codes)
+
+
+NOTHING: Final = 5
+"""Exit code of pytest if there was nothing to run."""
+
+
+def pytest(arguments: Sequence[str]) -> int:
+    """Run the ring one case after the other. Return the exit code."""
+    argv = [sys.executable, "-m", "pytest", "-q", "--timeout=1800", "-o", "faulthandler_timeout=0", "tests/chaos"]
+    # A test of ours may be the caller, itself in a worker of pytest.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run([*argv, *arguments], env=environment, check=False).returncode
+
+
+def in_guest(arguments: Sequence[str]) -> int:
+    """Play the chosen cases that need a kernel of their own in a virtual machine, and write their rows."""
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/chaos", "-m", "guest", *arguments],
+        capture_output=True,
+        check=False,
+    )
+    if found.returncode:
+        return found.returncode
+    place = arguments.index("--into") + 1
+    inner = [*arguments[:place], "/out/rows.md", *arguments[place + 1 :]]
+    with tempfile.TemporaryDirectory() as name:
+        rows = Path(name, "rows.md")
+        try:
+            code = guest.run(["python3", "-m", MODULE, *inner], Path(name), limit=GUEST_LIMIT_S)
+        except (guest.GuestError, OSError) as exc:
+            sys.stderr.write(f"no virtual machine: {exc}\n")
+            return 1
+        if rows.exists():
+            write(Path(arguments[place]), earlier(rows.read_text()).values())
+        return code
+
+
+if __name__ == "__main__":
+    if not guest.is_here() and "--collect-only" not in sys.argv:
+        namespaces.enter(MODULE, sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

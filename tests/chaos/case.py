@@ -1,0 +1,59 @@
+"""All cases by number. Modules of cases add theirs when they are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import pytest
+
+from tests.support.stand import Stand
+
+Play = Callable[[Stand], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the scorecard. ``scale`` names reductions."""
+
+    id: str
+    fault: str
+    scale: str = ""
+    has_full: bool = False
+    """Reduced, unless played with ``--full``."""
+    is_long: bool = False
+    """Longer than ten seconds: not in the daily tests."""
+    guest: bool = False
+    """Played in the virtual machine of ``tests.support.guest``: clocks, cgroup v2, device mapper, netem."""
+
+
+CASES: Final[dict[str, Case]] = {}
+
+
+def case(
+    number: str,
+    fault: str,
+    *,
+    scale: str = "",
+    has_full: bool = False,
+    is_long: bool = False,
+    guest: bool = False,
+    attack: str = "",
+) -> Callable[[Play], Play]:
+    """Mark a test as a case: it injects a fault, and fails unless the agent recovers and the invariants hold.
+
+    ``attack`` is the attack of docs/attacks.md that it performs, if any.
+    """
+    told = ", ".join(filter(None, (scale, "in a virtual machine" if guest else "")))
+    entry = CASES[number] = Case(number, fault, told, has_full, is_long or guest, guest)
+
+    def marked(play: Play) -> Play:
+        marks = [pytest.mark.chaos(entry), pytest.mark.usefixtures("witness")]
+        marks += [pytest.mark.guest] if guest else []
+        marks += [pytest.mark.attack(attack)] if attack else []
+        for mark in marks:
+            play = mark(play)
+        return play
+
+    return marked

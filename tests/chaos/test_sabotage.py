@@ -1,0 +1,67 @@
+"""``./dev sabotage``: each row of the scorecard fails when its own subject is broken in the agent."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.case import CASES
+from tests.chaos.sabotage import CAUGHT, INVARIANTS, WITNESSED, Saboteur, is_caught, report, tell
+from tests.chaos.saboteurs import GENERAL, SABOTEURS
+from tests.chaos.scorecard import Row, enter_general, enter_saboteur
+from tests.support.source import ROOT
+
+pytestmark = [pytest.mark.sabotage, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture
+def page(request: pytest.FixtureRequest) -> Path | None:
+    """The page that gets the dates, if ``--into`` names one that exists."""
+    into: Path | None = request.config.getoption("into", None)
+    return into if into is not None and into.exists() else None
+
+
+def test_every_case_and_invariant_has_a_saboteur() -> None:
+    assert {one.row for one in SABOTEURS} == {*CASES, *INVARIANTS}
+    assert [name for name in WITNESSED if not any(name in one.shows for one in GENERAL)] == []
+
+
+@pytest.mark.parametrize("saboteur", [*SABOTEURS, *GENERAL], ids=lambda one: one.row)
+def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
+    """The text to replace occurs once, the result is Python, and the expected failure is a pattern."""
+    changed = saboteur.applied((ROOT / saboteur.path).read_text())
+
+    assert changed != (ROOT / saboteur.path).read_text()
+    ast.parse(changed)
+    re.compile(saboteur.shows)
+    assert saboteur in GENERAL or saboteur.played in CASES
+
+
+def test_row_that_fails_for_another_reason_does_not_catch_its_saboteur() -> None:
+    saboteur = Saboteur("N-02", "is deaf", "x", "a", "b", "dead link")
+
+    assert is_caught(saboteur, Row("N-02", "", "not held", "dead link noticed: not within 16 s"))
+    assert not is_caught(saboteur, Row("N-02", "", "not held", "I4: 3 threads after 1"))
+    assert not is_caught(saboteur, Row("N-02", "", "held", "dead link noticed"))
+
+
+@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda one: one.row)
+def test_saboteur_is_caught(saboteur: Saboteur, page: Path | None) -> None:
+    cell = report(saboteur)
+    if cell and page is not None:
+        enter_saboteur(page, saboteur.row, cell)
+
+    assert cell.startswith(CAUGHT)
+
+
+@pytest.mark.parametrize("case", sorted(number for number, case in CASES.items() if not case.guest))
+def test_general_saboteurs_are_caught_where_their_code_runs(case: str, page: Path | None) -> None:
+    def enter(saboteur: Saboteur, outcome: str) -> None:
+        if page is not None:
+            enter_general(page, saboteur.row, saboteur.case, outcome)
+
+    assert tell([replace(one, case=case) for one in GENERAL], enter) == 0

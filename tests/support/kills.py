@@ -1,0 +1,140 @@
+"""Kills and failures at system calls of an agent that change files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
+from tests.support.stand import CannotInjectError, Stand, expect, until
+
+Told = dict[str, Any]
+"""Report of a tracer about a kill. Empty if there are fewer calls."""
+
+
+async def killed(
+    stand: Stand, number: int, who: str, places: Sequence[Path], work: Callable[[], Awaitable[None]]
+) -> Told:
+    """Kill a victim at call ``number`` of ``work`` that changes a file below ``places``.
+
+    Returns when a killed agent runs again. ``work`` may have failed or be unfinished.
+    """
+    pid = stand.pid
+    async with tracing(pid, number, who, places) as lines:
+        working = asyncio.ensure_future(work())
+        telling = asyncio.create_task(lines.readline())
+        await asyncio.wait([working, telling], return_when=asyncio.FIRST_COMPLETED)
+    told: Told = json.loads(await telling or "{}")  # the tracer may have killed after the work, until it ended
+    if not told:
+        await working
+        return {}
+    if pid in told["killed"]:
+        stand.expected_ends += 1
+        working.cancel()
+        await until(lambda: len(stand.ends) == stand.expected_ends, 60, "the end of the agent")
+        await stand.answers(60)
+    with contextlib.suppress(asyncio.CancelledError, RpcRemoteError, RpcTimeoutError):
+        await working
+    return told
+
+
+async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:
+    """Return the reports of all calls of ``work`` that change a file below ``places``. None is killed."""
+    async with tracing(stand.pid, 0, "root", places) as lines:
+        reading = asyncio.create_task(lines.read())
+        await work()
+    return [json.loads(line) for line in (await reading).splitlines()]
+
+
+async def _end_workers(pid: int) -> None:
+    """End the workers that rest: the tracer follows those that start while it runs."""
+    while workers := [child for child in _children(pid) if b"agent_shim.bulk.worker" in _command_line(child)]:
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        await asyncio.sleep(0.01)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+@contextlib.asynccontextmanager
+async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> AsyncIterator[asyncio.StreamReader]:
+    """Yield the lines of a tracer of a process that is followed."""
+    await _end_workers(pid)
+    argv = ["-m", "tests.support.tracer", str(pid), str(number), who, *map(str, places)]
+    tracer = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert tracer.stdout is not None
+    assert tracer.stderr is not None
+    try:
+        if await tracer.stdout.readline() != b"following\n":
+            raise CannotInjectError((await tracer.stderr.read()).decode()[-200:].strip() or "no tracer")
+        yield tracer.stdout
+    finally:
+        if tracer.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(tracer.pid, signal.SIGTERM)  # terminate() may reap it, and asyncio would lose its status
+        await tracer.wait()
+
+
+async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
+    """Kill at each ``step``th call until two calls in a row do not occur: two runs differ by a call or two.
+
+    Return the number of kills and the last call.
+    """
+    count, last, beyond, number = 0, 0, 0, 1
+    while beyond < 2:
+        if await point(f"v{number}"):
+            count, last, beyond = count + 1, number, 0
+        else:
+            beyond += 1
+        number += step
+    expect(count > 1, "nothing was killed")
+    return count, last
+
+
+async def tidied(places: Sequence[Path], where: str) -> None:
+    """Check that no half-written file remains. A file that is being written has another name each time."""
+
+    def left() -> set[Path]:
+        return {path for place in places for glob in (".*.tmp-*", "worker-*") for path in place.rglob(glob)}
+
+    first = left()
+    await until(lambda: not first & left(), 5, f"{where} {len(first)} temporary files go")
+
+
+def places_of_state(base: Path) -> list[Path]:
+    """Return the directories of the state files."""
+    return [base / "bosh", base / "data/bosh", base / "instance", base / "monit"]
+
+
+def changes(stand: Stand, version: str) -> Sequence[tuple[Any, ...]]:
+    """Return requests of a Director that change each state file. The settings of the CPI change too."""
+    document = json.loads(stand.world.source.read_text())
+    document["vm"]["name"] = version
+    stand.world.source.write_text(json.dumps(document))
+    blobstore = {"provider": "local", "options": {"blobstore_path": str(stand.world.store), "version": version}}
+    update = {"trusted_certs": "", "disk_associations": [], "unknown": version, "blobstores": [blobstore]}
+    return (
+        ("update_settings", update),
+        ("add_persistent_disk", f"disk-{version}", {"path": f"/dev/{version}"}),
+        ("stop",),
+        ("apply", stand.world.spec(2, 0, version=version)),
+        ("start",),
+        ("remove_persistent_disk", f"disk-{version}"),
+    )
