@@ -30,6 +30,7 @@ POLL_MS: Final = 200
 """Poll interval for the end of the program, whose children may keep the terminal open."""
 HANG_UP_TIMEOUT_S: Final = 5.0
 """Between the hang-up and KILL."""
+_HANDLED: Final = frozenset({signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 
 # include/uapi/asm-generic/ioctls.h
 _LOCK_SLAVE: Final = 0x40045431
@@ -55,10 +56,13 @@ def run(argv: Argv, pid: int) -> int:
             termios.tcsetattr(slave, termios.TCSANOW, modes)
         command, inherited = argv(terminals[0])
         _copy_size(terminals[0], master)
+        # Before its handler is set, a signal would end us and leave the terminal raw, and the program running.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         # The program creates the session itself, then takes the terminal.
         running = _Program(command, dict.fromkeys(terminals, slave), inherited, new_session=False)
     with _raw(0 if 0 in terminals else None), _signals(terminals[0], master, running):
         _relay(master, running, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(master)  # hangs up
     given_up_at = (running.hung_up_at or time.monotonic()) + HANG_UP_TIMEOUT_S
     while not running.has_ended():
@@ -85,6 +89,7 @@ class _Program:
                 os.set_inheritable(inherited, True)
                 for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by the interpreter
                     signal.signal(number, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
                 os.execv(argv[0], argv)
             except OSError as exc:
                 os.write(2, f"Error: cannot run {argv[0]}: {exc.strerror}\n".encode())
@@ -198,7 +203,10 @@ def _raw(terminal: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(terminal: int, master: int, running: _Program) -> Iterator[None]:
-    """Forward changes of the window size. Signals that end us hang up the program and leave the block normally."""
+    """Forward changes of the window size. Signals that end us hang up the program and leave the block normally.
+
+    The signals are unblocked within the block only.
+    """
 
     def resize(*_: object) -> None:
         with contextlib.suppress(OSError):
@@ -211,9 +219,11 @@ def _signals(terminal: int, master: int, running: _Program) -> Iterator[None]:
 
     handlers = {signal.SIGWINCH: resize, signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGINT: end}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         for number, handler in before.items():
             signal.signal(number, handler)
 

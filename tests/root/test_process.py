@@ -124,7 +124,7 @@ def inherited(found: Mapping[str, Path], name: str) -> dict[str, object]:
     }
 
 
-DIRECTORIES = {"caged": "/var/vcap/jobs/web", "hook": "/", "packaging": "/var/vcap/data/compile/p"}
+DIRECTORIES = {"caged": "/var/vcap/jobs/web", "packaging": "/var/vcap/data/compile/p"}
 
 
 def expected(name: str) -> dict[str, object]:

@@ -27,7 +27,7 @@ from tests.support.waiting import TIMEOUT_S
 pytestmark = pytest.mark.root
 
 RUN = """
-import json, os, sys
+import json, os, signal, sys, tty
 from agent_shim.host import pseudo_terminal
 pseudo_terminal.HANG_UP_TIMEOUT_S = 1.0
 argv, report = json.loads(sys.argv[1]), os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -35,7 +35,10 @@ asked = []
 def program(terminal):
     asked.append(terminal)
     return argv, report
-if sys.argv[3] == "run":
+if sys.argv[3] == "run, and be ended early":
+    set_raw = tty.setraw
+    tty.setraw = lambda terminal: (set_raw(terminal), os.kill(os.getpid(), signal.SIGTERM))
+if sys.argv[3].startswith("run"):
     code = pseudo_terminal.run(program, os.getpid())
 else:
     code = pseudo_terminal.in_terminal(argv)
@@ -269,6 +272,13 @@ def test_program_that_ignores_the_hang_up_is_killed(operator: Operator) -> None:
 
     assert operator.ended()[0] == 137
     assert b"last words" in operator.seen()
+
+
+def test_terminal_is_restored_when_a_signal_arrives_before_the_copying_begins(operator: Operator) -> None:
+    operator.call("exec sleep 600", what="run, and be ended early")
+
+    assert operator.ended()[0] == 128 + signal.SIGHUP
+    assert termios.tcgetattr(operator.terminal) == operator.before
 
 
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or does not end with it")
