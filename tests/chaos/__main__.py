@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.chaos.cases import CASES
 from tests.chaos.scorecard import DOCUMENT, earlier, write
 from tests.support import guest, namespaces
 
@@ -37,7 +38,8 @@ def main(words: Sequence[str]) -> int:
     if guest.is_here():
         return pytest(["-m", "guest", *arguments])
     codes = [pytest(["-m", "chaos and not guest", *arguments])]
-    if "--agent-command" not in arguments and "--collect-only" not in arguments and namespaces.INSIDE in os.environ:
+    has_guest = any(one.guest for one in CASES.values() if not cases or one.id.startswith(tuple(cases)))
+    if has_guest and "--agent-command" not in arguments and namespaces.INSIDE in os.environ:
         codes.append(in_guest(arguments))
     return max(0 if code == NOTHING else code for code in codes)
 
