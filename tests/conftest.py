@@ -17,7 +17,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-import hatch_build
 from agent_shim.host import cgroups, job_cgroups, process
 from tests.support.differences import differences, has_structs
 from tests.support.programs import argv
@@ -32,10 +31,13 @@ FAILED = pytest.StashKey[bool]()
 def pytest_configure(config: pytest.Config) -> None:
     """Undo the ignored SIGINT of a background run. Every process that a test interrupts would inherit it."""
     process.default_signals()
-    hatch_build.build_keeper_of_checkout()
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         # A path of a socket has 107 bytes.
         config.option.basetemp = str(Path(config.option.basetemp).with_name(worker.removeprefix("gw")))
+    else:
+        from hatch_build import build_keeper_of_checkout  # late: workers of pytest do without hatchling
+
+        build_keeper_of_checkout()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [GUARDED_START, os.environ.get("PYTHONPATH")]))
     # A slow machine fails no example. The daily tests try five times as many examples as the unit ring.
     hypothesis.settings.register_profile("daily", deadline=None)
