@@ -13,7 +13,7 @@
 #   docker build --target renderer -t agent-shim-renderer .      # `agent-shim render` with ruby, for an init container
 #
 # Behind a mirror or a private CA: --secret id=pip_conf,src=pip.conf --secret id=ca_bundle,src=ca.crt; neither is stored in
-# the image.
+# the image (docs/kubernetes.md).
 ARG BASE_IMAGE=ghcr.io/cloudfoundry/ubuntu-noble-stemcell:latest
 
 # --- /opt/agent_shim --------------------------------------------------------------------------------------------------

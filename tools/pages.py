@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Final
 
+from agent_shim.cli import ansi, status_text
 from agent_shim.daemon import boot
 from agent_shim.supervisor.monit import parser, rules
 from agent_shim.supervisor.ownership.evidence import Evidence, Tie
@@ -178,6 +180,12 @@ def _inner(text: str, width: int) -> str:
     return textwrap.indent(text, " " * width)
 
 
+def status_picture() -> str:
+    """``agent-shim status`` in 80 columns, of what a real agent answered once (``agent-shim status --json``)."""
+    answer = json.loads((PAGES / "pictures/status.json").read_text())
+    return draw.terminal(status_text.render(answer, ansi.coloured, columns=80), "$ agent-shim status")
+
+
 FILES: Final[Mapping[str, Callable[[], str]]] = {
     "deploy/prometheus/prometheusrule.yaml": prometheus_rule,
     "deploy/prometheus/dashboard.yaml": dashboard,
@@ -185,6 +193,7 @@ FILES: Final[Mapping[str, Callable[[], str]]] = {
     "agent_shim/cli/completion/_agent-shim": partial(shell_pages.completion, "zsh"),
     "agent_shim/cli/completion/agent-shim.fish": partial(shell_pages.completion, "fish"),
     "agent_shim/cli/completion/agent-shim.1": shell_pages.manual,
+    "docs/pictures/status.svg": status_picture,
     "docs/pictures/figures.svg": lambda: draw.figures((ROOT / "README.md").read_text()),
 }
 """Generated files."""

@@ -74,7 +74,7 @@ def test_image_is_built_behind_a_private_ca(podman: Podman, base: str, image: st
     with index(wheels, tmp_path) as url:
         (tmp_path / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {url}\nretries = 0\n")
         secret = f"--secret=id=pip_conf,src={tmp_path}/pip.conf"
-        arguments = ["build", "--quiet", "--network=host", f"--build-arg=BASE_IMAGE={base}", "--target=build", secret]
+        arguments = ["build", "--network=host", f"--build-arg=BASE_IMAGE={base}", "--target=build", secret]
         refused = podman.run(*arguments, str(tree))
         made = podman(*arguments, f"--secret=id=ca_bundle,src={tmp_path}/ca.crt", str(tree)).split()[-1]
     try:
@@ -84,6 +84,6 @@ def test_image_is_built_behind_a_private_ca(podman: Podman, base: str, image: st
         podman.run("rmi", "--force", made)
 
     assert refused.returncode != 0
-    assert b"CERTIFICATE_VERIFY_FAILED" in refused.stdout + refused.stderr
+    assert b"certificate verify failed" in (refused.stdout + refused.stderr).lower().replace(b"_", b" ")
     assert said.startswith("agent-shim ")
     assert left.stdout == b""

@@ -1,7 +1,7 @@
 """Pictures of README.md: the output of a terminal, and its headline figures as bars.
 
-``script -qc 'agent-shim status' | python -m tools.bench.draw terminal '$ agent-shim status'
->docs/pictures/status.svg``. ``python -m tools.pages`` draws the bars.
+``script -qc 'agent-shim doctor' | python -m tools.bench.draw terminal '$ agent-shim doctor'
+>docs/pictures/doctor.svg``. ``python -m tools.pages`` draws the status and the bars.
 """
 
 from __future__ import annotations

@@ -109,6 +109,8 @@ class HttpsBus:
         """Connections in order of arrival."""
         self._known: set[web.RequestHandler] = set()
         """Authenticated connections."""
+        self._silent: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        """Connections without a request yet, and what closes them. aiohttp before 3.14.4 keeps them for ever."""
         self._answering: set[asyncio.Task[tuple[str, bytes] | None]] = set()
         self._kept_bytes = 0
 
@@ -142,6 +144,8 @@ class HttpsBus:
             self._stop_listening()
             for each in self._callers.values():
                 each.greeting.cancel()
+            for timer in self._silent.values():
+                timer.cancel()
             self._web.pre_shutdown()
             await self._web.shutdown(self._bounds.goodbye)
             for task in self._answering:
@@ -213,6 +217,8 @@ class HttpsBus:
         # A task cancelled before its first step closes nothing itself.
         greeting.add_done_callback(lambda ended: caller.close() if ended.cancelled() else None)
         self._callers[handler] = _Caller(greeting, accepting.address_of(caller))
+        timer = asyncio.get_running_loop().call_later(self._bounds.idle, self._close_silent, handler, greeting)
+        self._silent[handler] = timer
 
     async def _greet(self, context: ssl.SSLContext, caller: socket.socket, handler: web.RequestHandler) -> None:
         try:
@@ -222,10 +228,18 @@ class HttpsBus:
         except OSError as exc:
             logger.debug("TLS handshake failed: %s", exc)
 
+    def _close_silent(self, handler: web.RequestHandler, greeting: asyncio.Task[None]) -> None:
+        del self._silent[handler]
+        greeting.cancel()
+        if handler.transport is not None:
+            handler.transport.abort()
+
     # --- requests ---
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request completely. A client that does not read its answer in time loses the connection."""
+        if timer := self._silent.pop(request.protocol, None):
+            timer.cancel()
         try:
             response = await self._answer(request)
             async with asyncio.timeout(self._bounds.stall):
