@@ -51,7 +51,7 @@ def test_source_distribution_contains_its_commit(written: Path, monkeypatch: pyt
 
 
 def test_wheel_readme_has_absolute_links_to_existing_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENT_SHIM_REVISION", COMMIT)
+    monkeypatch.setattr(hatch_build, "revision", lambda: COMMIT)
     text = hatch_build.page((ROOT / "README.md").read_text())
     links = re.findall(r"\]\(([^)#]+)", text)
 
