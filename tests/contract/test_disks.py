@@ -174,6 +174,15 @@ async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_at_once(world: 
     assert not link.is_symlink()
 
 
+@pytest.mark.parametrize("hint", ["disk-d", "dev/vdb", {"path": "volume"}])
+async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_at_once(world: World, hint: Any) -> None:
+    """A path that may still come is waited for. The Go agent can link to the text, which is no path."""
+    error = await world.error("add_dynamic_disk", "disk-d", hint)
+
+    assert error.endswith("named no path")
+    assert not (world.paths.dynamic_disks / "disk-d").is_symlink()
+
+
 @pytest.mark.attack("a request names no disk")
 @pytest.mark.parametrize("cid", ["", None])
 @pytest.mark.parametrize("method", ["mount_disk", "unmount_disk"])

@@ -26,7 +26,14 @@ UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 @pytest.mark.attack("a request is malformed, or has a value of another type")
 @pytest.mark.parametrize(
-    "request_bytes", [b"{", b'{"method":"ping","protocol":"3"}', b'{"method":"ping","reply_to":5}']
+    "request_bytes",
+    [
+        b"{",
+        b'{"method":"ping","protocol":"3"}',
+        b'{"method":"ping","reply_to":5}',
+        b'{"method":"ping","reply_to":"r","arguments":[' + b"[" * 900 + b"]" * 900 + b"]}",
+    ],
+    ids=["cut", "protocol", "reply_to", "deep"],
 )
 async def test_t5_undecodable_message_is_dropped_and_counted(world: World, request_bytes: bytes) -> None:
     assert await world.dispatcher.handle(request_bytes) is None

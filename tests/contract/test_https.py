@@ -67,7 +67,13 @@ async def test_t9_exception_has_status_200_too(cli: Cli, body: bytes) -> None:
     assert json.loads(answer.body) == {"exception": {"message": "unknown message "}}
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"nonsense", b"{}x", b'{"protocol":"3"}', b'{"reply_to":1}', b"\xff"])
+DEEP = b'{"method":"ping","reply_to":"r","arguments":[' + b"[" * 900 + b"]" * 900 + b"]}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"nonsense", b"{}x", b'{"protocol":"3"}', b'{"reply_to":1}', b"\xff", pytest.param(DEEP, id="deep")],
+)
 async def test_t9_invalid_request_gets_500(cli: Cli, body: bytes) -> None:
     answer = await cli.send("POST", "/agent", body)
 
