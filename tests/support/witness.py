@@ -479,6 +479,7 @@ class Witness:
     def _measured(self, before: Before, state: Mapping[str, Any]) -> list[str]:
         """Compare the metrics with the observations (I18)."""
         stand = self._stand
+        beat_at = self._heartbeats()[-1].at  # before the scrape, during which the next may arrive
         told = {
             label: float(value)
             for label, _, value in (line.rpartition(" ") for line in stand.scrape().splitlines())
@@ -495,8 +496,8 @@ class Witness:
             for name, value in wanted.items()
             if told.get(name) != value
         ]
-        age, beats = told.get("agent_shim_heartbeat_age_seconds", -1.0), self._heartbeats()
-        if not 0 <= age <= time.monotonic() - beats[-1].at + 2:
+        age = told.get("agent_shim_heartbeat_age_seconds", -1.0)
+        if not 0 <= age <= time.monotonic() - beat_at + 2:
             found.append(f"I18: the age of a heartbeat is {age:.1f} s")
         return found[:3] + self._counted(before)
 
