@@ -11,13 +11,15 @@ import os
 import signal
 import subprocess
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from agent_shim.host import cgroups, job_cgroups, process
+from agent_shim.core.paths import Paths
+from agent_shim.host import process
+from agent_shim.supervisor.ownership.keepers import Keepers
 from tests.support.differences import differences, has_structs
 from tests.support.programs import argv
 from tests.support.programs.end_left import end_left
@@ -91,6 +93,22 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.end()
 
 
+@pytest.fixture
+async def keepers_are_closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Disconnect at the end of the test from the keepers that no supervisor disconnects from."""
+    made: list[Keepers] = []
+    real = Keepers.__init__
+
+    def init(self: Keepers, paths: Paths) -> None:
+        real(self, paths)
+        made.append(self)
+
+    monkeypatch.setattr(Keepers, "__init__", init)
+    yield
+    for each in made:
+        each.close()
+
+
 @pytest.fixture(scope="session")
 def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Guard the event loop of each agent that gets the environment of the tests. Reports are files in here.
@@ -114,16 +132,6 @@ def no_loop_is_held(request: pytest.FixtureRequest, held_loops: Path) -> Iterato
         path.unlink()
     if request.node.get_closest_marker("loop_may_be_held") is None:
         assert list(found.values()) == []
-
-
-@pytest.fixture(params=["the best", "freezer", "pids", "none"])
-def cgroups_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> cgroups.Tree | None:
-    """Once with each hierarchy that this machine lets us use, and once without: then it is known by descent alone."""
-    best = job_cgroups.tracker()
-    there = {"the best": best} | {tree.controller: tree for tree in (cgroups.trees() if best else ())}
-    found = there.get(request.param)
-    monkeypatch.setattr(job_cgroups, "tracker", lambda: found)
-    return found
 
 
 @pytest.fixture(scope="session", autouse=True)

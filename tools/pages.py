@@ -14,7 +14,6 @@ from typing import Final
 from agent_shim.cli import ansi, status_text
 from agent_shim.daemon import boot
 from agent_shim.supervisor.monit import parser, rules
-from agent_shim.supervisor.ownership.evidence import Evidence, Tie
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
 from tests.support import attacks_page, commands_page, limits_page, metrics_page, shell_pages, state_files
 from tests.support.source import PACKAGE, ROOT, Module, floors, modules
@@ -107,18 +106,6 @@ def statements() -> str:
     return "\n".join(["| in a `check` of | statements |", "|---|---|", *rows, ""])
 
 
-def evidence() -> str:
-    """The evidence about a process that a pidfile names, in the order in which it decides."""
-    verdicts = {
-        Tie.OWNED: "the service's",
-        Tie.SHARED: "the service's",
-        Tie.NAMED: "watched: counts as running, gets no signal",
-        Tie.NONE: "refused",
-    }
-    rows = [f"| {row.value.fact} | {row.value.kept_by} | {verdicts[row.value.tie]} |" for row in Evidence]
-    return "\n".join(["| the process … | kept by | it is |", "|---|---|---|", *rows, ""])
-
-
 def without_effect() -> str:
     """The statements that are not acted on, with the reason."""
     rows = [f"| `{words}` | {why} |" for words, why in rules.WITHOUT_EFFECT.items()]
@@ -148,7 +135,6 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     ("monit-deviations.md", "without effect"): without_effect,
     ("metrics.md", "metrics"): metrics_page.table,
     ("reliability.md", "state files"): state_files.table,
-    ("supervision.md", "evidence"): evidence,
 }
 """Page and name of each generated part, which is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 

@@ -34,6 +34,7 @@ from agent_shim.services.bundles import Bundle, Bundles
 from agent_shim.services.compiler import Compiler, Package
 from agent_shim.services.spec_store import SpecStore
 from agent_shim.services.volume_lease import exclusive_agent
+from agent_shim.supervisor.ownership.keepers import Keepers
 
 FAILED: Final = 1
 INTERRUPTED: Final = 128 + signal.SIGINT
@@ -95,7 +96,7 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
     with exclusive_agent(paths, "compile"):
         boot.make_tree(paths)
         bundles = Bundles(paths)
-        compiler = Compiler(paths, process.script_environment(os.environ))
+        compiler = Compiler(paths, process.script_environment(os.environ), Keepers(paths))
         in_use = packages_of_jobs(asyncio.run(SpecStore(paths).load()), bundles)
         store = Blobstore("local", {"blobstore_path": str(paths.blobs)})
         compilation = Compilation(bundles, compiler, store, in_use)

@@ -54,6 +54,8 @@ class Paths:
         self.agent_lock = self.bosh / "agent_shim.lock"
         self.control_socket = self.bosh / "agent_shim.sock"
         """Away from ``data``: a listening socket keeps a file system mounted."""
+        self.keepers = self.bosh / "keepers"
+        """Directory of the sockets of keepers. Only the agent's user may enter it. Away from ``data`` likewise."""
         self.shut_down = self.bosh / "shut_down"
         """Holds the id of an agent that the Director has shut down."""
         self.managed_disk = self.bosh / "managed_disk_settings.json"

@@ -96,6 +96,7 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
         (paths.log, 0o750, shared),
         (paths.run, 0o1777, shared),
         (paths.shim_run, 0o700, own),
+        (paths.keepers, 0o700, own),
         (paths.data_jobs, 0o750, shared),
         (paths.data_packages, 0o755, shared),
         (paths.sensitive_blobs, 0o700, shared),
@@ -155,7 +156,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
 
     async def leftovers() -> None:
         await agent.bundles.sweep()
-        await agent.compiler.sweep()
+        await agent.compiler.clean()
         await agent.logs.tidy()
 
     async def disks() -> str | None:

@@ -14,7 +14,7 @@ from typing import Final
 from agent_shim.core import settings
 from agent_shim.core.errors import HostError, NotThereError, SettingsError
 from agent_shim.core.paths import Paths
-from agent_shim.host import files, nftables, proc
+from agent_shim.host import files, keeper, nftables, proc
 from agent_shim.services import state_backup
 from agent_shim.services.disks import hints, markers
 from agent_shim.services.logs import rotation
@@ -49,6 +49,7 @@ def hand_back(paths: Paths) -> list[str]:
         files.remove_tree(paths.shut_down)
         files.remove_tree(paths.former_mbus)
         files.remove_tree(paths.shim_run)
+        keeper.release_all(paths.keepers)
         state_backup.forget(paths)
     return [*said, READY]
 

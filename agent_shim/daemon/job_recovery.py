@@ -21,10 +21,9 @@ from agent_shim.actions.state import record_health
 from agent_shim.core.errors import ActionError, HostError, ShimError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Settings
-from agent_shim.host import proc
+from agent_shim.host import keeper, proc
 from agent_shim.services.disks import hints, markers
 from agent_shim.services.volume_lease import VolumeLeases
-from agent_shim.supervisor.ownership.process_record import MARK, mark
 from agent_shim.supervisor.supervisor import Event, read_saved
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class JobRecovery:
     async def _take_over(self) -> None:
         """Take over from monit, or start the jobs of the spec if the supervisor's state is lost.
 
-        Running processes carry monit's mark and are adopted (Go agent: ``monit/job``). A new root file system has no
+        Running processes that pidfiles name are watched (Go agent: ``monit/job``). A new root file system has no
         files for monit, and a spec that was restored there was applied by this agent.
         """
         agent = self._agent
@@ -82,6 +81,8 @@ class JobRecovery:
         files = await asyncio.to_thread(monit_files, agent.paths.jobs, agent.spec.current.job_names)
         logger.info("taking over the processes of %d jobs", len(agent.spec.current.job_names))
         await agent.supervisor.configure(files)
+        for service in agent.supervisor.services():
+            agent.supervisor.trust_pidfile(service.process.name)
         if not await asyncio.to_thread(agent.paths.stopped_marker.exists):
             await agent.supervisor.start(is_asked=False)
 
@@ -151,16 +152,15 @@ class JobRecovery:
 def jobs_live(paths: Paths) -> bool:
     """Return True if a process of a job lives that an agent started or watched in this container. Blocks.
 
-    No container begins with one. A process with our mark below another root directory is of another container.
+    No container begins with one.
     """
     saved = read_saved(paths.supervisor_state)
     if saved is not None and saved.incarnation == proc.incarnation() != "":
         records = [service.traces for service in saved.services.values()]
-        recorded = {each for one in records for each in (one.known, one.program, *one.descendants) if each is not None}
-        if any((found := proc.stat(pid)) and found.is_alive and found.start_ticks == start for pid, start in recorded):
+        recorded = {each for one in records for each in (one.known, one.program, *one.others) if each is not None}
+        if any(map(proc.is_there, recorded)):
             return True
-    marked = proc.census(MARK).marked.items()
-    return any(proc.has_our_root(pid) for value, pids in marked if value.endswith(mark("", paths.base)) for pid in pids)
+    return bool(keeper.living(paths.keepers))
 
 
 def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:

@@ -332,7 +332,7 @@ def assemble(
         tasks=Tasks(paths.tasks),
         supervisor=supervisor,
         bundles=Bundles(paths, work),
-        compiler=Compiler(paths, environ, work),
+        compiler=Compiler(paths, environ, supervisor.keepers, work),
         scripts=Scripts(paths, environ, supervisor.run_script),
         logs=Logs(paths, work),
         vitals=Vitals(paths, lambda: persistent.is_mounted, persistent.dynamic_places),

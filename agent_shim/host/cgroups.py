@@ -59,40 +59,6 @@ def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
     return Cgroup(hierarchy("memory"), hierarchy("cpu"), hierarchy("cpuacct"), hierarchy("pids"))
 
 
-class Tree(msgspec.Struct, frozen=True):
-    """A hierarchy that can track processes. ``controller`` is ``""`` in version 2.
-
-    ``path`` is our own cgroup as ``/proc/PID/cgroup`` shows it.
-    """
-
-    controller: str
-    hierarchy: Hierarchy
-    path: str
-
-
-TRACKING: Final = ("", "freezer", "pids", "name=systemd", "perf_event", "net_cls,net_prio", "devices", "memory")
-"""Hierarchies for tracking processes, best first: version 2 kills a whole cgroup, ``freezer`` freezes it, ``pids``
-prevents new processes. The others only list the members.
-"""
-
-
-def trees(root: Path = host_stats.PROC) -> list[Tree]:
-    """Return the mounted hierarchies of ``TRACKING`` that contain this process, in that order."""
-    try:
-        paths = processes.parse_groups((root / "self/cgroup").read_text())
-        table = _visible(parse((root / "self/mountinfo").read_bytes()))
-    except (OSError, ValueError):
-        return []
-    found = []
-    for controller in TRACKING:
-        path = paths.get(controller.partition(",")[0], "")
-        kind = "cgroup" if controller else "cgroup2"
-        ours = [m for m in table if m.kind == kind and (not controller or controller.partition(",")[0] in m.features)]
-        if hierarchy := _hierarchy(1 if controller else 2, path, ours):
-            found.append(Tree(controller.partition(",")[0], hierarchy, path))
-    return found
-
-
 def _visible(table: Sequence[Mount]) -> list[Mount]:
     """Return the mounts that no later mount on the same point covers.
 

@@ -1,10 +1,6 @@
-"""Cgroups for jobs, one for each service: to identify, count, freeze, kill and limit all of its processes.
+"""Cgroups that limit the processes of a job, and count those that the kernel kills.
 
-They are below or beside our own. This module makes the directories. ``host.process`` and ``host.sandbox_exec`` put a
-process into them before its exec.
-
-Membership is inherited, and a process without privileges cannot change it: it is evidence that a job cannot forge. One
-hierarchy suffices for that (``tracker``). If its directory can be removed, no process is left.
+They are below or beside our own. This module makes the directories. ``host.sandbox_exec`` joins them before its exec.
 
 Supports both versions, and uses a controller only if that takes no more than creating a directory: in version 2 the
 kernel delegates a controller only while our own cgroup contains no process, and moving all processes of a container out
@@ -17,16 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import signal
-import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from agent_shim.host import cgroups, proc, process
+from agent_shim.host import cgroups, proc
 
-HOLD_TIMEOUT_S: Final = 1.0
-"""For a cgroup to freeze. A process stuck in the kernel may prevent it."""
 MAX_DEPTH: Final = 16
 """Levels of cgroups that a job creates below its own."""
 _DIRECTORY: Final = "agent_shim"
@@ -63,52 +54,21 @@ def offered() -> frozenset[str]:
     return frozenset(found)
 
 
-@functools.cache
-def tracker() -> cgroups.Tree | None:
-    """Return the best hierarchy in which we can create cgroups below our own, found by trial. None without one."""
-    for tree in filter(lambda tree: cgroups.contains_this_process(tree.hierarchy), cgroups.trees()):
-        probe = place(tree.hierarchy) / f"probe-{os.getpid()}"
-        with contextlib.suppress(OSError):
-            probe.mkdir()
-            probe.rmdir()
-            return tree
-    return None
+def members_of(name: str) -> list[tuple[int, int]]:
+    """Return the living processes in job cgroups of this name, and below, by pid and start time. Blocks.
 
-
-def name_of(pid: int) -> str | None:
-    """Return the name of the job cgroup that contains a process, directly or below. None without one."""
-    tree = tracker()
-    if tree is None:
-        return None
-    own = tree.path if place(tree.hierarchy) == tree.hierarchy.levels[0] else os.path.dirname(tree.path)  # noqa: PTH120 - text
-    top = f"{own.rstrip('/')}/{_DIRECTORY}/"
-    path = proc.groups(pid).get(tree.controller, "")
-    return _plain(path.removeprefix(top).partition("/")[0]) if path.startswith(top) else None
-
-
-def members(ending: str) -> dict[int, str]:
-    """Map the pid of each process in a job cgroup to the name of that cgroup, for names with this ending.
-
-    Names of other agents are skipped unread: a killed one leaves hundreds of directories.
+    Agents without keepers (0.2.0) put each program into one.
     """
-    tree = tracker()
-    found: dict[int, str] = {}
-    top = place(tree.hierarchy) / _DIRECTORY if tree is not None else Path("/nonexistent")
-    with contextlib.suppress(OSError):
-        for directory in (each for each in top.iterdir() if each.name.endswith(_escaped(ending))):
-            for each in _below(directory):
-                with contextlib.suppress(OSError):
-                    pids = (each / "cgroup.procs").read_text().split()
-                    found |= dict.fromkeys(map(int, pids), _plain(directory.name))
-    return found
+    below = f"/{_DIRECTORY}/{_escaped(name)}/"
+    return [
+        each.identity
+        for each in proc.table().values()
+        if each.is_alive and any(below in f"{path}/" for path in proc.groups(each.pid).values())
+    ]
 
 
 def _escaped(name: str) -> str:
     return name.replace("%", "%25").replace("/", "%2f")
-
-
-def _plain(name: str) -> str:
-    return name.replace("%2f", "/").replace("%25", "%")
 
 
 @functools.cache
@@ -127,21 +87,13 @@ class JobCgroup:
     """The cgroups of one process of a job, with a ``name`` that is unique on the machine. Blocks."""
 
     def __init__(self, name: str) -> None:
-        below, tree = f"{_DIRECTORY}/{_escaped(name)}", tracker()
-        self._tracking = None if tree is None else place(tree.hierarchy) / below
+        below = f"{_DIRECTORY}/{_escaped(name)}"
         self._limited = [(*each, place(each[1]) / below) for each in hierarchies()]
-        found = [self._tracking] if self._tracking is not None else []
-        self._all = dict.fromkeys([*found, *(directory for _, _, directory in self._limited)])
+        self._all = dict.fromkeys(directory for _, _, directory in self._limited)
 
     def make(self, *, memory: int | None = None, processes: int | None = None) -> list[str]:
-        """Create them with limits (bytes; processes and threads); return the directories to join. Raises ``OSError``.
-
-        Without limits only the directory for tracking its processes, or none where that is impossible.
-        """
+        """Create them with limits (bytes; processes and threads). Return those to join. Raises ``OSError``."""
         made = []
-        if self._tracking is not None:
-            self._tracking.mkdir(parents=True, exist_ok=True)
-            made.append(str(self._tracking))
         for controller, hierarchy, directory in self._limited:
             limit = memory if controller == "memory" else processes
             if limit is None:
@@ -157,39 +109,12 @@ class JobCgroup:
             made.append(str(directory))
         return list(dict.fromkeys(made))
 
-    def take(self, member: process.Process) -> None:
-        """Create the cgroup for tracking the processes of the job, and move a process into it. Raises ``OSError``."""
-        member.is_in_cgroup = self.enter([member.pid])
-
-    def enter(self, pids: Iterable[int]) -> bool:
-        """Move processes as ``take`` does, but those that have ended. False where no cgroup can be created."""
-        directories = self.make()
-        for pid in pids:
-            for directory in directories:
-                with contextlib.suppress(ProcessLookupError), open(f"{directory}/cgroup.procs", "wb", buffering=0) as f:
-                    f.write(b"%d" % pid)
-        return bool(directories)
-
     def remove(self) -> None:
         """Remove them. One with a living process stays."""
         for directory in self._all:
             for each in reversed(_below(directory)):
                 with contextlib.suppress(OSError):
                     each.rmdir()
-
-    def is_empty(self) -> bool:
-        """Return True if the kernel confirms that no process is left, however fast it forks."""
-        tracking = self._tracking
-        if tracking is None:
-            return True
-        events = tracking / "cgroup.events"
-        with contextlib.suppress(FileNotFoundError):
-            return "populated 1" not in events.read_text()
-        # In version 1 the removal of the directory is the test.
-        for each in reversed(_below(tracking)):
-            with contextlib.suppress(OSError):
-                each.rmdir()
-        return not tracking.is_dir()
 
     def members(self) -> list[tuple[int, int]]:
         """Return the living processes in them and below, by pid and start time."""
@@ -199,18 +124,6 @@ class JobCgroup:
                 with contextlib.suppress(OSError):
                     pids |= set((each / "cgroup.procs").read_text().split())
         return [stat.identity for pid in pids if (stat := proc.stat(int(pid))) is not None and stat.is_alive]
-
-    def kill(self) -> None:
-        """Kill all of its processes, however fast they fork: atomically, or while they are frozen."""
-        tracking = self._tracking
-        if tracking is None or not tracking.is_dir():
-            return
-        with contextlib.suppress(OSError):  # before Linux 5.14, and in version 1, the file does not exist
-            (tracking / "cgroup.kill").write_text("1")
-            return
-        with held_still(tracking):
-            for member in self.members():
-                process.send(member, signal.SIGKILL)
 
     def memory(self) -> tuple[int, int] | None:
         """Return the number of OOM kills in it and its peak memory in bytes. None if its memory is not limited."""
@@ -230,30 +143,6 @@ def _below(directory: Path) -> list[Path]:
             if len(each.parts) - len(directory.parts) < MAX_DEPTH:
                 found += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     return found
-
-
-@contextlib.contextmanager
-def held_still(directory: Path) -> Iterator[None]:
-    """Freeze processes below ``directory`` for the block, if the kernel can. Killed ones end with the block."""
-    for name, held, free, told in (
-        ("cgroup.freeze", "1", "0", ("cgroup.events", "frozen 1")),
-        ("freezer.state", "FROZEN", "THAWED", ("freezer.state", "FROZEN")),
-        ("pids.max", "0", "", None),
-    ):
-        path = directory / name
-        if not path.exists():
-            continue
-        before = free or path.read_text()
-        try:
-            path.write_text(held)
-            give_up_at = time.monotonic() + HOLD_TIMEOUT_S
-            while told and told[1] not in (directory / told[0]).read_text() and time.monotonic() < give_up_at:
-                time.sleep(0.002)
-            yield
-        finally:
-            path.write_text(before)
-        return
-    yield
 
 
 @functools.cache

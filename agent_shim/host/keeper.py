@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 import grp
+import hashlib
 import logging
 import os
 import pwd
@@ -150,6 +151,10 @@ class Keeper:
         """Owner of the program: a service, or the scripts of a job. Shortened if it is very long."""
         self.state = State(0, 0)
         """Its latest report."""
+        self.since = clock.boot_ticks()
+        """Tick at which it had started, or before."""
+        self.parent = 0
+        """Its parent, to which its processes would go. 0 if that is not known."""
         self.is_lost = False
         """The keeper was killed: the connection is closed although it was not released and had processes below."""
         self.on_change: Callable[[], None] | None = None
@@ -176,14 +181,60 @@ class Keeper:
         return self.state.keeper
 
     @property
+    def key(self) -> str:
+        """Beginning of its socket's name, which tells labels apart: ``prefix(label)``."""
+        return self.name.rpartition("@")[0]
+
+    @property
     def program_exit(self) -> Exit | None:
         """The end of the program. None while it runs, and if it was not executed."""
         return None if self.state.failed else self.state.exits.get(0)
 
     def exit_of(self, identity: tuple[int, int]) -> Exit | None:
         """Return how a watched process ended. None if it has not, or if its own parent reaped it."""
-        slot = next((slot for slot, watched in self._slots.items() if watched == identity), None)
-        return None if slot is None else self.state.exits.get(slot)
+        pid, start_ticks = identity
+        seen = (each for each in self.state.exits.values() if each.pid == pid and each.at >= start_ticks / clock.TICKS)
+        return next(seen, None)
+
+    async def status_of(self, identity: tuple[int, int]) -> int | None:
+        """Return the status of a process that has ended. None if its own parent reaped it, or the keeper is lost.
+
+        The keeper reaps its children soon. One that another process is to reap is not waited for.
+        """
+        is_asked = False
+        while (ended := self.exit_of(identity)) is None and not self.is_lost:
+            dead = proc.stat(identity[0])
+            if dead is not None and dead.identity == identity and dead.parent == self.pid:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(process.POLL_S):
+                        await self._changed.wait()
+            elif is_asked:
+                break
+            else:  # It is reaped. If the keeper did that, the answer tells how it ended.
+                is_asked = True
+                with contextlib.suppress(HostError):
+                    await self.request("state")
+        return None if ended is None else ended.status
+
+    def adopt(self, pid: int, start_ticks: int | None = None) -> Process | None:
+        """Watch a process below. None if it is gone, a zombie, or did not start at ``start_ticks``."""
+        found = process.adopt(pid, start_ticks, self)
+        if found is not None and pid != self.state.program:
+            with contextlib.suppress(HostError):  # its exit will be unknown
+                self._watch(found.identity)
+        return found
+
+    async def program_process(self) -> Process:
+        """Return the program, which may have ended. Then its start time is that of its keeper."""
+        running = None if self.program_exit else process.adopt(self.state.program, None, self)
+        if running is not None and proc.nearest(running.identity, (self.pid,)) == self.pid:
+            return running
+        if running is not None:  # its number is another's by now
+            running.release()
+        with contextlib.suppress(HostError):
+            await self.wait()
+        ended = self.program_exit
+        return process.ended((self.state.program, self.since), None if ended is None else ended.status, self)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Wait until a report makes ``is_so`` true. Raises ``HostError`` once the keeper is lost."""
@@ -200,8 +251,14 @@ class Keeper:
 
     async def is_childless_within(self, seconds: float) -> bool:
         """Wait until everything below has ended. False if that takes longer. Raises ``HostError`` once it is lost."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.until(lambda: self.state.is_childless), seconds)
+        # Not asyncio.timeout: before Python 3.11.3 it never expires in a cancelled task, as callers are.
+        waiting = asyncio.ensure_future(self.until(lambda: self.state.is_childless))
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=seconds)
+        finally:
+            waiting.cancel()
+        for each in done:
+            each.result()
         return self.state.is_childless
 
     def processes(self) -> list[proc.Stat]:
@@ -212,26 +269,27 @@ class Keeper:
 
     async def watch(self, identity: tuple[int, int]) -> Exit | None:
         """Let the keeper remember how this process ends, whenever that is. Return its end if it is known already."""
+        answer = self._watch(identity)
+        if answer is not None:
+            await self._answer(answer)
+        return self.exit_of(identity)
+
+    def _watch(self, identity: tuple[int, int]) -> asyncio.Future[State] | None:
+        """Ask the keeper to remember how this process ends. None if it does already."""
         pid, start_ticks = identity
-        if identity in self._slots.values():
-            return self.exit_of(identity)
-        for slot, ended in self.state.exits.items():
-            if ended.pid == pid and ended.at >= start_ticks / clock.TICKS:  # an earlier agent has watched it
-                self._slots[slot] = identity
-                return ended
+        if identity in self._slots.values() or self.exit_of(identity) is not None:
+            return None
         # Exits that earlier agents wanted are kept while there is room.
+        for slot in [
+            slot for slot, watched in self._slots.items() if slot in self.state.exits and not proc.is_there(watched)
+        ]:
+            del self._slots[slot]
         free = [slot for slot in range(1, SLOTS + 1) if slot not in self._slots]
         if not free:
             raise HostError(f"cannot watch more than {SLOTS} processes of {self.label}")
         slot = min(free, key=lambda slot: slot in self.state.exits)
         self._slots[slot] = identity
-        await self.request(f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}")
-        return self.exit_of(identity)
-
-    def forget(self, identity: tuple[int, int]) -> None:
-        """Free the slot of a watched process for another."""
-        for slot in [slot for slot, known in self._slots.items() if known == identity]:
-            del self._slots[slot]
+        return self._send(f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}")
 
     async def send_all(self, number: signal.Signals) -> list[proc.Stat]:
         """Send a signal once to each process below it now. Return them."""
@@ -257,6 +315,12 @@ class Keeper:
             await self.kill()
         return await self.is_childless_within(KILL_TIMEOUT_S)
 
+    async def abandon(self) -> None:
+        """Kill everything below, and release the keeper: nobody waits for its program any more."""
+        with contextlib.suppress(HostError):
+            await self.end(0)
+        self.release()
+
     def release(self) -> None:
         """Let the keeper exit, at once or when everything below has ended, and forget it: its result has been read."""
         self._is_released = True
@@ -275,14 +339,22 @@ class Keeper:
 
     async def request(self, text: str) -> State:
         """Send a request and return the state that answers it. Raises ``HostError``, also for one that it refuses."""
-        answer: asyncio.Future[State] = self._loop.create_future()
+        return await self._answer(self._send(text))
+
+    def _send(self, text: str) -> asyncio.Future[State]:
         try:
             self._connection.send(text.encode())
         except OSError as exc:
             raise files.failed(f"ask the keeper of {self.label}", exc) from exc
+        answer: asyncio.Future[State] = self._loop.create_future()
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be waited for by none
         self._answers.append(answer)
+        return answer
+
+    async def _answer(self, answer: asyncio.Future[State]) -> State:
         try:
-            return await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await answer
         except TimeoutError:
             raise HostError(f"cannot ask the keeper of {self.label}: it does not answer") from None
 
@@ -318,9 +390,11 @@ class Keeper:
         self.close()
         if not self._is_released:
             # A keeper without children exits by itself when the machine shuts down. Its last report says it all.
+            # The socket of one that was killed tells the next agent of it, too.
             self.is_lost = not self.state.is_childless
-            with contextlib.suppress(OSError):
-                (self._directory / self.name).unlink()
+            if not self.is_lost:
+                with contextlib.suppress(OSError):
+                    (self._directory / self.name).unlink()
             self._wake()
 
     def _wake(self) -> None:
@@ -339,10 +413,13 @@ class Keeper:
 # --- starting and finding -------------------------------------------------------------------------------------------
 
 
-async def start(directory: Path, label: str, program: Program) -> Keeper:
+async def start(
+    directory: Path, label: str, program: Program, made: Callable[[Keeper], None] = lambda _: None
+) -> Keeper:
     """Run a program below a keeper of its own. Returns once it is executed. ``directory`` holds the sockets of all.
 
-    Raises ``HostError`` "cannot run PROGRAM: why" if it is not executed.
+    ``made`` is called with the keeper before it runs the program. Raises ``HostError`` "cannot run PROGRAM: why" if the
+    program is not executed.
     """
     what = f"run {program.argv[0]}"
     with contextlib.ExitStack() as opened, files.attempting(what):
@@ -365,18 +442,24 @@ async def start(directory: Path, label: str, program: Program) -> Keeper:
             (directory / name).unlink()
             raise
     keeper = Keeper(directory, name, connection, child)
+    keeper.since, keeper.parent = child.start_ticks, os.getpid()
+    keeper.state = State(child.pid, 0, phase="starting")
+    made(keeper)
     try:
-        await asyncio.wait_for(
-            keeper.until(lambda: keeper.pid > 0 and keeper.state.phase != "starting"), START_TIMEOUT_S
-        )
+        async with asyncio.timeout(
+            START_TIMEOUT_S
+        ):  # not wait_for, which before Python 3.12 may swallow a cancellation
+            await keeper.until(lambda: keeper.state.phase != "starting")
     except TimeoutError:
-        await _abandon(keeper)
+        with contextlib.suppress(OSError):
+            keeper._connection.send(b"kill")  # noqa: SLF001 - one module
+        keeper.release()
         raise HostError(f"cannot {what}: its file cannot be read in {START_TIMEOUT_S:.0f} s") from None
     except HostError:
         code = await child.wait()  # it exits with the error number if it cannot work
         raise HostError(f"cannot {what}: its keeper ended: {os.strerror(code or 0)}") from None
     except asyncio.CancelledError:
-        await _abandon(keeper)
+        await keeper.abandon()
         raise
     if keeper.state.failed is not None:
         keeper.release()
@@ -384,27 +467,61 @@ async def start(directory: Path, label: str, program: Program) -> Keeper:
     return keeper
 
 
-async def find(directory: Path) -> list[Keeper]:
-    """Connect to all keepers of an earlier agent. Removes sockets whose keepers have ended."""
+async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
+    """Connect to all keepers of an earlier agent. One that does not answer has the pid 0.
+
+    Returns also the names of those that have ended unreleased, each with the tick of its start.
+    """
     found = []
+    ended: dict[str, int] = {}
     for name in _names(directory):
         try:
             keeper = Keeper(directory, name, _connect(directory / name))
         except OSError as exc:
             if exc.errno == errno.ECONNREFUSED:
-                (directory / name).unlink(missing_ok=True)
+                ended[name] = _begun(directory / name)
             else:
                 logger.error("cannot connect to the keeper %s: %s", name, exc)
             continue
         found.append(keeper)
     for keeper in list(found):
         try:
-            await asyncio.wait_for(keeper.until(lambda keeper=keeper: keeper.pid > 0), ANSWER_TIMEOUT_S)  # type: ignore[misc]
-        except (TimeoutError, HostError):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await keeper.until(lambda keeper=keeper: keeper.pid > 0)  # type: ignore[misc]
+        except TimeoutError:
             logger.error("cannot use the keeper %s: it does not answer", keeper.name)
-            keeper.close()
+        except HostError:
             found.remove(keeper)
+            ended[keeper.name] = _begun(directory / keeper.name)
+        else:
+            if itself := proc.stat(keeper.pid):
+                keeper.since, keeper.parent = itself.start_ticks, itself.parent
+    return found, ended
+
+
+def _begun(path: Path) -> int:
+    """Return the tick at which a socket was made."""
+    return clock.boot_ticks() - int((clock.wall_time() - path.stat(follow_symlinks=False).st_mtime) * clock.TICKS)
+
+
+def living(directory: Path) -> list[State]:
+    """Return the states of the keepers that still have processes below. Blocks for at most a second each."""
+    found = []
+    for name in _names(directory):
+        with contextlib.suppress(OSError), _connect(directory / name) as connection:
+            connection.settimeout(1.0)
+            state = parse(connection.recv(_PACKET_BYTES).decode(errors="replace"))[1]
+            if not state.is_childless:
+                found.append(state)
     return found
+
+
+def release_all(directory: Path) -> None:
+    """Let every keeper exit as soon as nothing is left below it, and remove the directory. Blocks."""
+    for name in _names(directory):
+        with contextlib.suppress(OSError), _connect(directory / name) as connection:
+            connection.send(b"release")
+    files.remove_tree(directory)
 
 
 def owner(identity: tuple[int, int], keepers: Collection[Keeper]) -> Keeper | None:
@@ -445,12 +562,19 @@ def label_of(name: str) -> str:
 def prefix(label: str) -> str:
     """Return the beginning of the names of a label's sockets, up to the ``@``. It differs between labels."""
     quoted = urllib.parse.quote(label, safe="")
-    return quoted[:_MAX_NAME_BYTES]
+    if len(quoted) <= _MAX_NAME_BYTES:
+        return quoted
+    return f"{quoted[: _MAX_NAME_BYTES - 17]}~{hashlib.blake2b(label.encode(), digest_size=8).hexdigest()}"
+
+
+def shortened(label: str) -> str:
+    """Return the label as ``Keeper.label`` has it: the same unless it is very long."""
+    return label_of(f"{prefix(label)}@")
 
 
 def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socket]:
     """Make a listening socket in the directory, and a connection to it. Its path may be longer than a socket's."""
-    directory.mkdir(mode=0o700, exist_ok=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = secrets.token_hex(4)
     name = f"{prefix(label)}@{token}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -494,7 +618,7 @@ def _spec(program: Program) -> Iterator[str]:
         limits[resource.RLIMIT_NOFILE] = of_children
     yield from (f"limit={number}:{soft % 2**64}:{hard % 2**64}" for number, (soft, hard) in limits.items())
     if program.nice:
-        yield f"?nice={program.nice}"
+        yield f"?nice={os.nice(0) + program.nice}"
     if program.oom_score_adj is not None:
         yield f"?oom={program.oom_score_adj}"
     yield f"umask={program.umask}"
@@ -529,13 +653,6 @@ def spec_file(instructions: Iterator[str]) -> int:
     with open(spec, "wb", closefd=False) as file:
         file.write(content)
     return spec
-
-
-async def _abandon(keeper: Keeper) -> None:
-    """End a program that nobody waits for."""
-    with contextlib.suppress(OSError):
-        keeper._connection.send(b"kill")  # noqa: SLF001 - one module
-    keeper.release()
 
 
 _ARGUMENT: Final = {"cwd": "its directory", "uid": "its user", "gid": "its group", "groups": "its groups"}

@@ -31,10 +31,6 @@ MAX_KERNEL_BYTES: Final = 64 * 1024
 """Limit for a file that the kernel writes by itself."""
 MAX_CHILDREN_BYTES: Final = 1 << 20
 """Limit for a list of children. Each takes about eight bytes."""
-MAX_ENVIRON_BYTES: Final = 256 * 1024
-MAX_PASS_BYTES: Final = 8 << 20
-"""Limit for all environments of one pass. The beginning of each further one is read."""
-MIN_ENVIRON_BYTES: Final = 4096
 MAX_COMMAND_LINE_BYTES: Final = 4096
 """Length that monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
 MAX_MAPS_BYTES: Final = 16 << 20
@@ -47,16 +43,8 @@ MAX_THREADS: Final = 16
 """Threads of one process that are tried in the place of its first."""
 READ_TIMEOUT_S: Final = 2.0
 """Time that one process may block a reader."""
-LAST_NUMBERS: Final = "/proc/sys/kernel/ns_last_pid", "/proc/loadavg"
-"""Files that end with the pid given last. The first needs CONFIG_CHECKPOINT_RESTORE; lxcfs replaces the second."""
-MAX_CATCHES: Final = 20
-"""Times that a census reads the processes that began since it last did."""
-MAX_YOUNGER: Final = 10_000
-"""Limit of their number."""
 MAX_HUNG_READS: Final = 4
 """Limit of reads that hang at the same time. Beyond it no process is read in this way."""
-_KERNEL_THREAD: Final = 0x0020_0000
-"""``PF_KTHREAD`` of the kernel's ``include/linux/sched.h``."""
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
@@ -77,9 +65,6 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
     threads: int = 0
     reaped_ticks: int = 0
     """CPU time of reaped children and of their reaped children."""
-    is_kernel: bool = False
-    """True for a thread of the kernel. Its session is 0, as is that of a process whose session began in a pid namespace
-    above this one."""
 
     @property
     def is_alive(self) -> bool:
@@ -99,7 +84,7 @@ def parse(line: bytes) -> Stat:
     """Parse a stat line. The name may contain blanks and parentheses, so fields count from its last parenthesis."""
     number, _, rest = line.partition(b" (")
     fields = rest.rpartition(b") ")[2].decode().split(None, 22)
-    state, parent, group, session, _, _, flags, _, _, _, _, user, system, of_dead, of_dead_system, *fields = fields
+    state, parent, group, session, _, _, _, _, _, _, _, user, system, of_dead, of_dead_system, *fields = fields
     _, _, threads, _, start, _, resident, *_ = fields
     ticks, reaped, resident_kb = int(user) + int(system), int(of_dead) + int(of_dead_system), int(resident) * PAGE_KB
     return Stat(
@@ -113,7 +98,6 @@ def parse(line: bytes) -> Stat:
         resident_kb,
         int(threads),
         reaped,
-        is_kernel=bool(int(flags) & _KERNEL_THREAD),
     )
 
 
@@ -127,6 +111,12 @@ def stat(pid: int) -> Stat | None:
         other = _read_of_threads(pid, "stat", MAX_KERNEL_BYTES)
         found = msgspec.structs.replace(found, resident_kb=parse(other).resident_kb if other else 0)
     return found
+
+
+def is_there(identity: tuple[int, int]) -> bool:
+    """Return True if the process with this pid and start time lives."""
+    found = stat(identity[0])
+    return found is not None and found.is_alive and found.identity == identity
 
 
 def table() -> dict[int, Stat]:
@@ -236,60 +226,6 @@ def _children_of(pid: int) -> list[int]:
     ]
 
 
-class Census(msgspec.Struct, frozen=True):
-    """One pass over all processes: their stat, their children, and the pids by value of an environment variable."""
-
-    processes: Mapping[int, Stat]
-    children: Mapping[int, list[int]]
-    marked: Mapping[str, set[int]]
-    unread: frozenset[int] | None
-    """Empty if all that lived at the end are in ``processes``. Else listed processes that had exited or were exiting.
-
-    A process that forks and exits without end is in ``processes`` or here: the list ascends, as the pids of children
-    do until they begin again, and then it is None: not known.
-    """
-
-
-def census(mark: str, known: Collection[int] = ()) -> Census:
-    """Read all processes, and the environment variable ``mark`` of all but ``known``. About 20 µs each. Blocks.
-
-    Then it reads those that began meanwhile, until none begins while it does: then it has read all.
-    """
-    begun = last = last_number()
-    # The newest first: they exit soonest.
-    pids = sorted(map(int, _numbers("/proc")), reverse=True)
-    processes = _stats(pids)
-    marked: dict[str, set[int]] = {}
-    living = [pid for pid, process in processes.items() if process.is_alive and pid not in known]
-    late: dict[int, Stat] = {}
-    has_all = False
-
-    def younger() -> Iterator[int]:
-        nonlocal last, has_all
-        for _ in range(MAX_CATCHES):
-            before, last = last, last_number()
-            if before is None or last is None or not 0 <= last - before <= MAX_YOUNGER:
-                return
-            found = _stats(pid for pid in range(last, before, -1) if not _is_further_thread(pid))
-            late.update(found)
-            yield from (pid for pid, each in found.items() if each.is_alive)
-            if has_all := last_number() == last:
-                return
-
-    values, blank = variables(living, mark, younger())
-    processes |= dict(late)  # a copy: an abandoned thread may still write
-    for pid, value in values.items():
-        marked.setdefault(value, set()).add(pid)
-    unread: frozenset[int] | None = frozenset()
-    if not has_all:
-        # Threads of the kernel have no environment either.
-        leaving = (pid for pid in blank if not processes[pid].is_kernel and is_leaving(pid))
-        ended = (pid for pid in pids if pid not in processes or not processes[pid].is_alive)
-        is_known = begun is None or (last_number() or 0) >= begun
-        unread = frozenset((*leaving, *ended)) if is_known else None
-    return Census(processes, children(processes), marked, unread)
-
-
 def command_line(pid: int) -> str:
     """Return the arguments joined by blanks, as monit matches them. Empty for a zombie or kernel thread. Blocks."""
     return command_lines([pid]).get(pid, "")
@@ -299,34 +235,6 @@ def command_lines(pids: Collection[int]) -> dict[int, str]:
     """Return the ``command_line`` of many processes, without empty ones. Blocks."""
     found = of_each(pids, lambda pid: read_memory(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
     return {pid: line.replace(b"\0", b" ").decode(errors="replace") for pid, line in found.items() if line}
-
-
-def variable(pid: int, name: str) -> str | None:
-    """Return a variable of the environment that the process was started with. Blocks.
-
-    None if it is not set or not readable: reading processes of other users needs CAP_SYS_PTRACE, and a program that
-    writes its title over its arguments overwrites its environment.
-    """
-    return variables([pid], name)[0].get(pid)
-
-
-def variables(pids: Collection[int], name: str, more: Iterable[int] = ()) -> tuple[dict[int, str], list[int]]:
-    """Return the ``variable`` of many processes that have it, and the processes whose environment is empty. Blocks."""
-    begin = b"\0" + name.encode() + b"="
-    left = MAX_PASS_BYTES
-    blank: list[int] = []
-
-    def value(pid: int) -> str | None:
-        nonlocal left
-        environ = read_memory(pid, "environ", MAX_ENVIRON_BYTES if left > 0 else MIN_ENVIRON_BYTES)
-        left -= len(environ)
-        if not environ:
-            blank.append(pid)
-        # An environment may be all NULs: its entries are searched and not made.
-        _, is_there, rest = (b"\0" + environ).partition(begin)
-        return rest.partition(b"\0")[0].decode(errors="replace") if is_there else None
-
-    return {pid: found for pid, found in of_each(pids, value, more).items() if found is not None}, blank
 
 
 def open_files(pid: int) -> int:
@@ -438,30 +346,6 @@ def parse_groups(text: str) -> dict[str, str]:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         paths.update(dict.fromkeys(controllers.split(","), path))
     return paths
-
-
-def is_leaving(pid: int) -> bool:
-    """Return True if it has no memory any more, and so no environment and arguments: it exits, or is gone.
-
-    Until its exit is complete, ``stat`` shows it as alive.
-    """
-    names = itertools.chain(["statm"], (f"task/{each}/statm" for each in _other_threads(pid)))
-    return all(_read(pid, name)[:2] in (b"", b"0 ") for name in names)
-
-
-def last_number() -> int | None:
-    """Return the pid given last to a process or thread of this pid namespace. None where it is hidden."""
-    for name in LAST_NUMBERS:
-        try:
-            return int(Path(name).read_text().split()[-1])
-        except (OSError, ValueError, IndexError):
-            continue
-    return None
-
-
-def _is_further_thread(pid: int) -> bool:
-    """Return True for the number of a thread that is not the first of its process: /proc opens it, and lists it not."""
-    return _number_of(pid, b"Tgid") not in (None, pid)
 
 
 def _number_of(pid: int, field: bytes) -> int | None:
@@ -601,11 +485,8 @@ _hung: dict[int, threading.Event] = {}
 _hung_lock = threading.Lock()
 
 
-def of_each(pids: Collection[int], work: Callable[[int], T], more: Iterable[int] = ()) -> dict[int, T]:
-    """Apply ``work`` to each process in a thread, which is abandoned if one process blocks it for too long.
-
-    ``more`` is run in the thread after the last of ``pids``.
-    """
+def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
+    """Apply ``work`` to each process in a thread, which is abandoned if one process blocks it for too long."""
     found: dict[int, T] = {}
     ahead = list(pids)
     while ahead:
@@ -615,7 +496,7 @@ def of_each(pids: Collection[int], work: Callable[[int], T], more: Iterable[int]
             ahead = [pid for pid in ahead if pid not in _hung]
             if len(_hung) >= MAX_HUNG_READS:
                 break
-        way = Pass(itertools.chain(ahead, more), work)
+        way = Pass(ahead, work)
         try:
             threading.Thread(target=way.run, name="reads of processes", daemon=True).start()
         except RuntimeError:

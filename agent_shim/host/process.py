@@ -26,12 +26,12 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, files, guarded, proc
 from agent_shim.host.daemon_thread import run_in_daemon_thread
-from agent_shim.host.descriptors import Shared, closing
+from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,6 @@ _PIDFD_INFO_EXIT: Final = 8
 _STATUS_DELAYS_S: Final = (0.001, 0.004, 0.016, 0.064)
 """Waits for the parent of an adopted process to reap it: only then does the kernel report its status."""
 
-PREPARE_TIMEOUT_S: Final = 30.0
-"""For the preparation of a program, which reads its file: a dead file server must not hold the starts of others."""
 _HEAD_BYTES: Final = 256
 """As much of a program as the kernel reads to know how to execute it (BINPRM_BUF_SIZE)."""
 
@@ -60,14 +58,27 @@ _spawned: dict[int, int] = {}
 """Pid to start ticks of the children made by ``spawn`` and not reaped yet."""
 _files_of_children: Final[list[tuple[int, int]]] = []
 """Limits of open files for children. Empty unless ``raise_file_limit`` has raised the limits of this process."""
-takes_orphans = False
-"""True while orphaned descendants are reparented to this process (``host.reaper``)."""
+
+
+class Parent(Protocol):
+    """What is above a process that is no child of ours: ``host.keeper``."""
+
+    async def status_of(self, identity: tuple[int, int]) -> int | None:
+        """Return the status of a process that has ended, as ``Process.wait`` does. None if it is not known."""
+
+    def processes(self) -> list[proc.Stat]:
+        """List the living processes below. Blocks."""
+
+    def adopt(self, pid: int) -> Process | None:
+        """Watch another process below."""
 
 
 class Process:
     """One process. Its exit is noticed, and a child is reaped, even if no task waits for it."""
 
-    def __init__(self, stat: proc.Stat, pidfd: int | None, *, leads: bool) -> None:
+    def __init__(
+        self, stat: proc.Stat, pidfd: int | None, *, leads: bool, parent: Parent | None = None, is_over: bool = False
+    ) -> None:
         self.pid: Final = stat.pid
         self.start_ticks: Final = stat.start_ticks
         self.identity: Final = stat.identity
@@ -76,18 +87,16 @@ class Process:
         """Until this tick, its pid, group and session were known to be its own: a child's until it is reaped. One later
         if its group outlived it, as a member may be as young as that tick.
         """
-        self.session = stat.session
-        """Session at the spawn or adoption, and a child's last one once it is reaped."""
-        self.is_in_cgroup = False
-        """``job_cgroups`` put it in a cgroup."""
-        self.on_end: Callable[[], None] | None = None
-        """Called after its end. Takes less than a task that waits for it."""
+        self._parent = parent
+        self._asking: asyncio.Task[None] | None = None
         self._leads = leads
         self._pidfd = pidfd
         self._status: int | None = None
         self._over = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        if is_over:
+            return
         _watched.setdefault(self.pid, []).append(self)
         if pidfd is None:
             self._poll()
@@ -152,6 +161,10 @@ class Process:
         """True while it is alive, or dead and not reaped: the pid cannot belong to another group."""
         return self.is_alive or (not self.is_over and _has_child(os.P_PID, self.pid))
 
+    def adopt_child(self, pid: int) -> Process | None:
+        """Watch a process that it has started, and that may have gone to its keeper. None as from ``adopt``."""
+        return adopt(pid) if self._parent is None else self._parent.adopt(pid)
+
     async def terminate(self, grace: float) -> int | None:
         """Send the group TERM, after ``grace`` seconds or on cancellation KILL. Return the status once it is gone."""
         await self._signal_group(signal.SIGTERM)
@@ -208,6 +221,8 @@ class Process:
 
         A member that started while the leader was known to be alive proves that the group is still the same.
         """
+        if self._parent is not None:
+            return [s for s in self._parent.processes() if s.group == self.pid]
         found = [s for s in proc.table().values() if s.group == self.pid and s.start_ticks >= self.start_ticks]
         has_lasted = any(s.start_ticks < self.seen_ticks or s.identity == self.identity for s in found)
         return [s for s in found if s.is_alive] if has_lasted else []
@@ -229,6 +244,9 @@ class Process:
         """Reap it, or ask the kernel for the status that its parent reaped."""
         if self.is_over or reap(self.pid):
             return
+        if self._parent is not None:
+            self._asking = self._loop.create_task(self._ask(self._parent), name=f"status of {self.pid}")
+            return
         status = _exit_info(self._pidfd)
         if status is None and self._pidfd is not None and attempt < len(_STATUS_DELAYS_S):
             self._timer = self._loop.call_later(_STATUS_DELAYS_S[attempt], self._collect, attempt + 1)
@@ -236,16 +254,24 @@ class Process:
             self.release()
             self._finish(status)
 
-    def _finish(self, status: int | None, seen_ticks: int = 0, session: int = 0) -> None:
+    async def _ask(self, parent: Parent) -> None:
+        """Ask the keeper above it for its status."""
+        status = await parent.status_of(self.identity)
+        if status is None:
+            status = _exit_info(self._pidfd)
+        self._asking = None
+        self.release()
+        self._finish(status)
+
+    def _finish(self, status: int | None, seen_ticks: int = 0) -> None:
         self._forget()
         self._status = status
-        self.session = session or self.session
         self.seen_ticks = max(self.seen_ticks, seen_ticks)
         self._over.set()
-        if self.on_end is not None:
-            self.on_end()
 
     def _forget(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
         if self._timer is not None:
             self._timer.cancel()
         if self._pidfd is not None:
@@ -314,52 +340,6 @@ def spawn(
     return Process(stat, _open(popen.pid), leads=True)
 
 
-_HELD: Final = 'read AGENT_SHIM_GO && unset AGENT_SHIM_GO PWD OLDPWD SHLVL && exec "$@" </dev/null'
-"""Shell script of ``spawn_prepared``. Unset are the variables that a shell exports by itself."""
-
-
-async def spawn_prepared(
-    prepare: Callable[[Process], None],
-    argv: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    stdout: int | Path | None = None,
-    stderr: int | Path | None = None,
-    user: str | None = None,
-    group: str | None = None,
-    cwd: Path | str = "/",
-    nice: int = 0,
-) -> Process:
-    """As ``spawn``. ``prepare`` is called in a thread before the program runs, which it does not if that fails.
-
-    The child is a shell of root that waits for a line: code of ours between fork and exec needs a copy of this process,
-    and the loop waits for it. A call that is cancelled leaves the shell until ``prepare`` has ended, so that its number
-    is no other process's. The program does not run either if this process dies. ``env`` has names of shell variables
-    only.
-    """
-    with files.attempting(f"run {argv[0]}"):
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-    with (line := Shared(writing)):
-        with closing(reading):
-            command = ["/bin/sh", "-c", _HELD, "sh", *_as_user(argv[0], user, group), *argv]
-            waiting = spawn(command, env=env, cwd=cwd, stdin=reading, stdout=stdout, stderr=stderr, nice=nice)
-
-        def work() -> None:
-            _require_executable(argv[0])
-            with line:
-                prepare(waiting)
-
-        try:
-            await guarded.aside(" ".join(argv), work, timeout=PREPARE_TIMEOUT_S)
-        except HostError:
-            raise
-        except OSError as exc:
-            raise _cannot_run(argv[0], exc) from exc
-        with contextlib.suppress(BrokenPipeError):  # it was killed
-            os.write(writing, b"\n")
-    return waiting
-
-
 def _require_executable(program: str) -> None:
     """Raise the error of ``spawn`` for a path that cannot be executed, which another program would report as an exit.
 
@@ -381,8 +361,11 @@ def _require_executable(program: str) -> None:
         raise _cannot_run(program, exc) from exc
 
 
-def adopt(pid: int, start_ticks: int | None = None) -> Process | None:
-    """Watch a running process. None if it is gone, a zombie, or did not start at ``start_ticks``."""
+def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None) -> Process | None:
+    """Watch a running process. None if it is gone, a zombie, or did not start at ``start_ticks``.
+
+    ``parent`` knows its status once it has ended.
+    """
     pidfd = _open(pid)
     stat = proc.stat(pid)
     if (
@@ -394,7 +377,17 @@ def adopt(pid: int, start_ticks: int | None = None) -> Process | None:
         if pidfd is not None:
             os.close(pidfd)
         return None
-    return Process(stat, pidfd, leads=stat.group == pid)
+    return Process(stat, pidfd, leads=stat.group == pid, parent=parent)
+
+
+def ended(identity: tuple[int, int], status: int | None, parent: Parent | None = None) -> Process:
+    """Return a process that led its group and has ended. ``parent`` knows what is left of the group."""
+    pid, start_ticks = identity
+    over = Process(
+        proc.Stat(pid, "X", 0, pid, pid, 0, start_ticks, 0), None, leads=parent is not None, parent=parent, is_over=True
+    )
+    over._finish(status)  # noqa: SLF001 - one module
+    return over
 
 
 def default_signals() -> None:
@@ -516,20 +509,9 @@ async def send_all(processes: Collection[tuple[int, int]], sig: int, timeout: fl
     return processes
 
 
-def kill_group_of(ended: proc.Stat) -> None:
-    """Kill the group of a process that has exited and is not reaped: atomically, even if members fork meanwhile.
-
-    The pid is reserved until the reaping, so the group cannot be another one.
-    """
-    if ended.group != os.getpgrp():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(ended.group, signal.SIGKILL)
-
-
 def reap(pid: int) -> bool:
     """Reap a dead child and pass its status to every ``Process`` with its pid. False if it is not a dead child."""
     now = clock.boot_ticks()  # the pid may be reused from the reaping on
-    last = proc.stat(pid) if pid in _watched else None
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
@@ -539,20 +521,20 @@ def reap(pid: int) -> bool:
     _spawned.pop(pid, None)
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
     for process in _watched.pop(pid, []):
-        # Orphans that came to this process prove more than a group of this number: it may be reused by now.
-        has_orphans = _has_child(os.P_PGID, pid) if takes_orphans else _group_exists(pid) and proc.stat(pid) is None
-        process._finish(status, now + has_orphans, last.session if last else 0)  # noqa: SLF001 - one class, two halves
+        # A member of the group may be as young as this tick.
+        has_members = _group_exists(pid) and proc.stat(pid) is None
+        process._finish(status, now + has_members)  # noqa: SLF001 - one class, two halves
     return True
+
+
+def spawned() -> set[int]:
+    """Return the pids of the processes that ``spawn`` started and that are not reaped yet."""
+    return set(_spawned)
 
 
 def is_spawned(identity: tuple[int, int]) -> bool:
     """Return True if ``spawn`` started this process. False for an orphan of one of its children."""
     return _spawned.get(identity[0]) == identity[1]
-
-
-def is_watched(pid: int) -> bool:
-    """Return True if a ``Process`` with this pid exists."""
-    return pid in _watched
 
 
 def _ignore(number: int, frame: object) -> None:

@@ -1,4 +1,7 @@
-"""Reaping of orphans: a ctl script that forks twice leaves its daemon to the nearest subreaper, this process."""
+"""Reaping: children of this process, and orphans that come to it, which is a subreaper.
+
+Processes of jobs stay below their keepers. Orphans are those of a keeper that was killed, and of other programs.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,15 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
-from agent_shim.host import proc, process
+from agent_shim.host import process
 
 logger = logging.getLogger(__name__)
 
 MAX_REAPED: Final = 32
 """Children reaped in one iteration of the event loop."""
-heirs: Final[list[Callable[[proc.Stat], None]]] = []
-"""Called with each dead orphan before it is reaped, while its pid, group and session are still reserved."""
 PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
 
 
@@ -28,9 +29,8 @@ def reaping() -> Iterator[None]:
     Exit statuses of watched children go to ``host.process``. Main thread only, with a running loop.
     """
     loop = asyncio.get_running_loop()
-    process.takes_orphans = _subreaper(on=True)
-    if not process.takes_orphans:
-        logger.warning("cannot adopt orphans: jobs that fork twice go to process 1, and their exit status is unknown")
+    if not _subreaper(on=True):
+        logger.warning("cannot adopt orphans: processes of a killed keeper go to process 1")
     again: asyncio.Handle | None = None
 
     def reap_on() -> None:
@@ -54,7 +54,6 @@ def reaping() -> Iterator[None]:
         if again is not None:
             again.cancel()
         _subreaper(on=False)
-        process.takes_orphans = False
 
 
 def reap_some() -> bool:
@@ -67,9 +66,6 @@ def reap_some() -> bool:
             return False
         if dead is None:
             return False
-        if heirs and not process.is_watched(dead.si_pid) and (ended := proc.stat(dead.si_pid)) is not None:
-            for heir in heirs:
-                heir(ended)
         process.reap(dead.si_pid)
     return True
 

@@ -10,9 +10,9 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import files, job_cgroups, process, sandbox_exec
@@ -25,6 +25,8 @@ NAMESPACES: Final = ("mnt", "pid", "ipc", "uts")
 INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
 """Paths of bpm's init in a container. The init of ``host.sandbox_exec`` needs some MB for each process."""
 OVERFLOW_UID: Final = 65534
+PREPARE_TIMEOUT_S: Final = 30.0
+"""For the preparation of a program, which reads its file: a dead file server must not hold the starts of others."""
 PROBE_PROGRAM: Final = "/bin/true"
 _PROGRAM: Final = f"""\
 import sys
@@ -81,30 +83,32 @@ def launcher() -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _PROGRAM]
 
 
+Start: TypeAlias = Callable[[Sequence[str], int], Awaitable[process.Process]]
+"""Starts a command with a descriptor as its standard input."""
+
+
 @contextlib.asynccontextmanager
-async def prepared(
-    spec: sandbox_exec.ExecSpec, *, env: Mapping[str, str], stdout: int | Path | None, stderr: int | Path | None
-) -> AsyncIterator[process.Process]:
+async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[process.Process]:
     """Yield the process that executes the program when the block ends. If the block fails, it exits instead.
 
-    With namespaces it is their first one, with its pid in ours. Until the exec ``env`` applies. Raises ``HostError``.
+    With namespaces it is their first one, with its pid in ours. Raises ``HostError``.
     """
     with files.attempting(f"run {spec['argv'][0]}"):
         ours, theirs = socket.socketpair()
     with ours:
         ours.setblocking(False)
         with theirs:
-            started = process.spawn([*launcher(), "0"], env=env, stdin=theirs.fileno(), stdout=stdout, stderr=stderr)
+            started = await start([*launcher(), "0"], theirs.fileno())
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(process.PREPARE_TIMEOUT_S):
+            async with asyncio.timeout(PREPARE_TIMEOUT_S):
                 with contextlib.suppress(ConnectionError):  # it has exited. Its status is the report
                     await loop.sock_sendall(ours, json.dumps({**spec, "gate": True}).encode() + b"\n")
                     if spec["namespaces"]:
                         started = await _child(started, ours)
         except TimeoutError:
             started.send_group(signal.SIGKILL)
-            raise HostError(f"cannot isolate it: no answer within {process.PREPARE_TIMEOUT_S:g} seconds") from None
+            raise HostError(f"cannot isolate it: no answer within {PREPARE_TIMEOUT_S:g} seconds") from None
         yield started
         with contextlib.suppress(ConnectionError):
             await loop.sock_sendall(ours, b"\n")
@@ -116,7 +120,7 @@ async def _child(parent: process.Process, gate: socket.socket) -> process.Proces
     report = await loop.sock_recv(gate, 4096)
     status = await parent.wait()
     number = re.match(rb"\d+", report)
-    child = process.adopt(int(number[0])) if number else None
+    child = parent.adopt_child(int(number[0])) if number else None
     if child is None:
         why = report[number.end() :] or await loop.sock_recv(gate, 4096) if number else report
         raise HostError(f"cannot {why.decode(errors='replace') or f'isolate it: exit {status}'}")
@@ -137,11 +141,15 @@ async def _try_namespaces() -> str:
         return "only root can create namespaces"
     places = [place(each, run=True) for each in SYSTEM] + [place("/sys")]
     wanted = exec_spec([PROBE_PROGRAM], uid=OVERFLOW_UID, gid=OVERFLOW_UID, places=places, namespaces=list(NAMESPACES))
+
+    async def start(argv: Sequence[str], stdin: int) -> process.Process:
+        return process.spawn(argv, env={}, stdin=stdin, stderr=errors)
+
     with closing(os.memfd_create("errors")) as errors:
         try:
-            async with prepared(wanted, env={}, stdout=None, stderr=errors) as running:
+            async with prepared(wanted, start) as running:
                 pass
-            async with asyncio.timeout(process.PREPARE_TIMEOUT_S):  # another process of its user may stop it
+            async with asyncio.timeout(PREPARE_TIMEOUT_S):  # another process of its user may stop it
                 status = await running.wait_or_terminate(0.0)
             if status == 0:
                 return ""

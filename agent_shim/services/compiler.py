@@ -8,11 +8,11 @@ same source gives the same bytes as far as its own tools do.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -21,18 +21,18 @@ from agent_shim.bulk.protocol import BlobRef
 from agent_shim.core.errors import ActionError, errors_as
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Blobstore
-from agent_shim.host import files, proc, process
+from agent_shim.host import files
+from agent_shim.host.keeper import Program
+from agent_shim.host.process import Process
+
+logger = logging.getLogger(__name__)
 
 QUOTED_BYTES: Final = 10 * 1024
 """Bytes at the end of each output that an error quotes (app/app.go)."""
 GRACE_S: Final = 1.0
 """Between TERM and KILL for processes of a compilation, which have nothing to save."""
-KILL_TIMEOUT_S: Final = 5.0
-"""For killed processes to disappear."""
-MARK: Final = "BOSH_COMPILE_TARGET"
-"""Variable of every process of a compilation. Its value is the directory of the sources. It identifies processes that
-left the process group, and those of a killed agent.
-"""
+LABEL: Final = "compilation"
+"""Label of the keepers of packaging scripts."""
 EARLIEST_S: Final = 315_532_800
 """1980, the earliest time of some archive formats (zip, wheels)."""
 
@@ -53,11 +53,24 @@ class Package(msgspec.Struct, frozen=True):
         return f"Package({self.name!r}, {self.version!r}, {self.source!r})"  # the others may be secret
 
 
+class Keepers(Protocol):
+    """``supervisor.ownership.keepers.Keepers``: packaging scripts and all that they start run below keepers."""
+
+    async def run(self, label: str, program: Program, out: Path, err: Path) -> Process: ...
+
+    async def end(
+        self, labels: Sequence[str], others: Collection[tuple[int, int]], grace: float
+    ) -> Sequence[object]: ...
+
+
 class Compiler:
     """Compiles one package at a time. Packaging scripts inherit ``environ``, with the agent's programs in PATH."""
 
-    def __init__(self, paths: Paths, environ: Mapping[str, str], work: protocol.Work = workers.work) -> None:
+    def __init__(
+        self, paths: Paths, environ: Mapping[str, str], keepers: Keepers, work: protocol.Work = workers.work
+    ) -> None:
         self._paths = paths
+        self._keepers = keepers
         own, path = str(paths.bosh_bin), environ.get("PATH", os.defpath)
         self._environ = {**environ, "PATH": path if own in path.split(":") else f"{own}:{path}"}
         self._work = work
@@ -91,14 +104,10 @@ class Compiler:
         finally:
             await asyncio.to_thread(files.remove_tree, archive)
 
-    async def sweep(self) -> None:
-        """Clean up after a killed agent, which leaves its sources: without any there is no look at all processes."""
-        if await asyncio.to_thread(lambda: any(self._paths.compile.glob("*"))):
-            await self.clean()
-
     async def clean(self) -> None:
-        """Terminate and remove the remains of compilations."""
-        await self._end_strays()
+        """End and remove the remains of compilations, also of those of an earlier agent."""
+        if left := await self._keepers.end([LABEL], (), 0.0):
+            logger.warning("processes of a compilation cannot be ended: %s", ", ".join(map(str, left)))
         with errors_as("Removing sources"):
             await asyncio.to_thread(self._remove_sources)
 
@@ -120,7 +129,8 @@ class Compiler:
             await asyncio.to_thread(files.remove_tree, log)
             await asyncio.to_thread(files.make_dir, log, 0o750)
             argv, env = ["bash", "-x", "packaging"], self._environment(package, newest)
-            script = process.spawn(argv, env=env, cwd=self._directory(package), stdout=stdout, stderr=stderr)
+            packaging = Program(argv, env, cwd=str(self._directory(package)))
+            script = await self._keepers.run(LABEL, packaging, stdout, stderr)
             try:
                 status = await script.wait()
             finally:
@@ -134,7 +144,7 @@ class Compiler:
     def _environment(self, package: Package, newest: int) -> dict[str, str]:
         return {
             **self._environ,
-            MARK: str(self._directory(package)),
+            "BOSH_COMPILE_TARGET": str(self._directory(package)),
             "BOSH_INSTALL_TARGET": str(self._paths.packages / package.name),
             "BOSH_PACKAGE_NAME": package.name,
             "BOSH_PACKAGE_VERSION": package.version,
@@ -144,20 +154,6 @@ class Compiler:
 
     def _directory(self, package: Package) -> Path:
         return self._paths.compile / package.name
-
-    async def _end_strays(self) -> None:
-        """Kill processes with our mark and wait for their end. One stuck in the kernel for longer is abandoned."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + KILL_TIMEOUT_S
-        while loop.time() < deadline:
-            census = await asyncio.to_thread(proc.census, MARK)
-            targets = [target for target in census.marked if Path(target).parent == self._paths.compile]
-            strays = {pid for target in targets for pid in census.marked[target]}
-            if not strays:
-                return
-            for pid in strays:
-                process.send(census.processes[pid].identity, signal.SIGKILL)
-            await asyncio.sleep(process.POLL_S)
 
     def _remove_sources(self) -> None:
         if self._paths.compile.is_dir():

@@ -10,19 +10,17 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import guarded, job_cgroups, process
+from agent_shim.host import guarded, keeper
 from agent_shim.host.process import Process
 from agent_shim.supervisor.monit.ast import Program
-from agent_shim.supervisor.ownership import process_record
-from agent_shim.supervisor.ownership.evidence import Left, Ownership
-from agent_shim.supervisor.ownership.process_record import ProcessRecord, is_rule_label
-from agent_shim.supervisor.ownership.remains import Remains
+from agent_shim.supervisor.ownership.keepers import Keepers, Left, script_label
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +34,6 @@ MAX_LAST_BYTES: Final = 400
 """Length of the last output line in the report of a failure."""
 MAX_TAIL_BYTES: Final = 4096
 """Length of output searched for that line."""
-_OUTSIDE: Final = "%s: cannot use a cgroup, tracking its processes by descent: %s"
-_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TRACE: Final = re.compile(r"\++ ")
 """Prefix of commands traced by ``set -x``."""
 _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error setting limit).*")
@@ -45,24 +41,19 @@ _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error se
 
 
 class Programs:
-    """Runs start and stop programs as monit does (monit 5.2.5 spawn.c, env.c).
+    """Runs start and stop programs as monit does (monit 5.2.5 spawn.c, env.c), each below a keeper of its own.
 
-    Their environment holds monit's variables and the agent's mark, which identifies their processes. ``base`` keeps it
-    distinct from the mark of another agent. Their output goes to one file per service in ``output``.
+    Their output goes to one file per service in ``output``.
 
     Programs and scripts start in an empty directory that root owns: stackdriver-nozzle of gcp-tools-release gives
-    ``.`` to vcap, which is monit's service directory under runit. It is directly below ``base``, as is the Go agent's
+    ``.`` to vcap, which is monit's service directory under runit. It is directly below the base, as is the Go agent's
     working directory: an errand of shared-redis-release reads ``../jobs/smoke-tests/config.json``.
     """
 
-    def __init__(self, base: Path, output: Path) -> None:
-        self._base = base
-        self._empty = Paths(base).empty
-        self._output = output
-        self.ownership = Ownership(base)
-        self.remains = Remains(self.ownership)
-        self.scripts: dict[str, ProcessRecord] = {}
-        """Records, by label, of the processes that the scripts and the rules of each job start."""
+    def __init__(self, paths: Paths) -> None:
+        self.keepers: Final = Keepers(paths)
+        self._empty = paths.empty
+        self._output = paths.shim_run / "output"
         self._gate = asyncio.Semaphore(MAX_CONCURRENT_SPAWNS)
 
     async def run(
@@ -77,10 +68,9 @@ class Programs:
     ) -> Process:
         """Run a program for the service ``name``, whose process is ``pid``, after ``event``. Raises ``HostError``.
 
-        ``label`` is the mark, by default the name. A program of a rule (``process_record.rule_label``) is no part of
-        the service and survives its stop, which it may itself request.
+        ``label`` says whose its processes are, by default the service's. A program of a rule (``keepers.rule_label``)
+        is no part of the service and survives its stop, which it may itself request.
         """
-        label = label or name
         async with self._gate:  # with nothing made yet: hundreds wait
             await asyncio.sleep(0)
             env = {
@@ -97,65 +87,36 @@ class Programs:
             }
             if "TZ" in os.environ:
                 env["TZ"] = os.environ["TZ"]
+            try:
+                user = keeper.user(program.uid or None, program.gid or None)
+            except HostError as exc:
+                raise HostError(f"cannot run {program.argv[0]}: {exc}") from None
+            started = keeper.Program(program.argv, env, cwd=str(self.directory()), user=user)
             with contextlib.ExitStack() as opened:
                 # The last words of the process are not those of a stop program or of a rule's.
                 output = self._open(name if event == "Started" else f"{name}~", opened)
-                env[process_record.MARK] = process_record.mark(label, self._base)
-                enter = partial(_enter, self.ownership.cgroup(label), label)
-                user, group = program.uid or None, program.gid or None
-                started = await process.spawn_prepared(
-                    enter,
-                    program.argv,
-                    env=env,
-                    cwd=self.directory(),
-                    stdout=output,
-                    stderr=output,
-                    user=user,
-                    group=group,
-                )
-            if is_rule_label(label):
-                self._record(label, started)
-            return started
+                return await self.keepers.run(label or name, started, output, output)
 
-    async def run_script(self, job: str, argv: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Process:
-        """Run a script of a job as ``process.spawn`` does: what it starts and leaves belongs to the job."""
-        label = process_record.script_label(job)
-        env = {**env, process_record.MARK: process_record.mark(label, self._base)}
-        how["cwd"] = self.directory()
-        if all(_VARIABLE.fullmatch(name) for name in env):
-            enter = partial(_enter, self.ownership.cgroup(label), label)
-            script = await process.spawn_prepared(enter, argv, env=env, **how)
-        else:  # a Director's names, which a shell would not pass on
-            script = process.spawn(argv, env=env, **how)
-        self._record(label, script)
-        return script
+    async def run_script(
+        self,
+        job: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: int | Path | None = None,
+        stderr: int | Path | None = None,
+        nice: int = 0,
+    ) -> Process:
+        """Run a script of a job. What it starts and leaves belongs to the job. Streams as in ``Keepers.run``."""
+        script = keeper.Program(argv, env, cwd=str(self.directory()), nice=nice)
+        return await self.keepers.run(script_label(job), script, stdout, stderr)
 
-    async def end_left_by_scripts(self, jobs: Iterable[str], grace: float) -> list[Left]:
+    async def end_left_by_scripts(self, grace: float) -> list[Left]:
         """End the processes that scripts of jobs have left and that no service has taken over. Return the survivors.
 
-        ``jobs`` may have had scripts below an earlier agent. A failed pre-start may leave a process that holds the port
-        of one that the next pre-start starts.
+        A failed pre-start may leave a process that holds the port of one that the next pre-start starts.
         """
-        labels = {process_record.script_label(job) for job in jobs} | self.scripts.keys()
-        records = {each: self.scripts.get(each, ProcessRecord()) for each in labels if not is_rule_label(each)}
-        members = await asyncio.gather(*(self.remains.members(*each) for each in records.items()))  # one pass for all
-        left: list[Left] = []
-        for (label, record), found in zip(records.items(), members, strict=True):
-            if found:
-                left += await self.remains.sweep(label, record, found, grace, is_usual=True)
-        return left
-
-    def _record(self, label: str, script: Process) -> None:
-        """Record a script of a job, or a program of its rules: a pidfile may name what it started."""
-        record = self.scripts.setdefault(label, ProcessRecord())
-        record.begin(script.identity, None)
-        record.is_in_cgroup = script.is_in_cgroup
-
-        def end() -> None:
-            record.ended(script.identity, script.session, script.seen_ticks)
-            asyncio.get_running_loop().run_in_executor(None, self.ownership.cgroup(label).remove)
-
-        script.on_end = end
+        return await self.keepers.end(self.keepers.of_scripts(), (), grace, is_usual=True)
 
     def directory(self) -> Path:
         """Return the working directory of programs and scripts."""
@@ -199,15 +160,6 @@ class Programs:
             return None
         opened.callback(os.close, output)
         return output
-
-
-def _enter(cgroup: job_cgroups.JobCgroup | None, label: str, program: Process) -> None:
-    """Move a program that does not run yet into the cgroup of its service, if any, where that is possible."""
-    try:
-        if cgroup is not None:
-            cgroup.take(program)
-    except OSError as exc:
-        logger.warning(_OUTSIDE, label, exc)
 
 
 async def last_line(whose: str, path: Path, root: Path) -> str:

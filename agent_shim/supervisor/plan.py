@@ -95,12 +95,12 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     error: str = ""
 
     @property
-    def label(self) -> str:
-        """Mark of its processes. The same for a bpm process whichever program starts it."""
+    def labels(self) -> tuple[str, ...]:
+        """Labels of the keepers of its processes: its name, and that of a bpm process, whichever program starts it."""
         parts = (self.pidfile or "").split("/")
         if parts[-4:-2] == ["run", "bpm"]:
-            return bpm_label(parts[-2], Path(parts[-1]).stem)
-        return self.name
+            return self.name, bpm_label(parts[-2], Path(parts[-1]).stem)
+        return (self.name,)
 
     @property
     def is_process(self) -> bool:

@@ -22,13 +22,15 @@ import msgspec
 from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.host import watchdog
 from agent_shim.host.process import Process
+from agent_shim.supervisor import event_kinds
 from agent_shim.supervisor.bpm.runner import Bpm
 from agent_shim.supervisor.ctl_programs import Programs, TokenBucket, last_word
 from agent_shim.supervisor.event_kinds import Complaint
 from agent_shim.supervisor.history import History
 from agent_shim.supervisor.monit.ast import Action, Connection, Program
 from agent_shim.supervisor.ownership import process_record
-from agent_shim.supervisor.ownership.evidence import Left, left
+from agent_shim.supervisor.ownership.keepers import Left, rule_label
+from agent_shim.supervisor.ownership.keepers import left as named
 from agent_shim.supervisor.ownership.process_finder import VOID, LateError, ProcessFinder, Timing, kind_of
 from agent_shim.supervisor.ownership.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, RestartLimit
@@ -36,6 +38,8 @@ from agent_shim.supervisor.state import ACTIVE, ENDING, NEXT, UNDERWAY, UP, WORK
 
 logger = logging.getLogger(__name__)
 
+LOST_KEEPER: Final = -1
+"""Key of a killed keeper among the complaints, whose other keys are numbers of rules."""
 MAX_RECORDED_RESTARTS: Final = 64
 """Restart times kept for ``if N restarts within M cycles``."""
 
@@ -75,8 +79,6 @@ class StopRequest(NamedTuple):
 
     by: float = float("inf")
     """Monotonic time at which remaining processes get KILL."""
-    is_one_of_all: bool = False
-    """The stop is part of a stop of all jobs."""
 
 
 class ServiceContext(msgspec.Struct, frozen=True):
@@ -115,7 +117,8 @@ class Service:
         """Seconds of the last connection by rule number, -1 for a failed one."""
         self._shared = shared
         self._timing = shared.timing
-        self._finder = ProcessFinder(shared.programs.ownership, shared.timing, shared.changed)
+        self._keepers = shared.programs.keepers
+        self._finder = ProcessFinder(self._keepers, shared.timing, shared.changed)
         self._work: asyncio.Timeout | None = None
         """The block of the work in progress."""
         self._moved = asyncio.Event()
@@ -334,7 +337,7 @@ class Service:
         self._has_lived = record.state is not State.STOPPED
         self.take_spec(self.spec)
         if same_world:
-            self._finder.resume(record.traces)
+            self._finder.resume(self.spec.labels, record.traces)
             return
         record.traces = ProcessRecord()
         self.on(Trigger.REBOOTED)
@@ -397,6 +400,7 @@ class Service:
             self.on(Trigger.FAILED)
         else:
             self.on(Trigger.APPEARED)
+            self._complain_of_lost_keepers(await self._keepers.orphans(self.spec.labels))
             is_ctl = self.spec.start is not None and self.spec.start_call is None
             if is_ctl and (said := await self._shared.programs.refused_limit(self.spec.name)):
                 # The container refused the limit, and the shell continued without it.
@@ -440,7 +444,7 @@ class Service:
                 await self._run_stop()
             # Run it once beside a process that the pidfile no longer names, as monit does: it may write its number.
             if spec.is_process and spec.start_call is None and record.traces.begun and doubted is None:
-                await self._shared.programs.remains.clear(spec.label, record.traces, self._timing.grace)
+                await self._keepers.clear(spec.labels, self._others(), self._timing.grace)
             await self._run_start(spec.start)
         finder.doubted = None
         await finder.arrival(spec, record.traces)
@@ -456,13 +460,11 @@ class Service:
         with watchdog.reading(spec.name, "its pidfile"):
             before = process_record.read(spec.pidfile)
         if spec.start_call is None:
-            program = await programs.run(spec.name, start, "Started", label=spec.label, pid=self._finder.pid)
+            program = await programs.run(spec.name, start, "Started", pid=self._finder.pid)
         else:
             program = await self._start_of_bpm(spec.start_call, start.timeout)
         self._finder.program = program
         traces.begin(program.identity, before)
-        in_cgroup = programs.ownership.label_of(program.pid)  # bpm enters the cgroup before the exec
-        traces.is_in_cgroup = program.is_in_cgroup or in_cgroup == spec.label
         self._shared.changed()
 
     async def _start_of_bpm(self, call: BpmCall, timeout: float) -> Process:
@@ -619,7 +621,7 @@ class Service:
         try:
             match reaction.kind:
                 case "exec" if reaction.program is not None:
-                    pid, label = self._finder.pid, process_record.rule_label(spec.job)
+                    pid, label = self._finder.pid, rule_label(spec.job)
                     await run(spec.name, reaction.program, event, description=description, label=label, pid=pid)
                 case "unmonitor":
                     self.unmonitor()
@@ -633,7 +635,7 @@ class Service:
                         self._take_effect(Effect.COUNT)
                         self.bounce()
                 case "start" if spec.start is not None and not spec.is_process:
-                    await run(spec.name, spec.start, "Started", label=spec.label)
+                    await run(spec.name, spec.start, "Started")
         except HostError as exc:
             self.notify("Execution failed", "alert", str(exc))
         await asyncio.sleep(0)
@@ -645,42 +647,45 @@ class Service:
         for dependant in self.dependants:
             await dependant.has_left(UP | ENDING)
         await self._end_start_of_bpm()
-        programs, traces = self._shared.programs, self.record.traces
-        known: list[Identity] = []
+        traces = self.record.traces
         left: list[Left] = []
-        if await self._finder.look(self.spec, self.record.traces) or self._has_lived:
+        others: list[Identity] = []
+        if await self._finder.look(self.spec, traces) or self._has_lived:
             if self._finder.is_renamed(self.spec) and not self.spec.start_call:
                 await self._finder.follow(self.spec, traces)
-            if self.spec.start is not None:
-                # Descent still identifies processes that left their session and cleared their environment.
-                known = await programs.remains.members(self.spec.label, traces)
+            # Before the stop program ends the process that they descend from.
+            others = await self._keepers.trees(self.spec.labels, self._others())
             await self._run_stop()
         if self.spec.start is not None:
-            left = await programs.remains.sweep(self.spec.label, traces, known, self._within(self._timing.grace))
-            left += await self._unproven_left()
+            left = await self._keepers.end(self.spec.labels, others, self._within(self._timing.grace))
+            running = self.process
+            if running is not None and running.is_alive and traces.is_only_named:
+                left += named([running.identity])
         if left:
             self.record.reason = f"cannot end {', '.join(map(str, left))}"
             self.notify("Execution failed", "alert", "failed to stop")
             self.on(Trigger.STUCK)
             return
-        await programs.remains.dismiss(self.spec)
         if self._finder.lives_refused:
             self.notify("Execution failed", "alert", f"stopped, but {self._finder.refused}; it still runs")
         self.on(Trigger.EMPTIED)
 
-    async def _unproven_left(self) -> list[Left]:
-        """Find remaining processes without proof that they belong to this service. They get no signal.
+    def _others(self) -> list[Identity]:
+        """List its processes that may be below no keeper of it."""
+        traces = self.record.traces
+        known = [] if traces.known is None or traces.is_only_named else [traces.known]
+        return [*traces.others, *known]
 
-        These are a process that only a pidfile or pattern names and, for a service without a cgroup, orphans of any job
-        since its start. ``Supervisor.stop`` ends those orphans once all jobs are stopped.
-        """
-        traces, running = self.record.traces, self.process
-        found = left([running.identity]) if running is not None and running.is_alive and traces.is_only_named else []
-        if traces.begun and not (traces.is_in_cgroup or self._stop.is_one_of_all or self.state is State.BOUNCING):
-            found += await self._shared.programs.remains.strays(traces.begun)
-            if doubt := await self._shared.programs.remains.doubtful(traces.begun):
-                self.notify("Execution failed", "alert", doubt)
-        return found
+    def lose_keeper(self, orphans: Sequence[Left]) -> None:
+        """Take note of a keeper that was killed, and of the processes that may have been below it."""
+        self._complain_of_lost_keepers(orphans)
+        self.notify("Execution failed", "alert", self._loss(orphans))
+
+    def _complain_of_lost_keepers(self, orphans: Sequence[Left]) -> None:
+        if orphans and self.state in UP:
+            self.complaints[LOST_KEEPER] = Complaint(event_kinds.EXECUTION, self._loss(orphans))
+        else:
+            self.complaints.pop(LOST_KEEPER, None)
 
     async def _run_stop(self) -> None:
         """Run the stop program, or send TERM without one, and wait for both it and the process to exit."""
@@ -697,7 +702,7 @@ class Service:
         if stop is not None:
             try:
                 run = self._shared.programs.run
-                stopper = await run(self.spec.name, stop, "Stopped", label=self.spec.label, pid=self._finder.pid)
+                stopper = await run(self.spec.name, stop, "Stopped", pid=self._finder.pid)
                 self._stopper = stopper
             except HostError as exc:
                 self.notify("Execution failed", "alert", str(exc))
@@ -719,6 +724,11 @@ class Service:
 
     def _within(self, wanted: float) -> float:
         return max(0.0, min(wanted, self._stop.by - time.monotonic()))
+
+    @staticmethod
+    def _loss(orphans: Sequence[Left]) -> str:
+        these = f"these may be its processes: {', '.join(map(str, orphans))}" if orphans else "no process is left"
+        return f"the keeper of its processes was killed, {these}"
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from agent_shim.core.events import is_set_within
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.host import clock, files, proc
+from agent_shim.host.keeper import shortened
 from agent_shim.host.process import Process
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.runner import Bpm
@@ -29,13 +30,14 @@ from agent_shim.supervisor.ctl_programs import Programs, TokenBucket
 from agent_shim.supervisor.history import Happening
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.ownership import process_record
+from agent_shim.supervisor.ownership.keepers import Keepers, Left
 from agent_shim.supervisor.ownership.process_finder import Timing
-from agent_shim.supervisor.ownership.process_record import ProcessRecord
+from agent_shim.supervisor.ownership.tie import was_written_after
 from agent_shim.supervisor.plan import JobFile
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
 from agent_shim.supervisor.service import Event, Record, Service, ServiceContext, StopRequest
-from agent_shim.supervisor.state import ACTIVE, ENDING, MONITORED, TO_RUN, UNDERWAY, State, Trigger, job_state
+from agent_shim.supervisor.state import ENDING, MONITORED, TO_RUN, UNDERWAY, State, Trigger, job_state
 
 __all__ = ["Event", "JobFile", "ProcessInfo", "ServiceInfo", "Supervisor", "Timing"]
 
@@ -100,7 +102,8 @@ class Supervisor:
         self._readings = ProcessStats()
         self._kills = Kills()
         self._checks = RuleEngine(self._all, lambda: self._readings.memory_total(), timing.cycle)  # noqa: PLW0108 - it may change
-        self._programs = Programs(paths.base, paths.shim_run / "output")
+        self._programs = Programs(paths)
+        self._programs.keepers.on_loss = self._lost_keeper
         user = "vcap" if paths.is_system else None
         self.bpm = Bpm(paths, self._programs, user=user, is_strict=is_strict)
         restarts = TokenBucket(RESTART_BURST, RESTARTS_PER_SECOND)
@@ -144,15 +147,8 @@ class Supervisor:
         self._planning = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        # Finds our cgroups now, and not at the first start.
-        await asyncio.to_thread(self._programs.ownership.cgroup, "")
-        self._programs.remains.count(self._records)
+        await self._programs.keepers.find()
         return self
-
-    def _records(self) -> list[tuple[str, ProcessRecord]]:
-        services = list(self._services.values())  # at once: threads ask too
-        of_services = [(each.spec.label, each.record.traces) for each in services]
-        return [*of_services, *self.bpm.started.items(), *list(self._programs.scripts.items())]
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -166,8 +162,6 @@ class Supervisor:
         works: dict[str, Callable[[], Coroutine[Any, Any, NoReturn]]] = {
             "memory of bpm processes": self._watch_memory,
             "rules": self._checks.run,
-            # The kernel forgets parentage when the parent exits.
-            "process descendants": partial(_each_beat, cycle, self._programs.remains.record_descendants),
             "pidfiles": partial(_each_beat, cycle, self.check_pidfiles),
             "output of programs": partial(_each_beat, TRIM_PERIOD_S, self._trim_output),
         }
@@ -211,7 +205,7 @@ class Supervisor:
             begun_at = time.monotonic()
             for kill in await asyncio.to_thread(self.bpm.kill_hogs):
                 label = plan.bpm_label(kill.job, kill.process)
-                names = [service.name for service in self._services.values() if service.spec.label == label]
+                names = [service.name for service in self._services.values() if label in service.spec.labels]
                 used, limit = (f"{size / (1 << 20):.1f} MiB" for size in (kill.used, kill.limit))
                 what = f"process {kill.process} of job {kill.job}"
                 text = f"out of memory: {what} used {used}, its limit is {limit}: it was killed"
@@ -230,6 +224,7 @@ class Supervisor:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         for service in self._services.values():
             service.release()
+        self._programs.keepers.close()
         self._is_closed.set()
         if self._saving is not None:
             await self._saving
@@ -248,8 +243,11 @@ class Supervisor:
         """
         saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
         if saved is None:
+            self._programs.keepers.forget_lost()
             return False
         same_world = saved.incarnation == self._incarnation != "" and not root_is_new
+        if not same_world:
+            self._programs.keepers.forget_lost()
         is_outdated = saved.is_wanted and await asyncio.to_thread(self._paths.stopped_marker.exists)
         self._is_wanted = saved.is_wanted and not is_outdated
         self._memory = saved.services
@@ -264,6 +262,10 @@ class Supervisor:
                     if not same_world:
                         service.on(Trigger.REBOOTED)
         return True
+
+    @property
+    def keepers(self) -> Keepers:
+        return self._programs.keepers
 
     @property
     def run_script(self) -> Callable[..., Awaitable[Process]]:
@@ -340,8 +342,14 @@ class Supervisor:
             if key not in before:
                 self._running[key] = asyncio.create_task(service.run(), name=f"service {key}")
                 self._running[key].add_done_callback(self._has_ended)
+        self._programs.keepers.settle()
         self._checks.plan_changed.set()
         self._changed()
+
+    def _lost_keeper(self, label: str, orphans: Sequence[Left]) -> None:
+        for service in self._services.values():
+            if label in map(shortened, service.spec.labels):
+                service.lose_keeper(orphans)
 
     def _has_ended(self, service: asyncio.Task[None]) -> None:
         if not service.cancelled() and (bug := service.exception()):
@@ -395,24 +403,15 @@ class Supervisor:
         self._is_wanted = self._is_sealed and self._is_wanted
         kill_after = min(timeout * KILL_SHARE, timeout - min(KILL_RESERVE_S, timeout / 2))
         concerned = self._concerned()
-        begun = min((each.record.traces.begun for each in concerned if each.record.traces.begun), default=0)
-        is_outside = any(each.record.traces.begun and not each.record.traces.is_in_cgroup for each in concerned)
         for service in concerned:
-            service.stop(StopRequest(time.monotonic() + kill_after, is_one_of_all=True))
+            service.stop(StopRequest(time.monotonic() + kill_after))
         unsaved = await self._record_stop()
         if wait:
             await _stopped(concerned, timeout)
             # Now, and not beside the next request, which would wait. A save under way may be older than the last end.
             if self._is_dirty or self._writing.locked():
                 await self._save()
-            left = await self._programs.end_left_by_scripts(
-                {each.job for each in self._files}, self._shared.timing.grace
-            )
-            # Orphans of unknown service belong to one of the services stopped now.
-            if is_outside and all(each.state not in ACTIVE for each in self._services.values()):
-                left += await self._programs.remains.sweep_strays(begun, self._shared.timing.grace)
-                if doubt := await self._programs.remains.doubtful(begun):
-                    self._shared.notify(Event("all jobs", "Execution failed", "alert", doubt))
+            left = await self._programs.end_left_by_scripts(self._shared.timing.grace)
             if left:
                 raise ActionError(f"Stopping services errored: {', '.join(map(str, left))} cannot be ended")
         if unsaved is not None:
@@ -432,12 +431,12 @@ class Supervisor:
     @property
     def killed(self) -> list[str]:
         """Services with processes that had to be killed since the last ``forget_killed``."""
-        killed = self._programs.remains.killed
-        return sorted({each.name for each in self._services.values() if each.spec.label in killed})
+        killed = self._programs.keepers.killed
+        return sorted({each.name for each in self._services.values() if not killed.isdisjoint(each.spec.labels)})
 
     def forget_killed(self) -> None:
         """Clear the record of killed services."""
-        self._programs.remains.killed.clear()
+        self._programs.keepers.killed.clear()
 
     async def unmonitor(self) -> None:
         """Stop monitoring all jobs, as the Director requests before a drain."""
@@ -474,10 +473,16 @@ class Supervisor:
             each.start()
 
     def trust_pidfile(self, name: str) -> None:
-        """Watch the process that a pidfile names without other evidence, as the monit did whose jobs are taken over."""
+        """Watch the process that a pidfile names, as the monit did whose jobs are taken over.
+
+        It is below no keeper, and it may be no program of a job.
+        """
         service = self._named(name)
         named = process_record.read(service.spec.pidfile)
-        if named is not None and (found := proc.stat(named.pid)) is not None and found.is_alive:
+        found = proc.stat(named.pid) if named is not None else None
+        if named is None or found is None or not found.is_alive or self.keepers.owner(found.identity):
+            return
+        if was_written_after(named, found):
             traces = service.record.traces
             traces.known, traces.named_by, traces.is_only_named = found.identity, named, True
             service.resume(service.record, same_world=True)
@@ -600,7 +605,7 @@ def read_saved(path: Path) -> Saved | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:
-        logger.warning("cannot read %s: %s; running jobs are recognised by their marks alone", path, exc)
+        logger.warning("cannot read %s: %s; running jobs are recognised by their keepers alone", path, exc)
         return None
     if saved.schema != SCHEMA:
         return None

@@ -54,8 +54,8 @@ CRASHES: Final = (
         "C-01",
         "forgets the process of each tenth job",
         "agent_shim/supervisor/service.py",
-        "            self._finder.resume(record.traces)\n            return\n        record.traces = ProcessRecord()\n",
-        "            if not self.name.endswith('7'):\n                self._finder.resume(record.traces)\n                return\n"
+        "            self._finder.resume(self.spec.labels, record.traces)\n            return\n        record.traces = ProcessRecord()\n",
+        "            if not self.name.endswith('7'):\n                self._finder.resume(self.spec.labels, record.traces)\n                return\n"
         "            self._finder.look = lambda *_: asyncio.sleep(0, False)\n        record.traces = ProcessRecord()\n",
         "I2|I16",
     ),
@@ -381,17 +381,17 @@ JOBS: Final = (
     Saboteur(
         "S-04",
         "believes whatever a pidfile names",
-        "agent_shim/supervisor/ownership/evidence.py",
-        "        if each.identity == traces.known:\n            return (Tie.NAMED",
-        '        if each.pid > 0:\n            return Tie.OWNED, ""\n        if each.identity == traces.known:\n            return (Tie.NAMED',
+        "agent_shim/supervisor/ownership/tie.py",
+        "    if found.identity == record.known:\n",
+        '    if found.pid > 0:\n        return Tie.OWNED, ""\n    if found.identity == record.known:\n',
         "a foreign process was killed|process 1 got|is .* and not running|no pong|I1",
     ),
     Saboteur(
         "S-05",
         "takes the next process with the number of one that ended for it",
-        "agent_shim/supervisor/ownership/evidence.py",
-        '            return Evidence.STALE, ""\n',
-        "            return Evidence.ORPHAN, label\n",
+        "agent_shim/supervisor/ownership/tie.py",
+        '        return Tie.NONE, "its pidfile is older than the process"\n    if found.pid == 1:',
+        '        return Tie.OWNED, ""\n    if found.pid == 1:',
         "strangers were signalled",
     ),
     Saboteur(
@@ -462,9 +462,9 @@ JOBS: Final = (
     Saboteur(
         "S-07",
         "looks for nothing that is left after a stop",
-        "agent_shim/supervisor/ownership/remains.py",
-        "        ahead = await self.members(label, traces, known)\n",
-        "        return []\n        ahead = await self.members(label, traces, known)\n",
+        "agent_shim/supervisor/ownership/keepers.py",
+        "        of_others = asyncio",
+        "        return []\n        of_others = asyncio",
         "processes of the job are left|still there after a stop",
     ),
     Saboteur(
@@ -579,10 +579,10 @@ INVARIANTS: Final = (
     ),
     Saboteur(
         "I5",
-        "reaps only what it waits for",
-        "agent_shim/host/reaper.py",
-        "        process.reap(dead.si_pid)\n",
-        "        if not process.is_watched(dead.si_pid):\n            return False\n        process.reap(dead.si_pid)\n",
+        "reaps nothing",
+        "agent_shim/host/process.py",
+        "        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)\n",
+        "        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)\n",
         "I5",
         case="S-03",
     ),

@@ -425,8 +425,7 @@ async def test_a14_scripts_inherit_no_variable_of_the_agent(tmp_path: Path, monk
         seen = (world.paths.log / "web/pre-start.stdout.log").read_text().splitlines()
 
     assert "INHERITED=yes" in seen
-    mark = f"AGENT_SHIM_SERVICE=scripts of job web@{world.paths.base}"
-    assert [line for line in seen if line.startswith(("AGENT_SHIM_", "MALLOC_"))] == [mark]
+    assert [line for line in seen if line.startswith(("AGENT_SHIM_", "MALLOC_"))] == []
 
 
 async def test_a14_scripts_of_jobs_run_in_parallel(world: World) -> None:

@@ -20,7 +20,7 @@ from agent_shim.host import proc, process
 from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.supervisor.bpm import bpm_api
 from tests.support import bpm_keys
-from tests.support.programs import end_marked, is_alive
+from tests.support.programs import below_keepers, end_kept, is_alive
 from tests.support.terminals import Terminal
 from tests.support.waiting import until
 from tests.support.world import World, world
@@ -41,7 +41,7 @@ async def machine(base: Path) -> AsyncIterator[World]:
             try:
                 yield found
             finally:
-                end_marked("AGENT_SHIM_SERVICE", f"@{found.paths.base}")
+                end_kept(found.paths)
 
 
 def deploy(base: Path, script: str, more: str = "") -> None:
@@ -299,7 +299,7 @@ async def test_bpm_command_run_ends_its_process_on_a_signal(tmp_path: Path) -> N
         running = _spawn(found, "run web")
         out = found.paths.base / "out"
         await until(lambda: out.read_text().strip())
-        started = proc.census("AGENT_SHIM_SERVICE").marked[f"bpm/web/web@{found.paths.base}"]
+        started = [each.pid for each in below_keepers(found.paths)]
         assert started
         running.send(15)
         async with asyncio.timeout(10):

@@ -24,7 +24,7 @@ from agent_shim.services.compiler import Package
 from tests.contract.test_actions import store_of
 from tests.support import jobs
 from tests.support.http import Server
-from tests.support.programs import end_marked, is_alive, number_in
+from tests.support.programs import end_kept, is_alive, number_in
 from tests.support.waiting import until
 from tests.support.world import World, is_running
 
@@ -414,7 +414,7 @@ async def test_cancelled_compilation_leaves_no_process_and_no_file(world: World,
         assert not is_alive(child)
         assert left(world) == []
     finally:
-        end_marked("BOSH_COMPILE_TARGET", str(world.paths.compile / "p"))
+        end_kept(world.paths)
 
 
 async def test_processes_of_a_packaging_script_end_with_it(world: World) -> None:

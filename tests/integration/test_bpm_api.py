@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from agent_shim.host import proc, sandbox
 from agent_shim.supervisor.bpm import bpm_api
 from agent_shim.supervisor.bpm.config import Volume
 from agent_shim.supervisor.bpm.runner import Bpm
-from agent_shim.supervisor.ownership.evidence import Ownership
 from tests.support.programs import is_alive
 from tests.support.programs.jobs import World
 from tests.support.waiting import until
@@ -72,29 +69,6 @@ async def test_bpm_process_is_started_listed_and_stopped(bpm: Bpm) -> None:
     assert await ask(bpm, "stop") == {"value": None}
     assert not is_alive(pid)
     assert (await ask(bpm, "list"))["value"] == stopped
-
-
-async def test_process_that_delays_proc_reads_does_not_delay_the_agent(
-    world: World, bpm: Bpm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent reads its environment if the wall clock was changed since its start."""
-    pid = (await ask(bpm, "start"))["value"]
-    os.utime(world.paths.sys / "run/bpm/web/web.pid", (0, 0))
-    loop, read = asyncio.get_running_loop(), proc.variable
-
-    def variable(pid: int, name: str) -> str | None:
-        has_run = threading.Event()
-        loop.call_soon_threadsafe(has_run.set)
-        return read(pid, name) if has_run.wait(10) else None
-
-    monkeypatch.setattr(proc, "variable", variable)
-    monkeypatch.setattr(Ownership, "label_of", lambda *_: None)
-
-    assert [await ask(bpm, verb) for verb in ("start", "pid", "run")] == [{"value": pid}] * 2 + [{"value": 0}]
-    assert (await ask(bpm, "tree"))["value"][0] == pid
-    assert "value" in await ask(bpm, "shell")
-    assert await ask(bpm, "stop") == {"value": None}
-    assert not is_alive(pid)
 
 
 async def test_bpm_run_passes_variables_and_volumes_and_returns_the_exit_code(

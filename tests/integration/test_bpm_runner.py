@@ -23,7 +23,7 @@ from agent_shim.supervisor.bpm import runner
 from agent_shim.supervisor.ctl_programs import Programs
 from agent_shim.supervisor.plan import BpmCall
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import is_alive, marked
+from tests.support.programs import below_keepers, is_alive
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
 
@@ -110,7 +110,6 @@ async def test_bpm_process_runs_with_the_context_that_bpm_documents(
         home = world.paths.data / "web"
         assert lines[:2] == ["123", "args 1.10 yes"]
         environment = dict(line.partition("=")[::2] for line in lines if "=" in line)
-        assert environment.pop("AGENT_SHIM_SERVICE") == f"bpm/web/web@{world.base}"
         assert environment.pop("PWD") == str(world.paths.jobs / "web")
         assert environment.pop("PATH").startswith(f"{world.paths.jobs}/web/bin:/usr/local/bin:")
         assert environment == {"NAME": "value", "LANG": "C", "HOME": str(home), "TMPDIR": f"{home}/tmp"}
@@ -125,15 +124,11 @@ async def test_bpm_process_runs_with_the_context_that_bpm_documents(
         assert (world.paths.sys / "log/web/web.stderr.log").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(
-    ("has_cgroups", "number", "more"), [(True, "TERM", ""), (False, "INT", "  shutdown_signal: INT\n")]
-)
+@pytest.mark.parametrize(("number", "more"), [("TERM", ""), ("INT", "  shutdown_signal: INT\n")])
 async def test_bpm_stop_signals_the_process_and_kills_its_children(
-    world: World, monkeypatch: pytest.MonkeyPatch, has_cgroups: bool, number: str, more: str
+    world: World, monkeypatch: pytest.MonkeyPatch, number: str, more: str
 ) -> None:
-    """Only the process gets the signal. Without cgroups, an unmarked child is found by its parent."""
-    if not has_cgroups:
-        monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
+    """Only the process gets the signal."""
     await weaken(monkeypatch, 3)
     child_of = "env -i setsid sleep 601"
     trap = f"trap 'sleep 0.1; echo bye; exit 0' {number}"
@@ -186,8 +181,7 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
 async def test_bpm_process_started_by_a_script_is_adopted(
     world: World, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``bpm start`` in a pre-start script and the later start of the job yield one process, also without cgroups."""
-    monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
+    """``bpm start`` in a pre-start script and the later start of the job yield one process."""
     await weaken(monkeypatch, level)
     file = job(world, "echo started; exec sleep 600")
     async with world.supervising() as supervisor:
@@ -207,10 +201,9 @@ async def test_bpm_process_started_by_a_script_is_adopted(
 
 def cgroups_of(world: World) -> list[str]:
     """Cgroups of the processes of this tree."""
-    tree = job_cgroups.tracker()
-    top = job_cgroups.place(tree.hierarchy) / "agent_shim" if tree else Path("/nonexistent")
     ending = f"@{world.base}".replace("/", "%2f")
-    return [each.name for each in top.iterdir() if each.name.endswith(ending)] if top.is_dir() else []
+    tops = [job_cgroups.place(hierarchy) / "agent_shim" for _, hierarchy in job_cgroups.hierarchies()]
+    return [each.name for top in tops if top.is_dir() for each in top.iterdir() if each.name.endswith(ending)]
 
 
 async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
@@ -484,8 +477,7 @@ def test_bpm_process_of_root_keeps_only_the_configured_capabilities(
     monkeypatch.setattr(capabilities, "privileges", lambda: held)
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
-    programs = Programs(world.paths.base, world.base / "output")
-    bpm = runner.Bpm(world.paths, programs, user=user, is_strict=True)
+    bpm = runner.Bpm(world.paths, Programs(world.paths), user=user, is_strict=True)
     isolation = sandbox.Isolation(3, "", memory=False, processes=False)
     order = bpm.order("web", bpm.definition("web", "web"), isolation)
 
@@ -752,7 +744,7 @@ async def test_abandoned_bpm_errand_is_killed(world: World, how: str) -> None:
     async with world.supervising() as supervisor:
         waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))
         await said(world, "ready")
-        pid = marked("AGENT_SHIM_SERVICE", f"@{world.base}")[0].pid
+        pid = below_keepers(world.paths)[0].pid
         if how == "cancelled":
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -17,12 +17,16 @@ from agent_shim.core.settings import Blobstore
 from agent_shim.demo.release import archive
 from agent_shim.edges import control_client
 from agent_shim.services.compiler import Compiler, Package
+from agent_shim.supervisor.ownership.keepers import Keepers
 from tests.support import jobs
 from tests.support.instance import AGENT, COMMAND
 from tests.support.instance import World as Machine
 from tests.support.instance import world as made
-from tests.support.programs import end_marked, is_alive
+from tests.support.programs import end_kept, is_alive
 from tests.support.waiting import TIMEOUT_S, until
+
+pytestmark = pytest.mark.usefixtures("keepers_are_closed")
+
 
 FAMILY = """
 trap '' TERM
@@ -40,7 +44,7 @@ async def machine() -> AsyncIterator[Machine]:
     async with made(COMMAND) as one:
         await one.start_agent()
         yield one
-        end_marked("BOSH_COMPILE_TARGET", str(one.base / "data/compile/p"))
+        end_kept(Paths(one.base))
 
 
 async def compiling(machine: Machine) -> list[int]:
@@ -127,7 +131,7 @@ async def test_package_source_is_removed_before_packing(paths: Paths, store: Blo
             seen.append((told[-1], (paths.compile / "p").exists()))
         return await workers.work(request)
 
-    compiler = Compiler(paths, {}, work)
+    compiler = Compiler(paths, {}, Keepers(paths), work)
     await compiler.compile(package(store, "echo x >$BOSH_INSTALL_TARGET/x"), tmp_path / "target", store, told.append)
 
     assert seen == [("packing", False)]
@@ -142,7 +146,9 @@ async def test_compilation_follows_no_link_at_the_log_directory(paths: Paths, st
     victim.mkdir()
     (victim / "file").touch()
     (paths.log / "compilation").symlink_to(victim)
-    await Compiler(paths, {}).compile(package(store, "true"), tmp_path / "target", store, lambda _: None)
+    await Compiler(paths, {}, Keepers(paths)).compile(
+        package(store, "true"), tmp_path / "target", store, lambda _: None
+    )
 
     assert [path.name for path in victim.iterdir()] == ["file"]
     assert (paths.log / "compilation/packaging.stderr.log").read_text() == "+ true\n"
@@ -156,16 +162,21 @@ async def test_packaging_script_that_cannot_be_started_is_reported(
     with pytest.raises(
         ActionError, match="^Running packaging script: Running packaging script: cannot run bash: No such"
     ):
-        await Compiler(paths, nowhere).compile(package(store, ""), tmp_path / "target", store, lambda _: None)
+        await Compiler(paths, nowhere, Keepers(paths)).compile(
+            package(store, ""), tmp_path / "target", store, lambda _: None
+        )
 
 
 async def test_compilations_of_another_agent_are_left_alone(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
     """Two agents have separate directories on one machine."""
     started = tmp_path / "started"
     script = package(store, f"echo $$ >{started}; exec sleep 600")
-    running = asyncio.create_task(Compiler(paths, {}).compile(script, tmp_path / "target", store, lambda _: None))
+    running = asyncio.create_task(
+        Compiler(paths, {}, Keepers(paths)).compile(script, tmp_path / "target", store, lambda _: None)
+    )
     pid = await until(lambda: int(started.read_text()) if started.exists() and started.read_text() else None)
-    await Compiler(Paths(tmp_path / "other"), {}).clean()
+    other = Paths(tmp_path / "other")
+    await Compiler(other, {}, Keepers(other)).clean()
 
     assert is_alive(pid)
     running.cancel()

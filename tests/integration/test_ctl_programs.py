@@ -6,20 +6,38 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import job_cgroups
+from agent_shim.core.paths import Paths
 from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES, Programs, last_word
 from agent_shim.supervisor.monit.ast import Program
+from tests.support.programs import end_kept
+
+pytestmark = pytest.mark.usefixtures("keepers_are_closed")
+
+
+@pytest.fixture(autouse=True)
+def _end(tmp_path: Path) -> Iterator[None]:
+    """End what programs have left."""
+    yield
+    end_kept(Paths(tmp_path))
+
+
+def output_of_web(base: Path) -> tuple[Path, Programs]:
+    """The output file of a service, and what reads it."""
+    output = Paths(base).shim_run / "output"
+    output.mkdir(parents=True)
+    return output / "web.log", Programs(Paths(base))
 
 
 async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None:
     """Each service has one file, which only root may read. The agent keeps none of them open."""
-    output = tmp_path / "run/output"
-    programs = Programs(tmp_path, output)
+    paths = Paths(tmp_path)
+    output, programs = paths.shim_run / "output", Programs(paths)
     for script in ("echo one", "echo two >&2; echo"):
         program = await programs.run("a/b", Program(("/bin/sh", "-c", script)), "Started")
         await program.wait()
@@ -36,8 +54,10 @@ async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path:
 
 async def test_unwritable_output_directory_does_not_stop_a_job(tmp_path: Path) -> None:
     """Programs then write to /dev/null. The error for a program that cannot run names its interpreter."""
-    (tmp_path / "output").write_text("no directory")
-    programs = Programs(tmp_path, tmp_path / "output")
+    paths = Paths(tmp_path)
+    paths.shim_run.mkdir(parents=True)
+    (paths.shim_run / "output").write_text("no directory")
+    programs = Programs(Paths(tmp_path))
     program = await programs.run("web", Program(("/bin/sh", "-c", "echo one")), "Started")
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
@@ -50,26 +70,14 @@ async def test_unwritable_output_directory_does_not_stop_a_job(tmp_path: Path) -
         await programs.run("web", Program((str(script),)), "Started")
 
 
-async def test_start_program_joins_its_cgroup_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process that it forks at once is in it too."""
-    procs = tmp_path / "cgroup.procs"
-    monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda _: [str(tmp_path)])
-    programs = Programs(tmp_path, tmp_path / "output")
-    program = await programs.run("web", Program(("/bin/cat", str(procs))), "Started")
-
-    assert await program.wait() == 0
-    assert await programs.printed("web") == [str(program.pid)]
-    assert program.is_in_cgroup
-
-
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
     """gcp-tools-release's stackdriver-nozzle changes the owner of ``.`` and everything below it to vcap."""
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
-    programs = Programs(tmp_path, tmp_path / "output")
+    programs = Programs(Paths(tmp_path))
     program = await programs.run("web", Program(("/bin/sh", "-c", "pwd; exec ls -A")), "Started")
     await program.wait()
-    script = await programs.run_script("web", ["/bin/pwd"], env={}, stdout=tmp_path / "said")
+    script = await programs.run_script("web", ["/bin/pwd"], env={}, stdout=tmp_path / "said", stderr=tmp_path / "said")
     await script.wait()
 
     assert await programs.printed("web") == [str(nowhere)]
@@ -81,42 +89,16 @@ async def test_script_can_read_its_job_relative_to_the_working_directory(tmp_pat
     (tmp_path / "jobs/smoke-tests").mkdir(parents=True)
     (tmp_path / "jobs/smoke-tests/config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
-    programs = Programs(tmp_path, tmp_path / "output")
+    programs = Programs(Paths(tmp_path))
 
     errand = await programs.run_script("smoke-tests", ["/bin/cat", "../jobs/smoke-tests/config.json"], env={})
 
     assert await errand.wait() == 0
 
 
-@pytest.mark.parametrize("user", [None, "root"])
-async def test_start_program_runs_without_a_cgroup_if_none_is_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str | None
-) -> None:
-    """Its mark and cgroup have the name of the service if there is no label."""
-    programs = Programs(tmp_path, tmp_path / "output")
-    (tmp_path / "cgroup.procs").symlink_to("/dev/full")
-    names: list[str] = []
-
-    class FullCgroup(job_cgroups.JobCgroup):
-        def __init__(self, name: str) -> None:
-            names.append(name)
-
-    monkeypatch.setattr(job_cgroups, "JobCgroup", FullCgroup)
-    monkeypatch.setattr(FullCgroup, "make", lambda _: [str(tmp_path)])
-    show = Program(("/bin/sh", "-c", "echo $AGENT_SHIM_SERVICE"), uid=user or "")
-    for label in ("", "bpm/web/web"):
-        program = await programs.run("web", show, "Started", label=label)
-        assert await program.wait() == 0
-        assert not program.is_in_cgroup
-
-    assert names == [f"web@{tmp_path}", f"bpm/web/web@{tmp_path}"]
-    assert await programs.printed("web") == names
-
-
 async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
     """The newest part is kept. A process that appends to the file can continue."""
-    programs = Programs(tmp_path, tmp_path)
-    path = tmp_path / "web.log"
+    path, programs = output_of_web(tmp_path)
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * MAX_OUTPUT_BYTES + b"\nlast\n")
         await programs.trim()
@@ -130,11 +112,11 @@ async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["first\nlast\n", ""])
 def test_space_allocated_beyond_the_end_of_output_is_freed(tmp_path: Path, text: str) -> None:
     """A process may allocate it in a directory of root that no operator looks into."""
-    path = tmp_path / "web.log"
+    path, programs = output_of_web(tmp_path)
     path.write_text(text)
     subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
 
-    asyncio.run(Programs(tmp_path, tmp_path).trim())
+    asyncio.run(programs.trim())
 
     assert path.stat().st_blocks * 512 < MAX_OUTPUT_BYTES
     assert path.read_text() == text
@@ -156,15 +138,16 @@ async def test_failure_reason_skips_shell_trace_lines(tmp_path: Path, printed: s
 
     An endless line is truncated.
     """
-    (tmp_path / "web.log").write_text(printed)
+    path, programs = output_of_web(tmp_path)
+    path.write_text(printed)
 
-    assert last_word(await Programs(tmp_path, tmp_path).printed("web")) == told
+    assert last_word(await programs.printed("web")) == told
 
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
 async def test_ulimit_that_a_script_could_not_set_is_reported(tmp_path: Path, shell: str) -> None:
     """The script continues with the lower limit."""
-    programs = Programs(tmp_path, tmp_path / "output")
+    programs = Programs(Paths(tmp_path))
     script = "ulimit -n 64; ulimit -n 100000; echo on"
     user = "nobody" if os.geteuid() == 0 else None
     program = await programs.run("web", Program((shell, "-c", script), uid=user or ""), "Started")
@@ -179,14 +162,17 @@ def test_failure_to_switch_user_is_reported(tmp_path: Path) -> None:
     """This happens in a container without CAP_SETUID and CAP_SETGID."""
     program = f"""import asyncio
 from pathlib import Path
-from agent_shim.supervisor.ctl_programs import Programs, last_word
+from agent_shim.core.errors import HostError
+from agent_shim.core.paths import Paths
+from agent_shim.supervisor.ctl_programs import Programs
 from agent_shim.supervisor.monit.ast import Program
 async def become():
-    programs = Programs(Path("{tmp_path}"), Path("{tmp_path}/output"))
-    program = await programs.run("web", Program(("/bin/true",), uid="nobody"), "Started")
-    print(await program.wait(), last_word(await programs.printed("web")))
+    try:
+        await Programs(Paths(Path("{tmp_path}"))).run("web", Program(("/bin/true",), uid="nobody"), "Started")
+    except HostError as exc:
+        print(exc)
 asyncio.run(become())"""
     without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid", sys.executable, "-c", program]
     done = subprocess.run(without, capture_output=True, text=True, check=True)
 
-    assert done.stdout == "127 setpriv: setresuid failed: Operation not permitted\n"
+    assert done.stdout == "cannot run /bin/true: its groups: Operation not permitted\n"

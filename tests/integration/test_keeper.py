@@ -121,7 +121,7 @@ async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) 
     os.kill(other.pid, signal.SIGUSR1)
     os.kill(program, signal.SIGTERM)
 
-    (second,) = await keeper.find(sockets)
+    (second,), _ = await keeper.find(sockets)
 
     assert (second.label, second.pid) == ("a/b c", first.pid)
     assert (await second.wait()).status == 128 + signal.SIGTERM
@@ -131,14 +131,14 @@ async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) 
     assert missed.status == 128 + signal.SIGUSR1
     assert missed.at <= clock.boot_time()
     await end(second)
-    assert await keeper.find(sockets) == []
+    assert await keeper.find(sockets) == ([], {})
 
 
 async def test_keeper_without_children_waits_for_an_agent(sockets: Path) -> None:
     first = await keeper.start(sockets, "brief", shell("read line; exit 7"))
     first.close()
 
-    (second,) = await keeper.find(sockets)
+    (second,), _ = await keeper.find(sockets)
     assert (await second.wait()).status == 7
     assert await second.is_childless_within(60)
     second.release()
@@ -286,7 +286,7 @@ async def test_agent_that_never_reads_does_not_block_the_keeper(sockets: Path) -
             while True:
                 connection.send(b"state")
 
-    (second,) = await keeper.find(sockets)
+    (second,), _ = await keeper.find(sockets)
     await end(second)
 
 

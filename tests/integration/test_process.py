@@ -11,10 +11,8 @@ import pty
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,7 +20,6 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, proc, process, reaper
-from agent_shim.host.process import Process
 from tests.support.programs import argv, end_marked, is_alive, number_in
 from tests.support.waiting import until
 
@@ -112,8 +109,6 @@ async def test_spawn_of_a_file_that_is_not_executable_fails_at_once(
     assert caught.value.errno == number
     with pytest.raises(HostError, match=f"^cannot run {program}: {why}$"):
         process.spawn([str(program)], env=env, nice=1)
-    with pytest.raises(HostError, match=f"^cannot run {program}: {why}$"):
-        await process.spawn_prepared(lambda _: None, [str(program)], env=env)
 
 
 @pytest.mark.root
@@ -200,132 +195,19 @@ async def test_spawned_process_has_the_requested_context(env: dict[str, str], tm
     assert variables == [f"{name}={value}" for name, value in env.items()]
 
 
-async def test_prepared_program_has_the_same_context_as_a_spawned_one(env: dict[str, str], tmp_path: Path) -> None:
-    """It has its own pid and session, an empty input, and the same descriptors and variables."""
-    script = shell(
-        "ps -o pid=,sid= -p $$; readlink /proc/$$/fd/0; ls /proc/self/fd;"
-        "tr '\\0' '\\n' </proc/$$/environ; kill -STOP $$"
-    )
-    seen = []
-    for name in ("spawned", "prepared"):
-        with (tmp_path / name).open("wb", buffering=0) as out:
-            stream = out.fileno()
-            if name == "spawned":
-                child = process.spawn(script, env=env, stdout=stream)
-            else:
-                child = await process.spawn_prepared(lambda _: None, script, env=env, stdout=stream)
-        await until(partial(is_stopped, child.pid))
-        ids, *rest = (tmp_path / name).read_text().splitlines()
-        assert ids.split() == [str(child.pid), str(child.pid)]
-        seen.append(rest)
-        await child.terminate(0)
-
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == 1 + 4 + len(env)
-
-
-def is_stopped(pid: int) -> bool:
-    found = proc.stat(pid)
-    return found is not None and found.state == "T"
-
-
-async def test_program_does_not_run_if_its_preparation_fails(env: dict[str, str], tmp_path: Path) -> None:
-    """Its process exits and is reaped."""
-    waiting: list[Process] = []
-
-    def fail(each: Process) -> None:
-        waiting.append(each)
-        raise HostError("cannot prepare it")
-
-    with pytest.raises(HostError, match="cannot prepare it"):
-        await process.spawn_prepared(fail, ["/usr/bin/touch", str(tmp_path / "ran")], env=env)
-
-    assert await waiting[0].wait() != 0
-    assert not (tmp_path / "ran").exists()
-
-
-async def test_program_does_not_run_if_its_start_is_cancelled(env: dict[str, str], tmp_path: Path) -> None:
-    """The kernel can hold the lock of its cgroups for long. Until then the waiting shell lives, and keeps its pid."""
-    begun: asyncio.Queue[Process] = asyncio.Queue()
-    go, loop = threading.Event(), asyncio.get_running_loop()
-    numbered: list[bool] = []
-
-    def prepare(each: Process) -> None:
-        loop.call_soon_threadsafe(begun.put_nowait, each)
-        go.wait(30)
-        numbered.append(is_alive(each.pid))
-
-    start = asyncio.ensure_future(process.spawn_prepared(prepare, ["/usr/bin/touch", str(tmp_path / "ran")], env=env))
-    waiting = await begun.get()
-    start.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await start
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(waiting.wait(), 0.3)
-    go.set()
-
-    assert await waiting.wait() != 0
-    assert numbered == [True]
-    assert not (tmp_path / "ran").exists()
-
-
-async def test_program_does_not_run_if_its_preparation_hangs(
-    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dead file server can cause that. Each start would hold a thread and delay other jobs."""
-    monkeypatch.setattr(process, "PREPARE_TIMEOUT_S", 0.05)
-    go = threading.Event()
-
-    def hang(_: Process) -> None:
-        go.wait(30)
-
-    touch = ["/usr/bin/touch", str(tmp_path / "ran")]
-    hanging = _hanging()
-    for _ in range(3):
-        with pytest.raises(HostError, match="^cannot run /usr/bin/touch: no answer within 0.05 s$"):
-            await process.spawn_prepared(hang, touch, env=env)
-    assert _hanging() == hanging + 1
-    go.set()
-    await until(lambda: _hanging() == hanging)
-
-    assert not (tmp_path / "ran").exists()
-
-
-def _hanging() -> int:
-    """The number of threads in calls of ``guarded.aside``."""
-    return sum(thread.name.startswith("files of ") for thread in threading.enumerate())
-
-
-DYING = """
-import asyncio, os, sys
-from agent_shim.host import process
-def prepare(waiting):
-    print(waiting.pid, flush=True)
-    os.kill(os.getpid(), 9)
-asyncio.run(process.spawn_prepared(prepare, ["/usr/bin/touch", sys.argv[1]], env={}))
-"""
-
-
-async def test_program_waiting_for_a_killed_agent_does_not_run(tmp_path: Path) -> None:
-    """The next agent starts it."""
-    command = [sys.executable, "-c", DYING, str(tmp_path / "ran")]
-    agent = process.spawn(command, env={"PATH": "/bin"}, stdout=tmp_path / "pid")
-
-    assert await agent.wait() == 137
-    await until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
-    assert not (tmp_path / "ran").exists()
-
-
 RAISED = """
-import asyncio, os, resource, subprocess
+import asyncio, os, resource, subprocess, sys
+from pathlib import Path
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-from agent_shim.host import process
+from agent_shim.host import keeper, process
 async def main():
     process.raise_file_limit()
     print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard - 1, hard), flush=True)
     show = ["/bin/sh", "-c", f"test $(ulimit -Hn) = {hard} && ulimit -Sn"]
-    await (await process.spawn_prepared(lambda _: None, show, env={"PATH": "/bin"}, stdout=1)).wait()
+    kept = await keeper.start(Path(sys.argv[1]), "web", keeper.Program(show, {"PATH": "/bin"}, stdout=1))
+    await kept.wait()
+    kept.release()
     held = ["/bin/sh", "-c", f"read line; {show[-1]}"]
     reading, writing = os.pipe()
     child = process.spawn(held, env={"PATH": "/bin"}, stdin=reading, stdout=1)
@@ -337,9 +219,11 @@ asyncio.run(main())
 """
 
 
-def test_spawned_process_gets_the_original_limit_of_open_files() -> None:
+def test_spawned_process_gets_the_original_limit_of_open_files(tmp_path: Path) -> None:
     """Programs with ``select`` fail above 1024. Under the Go agent and monit they have the limit of the container."""
-    done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RAISED, str(tmp_path / "keepers")], capture_output=True, text=True, check=True
+    )
 
     assert done.stdout == "True\n100\n100\n200\n", "what prlimit sets is that of the jobs"
 
@@ -347,11 +231,12 @@ def test_spawned_process_gets_the_original_limit_of_open_files() -> None:
 def test_spawn_without_a_free_descriptor_reports_the_reason() -> None:
     program = """
 import asyncio, resource
+from pathlib import Path
 from agent_shim.core.errors import HostError
-from agent_shim.host import command, process
+from agent_shim.host import command, keeper
 async def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-    for work in (command.run("/bin/true"), process.spawn_prepared(lambda _: None, ["/bin/true"], env={})):
+    for work in (command.run("/bin/true"), keeper.start(Path.cwd() / "none", "web", keeper.Program(["/bin/true"], {}))):
         try:
             await work
         except HostError as exc:
@@ -468,7 +353,6 @@ async def test_signal_never_reaches_another_process_with_the_same_pid(env: dict[
     child = process.spawn(["/bin/sleep", "600"], env=env)
 
     assert not process.reap(child.pid)
-    assert process.is_watched(child.pid)
     assert process.is_spawned(child.identity)
     assert not process.send((child.pid, child.start_ticks + 1), signal.SIGKILL)
     assert not process.send((child.pid, child.start_ticks - 1), signal.SIGKILL)
@@ -571,24 +455,6 @@ async def test_orphan_is_reparented_to_the_agent_and_reaped(env: dict[str, str],
 
         assert await daemon.wait() == 128 + signal.SIGUSR1
         assert proc.stat(daemon.pid) is None
-
-
-async def test_reported_session_of_an_orphan_is_its_last_one(env: dict[str, str], tmp_path: Path) -> None:
-    """It began the session after it was adopted, and started a program in it."""
-    pidfile, go, childfile = (tmp_path / name for name in ("pid", "go", "child"))
-    with reaper.reaping():
-        await process.spawn(argv("late_session.py", pidfile, go, childfile), env=env).wait()
-        daemon = process.adopt(await until(lambda: number_in(pidfile)))
-        assert daemon is not None
-        assert daemon.session != daemon.pid
-        go.touch()
-        child = process.adopt(await until(lambda: number_in(childfile)))
-        assert child is not None
-        daemon.send(signal.SIGKILL)
-        await daemon.wait()
-        await child.terminate(1)
-
-    assert daemon.session == daemon.pid
 
 
 async def test_processes_are_managed_without_pidfd(

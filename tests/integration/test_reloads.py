@@ -9,12 +9,11 @@ import signal
 import msgspec
 import pytest
 
+from agent_shim.core.errors import ActionError
 from agent_shim.supervisor.supervisor import JobFile
 from tests.support.programs import foreign, is_alive, number_in
 from tests.support.programs.jobs import World, in_state, info, program
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.usefixtures("cgroups_or_not")
 
 START = "echo start >>$log; {daemon}"
 WAIT = "until new=$(cat $pidfile); [ ${{new:-$old}} != $old ]; do sleep 0.02; done"
@@ -93,15 +92,17 @@ async def test_stop_names_and_leaves_a_process_that_another_job_started(world: W
 
 
 async def test_process_started_by_an_operator_replaces_the_old_one(world: World) -> None:
-    """No second start program runs. The stop ends it like any orphan that a new pidfile of the job names."""
+    """No second start program runs. The agent sends it no signal, so a stop fails that leaves it running."""
     web = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
     async with world.checking(web) as supervisor:
         old = (await in_state(supervisor, "web", "running")).pid
-        by_hand = foreign("/bin/sleep", 600, TEST_OF=str(world.base))
+        command = "/bin/sh", "-c", "while :; do sleep 600; done", world.base / "web"
+        by_hand = foreign(*command, TEST_OF=str(world.base), PATH="/bin")
         world.pidfile("web").write_text(f"{by_hand}\n")
         os.kill(old, signal.SIGTERM)
         await until(lambda: info(supervisor, "web").pid == by_hand)
-        await supervisor.stop(wait=True)
+        with pytest.raises(ActionError, match=rf"cannot end {by_hand} \(sh\)"):
+            await supervisor.stop(wait=True)
 
-        assert not is_alive(by_hand)
+        assert is_alive(by_hand)
         assert world.lines() == ["start"]

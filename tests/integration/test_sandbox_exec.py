@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,16 @@ async def test_sandbox_names_a_program_that_cannot_run(tmp_path: Path) -> None:
     assert found["agent-shim"].startswith("cannot run /nothing:")
 
 
+async def plainly(argv: Sequence[str], stdin: int) -> process.Process:
+    return process.spawn(argv, env={}, stdin=stdin)
+
+
 async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path) -> None:
     """After a failure nothing runs."""
     marker = tmp_path / "marker"
     wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
     with pytest.raises(ValueError, match="full"):
-        async with sandbox.prepared(wanted, env={}, stdout=None, stderr=None) as running:
+        async with sandbox.prepared(wanted, plainly) as running:
             raise ValueError("the disk is full")
 
     assert await running.wait() == sandbox_exec.FAILED
@@ -137,17 +142,16 @@ async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path)
 
 async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A volume of a dead file server can block the mounts of its namespace, and the process itself."""
-    spawn, started = process.spawn, []
+    started = []
 
-    def spawn_held(_: list[str], **options: Any) -> process.Process:
-        started.append(spawn(["/bin/sleep", "600"], **options))
+    async def held(_: Sequence[str], stdin: int) -> process.Process:
+        started.append(process.spawn(["/bin/sleep", "600"], env={}, stdin=stdin))
         return started[0]
 
-    monkeypatch.setattr(process, "spawn", spawn_held)
-    monkeypatch.setattr(process, "PREPARE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(sandbox, "PREPARE_TIMEOUT_S", 0.1)
 
     with pytest.raises(HostError, match="cannot isolate it: no answer within 0.1 seconds"):
-        async with sandbox.prepared(order(namespaces=["mnt"]), env={}, stdout=None, stderr=None):
+        async with sandbox.prepared(order(namespaces=["mnt"]), held):
             pass
 
     assert await started[0].wait() == 128 + signal.SIGKILL

@@ -18,8 +18,11 @@ from agent_shim.core.spec import ApplySpec
 from agent_shim.services import scripts
 from agent_shim.services.scripts import Errand, Scripts
 from agent_shim.supervisor.ctl_programs import Programs
-from tests.support.programs import end_marked, is_alive, number_in
+from tests.support.programs import end_kept, end_marked, is_alive, number_in
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("keepers_are_closed")
+
 
 DISK = ApplySpec(persistent_disk=1024)
 NEXT = ApplySpec(persistent_disk=2048)
@@ -38,6 +41,7 @@ def paths(tmp_path: Path) -> Paths:
 def runner(paths: Paths) -> Iterator[Scripts]:
     """Scripts with an environment by which what a test left behind is found and killed."""
     yield patient(paths, 5)
+    end_kept(paths)
     end_marked("TEST_OF", str(paths.base))
 
 
@@ -48,7 +52,7 @@ def impatient(runner: Scripts, paths: Paths) -> Scripts:
 
 
 def patient(paths: Paths, grace: float) -> Scripts:
-    spawn = Programs(paths.base, paths.tmp).run_script
+    spawn = Programs(paths).run_script
     return Scripts(paths, {"TEST_OF": str(paths.base), "PATH": "/nowhere", "KEPT": "yes"}, spawn, grace=grace)
 
 
@@ -99,7 +103,7 @@ async def test_script_runs_with_its_environment_directory_and_niceness(paths: Pa
 
 async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
     """Each waits for the one before it. The lists have the order in which the scripts ended."""
-    wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; touch {}; exit {}'
+    wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; sleep 0.2; touch {}; exit {}'
     done = [paths.tmp / name for name in "abcd"]
     script(paths, "a", "post-start", wait.format(done[1], done[0], 1))
     script(paths, "b", "post-start", wait.format(done[2], done[1], 0))

@@ -35,8 +35,6 @@ stop)
 esac
 """
 
-pytestmark = pytest.mark.usefixtures("cgroups_or_not")
-
 
 @pytest.fixture
 def world(world: World) -> World:
@@ -114,8 +112,8 @@ async def test_processes_started_by_pre_start_belong_to_the_services(world: Worl
         assert not any(map(is_alive, [*found, *later]))
 
 
-async def test_killed_process_of_pre_start_is_restarted_after_its_children_end(world: World) -> None:
-    """Its siblings in the session of pre-start keep running."""
+async def test_killed_process_of_pre_start_is_restarted(world: World) -> None:
+    """Its siblings below pre-start keep running. What it left ends when all jobs stop."""
     async with adopted(world) as (supervisor, found):
         os.kill(found[0], 9)
         await until(lambda: info(supervisor, "dns").pid not in (0, found[0]))
@@ -126,7 +124,7 @@ async def test_killed_process_of_pre_start_is_restarted_after_its_children_end(w
 
 
 async def test_next_agent_recognizes_processes_started_by_pre_start(world: World) -> None:
-    """It knows them by their cgroup, or else by the mark of the job's scripts."""
+    """They are below the keeper of the script."""
     job = dns(world)
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")

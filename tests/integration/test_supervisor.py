@@ -11,15 +11,16 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 
 from agent_shim.core.errors import ActionError
-from agent_shim.host import clock, files, job_cgroups, proc, process
+from agent_shim.host import clock, files, keeper, proc, process
+from agent_shim.host.keeper import Keeper
 from agent_shim.supervisor import supervisor as supervisors
 from agent_shim.supervisor.ownership.process_finder import ProcessFinder
-from agent_shim.supervisor.ownership.remains import Remains
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.service import Service
 from agent_shim.supervisor.supervisor import JobFile, read_saved
@@ -59,7 +60,7 @@ async def test_process_is_starting_until_its_process_exists(world: World) -> Non
 
 
 async def test_start_program_environment_equals_that_of_monit(world: World) -> None:
-    """It has PATH, MONIT_ variables and the agent's mark, a new session, empty input, umask 022 and the directory /."""
+    """It has PATH and MONIT_ variables, a new session, empty input, umask 022 and the directory /."""
     start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
     start += "; echo $$ >>$log.new; mv $log.new $log; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)):
@@ -71,10 +72,9 @@ async def test_start_program_environment_equals_that_of_monit(world: World) -> N
         assert variables["MONIT_SERVICE"] == "web"
         date = variables["MONIT_DATE"]
         assert re.fullmatch(r"[A-Z][a-z]{2}, \d\d [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d [+-]\d{4}", date)
-        assert variables["AGENT_SHIM_SERVICE"] == f"web@{world.base}"
         # PWD and its like are the shell's own.
         others = {name for name in variables if not name.startswith("MONIT_")}
-        assert others - {"PWD", "SHLVL", "_", "OLDPWD"} == {"PATH", "AGENT_SHIM_SERVICE"}
+        assert others - {"PWD", "SHLVL", "_", "OLDPWD"} == {"PATH"}
         assert (umask, directory, size.strip(), session.strip()) == ("0022", "/", "0", pid)
 
 
@@ -244,10 +244,11 @@ async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: 
 
 
 async def test_process_started_by_monit_is_adopted(world: World) -> None:
-    """The Go agent and monit ran on this machine until now. The process belongs to the job in every respect."""
-    monits = foreign("/bin/sleep", 600, TEST_OF=str(world.base), MONIT_SERVICE="web")
+    """The Go agent and monit ran on this machine until now. As under monit, its stop program ends it."""
+    command = "/bin/sh", "-c", "while :; do sleep 600; done", world.base / "web"
+    monits = foreign(*command, TEST_OF=str(world.base), PATH="/bin")
     world.pidfile("web").write_text(f"{monits}\n")
-    async with world.supervising(world.job("web", "exit 1", "exit 0", timeout=1)) as supervisor:
+    async with world.supervising(world.job("web", "exit 1", timeout=1)) as supervisor:
         assert (await in_state(supervisor, "web", "running")).pid == monits
         await supervisor.stop(wait=True)
 
@@ -484,7 +485,6 @@ async def test_process_of_a_check_without_start_program_is_not_signalled(world: 
 
 
 @pytest.mark.attack("a job hides a process from its stop")
-@pytest.mark.usefixtures("cgroups_or_not")
 @pytest.mark.parametrize("how", ["", "wipe"])
 async def test_no_process_of_a_job_survives_its_stop(world: World, how: str) -> None:
     """A process that left the session and cleared its environment ends too."""
@@ -498,41 +498,25 @@ async def test_no_process_of_a_job_survives_its_stop(world: World, how: str) -> 
         assert not is_alive(pid)
 
 
-@pytest.mark.usefixtures("cgroups_or_not")
-async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(world: World) -> None:
     """A child without the session and environment of the service keeps no port from the next process."""
-    record, looks = Remains.record_descendants, 0
-
-    async def counted(remains: Remains) -> None:
-        nonlocal looks
-        await record(remains)
-        looks += 1
-
-    monkeypatch.setattr(Remains, "record_descendants", counted)
     child = world.base / "child"
     start = f"[ -e {child} ] && kill -0 $(cat {child}) && echo beside >>$log; rm -f {child}; exec " + program(
         "new_session.py", "$pidfile", child, "wipe"
     )
     async with world.supervising(world.job("web", start)) as supervisor:
-        running = asyncio.create_task(supervisor.run())
         found = await in_state(supervisor, "web", "running")
         pid = await until(lambda: number_in(child))
-        before = looks
-        await until(lambda: looks > before + 1, "a look that began after the child")
         process.send((found.pid, _ticks(found.pid)), signal.SIGKILL)
         await until(lambda: number_in(child) not in (None, pid))
 
         assert not is_alive(pid)
         assert world.lines() == []
         await supervisor.stop(wait=True)
-        running.cancel()
 
 
-@pytest.mark.usefixtures("cgroups_or_not")
 async def test_a_child_forked_in_the_last_moment_is_ended_before_the_successor_starts(world: World) -> None:
-    """Its only evidence is the session, and it is as young as the clock tick in which the leader is reaped."""
+    """It has no environment, and is as young as the clock tick in which its parent is reaped."""
     child = world.base / "child"
     forks = f"env -i sleep 600 & echo $! >{child}; kill -9 $$"
     start = f"trap '{forks}' USR1; echo $$ >$pidfile; [ -e {child} ] && {LASTING}; while :; do sleep 0.01; done"
@@ -575,7 +559,7 @@ async def test_a12_stop_timeout_error_has_the_text_that_the_director_expects(
 ) -> None:
     """The Director ignores errors that contain "Timed out waiting for service"."""
     monkeypatch.setattr(process, "send", _lose)
-    monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
+    monkeypatch.setattr(Keeper, "kill", AsyncMock())
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
     async with world.supervising(job, world.job("fine")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -597,8 +581,8 @@ def _lose(_: tuple[int, int], sig: int) -> bool:
 async def test_a12_stop_of_an_unkillable_process_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the Go agent's text."""
     monkeypatch.setattr(process, "send", _lose)
-    monkeypatch.setattr(job_cgroups.JobCgroup, "kill", lambda _: None)
-    monkeypatch.setattr(process, "KILL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(Keeper, "kill", AsyncMock())
+    monkeypatch.setattr(keeper, "KILL_TIMEOUT_S", 0.1)
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0", timeout=1)
     async with world.supervising(job) as supervisor:
         found = await in_state(supervisor, "web", "running")

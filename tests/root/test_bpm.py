@@ -162,7 +162,7 @@ print(json.dumps({
     "core": resource.getrlimit(resource.RLIMIT_CORE),
     "executable": os.readlink("/proc/self/exe"),
     "directory": os.getcwd(), "arguments": sys.argv[1:], "umask": os.umask(0o22),
-    "environment": {k: v for k, v in os.environ.items() if k not in ("OUTSIDE", "AGENT_SHIM_SERVICE", "LC_CTYPE")},
+    "environment": {k: v for k, v in os.environ.items() if k not in ("OUTSIDE", "LC_CTYPE")},
     "spared": int(open("/proc/self/oom_score_adj").read()),
     "closed": {path: closed(path) for path in (
         "/etc/sv", "/proc/kcore", "/proc/timer_list", "/sys/firmware", "/proc/sysrq-trigger", "/proc/sys/vm/swappiness",

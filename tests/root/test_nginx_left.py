@@ -16,7 +16,7 @@ from tests.support.programs import is_alive
 from tests.support.programs.jobs import World, in_state
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.root, pytest.mark.usefixtures("cgroups_or_not")]
+pytestmark = pytest.mark.root
 
 CONFIG = """
 user nobody nogroup;

@@ -130,7 +130,7 @@ DIRECTORIES = {"caged": "/var/vcap/jobs/web", "packaging": "/var/vcap/data/compi
 def expected(name: str) -> dict[str, object]:
     """Root keeps its groups, and the score is that of the container."""
     return {
-        "variables": [] if name == "packaging" else ["AGENT_SHIM_SERVICE"],
+        "variables": [],
         "descriptors": ["0", "1", "2"],
         "of the parent": [],
         "blocked": 0,

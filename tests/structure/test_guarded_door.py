@@ -58,7 +58,7 @@ RAW: Mapping[str, Raw] = {
     "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
     "host.keeper": Raw(
         "sockets and specs of the agent alone; whether a program is there",
-        frozenset({"_bind", "_cannot_run", "_connect", "_names", "spec_file"}),
+        frozenset({"_begun", "_bind", "_cannot_run", "_connect", "_names", "spec_file"}),
     ),
     "cli.bpm": Raw(
         "methods of the log that goes through the door, and the place of our own socket",
@@ -94,9 +94,7 @@ RAW: Mapping[str, Raw] = {
         frozenset({"_completion", "_refuse_missing", "main"}),
     ),
     "cli.compile_release": Raw(KERNEL, frozenset({"stemcell_slug"})),
-    "services.compiler": Raw(
-        BUNDLES, frozenset({"Compiler.sweep", "Compiler._remove_sources", "Compiler.compile", "_quote"})
-    ),
+    "services.compiler": Raw(BUNDLES, frozenset({"Compiler._remove_sources", "Compiler.compile", "_quote"})),
     "services.disks.mounting": Raw(
         "places that root mounts and links; disks.identity reads volumes through the door",
         frozenset(
@@ -126,16 +124,11 @@ RAW: Mapping[str, Raw] = {
         KERNEL,
         frozenset(
             {
-                "JobCgroup.enter",
-                "JobCgroup.is_empty",
-                "JobCgroup.kill",
                 "JobCgroup.make",
                 "JobCgroup.members",
                 "_below",
                 "_forbid_swap",
                 "_hand_down",
-                "held_still",
-                "members",
                 "offered",
             }
         ),
@@ -143,7 +136,7 @@ RAW: Mapping[str, Raw] = {
     "host.capabilities": Raw(KERNEL, frozenset({"privileges"})),
     "host.trusted_path": Raw("the walk of the door: holds each step, and opens none", frozenset({"hold"})),
     "host.user_namespace": Raw(KERNEL, frozenset({"is_inside", "overflow_user"})),
-    "host.cgroups": Raw(KERNEL, frozenset({"_text", "end_oom_group", "find", "trees"})),
+    "host.cgroups": Raw(KERNEL, frozenset({"_text", "end_oom_group", "find"})),
     "bulk.copytree": Raw(
         "the top of a volume, which tar copies", frozenset({"_empty", "_is_ours", "_make_directories"})
     ),
@@ -204,7 +197,6 @@ RAW: Mapping[str, Raw] = {
                 "executable",
                 "boot_id",
                 "incarnation",
-                "last_number",
                 "_numbers.listed",
                 "open_files",
                 "has_our_root",

@@ -1,4 +1,4 @@
-"""Cgroups for one run alone: two agents in one would count, freeze and kill each other's jobs of the same name."""
+"""Cgroups for one run alone: two agents in one would count and kill each other's jobs of the same name."""
 
 from __future__ import annotations
 
@@ -17,22 +17,29 @@ _END_TIMEOUT_S: Final = 10
 """For processes that have been killed to leave a cgroup."""
 
 
+def hierarchies() -> list[cgroups.Hierarchy]:
+    """Return the hierarchies that contain this process and can limit it."""
+    found = cgroups.find()
+    each = dict.fromkeys(filter(None, (found.memory, found.pids, found.cpu, found.cpuacct)))
+    return [one for one in each if cgroups.contains_this_process(one)]
+
+
 @contextlib.contextmanager
 def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
-    """Make a cgroup in each hierarchy that tracks processes. Yield its directory and the top of the hierarchy.
+    """Make a cgroup in each hierarchy that limits processes. Yield its directory and the top of the hierarchy.
 
     All are removed at the end, as are those of the same ``kind`` that a killed process left.
     """
     made = []
     name = f"{kind}-{os.getpid()}-{next(_NUMBERS)}"
-    for tree in cgroups.trees():
-        here = tree.hierarchy.levels[0]
+    for hierarchy in hierarchies():
+        here = hierarchy.levels[0]
         for former in here.glob(f"{kind}-*"):
             if not Path(f"/proc/{former.name.split('-')[1]}").exists():
                 _remove(former, timeout=0)
         with contextlib.suppress(OSError):
             (here / name).mkdir()
-            made.append((here / name, tree.hierarchy.levels[-1]))
+            made.append((here / name, hierarchy.levels[-1]))
     try:
         yield made
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final, ParamSpec
@@ -17,7 +17,7 @@ from agent_shim.supervisor import ctl_programs as programs_module
 from agent_shim.supervisor import service as service_module
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.monit.ast import Program
-from agent_shim.supervisor.ownership.evidence import Left
+from agent_shim.supervisor.ownership.keepers import Left
 from agent_shim.supervisor.ownership.process_finder import LateError, Timing
 from agent_shim.supervisor.ownership.process_record import ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec
@@ -59,9 +59,8 @@ class Loop(asyncio.SelectorEventLoop):
 class Played:
     """A process or program. ``over`` is set when it has ended."""
 
-    def __init__(self, pid: int, *, is_in_cgroup: bool = True) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.is_in_cgroup = is_in_cgroup
         self.identity = (pid, pid)
         self.over = asyncio.Event()
 
@@ -100,9 +99,8 @@ class Machine:
     how_ends: str = "exit 1"
     refuses: str = ""
     """The event whose program cannot run."""
-    strays: list[Left] = field(default_factory=list)
-    """Orphans of an unknown job."""
-    is_in_cgroup: bool = True
+    orphans: list[Left] = field(default_factory=list)
+    """Processes that may have been below a killed keeper."""
     pids: int = 0
     ran: list[tuple[float, str]] = field(default_factory=list)
     """Time and event of each program."""
@@ -128,7 +126,7 @@ class Machine:
 
     def new(self) -> Played:
         self.pids += 1
-        return Played(self.pids, is_in_cgroup=self.is_in_cgroup)
+        return Played(self.pids)
 
     def appear(self) -> None:
         self.process = self.new()
@@ -178,8 +176,8 @@ class PlayedFinder:
     refused = ""
     lives_refused = False
 
-    def __init__(self, ownership: Any, *_: Any) -> None:
-        self.machine: Machine = ownership.machine
+    def __init__(self, keepers: Any, *_: Any) -> None:
+        self.machine: Machine = keepers.machine
         self.process: Played | None = None
         self.program: Played | None = None
         self.doubted: Played | None = None
@@ -238,39 +236,40 @@ class PlayedFinder:
         self.process = self.program = None
 
 
-class PlayedPrograms:
-    """Stands for ``Programs`` and its ``Remains``."""
+class PlayedKeepers:
+    """Stands for ``Keepers``."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self.ownership = SimpleNamespace(machine=machine, label_of=lambda _: "")
-        self.remains = self
+        self.machine = machine
 
-    async def run(self, _name: str, _program: Program, event: str, **_: Any) -> Played:
-        return self._machine.run(event)
-
-    async def members(self, *_: Any) -> list[tuple[int, int]]:
-        return [self._machine.process.identity] if self._machine.process else []
+    async def orphans(self, _: Sequence[str]) -> list[Left]:
+        return self.machine.orphans
 
     async def clear(self, *_: Any) -> None:
         pass
 
-    dismiss = clear
+    async def trees(self, _labels: Sequence[str], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        return others
 
-    async def strays(self, _: int) -> list[Left]:
-        return self._machine.strays
-
-    async def doubtful(self, _: int) -> str:
-        return ""
-
-    async def sweep(self, _label: str, _traces: ProcessRecord, _known: object, grace: float) -> list[Left]:
-        machine = self._machine
+    async def end(self, _labels: Sequence[str], _others: object, grace: float) -> list[Left]:
+        machine = self.machine
         machine.graces.append(grace)
         left = machine.process
         if left is not None and left.is_alive and machine.how_stops == "not":
             return [Left(*left.identity, "web")]
         machine.kill_all()
-        return []
+        return machine.orphans
+
+
+class PlayedPrograms:
+    """Stands for ``Programs``."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.keepers = PlayedKeepers(machine)
+
+    async def run(self, _name: str, _program: Program, event: str, **_: Any) -> Played:
+        return self._machine.run(event)
 
     async def refused_limit(self, _: str) -> str:
         return ""

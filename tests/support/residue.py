@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from agent_shim.host import cgroups, job_cgroups
+from agent_shim.host import job_cgroups
 
 
 def remove_cgroups(base: Path) -> None:
     """Remove the empty cgroups of jobs of agents below ``base``: a killed agent removes none."""
     with contextlib.suppress(OSError):
         escaped = str(base).replace("/", "%2f")
-        for tree in cgroups.trees():
-            for directory in (job_cgroups.place(tree.hierarchy) / "agent_shim").glob(f"*@{escaped}*"):
+        for _, hierarchy in job_cgroups.hierarchies():
+            for directory in (job_cgroups.place(hierarchy) / "agent_shim").glob(f"*@{escaped}*"):
                 with contextlib.suppress(OSError):
                     directory.rmdir()

@@ -60,15 +60,20 @@ BREAKS: Final[dict[str, Break]] = {
     "MONIT_HOST is wrong": Break(
         _SPAWN, "socket.gethostname()", '"elsewhere"', "ctl start script: environment MONIT_HOST"
     ),
-    "programs start in /tmp": Break(_SPAWN, "self.directory(),", 'Path("/tmp"),', "ctl start script: directory"),
+    "programs start in /tmp": Break(
+        _SPAWN, "cwd=str(self.directory()), user=user", 'cwd="/tmp", user=user', "ctl start script: directory"
+    ),
     "programs have another umask": Break(
-        "host/process.py", "umask: int = 0o022", "umask: int = 0o077", "ctl start script: umask"
+        "host/keeper.py", "umask: int = 0o022", "umask: int = 0o077", "ctl start script: umask"
     ),
     "programs ignore their user": Break(
         _SPAWN, "program.uid or None, program.gid or None", "None, None", "plain lives: user"
     ),
     "programs have the agent's limits": Break(
-        "host/process.py", "limits := file_limits_of_children()", "limits := None", "serve lives: limit nofile"
+        "host/keeper.py",
+        "of_children := process.file_limits_of_children()",
+        "of_children := None",
+        "serve lives: limit nofile",
     ),
     "scripts lack TMPDIR": Break(
         "services/scripts.py", '{**environ, "PATH": PATH}', '{"PATH": PATH}', "pre-start script: environment TMPDIR"

@@ -96,7 +96,7 @@ def found(plan: Any) -> tuple[str, str]:
     """Return the service that this process is, and the pidfile that it has to write. "" for a tool."""
     if plan["bpm"] and os.environ.get("TMPDIR") == plan["tmp"]:
         is_main = os.getsid(0) == os.getpid() or os.getpgid(0) == os.getpid() or os.getppid() <= 1
-        marked = os.environ.get("BPM_STAND_IN") or os.environ.get("AGENT_SHIM_SERVICE") or ""
+        marked = os.environ.get("BPM_STAND_IN") or ""
         own = [one for name, one in plan["bpm"].items() if name in marked]
         lines = [line for _, line in ancestors()]
         own += [plan["bpm"][name] for name, text in plan["commands"].items() if any(text in line for line in lines)]

@@ -29,11 +29,12 @@ import msgspec
 
 from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.core.paths import VCAP, Paths
-from agent_shim.host import capabilities, clock, files, guarded, job_cgroups, proc, process, trusted_path
+from agent_shim.host import capabilities, clock, files, guarded, job_cgroups, keeper, proc, process, trusted_path
 from agent_shim.host.descriptors import closing
+from agent_shim.host.keeper import shortened
 from agent_shim.supervisor.ctl_programs import Programs, last_line
 from agent_shim.supervisor.ownership import process_record
-from agent_shim.supervisor.ownership.process_record import MARK, Identity, ProcessRecord
+from agent_shim.supervisor.ownership.process_record import Identity
 from agent_shim.supervisor.plan import BpmCall, bpm_label
 
 if TYPE_CHECKING:
@@ -84,10 +85,9 @@ class Entry:
         self.job = job
         self.name = name
         self.label = bpm_label(job, name)
-        self.mark = process_record.mark(self.label, paths.base)
         self.pidfile = paths.sys / "run/bpm" / job / f"{name}.pid"
         self.logs = {stream: paths.sys / "log" / job / f"{name}.{stream}.log" for stream in ("stdout", "stderr")}
-        self.cgroup = job_cgroups.JobCgroup(self.mark)
+        self.cgroup = job_cgroups.JobCgroup(f"{self.label}@{paths.base}")
         self.turn = asyncio.Lock()
         """For one operation at a time."""
         self.errand: process.Process | None = None
@@ -113,10 +113,6 @@ class Bpm:
         self._user = user
         self._is_strict = is_strict
         self._entries: dict[tuple[str, str], Entry] = {}
-        self.started: dict[str, ProcessRecord] = {}
-        """The last process of each label with a pidfile: proof for its service if a script started it. Marked as
-        in a cgroup: the record of the service has the descendants.
-        """
         self._has_started = asyncio.Event()
         self._isolation: sandbox.Isolation | None = None
         self._trying = asyncio.Lock()
@@ -163,14 +159,11 @@ class Bpm:
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
             return None
-        if (label := self._programs.ownership.label_of(found.pid)) is not None:
-            return found.identity if label == entry.label else None
-        # The agent writes the pidfile right after the start.
+        if owner := self._programs.keepers.owner(found.identity):
+            return found.identity if owner == shortened(entry.label) else None
+        # Of an agent without keepers, which wrote the pidfile right after the start.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
-        if -0.1 < age < MAX_PIDFILE_DELAY_S:
-            return found.identity
-        # The wall clock may have been changed since.
-        return found.identity if proc.variable(found.pid, MARK) == entry.mark else None
+        return found.identity if -0.1 < age < MAX_PIDFILE_DELAY_S else None
 
     def rows(self) -> tuple[list[Row], list[str]]:
         """List all processes of all jobs as ``bpm list`` does, and errors of configurations."""
@@ -202,7 +195,7 @@ class Bpm:
         """Start the process unless it runs. Returns once it runs. Raises ``HostError`` or ``ConfigError``."""
         async with self._only(call, "start"):
             found = await asyncio.to_thread(self.find, call.job, call.process)
-            if found and (running := process.adopt(*found)):
+            if found and (running := self._programs.keepers.adopt(found)):
                 return running
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
             return await self._launch(self._entry(call.job, call.process), wanted)
@@ -216,12 +209,10 @@ class Bpm:
                 signal_name = wanted.shutdown_signal
             entry = self._entry(call.job, call.process)
             found = await asyncio.to_thread(self.find, call.job, call.process)
-            left = await self._programs.remains.members(entry.label, ProcessRecord(), [found] if found else [])
-            left += await asyncio.to_thread(entry.cgroup.members)
-            running = process.adopt(*found) if found else None
+            running = self._programs.keepers.adopt(found) if found else None
             if running is not None and await _end(running, signal.Signals[f"SIG{signal_name}"], by):
-                self._programs.remains.killed.add(entry.label)
-            await self._programs.remains.sweep(entry.label, ProcessRecord(), left, 0.0, is_usual=True)
+                self._programs.keepers.killed.add(entry.label)
+            await self._programs.keepers.end([entry.label], [found] if found else [], 0.0, is_usual=True)
             await asyncio.to_thread(self._remove_cgroup, entry)
             await asyncio.to_thread(_remove, entry.pidfile)
 
@@ -239,7 +230,7 @@ class Bpm:
                 status = await entry.errand.wait_or_terminate(QUIT_TIMEOUT_S)
             finally:
                 entry.errand = None
-            await self._programs.remains.sweep(entry.label, ProcessRecord(), [], 0.0)
+            await self._programs.keepers.end([entry.label], [], 0.0)
             await asyncio.to_thread(self._remove_cgroup, entry)
             return 1 if status is None else status
 
@@ -290,8 +281,7 @@ class Bpm:
 
         isolation = await self.isolation()
         self._complain(entry, wanted, isolation)
-        left = await asyncio.to_thread(entry.cgroup.members)
-        await self._programs.remains.sweep(entry.label, ProcessRecord(), left, 0.0)
+        await self._programs.keepers.end([entry.label], [], 0.0)
         await asyncio.to_thread(self._make_directories, entry, wanted)
         if wanted.pre_start:
             await self._run_hook(entry, wanted)
@@ -299,12 +289,14 @@ class Bpm:
         await asyncio.to_thread(self._remove_cgroup, entry)
         entry.is_victim = False
         order = await asyncio.to_thread(self.order, entry.job, wanted, isolation)
-        mark = {MARK: entry.mark}
-        order["env"] |= mark
-        async with sandbox.prepared(order, env=mark, **entry.logs) as running:
+
+        async def start(argv: Sequence[str], stdin: int) -> process.Process:
+            program = keeper.Program(argv, {}, stdin=stdin)
+            return await self._programs.keepers.run(entry.label, program, *entry.logs.values())
+
+        async with sandbox.prepared(order, start) as running:
             if has_pidfile:
                 self._has_started.set()
-                self.started[entry.label] = ProcessRecord(known=running.identity, is_in_cgroup=True)
                 await asyncio.to_thread(files.write_atomic, entry.pidfile, str(running.pid).encode())
         return running
 
@@ -313,9 +305,9 @@ class Bpm:
 
         That is the directory of the start program that calls bpm.
         """
-        env = {**self._env(entry.job, wanted), MARK: entry.mark}
-        out, err = entry.logs.values()
-        hook = process.spawn([wanted.pre_start], env=env, cwd=self._programs.directory(), stdout=out, stderr=err)
+        env, directory = self._env(entry.job, wanted), str(self._programs.directory())
+        program = keeper.Program([wanted.pre_start], env, cwd=directory)
+        hook = await self._programs.keepers.run(entry.label, program, *entry.logs.values())
         status = await hook.wait_or_terminate(QUIT_TIMEOUT_S)
         if status != 0:
             raise HostError(f"the pre_start hook {wanted.pre_start} failed: exit {status}")

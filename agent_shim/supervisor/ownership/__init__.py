@@ -1,1 +1,1 @@
-"""Processes of services: whose each is and why (``evidence``), which is watched, and the proof that none is left."""
+"""Processes of services: whose each is (``keepers``), which of them a service watches, and the end of all of them."""

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
 
@@ -18,8 +18,9 @@ from agent_shim.host import clock, proc, process, watchdog
 from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.host.process import Process
 from agent_shim.supervisor.ownership import process_record
-from agent_shim.supervisor.ownership.evidence import Ownership, Tie
+from agent_shim.supervisor.ownership.keepers import Keepers
 from agent_shim.supervisor.ownership.process_record import Identity, Pidfile, ProcessRecord
+from agent_shim.supervisor.ownership.tie import Tie, match, tie
 from agent_shim.supervisor.plan import ProcessSpec
 
 MIN_POLL_S: Final = 0.001
@@ -67,7 +68,7 @@ class ProcessFinder:
     ``traces`` is the record of the service's processes. ``changed`` is called after each change to it.
     """
 
-    def __init__(self, ownership: Ownership, timing: Timing, changed: Callable[[], None]) -> None:
+    def __init__(self, keepers: Keepers, timing: Timing, changed: Callable[[], None]) -> None:
         self.process: Process | None = None
         self.program: Process | None = None
         self.doubted: Process | None = None
@@ -76,7 +77,7 @@ class ProcessFinder:
         """Start time of the process, monotonic."""
         self._is_there = True
         """The path of a check without a process existed at the last look."""
-        self._ownership = ownership
+        self._keepers = keepers
         self.refused = ""
         """Why the process named by the pidfile does not count as the service's."""
         self._refused: tuple[Pidfile, Identity] | None = None
@@ -98,15 +99,14 @@ class ProcessFinder:
             return self._is_there
         with watchdog.reading(spec.name, "its pidfile and process"):
             if self.program is not None and not self.program.is_alive:
-                traces.ended(self.program.identity, self.program.pid, self.program.seen_ticks)
+                traces.ended(self.program.identity)
             if self.doubted is not None and not self.doubted.is_alive:
-                traces.ended(self.doubted.identity, self.doubted.session, self.doubted.seen_ticks)
+                traces.ended(self.doubted.identity)
                 self.doubted = None
             if self.process is not None and self.process.is_alive:
-                traces.lives(self.process.session)
                 return True
             if self.process is not None:
-                traces.ended(self.process.identity, self.process.session, self.process.seen_ticks)
+                traces.ended(self.process.identity)
                 if (last := process_record.read(spec.pidfile)) is not None and last.pid == self.process.pid:
                     traces.named_by = last  # even if rewritten: it never means the next process of this number
                 self.process = None
@@ -115,16 +115,12 @@ class ProcessFinder:
         found = await self._find(spec, traces, pidfile)
         if found is None:
             return False
-        return await self._adopt(spec, traces, pidfile, *found)
+        return self._adopt(traces, pidfile, *found)
 
     @property
     def lives_refused(self) -> bool:
         """True while the process lives that ``refused`` is about."""
-        if self._refused is None:
-            return False
-        number, start = self._refused[1]
-        named = proc.stat(number)
-        return named is not None and named.is_alive and named.start_ticks == start
+        return self._refused is not None and proc.is_there(self._refused[1])
 
     def is_renamed(self, spec: ProcessSpec) -> bool:
         """True if the pidfile names another living process than the watched one, and has not been refused."""
@@ -146,31 +142,22 @@ class ProcessFinder:
         found = await self._find(spec, record, pidfile)
         if found is None or before is None or pidfile is None:
             return False
-        one, tie = found
-        if tie is Tie.NAMED:
+        one, relation = found
+        if relation is Tie.NAMED:
             self._refuse(pidfile, one, f"{before.pid} ({proc.name(before.pid)}) runs beside it")
             return False
-        if not record.is_only_named:
-            record.descendants = sorted({*record.descendants, before.identity})
-        if not await self._adopt(spec, record, pidfile, one, tie):
+        if not self._adopt(record, pidfile, one, relation):
             return False
         before.release()
         return True
 
-    async def _adopt(
-        self, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile | None, one: proc.Stat, tie: Tie
-    ) -> bool:
+    def _adopt(self, record: ProcessRecord, pidfile: Pidfile | None, one: proc.Stat, relation: Tie) -> bool:
         """Watch and record a process. False if it has just exited."""
-        leads_session = await asyncio.to_thread(self._ownership.leads_session, one, tie, spec.label)
-        if not self._take_up(one):
+        if not self._take_up(one.identity):
             return False
-        record.known, record.named_by, record.is_only_named = one.identity, pidfile, tie is Tie.NAMED
-        if tie is Tie.SHARED:
-            record.shared = 0 if leads_session else one.session
-            is_whole = record.is_in_cgroup or not record.begun
-            record.is_in_cgroup = await asyncio.to_thread(self._ownership.gather, spec.label, one.pid) and is_whole
-        if leads_session:  # it started with it or with an ancestor of the service
-            record.widen(one)
+        record.known, record.named_by, record.is_only_named = one.identity, pidfile, relation is Tie.NAMED
+        if relation is Tie.SHARED:
+            record.take_over([one.identity])
         self._changed()
         return True
 
@@ -178,14 +165,14 @@ class ProcessFinder:
         self.refused = f"the pidfile names process {one.pid} ({proc.name(one.pid)}): {why}"
         self._refused = pidfile, one.identity
 
-    def _take_up(self, found: proc.Stat) -> bool:
+    def _take_up(self, identity: Identity) -> bool:
         own = self.program
-        self.process = own if own and own.identity == found.identity else process.adopt(*found.identity)
-        if self.process is None:
+        found = own if own and own.identity == identity else self._keepers.adopt(identity)
+        if found is None:
             return False
+        self.process = found
         self._release_doubted()
-        self.up_at = time.monotonic() - clock.uptime_of(found.start_ticks)
-        self.process.session = found.session
+        self.up_at = time.monotonic() - clock.uptime_of(identity[1])
         return True
 
     def is_void(self, spec: ProcessSpec) -> bool:
@@ -199,8 +186,6 @@ class ProcessFinder:
         """Give up the process until its pidfile names it again; it stays one of the service."""
         self.doubted, self.process = self.process, None
         traces.named_by = None
-        if traces.known is not None and not traces.is_only_named:
-            traces.descendants = sorted({*traces.descendants, traces.known})
 
     async def gone(self, spec: ProcessSpec) -> str:
         """Wait for the exit of the process or the loss of the path, then describe it."""
@@ -256,12 +241,18 @@ class ProcessFinder:
             await asyncio.sleep(pause)
             pause = min(pause * 2, MAX_POLL_S)
 
-    def resume(self, traces: ProcessRecord) -> None:
+    def resume(self, labels: Collection[str], record: ProcessRecord) -> None:
         """Resume from another agent's record, including a start program that still runs."""
-        if traces.program is not None and traces.program != traces.known:
-            self.program = process.adopt(*traces.program)
-        if traces.known is not None and (known := proc.stat(traces.known[0])) and known.identity == traces.known:
-            self._take_up(known)
+        if record.was_in_cgroup:
+            for label in labels:
+                record.take_over(self._keepers.of_former_agent(label))
+            record.was_in_cgroup = False
+        if record.program is not None and record.program != record.known:
+            self.program = self._keepers.adopt(record.program)
+        if record.known is None or self._take_up(record.known):
+            return
+        if ending := self._keepers.ending_of(record.known):  # a keeper has seen what no agent has
+            self.process = process.ended(record.known, ending.status)
 
     def release_program(self) -> None:
         """Release the start program. Any remaining processes of it keep running."""
@@ -287,20 +278,17 @@ class ProcessFinder:
     ) -> tuple[proc.Stat, Tie] | None:
         """Find the living process named by the pidfile or pattern, and its relation to the service."""
         if spec.pattern is not None:
-            match = await asyncio.to_thread(self._ownership.match, spec.pattern, spec.label, spec.job, traces)
-            for each in match.leads if match else ():
-                traces.widen(each)
-            return match and (match.process, match.tie)
+            return await asyncio.to_thread(match, self._keepers, spec, traces)
         found = proc.stat(pidfile.pid) if pidfile else None
         if pidfile is None or found is None or not found.is_alive or (found.pid != 1 and found.pid == os.getpid()):
             return None
         if spec.start is None:
             return found, Tie.NAMED  # trusted, as monit does
-        tie, why = await asyncio.to_thread(self._ownership.tie, found, spec.label, spec.job, traces, pidfile)
-        if tie is Tie.NONE:
+        relation, why = await asyncio.to_thread(tie, self._keepers, found, spec, traces, pidfile)
+        if relation is Tie.NONE:
             self._refuse(pidfile, found, why)
             return None
-        return found, tie
+        return found, relation
 
     @staticmethod
     def _require_possible_start(

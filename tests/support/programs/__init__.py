@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agent_shim.host import proc, process
+from agent_shim.core.paths import Paths
+from agent_shim.host import keeper, proc, process
+from tests.support.programs import end_left
 
 HERE = Path(__file__).parent
 
@@ -47,9 +49,18 @@ def kill(pid: int) -> None:
     assert process.send(found.identity, signal.SIGKILL)
 
 
+def variable(pid: int, name: str) -> str:
+    """Return a variable of the environment that a process was started with. "" without it."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+    return dict(each.partition("=")[::2] for each in environ.split("\0")).get(name, "")
+
+
 def marked(name: str, value: str) -> list[proc.Stat]:
     """Living processes with ``value`` somewhere in a variable of their environment."""
-    return [s for s in proc.table().values() if s.is_alive and value in (proc.variable(s.pid, name) or "")]
+    return [s for s in proc.table().values() if s.is_alive and value in variable(s.pid, name)]
 
 
 def end_marked(name: str, value: str) -> None:
@@ -57,3 +68,16 @@ def end_marked(name: str, value: str) -> None:
     while left := marked(name, value):
         for stat in left:
             process.send(stat.identity, signal.SIGKILL)
+
+
+def end_kept(paths: Paths) -> None:
+    """Kill all processes below the keepers of an agent."""
+    if paths.keepers.is_dir():
+        end_left.end_kept(str(paths.keepers))
+
+
+def below_keepers(paths: Paths) -> list[proc.Stat]:
+    """Living processes below the keepers of an agent."""
+    return [
+        each for state in keeper.living(paths.keepers) for each in proc.below(state.keeper).values() if each.is_alive
+    ]

@@ -1,7 +1,4 @@
-"""agent.py BASE [descent]: supervise the jobs of a world that was left in BASE/files.json, until something ends us.
-
-With "descent" it uses no cgroup.
-"""
+"""agent.py BASE: supervise the jobs of a world that was left in BASE/files.json, until something ends us."""
 
 import asyncio
 import sys
@@ -10,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from agent_shim.core.paths import Paths
-from agent_shim.host import job_cgroups, reaper
+from agent_shim.host import reaper
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs.jobs import FAST
 
@@ -24,6 +21,4 @@ async def main(base: Path) -> None:
             await supervisor.run()
 
 
-if "descent" in sys.argv:
-    job_cgroups.tracker = lambda: None  # type: ignore[assignment]
 asyncio.run(main(Path(sys.argv[1])))

@@ -7,6 +7,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import sys
 import time
 
@@ -15,7 +16,13 @@ MAX_ENVIRON_BYTES = 1 << 20
 
 
 def end_left(base: str) -> list[int]:
-    """Kill the processes with ``base`` in command line or environment. Return those that live after 10 s."""
+    """Kill what keepers of agents below ``base`` keep, and the processes with ``base`` in command line or environment.
+
+    Return those that live after 10 s.
+    """
+    for directory, _, _ in os.walk(base):
+        if directory.endswith("/bosh/keepers"):
+            end_kept(directory)
     give_up_at = time.monotonic() + WITHIN_S
     while (left := _processes_of(os.fsencode(base) + b"/")) and time.monotonic() < give_up_at:
         for pid in left:
@@ -23,6 +30,20 @@ def end_left(base: str) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
     return left
+
+
+def end_kept(directory: str) -> None:
+    """Kill all below the keepers whose sockets are in a directory, and wait for the end of the keepers."""
+    for name in os.listdir(directory):  # noqa: PTH208 - quick to start: no pathlib
+        place = os.open(f"{directory}/{name}", os.O_PATH)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as keeper:
+            keeper.settimeout(WITHIN_S)
+            keeper.connect(f"/proc/self/fd/{place}")
+            keeper.send(b"release")
+            keeper.send(b"kill")
+            while keeper.recv(4096):
+                pass
+        os.close(place)
 
 
 def _processes_of(base: bytes) -> list[int]:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from agent_shim.core.paths import Paths
 from agent_shim.host import reaper
-from agent_shim.supervisor.ownership.process_record import MARK
 from agent_shim.supervisor.supervisor import Event, JobFile, ServiceInfo, Supervisor, Timing
-from tests.support.programs import argv, end_marked
+from tests.support.programs import argv, end_kept, end_marked
 from tests.support.waiting import until
 
 FAST = Timing(settle=0.3, backoff_first=0.05, backoff_limit=0.4, stop=2, grace=0.3, linger=0.15, look=0.02, cycle=0.1)
@@ -102,7 +101,7 @@ class World:
 
     def end(self) -> None:
         """Kill the remaining processes."""
-        end_marked(MARK, f"@{self.base}")
+        end_kept(self.paths)
         end_marked("TEST_OF", str(self.base))
 
 

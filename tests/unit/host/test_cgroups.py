@@ -218,24 +218,6 @@ MOUNTS = """\
 """
 
 
-def test_tracking_hierarchies_are_sorted_by_usefulness(tmp_path: Path) -> None:
-    """Version 2 can kill, and the freezer can freeze. Unsuitable or unmounted hierarchies are left out."""
-    write(
-        tmp_path / "self",
-        {
-            "cgroup": "6:cpu:/c\n5:net_cls,net_prio:/n\n4:memory:/m\n3:pids:/p\n2:freezer:/f\n0::/u",
-            "mountinfo": MOUNTS,
-        },
-    )
-
-    assert [(tree.controller, tree.path, tree.hierarchy) for tree in cgroups.trees(tmp_path)] == [
-        ("", "/u", cgroups.Hierarchy(2, (Path("/cg/unified/u"), Path("/cg/unified")))),
-        ("freezer", "/f", cgroups.Hierarchy(1, (Path("/cg/freezer/f"), Path("/cg/freezer")))),
-        ("pids", "/p", cgroups.Hierarchy(1, (Path("/cg/pids/p"), Path("/cg/pids")))),
-        ("net_cls", "/n", cgroups.Hierarchy(1, (Path("/cg/net/n"), Path("/cg/net")))),
-    ]
-
-
 def test_last_mount_on_a_point_is_the_cgroup_hierarchy() -> None:
     """Podman's systemd mode mounts the container's cgroup over the host's hierarchy, on the same point."""
     table = mounts.parse(
@@ -262,7 +244,6 @@ def test_no_mounted_hierarchy_means_no_cgroup() -> None:
     assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()
     assert cgroups.memory(cgroups.Cgroup(), HOST) is None
     assert cgroups.cpu_times(cgroups.Cgroup(), 5.0) is None
-    assert cgroups.trees(Path("/absent")) == []
 
 
 @given(st.text())

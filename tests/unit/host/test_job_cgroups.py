@@ -18,7 +18,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (directory / "cgroup.subtree_control").write_text("cpu memory" if directory == tmp_path else "")
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("memory", hierarchy), ("pids", hierarchy)))
-    monkeypatch.setattr(job_cgroups, "tracker", lambda: cgroups.Tree("", hierarchy, "/"))
     return tmp_path
 
 
@@ -34,35 +33,35 @@ def test_job_cgroup_sets_limits_on_cgroup_v2(own: Path) -> None:
     assert (own / "cgroup.subtree_control").read_text() == "+pids"
 
 
-def test_job_cgroup_without_a_limit_only_groups_processes(own: Path) -> None:
-    """Nothing is limited and no memory is counted, which is how the kernel expresses that there is no limit."""
-    assert job_cgroups.JobCgroup("a").make() == [str(own / "agent_shim/a")]
-    assert list((own / "agent_shim/a").iterdir()) == []
-    (own / "agent_shim/a/memory.max").write_text("max\n")
-    assert job_cgroups.JobCgroup("a").memory() is None
-
-
-def test_job_cgroup_is_not_created_without_permission(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes are then identified by descent."""
-    monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
-
-    assert job_cgroups.JobCgroup("a").make() == []
-    assert job_cgroups.JobCgroup("a").is_empty()
-    assert job_cgroups.members("") == {}
-    assert not (own / "agent_shim/a").exists()
-
-
 def test_job_cgroup_members_include_nested_cgroups(own: Path) -> None:
     """A job may create cgroups below its own."""
-    job_cgroups.JobCgroup("a/b@/c").make()
+    job_cgroups.JobCgroup("a/b@/c").make(memory=1 << 20)
     below = own / "agent_shim/a%2fb@%2fc/theirs"
     below.mkdir()
     (below.parent / "cgroup.procs").write_text("")
     (below / "cgroup.procs").write_text(f"{os.getpid()}\n")
 
-    assert job_cgroups.members("@/c") == {os.getpid(): "a/b@/c"}
-    assert job_cgroups.members("@/d") == {}
     assert [pid for pid, _ in job_cgroups.JobCgroup("a/b@/c").members()] == [os.getpid()]
+
+
+@pytest.mark.parametrize(
+    ("path", "is_in"),
+    [
+        ("/x/agent_shim/web@%2fvar", True),
+        ("/x/agent_shim/web@%2fvar/below", True),
+        ("/x/agent_shim/web@%2fvar2", False),
+        ("/x/web@%2fvar", False),
+        ("/", False),
+    ],
+)
+def test_processes_in_cgroups_of_an_agent_without_keepers_are_found(
+    monkeypatch: pytest.MonkeyPatch, path: str, is_in: bool
+) -> None:
+    monkeypatch.setattr(proc, "groups", lambda pid: {"pids": path} if pid == os.getpid() else {})
+    itself = proc.stat(os.getpid())
+    assert itself is not None
+
+    assert job_cgroups.members_of("web@/var") == [itself.identity] * is_in
 
 
 def test_job_cgroup_limits_are_independent(own: Path) -> None:
@@ -87,59 +86,6 @@ def test_job_cgroup_memory_is_read_from_the_memory_controller_only(own: Path, mo
         hierarchies = ((controller, cgroups.Hierarchy(2, (own,))),)
         monkeypatch.setattr(job_cgroups, "hierarchies", lambda given=hierarchies: given)
         assert job_cgroups.JobCgroup("a").memory() == found
-
-
-@pytest.mark.parametrize(("populated", "is_empty"), [(1, False), (0, True)])
-def test_job_cgroup_population_is_read_from_the_kernel(own: Path, populated: int, is_empty: bool) -> None:
-    group = job_cgroups.JobCgroup("a")
-    group.make()
-    (own / "agent_shim/a/cgroup.events").write_text(f"populated {populated}\nfrozen 0\n")
-
-    assert group.is_empty() is is_empty
-
-
-def test_job_cgroup_v1_is_empty_if_it_can_be_removed(own: Path) -> None:
-    """Groups below it count. A file stands for a process here, because a directory with either cannot be removed."""
-    group = job_cgroups.JobCgroup("a")
-    group.make()
-    (own / "agent_shim/a/below").mkdir()
-    (own / "agent_shim/a/below/process").touch()
-    assert not group.is_empty()
-    (own / "agent_shim/a/below/process").unlink()
-
-    assert group.is_empty()
-    assert not (own / "agent_shim/a").exists()
-
-
-def test_job_cgroup_kills_all_processes_at_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing group has none to kill."""
-    job_cgroups.JobCgroup("a").make()
-    job_cgroups.JobCgroup("a").kill()
-    job_cgroups.JobCgroup("b").kill()
-    assert (own / "agent_shim/a/cgroup.kill").read_text() == "1"
-    assert not (own / "agent_shim/b").exists()
-    monkeypatch.setattr(job_cgroups, "tracker", lambda: None)
-    job_cgroups.JobCgroup("a").kill()
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("/x/agent_shim/web@%2fvar", "web@/var"),
-        ("/x/agent_shim/web@%2fvar/below", "web@/var"),
-        ("/x/agent_shim", None),
-        ("/y/agent_shim/web@%2fvar", None),
-        ("/", None),
-    ],
-)
-def test_job_name_of_a_process_is_read_from_its_cgroup_path(
-    own: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str | None
-) -> None:
-    """The path must begin with that of the agent."""
-    monkeypatch.setattr(job_cgroups, "tracker", lambda: cgroups.Tree("", cgroups.Hierarchy(2, (own,)), "/x"))
-    monkeypatch.setattr(proc, "groups", lambda _: {"": path})
-
-    assert job_cgroups.name_of(4711) == name
 
 
 def test_job_cgroup_reports_kills_and_peak_memory(own: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
 import sys
@@ -30,15 +29,6 @@ def test_process_name_does_not_shift_the_stat_fields(name: str) -> None:
     assert stat == proc.Stat(41, "S", 7, 41, 40, 33, 98765, 250 * proc.PAGE_KB, threads=1, reaped_ticks=77)
 
 
-@pytest.mark.parametrize(("flags", "is_kernel"), [("4194560", False), ("2129984", True)])
-def test_kernel_thread_is_recognized_by_its_flags(flags: str, is_kernel: bool) -> None:
-    """A process whose session began outside its pid namespace has session 0 too, as below ``unshare``."""
-    line = (LINE % "41 (a)").replace(" 40 ", " 0 ", 1).replace(" 4194560 ", f" {flags} ")
-
-    assert proc.parse(line.encode()).session == 0
-    assert proc.parse(line.encode()).is_kernel is is_kernel
-
-
 @pytest.mark.parametrize(("state", "is_alive"), [("R", True), ("S", True), ("D", True), ("T", True), ("Z", False)])
 def test_zombie_is_dead(state: str, is_alive: bool) -> None:
     """It only waits to be reaped."""
@@ -60,7 +50,6 @@ def test_missing_process_is_none_without_an_error() -> None:
 
     assert proc.stat(beyond) is None
     assert proc.command_line(beyond) == ""
-    assert proc.variable(beyond, "PATH") is None
     assert proc.open_files(beyond) == 0
     assert not proc.has_our_root(beyond)
 
@@ -68,12 +57,6 @@ def test_missing_process_is_none_without_an_error() -> None:
 def test_command_line_is_joined_by_blanks() -> None:
     """monit matches it that way."""
     assert proc.command_line(os.getpid()) == " ".join(sys.orig_argv)
-
-
-def test_environment_variable_is_the_initial_one() -> None:
-    """A name is matched whole."""
-    assert proc.variable(os.getpid(), "PATH")
-    assert proc.variable(os.getpid(), "PAT") is None
 
 
 def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.LogCaptureFixture) -> None:
@@ -90,34 +73,6 @@ def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.
     assert missing is None
     assert {one and one.identity for one in (*found, again, *listed)} == {before.identity}
     assert caplog.text.count("no free descriptor") == 1
-
-
-def test_reading_environments_has_a_budget_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job can give each process a quarter of a megabyte of NULs. Beyond the budget, only the first page is read."""
-    asked: list[int] = []
-
-    def read(pid: int, _: str, limit: int) -> bytes:
-        asked.append(limit)
-        text = b"A=b\0MARK=web\0"
-        return bytes(limit) if pid else text
-
-    monkeypatch.setattr(proc, "read_memory", read)
-    full = proc.MAX_PASS_BYTES // proc.MAX_ENVIRON_BYTES
-
-    assert proc.variables([*range(1, full + 3), 0], "MARK")[0] == {0: "web"}
-    assert asked == [proc.MAX_ENVIRON_BYTES] * full + [proc.MIN_ENVIRON_BYTES] * 3
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [(b"MARK=web", "web"), (b"A=MARK=x\0MARK=web\0B=c", "web"), (b"MARKS=web\0", None), (b"MARK=\0", ""), (b"", None)],
-)
-def test_environment_variable_is_found_between_nuls(
-    monkeypatch: pytest.MonkeyPatch, text: bytes, value: str | None
-) -> None:
-    monkeypatch.setattr(proc, "read_memory", lambda *_: text)
-
-    assert proc.variable(7, "MARK") == value
 
 
 @pytest.mark.parametrize(
@@ -152,14 +107,6 @@ def test_container_with_a_reused_namespace_number_is_a_different_one(monkeypatch
 
     assert proc.incarnation() != before
     assert proc.incarnation().rpartition("/")[0] == before.rpartition("/")[0]
-
-
-def test_census_finds_marked_processes() -> None:
-    """A process that was started with a variable is found by its value."""
-    found = proc.census("PATH")
-
-    assert os.getpid() in found.marked[proc.variable(os.getpid(), "PATH") or ""]
-    assert os.getpid() in found.children[os.getppid()]
 
 
 def test_small_process_table_is_complete_or_none() -> None:
@@ -215,54 +162,6 @@ def test_cgroup_path_may_contain_colons_and_carriage_returns() -> None:
     found = proc.parse_groups("4:cpu,cpuacct:/a:b/c\n0::/d:e\r1:memory:/f\n")
 
     assert found == {"cpu": "/a:b/c", "cpuacct": "/a:b/c", "": "/d:e\r1:memory:/f"}
-
-
-def test_last_pid_is_read_from_ns_last_pid_or_loadavg(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert proc.last_number() is not None
-    texts = {"/proc/loadavg": "0.10 0.20 0.30 1/234 5678\n"}
-
-    def read(path: Path) -> str:
-        try:
-            return texts[str(path)]
-        except KeyError:
-            raise FileNotFoundError from None
-
-    monkeypatch.setattr(Path, "read_text", read)
-    assert proc.last_number() == 5678
-
-    texts["/proc/sys/kernel/ns_last_pid"] = "5679\n"
-    assert proc.last_number() == 5679
-    texts.clear()
-    assert proc.last_number() is None
-
-
-def test_census_lists_no_thread_that_starts_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc opens the number of each thread."""
-    over = threading.Event()
-    thread = threading.Thread(target=over.wait)
-    real, last = proc.stat, proc.last_number()
-
-    def stat(pid: int) -> proc.Stat | None:
-        if thread.native_id is None:
-            thread.start()
-        return real(pid)
-
-    monkeypatch.setattr(proc, "stat", stat)
-    monkeypatch.setattr(proc, "last_number", lambda: thread.native_id or last)
-    try:
-        found = proc.census("MARK")
-        assert real(thread.native_id or 0) is not None
-    finally:
-        over.set()
-        thread.join()
-    assert thread.native_id not in found.processes
-
-
-def test_census_is_inconclusive_while_pids_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = itertools.chain([4_000_000], itertools.repeat(301))
-    monkeypatch.setattr(proc, "last_number", lambda: next(numbers))
-
-    assert proc.census("MARK").unread is None
 
 
 def test_process_pass_that_advances_is_not_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:

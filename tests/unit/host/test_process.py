@@ -80,18 +80,6 @@ async def test_group_of_a_living_leader_is_signalled_at_once(
     assert sent == [receiver]
 
 
-async def test_two_handles_of_one_process_are_released_separately(leader: Process) -> None:
-    """The process is watched while one handle is left."""
-    other = Process(LEADER, None, leads=True)
-    other.release()
-    assert process.is_watched(LEADER.pid)
-    other.release()
-    assert process.is_watched(LEADER.pid)
-
-    leader.release()
-    assert not process.is_watched(LEADER.pid)
-
-
 @pytest.mark.parametrize(("start", "is_alive"), [(1000, True), (1001, False)])
 async def test_process_without_a_pidfd_is_identified_by_its_start_time(
     leader: Process, monkeypatch: pytest.MonkeyPatch, start: int, is_alive: bool
@@ -135,16 +123,6 @@ async def test_group_members_are_found_if_no_thread_can_be_started(
     await leader.terminate(0.0)
 
     assert "process 7" in sent
-
-
-def test_group_of_an_orphan_is_killed_unless_it_is_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "killpg", lambda *sent: killed.append(sent))
-
-    process.kill_group_of(member(7, 1000, "Z"))
-    process.kill_group_of(member(8, 1000, "Z", group=os.getpgrp()))
-
-    assert killed == [(LEADER.pid, signal.SIGKILL)]
 
 
 def test_core_limit_of_an_ordinary_user_without_core_files_stays_zero(monkeypatch: pytest.MonkeyPatch) -> None:

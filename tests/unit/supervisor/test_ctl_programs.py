@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from agent_shim.core.paths import Paths
 from agent_shim.supervisor.ctl_programs import MAX_OUTPUT_BYTES, Programs, TokenBucket
 from tests.support.played import played
 
@@ -31,13 +32,16 @@ async def test_large_program_output_is_truncated_to_its_end(tmp_path: Path) -> N
     """The end has the most recent messages."""
     large = b"".join(b"%d\n" % number for number in range(60_000))
     assert len(large) > MAX_OUTPUT_BYTES
+    paths = Paths(tmp_path)
+    output = paths.shim_run / "output"
+    output.mkdir(parents=True)
     for name, content in (("large.log", large), ("small.log", b"x\n"), ("full.log", bytes(MAX_OUTPUT_BYTES))):
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / "other").write_bytes(large)
+        (output / name).write_bytes(content)
+    (output / "other").write_bytes(large)
 
-    await Programs(tmp_path, tmp_path).trim()
+    await Programs(paths).trim()
 
-    assert (tmp_path / "large.log").read_bytes() == large[-MAX_OUTPUT_BYTES // 2 :]
-    assert (tmp_path / "small.log").read_bytes() == b"x\n"
-    assert (tmp_path / "full.log").stat().st_size == MAX_OUTPUT_BYTES
-    assert (tmp_path / "other").read_bytes() == large
+    assert (output / "large.log").read_bytes() == large[-MAX_OUTPUT_BYTES // 2 :]
+    assert (output / "small.log").read_bytes() == b"x\n"
+    assert (output / "full.log").stat().st_size == MAX_OUTPUT_BYTES
+    assert (output / "other").read_bytes() == large

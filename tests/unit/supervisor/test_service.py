@@ -17,7 +17,7 @@ from agent_shim.core.errors import HostError
 from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
 from agent_shim.supervisor.monit.ast import ALERT, Action, Connection, Limit, Program, Rule
-from agent_shim.supervisor.ownership.evidence import Left
+from agent_shim.supervisor.ownership.keepers import Left
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, RestartLimit
 from agent_shim.supervisor.service import Event, Record, Service, StopRequest
 from agent_shim.supervisor.state import State, Trigger
@@ -454,29 +454,31 @@ async def test_running_process_with_an_invalid_pidfile_is_void(changes: dict[str
         assert not service.is_void()
 
 
-@pytest.mark.parametrize(
-    ("ask", "is_in_cgroup", "request_", "after"),
-    [
-        ("stop", False, StopRequest(), State.STUCK),
-        ("stop", False, StopRequest(is_one_of_all=True), State.STOPPED),
-        ("stop", True, StopRequest(), State.STOPPED),
-        ("restart", False, StopRequest(), State.RUNNING),
-    ],
-)
+@pytest.mark.parametrize("ask", ["stop", "restart"])
 @played
-async def test_orphans_may_belong_to_any_service_without_a_cgroup(
-    ask: str, is_in_cgroup: bool, request_: StopRequest, after: State
-) -> None:
-    """A stop of all jobs ends them later, and a restart leaves them."""
-    async with lived(Machine(is_in_cgroup=is_in_cgroup, strays=[Left(8, 80, "orphan")])) as service:
+async def test_stop_fails_while_processes_of_a_killed_keeper_may_live(ask: str) -> None:
+    """Nothing says whose they are, so they are named and get no signal. A second start beside them is no better."""
+    async with lived(Machine(orphans=[Left(8, 80, "orphan")])) as service:
         if ask == "stop":
-            service.stop(request_)
+            service.stop()
         else:
             service.bounce()
         await asyncio.sleep(1)
 
-    assert service.state is after
-    assert service.record.reason == ("cannot end 8 (orphan)" if after is State.STUCK else "")
+    assert service.state is State.STUCK
+    assert service.record.reason == "cannot end 8 (orphan)"
+
+
+@played
+async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> None:
+    """The processes that may be its own are named in its reason and in an alert."""
+    orphans, told = [Left(8, 80, "orphan")], list[Event]()
+    async with lived(Machine(orphans=orphans), notify=told.append) as service:
+        service.lose_keeper(orphans)
+
+        why = "the keeper of its processes was killed, these may be its processes: 8 (orphan)"
+        assert (service.reported, [each.text for each in service.complaints.values()]) == ("failing", [why])
+        assert why in [each.description for each in told]
 
 
 @played

@@ -11,11 +11,12 @@ from typing import Any, cast
 import pytest
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import proc, process
+from agent_shim.host import proc
 from agent_shim.supervisor.monit.ast import Program
-from agent_shim.supervisor.ownership.evidence import Tie
+from agent_shim.supervisor.ownership import process_finder
 from agent_shim.supervisor.ownership.process_finder import KINDS, ProcessFinder, Timing, describe, kind_of
-from agent_shim.supervisor.ownership.process_record import ProcessRecord, Session, read
+from agent_shim.supervisor.ownership.process_record import ProcessRecord, read
+from agent_shim.supervisor.ownership.tie import Tie
 from agent_shim.supervisor.plan import ProcessSpec
 
 
@@ -46,37 +47,43 @@ def test_number_of_exit_kinds_is_small(how: str, kind: str) -> None:
 
 @pytest.mark.parametrize(("is_alive", "ended"), [(True, set()), (False, {77})])
 async def test_exit_of_the_start_program_is_recorded(tmp_path: Path, is_alive: bool, ended: set[int]) -> None:
-    """Descendants in its session still belong to the service, and its number is never taken for a new session."""
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
-    finder.program = cast("Any", SimpleNamespace(is_alive=is_alive, identity=(77, 5), pid=77, seen_ticks=9))
-    recorded: list[tuple[Any, ...]] = []
-    traces = cast("Any", SimpleNamespace(ended=lambda *told: recorded.append(told)))
+    finder.program = cast("Any", SimpleNamespace(is_alive=is_alive, identity=(77, 5)))
+    recorded: list[object] = []
+    traces = cast("Any", SimpleNamespace(ended=recorded.append))
 
     assert not await finder.look(ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid")), traces)
 
-    assert recorded == ([((77, 5), 77, 9)] if ended else [])
+    assert recorded == ([(77, 5)] if ended else [])
 
 
 UNUSED = 2**22 + 8
 """A number above all that Linux gives, so never that of the test."""
 
 
-def finder_of(tie: Tie, changes: list[object]) -> ProcessFinder:
-    """A finder over an ``Ownership`` with one answer. No process leads its session."""
-    ownership: Any = SimpleNamespace(tie=lambda *_: (tie, "it is foreign"), leads_session=lambda *_: False)
-    return ProcessFinder(ownership, Timing(), lambda: changes.append(1))
+@pytest.fixture
+def relation(monkeypatch: pytest.MonkeyPatch) -> list[Tie]:
+    """The relation of each process that a pidfile names: the last one."""
+    found = [Tie.OWNED]
+    monkeypatch.setattr(process_finder, "tie", lambda *_: (found[-1], "it is foreign"))
+    return found
+
+
+def finder_of(changes: list[object], *, is_there: bool = True) -> ProcessFinder:
+    keepers: Any = SimpleNamespace(adopt=lambda _: Handle("process", []) if is_there else None)
+    return ProcessFinder(keepers, Timing(), lambda: changes.append(1))
 
 
 @pytest.mark.parametrize(("tie", "is_there"), [(Tie.OWNED, True), (Tie.NAMED, True), (Tie.OWNED, False)])
 async def test_found_process_is_recorded_and_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tie: Tie, is_there: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relation: list[Tie], tie: Tie, is_there: bool
 ) -> None:
     """A process that exits before it is adopted does not count."""
     path, changes = tmp_path / "pid", list[object]()
     path.write_text(str(UNUSED))
-    finder = finder_of(tie, changes)
+    relation.append(tie)
+    finder = finder_of(changes, is_there=is_there)
     monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, "S", 1, number, 6, 0, 80, 0))
-    monkeypatch.setattr(process, "adopt", lambda *_: Handle("process", []) if is_there else None)
     traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(path), start=Program(("ctl",)))
 
     assert await finder.look(spec, traces) is is_there
@@ -84,18 +91,7 @@ async def test_found_process_is_recorded_and_saved(
     expected = ProcessRecord(known=(UNUSED, 80), named_by=read(path), is_only_named=tie is Tie.NAMED)
     assert traces == (expected if is_there else ProcessRecord())
     assert changes == [1] * is_there
-    assert (finder.process.session if finder.process else None) == (6 if is_there else None)
-
-
-async def test_living_process_proves_its_session_in_each_pass() -> None:
-    """Others in it are recognized by that once their leader has exited."""
-    finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
-    finder.process = cast("Any", Handle("process", []))
-    traces = ProcessRecord(sessions=[Session(7, 70), Session(9, 90)])
-
-    assert await finder.look(ProcessSpec(name="web", job="web"), traces)
-
-    assert [session.seen > 0 for session in traces.sessions] == [True, False]
+    assert (finder.process is not None) is is_there
 
 
 @pytest.mark.parametrize(
@@ -115,14 +111,14 @@ async def test_pidfile_alone_identifies_a_service_without_a_start_program(
     state: str,
     start: Program | None,
     is_only_named: bool | None,
+    relation: list[Tie],
 ) -> None:
     """It never does if it names the agent (0)."""
     (tmp_path / "pid").write_text(str(pid or os.getpid()))
     monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, state, 0, number, number, 0, 80, 0))
-    monkeypatch.setattr(process, "adopt", lambda *_: Handle("process", []))
     traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=start)
 
-    assert await finder_of(Tie.OWNED, []).look(spec, traces) is (is_only_named is not None)
+    assert await finder_of([]).look(spec, traces) is (is_only_named is not None)
 
     assert (traces.known, traces.is_only_named) == (
         (pid, 80) if is_only_named is not None else None,
@@ -130,9 +126,10 @@ async def test_pidfile_alone_identifies_a_service_without_a_start_program(
     )
 
 
-async def test_rejected_process_is_named_with_the_reason(tmp_path: Path) -> None:
+async def test_rejected_process_is_named_with_the_reason(tmp_path: Path, relation: list[Tie]) -> None:
+    relation.append(Tie.NONE)
     (tmp_path / "pid").write_text("1")
-    finder = finder_of(Tie.NONE, [])
+    finder = finder_of([])
     spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=Program(("ctl",)))
 
     assert not await finder.look(spec, ProcessRecord())
@@ -173,7 +170,7 @@ class Handle:
     """A handle of a process. ``calls`` are those with an effect."""
 
     def __init__(self, name: str, calls: list[str], *, is_alive: bool = True, status: int | None = None) -> None:
-        self.identity, self.pid, self.session, self.seen_ticks = (7, 70), 7, 7, 75
+        self.identity, self.pid = (7, 70), 7
         self.is_alive = is_alive
         self._status = status
         self._name, self._calls = name, calls

@@ -5,31 +5,48 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from agent_shim.host import proc
 from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecord, read
 
 PROCESS, PROGRAM = (7, 70), (8, 80)
 
 
-def test_record_forgets_an_exited_process_but_keeps_its_session() -> None:
+def test_record_forgets_an_exited_process() -> None:
     record = ProcessRecord(known=PROCESS, program=PROGRAM)
 
-    record.ended(PROCESS, 7, 75)
+    record.ended(PROCESS)
     assert (record.known, record.program) == (None, PROGRAM)
-    assert [(session.pid, session.start, session.seen, session.is_led) for session in record.sessions] == [
-        (7, 70, 75, False)
-    ]
-    record.ended(PROGRAM, 7, 90)
+    record.ended(PROGRAM)
     assert record.program is None
-    assert [(session.pid, session.seen) for session in record.sessions] == [(7, 90)]
 
 
-def test_record_keeps_no_session_of_a_watched_process() -> None:
-    record = ProcessRecord(known=PROCESS, is_only_named=True)
+def test_record_forgets_ended_processes_when_it_takes_over_others() -> None:
+    itself = proc.stat(os.getpid())
+    assert itself is not None
+    record = ProcessRecord(others=[PROCESS])
 
-    record.ended(PROCESS, 7, 75)
+    record.take_over([itself.identity, (itself.pid, 1)])
 
-    assert (record.known, record.sessions) == (None, [])
+    assert record.others == [itself.identity]
+
+
+@pytest.mark.attack("a job puts a link into a path in which root creates, opens or gives away files")
+def test_pidfile_must_be_a_regular_file(tmp_path: Path) -> None:
+    """A missing file, a directory and a fifo do not count, even if the fifo would block or contains a number."""
+    os.mkfifo(tmp_path / "fifo")
+    os.mkfifo(tmp_path / "full")
+    (tmp_path / "link").symlink_to("full")
+    pipe = os.open(tmp_path / "full", os.O_RDWR)
+    os.write(pipe, b"50\n50\n")
+
+    assert read(tmp_path / "none") is None
+    assert read(tmp_path) is None
+    assert read(tmp_path / "fifo") is None
+    assert read(tmp_path / "full") is None
+    assert read(tmp_path / "link") is None
+    os.close(pipe)
 
 
 def test_pidfile_is_new_if_it_differs_from_the_one_before_the_start() -> None:
@@ -39,20 +56,7 @@ def test_pidfile_is_new_if_it_differs_from_the_one_before_the_start() -> None:
 
     assert not record.is_fresh(old)
     assert record.is_fresh(old._replace(modified=2.0))
-    assert (record.program, record.begun, record.numbers()) == (PROGRAM, 80, {8})
-
-
-def test_session_is_led_only_by_the_process_with_its_number() -> None:
-    """The kernel's own processes have the session 0."""
-    record = ProcessRecord()
-    for pid, session in ((7, 7), (9, 8), (10, 0), (1, 1)):
-        record.widen(proc.Stat(pid, "S", 1, pid, session, 0, 100, 0))
-
-    assert [(each.pid, each.start, each.is_led) for each in record.sessions] == [
-        (7, 100, True),
-        (8, 100, False),
-        (1, 100, True),
-    ]
+    assert (record.program, record.begun, record.before) == (PROGRAM, 80, old)
 
 
 def test_pidfile_record_has_the_time_and_owner_of_the_file(tmp_path: Path) -> None:

@@ -1,0 +1,311 @@
+"""The keepers of one supervisor: whose a process is, and the end of all processes of a service.
+
+Each program runs below a keeper of its own (``host.keeper``), whose label says whose it is: the name of a service, a
+process of bpm.yml (``plan.bpm_label``), or the scripts or the rules of a job. A process belongs to the label of the
+keeper that it is below. It cannot leave it, and nothing else has to be known about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from agent_shim.core.errors import HostError
+from agent_shim.core.paths import Paths
+from agent_shim.host import clock, guarded, job_cgroups, keeper, proc, process
+from agent_shim.host.descriptors import closing
+from agent_shim.host.keeper import Keeper
+from agent_shim.host.process import Process
+from agent_shim.supervisor.ownership.process_record import Identity
+
+logger = logging.getLogger(__name__)
+
+EXIT_WAIT_S: Final = 0.25
+"""Seconds that remaining processes of an exited process have before they are signalled."""
+KILL_ROUNDS: Final = 3
+"""Rounds of KILL for a process below no keeper of its own: what it forks during one round is found in the next."""
+
+_SCRIPTS: Final = "scripts of job "
+_RULES: Final = "rules of job "
+
+
+def script_label(job: str) -> str:
+    """Return the label of the scripts of a job (pre-start, post-start, drain …)."""
+    return keeper.shortened(f"{_SCRIPTS}{job}")
+
+
+def rule_label(job: str) -> str:
+    """Return the label of the programs that the rules of a job run (``then exec``)."""
+    return keeper.shortened(f"{_RULES}{job}")
+
+
+def is_rule_label(label: str) -> bool:
+    return label.startswith(_RULES)
+
+
+class Left(NamedTuple):
+    """A process that survived a stop."""
+
+    pid: int
+    start: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.pid} ({self.name})"
+
+
+def left(identities: Iterable[Identity]) -> list[Left]:
+    """Build a ``Left`` of each, with the process name from the kernel. Blocks for some 10 microseconds per process."""
+    return [Left(pid, start, proc.name(pid)) for pid, start in identities]
+
+
+class Keepers:
+    """All keepers of one supervisor."""
+
+    def __init__(self, paths: Paths) -> None:
+        self.killed: set[str] = set()
+        """Labels with processes that had to be killed, since the caller last cleared it."""
+        self.on_loss: Callable[[str, list[Left]], None] | None = None
+        """Called with the label of a keeper that was killed, and the processes that may have been below it."""
+        self._lost: dict[str, tuple[int, int]] = {}
+        """Sockets of killed keepers by name. Their processes began after this tick and went to this process, or to
+        process 1 or this one (0).
+
+        A socket stays until its processes are accounted for, so the next agent knows too.
+        """
+        self._directory = paths.keepers
+        self.base: Final = paths.base
+        self._kept: tuple[Keeper, ...] = ()
+        """Replaced at each change: threads read it."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    async def find(self) -> None:
+        """Connect to the keepers of an earlier agent. Those that do not answer have been killed since."""
+        found, ended = await keeper.find(self._directory)
+        self._lost = {name: (since, 0) for name, since in ended.items()}
+        self._kept = (*self._kept, *found)
+
+    def forget_lost(self) -> None:
+        """Forget the killed keepers: their processes ended with another container."""
+        self._forget(set(self._lost))
+
+    def _forget(self, names: Collection[str]) -> None:
+        for name in names:
+            del self._lost[name]
+            with contextlib.suppress(OSError):
+                (self._directory / name).unlink()
+
+    def settle(self) -> None:
+        """Release the found keepers that have nothing below, now that it is known how their processes ended."""
+        for each in self._kept:
+            if each.on_change is None:
+                self._follow(each)
+
+    def close(self) -> None:
+        """Disconnect from all. They continue."""
+        for each in self._kept:
+            each.on_change = None
+            each.close()
+        for task in self._tasks:
+            task.cancel()
+
+    async def run(self, label: str, program: keeper.Program, out: int | Path | None, err: int | Path | None) -> Process:
+        """Run a program below a new keeper. Its streams are descriptors or files to append to; None is ``/dev/null``.
+
+        The ``Process`` may have ended already. Raises ``HostError`` "cannot run PROGRAM: why".
+        """
+        with contextlib.ExitStack() as opened:
+            streams = [
+                opened.enter_context(closing(guarded.open_log(each, 0o640))) if isinstance(each, Path) else each
+                for each in (out, err)
+            ]
+            program = msgspec.structs.replace(program, stdout=streams[0], stderr=streams[1])
+            made: list[Keeper] = []
+
+            def keep(each: Keeper) -> None:  # before its program can write a pidfile
+                made.append(each)
+                self._kept = (*self._kept, each)
+
+            try:
+                started = await keeper.start(self._directory, label, program, keep)
+            except BaseException:
+                self._kept = tuple(each for each in self._kept if each not in made)
+                raise
+        try:
+            return await started.program_process()
+        except asyncio.CancelledError:
+            await started.abandon()
+            raise
+        finally:
+            self._follow(started)
+
+    def of(self, labels: Collection[str]) -> list[Keeper]:
+        """Return the keepers of these labels."""
+        keys = {keeper.prefix(label) for label in labels}
+        return [each for each in self._kept if each.key in keys]
+
+    def of_scripts(self) -> list[str]:
+        """Return the labels of the scripts that have left processes."""
+        labels = {each.label for each in self._kept} | {keeper.label_of(name) for name in self._lost}
+        return sorted(label for label in labels if label.startswith(_SCRIPTS))
+
+    def is_keeper(self, pid: int) -> bool:
+        return any(each.pid == pid for each in self._kept)
+
+    def _follow(self, each: Keeper) -> None:
+        each.on_change = lambda: self._changed(each)
+        self._changed(each)
+
+    def _changed(self, each: Keeper) -> None:
+        """Forget a keeper that has nothing below, or that was killed."""
+        if not (each.state.is_childless or each.is_lost):
+            return
+        each.on_change = None
+        self._kept = tuple(one for one in self._kept if one is not each)
+        if not each.is_lost:
+            each.release()
+            return
+        logger.error("the keeper %d of %s was killed", each.pid, each.label)
+        self._lost[each.name] = each.since, each.parent
+        task = asyncio.create_task(self._tell(each.label), name=f"keeper of {each.label} was killed")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell(self, label: str) -> None:
+        orphans = await self.orphans([label])
+        if self.on_loss is not None:
+            self.on_loss(label, orphans)
+
+    # --- whose a process is -----------------------------------------------------------------------------------------
+
+    def above(self, identity: Identity) -> Keeper | None:
+        """Return the keeper that a process is below. None without one, and if it is gone. Blocks shortly."""
+        return keeper.owner(identity, self._kept)
+
+    def owner(self, identity: Identity) -> str:
+        """Return the label of the keeper that a process is below, as ``keeper.shortened`` returns it. "" without one.
+
+        Blocks shortly.
+        """
+        found = self.above(identity)
+        return found.label if found is not None else ""
+
+    def adopt(self, identity: Identity) -> Process | None:
+        """Watch a process, wherever it is. Its keeper, if it has one, tells how it ends. None if it is gone."""
+        above = self.above(identity)
+        return process.adopt(*identity) if above is None else above.adopt(*identity)
+
+    def ending_of(self, identity: Identity) -> keeper.Exit | None:
+        """Return how a process ended that is gone, if a keeper of an earlier agent knows."""
+        pid, start_ticks = identity
+        for each in self._kept:
+            for ended in each.state.exits.values():
+                if ended.pid == pid and ended.at >= start_ticks / clock.TICKS:
+                    return ended
+        return None
+
+    def of_former_agent(self, label: str) -> list[Identity]:
+        """List the processes of a service in its cgroup, which an agent without keepers (0.2.0) made. Blocks."""
+        return job_cgroups.members_of(f"{label}@{self.base}")
+
+    async def orphans(self, labels: Collection[str]) -> list[Left]:
+        """List the processes that may have been below the killed keepers of these labels."""
+        lost = [self._lost[name] for name in self._lost_of(labels)]
+        return await asyncio.to_thread(self._orphans, lost) if lost else []
+
+    def _lost_of(self, labels: Collection[str]) -> list[str]:
+        lost = {keeper.shortened(label) for label in labels}
+        return [name for name in self._lost if keeper.label_of(name) in lost]
+
+    def _orphans(self, lost: Collection[tuple[int, int]]) -> list[Left]:
+        """List the living children of the parents of killed keepers, apart from those that this process started."""
+        ours = {each.pid for each in self._kept} | process.spawned()  # before the look: they end meanwhile
+        return left(
+            each.identity
+            for each in proc.table().values()
+            if each.is_alive
+            and each.pid not in ours
+            and any(
+                each.start_ticks >= since and each.parent in ((parent,) if parent else (1, os.getpid()))
+                for since, parent in lost
+            )
+        )
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    async def clear(self, labels: Collection[str], others: Collection[Identity], grace: float) -> None:
+        """End remaining processes of the last run: they may hold a port or lock that the next run needs.
+
+        Raises ``HostError`` if some survive.
+        """
+        waits = [each.is_childless_within(EXIT_WAIT_S) for each in self.of(labels)]
+        await asyncio.gather(*waits, return_exceptions=True)
+        if alive := await self.end(labels, others, grace, is_usual=True):
+            raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, alive))}")
+
+    async def end(
+        self, labels: Collection[str], others: Collection[Identity], grace: float, *, is_usual: bool = False
+    ) -> list[Left]:
+        """Send TERM, and KILL after ``grace`` seconds, to all below the keepers of these labels, and to ``others``.
+
+        ``others`` are ended with what is below them. Returns the survivors, and the orphans of keepers that were
+        killed, which get no signal because nothing says whose they are. ``is_usual`` keeps a kill out of ``killed``.
+        """
+        kept = self.of(labels)
+        of_others = asyncio.ensure_future(_end_trees(await self.trees(labels, others), grace))
+        found = await asyncio.gather(*(self._end(each, grace) for each in kept))
+        alive, was_killed = await of_others
+        if not is_usual and (was_killed or any(each.state.is_killing for each in kept)):
+            self.killed.update(labels)
+        alive += [one for each in found for one in each]
+        if orphans := await self.orphans(labels):
+            return [*alive, *(each for each in orphans if each not in alive)]
+        self._forget(self._lost_of(labels))
+        return alive
+
+    async def trees(self, labels: Collection[str], roots: Collection[Identity]) -> list[Identity]:
+        """List living processes of ``roots`` that are below no keeper of these labels, with all that is below them."""
+        kept = self.of(labels)
+        apart = [each for each in roots if self.above(each) not in kept]
+        return await asyncio.to_thread(_trees, apart) if apart else []
+
+    async def _end(self, each: Keeper, grace: float) -> list[Left]:
+        """End all below one keeper. Returns the survivors. Those of a killed keeper are orphans, and not among them."""
+        try:
+            if await each.end(grace):
+                return []
+        except HostError as exc:
+            if not each.is_lost:
+                logger.error("%s", exc)
+                return [Left(each.pid, each.since, f"the keeper of {each.label}, which does not answer")]
+        return await asyncio.to_thread(lambda: left(one.identity for one in each.processes() if not each.is_lost))
+
+
+async def _end_trees(ahead: Collection[Identity], grace: float) -> tuple[list[Left], bool]:
+    """Send TERM, then KILL, to processes and all below them. Returns the survivors, and whether KILL was sent."""
+    rounds = [(signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS]
+    was_killed = False
+    for sig, timeout in rounds:
+        if not ahead:
+            break
+        was_killed = sig is signal.SIGKILL
+        await process.send_all(ahead, sig, timeout)
+        ahead = await asyncio.to_thread(_trees, ahead)
+    return left(ahead), was_killed
+
+
+def _trees(roots: Collection[Identity]) -> list[Identity]:
+    """Return the living processes among ``roots`` and all below them. Blocks."""
+    living = [one for pid, start in roots if (one := proc.stat(pid)) and one.is_alive and one.start_ticks == start]
+    found = {each.pid: each for root in living for each in (root, *proc.below(root.pid).values()) if each.is_alive}
+    return [each.identity for each in found.values()]

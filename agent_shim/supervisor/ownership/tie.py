@@ -1,0 +1,100 @@
+"""What a process is to a service whose pidfile or pattern names it.
+
+monit believes any number of a living process in a pidfile. Here the keeper that the process is below says whose it is,
+and a pidfile counts only if it was written after the process that it names began.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Final
+
+from agent_shim.host import clock, proc, process
+from agent_shim.host.keeper import shortened
+from agent_shim.supervisor.ownership.keepers import Keepers, is_rule_label, script_label
+from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecord
+from agent_shim.supervisor.plan import ProcessSpec
+
+PROGRAMS: Final = ("packages/", "jobs/", "data/packages/", "data/jobs/")
+"""Directories below the base with the programs of jobs. Only root can write to them."""
+TOLERANCE_S: Final = 0.1
+"""Error of the comparison of a file's time, from the wall clock, with the start of a process."""
+
+
+class Tie(enum.Enum):
+    """Relation of a process to a service that names it."""
+
+    OWNED = "owned"
+    """Below a keeper of the service, or taken over from an agent without keepers."""
+    SHARED = "shared"
+    """Below the scripts of its job or the rules of any job, which may have started processes of several services. A
+    stop ends it and what is below it."""
+    NAMED = "named"
+    """Below no keeper, but a program of a job: started by hand or by another program. Watched, and never signalled."""
+    NONE = "none"
+
+
+def tie(
+    keepers: Keepers, found: proc.Stat, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile
+) -> tuple[Tie, str]:
+    """Relate a process to the service whose pidfile names it. Explain ``Tie.NONE``. Blocks shortly."""
+    if found.identity == record.known:
+        return (Tie.NAMED if record.is_only_named else Tie.OWNED), ""
+    is_fresh = record.is_fresh(pidfile)
+    is_older = was_written_after(pidfile, found)
+    # The owner of a pidfile may only name a process that it could signal itself.
+    is_allowed = pidfile.owner in (0, os.geteuid(), proc.user(found.pid))
+    if pidfile == record.named_by or (found.identity == record.program and not is_fresh):
+        return Tie.NONE, "its pidfile is older than the process"
+    if found.pid == 1:  # a job without a process of its own names it
+        return (Tie.NAMED, "") if is_fresh else (Tie.NONE, "it is process 1")
+    owner = keepers.owner(found.identity)
+    if owner in map(shortened, spec.labels) or found.identity in record.others:
+        return Tie.OWNED, ""
+    if owner == script_label(spec.job) or (is_rule_label(owner) and is_allowed and is_older):
+        return Tie.SHARED, ""
+    if owner:
+        return Tie.NONE, f"it belongs to {owner}"
+    if keepers.is_keeper(found.pid) or process.is_spawned(found.identity):
+        return Tie.NONE, "it belongs to the agent"
+    if not is_older:
+        return Tie.NONE, "its pidfile is older than the process"
+    if proc.executable(found.pid).startswith(tuple(f"{keepers.base}/{name}" for name in PROGRAMS)):
+        return Tie.NAMED, ""
+    if is_allowed and f"{keepers.base}/" in proc.command_line(found.pid):
+        return Tie.NAMED, ""
+    return Tie.NONE, "it was not started by this agent, and nothing shows that it belongs to the job"
+
+
+def was_written_after(pidfile: Pidfile, found: proc.Stat) -> bool:
+    """Return True if a pidfile was written after the process began, so that it may mean it."""
+    return pidfile.modified + TOLERANCE_S > clock.wall_time_of(found.start_ticks)
+
+
+def match(keepers: Keepers, spec: ProcessSpec, record: ProcessRecord) -> tuple[proc.Stat, Tie] | None:
+    """Find the process whose command line matches the pattern: the known one, else the oldest. Blocks.
+
+    Any process qualifies that is not another service's, because monit uses patterns to find processes of other origin.
+    A start program that still runs as a script is the last choice.
+    """
+    assert spec.pattern is not None
+    processes = proc.table()
+    living = [pid for pid, each in processes.items() if each.is_alive and pid not in (1, os.getpid())]
+    fitting = [pid for pid, line in proc.command_lines(living).items() if spec.pattern.search(line)]
+    own = {shortened(label) for label in spec.labels}
+    found: list[tuple[proc.Stat, Tie]] = []
+    for each in (processes[pid] for pid in fitting):
+        owner = keepers.owner(each.identity)
+        if owner in own or each.identity in record.others:
+            found.append((each, Tie.OWNED))
+        elif owner == script_label(spec.job) or is_rule_label(owner):
+            found.append((each, Tie.SHARED))
+        elif not owner:
+            found.append((each, Tie.OWNED if _is_known(each, record) else Tie.NAMED))
+    order = {record.known: 0, record.program: 2}
+    return min(found, key=lambda one: (order.get(one[0].identity, 1), one[0].start_ticks), default=None)
+
+
+def _is_known(each: proc.Stat, record: ProcessRecord) -> bool:
+    return each.identity == record.known and not record.is_only_named

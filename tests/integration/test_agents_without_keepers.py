@@ -1,0 +1,107 @@
+"""Upgrades below running jobs, from the last revision in which agents had no keepers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import pytest
+
+from agent_shim.host import job_cgroups, keeper, process
+from tests.support.programs import is_alive, number_in
+from tests.support.programs.jobs import LASTING, World, in_state, info
+from tests.support.source import ROOT
+from tests.support.waiting import until
+
+FORMER: Final = "fb7a28df"
+
+
+@pytest.fixture(scope="module")
+def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources of that revision."""
+    tree = tmp_path_factory.mktemp("former")
+    archive = subprocess.run(["git", "-C", ROOT, "archive", FORMER], stdout=subprocess.PIPE, check=False)
+    if archive.returncode:
+        pytest.skip(f"this clone lacks the revision {FORMER}")
+    subprocess.run(["tar", "-C", tree, "-x"], input=archive.stdout, check=True)
+    return tree
+
+
+@pytest.fixture
+async def left(world: World, former: Path) -> tuple[int, int]:
+    """The process of a job and its child, which a killed agent of that revision has left."""
+    child = world.base / "child"
+    jobs = [world.job("web", f"sleep 600 & echo $! >{child}; echo $$ >$pidfile; {LASTING}", "exit 0", timeout=1)]
+    (world.base / "files.json").write_bytes(msgspec.json.encode(jobs))
+    command = [sys.executable, "-m", "tests.support.programs.agent", str(world.base)]
+    env = {"PYTHONPATH": str(former), "PATH": os.environ["PATH"], "TEST_OF": str(world.base)}
+    agent = process.spawn(command, env=env, cwd=former, stdout=world.base / "out", stderr=world.base / "out")
+    pids = await until(
+        lambda: None if None in (pids := [number_in(world.pidfile("web")), number_in(child)]) else pids,
+        "jobs of the former agent",
+    )
+    await until(
+        lambda: b'"running"' in state.read_bytes() if (state := world.paths.supervisor_state).exists() else False
+    )
+    agent.send(signal.SIGKILL)
+    await agent.wait()
+    return pids[0] or 0, pids[1] or 0
+
+
+async def test_jobs_of_an_agent_without_keepers_run_on_and_are_stopped(world: World, left: tuple[int, int]) -> None:
+    """It knew their processes by its state, and by their cgroup where it had one."""
+    async with world.supervisor() as supervisor:
+        assert await supervisor.recover()
+        assert (await in_state(supervisor, "web", "running")).pid == left[0]
+        await supervisor.stop(wait=True)
+
+    assert not any(map(is_alive, left))
+
+
+async def test_jobs_of_an_agent_without_keepers_get_one_at_their_next_start(
+    world: World, left: tuple[int, int]
+) -> None:
+    async with world.supervisor() as supervisor:
+        assert await supervisor.recover()
+        await in_state(supervisor, "web", "running")
+        assert keeper.living(world.paths.keepers) == []
+        await supervisor.restart_one("web")
+        await until(lambda: info(supervisor, "web").pid not in (0, left[0]))
+
+        found = await in_state(supervisor, "web", "running")
+        (state,) = keeper.living(world.paths.keepers)
+        assert state.program == found.pid
+        assert not any(map(is_alive, left))
+        await supervisor.stop(wait=True)
+
+
+@pytest.mark.root
+async def test_daemon_that_hid_from_an_agent_without_keepers_is_stopped(world: World, former: Path) -> None:
+    """That agent had put it into a cgroup."""
+    if not job_cgroups.hierarchies():
+        pytest.skip("no cgroups here")
+    child = world.base / "child"
+    hidden = f"(setsid sh -c 'echo $$ >{child}.new; mv {child}.new {child}; exec env -i sleep 600' &)"
+    jobs = [world.job("web", f"{hidden}; echo $$ >$pidfile; {LASTING}")]
+    (world.base / "files.json").write_bytes(msgspec.json.encode(jobs))
+    command = [sys.executable, "-m", "tests.support.programs.agent", str(world.base)]
+    env = {"PYTHONPATH": str(former), "PATH": os.environ["PATH"], "TEST_OF": str(world.base)}
+    agent = process.spawn(command, env=env, cwd=former)
+    pid = await until(lambda: number_in(child))
+    await until(
+        lambda: b'"running"' in state.read_bytes() if (state := world.paths.supervisor_state).exists() else False
+    )
+    agent.send(signal.SIGKILL)
+    await agent.wait()
+
+    async with world.supervisor() as supervisor:
+        assert await supervisor.recover()
+        await in_state(supervisor, "web", "running")
+        await supervisor.stop(wait=True)
+
+    assert not is_alive(pid)

@@ -1,0 +1,91 @@
+"""Keepers that were killed, which only root (or the agent's user) can do: nothing is called stopped that may live."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from agent_shim.core.errors import ActionError
+from agent_shim.host import keeper, reaper
+from tests.support.programs import is_alive, kill, number_in
+from tests.support.programs.jobs import LASTING, World, in_state, info
+from tests.support.waiting import until
+
+HIDDEN = "(setsid sh -c 'echo $$ >{child}.new; mv {child}.new {child}; exec env -i sleep 600' &)"
+
+
+def keeper_of(world: World) -> int:
+    (state,) = keeper.living(world.paths.keepers)
+    return state.keeper
+
+
+async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: World) -> None:
+    """What may be left of it is named. Once that has ended, the stop succeeds."""
+    child = world.base / "child"
+    job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
+    async with world.supervising(job) as supervisor:
+        main = (await in_state(supervisor, "web", "running")).pid
+        hidden = await until(lambda: number_in(child))
+        os.kill(keeper_of(world), signal.SIGKILL)
+
+        await until(lambda: world.told("Execution failed"))
+        found = info(supervisor, "web")
+        assert found.process.state == "failing"
+        assert "the keeper of its processes was killed" in found.reason
+        assert f"{hidden} (sleep)" in found.reason
+        assert f"{hidden} (sleep)" in world.events[0].description
+        with pytest.raises(ActionError, match=rf"cannot end {hidden} \(sleep\)"):
+            await supervisor.stop(wait=True)
+        assert [is_alive(main), is_alive(hidden)] == [False, True]
+
+        kill(hidden)
+        await until(lambda: not is_alive(hidden))
+        await supervisor.stop(wait=True)
+        assert info(supervisor, "web").state == "stopped"
+
+
+async def test_next_agent_knows_of_a_killed_keeper(world: World) -> None:
+    child = world.base / "child"
+    job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
+    with reaper.reaping():
+        async with world.supervisor() as supervisor:
+            await supervisor.configure([job])
+            await supervisor.start()
+            await in_state(supervisor, "web", "running")
+            hidden = await until(lambda: number_in(child))
+        os.kill(keeper_of(world), signal.SIGKILL)
+        async with world.supervisor() as supervisor:
+            await supervisor.recover()
+            await in_state(supervisor, "web", "running")
+            with pytest.raises(ActionError, match=rf"cannot end .*\b{hidden} \(sleep\)"):
+                await supervisor.stop(wait=True)
+            kill(hidden)
+
+
+async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_its_stop(world: World) -> None:
+    async with world.supervising(world.job("web")) as supervisor:
+        pid = (await in_state(supervisor, "web", "running")).pid
+        os.kill(keeper_of(world), signal.SIGKILL)
+        await until(lambda: world.told("Execution failed"))
+
+        await supervisor.stop(wait=True)
+
+        assert (info(supervisor, "web").state, is_alive(pid)) == ("stopped", False)
+
+
+async def test_next_agent_reads_how_a_process_ended_meanwhile(world: World) -> None:
+    with reaper.reaping():
+        async with world.supervisor() as supervisor:
+            await supervisor.configure([world.job("web", None, None)])
+            await supervisor.start()
+            pid = (await in_state(supervisor, "web", "running")).pid
+        os.kill(pid, signal.SIGUSR1)
+        await until(lambda: not is_alive(pid))
+        async with world.supervisor() as supervisor:
+            await supervisor.recover()
+            found = await in_state(supervisor, "web", "down")
+
+            assert found.last_exit == "SIGUSR1"
+            await supervisor.stop(wait=True)
