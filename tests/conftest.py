@@ -22,7 +22,7 @@ from agent_shim.host import process
 from agent_shim.supervisor.ownership.keepers import Keepers
 from tests.support.differences import differences, has_structs
 from tests.support.programs import argv
-from tests.support.programs.end_left import end_left
+from tests.support.programs.end_left import end_kept, end_left
 from tests.support.programs.jobs import World
 from tests.support.residue import remove_cgroups
 
@@ -156,10 +156,13 @@ def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def no_child_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Children of a test die with it. After a failure, so do all programs below its scratch directory."""
-    scratch = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    """Children of a test die with it, and so does what is below keepers. After a failure, so do all its programs."""
+    scratch: Path | None = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     before = set(_children())
     yield
+    for depth in range(3):
+        for directory in scratch.glob(f"{'*/' * depth}bosh/keepers") if scratch else ():
+            end_kept(str(directory))
     for pid in set(_children()) - before:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)

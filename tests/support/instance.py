@@ -21,11 +21,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from agent_shim.core.errors import HostError
+from agent_shim.core.paths import Paths
 from agent_shim.demo.director import Director, RpcTimeoutError
 from agent_shim.demo.release import archive
 from agent_shim.edges.bus.nats import NatsBus
 from agent_shim.host import guarded, process
 from tests.support.broker import NatsServer
+from tests.support.programs import end_kept
 from tests.support.readings import cpu_seconds, own_memory, pss
 from tests.support.residue import remove_cgroups
 
@@ -372,6 +374,7 @@ async def world(command: str) -> AsyncIterator[World]:
                         survivor = process.adopt(pid)
                         if survivor is not None:
                             await survivor.terminate(1)
+                    await asyncio.to_thread(end_kept, Paths(made.base))
     finally:
         remove_cgroups(scratch)
         shutil.rmtree(scratch, ignore_errors=True)
