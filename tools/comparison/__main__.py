@@ -1,8 +1,8 @@
 """``./dev compare-release PATH…``: each job of releases lives the same life under both agents. A table of differences.
 
 PATH is a checkout of a release, or the git directory of one. BOSH_AGENT and MONIT name the Go agent and monit 5.2.5;
-with BPM, runc and tini the Go agent's bpm is the real one. Needs root and ruby. docs/comparison.md describes the
-lives and the allowed differences.
+with BPM, runc and tini the Go agent's bpm is the real one. Needs root and ruby. docs/tested.md describes the
+phases, and docs/monit-deviations.md the allowed differences.
 """
 
 from __future__ import annotations
