@@ -665,7 +665,7 @@ await supervisor.start()
 await until(lambda: all("}" in log(name) for name in ("web", "worker")))
 before = {name: info(name).pid for name in ("web", "worker")}
 await supervisor.close()
-supervisor = Supervisor(paths, on_event=events.append, timing=Timing(settle=0.2))
+supervisor = await Supervisor(paths, on_event=events.append, timing=Timing(settle=0.2)).__aenter__()
 await supervisor.recover()
 await until(lambda: all(each.state == "running" for each in supervisor.services()))
 adopted = {name: info(name).pid for name in ("web", "worker")}
@@ -714,7 +714,9 @@ codes = []
 for number, to_child in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
     out = paths.base / f"data/out{number}"
     order = sandbox.exec_spec(["/bin/sh", "-c", script], **members)
-    async with sandbox.prepared(order, env={}, stdout=out, stderr=out) as one:
+    async def start(argv, stdin):
+        return process.spawn(argv, env={}, stdin=stdin, stdout=out, stderr=out)
+    async with sandbox.prepared(order, start) as one:
         pass
     await until(lambda: "up" in out.read_text())
     init = proc.command_line(one.pid).split(" ")[0]

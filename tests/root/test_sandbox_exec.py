@@ -34,9 +34,12 @@ def wanted(script, **members):
     members = {"uid": 1000, "gid": 1000, "env": {"PATH": "/bin"}, "places": SYSTEM, **members}
     return sandbox.exec_spec(["/bin/sh", "-c", script], **members)
 
+async def start(argv, stdin):
+    return process.spawn(argv, env={}, stdin=stdin, stdout=out, stderr=out)
+
 async def said(script, **members):
     # The exit code and the output.
-    async with sandbox.prepared(wanted(script, **members), env={}, stdout=out, stderr=out) as one:
+    async with sandbox.prepared(wanted(script, **members), start) as one:
         pass
     status = await one.wait()
     return [status, out.read_text()]
@@ -157,9 +160,7 @@ from contextlib import asynccontextmanager
 @asynccontextmanager
 async def job():
     script = "trap 'exit 0' TERM; echo up; while :; do sleep 0.05; done"
-    async with sandbox.prepared(
-        wanted(script, places=places, {NAMESPACES}), env={{}}, stdout=out, stderr=out
-    ) as one:
+    async with sandbox.prepared(wanted(script, places=places, {NAMESPACES}), start) as one:
         pass
     while "up" not in out.read_text():
         await asyncio.sleep(0.01)

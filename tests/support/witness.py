@@ -218,6 +218,8 @@ class Witness:
         found = {}
         for pid in ours - above - known:
             line = _line(pid)
+            if line.startswith("keeper ") and children.get(pid):
+                continue  # what is below it is looked at by itself
             if table[pid].is_alive and line and line not in self._stand.lasting and not _is_helper(line):
                 found[table[pid].identity] = line
         return found
