@@ -31,7 +31,6 @@ import msgspec
 
 from agent_shim.core.errors import HostError
 from agent_shim.host import clock, files, proc, process
-from agent_shim.host.daemon_thread import run_in_daemon_thread
 from agent_shim.host.descriptors import closing
 from agent_shim.host.process import Process
 
@@ -298,7 +297,7 @@ class Keeper:
             found = self.processes()
             return [each for each in found if process.send(each.identity, number)]
 
-        return await run_in_daemon_thread(send, f"signal to {self.label}")
+        return await asyncio.to_thread(send)  # of a pool, because jobs may have left no room for another thread
 
     async def kill(self) -> None:
         """Let the keeper kill everything below, until nothing is left. Returns before: see ``is_childless_within``."""

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import pytest
 
 import hatch_build
 from agent_shim.core.errors import HostError
-from agent_shim.host import clock, keeper, proc
+from agent_shim.host import clock, daemon_thread, keeper, proc
 from agent_shim.host.keeper import Keeper, Program
 from tests.support.source import ROOT
 
@@ -209,6 +210,22 @@ async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path,
 
     assert shown.read_text() == f"[0, 1, 2] {tmp_path} True 0o27 {nice} ({1 << 40}, -1) True set() SIG_DFL 100000\n"
     await end(kept)
+
+
+async def test_keeper_is_ended_while_no_thread_can_start(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs may have taken all processes that the container may have."""
+    asyncio.get_running_loop().set_default_executor(daemon_thread.pool(2))
+    kept = await keeper.start(sockets, "storm", shell("exec sleep 1000"))
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert await kept.end(grace=60)
+
+    assert not kept.state.is_killing
+    kept.release()
 
 
 async def test_killed_keeper_is_reported_as_lost(sockets: Path) -> None:
