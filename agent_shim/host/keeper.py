@@ -555,15 +555,15 @@ def parse(packet: str) -> tuple[str, State]:
 
 def label_of(name: str) -> str:
     """Return the label in the name of a socket."""
-    return urllib.parse.unquote(name.rpartition("@")[0])
+    return os.fsdecode(urllib.parse.unquote_to_bytes(name.rpartition("@")[0]))
 
 
 def prefix(label: str) -> str:
     """Return the beginning of the names of a label's sockets, up to the ``@``. It differs between labels."""
-    quoted = urllib.parse.quote(label, safe="")
+    quoted = urllib.parse.quote(os.fsencode(label), safe="")
     if len(quoted) <= _MAX_NAME_BYTES:
         return quoted
-    return f"{quoted[: _MAX_NAME_BYTES - 17]}~{hashlib.blake2b(label.encode(), digest_size=8).hexdigest()}"
+    return f"{quoted[: _MAX_NAME_BYTES - 17]}~{hashlib.blake2b(os.fsencode(label), digest_size=8).hexdigest()}"
 
 
 def shortened(label: str) -> str:

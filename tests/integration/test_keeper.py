@@ -228,6 +228,14 @@ async def test_keeper_is_ended_while_no_thread_can_start(sockets: Path, monkeypa
     kept.release()
 
 
+async def test_keeper_label_may_contain_any_bytes(sockets: Path) -> None:
+    """A monit file in Latin-1 has such names."""
+    kept = await keeper.start(sockets, os.fsdecode(b"caf\xe9"), shell("exec sleep 1000"))
+
+    assert os.fsencode(kept.label) == b"caf\xe9"
+    await end(kept)
+
+
 async def test_killed_keeper_is_reported_as_lost(sockets: Path) -> None:
     kept = await keeper.start(sockets, "lost", shell("exec sleep 1000"))
     program = kept.state.program
