@@ -424,9 +424,9 @@ async def start(
     with contextlib.ExitStack() as opened, files.attempting(what):
         name, listener, connection = _bind(directory, label)
         opened.callback(listener.close)
-        spec = opened.enter_context(closing(spec_file(_spec(program))))
-        inherited = [listener.fileno(), spec, *program.cgroups]
         try:
+            spec = opened.enter_context(closing(spec_file(_spec(program))))
+            inherited = [listener.fileno(), spec, *program.cgroups]
             child = process.spawn(
                 ["keeper", *map(str, inherited)],
                 env={},
@@ -455,7 +455,10 @@ async def start(
         keeper.release()
         raise HostError(f"cannot {what}: its file cannot be read in {START_TIMEOUT_S:.0f} s") from None
     except HostError:
-        code = await child.wait()  # it exits with the error number if it cannot work
+        code = await child.wait()  # it exits with the error number if it cannot work, and has run nothing then
+        if code is not None and code < 128:
+            keeper.release()
+            keeper.is_lost = False
         raise HostError(f"cannot {what}: its keeper ended: {os.strerror(code or 0)}") from None
     except asyncio.CancelledError:
         await keeper.abandon()
@@ -587,6 +590,9 @@ def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socke
         return name, listener, _connect(directory / name)
     except BaseException:
         listener.close()
+        for each in (f"@{token}", name):
+            with contextlib.suppress(OSError):
+                (directory / each).unlink()
         raise
 
 

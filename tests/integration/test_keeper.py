@@ -236,6 +236,42 @@ async def test_keeper_label_may_contain_any_bytes(sockets: Path) -> None:
     await end(kept)
 
 
+async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next agent would take it for one that was killed."""
+    failing = tmp_path / "keeper"
+    failing.write_text("#!/bin/sh\nexit 24\n")
+    failing.chmod(0o755)
+    monkeypatch.setattr(keeper, "PROGRAM", failing)
+
+    with pytest.raises(HostError, match="its keeper ended: Too many open files"):
+        await keeper.start(sockets, "failing", shell("exit 0"))
+
+    assert list(sockets.iterdir()) == []
+
+
+async def test_start_without_free_descriptors_leaves_no_socket(sockets: Path) -> None:
+    """Wherever the start fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
+    taken, kept = [os.open("/dev/null", os.O_RDONLY)], None
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(taken[0]))
+        while kept is None:
+            with contextlib.suppress(HostError):
+                kept = await keeper.start(sockets, "short", shell("exec sleep 1000"))
+            os.close(taken.pop())
+            assert kept is not None or list(sockets.iterdir()) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in taken:
+            os.close(each)
+
+    await end(kept)
+
+
 async def test_killed_keeper_is_reported_as_lost(sockets: Path) -> None:
     kept = await keeper.start(sockets, "lost", shell("exec sleep 1000"))
     program = kept.state.program
