@@ -650,7 +650,10 @@ def _path(program: Program) -> str:
 
 def spec_file(instructions: Iterator[str]) -> int:
     """Return a file in memory with the instructions of ``keeper.c``."""
-    content = b"".join(os.fsencode(each) + b"\0" for each in instructions)
+    strings = [os.fsencode(each) for each in instructions]
+    if any(b"\0" in each for each in strings):  # what follows it would be another instruction
+        raise OSError(errno.EINVAL, "an argument or variable contains a NUL")
+    content = b"".join(each + b"\0" for each in strings)
     try:
         spec = os.memfd_create("spec", os.MFD_CLOEXEC | _NOT_EXECUTABLE)
     except OSError:  # an older kernel

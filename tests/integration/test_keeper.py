@@ -167,8 +167,12 @@ async def test_keeper_does_not_report_the_exit_of_an_earlier_process_with_the_pi
             Program(["/bin/true"], {}, limits={resource.RLIMIT_NOFILE: (9, 8)}),
             "cannot run /bin/true: limit: Invalid argument",
         ),
+        (
+            Program(["/bin/true", "a\0exec=/bin/false"], {}),
+            "cannot run /bin/true: an argument or variable contains a NUL",
+        ),
     ],
-    ids=["missing", "not executable", "directory", "limit"],
+    ids=["missing", "not executable", "directory", "limit", "NUL"],
 )
 async def test_failed_keeper_start_names_the_step(sockets: Path, program: Program, text: str) -> None:
     with pytest.raises(HostError) as caught:
