@@ -316,9 +316,11 @@ class Keeper:
 
     async def abandon(self) -> None:
         """Kill everything below, and release the keeper: nobody waits for its program any more."""
-        with contextlib.suppress(HostError):
-            await self.end(0)
-        self.release()
+        try:
+            with contextlib.suppress(HostError):
+                await self.end(0)
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Let the keeper exit, at once or when everything below has ended, and forget it: its result has been read."""

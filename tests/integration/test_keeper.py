@@ -276,6 +276,20 @@ async def test_start_without_free_descriptors_leaves_no_socket(sockets: Path) ->
     await end(kept)
 
 
+async def test_cancelled_abandonment_releases_the_keeper(sockets: Path) -> None:
+    kept = await keeper.start(sockets, "abandoned", shell("exec sleep 1000"))
+    os.kill(kept.pid, signal.SIGSTOP)
+    abandoning = asyncio.ensure_future(kept.abandon())
+    await asyncio.wait({abandoning}, timeout=0.1)
+    abandoning.cancel()
+    await asyncio.wait({abandoning})
+    os.kill(kept.pid, signal.SIGCONT)
+
+    while proc.stat(kept.pid) is not None:
+        await asyncio.sleep(0.01)
+    assert list(sockets.iterdir()) == []
+
+
 async def test_killed_keeper_is_reported_as_lost(sockets: Path) -> None:
     kept = await keeper.start(sockets, "lost", shell("exec sleep 1000"))
     program = kept.state.program
