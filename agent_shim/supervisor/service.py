@@ -443,7 +443,7 @@ class Service:
             if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
             # Run it once beside a process that the pidfile no longer names, as monit does: it may write its number.
-            if spec.is_process and spec.start_call is None and record.traces.begun and doubted is None:
+            if spec.is_process and spec.start_call is None and doubted is None:
                 await self._keepers.clear(spec.labels, self._others(), self._timing.grace)
             await self._run_start(spec.start)
         finder.doubted = None

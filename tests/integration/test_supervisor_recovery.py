@@ -284,6 +284,22 @@ async def test_jobs_start_with_an_unreadable_supervisor_state(world: World) -> N
             assert (await in_state(supervisor, "web", "running")).pid == before["web"]
 
 
+async def test_process_that_no_record_names_is_ended_before_the_next_start(world: World) -> None:
+    """The agent was killed before it could save the first start, and the process has not written its pidfile."""
+    with reaper.reaping():
+        before = await killed_agent(world, world.job("web"))
+        world.paths.supervisor_state.unlink()
+        world.pidfile("web").unlink()
+        async with world.supervisor() as supervisor:
+            await supervisor.recover()
+            await supervisor.configure([world.job("web")])
+            await supervisor.start()
+            after = (await in_state(supervisor, "web", "running")).pid
+
+            assert after != before["web"]
+            assert not is_alive(before["web"])
+
+
 @contextlib.contextmanager
 def unwritable(directory: Path) -> Iterator[None]:
     """Let no file be written in a directory for the length of the block. For root too, as a full disk."""
