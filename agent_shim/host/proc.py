@@ -205,6 +205,8 @@ def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
         if again is None or again.identity != here.identity:
             # It exited in the midst, so its children have gone to another parent: begin again below it.
             return nearest(identity, roots) if here.identity != identity else None
+        if above is None and again.parent == here.parent:
+            return None  # the kernel hides the parent from this user
         here = above if above is not None and above.pid == again.parent else again
     return here.pid
 

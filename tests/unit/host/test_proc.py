@@ -217,3 +217,12 @@ def test_number_of_reported_files_in_use_is_bounded(tmp_path: Path) -> None:
         found = proc.uses([os.getpid()], lambda path: path.startswith(str(tmp_path)), {tmp_path.stat().st_dev})
 
     assert len(found[os.getpid()]) == proc.MAX_USES
+
+
+@pytest.mark.parametrize("parent", [40, 41])
+def test_process_with_a_hidden_parent_is_below_none(monkeypatch: pytest.MonkeyPatch, parent: int) -> None:
+    """With the mount option ``hidepid`` the kernel shows an agent without root no process of another user."""
+    shown = {50: proc.Stat(50, "S", parent, 50, 50, 0, 9, 0), 41: proc.Stat(41, "S", 40, 41, 41, 0, 8, 0)}
+    monkeypatch.setattr(proc, "stat", shown.get)
+
+    assert proc.nearest((50, 9), [7]) is None
