@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from functools import partial
@@ -21,9 +22,9 @@ from agent_shim.host import capabilities, clock, files, job_cgroups, proc, proce
 from agent_shim.host.process import Process
 from agent_shim.supervisor.bpm import runner
 from agent_shim.supervisor.ctl_programs import Programs
-from agent_shim.supervisor.plan import BpmCall
+from agent_shim.supervisor.plan import BpmCall, bpm_label
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import below_keepers, is_alive
+from tests.support.programs import below_keepers, is_alive, number_in
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
 
@@ -353,6 +354,32 @@ async def test_slow_bpm_hook_runs_once_beyond_the_start_timeout(world: World, en
         await in_state(supervisor, "web", end)
 
         assert world.lines() == [first]
+
+
+async def test_bpm_starts_no_second_process_beside_those_of_a_killed_keeper(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says whether they belong to it. Its stop fails as well."""
+    await weaken(monkeypatch, 3)
+    job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; exec sleep 605")
+    async with world.supervising() as supervisor:
+        bpm = supervisor.bpm
+        first = (await bpm.start(START)).pid
+        left = await until(lambda: number_in(world.paths.data / "web/tmp/left"))
+        (kept,) = supervisor.keepers.of([bpm_label("web", "web")])
+        os.kill(kept.pid, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: kept.is_lost and not is_alive(first))
+
+        with pytest.raises(HostError, match=r"cannot end remaining processes of the last run: \d+ \(sleep\)"):
+            await bpm.start(START)
+        with pytest.raises(HostError, match=r"cannot end \d+ \(sleep\)"):
+            await bpm.stop(BpmCall("stop", "web", "web"))
+        while orphans := await supervisor.keepers.orphans([bpm_label("web", "web")]):
+            for orphan in orphans:
+                os.kill(orphan.pid, signal.SIGKILL)
+        assert not is_alive(left)
+        await bpm.stop(BpmCall("stop", "web", "web"))
 
 
 @pytest.mark.usefixtures("no_cgroups")

@@ -212,7 +212,9 @@ class Bpm:
             running = self._programs.keepers.adopt(found) if found else None
             if running is not None and await _end(running, signal.Signals[f"SIG{signal_name}"], by):
                 self._programs.keepers.killed.add(entry.label)
-            await self._programs.keepers.end([entry.label], [found] if found else [], 0.0, is_usual=True)
+            others = [found] if found else []
+            if left := await self._programs.keepers.end([entry.label], others, 0.0, is_usual=True):
+                raise HostError(f"cannot end {', '.join(map(str, left))}")
             await asyncio.to_thread(self._remove_cgroup, entry)
             await asyncio.to_thread(_remove, entry.pidfile)
 
@@ -281,7 +283,8 @@ class Bpm:
 
         isolation = await self.isolation()
         self._complain(entry, wanted, isolation)
-        await self._programs.keepers.end([entry.label], [], 0.0)
+        if left := await self._programs.keepers.end([entry.label], [], 0.0):
+            raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, left))}")
         await asyncio.to_thread(self._make_directories, entry, wanted)
         if wanted.pre_start:
             await self._run_hook(entry, wanted)
