@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
+import msgspec
 import pytest
 
 from agent_shim.core.errors import ActionError
-from agent_shim.host import keeper, reaper
+from agent_shim.host import keeper, proc, reaper
 from tests.support.programs import is_alive, kill, number_in
 from tests.support.programs.jobs import LASTING, World, in_state, info
 from tests.support.waiting import until
@@ -89,3 +91,41 @@ async def test_next_agent_reads_how_a_process_ended_meanwhile(world: World) -> N
 
             assert found.last_exit == "SIGUSR1"
             await supervisor.stop(wait=True)
+
+
+async def test_next_agent_does_not_take_itself_for_an_orphan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd starts it below process 1, to which orphans go."""
+    job = world.job("web")
+    with reaper.reaping():
+        async with world.supervisor() as supervisor:
+            await supervisor.configure([job])
+            await supervisor.start()
+            await in_state(supervisor, "web", "running")
+        os.kill(keeper_of(world), signal.SIGKILL)
+        (socket,) = world.paths.keepers.iterdir()
+        os.utime(socket, (1, 1))
+        itself = proc.stat(os.getpid())
+        assert itself is not None
+        monkeypatch.setattr(proc, "table", lambda: {os.getpid(): msgspec.structs.replace(itself, parent=1)})
+        async with world.supervisor() as supervisor:
+            await supervisor.recover()
+
+            await supervisor.stop(wait=True)
+
+
+async def test_process_of_a_keeper_killed_during_a_start_fails_the_stop(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = world.base / "keeper"
+    killed.write_text(
+        f"#!{sys.executable}\nimport os, pathlib, subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path('{world.base}/child').write_text(f'{{child.pid}}\\n')\nos.kill(os.getpid(), 9)\n"
+    )
+    killed.chmod(0o755)
+    monkeypatch.setattr(keeper, "PROGRAM", killed)
+    async with world.supervising(world.job("web")) as supervisor:
+        await in_state(supervisor, "web", "down")
+        child = await until(lambda: number_in(world.base / "child"))
+        with pytest.raises(ActionError, match=rf"cannot end .*\b{child} \(sleep\)"):
+            await supervisor.stop(wait=True)
+        kill(child)

@@ -139,6 +139,9 @@ class Keepers:
             try:
                 started = await keeper.start(self._directory, label, program, keep)
             except BaseException:
+                for each in made:
+                    if each.is_lost:  # killed, and the program may live
+                        self._changed(each)
                 self._kept = tuple(each for each in self._kept if each not in made)
                 raise
         try:
@@ -229,7 +232,8 @@ class Keepers:
 
     def _orphans(self, lost: Collection[tuple[int, int]]) -> list[Left]:
         """List the living children of the parents of killed keepers, apart from those that this process started."""
-        ours = {each.pid for each in self._kept} | process.spawned()  # before the look: they end meanwhile
+        # Before the look, because they end meanwhile. This process may be a child of process 1 itself.
+        ours = {os.getpid()} | {each.pid for each in self._kept} | process.spawned()
         return left(
             each.identity
             for each in proc.table().values()
