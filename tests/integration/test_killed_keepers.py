@@ -11,6 +11,7 @@ import pytest
 
 from agent_shim.core.errors import ActionError
 from agent_shim.host import keeper, proc, reaper
+from agent_shim.supervisor.supervisor import Supervisor
 from tests.support.programs import is_alive, kill, number_in
 from tests.support.programs.jobs import LASTING, World, in_state, info
 from tests.support.waiting import until
@@ -18,9 +19,9 @@ from tests.support.waiting import until
 HIDDEN = "(setsid sh -c 'echo $$ >{child}.new; mv {child}.new {child}; exec env -i sleep 600' &)"
 
 
-def keeper_of(world: World) -> int:
-    (state,) = keeper.living(world.paths.keepers)
-    return state.keeper
+def keeper_of(supervisor: Supervisor) -> int:
+    (kept,) = supervisor.keepers.of(["web"])
+    return kept.pid
 
 
 async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: World) -> None:
@@ -30,7 +31,7 @@ async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: Worl
     async with world.supervising(job) as supervisor:
         main = (await in_state(supervisor, "web", "running")).pid
         hidden = await until(lambda: number_in(child))
-        os.kill(keeper_of(world), signal.SIGKILL)
+        os.kill(keeper_of(supervisor), signal.SIGKILL)
 
         await until(lambda: world.told("Execution failed"))
         found = info(supervisor, "web")
@@ -57,7 +58,8 @@ async def test_next_agent_knows_of_a_killed_keeper(world: World) -> None:
             await supervisor.start()
             await in_state(supervisor, "web", "running")
             hidden = await until(lambda: number_in(child))
-        os.kill(keeper_of(world), signal.SIGKILL)
+            kept = keeper_of(supervisor)
+        os.kill(kept, signal.SIGKILL)
         async with world.supervisor() as supervisor:
             await supervisor.recover()
             await in_state(supervisor, "web", "running")
@@ -69,12 +71,27 @@ async def test_next_agent_knows_of_a_killed_keeper(world: World) -> None:
 async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_its_stop(world: World) -> None:
     async with world.supervising(world.job("web")) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
-        os.kill(keeper_of(world), signal.SIGKILL)
+        os.kill(keeper_of(supervisor), signal.SIGKILL)
         await until(lambda: world.told("Execution failed"))
 
         await supervisor.stop(wait=True)
 
         assert (info(supervisor, "web").state, is_alive(pid)) == ("stopped", False)
+
+
+async def test_stop_fails_while_a_keeper_lives_that_has_left_the_agent(world: World) -> None:
+    """It hears another agent, and its processes are below it. Those of a dying one get another parent a bit later."""
+    child = world.base / "child"
+    job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
+    async with world.supervising(job) as supervisor:
+        await in_state(supervisor, "web", "running")
+        hidden = await until(lambda: number_in(child))
+        kept = keeper_of(supervisor)
+        keeper.living(world.paths.keepers)
+
+        with pytest.raises(ActionError, match=rf"cannot end {kept} \(keeper\)"):
+            await supervisor.stop(wait=True)
+        assert is_alive(hidden)
 
 
 async def test_next_agent_reads_how_a_process_ended_meanwhile(world: World) -> None:
@@ -101,7 +118,8 @@ async def test_next_agent_does_not_take_itself_for_an_orphan(world: World, monke
             await supervisor.configure([job])
             await supervisor.start()
             await in_state(supervisor, "web", "running")
-        os.kill(keeper_of(world), signal.SIGKILL)
+            kept = keeper_of(supervisor)
+        os.kill(kept, signal.SIGKILL)
         (socket,) = world.paths.keepers.iterdir()
         os.utime(socket, (1, 1))
         itself = proc.stat(os.getpid())

@@ -62,6 +62,21 @@ class Left(NamedTuple):
         return f"{self.pid} ({self.name})"
 
 
+class _Lost(NamedTuple):
+    """A keeper that was killed."""
+
+    start: int
+    """Tick before which none of its processes began."""
+    parent: int
+    """The process to which its processes went, or 0: process 1 or this one."""
+    pid: int = 0
+    """0 if it was killed before this agent began."""
+
+    @property
+    def identity(self) -> Identity:
+        return self.pid, self.start
+
+
 def left(identities: Iterable[Identity]) -> list[Left]:
     """Build a ``Left`` of each, with the process name from the kernel. Blocks for some 10 microseconds per process."""
     return [Left(pid, start, proc.name(pid)) for pid, start in identities]
@@ -75,9 +90,8 @@ class Keepers:
         """Labels with processes that had to be killed, since the caller last cleared it."""
         self.on_loss: Callable[[str, list[Left]], None] | None = None
         """Called with the label of a keeper that was killed, and the processes that may have been below it."""
-        self._lost: dict[str, tuple[int, int]] = {}
-        """Sockets of killed keepers by name. Their processes began after this tick and went to this process, or to
-        process 1 or this one (0).
+        self._lost: dict[str, _Lost] = {}
+        """Killed keepers by the names of their sockets.
 
         A socket stays until its processes are accounted for, so the next agent knows too.
         """
@@ -92,7 +106,7 @@ class Keepers:
     async def find(self) -> None:
         """Connect to the keepers of an earlier agent. Those that do not answer have been killed since."""
         found, ended = await keeper.find(self._directory)
-        self._lost = {name: (since, 0) for name, since in ended.items()}
+        self._lost = {name: _Lost(since, 0) for name, since in ended.items()}
         self._kept = (*self._kept, *found)
 
     def forget_lost(self) -> None:
@@ -179,7 +193,7 @@ class Keepers:
             each.release()
             return
         logger.error("the keeper %d of %s was killed", each.pid, each.label)
-        self._lost[each.name] = each.since, each.parent
+        self._lost[each.name] = _Lost(each.since, each.parent, each.pid)
         task = asyncio.create_task(self._tell(each.label), name=f"keeper of {each.label} was killed")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -222,27 +236,29 @@ class Keepers:
         return job_cgroups.members_of(f"{label}@{self.base}")
 
     async def orphans(self, labels: Collection[str]) -> list[Left]:
-        """List the processes that may have been below the killed keepers of these labels."""
+        """List the processes that may have been below the killed keepers of these labels.
+
+        A keeper that lives, because another program has connected to it, is one of them.
+        """
         lost = [self._lost[name] for name in self._lost_of(labels)]
+        if lost:  # A keeper hangs up a bit before its processes get another parent.
+            await process.send_all({each.identity for each in lost}, 0, EXIT_WAIT_S)
         return await asyncio.to_thread(self._orphans, lost) if lost else []
 
     def _lost_of(self, labels: Collection[str]) -> list[str]:
         lost = {keeper.shortened(label) for label in labels}
         return [name for name in self._lost if keeper.label_of(name) in lost]
 
-    def _orphans(self, lost: Collection[tuple[int, int]]) -> list[Left]:
+    def _orphans(self, lost: Collection[_Lost]) -> list[Left]:
         """List the living children of the parents of killed keepers, apart from those that this process started."""
+        keepers = {each.identity for each in lost}
         # Before the look, because they end meanwhile. This process may be a child of process 1 itself.
         ours = {os.getpid()} | {each.pid for each in self._kept} | process.spawned()
         return left(
             each.identity
             for each in proc.table().values()
-            if each.is_alive
-            and each.pid not in ours
-            and any(
-                each.start_ticks >= since and each.parent in ((parent,) if parent else (1, os.getpid()))
-                for since, parent in lost
-            )
+            if (each.is_alive and each.identity in keepers)
+            or (each.is_alive and each.pid not in ours and any(_may_be_of(each, one) for one in lost))
         )
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -293,6 +309,11 @@ class Keepers:
                 logger.error("%s", exc)
                 return [Left(each.pid, each.since, f"the keeper of {each.label}, which does not answer")]
         return await asyncio.to_thread(lambda: left(one.identity for one in each.processes() if not each.is_lost))
+
+
+def _may_be_of(each: proc.Stat, lost: _Lost) -> bool:
+    parents = (lost.parent,) if lost.parent else (1, os.getpid())
+    return each.start_ticks >= lost.start and each.parent in parents
 
 
 async def _end_trees(ahead: Collection[Identity], grace: float) -> tuple[list[Left], bool]:
