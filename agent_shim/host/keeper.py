@@ -162,7 +162,8 @@ class Keeper:
         self._connection = connection
         self._child = child
         self._loop = asyncio.get_running_loop()
-        self._is_released = False
+        self.is_released = False
+        """Told to exit once it has nothing below. The connection is closed."""
         self._changed = asyncio.Event()
         self._answers: deque[asyncio.Future[State]] = deque()
         self._slots: dict[int, tuple[int, int]] = {}
@@ -324,7 +325,7 @@ class Keeper:
 
     def release(self) -> None:
         """Let the keeper exit, at once or when everything below has ended, and forget it: its result has been read."""
-        self._is_released = True
+        self.is_released = True
         with contextlib.suppress(OSError):
             self._connection.send(b"release")
         with contextlib.suppress(OSError):
@@ -389,7 +390,7 @@ class Keeper:
 
     def _disconnected(self) -> None:
         self.close()
-        if not self._is_released:
+        if not self.is_released:
             # A keeper without children exits by itself when the machine shuts down. Its last report says it all.
             # The socket of one that was killed tells the next agent of it, too.
             self.is_lost = not self.state.is_childless
@@ -420,7 +421,7 @@ async def start(
     """Run a program below a keeper of its own. Returns once it is executed. ``directory`` holds the sockets of all.
 
     ``made`` is called with the keeper before it runs the program. Raises ``HostError`` "cannot run PROGRAM: why" if the
-    program is not executed.
+    program is not executed. Then the keeper is released, unless it was killed or the execution hangs in the kernel.
     """
     what = f"run {program.argv[0]}"
     with contextlib.ExitStack() as opened, files.attempting(what):
@@ -454,7 +455,6 @@ async def start(
     except TimeoutError:
         with contextlib.suppress(OSError):
             keeper._connection.send(b"kill")  # noqa: SLF001 - one module
-        keeper.release()
         raise HostError(f"cannot {what}: its file cannot be read in {START_TIMEOUT_S:.0f} s") from None
     except HostError:
         code = await child.wait()  # it exits with the error number if it cannot work, and has run nothing then

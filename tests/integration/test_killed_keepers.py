@@ -147,3 +147,25 @@ async def test_process_of_a_keeper_killed_during_a_start_fails_the_stop(
         with pytest.raises(ActionError, match=rf"cannot end .*\b{child} \(sleep\)"):
             await supervisor.stop(wait=True)
         kill(child)
+
+
+async def test_program_whose_execution_hangs_fails_the_stop_and_is_not_started_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file may be on a dead file server. It may run once that is back."""
+    hanging = world.base / "keeper"
+    hanging.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr(keeper, "ANSWER_TIMEOUT_S", 0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(keeper, "PROGRAM", hanging)
+        patched.setattr(keeper, "START_TIMEOUT_S", 0.1)
+        async with world.supervising(world.job("web")) as supervisor:
+            await until(lambda: "does not answer" in info(supervisor, "web").reason)
+            patched.undo()
+            with pytest.raises(ActionError, match=r"cannot end \d+ \(the keeper of web, which does not answer\)"):
+                await supervisor.stop(wait=True)
+            (pid,) = map(int, world.lines())
+            kill(pid)
+            await until(lambda: not is_alive(pid))
+            await supervisor.stop(wait=True)

@@ -154,9 +154,9 @@ class Keepers:
                 started = await keeper.start(self._directory, label, program, keep)
             except BaseException:
                 for each in made:
-                    if each.is_lost:  # killed, and the program may live
-                        self._changed(each)
-                self._kept = tuple(each for each in self._kept if each not in made)
+                    if not each.is_released:  # It was killed, or its program hangs. Either may live.
+                        self._follow(each)
+                self._kept = tuple(each for each in self._kept if each not in made or not each.is_released)
                 raise
         try:
             return await started.program_process()
