@@ -344,6 +344,17 @@ def test_comparison_tolerates_the_end_of_a_restart_loop_at_any_point(tmp_path: P
     assert judged(tmp_path / "silent", dead, phase("port closed")).kind == "difference"
 
 
+def test_comparison_tolerates_further_restarts_by_a_rule_about_memory(tmp_path: Path) -> None:
+    """An example is nats of nats-release. A rule that only this agent acts on remains a difference."""
+    alert, lives = "web - Resource limit matched - restart", [1.0, "lives", "server"]
+    go = phase("usage", alerts=[alert], events=[lives], job_states=["failing"])
+    shim = phase("usage", alerts=[alert] * 3, events=[lives] * 3, job_states=["failing", "starting"])
+
+    assert judged(tmp_path, go, shim).kind == "listed"
+    assert judged(tmp_path / "silent", phase("usage"), shim).kind == "difference"
+    assert judged(tmp_path / "here", go, phase("usage", job_states=["failing"])).kind == "difference"
+
+
 def test_comparison_tolerates_a_tool_that_outlasts_its_phase(tmp_path: Path) -> None:
     """grafana's post-start in prometheus-boshrelease keeps polling for minutes."""
     tool, plan = [[8.0, "tool", "cli"]], planned(tmp_path, job())

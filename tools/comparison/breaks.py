@@ -70,9 +70,9 @@ BREAKS: Final[dict[str, Break]] = {
         _SPAWN, "program.uid or None, program.gid or None", "None, None", "plain lives: user"
     ),
     "programs have the agent's limits": Break(
-        "host/keeper.py",
-        "of_children := process.file_limits_of_children()",
-        "of_children := None",
+        "host/process.py",
+        "if resource.getrlimit(resource.RLIMIT_NOFILE) == _raised(limits):",
+        "if False:",
         "serve lives: limit nofile",
     ),
     "scripts lack TMPDIR": Break(

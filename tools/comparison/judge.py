@@ -39,6 +39,8 @@ class Difference:
     """A slow start program has begun a process in both worlds, and in the Go agent's a second one or none yet."""
     is_restarted_by_port: bool = False
     """A rule about a port has restarted a process in the Go agent's world."""
+    is_restarted_by_usage: bool = False
+    """A rule about memory or processor time has restarted a process in the Go agent's world."""
     is_pending: bool = False
     """The restart of the phase before had not ended in either world."""
 
@@ -168,6 +170,21 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
                 and one.is_restarted_by_port
                 and one.what.endswith((" lives", " is the former one"))
             )
+            or (  # each new process uses too much again, and only this agent reports each
+                one.act == "usage"
+                and one.is_restarted_by_usage
+                and (
+                    one.what.endswith(" lives")
+                    or "state" in one.what
+                    or one.what.startswith("process of ")
+                    or (one.what.endswith("Resource limit matched - restart") and bool(one.go and one.shim))
+                )
+            )
+            or (
+                one.act == "usage ended"
+                and one.is_restarted_by_usage
+                and one.what.endswith((" lives", " is the former one"))
+            )
         ),
     ),
     ("alerts go by mail to `localhost`", lambda one: one.has_no_localhost),
@@ -255,6 +272,8 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.is_pending = restarts == [["failing"]] * len(lives)
         closed = lives[0].get("port closed", {}).get("alerts", [])
         one.is_restarted_by_port = any("Connection failed - restart" in alert for alert in closed)
+        used = lives[0].get("usage", {}).get("alerts", [])
+        one.is_restarted_by_usage = any("Resource limit matched - restart" in alert for alert in used)
         one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
         one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
         (verdict.listed if one.allowed else verdict.differences).append(one)
