@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ from agent_shim.host import guarded, keeper
 from agent_shim.host.process import Process
 from agent_shim.supervisor.monit.ast import Program
 from agent_shim.supervisor.ownership.keepers import Keepers, Left, script_label
+from agent_shim.supervisor.ownership.process_record import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +112,15 @@ class Programs:
         script = keeper.Program(argv, env, cwd=str(self.directory()), nice=nice)
         return await self.keepers.run(script_label(job), script, stdout, stderr)
 
-    async def end_left_by_scripts(self, grace: float) -> list[Left]:
+    async def end_left_by_scripts(self, grace: float, spared: Collection[Identity]) -> list[Left]:
         """End the processes that scripts of jobs have left and that no service has taken over. Return the survivors.
 
-        A failed pre-start may leave a process that holds the port of one that the next pre-start starts.
+        A failed pre-start may leave a process that holds the port of one that the next pre-start starts. Scripts of a
+        job that started one of ``spared``, the processes of services that go on, are left alone.
         """
-        return await self.keepers.end(self.keepers.of_scripts(), (), grace, is_usual=True)
+        in_use = set(map(self.keepers.owner, spared))
+        labels = [label for label in self.keepers.of_scripts() if label not in in_use]
+        return await self.keepers.end(labels, (), grace, is_usual=True)
 
     def directory(self) -> Path:
         """Return the working directory of programs and scripts."""

@@ -411,7 +411,9 @@ class Supervisor:
             # Now, and not beside the next request, which would wait. A save under way may be older than the last end.
             if self._is_dirty or self._writing.locked():
                 await self._save()
-            left = await self._programs.end_left_by_scripts(self._shared.timing.grace)
+            others = [each.process for each in self._all() if each not in concerned]
+            spared = [each.identity for each in others if each is not None]
+            left = await self._programs.end_left_by_scripts(self._shared.timing.grace, spared)
             if left:
                 raise ActionError(f"Stopping services errored: {', '.join(map(str, left))} cannot be ended")
         if unsaved is not None:

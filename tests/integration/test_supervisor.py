@@ -666,3 +666,21 @@ async def test_exception_in_a_service_task_ends_the_supervisor(world: World, mon
         with pytest.raises(RuntimeError, match="a bug about web"):
             async with asyncio.timeout(10):
                 await supervisor.run()
+
+
+async def test_stop_spares_a_process_from_a_script_that_a_service_of_another_group_watches(world: World) -> None:
+    """The Director's stop does not concern that service."""
+    jobs = [world.job("web"), world.job("other", "exit 1", group="group other")]
+    script = world.script("other", "pre-start", "setsid sleep 600 & echo $! >$pidfile")
+    async with world.supervising() as supervisor:
+        await supervisor.configure(jobs)
+        await (await supervisor.run_script("other", [str(script)], env={})).wait()
+        await supervisor.start()
+        pid = (await in_state(supervisor, "other", "running")).pid
+
+        await supervisor.stop(wait=True)
+
+        assert is_alive(pid)
+        await supervisor.stop_one("other")
+        await in_state(supervisor, "other", "stopped")
+        assert not is_alive(pid)
