@@ -20,7 +20,7 @@ from agent_shim.host import proc, process
 from agent_shim.services.bundles import install_bpm_wrapper
 from agent_shim.supervisor.bpm import bpm_api
 from tests.support import bpm_keys
-from tests.support.programs import below_keepers, end_kept, is_alive
+from tests.support.programs import end_kept, is_alive
 from tests.support.terminals import Terminal
 from tests.support.waiting import until
 from tests.support.world import World, world
@@ -299,7 +299,8 @@ async def test_bpm_command_run_ends_its_process_on_a_signal(tmp_path: Path) -> N
         running = _spawn(found, "run web")
         out = found.paths.base / "out"
         await until(lambda: out.read_text().strip())
-        started = [each.pid for each in below_keepers(found.paths)]
+        (kept,) = found.agent.supervisor.keepers.of(["bpm/web/web"])
+        started = [each.pid for each in kept.processes()]
         assert started
         running.send(15)
         async with asyncio.timeout(10):

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 import pytest
 
-from agent_shim.host import job_cgroups, keeper, process
+from agent_shim.host import job_cgroups, process
 from tests.support.programs import is_alive, number_in
 from tests.support.programs.jobs import LASTING, World, in_state, info
 from tests.support.source import ROOT
@@ -69,13 +69,13 @@ async def test_jobs_of_an_agent_without_keepers_get_one_at_their_next_start(
     async with world.supervisor() as supervisor:
         assert await supervisor.recover()
         await in_state(supervisor, "web", "running")
-        assert keeper.living(world.paths.keepers) == []
+        assert supervisor.keepers.of(["web"]) == []
         await supervisor.restart_one("web")
         await until(lambda: info(supervisor, "web").pid not in (0, left[0]))
 
         found = await in_state(supervisor, "web", "running")
-        (state,) = keeper.living(world.paths.keepers)
-        assert state.program == found.pid
+        (kept,) = supervisor.keepers.of(["web"])
+        assert kept.state.program == found.pid
         assert not any(map(is_alive, left))
         await supervisor.stop(wait=True)
 

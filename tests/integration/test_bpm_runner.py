@@ -24,7 +24,7 @@ from agent_shim.supervisor.bpm import runner
 from agent_shim.supervisor.ctl_programs import Programs
 from agent_shim.supervisor.plan import BpmCall, bpm_label
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import below_keepers, is_alive, number_in
+from tests.support.programs import is_alive, number_in
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
 
@@ -771,7 +771,8 @@ async def test_abandoned_bpm_errand_is_killed(world: World, how: str) -> None:
     async with world.supervising() as supervisor:
         waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))
         await said(world, "ready")
-        pid = below_keepers(world.paths)[0].pid
+        (kept,) = supervisor.keepers.of(["bpm/web/web"])
+        pid = kept.processes()[0].pid
         if how == "cancelled":
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):

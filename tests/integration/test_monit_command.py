@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_shim.core.paths import Paths
-from agent_shim.host import keeper, process
+from agent_shim.host import proc, process
 from tests.support.instance import AGENT, World
 from tests.support.waiting import until
 
@@ -47,8 +46,8 @@ async def test_monit_command_stops_starts_and_restarts_named_services(instance: 
     await until_summary(instance, r"^Process 'job1' {22}running$")
     _, text = await monit(instance, "status")
     assert f"  pid                               {instance.pids()['job1']}\n" in text
-    keepers = [state.keeper for state in keeper.living(Paths(instance.base).keepers)]
-    assert any(f"  parent pid                        {pid}\n" in text for pid in keepers)
+    parents = re.findall(r"^  parent pid +(\d+)$", text, re.MULTILINE)
+    assert [proc.name(int(pid)) for pid in parents] == ["keeper"] * 2
     _, text = await instance.execute("status", "--json")
     job1 = next(one for one in json.loads(text)["processes"] if one["name"] == "job1")
     assert (job1["phase"], job1["pid"], job1["children"]) == ("running", instance.pids()["job1"], 0)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from agent_shim.core.paths import Paths
-from agent_shim.host import keeper, proc, process
+from agent_shim.host import proc, process
 from tests.support.programs import end_left
 
 HERE = Path(__file__).parent
@@ -74,10 +74,3 @@ def end_kept(paths: Paths) -> None:
     """Kill all processes below the keepers of an agent."""
     if paths.keepers.is_dir():
         end_left.end_kept(str(paths.keepers))
-
-
-def below_keepers(paths: Paths) -> list[proc.Stat]:
-    """Living processes below the keepers of an agent."""
-    return [
-        each for state in keeper.living(paths.keepers) for each in proc.below(state.keeper).values() if each.is_alive
-    ]
