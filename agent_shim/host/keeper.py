@@ -425,7 +425,8 @@ async def start(
     """
     what = f"run {program.argv[0]}"
     with contextlib.ExitStack() as opened, files.attempting(what):
-        name, listener, connection = _bind(directory, label)
+        with files.attempting(f"make a socket in {directory}"):
+            name, listener, connection = _bind(directory, label)
         opened.callback(listener.close)
         try:
             spec = opened.enter_context(closing(spec_file(_spec(program))))

@@ -61,11 +61,11 @@ CRASHES: Final = (
     ),
     Saboteur(
         "C-04",
-        "makes up how a process ended that it did not see end",
-        "agent_shim/supervisor/service.py",
-        "        record.last_exit = how\n",
-        "        record.last_exit = 'exit 0' if how == 'unknown' else how\n",
-        "an invented exit",
+        "forgets what keepers saw before it began",
+        "agent_shim/supervisor/ownership/process_finder.py",
+        "        if ending := self._keepers.ending_of(record.known):",
+        "        if ending := None:",
+        "another exit than its keeper saw",
     ),
     Saboteur(
         "C-06",

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -238,6 +239,16 @@ async def test_restarted_container_starts_its_job_again(
         assert await answer(container, 8080, "/") == "hello from hello\n"
 
 
+def taken_down(podman: Podman, manifest: Path, pod: str) -> None:
+    """Take down a pod. While conmon has not left its cgroup, podman 4.3 removes the pod in part and fails."""
+    for _ in range(30):
+        podman.run("kube", "down", str(manifest))
+        if podman.run("pod", "exists", pod).returncode:
+            return
+        time.sleep(0.5)
+    pytest.fail(f"podman does not take down {pod}")
+
+
 async def test_example_is_played_again_with_the_disk_of_the_first_time(
     podman: Podman, example: str, network: pods.Network, tmp_path: Path
 ) -> None:
@@ -264,7 +275,7 @@ async def test_example_is_played_again_with_the_disk_of_the_first_time(
             lines = (await container.exec("cat", "/var/vcap/store/hello/starts.txt")).split()
             assert lines == ["prepared", *["drained", "prepared"] * (times - 1)]
             await container.exec(*LAST_WORDS)
-            await asyncio.to_thread(podman, "kube", "down", str(manifest))
+            await asyncio.to_thread(taken_down, podman, manifest, name)
     finally:
         await asyncio.to_thread(podman.run, "pod", "rm", "--force", "--time", "0", name)
         await asyncio.to_thread(podman.run, "volume", "rm", *volumes.values())
@@ -286,7 +297,7 @@ async def test_patch_of_the_doctor_gives_a_container_what_it_lacks(
         await asyncio.to_thread(podman, "kube", "play", "--network", network.name, str(manifest))
         change.write_text(await container.exec(*doctor))
         patched = await asyncio.to_thread(applied, manifest, change)
-        await asyncio.to_thread(podman, "kube", "down", str(manifest))
+        await asyncio.to_thread(taken_down, podman, manifest, name)
 
         manifest.write_text(patched)
         await asyncio.to_thread(podman, "kube", "play", "--network", network.name, str(manifest))

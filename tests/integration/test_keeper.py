@@ -135,6 +135,14 @@ async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) 
     assert await keeper.find(sockets) == ([], {})
 
 
+async def test_start_without_a_place_for_the_socket_names_the_place(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    place = tmp_path / "file/keepers"
+    why = f"^cannot run /bin/sh: cannot make a socket in {place}: Not a directory$"
+    with pytest.raises(HostError, match=why):
+        await keeper.start(place, "web", shell("exit"))
+
+
 async def test_keeper_without_children_waits_for_an_agent(sockets: Path) -> None:
     first = await keeper.start(sockets, "brief", shell("read line; exit 7"))
     first.close()

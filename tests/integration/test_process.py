@@ -247,7 +247,7 @@ asyncio.run(main())
 
     assert done.stdout.splitlines() == [
         "cannot make a file in memory: Too many open files",
-        "cannot run /bin/true: Too many open files",
+        f"cannot run /bin/true: cannot make a socket in {Path.cwd()}/none: Too many open files",
     ]
 
 
