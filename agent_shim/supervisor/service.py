@@ -38,6 +38,8 @@ from agent_shim.supervisor.state import ACTIVE, ENDING, NEXT, UNDERWAY, UP, WORK
 
 logger = logging.getLogger(__name__)
 
+RECORD_TIMEOUT_S: Final = 5.0
+"""Seconds that a stop waits to be saved: a dead disk must not keep the jobs up."""
 LOST_KEEPER: Final = -1
 """Key of a killed keeper among the complaints, whose other keys are numbers of rules."""
 MAX_RECORDED_RESTARTS: Final = 64
@@ -79,6 +81,8 @@ class StopRequest(NamedTuple):
 
     by: float = float("inf")
     """Monotonic time at which remaining processes get KILL."""
+    recorded: asyncio.Event | None = None
+    """Set once the stop is saved, or cannot be. Otherwise an agent that is killed then leaves a job that died."""
 
 
 class ServiceContext(msgspec.Struct, frozen=True):
@@ -644,6 +648,10 @@ class Service:
 
     async def _end(self) -> None:
         """Stop dependants, run the stop program, end the remaining processes, then verify that none is left."""
+        if self._stop.recorded is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RECORD_TIMEOUT_S):
+                    await self._stop.recorded.wait()
         for dependant in self.dependants:
             await dependant.has_left(UP | ENDING)
         await self._end_start_of_bpm()

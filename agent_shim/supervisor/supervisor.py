@@ -403,9 +403,13 @@ class Supervisor:
         self._is_wanted = self._is_sealed and self._is_wanted
         kill_after = min(timeout * KILL_SHARE, timeout - min(KILL_RESERVE_S, timeout / 2))
         concerned = self._concerned()
+        recorded = asyncio.Event()
         for service in concerned:
-            service.stop(StopRequest(time.monotonic() + kill_after))
-        unsaved = await self._record_stop()
+            service.stop(StopRequest(time.monotonic() + kill_after, recorded))
+        try:
+            unsaved = await self._record_stop()
+        finally:
+            recorded.set()
         if wait:
             await _stopped(concerned, timeout)
             # Now, and not beside the next request, which would wait. A save under way may be older than the last end.

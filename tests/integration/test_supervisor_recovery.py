@@ -7,16 +7,18 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import proc, process, reaper
+from agent_shim.host import files, proc, process, reaper
 from agent_shim.supervisor.monit import monit_api
 from agent_shim.supervisor.ownership.process_finder import ProcessFinder
 from agent_shim.supervisor.ownership.process_record import ProcessRecord
@@ -394,3 +396,23 @@ async def test_supervisor_state_that_could_not_be_saved_is_saved_later(
             await asyncio.sleep(0.2)
 
         await until(lambda: b'"state":"unmonitored"' in world.paths.supervisor_state.read_bytes())
+
+
+async def test_stop_program_runs_only_after_the_stop_is_saved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is killed in between would leave a job that has died by itself, for the next agent."""
+    at_save: list[str] = []
+    real = files.write_atomic
+
+    def write(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == world.paths.supervisor_state and b'"stopping"' in arguments[0]:
+            time.sleep(0.3)
+            at_save.extend(world.lines())
+        real(path, *arguments, **options)
+
+    async with world.supervising(world.job("web", None, "echo stop >>$log; kill $(cat $pidfile)")) as supervisor:
+        await in_state(supervisor, "web", "running")
+        monkeypatch.setattr(files, "write_atomic", write)
+        await supervisor.stop(wait=True)
+
+    assert at_save == []
+    assert world.lines() == ["stop"]
