@@ -15,6 +15,7 @@ from typing import Final
 from tests.support import pods
 from tests.support.environment import BLOBS, Environment
 from tests.support.pods import Container, Network, Podman
+from tests.support.web import page
 
 SETTINGS: Final = "/var/vcap/bosh/warden-cpi-agent-env.json"
 AGENT_JSON: Final = "/var/vcap/bosh/agent.json"
@@ -56,18 +57,9 @@ def project(directory: Path, name: str, content: str) -> None:
 async def get(container: Container, path: str) -> tuple[int, str]:
     """Return status and body of a page of the agent. Repeats until the port is open."""
     url = f"http://{await container.address()}:9190{path}"
-
-    def ask() -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as exc:
-            with exc:
-                return exc.code, exc.read().decode()
-
     async with asyncio.timeout(60):
         while True:
             try:
-                return await asyncio.to_thread(ask)
+                return await asyncio.to_thread(page, url)
             except urllib.error.URLError:
                 await asyncio.sleep(0.05)

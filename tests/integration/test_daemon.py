@@ -9,8 +9,6 @@ import resource
 import shlex
 import signal
 import stat
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,17 +26,13 @@ from tests.support.bus import connected, on_bus
 from tests.support.instance import AGENT, COMMAND, World
 from tests.support.ports import free_address
 from tests.support.waiting import until
+from tests.support.web import page
 from tests.support.world import world as contract_world
 
 
 def readiness(address: str, level: str) -> tuple[int, str]:
     """The answer to a probe."""
-    try:
-        with urllib.request.urlopen(f"http://{address}/readyz?level={level}", timeout=20) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as exc:
-        with exc:
-            return exc.code, exc.read().decode()
+    return page(f"http://{address}/readyz?level={level}", timeout=20)
 
 
 async def test_sigterm_ends_the_agent_with_0_and_leaves_the_jobs(instance: World) -> None:

@@ -19,6 +19,7 @@ import yaml
 from tests.support.kubernetes import node as nodes
 from tests.support.kubernetes.manifests import manifests
 from tests.support.kubernetes.node import Node
+from tests.support.web import page
 
 LIMIT: Final = 120.0
 """Seconds that anything may take that a test waits for."""
@@ -172,19 +173,10 @@ class Pod:
     async def get(self, path: str, port: int = 9190) -> tuple[int, str]:
         """Return status and body of a page of the pod. Repeats until the port is open."""
         url = f"http://{(await self.look())['status']['podIP']}:{port}{path}"
-
-        def ask() -> tuple[int, str]:
-            try:
-                with urllib.request.urlopen(url, timeout=5) as answer:
-                    return answer.status, answer.read().decode()
-            except urllib.error.HTTPError as exc:
-                with exc:
-                    return exc.code, exc.read().decode()
-
         async with asyncio.timeout(LIMIT):
             while True:
                 try:
-                    return await asyncio.to_thread(ask)
+                    return await asyncio.to_thread(page, url)
                 except (urllib.error.URLError, ConnectionError):
                     await asyncio.sleep(0.1)
 

@@ -1,0 +1,16 @@
+"""Pages of a server, as a client gets them."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+
+def page(url: str, timeout: float = 5) -> tuple[int, str]:
+    """Return status and body of a page, whatever the status. Raises ``URLError`` without a server. Blocks."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code, exc.read().decode()
