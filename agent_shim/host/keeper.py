@@ -143,7 +143,7 @@ def user(name: str | None, group: str | None) -> User:
 class Keeper:
     """A connection to one keeper."""
 
-    def __init__(self, directory: Path, name: str, connection: socket.socket, child: Process | None = None) -> None:
+    def __init__(self, directory: Path, name: str, connection: socket.socket) -> None:
         self.name: Final = name
         """Name of its socket."""
         self.label: Final = label_of(name)
@@ -160,7 +160,6 @@ class Keeper:
         """Called after each report, and when it is lost."""
         self._directory = directory
         self._connection = connection
-        self._child = child
         self._loop = asyncio.get_running_loop()
         self.is_released = False
         """Told to exit once it has nothing below. The connection is closed."""
@@ -444,25 +443,29 @@ async def start(
             connection.close()
             (directory / name).unlink()
             raise
-    keeper = Keeper(directory, name, connection, child)
+    keeper = Keeper(directory, name, connection)
     keeper.since, keeper.parent = child.start_ticks, os.getpid()
     keeper.state = State(child.pid, 0, phase="starting")
     made(keeper)
     try:
-        async with asyncio.timeout(
-            START_TIMEOUT_S
-        ):  # not wait_for, which before Python 3.12 may swallow a cancellation
+        # Not wait_for, which before Python 3.12 may swallow a cancellation.
+        async with asyncio.timeout(START_TIMEOUT_S):
             await keeper.until(lambda: keeper.state.phase != "starting")
     except TimeoutError:
         with contextlib.suppress(OSError):
             keeper._connection.send(b"kill")  # noqa: SLF001 - one module
         raise HostError(f"cannot {what}: its file cannot be read in {START_TIMEOUT_S:.0f} s") from None
     except HostError:
-        code = await child.wait()  # it exits with the error number if it cannot work, and has run nothing then
+        code = None
+        with contextlib.suppress(TimeoutError):  # it lives if another program has connected to it
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                code = await child.wait()
+        # It exits with the error number if it cannot work, and has run nothing then.
         if code is not None and code < 128:
             keeper.release()
             keeper.is_lost = False
-        raise HostError(f"cannot {what}: its keeper ended: {os.strerror(code or 0)}") from None
+        why = "its keeper does not answer" if code is None else f"its keeper ended: {os.strerror(code)}"
+        raise HostError(f"cannot {what}: {why}") from None
     except asyncio.CancelledError:
         await keeper.abandon()
         raise
@@ -475,18 +478,19 @@ async def start(
 async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
     """Connect to all keepers of an earlier agent. One that does not answer has the pid 0.
 
-    Returns also the names of those that have ended unreleased, each with the tick of its start.
+    Returns also the names of those that have ended unreleased or cannot be reached, each with the tick of its start.
     """
     found = []
     ended: dict[str, int] = {}
     for name in _names(directory):
         try:
             keeper = Keeper(directory, name, _connect(directory / name))
+        except FileNotFoundError:
+            continue
         except OSError as exc:
-            if exc.errno == errno.ECONNREFUSED:
-                ended[name] = _begun(directory / name)
-            else:
+            if exc.errno != errno.ECONNREFUSED:
                 logger.error("cannot connect to the keeper %s: %s", name, exc)
+            ended[name] = _begun(directory / name)
             continue
         found.append(keeper)
     for keeper in list(found):
@@ -510,7 +514,10 @@ def _begun(path: Path) -> int:
 
 
 def living(directory: Path) -> list[State]:
-    """Return the states of the keepers that still have processes below. Blocks for at most a second each."""
+    """Return the states of the keepers that still have processes below. Blocks for at most a second each.
+
+    A keeper hears its latest caller alone, so an agent that was connected has lost it.
+    """
     found = []
     for name in _names(directory):
         with contextlib.suppress(OSError), _connect(directory / name) as connection:

@@ -18,7 +18,7 @@ from tests.support.programs.jobs import LASTING, World, in_state, info
 from tests.support.source import ROOT
 from tests.support.waiting import until
 
-FORMER: Final = "fb7a28df"
+FORMER: Final = "d2b51961"
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from agent_shim.core.errors import ActionError
-from agent_shim.host import keeper, proc, reaper
+from agent_shim.host import keeper, proc, process, reaper
 from agent_shim.supervisor.supervisor import Supervisor
 from tests.support.programs import is_alive, kill, number_in
 from tests.support.programs.jobs import LASTING, World, in_state, info
@@ -169,3 +171,28 @@ async def test_program_whose_execution_hangs_fails_the_stop_and_is_not_started_a
             kill(pid)
             await until(lambda: not is_alive(pid))
             await supervisor.stop(wait=True)
+
+
+async def test_stop_fails_while_a_keeper_of_an_earlier_agent_cannot_be_reached(world: World) -> None:
+    """It may have processes below, and it is named."""
+    (world.base / "files.json").write_bytes(msgspec.json.encode([world.job("web")]))
+    command = [sys.executable, "-m", "tests.support.programs.agent", str(world.base)]
+    env = {"TEST_OF": str(world.base), "PATH": os.environ["PATH"]}
+    state = world.paths.supervisor_state
+    with reaper.reaping():
+        agent = process.spawn(command, env=env, cwd=Path.cwd())
+        await until(lambda: state.exists() and b'"running"' in state.read_bytes())
+        agent.send(signal.SIGKILL)
+        await agent.wait()
+        (kept,) = keeper.living(world.paths.keepers)
+        (path,) = world.paths.keepers.iterdir()
+        made_at, hidden = path.stat().st_mtime, path.rename(world.base / "hidden")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:  # a connect fails, but not as refused
+            wrong.bind(str(path))
+            os.utime(path, (made_at, made_at))
+            async with world.supervisor() as supervisor:
+                await supervisor.recover()
+                with pytest.raises(ActionError, match=rf"cannot end .*\b{kept.keeper} \(keeper\)"):
+                    await supervisor.stop(wait=True)
+        path.unlink()
+        hidden.rename(path)

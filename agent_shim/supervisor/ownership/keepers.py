@@ -20,7 +20,7 @@ import msgspec
 
 from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
-from agent_shim.host import clock, guarded, job_cgroups, keeper, proc, process
+from agent_shim.host import guarded, job_cgroups, keeper, proc, process
 from agent_shim.host.descriptors import closing
 from agent_shim.host.keeper import Keeper
 from agent_shim.host.process import Process
@@ -224,12 +224,7 @@ class Keepers:
 
     def ending_of(self, identity: Identity) -> keeper.Exit | None:
         """Return how a process ended that is gone, if a keeper of an earlier agent knows."""
-        pid, start_ticks = identity
-        for each in self._kept:
-            for ended in each.state.exits.values():
-                if ended.pid == pid and ended.at >= start_ticks / clock.TICKS:
-                    return ended
-        return None
+        return next(filter(None, (each.exit_of(identity) for each in self._kept)), None)
 
     def of_former_agent(self, label: str) -> list[Identity]:
         """List the processes of a service in its cgroup, which an agent without keepers (0.2.0) made. Blocks."""
