@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import pwd
+import re
 import resource
 import secrets
 import signal
@@ -46,7 +47,9 @@ ANSWER_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
 """For the end of everything that was killed. A process stuck in the kernel takes longer."""
 _PACKET_BYTES: Final = 4096
-_MAX_NAME_BYTES: Final = 240
+_MAX_NAME_BYTES: Final = 220
+_NAME: Final = re.compile(r"(?P<label>[^@]+)@(?P<ticks>[0-9a-f]+)-[0-9a-f]{8}")
+"""Name of a socket: the quoted label, and ticks since the boot before its keeper began."""
 _NOT_EXECUTABLE: Final = 8
 """``MFD_NOEXEC_SEAL`` of ``linux/memfd.h``, which ``vm.memfd_noexec`` may require. Since Linux 6.3."""
 
@@ -490,7 +493,7 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
         except OSError as exc:
             if exc.errno != errno.ECONNREFUSED:
                 logger.error("cannot connect to the keeper %s: %s", name, exc)
-            ended[name] = _begun(directory / name)
+            ended[name] = _begun(name)
             continue
         found.append(keeper)
     for keeper in list(found):
@@ -501,16 +504,17 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
             logger.error("cannot use the keeper %s: it does not answer", keeper.name)
         except HostError:
             found.remove(keeper)
-            ended[keeper.name] = _begun(directory / keeper.name)
+            ended[keeper.name] = _begun(keeper.name)
         else:
             if itself := proc.stat(keeper.pid):
                 keeper.since, keeper.parent = itself.start_ticks, itself.parent
     return found, ended
 
 
-def _begun(path: Path) -> int:
-    """Return the tick at which a socket was made."""
-    return clock.boot_ticks() - int((clock.wall_time() - path.stat(follow_symlinks=False).st_mtime) * clock.TICKS)
+def _begun(name: str) -> int:
+    """Return the tick at which a keeper began, or a bit before."""
+    named = _NAME.fullmatch(name)
+    return int(named["ticks"], 16) if named else 0
 
 
 def living(directory: Path) -> list[State]:
@@ -587,7 +591,7 @@ def shortened(label: str) -> str:
 def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socket]:
     """Make a listening socket in the directory, and a connection to it. Its path may be longer than a socket's."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    token = secrets.token_hex(4)
+    token = f"{clock.boot_ticks():x}-{secrets.token_hex(4)}"
     name = f"{prefix(label)}@{token}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -607,8 +611,9 @@ def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socke
 
 
 def _names(directory: Path) -> list[str]:
+    """List the names of sockets as ``_bind`` makes them."""
     try:
-        return sorted(path.name for path in directory.iterdir())
+        return sorted(path.name for path in directory.iterdir() if _NAME.fullmatch(path.name))
     except FileNotFoundError:
         return []
 

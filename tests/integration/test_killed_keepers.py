@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from agent_shim.core.errors import ActionError
-from agent_shim.host import keeper, proc, process, reaper
+from agent_shim.host import clock, keeper, proc, process, reaper
 from agent_shim.supervisor.supervisor import Supervisor
-from tests.support.programs import is_alive, kill, number_in
+from tests.support.programs import is_alive, kill, number_in, number_of_program
 from tests.support.programs.jobs import LASTING, World, in_state, info
 from tests.support.waiting import until
 
@@ -32,7 +32,7 @@ async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: Worl
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
         main = (await in_state(supervisor, "web", "running")).pid
-        hidden = await until(lambda: number_in(child))
+        hidden = await until(lambda: number_of_program(child, "sleep"))
         os.kill(keeper_of(supervisor), signal.SIGKILL)
 
         await until(lambda: world.told("Execution failed"))
@@ -51,7 +51,11 @@ async def test_service_of_a_killed_keeper_fails_and_so_does_its_stop(world: Worl
         assert info(supervisor, "web").state == "stopped"
 
 
-async def test_next_agent_knows_of_a_killed_keeper(world: World) -> None:
+@pytest.mark.parametrize("set_back_s", [0, 3600])
+async def test_next_agent_knows_of_a_killed_keeper(
+    world: World, monkeypatch: pytest.MonkeyPatch, set_back_s: int
+) -> None:
+    """Also after the clock of the machine was set back."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     with reaper.reaping():
@@ -59,9 +63,10 @@ async def test_next_agent_knows_of_a_killed_keeper(world: World) -> None:
             await supervisor.configure([job])
             await supervisor.start()
             await in_state(supervisor, "web", "running")
-            hidden = await until(lambda: number_in(child))
+            hidden = await until(lambda: number_of_program(child, "sleep"))
             kept = keeper_of(supervisor)
         os.kill(kept, signal.SIGKILL)
+        monkeypatch.setattr(clock, "wall_time", lambda now=clock.wall_time: now() - set_back_s)
         async with world.supervisor() as supervisor:
             await supervisor.recover()
             await in_state(supervisor, "web", "running")
@@ -87,7 +92,7 @@ async def test_stop_fails_while_a_keeper_lives_that_has_left_the_agent(world: Wo
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
         await in_state(supervisor, "web", "running")
-        hidden = await until(lambda: number_in(child))
+        hidden = await until(lambda: number_of_program(child, "sleep"))
         kept = keeper_of(supervisor)
         keeper.living(world.paths.keepers)
 

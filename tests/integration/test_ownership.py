@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import proc, process
-from tests.support.programs import argv, foreign, is_alive, number_in
+from tests.support.programs import argv, foreign, is_alive, number_in, number_of_program
 from tests.support.programs.jobs import LASTING, World, in_state, info, program
 from tests.support.waiting import until
 
@@ -36,7 +36,7 @@ async def test_new_pidfile_naming_a_foreign_process_is_not_believed(world: World
     async with world.supervising(job) as supervisor:
         await until(world.lines)
         go.touch()
-        pid = await until(lambda: number_in(victim))
+        pid = await until(lambda: number_of_program(victim, "sleep"))
         found = await in_state(supervisor, "web", "down")
         assert f"the pidfile names process {pid} (sleep): it was not started by this agent" in found.reason
         await supervisor.stop(wait=True)

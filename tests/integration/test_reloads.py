@@ -11,7 +11,7 @@ import pytest
 
 from agent_shim.core.errors import ActionError
 from agent_shim.supervisor.supervisor import JobFile
-from tests.support.programs import foreign, is_alive, number_in
+from tests.support.programs import foreign, is_alive, number_in, number_of_program
 from tests.support.programs.jobs import World, in_state, info, program
 from tests.support.waiting import until
 
@@ -80,7 +80,7 @@ async def test_stop_names_and_leaves_a_process_that_another_job_started(world: W
     web = world.job("web", "echo $$ >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $log)")
     async with world.checking(web, helper) as supervisor:
         await in_state(supervisor, "web", "running")
-        pid = await until(lambda: number_in(other))
+        pid = await until(lambda: number_of_program(other, "sleep"))
         world.pidfile("web").write_text(f"{pid}\n")
         await asyncio.sleep(2 * world.timing.cycle)
         await supervisor.stop_one("web")

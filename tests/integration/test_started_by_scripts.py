@@ -15,7 +15,7 @@ from agent_shim.core.errors import ActionError
 from agent_shim.host import clock, proc
 from agent_shim.services.scripts import Scripts
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
-from tests.support.programs import is_alive, number_in
+from tests.support.programs import is_alive, number_in, number_of_program
 from tests.support.programs.jobs import World, in_state, info
 from tests.support.waiting import until
 
@@ -158,7 +158,7 @@ async def test_pidfile_naming_a_process_of_another_jobs_script_is_not_believed(w
     dns(world, f"setsid sleep 600 & echo $! >{other}")
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")
-        pid = await until(lambda: number_in(other))
+        pid = await until(lambda: number_of_program(other, "sleep"))
         liar = world.job("liar", f"cp {other} $pidfile", "exit 0", timeout=1)
         await supervisor.configure([liar])
         await supervisor.start()

@@ -36,6 +36,12 @@ def number_in(path: Path) -> int | None:
     return int(text) if text.endswith("\n") else None
 
 
+def number_of_program(path: Path, name: str) -> int | None:
+    """As number_in, once the process has executed the program with this name. A shell writes the number before that."""
+    number = number_in(path)
+    return number if number is not None and proc.name(number) == name else None
+
+
 def is_alive(pid: int) -> bool:
     """Return True if a process lives. A zombie does not."""
     found = proc.stat(pid)
