@@ -91,6 +91,8 @@ class _Worker:
     def __init__(self, nice: int) -> None:
         self._leaving: asyncio.TimerHandle | None = None
         command = [sys.executable, "-P", "-X", "utf8", "-m", "agent_shim.bulk.worker", str(os.getpid())]
+        if nice:
+            command = ["/usr/bin/nice", "-n", str(nice), *command]
         with ExitStack() as opened:
             try:
                 self._errors = os.memfd_create("errors")
@@ -99,9 +101,7 @@ class _Worker:
                 opened.enter_context(self._socket)
                 with theirs:
                     fd = theirs.fileno()
-                    self.process = process.spawn(
-                        command, env=os.environ, stdin=fd, stdout=fd, stderr=self._errors, nice=nice
-                    )
+                    self.process = process.spawn(command, env=os.environ, stdin=fd, stdout=fd, stderr=self._errors)
             except HostError as exc:
                 raise ActionError(str(exc)) from exc
             except OSError as exc:

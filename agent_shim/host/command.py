@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from agent_shim.core.errors import HostError
@@ -21,19 +21,19 @@ async def run(
     program: str,
     *arguments: str,
     given: str = "",
-    user: str | None = None,
-    group: str | None = None,
+    through: Sequence[str] = (),
     env: Mapping[str, str] = ENVIRONMENT,
     timeout: float = 60.0,
     grace: float = 1.0,
 ) -> str:
     """Run the program with ``given`` as stdin and return its output. On failure raises ``HostError`` with that output.
 
+    ``through`` is a command that executes the program, as setpriv does. Errors do not name it.
     After ``timeout`` seconds, or on cancellation, its process group gets TERM and ``grace`` seconds later KILL.
     """
     with _in_memory(given.encode()) as stdin, _in_memory() as output:
-        argv = [program, *arguments]
-        running = process.spawn(argv, env=env, stdin=stdin, stdout=output, stderr=output, user=user, group=group)
+        argv = [*through, program, *arguments]
+        running = process.spawn(argv, env=env, stdin=stdin, stdout=output, stderr=output)
         try:
             async with asyncio.timeout(timeout):
                 status = await running.wait_or_terminate(grace)

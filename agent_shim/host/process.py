@@ -5,7 +5,7 @@ Each child is reaped in one place, ``reap``, called when its pidfd turns readabl
 adopted orphan and its status is discarded.
 
 Call everything here on the event loop's thread. A spawn blocks the loop until the exec, half a millisecond. So a child
-is root until then: processes of another user may stop one of theirs, and what changes users is a program, ``setpriv``.
+keeps its user until then: as another one, it could be stopped by the processes of that user.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import grp
 import logging
 import os
-import pwd
 import resource
 import select
 import signal
@@ -29,15 +27,13 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from agent_shim.core.errors import HostError
-from agent_shim.host import clock, files, guarded, proc
-from agent_shim.host.daemon_thread import run_in_daemon_thread
+from agent_shim.host import files, guarded, proc
 from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
 
 SETPRIV: Final = "/usr/bin/setpriv"
 """Program of util-linux that changes users. By its path, because the PATH of a program is its caller's."""
-NICE: Final = "/usr/bin/nice"
 POLL_S: Final = 0.02
 """Poll interval where no descriptor reports the change: a group that empties, a process without pidfd."""
 KILL_TIMEOUT_S: Final = 10.0
@@ -48,9 +44,6 @@ _PIDFD_GET_INFO: Final = 0xC040FF0B
 _PIDFD_INFO_EXIT: Final = 8
 _STATUS_DELAYS_S: Final = (0.001, 0.004, 0.016, 0.064)
 """Waits for the parent of an adopted process to reap it: only then does the kernel report its status."""
-
-_HEAD_BYTES: Final = 256
-"""As much of a program as the kernel reads to know how to execute it (BINPRM_BUF_SIZE)."""
 
 _watched: dict[int, list[Process]] = {}
 """Every ``Process`` that has not ended, by pid. Global, as the kernel's set of children is."""
@@ -83,10 +76,8 @@ class Process:
         self.start_ticks: Final = stat.start_ticks
         self.identity: Final = stat.identity
         """Pid and start time."""
-        self.seen_ticks = stat.start_ticks
-        """Until this tick, its pid, group and session were known to be its own: a child's until it is reaped. One later
-        if its group outlived it, as a member may be as young as that tick.
-        """
+        self.is_ending = False
+        """``terminate`` was called: what is left of its group ends with it."""
         self._parent = parent
         self._asking: asyncio.Task[None] | None = None
         self._leads = leads
@@ -111,15 +102,10 @@ class Process:
         """True until it dies. A zombie is dead."""
         if self.is_over:
             return False
-        now = clock.boot_ticks()
-        if self._pidfd is None:
-            found = proc.stat(self.pid)
-            is_alive = found is not None and found.is_alive and found.start_ticks == self.start_ticks
-        else:
-            is_alive = not _is_readable(self._pidfd)
-        if is_alive:
-            self.seen_ticks = now
-        return is_alive
+        if self._pidfd is not None:
+            return not _is_readable(self._pidfd)
+        found = proc.stat(self.pid)
+        return found is not None and found.is_alive and found.start_ticks == self.start_ticks
 
     @property
     def is_over(self) -> bool:
@@ -146,27 +132,26 @@ class Process:
         return not self.is_over and _send(self._pidfd, self.pid, sig)
 
     def send_group(self, sig: int) -> None:
-        """Send its process group a signal. Only the process itself if it does not lead one."""
+        """Send its process group a signal, or the process alone if it leads none.
+
+        Nothing is sent once it has ended and is reaped: its pid may then name another group.
+        """
         if not self._leads:
             self.send(sig)
-        elif self._holds_pid:
+        elif is_spawned(self.identity) or self.is_alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, sig)
-        else:
-            for member in self._members():
-                send(member.identity, sig)
-
-    @property
-    def _holds_pid(self) -> bool:
-        """True while it is alive, or dead and not reaped: the pid cannot belong to another group."""
-        return self.is_alive or (not self.is_over and _has_child(os.P_PID, self.pid))
 
     def adopt_child(self, pid: int) -> Process | None:
         """Watch a process that it has started, and that may have gone to its keeper. None as from ``adopt``."""
         return adopt(pid) if self._parent is None else self._parent.adopt(pid)
 
     async def terminate(self, grace: float) -> int | None:
-        """Send the group TERM, after ``grace`` seconds or on cancellation KILL. Return the status once it is gone."""
+        """Send the group TERM, after ``grace`` seconds or on cancellation KILL. Return the status once it is gone.
+
+        What a child of ours leaves of its group is killed when it ends. Below a keeper, it has the whole grace.
+        """
+        self.is_ending = True
         await self._signal_group(signal.SIGTERM)
         # Not asyncio.timeout: before Python 3.11.3 it never expires in a cancelled task, as callers are.
         gone = asyncio.ensure_future(self._group_ended())
@@ -192,40 +177,22 @@ class Process:
             if not others:
                 _watched.pop(self.pid, None)
 
-    async def _group_ended(self) -> int | None:
+    async def _group_ended(self) -> None:
         await self.wait()
-        while self._leads and _group_exists(self.pid):
-            begun_at = time.monotonic()
-            if not await self._members_by_thread():
-                break
-            await asyncio.sleep(max(POLL_S, time.monotonic() - begun_at))
-        return self._status
+        while await self._left_of_group():  # noqa: ASYNC110 - members of a group send no event
+            await asyncio.sleep(POLL_S)
 
     async def _signal_group(self, sig: int) -> None:
-        """As ``send_group``, with no look at all processes on the event loop: a job can make thousands."""
-        if self._leads and not self._holds_pid:
-            for member in await self._members_by_thread():
-                send(member.identity, sig)
-        else:
-            self.send_group(sig)
+        """As ``send_group``. Below a keeper it also reaches a group that has outlived its leader."""
+        self.send_group(sig)
+        for member in [] if self.is_alive else await self._left_of_group():
+            send(member.identity, sig)
 
-    async def _members_by_thread(self) -> list[proc.Stat]:
-        """``_members``, off the event loop while a further thread can start."""
-        try:
-            return await run_in_daemon_thread(self._members, f"group of {self.pid}")
-        except OSError:
-            return self._members()
-
-    def _members(self) -> list[proc.Stat]:
-        """Living members of the group that it led. Once that group is empty, the pid may name another group.
-
-        A member that started while the leader was known to be alive proves that the group is still the same.
-        """
-        if self._parent is not None:
-            return [s for s in self._parent.processes() if s.group == self.pid]
-        found = [s for s in proc.table().values() if s.group == self.pid and s.start_ticks >= self.start_ticks]
-        has_lasted = any(s.start_ticks < self.seen_ticks or s.identity == self.identity for s in found)
-        return [s for s in found if s.is_alive] if has_lasted else []
+    async def _left_of_group(self) -> list[proc.Stat]:
+        """List the living members of the group below the keeper. None of its processes can leave that."""
+        if self._parent is None or not self._leads:
+            return []
+        return [each for each in await asyncio.to_thread(self._parent.processes) if each.group == self.pid]
 
     def _poll(self) -> None:
         """Poll a process without pidfd."""
@@ -263,10 +230,9 @@ class Process:
         self.release()
         self._finish(status)
 
-    def _finish(self, status: int | None, seen_ticks: int = 0) -> None:
+    def _finish(self, status: int | None) -> None:
         self._forget()
         self._status = status
-        self.seen_ticks = max(self.seen_ticks, seen_ticks)
         self._over.set()
 
     def _forget(self) -> None:
@@ -288,25 +254,17 @@ def spawn(
     stdin: int | None = None,
     stdout: int | Path | None = None,
     stderr: int | Path | None = None,
-    user: str | None = None,
-    group: str | None = None,
-    nice: int = 0,
-    umask: int = 0o022,
     executable: Path | None = None,
     inherited: Sequence[int] = (),
 ) -> Process:
     """Run a program without a shell, in its own session: processes of one session can join each other's groups, which
     are signalled as a whole, and have a terminal of the agent.
 
-    A stream of None is ``/dev/null``. A path is opened for appending. ``user`` and ``group`` are names or numbers.
-    Without root both are ignored. ``executable`` is the file to execute if it is
+    A stream of None is ``/dev/null``. A path is opened for appending. ``executable`` is the file to execute if it is
     not ``argv[0]``. ``inherited`` are further descriptors that keep their numbers. Raises ``HostError`` "cannot run
     PROGRAM: why".
     """
     program = argv[0]
-    before = _as_user(program, user, group) + ([NICE, "-n", str(nice)] if nice else [])
-    if before:
-        _require_executable(program)
     with contextlib.ExitStack() as opened:
         try:
             out, err = (
@@ -314,13 +272,13 @@ def spawn(
                 for each in (stdout, stderr)
             )
             popen = subprocess.Popen(
-                [*before, *argv],
+                argv,
                 env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL if stdin is None else stdin,
                 stdout=subprocess.DEVNULL if out is None else out,
                 stderr=subprocess.DEVNULL if err is None else err,
-                umask=umask,
+                umask=0o022,
                 start_new_session=True,
                 executable=executable,
                 pass_fds=inherited,
@@ -338,27 +296,6 @@ def spawn(
         with contextlib.suppress(OSError):  # it has ended, or is another user already
             resource.prlimit(popen.pid, resource.RLIMIT_NOFILE, limits)
     return Process(stat, _open(popen.pid), leads=True)
-
-
-def _require_executable(program: str) -> None:
-    """Raise the error of ``spawn`` for a path that cannot be executed, which another program would report as an exit.
-
-    A file that the guarded door does not open passes if it may be executed.
-    """
-    begin = b""
-    with contextlib.suppress(OSError):
-        begin = guarded.head(Path(program), _HEAD_BYTES)
-    interpreter = begin.partition(b"\n")[0][2:].split() if begin.startswith(b"#!") else []
-    try:
-        if os.path.isdir(program) or not os.access(program, os.X_OK):  # noqa: PTH112 - text
-            os.stat(program)  # noqa: PTH116 - text
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        if begin and not begin.startswith((b"#!", b"\x7fELF")):
-            raise OSError(errno.ENOEXEC, os.strerror(errno.ENOEXEC))
-        if interpreter and not os.path.exists(interpreter[0]):  # noqa: PTH110 - text
-            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-    except OSError as exc:
-        raise _cannot_run(program, exc) from exc
 
 
 def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None) -> Process | None:
@@ -511,19 +448,21 @@ async def send_all(processes: Collection[tuple[int, int]], sig: int, timeout: fl
 
 def reap(pid: int) -> bool:
     """Reap a dead child and pass its status to every ``Process`` with its pid. False if it is not a dead child."""
-    now = clock.boot_ticks()  # the pid may be reused from the reaping on
     try:
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return False
     if info is None:
         return False
+    watching = _watched.pop(pid, [])
+    for each in watching:
+        if each.is_ending:  # until it is reaped, its number is that of its own group
+            each.send_group(signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED)
     _spawned.pop(pid, None)
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
-    for process in _watched.pop(pid, []):
-        # A member of the group may be as young as this tick.
-        has_members = _group_exists(pid) and proc.stat(pid) is None
-        process._finish(status, now + has_members)  # noqa: SLF001 - one class, two halves
+    for each in watching:
+        each._finish(status)  # noqa: SLF001 - one class, two halves
     return True
 
 
@@ -569,24 +508,6 @@ def _is_readable(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _has_child(kind: int, number: int) -> bool:
-    """Return True if a child of this process, perhaps dead, has this pid (``P_PID``) or group (``P_PGID``)."""
-    try:
-        os.waitid(kind, number, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
-
-
-def _group_exists(group: int) -> bool:
-    with contextlib.suppress(PermissionError):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return False
-    return True
-
-
 def _exit_info(pidfd: int | None) -> int | None:
     """Return the status that another process reaped (Linux 6.15 and later)."""
     if pidfd is None:
@@ -600,27 +521,6 @@ def _exit_info(pidfd: int | None) -> int | None:
     if not words[0] & _PIDFD_INFO_EXIT:
         return None
     return 128 + code if (code := words[15] & 0x7F) else words[15] >> 8 & 0xFF
-
-
-def _as_user(program: str, user: str | None, group: str | None) -> list[str]:
-    """Return the beginning of a command that executes ``program`` as this user and group, as monit does (spawn.c).
-
-    A user brings neither its group nor its supplementary groups. Raises ``HostError`` for an unknown name.
-    """
-    if (user is None and group is None) or os.geteuid() != 0:
-        return []
-    chosen = {"clear-groups": ""} if user else {"keep-groups": ""}
-    try:
-        if user is not None:
-            chosen["reuid"] = user if user.isdigit() else str(pwd.getpwnam(user).pw_uid)
-    except KeyError:
-        raise HostError(f"cannot run {program}: there is no user {user}") from None
-    try:
-        if group is not None:
-            chosen["regid"] = group if group.isdigit() else str(grp.getgrnam(group).gr_gid)
-    except KeyError:
-        raise HostError(f"cannot run {program}: there is no group {group}") from None
-    return [SETPRIV, *(f"--{name}={value}" if value else f"--{name}" for name, value in chosen.items()), "--"]
 
 
 def _cannot_run(program: str, exc: OSError) -> HostError:

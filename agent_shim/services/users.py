@@ -20,7 +20,7 @@ from typing import Final
 
 from agent_shim.core.errors import ActionError, HostError, errors_as
 from agent_shim.core.paths import Paths
-from agent_shim.host import command, files, guarded, proc
+from agent_shim.host import command, files, guarded, proc, process
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +128,17 @@ class Users:
     async def _authorize(self, user: str, home: Path, keys: str) -> None:
         """Replace the authorized keys of ``user``, as that user."""
         env = command.ENVIRONMENT | {"HOME": str(home)}
-        argv = ["/bin/sh", "-c", _REPLACE_KEYS]
-        group = next((row[3] for row in self._accounts() if row[0] == user), None)
-        await command.run(*argv, given=keys, user=user, group=group, env=env, timeout=KEYS_TIMEOUT_S)
+        become = []
+        if os.geteuid() == 0:
+            groups = [row[3] for row in self._accounts() if row[0] == user]
+            become = [
+                process.SETPRIV,
+                f"--reuid={user}",
+                *(f"--regid={group}" for group in groups[:1]),
+                "--clear-groups",
+            ]
+        replace = ["/bin/sh", "-c", _REPLACE_KEYS]
+        await command.run(*replace, given=keys, through=become, env=env, timeout=KEYS_TIMEOUT_S)
 
     def _with_password(self, users: Sequence[str]) -> bool:
         """Return True if one of them has a usable password."""

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import hatch_build
@@ -100,6 +101,41 @@ async def test_daemon_without_traces_is_ended_with_its_keeper(sockets: Path) -> 
     assert not kept.state.is_killing
     assert proc.stat(daemon.pid) is None
     kept.release()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("user", "group", "ids"),
+    [("daemon", None, "1 0 0"), ("daemon", "sys", "1 3 3"), ("4711", "4712", "4711 4712 4712"), ("0", None, "0 0 0")],
+)
+async def test_program_runs_as_its_user_and_groups(
+    sockets: Path, tmp_path: Path, user: str, group: str | None, ids: str
+) -> None:
+    """The user is given by name or number. The program has its groups and none of the agent's."""
+    program = msgspec.structs.replace(shell("echo $(id -u) $(id -g) $(id -G)"), user=keeper.user(user, group))
+    before = os.getgroups()
+    os.setgroups([4, 27])
+    try:
+        with (tmp_path / "out").open("w") as out:
+            kept = await keeper.start(sockets, "web", msgspec.structs.replace(program, stdout=out.fileno()))
+        assert (await kept.wait()).status == 0
+    finally:
+        os.setgroups(before)
+    kept.release()
+
+    assert (tmp_path / "out").read_text().split() == ids.split()
+
+
+def test_unknown_user_is_named_unless_the_agent_is_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may name a user that this image lacks. An ordinary user runs every program as itself."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(HostError, match="there is no user nosuch"):
+        keeper.user("nosuch", None)
+    with pytest.raises(HostError, match="there is no group nosuch"):
+        keeper.user("root", "nosuch")
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert keeper.user("nosuch", "nosuch") == keeper.User()
 
 
 async def test_keeper_kills_processes_that_ignore_sigterm(sockets: Path) -> None:

@@ -104,7 +104,7 @@ async def isolation(found=sandbox.isolation, **fewer):
     return (await found())._replace(level=int(os.environ["LEVEL"]), **fewer)
 
 sandbox.isolation = isolation
-stranger = process.spawn(["/bin/sleep", "600"], env={}, user="vcap")
+stranger = process.spawn([process.SETPRIV, "--reuid=vcap", "--clear-groups", "/bin/sleep", "600"], env={})
 with reaper.reaping():
     try:
 BODY

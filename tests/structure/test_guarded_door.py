@@ -208,7 +208,7 @@ RAW: Mapping[str, Raw] = {
     ),
     "host.process": Raw(
         "the files of cgroups, whether a program that is to run is there, the process's own name: no content is read",
-        frozenset({"_cannot_run", "_require_executable", "take_name"}),
+        frozenset({"_cannot_run", "take_name"}),
     ),
     "host.pseudo_terminal": Raw(KERNEL, frozenset({"open_pair"})),
     "bulk.copytruncate": Raw(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -53,12 +54,12 @@ async def test_ssh_user_is_created_with_a_key_and_removed_by_expression(
     ran: list[tuple[str, ...]] = []
     keys: dict[str, str] = {}
 
-    async def run(*argv: str, given: str = "", user: str = "", **_: object) -> str:
+    async def run(*argv: str, given: str = "", through: Sequence[str] = (), **_: object) -> str:
         ran.append(argv)
         if argv[0] == "useradd":
             passwd.write_text(passwd.read_text() + f"{argv[-1]}:x:1001:1001::{paths.ssh_home}/{argv[-1]}:/bin/bash\n")
         elif argv[0] == "/bin/sh":
-            keys[user] = given
+            keys[through[1]] = given
         return ""
 
     async def remove(user: str) -> None:
@@ -72,7 +73,7 @@ async def test_ssh_user_is_created_with_a_key_and_removed_by_expression(
         await ours.setup(user, KEY)
 
     assert ours.made() == ["bosh_jane", "bosh_joe"]
-    assert keys == {"bosh_jane": KEY, "bosh_joe": KEY}
+    assert keys == {"--reuid=bosh_jane": KEY, "--reuid=bosh_joe": KEY}
     assert ran[:2] == [
         ("useradd", "-m", "-b", str(paths.ssh_home), "-s", "/bin/bash", "bosh_jane"),
         ("usermod", "-G", users.GROUPS, "bosh_jane"),
