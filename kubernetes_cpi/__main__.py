@@ -1,4 +1,4 @@
-"""Entry point: one request on standard input, one response on standard output, the log on standard error."""
+"""Entry point: read one request from standard input, write one response to standard output, and log to standard error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ALLOCATIONS_BEFORE_COLLECTION: Final = 100_000
 
 
 def take_stdout() -> int:
-    """Reserve standard output for the response: output of libraries and children goes to standard error."""
+    """Reserve standard output for the response, and redirect output of libraries and child processes to standard error."""
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process runs
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process exits
     response = os.dup(1)
     os.dup2(sys.stderr.fileno(), 1)
     sys.stdout = sys.stderr
@@ -22,10 +22,13 @@ def take_stdout() -> int:
 
 
 def run() -> NoReturn:
-    """Run as the whole process: with ``-c`` instead of ``-m`` it starts without ``runpy`` and its imports."""
+    """Run the CPI as the whole process.
+
+    ``python -c`` is used instead of ``-m`` because it starts without ``runpy`` and its imports.
+    """
     gc.set_threshold(ALLOCATIONS_BEFORE_COLLECTION)
     main()
-    # The response is written. The regular end of the interpreter would take longer than all of `has_vm`.
+    # The response is already written, and a regular interpreter shutdown would take longer than a whole `has_vm` call.
     os._exit(0)
 
 

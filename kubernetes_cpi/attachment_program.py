@@ -1,22 +1,24 @@
 """The program of helper pods: bind a disk into a running VM, unmount it, or restart the VM.
 
-The CPI sends the text of this file to a container as an argument, to be run by any Python from 3.9 on. It imports the
-standard library alone, and no module imports it.
+The CPI passes the text of this file to a container as an argument, where any Python from 3.9 on runs it. It imports
+only the standard library, and no module imports it.
 
-    attach DISK TARGET POD_UID              mount DISK on TARGET. End only when it is unmounted again, after SIGTERM
+    attach DISK TARGET POD_UID              mount DISK on TARGET, and end only once it is unmounted again after SIGTERM
     detach TARGET POD_UID HOLDER PATIENCE   unmount the disk of the attachment whose pod has the UID HOLDER
-    bound DIRECTORY                         leave no room in the VM's directory to root of a user namespace
-    reboot POD_UID GRACE                    end process 1 of the VM's container, which the kubelet starts again
+    bound DIRECTORY                         stop root of a user namespace from filling the VM's directory
+    reboot POD_UID GRACE                    end process 1 of the VM's container, which the kubelet then restarts
 
-DISK is where the claim is mounted here. TARGET lies below a directory that is shared with the node, and from there with
-the VM. The VM's processes are found by the UID of its pod in their cgroups, which takes the node's pid namespace.
+DISK is the path at which the claim is mounted in the helper. TARGET lies below a directory that the helper shares with
+the node, and the node with the VM. The VM's processes are found by the UID of its pod in their cgroup paths, which
+requires the node's pid namespace.
 
-Root of a VM that may mount can move a mount, bind it elsewhere, clone it and rename its directory: a disk is known by
-device and root, in the mount tables of this program and of all threads of the VM, and by device in their descriptors.
+If a VM may mount, its root user can move a mount, bind it elsewhere, clone it and rename its directory. A path
+therefore does not identify a disk. Instead, this program looks for the disk's device and root in its own mount table
+and in those of all threads of the VM, and for its device among their open descriptors.
 
-Any process of the node, without privileges, can have a hundred thousand mounts with long names in each of its mount
-namespaces. So tables are read line by line, each of them once, and this program never looks at a file that a process
-has open in a way that asks its file system, which may not answer.
+Any unprivileged process on the node can have a hundred thousand mounts with long names in each of its mount namespaces.
+This program therefore reads mount tables line by line, each of them once. It also never inspects a file that another
+process has open in a way that queries the file system, because that file system might never answer.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ STATX, KCMP = (332, 312) if os.uname().machine == "x86_64" else (291, 272)
 LINE_BYTES = 1 << 16
 """Longest part of a line of a mount table that is kept: longer paths belong to no disk of the CPI."""
 DISK = "/disk"
-DONE = "/tmp/done"  # noqa: S108 - of a container with one process
+DONE = "/tmp/done"  # noqa: S108 - in a container with a single process
 TERMINATION_LOG = "/dev/termination-log"
 RETRY_S = 0.05
 REPORT_S = 5.0
@@ -63,13 +65,13 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class MountAttr(ctypes.Structure):
-    """struct mount_attr of mount_setattr(2)."""
+    """struct mount_attr, the argument of mount_setattr(2)."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
 
 
 class Mount(NamedTuple):
-    """A line of a mount table: device and root identify a directory of a file system."""
+    """One line of a mount table. Device and root together identify a directory of a file system."""
 
     number: int
     parent: int
@@ -79,7 +81,7 @@ class Mount(NamedTuple):
 
 
 class View(NamedTuple):
-    """A directory of a file system, whatever mount shows it."""
+    """A directory of a file system, regardless of the mount through which it is seen."""
 
     device: str
     root: str
@@ -109,7 +111,7 @@ def attach(disk: str, target: str, uid: str) -> None:
     place = directory(target)
     wanted = mounted_on(disk)
     if found := points(wanted, target):
-        # An earlier container of this pod has mounted it and was killed.
+        # An earlier container of this pod mounted the disk and was then killed.
         if target not in found:
             raise SystemExit(f"cannot mount the disk: the VM has moved it from {target}")
     elif is_mounted(target):
@@ -128,7 +130,7 @@ def attach(disk: str, target: str, uid: str) -> None:
 
 
 def detach(disk: Mount, target: str, uid: str, patience: float = float("inf")) -> None:
-    """Unmount the disk from below the directory of the VM. Retry while the VM uses it, ``patience`` seconds long."""
+    """Detach the disk from the VM's directory, retrying for ``patience`` seconds while the VM uses it."""
     reported, until = 0.0, time.monotonic() + patience
     while is_held(disk, target, uid):
         if time.monotonic() >= until:
@@ -140,19 +142,19 @@ def detach(disk: Mount, target: str, uid: str, patience: float = float("inf")) -
     with contextlib.suppress(OSError):
         os.rmdir(target)
     if not any(processes(uid)):
-        # The VM is gone: its directory is then empty, or belongs to other disks.
+        # The VM is gone, so its directory is empty or belongs to other disks.
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(target))
     say("unmounted")
 
 
 def is_held(disk: Mount, target: str, uid: str) -> bool:
-    """Unmount the disk. True if the VM uses it, which leaves it mounted."""
+    """Unmount the disk unless the VM uses it. Return True if it does, in which case the disk stays mounted."""
     view = directory_of(os.path.dirname(target))
     if any(parent != view for parent in parents_in_vm(disk, uid)):
         return True
     for point in points(disk, target):
-        # A clone, to mount the disk again as it was; without it on kernels before 5.2.
+        # Keep a clone so that the disk can be mounted again as it was. Kernels before 5.2 cannot clone a mount.
         tree = libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(point), OPEN_TREE_CLONE | os.O_CLOEXEC)
         try:
             if libc.umount2(os.fsencode(point), UMOUNT_NOFOLLOW) != 0:
@@ -160,7 +162,7 @@ def is_held(disk: Mount, target: str, uid: str) -> bool:
                     return True
                 raise SystemExit(f"cannot unmount the disk: {os.strerror(ctypes.get_errno())}")
             if any(parents_in_vm(disk, uid)):
-                # The VM has cut its directory off from the node, and writes to the disk still.
+                # The VM has cut its directory off from the node and can still write to the disk.
                 place = directory(target)
                 flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
                 check(libc.syscall(MOVE_MOUNT, tree, b"", place, b"", flags), f"mount the disk again, and {IN_USE}")
@@ -173,7 +175,7 @@ def is_held(disk: Mount, target: str, uid: str) -> bool:
 
 
 def points(disk: Mount, target: str) -> list[str]:
-    """Return the places below the VM's directory on which the disk is mounted, the uppermost mount last."""
+    """Return the places below the VM's directory on which the disk is mounted, topmost mount last."""
     above = os.path.realpath(os.path.dirname(target)) + "/"
     found = [one.point for one in mounts() if is_same(one, disk) and one.point.startswith(above)]
     name = os.path.basename(target)
@@ -181,9 +183,10 @@ def points(disk: Mount, target: str) -> list[str]:
 
 
 def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
-    """Return the mounts below which threads of the VM have the disk mounted, or a part of it.
+    """Return the mounts below which threads of the VM have the disk, or a part of it, mounted.
 
-    For a mount in no table that a thread has open by a descriptor, and for one without a parent, the view is empty.
+    The view is empty for a mount without a parent, and for a mount that is in no table but that a thread holds open by
+    a descriptor.
     """
     pids = list(processes(uid))
     listed = bytearray()
@@ -199,13 +202,15 @@ def parents_in_vm(disk: Mount, uid: str) -> Iterator[View]:
                 yield View(one.device, one.root)
         if parents:
             yield View("", "")
-    # A job in a jail has descriptors of mounts that its own table lacks.
+    # A job in a jail may hold descriptors of mounts that its own mount table lacks.
     if any(device == disk.device for pid in pids for device in devices_of_unlisted_mounts(pid, listed)):
         yield View("", "")
 
 
 def devices_of_unlisted_mounts(pid: int, listed: bytearray) -> Iterator[str]:
-    """Return the devices of mounts that a process has open, but that are not ``listed``. Add them to it."""
+    """Return the devices of mounts that a process has open but that are not in ``listed``, and add those mounts to
+    ``listed``.
+    """
     for link in links_of(pid):
         with contextlib.suppress(OSError):
             if "/fd/" in link and has(listed, number_in(link.replace("/fd/", "/fdinfo/"))):
@@ -231,7 +236,7 @@ def links_of(pid: int) -> Iterator[str]:
 
 
 def different_threads(pid: int, what: int) -> Iterator[str]:
-    """Return one thread for each set of descriptors, or of root and mount namespace. Mostly all threads share one."""
+    """Return one thread for each distinct set of descriptors, root and mount namespace. Usually all threads share one."""
     found: list[int] = []
     for thread in threads(pid):
         number = int(os.path.basename(thread))
@@ -241,14 +246,14 @@ def different_threads(pid: int, what: int) -> Iterator[str]:
 
 
 def number_in(fdinfo: str) -> int:
-    """Return the number of the mount that contains an open file."""
+    """Return the mount id of an open file."""
     with open(fdinfo, "rb") as file:
         return next((int(line.split()[1]) for line in file if line.startswith(b"mnt_id:")), 0)
 
 
 def device_of(fd: int) -> str:
-    """Return the device of the file system of an open file, without asking the file system."""
-    # struct statx has 256 bytes. The kernel fills in the device although nothing is requested.
+    """Return the device of an open file's file system without querying the file system itself."""
+    # struct statx has 256 bytes. The kernel fills in the device although no field is requested.
     found = (ctypes.c_uint32 * 64)()
     if libc.syscall(STATX, fd, b"", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, 0, found) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -260,14 +265,17 @@ def has(numbers: bytearray, number: int) -> bool:
 
 
 def add(numbers: bytearray, number: int) -> None:
-    """Add a number to a set with a byte for each possible one. The kernel gives mounts the lowest free number."""
+    """Add a number to a set that has one byte per possible number.
+
+    This stays small because the kernel gives a mount the lowest free id.
+    """
     if number >= len(numbers):
         numbers.extend(bytes(number + 1 - len(numbers)))
     numbers[number] = 1
 
 
 def directory_of(path: str) -> View:
-    """Return device and root of a directory, which another mount of it shows as well."""
+    """Return the device and root of a directory. They are the same for every mount of it."""
     real = os.path.realpath(path)
     around = (one for one in mounts() if real == one.point or real.startswith(one.point.rstrip("/") + "/"))
     inner = max(around, key=lambda one: len(one.point))
@@ -275,7 +283,7 @@ def directory_of(path: str) -> View:
 
 
 def disk_of(holder: str) -> Mount:
-    """Return the disk of an attachment, by the process that has it mounted."""
+    """Return the disk of an attachment, found through the process that has it mounted."""
     for pid in processes(holder):
         for one in mounts(str(pid)):
             if one.point == DISK:
@@ -284,9 +292,10 @@ def disk_of(holder: str) -> Mount:
 
 
 def sweep(above: str) -> None:
-    """Remove old empty directories of VMs that no process has mounted: those of VMs that are gone.
+    """Remove old, empty directories that no process has mounted. They belonged to VMs that are gone.
 
-    Remove none if the tables of all processes cannot be read in time, or if this program is to end meanwhile.
+    Nothing is removed if the tables of all processes cannot be read in time, or if this program is told to end
+    meanwhile.
     """
     old = {}
     with os.scandir(above) as entries:
@@ -306,13 +315,14 @@ def sweep(above: str) -> None:
 
 
 def different_tables(tasks: Iterable[str]) -> Iterator[str]:
-    """Return one process or thread for each mount table: all with the same namespace and root have the same one."""
+    """Return one process or thread for each mount table. Processes with the same namespace and root share a table."""
     found = set()
     for task in tasks:
         with contextlib.suppress(OSError):
             fd = os.open(f"/proc/{task}/root", os.O_PATH | os.O_CLOEXEC)
             try:
-                # Kernels from 5.14 on tell the inode there. A path is ambiguous if its directory was removed.
+                # Kernels from 5.14 on show the inode in the link. The path alone is ambiguous if its directory was
+                # removed.
                 root = text_of(f"self/fdinfo/{fd}"), os.readlink(f"/proc/self/fd/{fd}")
             finally:
                 os.close(fd)
@@ -323,7 +333,10 @@ def different_tables(tasks: Iterable[str]) -> Iterator[str]:
 
 
 def directory(target: str) -> int:
-    """Return a descriptor of the directory to mount on. Root of the VM writes to the directory above, also links."""
+    """Return a descriptor of the directory to mount on.
+
+    The VM's root user can write to the directory above it and may put links there.
+    """
     above, name = os.path.split(target)
     os.makedirs(above, mode=0o755, exist_ok=True)
     parent = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -338,7 +351,7 @@ def directory(target: str) -> int:
 
 
 def mount(disk: str, place: int, uid: str) -> None:
-    """Bind the disk. Idmapped if the VM has its own user namespace."""
+    """Bind the disk, with an idmapped mount if the VM has its own user namespace."""
     userns = foreign_userns(uid)
     if userns is None:
         target = f"/proc/self/fd/{place}".encode()
@@ -352,15 +365,15 @@ def mount(disk: str, place: int, uid: str) -> None:
         flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
         check(libc.syscall(MOVE_MOUNT, tree, b"", place, b"", flags), "mount the disk")
     finally:
-        # Both keep the mount busy.
+        # Open descriptors of either would keep the mount busy.
         os.close(tree)
         os.close(userns)
 
 
 def foreign_userns(uid: str) -> int | None:
-    """Return a descriptor of the user namespace of the VM. None if it is this program's.
+    """Return a descriptor of the VM's user namespace, or None if it is the one of this program.
 
-    That is the one of its oldest process: a job can make a user namespace of its own.
+    The VM's oldest process determines it, because a job can create a user namespace of its own.
     """
     own = os.stat("/proc/self/ns/user").st_ino
     for pid in sorted(processes(uid), key=lambda pid: int(start_of(pid) or sys.maxsize)):
@@ -374,9 +387,11 @@ def foreign_userns(uid: str) -> int | None:
 
 
 def bound(directory: str) -> None:
-    """Close the directory of the VM to root of its user namespace, who can mount it writable and would fill the node.
+    """Deny root of the VM's user namespace access to the VM's directory.
 
-    Directories that the kubelet makes beside it for later VMs inherit the group.
+    It could otherwise mount the directory writable and fill the node.
+
+    Directories that the kubelet later creates beside it for other VMs inherit the group.
     """
     for path in (os.path.dirname(directory), directory):
         os.chown(path, -1, UNMAPPED)
@@ -384,7 +399,7 @@ def bound(directory: str) -> None:
 
 
 def reboot(uid: str, grace: float) -> None:
-    """End process 1 of the container by SIGTERM, and by SIGKILL after the grace."""
+    """Send SIGTERM to PID 1 of the container, then SIGKILL after the grace period."""
     found = [pid for pid in processes(uid) if is_first(pid)]
     if not found:
         raise SystemExit("cannot reboot: the VM has no process")
@@ -406,44 +421,54 @@ def reboot(uid: str, grace: float) -> None:
 
 
 def processes(uid: str) -> Iterator[int]:
-    """Return the processes of the pod. The path of a cgroup has its UID, with dashes or with systemd's underscores."""
+    """Return the processes of the pod.
+
+    Their cgroup path contains its UID, with dashes or, under systemd, with underscores.
+    """
     forms = (uid, uid.replace("-", "_"))
     for name in os.listdir("/proc"):
         for thread in threads(name)[-1:] if name.isdigit() else ():
-            # The first thread may have ended, and is in no cgroup then.
+            # The first thread may have exited, and is then in no cgroup.
             text = text_of(f"{thread}/cgroup")
             if any(form in text for form in forms):
                 yield int(name)
 
 
 def threads(pid: int | str) -> list[str]:
-    """Return the threads of a process below /proc, the first one first: each can have mounts of its own."""
+    """Return the threads of a process below /proc, the first thread first. Each may have mounts of its own."""
     with contextlib.suppress(OSError):
         return [f"{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
     return []
 
 
 def is_first(pid: int) -> bool:
-    """True for process 1 of a container of the pod, not that of its sandbox or of a namespace within the container."""
+    """Return True for PID 1 of one of the pod's containers, but not for that of the sandbox or of a namespace within a
+    container.
+    """
     fields = dict(line.split(":", 1) for line in text_of(f"{pid}/status").split("\n") if ":" in line)
     return fields.get("NSpid", "").split()[1:] == ["1"] and fields["Name"].strip() != "pause"
 
 
 def start_of(pid: int) -> str:
-    """Return the start time of the process, which distinguishes it from another with its number. "" if it has ended."""
+    """Return the start time of a process, which tells it apart from a later one with the same pid, or "" if it has
+    exited.
+    """
     fields = text_of(f"{pid}/stat").rpartition(")")[2].split()
     return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def is_mounted(target: str) -> bool:
-    """True if a file system is mounted there, perhaps that of its parent. A link is not followed."""
+    """Return True if a file system is mounted on the path, even the one of its parent directory.
+
+    Symlinks are not followed.
+    """
     above, name = os.path.split(target)
     real = os.path.join(os.path.realpath(above), name)
     return any(one.point == real for one in mounts())
 
 
 def mounted_on(path: str) -> Mount:
-    """Return the uppermost mount on a path."""
+    """Return the topmost mount on a path."""
     found = [one for one in mounts() if one.point == os.path.realpath(path)]
     if not found:
         raise SystemExit(f"cannot mount the disk: nothing is mounted on {path}")
@@ -455,7 +480,7 @@ def is_same(one: Mount, other: Mount) -> bool:
 
 
 def mounts(task: str = "self") -> Iterator[Mount]:
-    """Return the mount table of a process or thread. Nothing if it has ended."""
+    """Return the mount table of a process or thread, or nothing if it has exited."""
     with contextlib.suppress(OSError), open(f"/proc/{task}/mountinfo", "rb", LINE_BYTES) as file:
         for line in lines(file):
             number, parent, device, root, point = (*line.split(b" ", 5), b"", b"")[:5]
@@ -463,7 +488,7 @@ def mounts(task: str = "self") -> Iterator[Mount]:
 
 
 def lines(file: BinaryIO) -> Iterator[bytes]:
-    """Return the lines of a file, each up to a length."""
+    """Return the lines of a file, each cut to a maximum length."""
     while line := file.readline(LINE_BYTES):
         yield line
         while line and not line.endswith(b"\n"):
@@ -471,15 +496,15 @@ def lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def unescaped(field: bytes) -> str:
-    """Decode a path of mountinfo, in which blanks and similar characters are octal."""
+    """Decode a path from mountinfo, where blanks and similar characters are octal escapes."""
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8) & 0xFF]), field))
 
 
 def text_of(name: str) -> str:
-    """Return the content of a file below /proc. "" without its process.
+    """Return the content of a file below /proc, or "" if the process is gone.
 
-    Names of processes and mounts in it may be any bytes. The kernel escapes newlines there, and blanks in those of
-    mounts, but nothing else that Python takes for the end of a line or a blank.
+    Names of processes and mounts can contain any bytes. The kernel escapes newlines in both and blanks in mount paths,
+    but no other character that Python treats as a line break or a blank.
     """
     with contextlib.suppress(OSError), open(f"/proc/{name}", "rb") as file:
         return os.fsdecode(file.read())
@@ -487,14 +512,14 @@ def text_of(name: str) -> str:
 
 
 def check(result: int, what: str) -> int:
-    """Return the result of a system call. End the program with the reason if it failed."""
+    """Return the result of a system call, or end the program with the reason if it failed."""
     if result < 0:
         raise SystemExit(f"cannot {what}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
 def done() -> None:
-    """Create the file that the pod's postStart hook waits for; with it the kubelet reports the pod as ready."""
+    """Create the file for which the pod's postStart hook waits. The kubelet then reports the pod as ready."""
     with open(DONE, "w"):
         pass
 

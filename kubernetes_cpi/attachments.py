@@ -1,7 +1,8 @@
 """Attachments: pods that bind a disk into a running VM.
 
-The VM keeps its address, processes and data. An attachment mounts the claim, binds it below a directory of the node
-that the VM sees, and ends only after the unmount: no request to end removes a disk in use.
+The VM keeps its address, processes and data. An attachment mounts the claim and binds it below a directory of the node
+that the VM sees. It exits only after the disk is unmounted, so deleting the attachment cannot remove a disk that is in
+use.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
 
 
 def refusal(session: Session, namespace: str, vm: Object) -> str:
-    """Return the cluster's reason to refuse attachments to such a VM. "" if it admits them."""
+    """Return the cluster's reason for refusing attachments to such a VM, or "" if it admits them."""
     metadata, spec = {**vm["metadata"], "uid": ""}, {**vm["spec"], "nodeName": "any"}
     body = manifest(session, {**vm, "metadata": metadata, "spec": spec}, "disk-of-a-question")
     try:
         session.client.try_create(PODS, namespace, body)
     except ApiError as exc:
-        # A webhook that knows no dry run answers 400, a policy 403 or 422.
+        # A webhook without dry-run support answers 400, a policy answers 403 or 422.
         if exc.status in (http.client.BAD_REQUEST, http.client.FORBIDDEN, http.client.UNPROCESSABLE_ENTITY):
             return str(exc)
         raise
@@ -99,9 +100,11 @@ def attach(session: Session, vm: Object, disk: str) -> None:
 
 
 def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None:
-    """Unmount a disk of a running VM by a helper. ``CpiError`` while the VM uses it, and the attachment stays as it is.
+    """Unmount a disk of a running VM with a helper pod.
 
-    A deletion of the attachment could not be taken back.
+    Raises ``CpiError`` while the VM uses the disk; the attachment then stays as it is.
+
+    Deleting the attachment instead would not do, because a deletion cannot be taken back.
     """
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
     if not attachment["spec"].get("nodeName"):
@@ -122,7 +125,7 @@ def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None
 
 
 def bound(session: Session, vm: Object) -> None:
-    """Leave root of a VM's user namespace no room on the node, beside its live disks. Call this before a job runs."""
+    """Stop root of a VM's user namespace from filling the node beside the VM's live disks. Call this before a job runs."""
     if not manifests.live_disks(vm) or vm["spec"].get("hostUsers", True):
         return
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
@@ -135,7 +138,7 @@ def bound(session: Session, vm: Object) -> None:
 
 
 def end(session: Session, vm: str, disk: str) -> None:
-    """End the attachment of a disk that is unmounted, or whose VM is gone."""
+    """End the attachment of a disk that is unmounted or whose VM is gone."""
     namespace, name = session.namespace_of(vm), names.attachment(vm, disk)
     if session.client.delete(PODS, namespace, name) is None:
         return
@@ -148,7 +151,7 @@ def end(session: Session, vm: str, disk: str) -> None:
 
 
 def find(session: Session, vm: str, disk: str) -> Object | None:
-    """Return the attachment of a disk to a VM. None without one, or if it has unmounted the disk."""
+    """Return the attachment of a disk to a VM, or None if there is none or it has already unmounted the disk."""
     pod = session.client.find(PODS, session.namespace_of(vm), names.attachment(vm, disk))
     is_ours = pod is not None and names.is_ours(pod, names.KIND_ATTACHMENT, session.director)
     return pod if pod is not None and is_ours and not pods.has_stopped(pod) else None
@@ -161,13 +164,15 @@ def of(session: Session, vm: str) -> list[Object]:
 
 
 def disks_of(attachments: Sequence[Object]) -> list[str]:
-    """Return the disks of these attachments, also of one that waits for its end while the VM uses the disk."""
+    """Return the disks of these attachments, including one that is being deleted but waits because the VM uses the
+    disk.
+    """
     kept = [pod for pod in attachments if not pods.has_stopped(pod)]
     return [claim for pod in kept for claim in manifests.claims_of(pod)]
 
 
 def end_all(session: Session, vm: str) -> bool:
-    """End the helpers of a VM whose pod is gone. False if it has none."""
+    """End the helper pods of a VM whose pod is gone. Return False if it has none."""
     namespace, found = session.namespace_of(vm), of(session, vm)
     for pod in found:
         session.client.delete(PODS, namespace, pod["metadata"]["name"])
@@ -185,7 +190,7 @@ def end_all(session: Session, vm: str) -> bool:
 
 
 def reboot(session: Session, vm: Object) -> None:
-    """End process 1 of the VM by a helper pod. The kubelet restarts the container on the same data."""
+    """Restart the VM: a helper pod ends its process 1, and the kubelet restarts the container on the same data."""
     cid, namespace, uid = vm["metadata"]["name"], vm["metadata"]["namespace"], vm["metadata"]["uid"]
     grace = vm["spec"].get("terminationGracePeriodSeconds", 0)
     name = f"reboot-{names.tail(cid)}"
@@ -209,7 +214,7 @@ def reboot(session: Session, vm: Object) -> None:
 
 
 def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> None:
-    """Run a helper below `disks.host_path`, and remove it. ``CpiError`` with its last words if it fails."""
+    """Run a helper below `disks.host_path` and remove it. Raises ``CpiError`` with its last line of output if it fails."""
     name = body["metadata"]["name"]
     container = body["spec"]["containers"][0]
     body["spec"]["volumes"].append(_target(session))
@@ -231,7 +236,7 @@ def _target(session: Session) -> Object:
 
 
 def _helper(session: Session, like: Object, cid: str, name: str, kind: str, arguments: Sequence[str]) -> Object:
-    """Return a privileged pod on the node of a VM, or of its attachment, that runs the program with the same image."""
+    """Return a privileged pod that runs the program from the VM's image, on the node of the VM or of its attachment."""
     spec = like["spec"]
     disks = session.config.disks
     cpu = CPU_OF_ATTACHMENT if kind == names.KIND_ATTACHMENT else CPU
@@ -267,7 +272,9 @@ def _helper(session: Session, like: Object, cid: str, name: str, kind: str, argu
 
 
 def _add_program(spec: Object, like: Object) -> None:
-    """Mount the agent's program as ``like`` does, whose image has none: an unmodified stemcell."""
+    """Mount the agent's program into the helper in the same way as into the pod ``like``, whose unmodified stemcell
+    does not contain it.
+    """
     name = manifests.AGENT_VOLUME
     spec["volumes"] += [one for one in like.get("volumes") or [] if one["name"] == name]
     mounts = like["containers"][0].get("volumeMounts") or []
@@ -277,7 +284,7 @@ def _add_program(spec: Object, like: Object) -> None:
 
 
 def _made(session: Session, namespace: str, body: Object) -> Object:
-    """Create a helper, or find the existing one."""
+    """Create a helper, or return the existing one."""
     try:
         return session.client.ensure(PODS, namespace, body)[0]
     except ApiError as exc:

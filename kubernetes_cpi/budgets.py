@@ -1,6 +1,7 @@
-"""PodDisruptionBudgets of instance groups: a drain of nodes evicts one VM of a group at a time.
+"""PodDisruptionBudgets of instance groups, so that a node drain evicts only one VM of a group at a time.
 
-VMs are bare pods, for which only a number of available ones works. It is one less than the VMs of the group.
+Because VMs are bare pods, a budget can only state an absolute number of available pods. It is one less than the number
+of VMs in the group.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from kubernetes_cpi.session import Session
 
 
 def keep(session: Session, namespace: str, group: str) -> None:
-    """Fit the budget of a group to its VMs. A cluster or account without budgets has none."""
+    """Adapt the budget of a group to its VMs.
+
+    Does nothing if the cluster has no budgets or the account may not use them.
+    """
     try:
         for _ in range(claims.ATTEMPTS):
             if _is_kept(session, namespace, group):
@@ -27,9 +31,9 @@ def keep(session: Session, namespace: str, group: str) -> None:
 
 
 def _is_kept(session: Session, namespace: str, group: str) -> bool:
-    """Fit the budget once. False if another call has changed it meanwhile."""
+    """Adapt the budget once. Return False if another call changed it meanwhile."""
     name = f"group-{group}"
-    # Before the VMs are counted: a change after this makes the count old.
+    # Read the budget before counting the VMs, so that a change in between is detected as a conflict.
     found = session.client.find(BUDGETS, namespace, name)
     session.check_ours(found, names.KIND_BUDGET, CpiError)
     selector = {names.GROUP: group, names.KIND: names.KIND_VM}
@@ -45,7 +49,7 @@ def _is_kept(session: Session, namespace: str, group: str) -> bool:
         return True
     spec: Object = {"minAvailable": size - 1}
     if found is None:
-        # A VM that is not ready does not hold up the drain of its node.
+        # A VM that is not ready must not block the drain of its node.
         spec |= {"selector": {"matchLabels": selector}, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
         body = BUDGETS.document(name, names.labels(names.KIND_BUDGET, session.director, **{names.GROUP: group}), spec)
         return session.client.ensure(BUDGETS, namespace, body)[1]

@@ -1,7 +1,8 @@
-"""Claims of persistent disks: the VM that holds each, and the exclusion of a second one.
+"""Claims of persistent disks: which VM holds each, and how a second VM is kept from it.
 
-An annotation of the claim names the VM that holds the disk. It is changed only against the claim's `resourceVersion`,
-so one of two calls for one disk sees the other. The pods themselves show if a VM still uses a disk.
+An annotation of the claim names the VM that holds the disk. It is only changed together with the claim's
+`resourceVersion`, so of two concurrent calls for one disk, one notices the other. Whether a VM still uses a disk is
+determined from the pods themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class InUseError(CpiError):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A disk that a VM may mount as soon as the VMs of ``lingering``, which are detaching it, have unmounted it."""
+    """A disk that a VM may mount once the VMs in ``lingering``, which are detaching it, have unmounted it."""
 
     lingering: list[str]
     detached_from: str
@@ -34,12 +35,12 @@ class Held(msgspec.Struct, frozen=True):
 
 
 def annotation(claim: Object, key: str) -> str:
-    """Return an annotation. "" if it is missing."""
+    """Return an annotation, or "" if it is missing."""
     return (claim["metadata"].get("annotations") or {}).get(key) or ""
 
 
 def find(session: Session, disk: str) -> Object | None:
-    """Return the claim of a disk. None without one, or if it is being deleted or has lost its volume."""
+    """Return the claim of a disk, or None if it does not exist, is being deleted or has lost its volume."""
     claim = session.find(CLAIMS, disk, names.KIND_DISK)
     if claim is None or "deletionTimestamp" in claim["metadata"]:
         return None
@@ -58,7 +59,7 @@ def get(session: Session, disk: str) -> Object:
 
 
 def check_same_namespace(session: Session, vm: str, disk: str) -> None:
-    """Refuse a disk of another namespace, which no pod can mount."""
+    """Refuse a disk of another namespace, because a pod cannot mount it."""
     if session.namespace_of(vm) != session.namespace_of(disk):
         raise CpiError(
             f"cannot attach the disk {disk} to {vm}: it is in the namespace {session.namespace_of(disk)}, the VM in "
@@ -67,14 +68,14 @@ def check_same_namespace(session: Session, vm: str, disk: str) -> None:
 
 
 def hold(session: Session, disk: str, vm: str) -> Held:
-    """Make ``vm`` the holder of a disk. ``InUseError`` if another pod has it mounted."""
+    """Make ``vm`` the holder of a disk. Raises ``InUseError`` if another pod has it mounted."""
     namespace = session.namespace_of(disk)
     for _ in range(ATTEMPTS):
         claim = get(session, disk)
         lingering = check_free(claim, [pod for pod in users(session, namespace, disk) if owner_of(pod) != vm])
         holder, former = annotation(claim, names.HOLDER), annotation(claim, names.DETACHED_FROM)
         if holder not in ("", vm) and _exists(session, holder):
-            # It may be about to mount the disk.
+            # The recorded holder may be about to mount the disk.
             raise InUseError(f"the disk {disk} is in use by {holder}")
         change = {names.HOLDER: vm} | ({names.DETACHED_FROM: None} if former == vm else {})
         if holder == vm or annotate(session, claim, change):
@@ -83,7 +84,7 @@ def hold(session: Session, disk: str, vm: str) -> Held:
 
 
 def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
-    """Return the VMs among ``users`` of a claim that are detaching it. ``InUseError`` if others use it."""
+    """Return those of ``users`` that are detaching the claim. Raises ``InUseError`` if any other VM uses it."""
     disk, holder = claim["metadata"]["name"], annotation(claim, names.HOLDER)
     for pod in users:
         owner = owner_of(pod)
@@ -95,7 +96,7 @@ def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
 
 
 def record_detach(session: Session, disk: str, vm: str) -> None:
-    """Record that ``vm`` detaches a disk. Does nothing if another VM holds it."""
+    """Record that ``vm`` is detaching a disk. Does nothing if another VM holds it."""
     for _ in range(ATTEMPTS):
         claim = find(session, disk)
         if claim is None or annotation(claim, names.HOLDER) not in ("", vm):
@@ -108,7 +109,10 @@ def record_detach(session: Session, disk: str, vm: str) -> None:
 
 
 def users(session: Session, namespace: str, disk: str) -> list[Object]:
-    """Return all pods that mount a disk or will, not only VMs. A pod whose containers have ended does not count."""
+    """Return all pods, not only VMs, that mount a disk or are about to.
+
+    A pod whose containers have ended does not count.
+    """
     return [
         pod
         for pod in session.client.list(PODS, namespace)
@@ -117,12 +121,12 @@ def users(session: Session, namespace: str, disk: str) -> list[Object]:
 
 
 def _exists(session: Session, vm: str) -> bool:
-    """True while the VM's Secret exists: from the first step of create_vm to the last of delete_vm."""
+    """Return True while the VM's Secret exists, which is from the first step of create_vm to the last of delete_vm."""
     return session.client.find(SECRETS, session.namespace_of(vm), vm) is not None
 
 
 def owner_of(pod: Object) -> str:
-    """Return the VM that a pod is or serves. The pod's name if it is not from this CPI."""
+    """Return the VM that a pod is or serves, or the pod's own name if this CPI did not create it."""
     labels = pod["metadata"].get("labels") or {}
     owner: str = labels.get(names.VM) or pod["metadata"]["name"]
     return owner
@@ -135,7 +139,7 @@ def is_held(session: Session, disk: str, vm: str) -> bool:
 
 
 def make(session: Session, namespace: str, body: Object) -> Object:
-    """Create a claim, or find that of an earlier attempt. ``CpiError`` if it belongs to another owner."""
+    """Create a claim, or return the one of an earlier attempt. Raises ``CpiError`` if it belongs to another owner."""
     name = body["metadata"]["name"]
     check_class(session, body)
     found, is_new = session.client.ensure(CLAIMS, namespace, body)
@@ -148,7 +152,7 @@ def make(session: Session, namespace: str, body: Object) -> Object:
 
 
 def check_class(session: Session, body: Object) -> None:
-    """Refuse a claim whose StorageClass is known to be missing. The CPI need not be allowed to read classes."""
+    """Refuse a claim whose StorageClass is known to be missing. A CPI that may not read classes skips the check."""
     name = body["spec"].get("storageClassName")
     try:
         if name and session.client.find(STORAGE_CLASSES, "", name) is None:
@@ -159,7 +163,7 @@ def check_class(session: Session, body: Object) -> None:
 
 
 def annotate(session: Session, claim: Object, annotations: Mapping[str, str | None]) -> bool:
-    """Change a claim in the state that was read. False if it has changed since."""
+    """Update a claim, provided that it is still in the state that was read. Return False if it has changed."""
     metadata = {"annotations": annotations, "resourceVersion": claim["metadata"]["resourceVersion"]}
     name = claim["metadata"]["name"]
     try:

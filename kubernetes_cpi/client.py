@@ -1,6 +1,6 @@
-"""Client of the API server: requests with useful retries, and watches that survive lost connections.
+"""Client of the API server: requests with sensible retries, and watches that survive lost connections.
 
-Every request is one line of the log. The bound of all attempts is `timeouts.retry`.
+Every request is logged as one line. `timeouts.retry` limits the total duration of all attempts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 
 
 class Resource(msgspec.Struct, frozen=True):
-    """A kind of objects: group and version as in paths, the plural, and the kind of a document."""
+    """A kind of object: its API group and version as they appear in paths, its plural, and the `kind` in documents."""
 
     prefix: str
     plural: str
@@ -47,7 +47,7 @@ class Resource(msgspec.Struct, frozen=True):
     def document(
         self, name: str, labels: Mapping[str, str], spec: Object, annotations: Mapping[str, str] | None = None
     ) -> Object:
-        """Return an object of this kind."""
+        """Return a document of this kind."""
         return {
             "apiVersion": self.prefix.partition("/")[2],
             "kind": self.kind,
@@ -56,7 +56,9 @@ class Resource(msgspec.Struct, frozen=True):
         }
 
     def path(self, namespace: str, name: str = "", part: str = "") -> str:
-        """Return the path of an object, of a part of it, or of all objects of a namespace (cluster-wide kinds: "")."""
+        """Return the path of an object, of one of its subresources, or of all objects in a namespace ("" for
+        cluster-wide kinds).
+        """
         steps = [*(("namespaces", namespace) if namespace else ()), self.plural, name, part]
         return f"/{self.prefix}/" + "/".join(urllib.parse.quote(step, safe="") for step in steps if step)
 
@@ -76,7 +78,7 @@ SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots"
 
 
 class Client:
-    """A client of one API server. Requests share one connection in sequence."""
+    """Client of one API server. Requests use one connection, one after the other."""
 
     def __init__(self, access: Access, timeouts: Timeouts) -> None:
         self.access = access
@@ -93,11 +95,11 @@ class Client:
         self._tls: ssl.SSLContext | None = None
 
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
-        """Return an object. ``ApiError`` 404 without one."""
+        """Return an object. Raises ``ApiError`` 404 if it does not exist."""
         return self._object("GET", resource.path(namespace, name))
 
     def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
-        """Return an object, or None."""
+        """Return an object, or None if it does not exist."""
         try:
             return self.get(resource, namespace, name)
         except ApiError as exc:
@@ -122,11 +124,14 @@ class Client:
         return self._object("POST", resource.path(namespace), body, name=body["metadata"]["name"])
 
     def try_create(self, resource: Resource, namespace: str, body: Object) -> None:
-        """Ask for an object's admission without creating it. ``ApiError`` with the reason of a refusal."""
+        """Let the cluster check an object without creating it (dry run).
+
+        Raises ``ApiError`` with the reason for a refusal.
+        """
         self._object("POST", f"{resource.path(namespace)}?{DRY_RUN}", body, name=body["metadata"]["name"])
 
     def ensure(self, resource: Resource, namespace: str, body: Object) -> tuple[Object, bool]:
-        """Create an object unless one of its name exists. Return the object, and True if it is new."""
+        """Create an object unless one with its name exists. Return the object, and True if it is new."""
         try:
             return self.create(resource, namespace, body), True
         except ApiError as exc:
@@ -145,7 +150,7 @@ class Client:
     def delete(
         self, resource: Resource, namespace: str, name: str, *, grace_s: int | None = None, version: str = ""
     ) -> Object | None:
-        """Request the deletion of an object. None without one, or if it has another ``version``."""
+        """Request the deletion of an object. Return None if it does not exist or does not have the given ``version``."""
         options: Object = {"propagationPolicy": "Background"}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
@@ -159,7 +164,7 @@ class Client:
             raise
 
     def log_of(self, namespace: str, pod: str, lines: int) -> str:
-        """Return the last lines that a pod has printed."""
+        """Return the last lines of a pod's log."""
         _, body = self._send("GET", f"{PODS.path(namespace, pod, 'log')}?tailLines={lines}")
         return body.decode(errors="replace")
 
@@ -173,10 +178,11 @@ class Client:
         *,
         tick_s: float = WATCH_S,
     ) -> Iterator[Object | None]:
-        """Yield each state of an object until ``deadline`` (monotonic), from ``start`` or the current one on, and None
-        once it is gone.
+        """Yield each state of an object until ``deadline`` (monotonic), beginning with ``start`` or the current state.
 
-        The last state is repeated every ``tick_s`` seconds, so that a reader can check the clock.
+        Yield None once the object is gone.
+
+        The last state is repeated every ``tick_s`` seconds, so that the caller can check the time.
         """
         state, version = start, (start or {}).get("metadata", {}).get("resourceVersion", "")
         if start is None:
@@ -205,9 +211,9 @@ class Client:
         self._connection = None
 
     def _look(self, resource: Resource, namespace: str, name: str) -> tuple[Object | None, str]:
-        """Return an object and a version to watch from.
+        """Return an object and a version to start watching from.
 
-        The object's own version is useless: the server forgets it while other objects change.
+        The object's own version cannot be used, because the server forgets it as other objects change.
         """
         query = urllib.parse.urlencode({"fieldSelector": f"metadata.name={name}"})
         page = self._object("GET", f"{resource.path(namespace)}?{query}", name=name)
@@ -226,7 +232,10 @@ class Client:
             ) from None
 
     def _send(self, method: str, path: str, body: Object | None = None, name: str = "") -> tuple[int, bytes]:
-        """Repeat a request until it has a final response. Return its body, or raise ``ApiError`` for a refusal."""
+        """Send a request, retrying until there is a final response.
+
+        Return its body, or raise ``ApiError`` if the request was refused.
+        """
         until = time.monotonic() + self._timeouts.retry
         what, is_renewed, attempt = f"{method} {_short(path, name)}", False, 0
         while True:
@@ -238,7 +247,7 @@ class Client:
             except ssl.SSLCertVerificationError as exc:
                 raise InputError(f"cannot trust the API server {self.access.server}: {exc.verify_message}") from exc
             except ValueError:
-                # The text of http.client repeats headers, credentials included.
+                # The messages of http.client repeat the headers, credentials included.
                 raise InputError(f"cannot {what}: HTTP does not allow its path or headers") from None
             except (OSError, http.client.HTTPException) as exc:
                 self.close()
@@ -336,7 +345,7 @@ class Client:
 
 
 def _url(text: str, what: str) -> urllib.parse.SplitResult:
-    """Parse an address. An error does not repeat it, since it may hold a password."""
+    """Parse a URL. The error does not quote it, since it may contain a password."""
     try:
         found = urllib.parse.urlsplit(text)
         is_good = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
@@ -353,11 +362,11 @@ def _is_loopback(host: str) -> bool:
 
 
 class _WatchEndedError(Exception):
-    """A watch that the server ended with an error, for example 410: the state has to be read again."""
+    """A watch that the server ended with an error such as 410, after which the state must be read again."""
 
 
 class _NamedContext(ssl.SSLContext):
-    """A connection that checks the server's certificate for another name than the one it connects to."""
+    """A TLS connection that checks the server's certificate against a name other than the one it connects to."""
 
     name: str = ""
 
@@ -385,7 +394,7 @@ def _tls(access: Access) -> ssl.SSLContext:
 
 
 class _private_file:  # noqa: N801 - used as a function
-    """Provide a text as a file that only this process reads: `ssl` takes keys only from files."""
+    """Provide a text as a file that only this process can read, because `ssl` loads keys only from files."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -400,7 +409,7 @@ class _private_file:  # noqa: N801 - used as a function
 
 
 def _refusal(what: str, status: int, data: bytes) -> ApiError:
-    """Return the server's Status object as an error. A proxy's page only if it is short."""
+    """Return the server's Status object as an error. The page of a proxy is included only if it is short."""
     try:
         document = msgspec.json.decode(data, type=Object)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -411,7 +420,7 @@ def _refusal(what: str, status: int, data: bytes) -> ApiError:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds that a throttling server asks for. A date is not parsed."""
+    """Return for how many seconds a throttling server asks clients to wait. Dates are not supported."""
     try:
         return max(0.0, float(headers.get("Retry-After", "0")))
     except ValueError:
@@ -419,7 +428,7 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _jittered(seconds: float) -> float:
-    """Shorten a pause at random, so that callers that failed together do not return together."""
+    """Shorten a pause by a random amount, so that callers that failed together do not retry together."""
     return seconds * (0.5 + os.urandom(1)[0] / 512)
 
 

@@ -17,7 +17,10 @@ CONFIG: Final = "configuration as JSON (the job has it in /var/vcap/jobs/kuberne
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command. Return its exit code: 1 for findings that need a change, for leftovers, and for errors."""
+    """Run a command.
+
+    Return its exit code: 1 for errors, for leftovers, and for findings that need a change; otherwise 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m kubernetes_cpi")
     commands = parser.add_subparsers(dest="command", required=True)
     examine = commands.add_parser("doctor", help="table of what cluster, namespace and account allow; creates nothing")

@@ -1,4 +1,6 @@
-"""The configuration: the job's file, overlaid with the properties of the cpi-config entry (the request's context)."""
+"""The configuration: the job's file, overlaid with the properties of the cpi-config entry that arrive in the request's
+context.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ AttachWay = Literal["auto", "live", "recreate", "never"]
 
 
 class Cluster(Strict, frozen=True):
-    """Address and credentials of the API server, by default of the pod in which the CPI runs."""
+    """Address and credentials of the API server. By default those of the pod in which the CPI runs."""
 
     server: Annotated[str, doc("URL of the API server. Empty: `https://kubernetes.default.svc`.")] = ""
     ca: Annotated[str, doc("CA of the API server, PEM. Empty: the one mounted into the pod.")] = ""
@@ -43,7 +45,7 @@ class Cluster(Strict, frozen=True):
 
 
 class Agent(Strict, frozen=True):
-    """Settings of the agents that are not in requests."""
+    """Agent settings that are not part of requests."""
 
     mbus: Annotated[
         str, doc("Address of the message bus, `nats://IP:4222`; for `bosh create-env` the `https://` one.")
@@ -53,7 +55,7 @@ class Agent(Strict, frozen=True):
 
 
 class Disks(Strict, frozen=True):
-    """Persistent disks."""
+    """Settings for persistent disks."""
 
     attach: Annotated[
         AttachWay,
@@ -89,7 +91,7 @@ class Networks(Strict, frozen=True):
 
 
 class Stemcells(Strict, frozen=True):
-    """Images."""
+    """Settings for images."""
 
     allow_mutable_images: Annotated[bool, doc("Accept stemcells that name an image without a digest.")] = False
     pull_policy: Annotated[Literal["IfNotPresent", "Always", "Never"], doc("When nodes pull the image.")] = (
@@ -98,7 +100,7 @@ class Stemcells(Strict, frozen=True):
 
 
 class Timeouts(Strict, frozen=True):
-    """Bounds in seconds."""
+    """Time limits in seconds."""
 
     request: Annotated[float, doc("One request to the API server.")] = 30
     retry: Annotated[float, doc("All attempts of one request: throttling, server errors, lost connections.")] = 60
@@ -149,13 +151,13 @@ class Config(Strict, frozen=True):
 
 
 def check_namespace(name: str) -> None:
-    """Refuse a namespace that does not fit into a cid."""
+    """Refuse a namespace that is too long for a cid."""
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MAX_NAMESPACE_CHARS:
         raise ValueError(f"namespace {name!r} is no DNS label of at most {MAX_NAMESPACE_CHARS} characters")
 
 
 def load(file: str | Path, context: Mapping[str, Any]) -> Config:
-    """Read the job's file, overlay the properties of ``context``, and check the result."""
+    """Read the job's file, overlay the properties in ``context``, and validate the result."""
     document: dict[str, Any] = {}
     if file:
         try:

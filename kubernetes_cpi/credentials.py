@@ -1,4 +1,6 @@
-"""Address of the API server and credentials: from properties, a kubeconfig (exec plugins too), or a service account."""
+"""Address and credentials of the API server: from properties, a kubeconfig (including exec plugins), or a service
+account.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ DEFAULT_NAMESPACE: Final = "default"
 
 
 class Credential(msgspec.Struct, frozen=True, rename="camel"):
-    """`status` of an ExecCredential."""
+    """The `status` of an ExecCredential."""
 
     token: str | None = None
     client_certificate_data: str | None = None
@@ -37,7 +39,7 @@ class ExecCredential(msgspec.Struct, frozen=True):
 
 
 class Access(msgspec.Struct):
-    """An API server with credentials. ``renew`` reads tokens again, from files and from exec plugins."""
+    """An API server with credentials. ``renew`` reads tokens from files and exec plugins again."""
 
     server: str
     ca: str = ""
@@ -54,13 +56,13 @@ class Access(msgspec.Struct):
     origin: str = "the configuration"
 
     def renew(self) -> None:
-        """Read credentials that may have changed, and hide them from the log."""
+        """Read credentials that may have changed, and keep them out of the log."""
         if self.token_file:
             self.token = _text(self.token_file, "token")
         if self.plugin:
             self._run_plugin(self.plugin)
         log.hide([self.token, self.key])
-        # Files and variables of shells end in a line break.
+        # Files and shell variables often end with a newline.
         self.token = self.token.strip()
         if not re.fullmatch(HEADER_VALUE, self.token):
             raise InputError(
@@ -86,7 +88,7 @@ class Access(msgspec.Struct):
         except OSError as exc:
             raise InputError(f"cannot get credentials from {command[0]}: {exc.strerror}") from exc
         except subprocess.SubprocessError as exc:
-            # Its own text would repeat the arguments.
+            # The text of the exception would repeat the arguments.
             told = (getattr(exc, "stderr", None) or b"").decode(errors="replace").strip()
             raise InputError(f"cannot get credentials from {command[0]}: {told or type(exc).__name__}") from None
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -97,7 +99,7 @@ class Access(msgspec.Struct):
 
 
 def access(cluster: Cluster) -> Access:
-    """Return the API server and the credentials of the configuration."""
+    """Return the API server and credentials that the configuration names."""
     has_kubeconfig = bool(cluster.kubeconfig or cluster.kubeconfig_file)
     found = _from_kubeconfig(cluster) if has_kubeconfig else _from_properties(cluster)
     found.renew()
@@ -161,7 +163,7 @@ def _from_kubeconfig(cluster: Cluster) -> Access:
 
 
 def _parsed(text: str, origin: str) -> dict[str, Any]:
-    """JSON is YAML as well, and read ten times faster."""
+    """Parse YAML or JSON. JSON is valid YAML too, but the JSON parser is ten times faster."""
     try:
         document = msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -170,7 +172,7 @@ def _parsed(text: str, origin: str) -> dict[str, Any]:
         try:
             document = yaml.safe_load(text)
         except yaml.YAMLError as exc:
-            # Its own text can repeat a part of the token.
+            # The text of the exception can repeat a part of the token.
             place = getattr(exc, "problem_mark", None)
             raise InputError(f"cannot read {origin}: no YAML{f' in line {place.line + 1}' if place else ''}") from None
     if not isinstance(document, dict):

@@ -1,8 +1,8 @@
-"""Persistent disks: claims, and the four ways in which they reach a VM.
+"""Persistent disks: claims, and the four ways in which a disk reaches a VM.
 
-At creation: create_vm mounts the disks of its request, and attach_disk has nothing to do. Reserved: the claim is
-created with the VM, and create_disk returns it. Live: an attachment binds it into the running pod. By recreation: the
-pod is created again.
+At creation: create_vm mounts the disks named in its request, and attach_disk has nothing to do. Reserved: the claim is
+created together with the VM, and create_disk returns it. Live: an attachment binds the disk into the running pod. By
+recreation: the pod is created again with the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIB: Final = 1024**2
 
 
 def create(session: Session, size_mib: int, cloud_properties: Object | None = None, vm: Cid | None = None) -> str:
-    """Create a claim, or return the one that was created with the VM. Return its cid without waiting for a volume."""
+    """Create a claim, or return one that was created with the VM. Return its cid without waiting for a volume."""
     if size_mib <= 0:
         raise InputError(f"cannot create a disk of {size_mib} MiB")
     cloud_properties = cloud_properties or {}
@@ -43,7 +43,7 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
     if vm and (reserved := _handed_out(session, vm, size_mib, request)):
         return reserved
     namespace = session.namespace_of(vm) if vm else session.namespace
-    # Directors number their requests: the repetition of an interrupted one finds its disk.
+    # A Director numbers its requests, so repeating an interrupted request finds the disk that it created.
     key = (request,) if session.request_id else (os.urandom(8).hex(),)
     body = manifests.disk_claim(
         names.cid("disk", namespace, *key), session.director, size_mib, properties, session.config
@@ -72,7 +72,7 @@ def delete(session: Session, disk: Cid) -> None:
 
 
 def has(session: Session, disk: Cid) -> bool:
-    """True if the claim exists and is not being deleted."""
+    """Return True if the claim exists and is not being deleted."""
     return claims.find(session, disk) is not None
 
 
@@ -94,7 +94,10 @@ def attach(session: Session, vm: Cid, disk: Cid) -> dict[str, str]:
 
 
 def detach(session: Session, vm: Cid, disk: Cid) -> None:
-    """Detach a disk from a VM: an attachment unmounts it. A pod created with it mounts it until the pod ends."""
+    """Detach a disk from a VM. If it is live, it is unmounted.
+
+    If it was mounted at creation, it stays mounted until the pod ends.
+    """
     pod = session.find(PODS, vm, names.KIND_VM)
     claim = claims.find(session, disk)
     is_mounted = pod is not None and disk in manifests.disks_of(pod)
@@ -107,7 +110,7 @@ def detach(session: Session, vm: Cid, disk: Cid) -> None:
     if not is_live and holder != vm and not was_detached:
         raise DiskNotAttachedError(f"cannot detach the disk {disk}: it is not attached to {vm}")
     if attachment is not None and pod is not None:
-        # First, and alone: a detach that fails leaves the attachment as it was.
+        # Unmount first, before anything is changed, so that a failed detach leaves the attachment as it was.
         attachments.unmount(session, pod, attachment, disk)
     claims.record_detach(session, disk, vm)
     if is_live:
@@ -130,13 +133,19 @@ def set_metadata(session: Session, disk: Cid, metadata: Object) -> None:
 
 
 def resize(session: Session, disk: Cid, size_mib: int) -> None:
-    """Grow the claim. A file system grows at its next mount. ``NotSupportedError``: the Director copies instead."""
+    """Grow the claim.
+
+    Its file system grows at the next mount. On ``NotSupportedError`` the Director copies the disk instead.
+    """
     claim = claims.get(session, disk)
     _grow(session, claim, size_mib)
 
 
 def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object | None = None) -> None:
-    """Change size and VolumeAttributesClass. ``NotSupportedError`` for other changes: the Director copies instead."""
+    """Change the size and VolumeAttributesClass.
+
+    Other changes raise ``NotSupportedError``, on which the Director copies the disk instead.
+    """
     claim, properties = claims.get(session, disk), _properties(cloud_properties or {})
     spec = claim["spec"]
     wanted = properties.storage_class or session.config.disks.storage_class
@@ -200,7 +209,7 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
 
 
 def _pod(session: Session, vm: str) -> Object:
-    """Return the pod of a VM. An interrupted recreation is completed first."""
+    """Return the pod of a VM, after completing an interrupted recreation."""
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is not None:
         return pod
@@ -211,7 +220,7 @@ def _pod(session: Session, vm: str) -> Object:
 
 
 def _free(session: Session, disk: str, held: claims.Held) -> None:
-    """End or recreate without the disk the pods that have detached it and still mount it."""
+    """End, or recreate without the disk, the pods that have detached it but still mount it."""
     for other in dict.fromkeys([*held.lingering, *filter(None, [held.detached_from])]):
         pod = session.find(PODS, other, names.KIND_VM)
         if pod is not None and disk in manifests.disks_of(pod):
@@ -219,7 +228,7 @@ def _free(session: Session, disk: str, held: claims.Held) -> None:
         elif pod is not None:
             recreation.finish(session, pod)
         elif intent := recreation.unfinished(session, other):
-            # Such a recreation was interrupted, and that VM waits for its pod.
+            # A recreation of that VM was interrupted, so it is still waiting for its pod.
             recreation.carry_on(session, other, intent, is_enough=pods.has_started)
 
 
@@ -231,7 +240,7 @@ def _properties(document: Mapping[str, Any]) -> DiskProperties:
 
 
 def _is_untouched(claim: Object) -> bool:
-    """True for a claim that is unchanged since its creation."""
+    """Return True for a claim that has not been changed since its creation."""
     annotations = claim["metadata"].get("annotations") or {}
     is_used = any(key in annotations for key in (names.HOLDER, names.DETACHED_FROM))
     is_told = any(key.startswith(names.METADATA) for key in [*annotations, *(claim["metadata"].get("labels") or {})])
@@ -239,7 +248,7 @@ def _is_untouched(claim: Object) -> bool:
 
 
 def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
-    """Return the disk that was created with the VM, for its first create_disk. "" if there is none."""
+    """Return the reserved disk of a VM for its first create_disk, or "" if there is none."""
     namespace = session.namespace_of(vm)
     name = manifests.reserved_name(vm, namespace)
     for _ in range(claims.ATTEMPTS):
@@ -247,7 +256,7 @@ def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
         if claim is None:
             return ""
         if claims.annotation(claim, names.RESERVED_FOR) != vm:
-            # Returned before: to this request, whose response was lost, or to another.
+            # The disk was returned before, either to this request, whose response was lost, or to another one.
             return name if session.request_id and claims.annotation(claim, names.REQUEST) == request else ""
         if manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"]) < size_mib * MIB:
             _grow(session, claim, size_mib)
@@ -257,7 +266,7 @@ def _handed_out(session: Session, vm: str, size_mib: int, request: str) -> str:
 
 
 def _grow(session: Session, claim: Object, size_mib: int) -> None:
-    """Request a larger volume and wait for it up to a limit."""
+    """Request a larger volume and wait for it up to a time limit."""
     name, wanted = claim["metadata"]["name"], size_mib * MIB
     has = manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"])
     if wanted < has:
@@ -281,7 +290,10 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
 
 
 def _check_expansion(session: Session, claim: Object) -> None:
-    """Refuse if the StorageClass is readable and does not allow it. Otherwise the API server refuses."""
+    """Refuse to grow the disk if its StorageClass does not allow it.
+
+    If the class cannot be read, the API server decides.
+    """
     name = claim["spec"].get("storageClassName")
     try:
         found = session.client.find(STORAGE_CLASSES, "", name) if name else None
@@ -296,7 +308,7 @@ def _check_expansion(session: Session, claim: Object) -> None:
 
 
 def _patched(session: Session, claim: Object, spec: Object) -> Object:
-    """Change a claim. ``NotSupportedError`` if the cluster refuses."""
+    """Change a claim. Raises ``NotSupportedError`` if the cluster refuses the change."""
     metadata = claim["metadata"]
     try:
         return session.client.patch(CLAIMS, metadata["namespace"], metadata["name"], {"spec": spec})

@@ -1,6 +1,7 @@
-"""``python -m kubernetes_cpi doctor``: permissions, tiers, disks and classes of this cluster, namespace and account.
+"""``python -m kubernetes_cpi doctor``: report permissions, tiers, disks and classes for this cluster, namespace and
+account.
 
-It asks by access reviews and by dry runs, and creates nothing.
+It uses access reviews and dry runs, and creates nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings(session: Session) -> Iterator[Finding]:
-    """Examine everything that needs no VM. An unreachable cluster is the only finding then."""
+    """Check everything that does not need a VM. If the cluster cannot be reached, that is the only finding."""
     try:
         session.client.find(PODS, session.namespace, "doctor")
     except CpiError as exc:

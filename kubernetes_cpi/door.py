@@ -1,6 +1,7 @@
-"""Entry of requests: bytes of a request in, bytes of a response out, also for any error.
+"""Entry point for requests: take the bytes of a request and return the bytes of a response, even after an error.
 
-Shapes are those of the Director (clouds/external_cpi.rb) and of the CLI (cloud/cpi_cmd_runner.go).
+Requests and responses have the form that the Director (clouds/external_cpi.rb) and the CLI (cloud/cpi_cmd_runner.go)
+use.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
         result = INFO if name == "info" else _called(request, config)
     except CpiError as exc:
         error = Failure(exc.type_name, log.redacted(f"{exc}"), exc.ok_to_retry)
-    except Exception as exc:  # noqa: BLE001 - a bug becomes a response as well; its place goes to stderr
+    except Exception as exc:  # noqa: BLE001 - a bug also needs a response; its traceback goes to stderr
         import traceback
 
-        # Without its text, which can repeat a secret in any form.
+        # Leave out the text of the exception, because it can repeat a secret in any form.
         frames = traceback.extract_tb(exc.__traceback__)
         told = f"cannot {name}: {type(exc).__name__} in {frames[-1].name}, a fault of this CPI; its log has the place"
         log.say("".join(frames.format()) + told)

@@ -1,6 +1,6 @@
 """Errors of the CPI, one class for each type that a Director knows (clouds/errors.rb, external_cpi.rb).
 
-Texts read ``cannot X: why`` and end with a next step if there is one.
+Messages read ``cannot X: why`` and end with a next step if there is one.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ class CpiError(Exception):
 
 
 class InputError(CpiError):
-    """A wrong request, configuration, cloud property or network. The text names the place."""
+    """An invalid request, configuration, cloud property or network. The message names the place."""
 
     type_name = "Bosh::Clouds::CpiError"
 
 
 class NotSupportedError(CpiError):
-    """A method that this cluster or VM does not allow for these arguments."""
+    """A method that this cluster or VM does not support for these arguments."""
 
     type_name = "Bosh::Clouds::NotSupported"
 
 
 class NotImplementedByCpiError(CpiError):
-    """A method that the CPI or this cluster does not have. Directors use another way if they know one."""
+    """A method that the CPI or this cluster does not have. Directors fall back to another way if they know one."""
 
     type_name = "Bosh::Clouds::NotImplemented"
 
@@ -41,7 +41,7 @@ class VMNotFoundError(CpiError):
 
 
 class VMCreationFailedError(CpiError):
-    """A VM that was not created and left nothing behind; with ``ok_to_retry`` a Director retries at once."""
+    """A VM that could not be created and left nothing behind. With ``ok_to_retry`` a Director retries at once."""
 
     type_name = "Bosh::Clouds::VMCreationFailed"
 
@@ -55,7 +55,7 @@ class DiskNotAttachedError(CpiError):
 
 
 class ApiError(CpiError):
-    """A request refused by the API server. ``status`` and ``reason`` are members of its Status object."""
+    """A request that the API server refused. ``status`` and ``reason`` come from its Status object."""
 
     def __init__(self, message: str, *, status: int, reason: str = "", ok_to_retry: bool | None = None) -> None:
         super().__init__(message, ok_to_retry=ok_to_retry)
@@ -64,6 +64,6 @@ class ApiError(CpiError):
 
 
 class UnreachableError(CpiError):
-    """An API server that did not respond within the bound of all attempts."""
+    """An API server that did not respond within the time limit of all attempts."""
 
     ok_to_retry = True

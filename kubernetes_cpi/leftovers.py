@@ -1,4 +1,4 @@
-"""``python -m kubernetes_cpi leftovers``: objects of VMs, disks and snapshots that the Director does not know."""
+"""``python -m kubernetes_cpi leftovers``: list objects of VMs, disks and snapshots that the Director does not know."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Leftover(msgspec.Struct):
 
 
 def unknown(session: Session, *, is_deleting: bool) -> list[Leftover]:
-    """Return what belongs to this Director but to no VM, disk or snapshot of its records.
+    """Return the objects of this Director that belong to none of the VMs, disks and snapshots in its records.
 
-    The cluster is asked before the Director: what a task creates in between is not in the list, and what it created
-    before is in the records, because no task is running.
+    The cluster is queried before the Director. Objects that a task creates in between are therefore not listed. Objects
+    that were created earlier are in the records, because no task is running.
     """
     objects = [(resource, one) for resource in KINDS for one in _of_director(session, resource)]
     if is_deleting:
@@ -47,7 +47,7 @@ def unknown(session: Session, *, is_deleting: bool) -> list[Leftover]:
 
 
 def remove(session: Session, found: list[Leftover]) -> Iterator[str]:
-    """Delete the VMs among ``found`` with their objects, but no disk and no snapshot. Yield a line for each."""
+    """Delete the VMs among ``found`` with their objects, but no disks or snapshots. Yield a line for each."""
     for one in found:
         if not one.advice:
             vms.delete(session, one.cid)
@@ -66,7 +66,7 @@ def _of_director(session: Session, resource: Resource) -> Iterator[Object]:
 
 
 def _owner(one: Object) -> str:
-    """Return the VM, disk or snapshot of an object, or "" if several VMs share it."""
+    """Return the VM, disk or snapshot to which an object belongs, or "" if several VMs share it."""
     labels, name = one["metadata"]["labels"], one["metadata"]["name"]
     if labels.get(names.KIND) in (names.KIND_DISK, names.KIND_SNAPSHOT):
         return str(name)
@@ -77,7 +77,7 @@ def _is_known(one: Object, owner: str, known: Records, orphaned: set[str]) -> bo
     labels, annotations = one["metadata"]["labels"], one["metadata"].get("annotations") or {}
     match labels.get(names.KIND):
         case names.KIND_DISK:
-            # A disk that a failed migration has left is in no list, but its VM still holds it.
+            # A disk that a failed migration left behind is in no list, but its VM still holds it.
             return owner in known.disks or annotations.get(names.HOLDER) in known.vms
         case names.KIND_SNAPSHOT:
             return owner in known.snapshots or labels.get(names.DISK) in orphaned
@@ -86,7 +86,7 @@ def _is_known(one: Object, owner: str, known: Records, orphaned: set[str]) -> bo
 
 
 def _advice(one: Object, owner: str, known: Records) -> str:
-    """Return how to delete a disk or snapshot, or why it cannot be told to be a leftover. "" for a VM."""
+    """Return how to delete a disk or snapshot, or why it is not certain to be a leftover. Return "" for a VM."""
     metadata = one["metadata"]
     described = {**(metadata.get("annotations") or {}), **metadata["labels"]}
     deployment = described.get(f"{names.METADATA}deployment", "DEPLOYMENT")

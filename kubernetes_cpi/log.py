@@ -1,4 +1,4 @@
-"""The log for `bosh task N --cpi`: one line per call to the cluster, on standard error, without secrets."""
+"""The log shown by `bosh task N --cpi`: one line per call to the cluster, on standard error, without secrets."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ _calls: list[float] = []
 
 
 def reset() -> None:
-    """Forget the secrets and calls of an earlier request."""
+    """Forget the secrets and calls of the previous request."""
     _secrets.clear()
     _calls.clear()
 
 
 def say(text: str) -> None:
     """Write a line, or several."""
-    with contextlib.suppress(OSError):  # a vanished reader must not interrupt a call
+    with contextlib.suppress(OSError):  # a reader that has gone away must not interrupt a call
         sys.stderr.write(redacted(text.rstrip("\n")) + "\n")
         sys.stderr.flush()
 
 
 def call(what: str, outcome: str, seconds: float) -> None:
-    """Write the line of one call to the cluster."""
+    """Log one call to the cluster."""
     _calls.append(seconds)
     say(f"{what}: {outcome} ({seconds * 1000:.0f} ms)")
 
 
 def summary(name: str, seconds: float) -> str:
-    """Return one line about the whole request, for `log` of the response."""
+    """Return a one-line summary of the whole request, for the `log` member of the response."""
     calls = f"{len(_calls)} call{'' if len(_calls) == 1 else 's'} to the cluster, {sum(_calls):.2f} s"
     return redacted(f"{name}: {seconds:.2f} s ({calls})\n")
 
 
 def hide(document: Any) -> None:
-    """Treat all texts within ``document`` as secrets, except groups and tags."""
+    """Treat all strings in ``document`` as secrets, except groups and tags."""
     _secrets.update(text for text in _texts(document) if len(text) >= MIN_SECRET_CHARS)
 
 
 def redacted(text: str) -> str:
-    """Remove the secrets from ``text``: plain, in base64, and with the escapes of Python and JSON."""
+    """Remove the secrets from ``text``, whether they appear as they are, in base64, or with escapes of Python or JSON."""
     for secret in sorted(_secrets, key=len, reverse=True):
         coded, quoted = base64.b64encode(secret.encode()).decode(), msgspec.json.encode(secret).decode()
         for form in (secret, coded, quoted[1:-1], repr(secret)[1:-1]):

@@ -1,6 +1,6 @@
-"""Pods, Secrets and claims as documents. Pure: equal requests make equal documents.
+"""Pods, Secrets and claims as documents. The functions are pure: equal requests produce equal documents.
 
-Fields exist since Kubernetes 1.20. Newer fields appear only where a tier or a property needs them.
+All fields exist since Kubernetes 1.20, except where a tier or a property requires newer ones.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _USER: Final = 1000
 
 
 class Vm(msgspec.Struct, frozen=True):
-    """All inputs of a pod."""
+    """Everything that determines a pod."""
 
     cid: str
     namespace: str
@@ -78,18 +78,21 @@ class Vm(msgspec.Struct, frozen=True):
 
     @property
     def has_data_claim(self) -> bool:
-        """True if `/var/vcap/data` outlives the pod."""
+        """Return True if `/var/vcap/data` outlives the pod."""
         chosen = self.properties.ephemeral_disk.type or ("empty_dir" if self.attach == "never" else "claim")
         return chosen == "claim"
 
     @property
     def group(self) -> str:
-        """Return the label of the VMs of one instance group. "" without a group."""
+        """Return the label shared by the VMs of one instance group, or "" for a VM without a group."""
         return names.digest(*self.groups[:3]) if len(self.groups) >= 3 else ""
 
 
 def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: Agent) -> Object:
-    """Return the settings document of the agent (settings/settings.go). Disks arrive over the bus."""
+    """Return the agent's settings document (settings/settings.go).
+
+    It contains no disks, because those are announced over the bus.
+    """
     return {
         "agent_id": agent_id,
         "vm": {"name": vm.cid, "id": vm.cid},
@@ -103,7 +106,7 @@ def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: Agent) -> Obj
 
 
 def secret(vm: Vm, settings: Object, pod: Object) -> Object:
-    """Return the Secret of a VM; it is immutable, since later settings arrive over the bus."""
+    """Return the Secret of a VM. It is immutable, since later settings arrive over the bus."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -183,7 +186,7 @@ def reserved_name(vm: str, namespace: str) -> str:
 
 
 def reserved_claim(vm: Vm, config: Config) -> Object:
-    """Return the claim of a reserved disk, which has no owner until create_disk returns it."""
+    """Return the claim of a reserved disk. It has no owner until create_disk returns it."""
     disk = vm.properties.persistent_disk
     assert disk is not None
     properties = DiskProperties(storage_class=disk.storage_class)
@@ -198,7 +201,7 @@ def text(document: Object) -> str:
 
 
 def group_service(service: Service, vm: Vm) -> Object:
-    """Return a Service for the VM's instance group. Each VM that uses it changes the annotation."""
+    """Return a Service for the VM's instance group. Every VM that uses the Service changes its annotation."""
     spec: Object = {
         "type": service.type,
         "selector": _members(vm),
@@ -238,7 +241,7 @@ def group_policy(policy: NetworkPolicy, vm: Vm) -> Object:
 
 
 def _rules(policy: NetworkPolicy | None) -> Mapping[str, list[dict[str, Any]]]:
-    """Return the rules of a group by direction, without directions that it leaves to the namespace."""
+    """Return the group's rules by direction, omitting directions that it leaves to the namespace's policy."""
     given = {"ingress": policy.ingress, "egress": policy.egress} if policy else {}
     return {direction: rules for direction, rules in given.items() if rules is not None}
 
@@ -253,23 +256,23 @@ def _policy_name(vm: Vm) -> str:
 
 
 def _members(vm: Vm) -> dict[str, str]:
-    """Return the labels of the pods of a group. Those of the pod without one."""
+    """Return the labels that select the pods of a group, or the pod itself if it has no group."""
     return {names.GROUP: vm.group} if vm.group else {names.VM: vm.cid, names.KIND: names.KIND_VM}
 
 
 def quantity(size: Size) -> str:
-    """Return a size in Kubernetes' form: integers are MiB."""
+    """Return a size as a Kubernetes quantity. Integers are MiB."""
     return f"{size}Mi" if isinstance(size, int) else size
 
 
 def amount_of(quantity: str) -> float:
-    """Convert a quantity of Kubernetes to its number: bytes, or CPUs."""
+    """Convert a Kubernetes quantity to a number of bytes or CPUs."""
     number = quantity.rstrip("mkKMGTPEi")
     return float(number) * _UNITS[quantity[len(number) :]]
 
 
 def requests_of(pod: Object) -> dict[str, str]:
-    """Return what the container of a VM asks of a node. The one that copies the agent asks for nothing."""
+    """Return the resource requests of a VM's container. The init container that copies the agent requests none."""
     requests = pod["spec"]["containers"][0].get("resources", {}).get("requests") or {}
     return {resource: str(quantity) for resource, quantity in requests.items()}
 
@@ -288,8 +291,9 @@ def pod(vm: Vm) -> Object:
         "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", _start(properties)],
         "securityContext": _container_security(properties),
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *_ports(properties)],
-        # No liveness probe, which would end all jobs if the agent is slow: process 1 restarts an agent that has ended.
-        # Readiness excludes the bus: Directors admit an agent after create_vm only, and Services outlive its outages.
+        # There is no liveness probe, because it would end all jobs when the agent is slow; process 1 restarts an agent
+        # that has exited. Readiness does not depend on the bus, because Directors admit an agent only after create_vm
+        # and Services must survive outages of the bus.
         "readinessProbe": {
             "httpGet": {"path": "/readyz?level=boot", "port": "agent"},
             "periodSeconds": 1,
@@ -346,7 +350,10 @@ def with_disks(pod: Object, disks: Sequence[str]) -> Object:
 
 
 def pinned(pod: Object, node: str) -> Object:
-    """Return the pod bound to one node by the scheduler: a `nodeName` would prevent binding of claims on first use."""
+    """Return the pod bound to one node through the scheduler.
+
+    Setting `nodeName` would bypass it, and claims that bind on first use would stay unbound.
+    """
     made = _copied(pod)
     term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
     _require_node(made["spec"].setdefault("affinity", {}), term)
@@ -373,7 +380,7 @@ def claims_of(pod: Object) -> list[str]:
 
 
 def live_disks(pod: Object) -> str:
-    """Return the directory below which mounts of the node reach the VM. "" if none do."""
+    """Return the directory through which mounts of the node reach the VM, or "" if there is none."""
     mounts = pod["spec"]["containers"][0].get("volumeMounts") or []
     return next((one["mountPath"] for one in mounts if one["name"] == _LIVE_VOLUME), "")
 
@@ -386,9 +393,10 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
     if properties.tier == "restricted":
         for name, path, source in (
             ("vcap", "/var/vcap", {}),
-            # Otherwise the runtime makes this parent of a mount point, as root, and the agent cannot write to it.
+            # Without this, the runtime would create the parent directory of the mount point as root, and the agent
+            # could not write to it.
             ("bosh", "/var/vcap/bosh", {}),
-            ("tmp", "/tmp", {}),  # noqa: S108 - in the pod
+            ("tmp", "/tmp", {}),  # noqa: S108 - inside the pod
             ("run", "/run", {"medium": "Memory", "sizeLimit": "16Mi"}),
         ):
             volumes.append({"name": name, "emptyDir": source})
@@ -403,10 +411,12 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
         volumes.append({"name": AGENT_VOLUME, **({"emptyDir": {}} if agent.copy else image)})
         mounts.append({"name": AGENT_VOLUME, "mountPath": PROGRAM, "readOnly": True})
     if vm.attach == "live":
-        # Never an emptyDir: at the end of the pod the kubelet would empty the disks that are mounted there.
+        # Never use an emptyDir here, because at the end of the pod the kubelet would empty the disks that are mounted
+        # in it.
         path = f"{vm.host_path}/{vm.cid}"
         volumes.append({"name": _LIVE_VOLUME, "hostPath": {"path": path, "type": "DirectoryOrCreate"}})
-        # Read-only, except for the disks: what the VM wrote beside them would fill the node, and it could move them.
+        # The volume is read-only except for the disks, because the VM could otherwise move them and fill the node with
+        # files beside them.
         live: Object = {"name": _LIVE_VOLUME, "mountPath": LIVE_DISKS, "readOnly": True}
         mounts.append({**live, "mountPropagation": "HostToContainer"})
     for volume in properties.volumes:
@@ -419,12 +429,15 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
 
 
 def _start(properties: VmProperties) -> str:
-    """Return the program that becomes process 1. Over an unmodified stemcell one that applies the overlay first."""
+    """Return the program that becomes process 1.
+
+    On an unmodified stemcell this is a program that first applies the overlay.
+    """
     return f"{PROGRAM}/overlay/start" if properties.agent else "/usr/sbin/runsvdir-start"
 
 
 def _copier(vm: Vm, agent: AgentImage) -> Object:
-    """Return the init container that copies the program from its image."""
+    """Return the init container that copies the agent from its image."""
     return {
         "name": AGENT_VOLUME,
         "image": agent.image,
@@ -437,7 +450,8 @@ def _copier(vm: Vm, agent: AgentImage) -> Object:
 
 def _container_security(properties: VmProperties) -> Object:
     tier = properties.tier
-    # With a user, which is root in the image anyway, the token is that user's alone. A Director runs its CPI as vcap.
+    # With a user, which is root in the image anyway, only that user may read the token. A Director runs its CPI as
+    # vcap.
     user: Object = {} if properties.service_account_token else {"runAsUser": 0}
     if tier == "privileged":
         return {"privileged": True, **user}
@@ -450,7 +464,8 @@ def _container_security(properties: VmProperties) -> Object:
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     if tier == "userns":
-        # Profiles of runtimes forbid every mount, and a /proc with masked parts cannot be mounted again.
+        # The default profiles of container runtimes forbid all mounts, and a /proc with masked parts cannot be mounted
+        # again.
         security["capabilities"]["add"].append("SYS_ADMIN")
         security |= {"appArmorProfile": {"type": "Unconfined"}, "procMount": "Unmasked"}
     return security
@@ -494,7 +509,8 @@ def _resources(vm: Vm) -> Object:
     if properties.cpu_limit:
         limits["cpu"] = str(properties.cpu_limit)
     if not vm.has_data_claim:
-        # No limit: the volume has its own, and logs of the container count here too.
+        # No limit is set, because the volume has its own, and the container's logs would count towards this one as
+        # well.
         requests["ephemeral-storage"] = quantity(properties.ephemeral_disk.size)
     if properties.memory:
         requests["memory"] = limits["memory"] = quantity(properties.memory)
@@ -535,7 +551,7 @@ def _scheduling(vm: Vm) -> Object:
 
 
 def _require_node(affinity: Object, term: Object) -> None:
-    """Add ``term`` to each of the existing alternatives."""
+    """Add ``term`` to each existing node affinity alternative."""
     rule = affinity.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
     terms = rule.setdefault("nodeSelectorTerms", []) or [{}]
     rule["nodeSelectorTerms"] = [
@@ -556,6 +572,6 @@ def _copied(document: Object) -> Object:
 
 
 def _group_labels(vm: Vm) -> dict[str, str]:
-    """Return deployment and instance group, which set_vm_metadata repeats later with more keys."""
+    """Return the deployment and instance group as labels. set_vm_metadata later sets them again with more keys."""
     labels, _ = names.metadata(dict(zip(("director", "deployment", "instance_group"), vm.groups, strict=False)))
     return labels | ({names.GROUP: vm.group} if vm.group else {})

@@ -1,4 +1,4 @@
-"""Methods by name, each with the function that serves it. ``kubernetes_cpi.door`` serves `info`."""
+"""CPI methods by name, each with the function that serves it. ``kubernetes_cpi.door`` serves `info`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
     if serve is None:
         raise NotImplementedByCpiError(f"cannot {name}: this CPI does not have the method")
     if name == "create_vm":
-        # As Directors redact it.
+        # Redacted in the same way as Directors do.
         log.hide(list(arguments[ENV]))
     try:
         given = msgspec.structs.astuple(msgspec.convert(arguments, _arguments(serve)))
@@ -62,7 +62,10 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
 
 
 def _arguments(serve: Callable[..., Any]) -> type[msgspec.Struct]:
-    """Return the type of a function's arguments but the first. Surplus ones pass: a newer Director may send more."""
+    """Return the types of a function's arguments except the first.
+
+    Surplus arguments are accepted, because a newer Director may send more.
+    """
     types = get_type_hints(serve, include_extras=True)
     del types["return"]
     _, *fields = types.items()

@@ -1,7 +1,7 @@
 """Names and labels of objects.
 
-The name of an object is its cid. The cid contains the namespace, so that a call finds it. Names follow from the request
-and not from chance: the repetition of an interrupted call finds the objects of the first.
+The name of an object is its cid. It contains the namespace, so that later calls find the object. Names are derived from
+the request instead of being random, so that repeating an interrupted call finds the objects of the first attempt.
 """
 
 from __future__ import annotations
@@ -82,18 +82,18 @@ def digest(*parts: str) -> str:
 
 
 def cid(prefix: str, namespace: str, *parts: str) -> str:
-    """Return the cid of an object that ``parts`` identify."""
+    """Return the cid of the object that ``parts`` identify."""
     return f"{prefix}-{namespace}-{digest(*parts)}"
 
 
 def namespace_of(name: str, default: str) -> str:
-    """Return the namespace in a cid. ``default`` for an object that was not created by the CPI."""
+    """Return the namespace in a cid, or ``default`` for an object that the CPI did not create."""
     found = _CID.fullmatch(name)
     return found["namespace"] if found else default
 
 
 def tail(name: str) -> str:
-    """Return the digest in a cid, or a digest of a name that is no cid."""
+    """Return the digest in a cid, or a digest of a name that is not a cid."""
     return name[-16:] if _CID.fullmatch(name) else digest(name)
 
 
@@ -118,7 +118,7 @@ def labels(kind: str, director: str, **more: str) -> dict[str, str]:
 
 
 def is_ours(document: Mapping[str, Any], kind: str, director: str) -> bool:
-    """True for an object that this CPI has created for the Director, or that has its labels."""
+    """Return True for an object that this CPI created for the Director or that has its labels."""
     found = document["metadata"].get("labels") or {}
     return all(found.get(key) == wanted for key, wanted in labels(kind, "").items()) and (
         found.get(DIRECTOR) in (None, value(director))
@@ -126,7 +126,7 @@ def is_ours(document: Mapping[str, Any], kind: str, director: str) -> bool:
 
 
 def value(text: str) -> str:
-    """Return ``text`` as the value of a label: unchanged if it fits, else a digest."""
+    """Return ``text`` as a label value: unchanged if it is valid, otherwise as a digest."""
     return text if is_value(text) else digest(text)
 
 
@@ -136,7 +136,10 @@ def is_value(text: str) -> bool:
 
 
 def metadata(document: Mapping[str, object]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return labels and annotations for a Director's metadata: labels where both key and value fit."""
+    """Return labels and annotations for a Director's metadata.
+
+    An entry becomes a label if its key and value are valid there.
+    """
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     for key, given in document.items():

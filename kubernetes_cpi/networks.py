@@ -46,12 +46,12 @@ class Vip(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name of the Service: the same for every VM behind the address."""
+        """Name of the Service. It is the same for every VM behind the address."""
         return "vip-" + self.ip.replace(".", "-").replace(":", "-")
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Consequences of the networks for a pod."""
+    """What the networks of a VM mean for its pod."""
 
     settings: dict[str, Any]
     annotations: dict[str, str] = {}
@@ -62,7 +62,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plan(networks: Mapping[str, Any], defaults: Networks) -> Plan:
-    """Read the networks of a request and derive the pod's annotations, DNS and Services."""
+    """Read the networks of a request and derive the pod's annotations, DNS settings and Services."""
     plan = Plan(settings={})
     annotations: dict[str, str] = {}
     interfaces: list[Object] = []
@@ -136,7 +136,7 @@ def _read(name: str, given: object) -> tuple[Network, NetworkProperties]:
 
 
 def _settings(given: Mapping[str, Any], network: Network) -> dict[str, Any]:
-    """Return the network in the agent's form: the pod's interfaces already exist."""
+    """Return the network in the agent's form. It needs no configuration, because the pod's interfaces already exist."""
     dropped = ADDRESS_OF_FORMER_VM if network.type == "dynamic" else ()
     return {**{key: value for key, value in given.items() if key not in dropped}, "preconfigured": True}
 
@@ -152,7 +152,7 @@ def _vip(name: str, network: Network, properties: NetworkProperties) -> Vip:
 def _address_annotations(
     name: str, network: Network, properties: NetworkProperties, defaults: Networks
 ) -> dict[str, str]:
-    """Return the annotations by which the CNI gives a pod this address."""
+    """Return the annotations that make the CNI give a pod this address."""
     cni = properties.cni or defaults.cni
     filled = {"((ip))": network.ip, "((gateway))": network.gateway, "((prefix))": str(_prefix(network))}
     given = {**defaults.annotations, **properties.annotations}
@@ -201,7 +201,7 @@ def _interface(name: str, network: Network, properties: NetworkProperties) -> Ob
 
 
 def _refuse_prefix(name: str, network: Network) -> None:
-    """Refuse a delegated prefix: the VM would have its first address alone, and its jobs would take all for theirs."""
+    """Refuse a delegated prefix. The VM would only have its first address, while its jobs would use all of them."""
     if network.prefix and network.prefix != str(_single(network)):
         raise NotSupportedError(
             f"cannot delegate the prefix {network.ip}/{network.prefix} of the network {name!r} to a VM: this kind of "
@@ -211,12 +211,12 @@ def _refuse_prefix(name: str, network: Network) -> None:
 
 
 def _single(network: Network) -> int:
-    """Return the length of a prefix that is one address."""
+    """Return the prefix length that stands for a single address."""
     return 128 if ":" in network.ip else 32
 
 
 def _prefix(network: Network) -> int:
-    """Return the length of the netmask. `prefix` of a request has another meaning."""
+    """Return the prefix length of the netmask. The request's `prefix` means something else."""
     import ipaddress
 
     try:

@@ -1,4 +1,4 @@
-"""Waits for pods: until one is ready or the kubelet reports a failure, and until one has certainly ended."""
+"""Waiting for pods: until one is ready or the kubelet reports a failure, and until one has certainly ended."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ def is_ready(pod: Object) -> bool:
 
 
 def is_ending(pod: Object) -> bool:
-    """True for a deleted pod that has not ended yet."""
+    """Return True for a deleted pod that has not ended yet."""
     return "deletionTimestamp" in pod["metadata"]
 
 
 def has_ended(pod: Object) -> bool:
-    """True for a pod that will never run again, such as one that was evicted."""
+    """Return True for a pod that will never run again, for example because it was evicted."""
     return pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
 
 
 def has_stopped(pod: Object) -> bool:
-    """True for a deleted pod whose containers have ended: its object may remain for a while."""
+    """Return True for a deleted pod whose containers have ended. Its object may remain for a while."""
     statuses = pod.get("status", {}).get("containerStatuses") or []
     return is_ending(pod) and bool(statuses) and all("terminated" in one.get("state", {}) for one in statuses)
 
 
 def has_started(pod: Object) -> bool:
-    """True while the container of a pod runs, also before it is ready."""
+    """Return True while the container of a pod runs, even before it is ready."""
     statuses = pod.get("status", {}).get("containerStatuses") or []
     return not is_ending(pod) and any("running" in one.get("state", {}) for one in statuses)
 
@@ -82,9 +82,9 @@ def until_ready(
     begun: float | None = None,
     is_enough: Callable[[Object], bool] = is_ready,
 ) -> Object:
-    """Wait for a new pod, ``timeout_s`` seconds from ``begun`` (monotonic, default: now).
+    """Wait for a new pod to become ready, ``timeout_s`` seconds from ``begun`` (monotonic, default: now).
 
-    Raises ``VMCreationFailedError`` with the kubelet's reason as soon as it cannot start.
+    Raises ``VMCreationFailedError`` with the kubelet's reason as soon as it is clear that the pod cannot start.
     """
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     timeouts = session.config.timeouts
@@ -102,7 +102,7 @@ def until_ready(
 
 
 def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
-    """Wait until a pod that runs once is ready or has ended. ``CpiError`` if it cannot start or does neither."""
+    """Wait until a one-shot pod is ready or has ended. Raises ``CpiError`` if it cannot start or does neither in time."""
     name = pod["metadata"]["name"]
     judge, state = _Judge(session, namespace, name), pod
     for found in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s, pod):
@@ -118,10 +118,11 @@ def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: floa
 def end(
     session: Session, namespace: str, name: str, *, grace_s: int | None = None, is_name_needed: bool = False
 ) -> bool:
-    """Delete a pod and wait until its containers have ended. False without one.
+    """Delete a pod and wait until its containers have ended. Return False if there is no pod.
 
-    If another pod of its name is to follow, it waits for the end of the object too. If the node does not confirm the
-    end within the grace and `timeouts.delete_vm`, the pod is deleted by force, unless the node is known to be healthy.
+    If a pod of the same name is to follow, also wait until the object is gone. If the node does not confirm the end
+    within the grace period and `timeouts.delete_vm`, the pod is deleted by force, unless the node is known to be
+    healthy.
     """
     asked = session.client.delete(PODS, namespace, name, grace_s=grace_s)
     if asked is None:
@@ -148,14 +149,14 @@ def end(
 
 
 def until_gone(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
-    """Wait until a deleted pod no longer exists. False if it still does."""
+    """Wait until a deleted pod no longer exists. Return False if it still does."""
     return _is_gone(session, namespace, name, "", timeout_s, is_name_needed=True)
 
 
 def until_stopped(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
-    """Wait until the containers of a deleted pod have ended with success. False if they have not.
+    """Wait until the containers of a deleted pod have exited with status 0. Return False if they have not.
 
-    ``CpiError`` with the last words of one that failed.
+    Raises ``CpiError`` with the last line of output of a container that failed.
     """
     for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s):
         if state is None:
@@ -178,7 +179,7 @@ def _is_gone(session: Session, namespace: str, name: str, uid: str, timeout_s: f
 
 
 def _is_well(session: Session, node: str) -> bool:
-    """True if the node is Ready. False also if the CPI may not read nodes."""
+    """Return True if the node is Ready. Return False as well if the CPI may not read nodes."""
     try:
         found = session.client.find(NODES, "", node)
     except ApiError as exc:
@@ -190,7 +191,9 @@ def _is_well(session: Session, node: str) -> bool:
 
 
 def _excess(session: Session, pod: Object) -> str:
-    """Return the request of a pod that exceeds the largest node. "" without one, or if the CPI may not list nodes."""
+    """Return the resource request with which a pod exceeds the largest node, or "" if there is none or the CPI may not
+    list nodes.
+    """
     try:
         found = [one.get("status", {}).get("allocatable") or {} for one in session.client.list(NODES, "")]
     except ApiError as exc:
@@ -205,7 +208,7 @@ def _excess(session: Session, pod: Object) -> str:
 
 
 class _Judge:
-    """Detects from the states of one pod that it cannot start."""
+    """Detects from successive states of a pod that it cannot start."""
 
     def __init__(self, session: Session, namespace: str, name: str) -> None:
         self._session, self._namespace, self._name = session, namespace, name
@@ -250,7 +253,9 @@ class _Judge:
             )
 
     def reason(self, pod: Object) -> str:
-        """Return the reason of the scheduler or kubelet, events of pod and claims, and the agent's own last words."""
+        """Return the reason reported by the scheduler or kubelet, with events of the pod and its claims and the agent's
+        last log line.
+        """
         kind, found = _kind(pod), [_waiting_for(pod)]
         if kind in ("claim", "volume", "start"):
             for name in [*manifests.claims_of(pod), self._name]:
@@ -266,7 +271,7 @@ class _Judge:
 
 
 def _kind(pod: Object) -> str:
-    """Return the thing that a pod waits for."""
+    """Return a word for what the pod is waiting for."""
     if (message := _unschedulable(pod)) is not None:
         if re.search(NEW_CLAIM, message):
             return "claim"
@@ -282,9 +287,9 @@ def _kind(pod: Object) -> str:
 
 
 def last_words(session: Session, namespace: str, name: str, wanted: str = "") -> str | None:
-    """Return the last line of the agent's log that matches ``wanted``, a regular expression. "" without one.
+    """Return the last line of the agent's log that matches the regular expression ``wanted``, or "" if none does.
 
-    None if the log cannot be read. Without ``wanted``, warnings come before other lines.
+    Return None if the log cannot be read. Without ``wanted``, warnings take precedence over other lines.
     """
     try:
         lines = session.client.log_of(namespace, name, LOG_LINES).splitlines()
@@ -298,7 +303,7 @@ def last_words(session: Session, namespace: str, name: str, wanted: str = "") ->
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A line of the agent's log, whose form is JSON in a pod."""
+    """A line of the agent's log, which is JSON in a pod."""
 
     message: str
     level: str = "info"
@@ -312,7 +317,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def _waiting_for(pod: Object) -> str:
-    """Return the reason of the kubelet or the scheduler for a pod that is not ready. "" without one."""
+    """Return the reason that the kubelet or scheduler gives for a pod that is not ready, or "" if there is none."""
     status = pod.get("status", {})
     if has_ended(pod):
         return ": ".join(filter(None, [status.get("reason"), status.get("message")])) or str(status["phase"])
@@ -327,7 +332,9 @@ def _waiting_for(pod: Object) -> str:
 
 
 def _container(pod: Object) -> Mapping[str, Any]:
-    """Return the status of the container that the pod waits for: an init container until it has ended."""
+    """Return the status of the container for which the pod waits: the init container until that has ended, then the
+    main one.
+    """
     status = pod.get("status", {})
     initial = [one for one in status.get("initContainerStatuses") or [] if not one.get("ready")]
     statuses = initial or status.get("containerStatuses") or [{}]
@@ -341,7 +348,7 @@ def _waiting(pod: Object) -> tuple[str, str]:
 
 
 def _crash(pod: Object) -> Mapping[str, Any] | None:
-    """Return the exit reason of a container that ends repeatedly."""
+    """Return the exit reason of a container that keeps crashing."""
     container = _container(pod)
     ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
     found: Mapping[str, Any] | None = ended
@@ -356,7 +363,7 @@ def _unschedulable(pod: Object) -> str | None:
 
 
 def _events(session: Session, namespace: str, name: str) -> list[str]:
-    """Return the last events of an object, such as volumes that cannot be made or mounted."""
+    """Return the latest events of an object, for example about volumes that cannot be created or mounted."""
     try:
         found = session.client.list(EVENTS, namespace, fields=f"involvedObject.name={name}")
         texts = [f"{one.get('reason')}: {one.get('message')}" for one in found if one.get("reason") not in QUIET]

@@ -86,14 +86,14 @@ class EphemeralDisk(Strict, frozen=True):
 
 
 class ReservedDisk(Strict, frozen=True):
-    """A persistent disk that is made with the VM. Create_disk hands it out."""
+    """A persistent disk that is created with the VM. create_disk later returns it."""
 
     size: Annotated[Size, doc("MiB, or a quantity; the same as `persistent_disk` of the instance group.")]
     storage_class: Annotated[str, doc("StorageClass. Empty: `disks.storage_class`.")] = ""
 
 
 class AgentImage(Strict, frozen=True):
-    """The agent over the image of an unmodified stemcell."""
+    """The agent to be added to an unmodified stemcell image."""
 
     image: Annotated[
         str,
@@ -109,7 +109,7 @@ class AgentImage(Strict, frozen=True):
 
 
 class NetworkPolicy(Strict, frozen=True):
-    """A NetworkPolicy of an instance group. It replaces the namespace's policy. The agent needs its way to the bus."""
+    """A NetworkPolicy of an instance group, which replaces the namespace's policy. It must let the agent reach the bus."""
 
     ingress: Annotated[
         list[dict[str, Any]] | None,
@@ -179,7 +179,7 @@ class VmProperties(Strict, frozen=True):
     grace: Annotated[Count, doc("Seconds for jobs to drain and stop when the pod is deleted.")] = 50
 
     def __post_init__(self) -> None:
-        """Refuse what needs root in a tier without it."""
+        """Refuse properties that need root if the tier has no root."""
         if self.agent and self.tier == "restricted":
             raise ValueError(
                 "`agent` needs root, to apply the overlay, and the tier `restricted` has none; set another tier"

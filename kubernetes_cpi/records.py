@@ -1,9 +1,10 @@
-"""VMs, disks and snapshots that a Director knows, as the bosh CLI reads them from it.
+"""VMs, disks and snapshots that a Director knows, as reported by the bosh CLI.
 
-A destructive command relies on them. So each answer has a type and must be whole: exit code 0, `Succeeded` as the last
-line, and every member that is needed. Anything else ends the command.
+A destructive command relies on this data. Every answer is therefore typed and must be complete: exit code 0,
+`Succeeded` as the last line, and every required member. Anything else ends the command.
 
-The queries need the login of an admin (`GET /orphaned_vms`), who sees every deployment: a user of a team is refused.
+The queries need an admin login (`GET /orphaned_vms`), because an admin sees every deployment. A user of a team is
+refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NOT_FOUND: Final = "non-successful status code '404'"
 
 
 class Records(msgspec.Struct, frozen=True):
-    """Cids by what the Director has them as."""
+    """Cids, grouped by the role in which the Director lists them."""
 
     vms: frozenset[str]
     disks: frozenset[str]
@@ -43,7 +44,7 @@ class _Table(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What the CLI prints with `--json`. A list without elements is null."""
+    """The output of the CLI with `--json`. An empty list is null there."""
 
     Tables: list[_Table] | None
     Blocks: list[str] | None
@@ -76,7 +77,7 @@ class _Task(msgspec.Struct):
 
 
 class _RefusedError(InputError):
-    """A command of the CLI that failed. ``told`` is its output."""
+    """A CLI command that failed. ``told`` is its output."""
 
     def __init__(self, command: str, told: str) -> None:
         super().__init__(f"cannot learn what the Director knows: `{command}` failed: {told}")
@@ -84,7 +85,10 @@ class _RefusedError(InputError):
 
 
 def director() -> str:
-    """Return the UUID of the Director that the environment names, as it tells it to its CPI."""
+    """Return the UUID of the Director that the environment names.
+
+    It is the same one that the Director passes to its CPI.
+    """
     uuid = _get("/info", _Info).uuid
     if not uuid:
         raise InputError("cannot learn what the Director knows: `bosh curl /info` tells no UUID")
@@ -92,7 +96,7 @@ def director() -> str:
 
 
 def check_idle() -> None:
-    """Raise ``InputError`` while the Director has unfinished tasks: they create VMs before they record them."""
+    """Raise ``InputError`` while the Director has unfinished tasks, because a task creates VMs before it records them."""
     for task in _get(UNFINISHED, list[_Task]):
         raise InputError(
             f"cannot delete anything while the Director works: task {task.id}, {task.description}, is not finished"
@@ -100,13 +104,13 @@ def check_idle() -> None:
 
 
 def read() -> Records:
-    """Ask for everything. VMs move from deployments to the orphaned ones, so those are the later question."""
+    """Query everything. Orphaned VMs are queried last, because VMs move there from deployments."""
     vms: set[str] = set()
     disks: set[str] = set()
     snapshots: set[str] = set()
     for deployment in _get("/deployments", list[_Deployment]):
         path = f"/deployments/{urllib.parse.quote(deployment.name, safe='')}"
-        # Active VMs and the ones of an interrupted create-swap-delete.
+        # Active VMs, and those of an interrupted create-swap-delete update.
         vms |= {vm.cid for vm in _get(f"{path}/vms", list[_Vm])}
         snapshots |= {one.snapshot_cid for one in _get(f"{path}/snapshots", list[_Snapshot])}
         for row in _instances(deployment.name):

@@ -1,7 +1,7 @@
-"""Recreation: a VM gets a new pod of the same name with other disks. Its data claim and Secret remain.
+"""Recreation: a VM gets a new pod of the same name with other disks, and keeps its data claim and Secret.
 
-The properties of the new pod are recorded in an annotation of the data claim before the old pod ends: after an
-interruption between the two, the next call completes the recreation.
+The properties of the new pod are recorded in an annotation of the data claim before the old pod ends. If the CPI is
+interrupted between the two steps, the next call completes the recreation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kubernetes_cpi.session import Session
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """The pod that a recreation creates: its disks, and the metadata of the old one."""
+    """The pod that a recreation is about to create: its disks, and the metadata of the old pod."""
 
     disks: list[str]
     live: list[str] = []
@@ -30,12 +30,12 @@ class Intent(msgspec.Struct, frozen=True):
 
 
 def can_recreate(pod: Object) -> bool:
-    """True if the VM's data outlives its pod: credentials, packages and logs are there."""
+    """Return True if the VM's data, with its credentials, packages and logs, outlives its pod."""
     return names.data_claim(pod["metadata"]["name"]) in manifests.claims_of(pod)
 
 
 def must_keep_address(session: Session, pod: Object) -> bool:
-    """True if the Director has read an address that another pod would not get, and nothing allows the change."""
+    """Return True if the Director has read an address that another pod would not get, and no property allows a change."""
     is_undecided = (pod["metadata"].get("annotations") or {}).get(names.ATTACH) == "auto"
     return is_undecided and session.config.disks.attach != "recreate"
 
@@ -70,9 +70,9 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
 
 
 def release(session: Session, pod: Object, disk: str) -> None:
-    """End the pod of a VM that has detached a disk and still mounts it. A successor follows if the VM is at work.
+    """End the pod of a VM that has detached a disk and still mounts it. If the VM is in use, a new pod follows.
 
-    A VM that the Director has shut down, or deletes at the same time, has none.
+    There is no new pod if the Director has shut the VM down or is deleting it at the same time.
     """
     vm, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
     intent = unfinished(session, vm)
@@ -85,7 +85,7 @@ def release(session: Session, pod: Object, disk: str) -> None:
         if intent is None:
             intent = _begun(session, pod, [one for one in manifests.disks_of(pod) if claims.is_held(session, one, vm)])
         pods.end(session, namespace, vm, is_name_needed=True)
-        # No longer: a VM that was shut down a moment ago starts, and never becomes ready.
+        # Do not wait any longer, because a VM that was shut down a moment ago would start but never become ready.
         carry_on(session, vm, intent, is_enough=pods.has_started)
     except VMNotFoundError:
         log.say(f"pod {vm}: it is not made again, since its VM is being deleted")
@@ -96,7 +96,7 @@ def release(session: Session, pod: Object, disk: str) -> None:
 def carry_on(
     session: Session, vm: str, intent: Intent, *, is_enough: Callable[[Object], bool] = pods.is_ready
 ) -> Object:
-    """Create the pod of a recreation whose old one is gone, perhaps on another node, and wait for it."""
+    """Create the pod of a recreation whose old pod is gone, perhaps on another node, and wait for it."""
     namespace = session.namespace_of(vm)
     if intent.live:
         attachments.end_all(session, vm)
@@ -104,7 +104,7 @@ def carry_on(
     if secret is None:
         raise VMNotFoundError(f"cannot make the pod of {vm} again: its Secret is gone")
     body = msgspec.json.decode(base64.b64decode(secret["data"][manifests.POD]), type=Object)
-    # It may have been interrupted long ago.
+    # The recreation may have been interrupted long ago.
     held = [disk for disk in intent.disks if claims.is_held(session, disk, vm)]
     body = manifests.with_disks(body, held)
     metadata = body["metadata"]
@@ -112,7 +112,7 @@ def carry_on(
     metadata["annotations"] = {**metadata["annotations"], **intent.annotations, names.RECREATED: "true"}
     made, _ = session.client.ensure(PODS, namespace, body)
     if session.client.find(SECRETS, namespace, vm) is None:
-        # delete_vm looks for the pod once more after the Secret.
+        # delete_vm looks for the pod again after it has removed the Secret.
         pods.end(session, namespace, vm, grace_s=1)
         raise VMNotFoundError(f"cannot make the pod of {vm} again: its VM was deleted meanwhile")
     timeout_s = session.config.timeouts.create_vm
@@ -126,14 +126,14 @@ def carry_on(
 
 
 def finish(session: Session, pod: Object) -> None:
-    """Delete the record of a recreation that has created its pod, in case it was interrupted before."""
+    """Delete the record of a recreation that was interrupted after it had created its pod."""
     vm = pod["metadata"]["name"]
     if names.RECREATED in (pod["metadata"].get("annotations") or {}) and unfinished(session, vm):
         _note(session, vm, None)
 
 
 def _begun(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
-    """Record that the pod is to be made again with these disks."""
+    """Record that the pod is to be created again with these disks."""
     vm = pod["metadata"]["name"]
     if not can_recreate(pod):
         raise NotSupportedError(
@@ -147,7 +147,10 @@ def _begun(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
 
 
 def _is_at_work(session: Session, pod: Object) -> bool:
-    """True for a pod that is ready. One that cannot be made again gets time to report the end of its agent."""
+    """Return True for a pod that is ready.
+
+    If a pod cannot be created again, first give it time to report that its agent has ended.
+    """
     if can_recreate(pod) or not pods.is_ready(pod):
         return pods.is_ready(pod)
     metadata = pod["metadata"]
@@ -168,6 +171,6 @@ def _note(session: Session, vm: str, intent: Intent | None) -> None:
 
 
 def _metadata(pod: Object, kind: str) -> dict[str, str]:
-    """Return labels or annotations that set_vm_metadata has given the pod."""
+    """Return the labels or annotations that set_vm_metadata has set on the pod."""
     found = pod["metadata"].get(kind) or {}
     return {key: value for key, value in found.items() if key.startswith(names.METADATA)}

@@ -29,7 +29,10 @@ def tables() -> str:
 
 
 def table(struct: type[msgspec.Struct]) -> str:
-    """Return one list as Markdown: key, type and default, meaning. Keys of a port are in the list of VMs only."""
+    """Return one list as Markdown: key, type and default, meaning.
+
+    The keys of a port appear only in the list of VM properties.
+    """
     lines = []
     for key, kind, default, text in schema.rows(struct):
         if _PORT not in key or (struct is VmProperties and key.startswith(_PORT)):

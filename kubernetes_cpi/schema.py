@@ -1,6 +1,6 @@
-"""Parser of documents into types: unknown keys are errors that name the nearest known key.
+"""Parser that converts documents to types. An unknown key is an error that suggests the most similar known key.
 
-Tables of properties are generated from the types. A field is documented at its declaration: ``Annotated[str,
+The tables of properties are generated from the types. A field is documented where it is declared: ``Annotated[str,
 doc("...")]``.
 """
 
@@ -22,7 +22,7 @@ _UNKNOWN: Final = r"(?s)unknown field `(?P<key>.*?)`(?: - at `(?P<path>[^`]*)`)?
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A struct that refuses unknown keys."""
+    """A struct that rejects unknown keys."""
 
 
 def doc(text: str) -> msgspec.Meta:
@@ -31,7 +31,7 @@ def doc(text: str) -> msgspec.Meta:
 
 
 def read(document: object, wanted: type[T], *, origin: str) -> T:
-    """Convert ``document`` to a struct. ``origin`` names the document in errors, which include the path."""
+    """Convert ``document`` to a struct. Errors name ``origin`` and the path within the document."""
     try:
         return msgspec.convert(document, wanted)
     except msgspec.ValidationError as exc:
@@ -55,7 +55,7 @@ def nearest(key: str, known: list[str]) -> str:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two documents: hashes key by key. Any other value of ``above`` replaces the value of ``below``."""
+    """Merge two documents: objects key by key. Any other value in ``above`` replaces the one in ``below``."""
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
@@ -73,7 +73,7 @@ def _struct_at(wanted: type[msgspec.Struct], path: str) -> type[msgspec.Struct]:
 
 
 def _struct_in(hint: Any) -> Any:
-    """Return the one struct within a type such as ``list[Port] | None``. The type itself without one."""
+    """Return the one struct within a type such as ``list[Port] | None``, or the type itself if it contains none."""
     if isinstance(hint, type) and not get_args(hint):
         return hint
     inner = [_struct_in(argument) for argument in get_args(hint)]

@@ -1,6 +1,7 @@
-"""Objects that lead to VMs: Services, Ingresses and NetworkPolicies of groups, and a name for each instance.
+"""Objects that lead traffic to VMs: Services, Ingresses and NetworkPolicies of groups, and a DNS name for each
+instance.
 
-An object that several VMs share ends with the last of them.
+An object that several VMs share is deleted with the last of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_NAME_CHARS: Final = 63
 
 
 def make(session: Session, vm: Vm) -> None:
-    """Point all objects of the VM's group, and of its `vip` networks, to the VM. An address moves from VM to VM."""
+    """Point all objects of the VM's group and of its `vip` networks to the VM. A `vip` address can move from VM to VM."""
     for vip in vm.networks.vips:
         _ensure(session, SERVICES, vm.namespace, networks.service(vip, vm.cid, vm.director))
     for service in vm.properties.services:
@@ -33,9 +34,9 @@ def make(session: Session, vm: Vm) -> None:
 
 
 def remove(session: Session, vm: str, policy: str) -> None:
-    """Delete the Services that lead only to this VM, and the objects of a group without VMs.
+    """Delete the Services that lead only to this VM, and the shared objects of its group if no VM is left in it.
 
-    ``policy``: the NetworkPolicy of its group, "" without one.
+    ``policy`` is the NetworkPolicy of the group, or "" if it has none.
     """
     namespace = session.namespace_of(vm)
     for service in session.client.list(SERVICES, namespace, labels=f"{names.MANAGED_BY}={names.OURS}"):
@@ -49,16 +50,18 @@ def remove(session: Session, vm: str, policy: str) -> None:
         if is_mine:
             if names.INGRESS in (metadata.get("annotations") or {}):
                 _delete(session, INGRESSES, namespace, metadata["name"], names.KIND_INGRESS)
-            # Another VM has changed it meanwhile.
+            # Another VM has changed the object meanwhile.
             session.client.delete(SERVICES, namespace, metadata["name"], version=metadata["resourceVersion"])
     if policy and _is_empty(session, namespace, policy.removeprefix(manifests.GROUP_PREFIX)):
         _delete(session, POLICIES, namespace, policy, names.KIND_POLICY)
 
 
 def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> None:
-    """Lead the name `DEPLOYMENT-GROUP-INDEX` to a VM, from the Director's metadata. VMs of compilations have none.
+    """Point the name `DEPLOYMENT-GROUP-INDEX`, taken from the Director's metadata, to a VM. Compilation VMs get no
+    name.
 
-    The name outlives the VM's address. A missing permission or a Service of another owner is logged, not an error.
+    The name stays when the VM's address changes. A missing permission, or a Service of another owner, is logged and is
+    not an error.
     """
     parts = [metadata.get(key) for key in ("deployment", "job", "index")]
     if not session.config.networks.instance_names or "compiling" in metadata or None in parts:
@@ -66,7 +69,7 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
     spec: Object = {
         "clusterIP": "None",
         "selector": {names.VM: vm, names.KIND: names.KIND_VM},
-        # Members of a cluster find each other before they are ready.
+        # Members of a cluster must find each other before they are ready.
         "publishNotReadyAddresses": True,
     }
     labels = names.labels(names.KIND_INSTANCE, session.director, **{names.VM: vm})
@@ -78,7 +81,10 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
 
 
 def instance_name(deployment: str, group: str, index: str) -> str:
-    """Return the name of an instance: a DNS label. A digest makes other texts unique."""
+    """Return the name of an instance as a valid DNS label.
+
+    If the parts have to be changed for that, a digest keeps it unique.
+    """
     text = f"{deployment}-{group}-{index}"
     if len(text) <= MAX_NAME_CHARS and re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", text):
         return text
@@ -87,7 +93,7 @@ def instance_name(deployment: str, group: str, index: str) -> str:
 
 
 def _ensure(session: Session, resource: Resource, namespace: str, body: Object) -> None:
-    """Create an object, or give an existing one of this Director these contents."""
+    """Create an object, or update the existing one of this Director."""
     made, is_new = session.client.ensure(resource, namespace, body)
     if is_new:
         return

@@ -1,4 +1,4 @@
-"""The context of a method: the configuration, the cluster, and the caller."""
+"""The context of a CPI method: the configuration, the cluster, and the caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kubernetes_cpi.errors import CpiError, InputError
 
 
 class Session(msgspec.Struct, frozen=True):
-    """The cluster as one request sees it. ``request_id`` differs from call to call and is "" from the CLI."""
+    """The cluster as seen by one request. ``request_id`` differs from call to call, and is "" if the CLI calls."""
 
     config: Config
     client: Client
@@ -28,12 +28,12 @@ class Session(msgspec.Struct, frozen=True):
         return names.namespace_of(cid, self.namespace)
 
     def find(self, resource: Resource, cid: str, kind: str) -> Object | None:
-        """Return the object of a cid. None without one, or if it is not from this CPI or another Director's."""
+        """Return the object of a cid, or None if it does not exist or was not created by this CPI for this Director."""
         found = self.client.find(resource, self.namespace_of(cid), cid)
         return found if found is not None and names.is_ours(found, kind, self.director) else None
 
     def check_ours(self, found: Object | None, kind: str, error: Callable[[str], CpiError]) -> None:
-        """Refuse an object that is not from this CPI or another Director's."""
+        """Refuse an object that this CPI did not create or that belongs to another Director."""
         if found is not None and not names.is_ours(found, kind, self.director):
             wanted = ", ".join(f"{key}={value}" for key, value in names.labels(kind, self.director).items())
             name, type_name = found["metadata"]["name"], found.get("kind", "object")
@@ -47,7 +47,7 @@ class Session(msgspec.Struct, frozen=True):
 
 
 def opened(config: Config, context: Mapping[str, Any]) -> Session:
-    """Find the cluster, without a request to it."""
+    """Open a session from the configuration, without sending a request to the cluster."""
     log.hide([config.agent.mbus, config.agent.blobstore])
     log.hide([config.cluster.token, config.cluster.client_key])
     access = credentials.access(config.cluster)

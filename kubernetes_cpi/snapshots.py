@@ -1,4 +1,4 @@
-"""Snapshots of disks by VolumeSnapshots, where the cluster has them."""
+"""Snapshots of disks, on clusters that have VolumeSnapshots."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def create(session: Session, disk: Cid, metadata: Object) -> str:
 
 
 def delete(session: Session, snapshot: Cid) -> None:
-    """Delete a snapshot. Does nothing if it is gone."""
+    """Delete a snapshot. Does nothing if it is already gone."""
     namespace = session.namespace_of(snapshot)
     try:
         found = session.client.find(SNAPSHOTS, namespace, snapshot)

@@ -1,6 +1,7 @@
-"""Light stemcells: images in a registry.
+"""Light stemcells, whose images are in a registry.
 
-The cid of a stemcell is the reference of the image with its digest and, after "#", the architecture of its nodes.
+The cid of a stemcell is the image reference with its digest, followed by "#" and the architecture of the nodes that can
+run it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ ARCHITECTURES: Final = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64",
 
 
 def create(config: Config, _image_path: str | None, properties: dict[str, Any]) -> str:
-    """Return the image in the cloud properties of a light stemcell: `image_reference` and `digest`, or `image`.
+    """Return the image that the cloud properties of a light stemcell name, as `image_reference` and `digest` or as
+    `image`.
 
-    Nothing is pulled: the first VM reveals a wrong reference. Other keys are the stemcell builder's.
+    Nothing is pulled, so a wrong reference only shows when the first VM is created. Other keys belong to the stemcell
+    builder.
     """
     given = properties.get("image_reference") or properties.get("image")
     if not given:
@@ -49,7 +52,9 @@ def create(config: Config, _image_path: str | None, properties: dict[str, Any]) 
 
 
 def parts(cid: str) -> tuple[str, str]:
-    """Return the image of a stemcell, and its architecture as `kubernetes.io/arch` has it, "" if it names none."""
+    """Return the image of a stemcell and its architecture in the notation of `kubernetes.io/arch`, or "" if it names
+    none.
+    """
     image, _, architecture = cid.partition("#")
     return image, architecture
 
@@ -63,4 +68,4 @@ def _suffix(properties: dict[str, Any]) -> str:
 
 
 def delete(_config: Config, _stemcell: str) -> None:
-    """Do nothing: the image stays in its registry."""
+    """Do nothing, because the image stays in its registry."""

@@ -82,7 +82,7 @@ def create(
 ) -> list[Any]:
     """Create a VM and wait until its agent responds. Return its cid and networks.
 
-    A failed one leaves nothing behind.
+    If that fails, everything that was created is removed again.
     """
     disks, env = disks or [], env or {}
     vm = _described(session, agent_id, stemcell, cloud_properties or {}, wanted_networks, env)
@@ -113,29 +113,29 @@ def create(
 
 
 def delete(session: Session, vm: Cid) -> None:
-    """Delete a VM with its objects except persistent disks.
+    """Delete a VM with all its objects except persistent disks.
 
-    The pod ends before the helpers that mount disks into it.
+    The pod is ended before the helper pods that mount disks into it.
     """
     namespace = session.namespace_of(vm)
     pod, secret = _checked(session, vm)
     pods.end(session, namespace, vm)
     _remove_belongings(session, vm, secret)
-    # The budget of a group outlives a VM that was evicted: the Health Monitor brings it back.
+    # The budget of a group outlives an evicted VM, because the Health Monitor will bring the VM back.
     if pod is not None and not pods.is_ending(pod) and not pods.has_ended(pod):
         _fit_budget(session, pod)
-    # A recreation that had looked for the Secret before can have made another.
+    # A recreation that looked for the Secret before it was deleted may have created another pod.
     pods.end(session, namespace, vm)
 
 
 def has(session: Session, vm: Cid) -> bool:
-    """True if there is a pod that runs or may run."""
+    """Return True if the VM has a pod that runs or may still run."""
     pod = session.find(PODS, vm, names.KIND_VM)
     return pod is not None and not pods.has_ended(pod) and not pods.has_stopped(pod)
 
 
 def reboot(session: Session, vm: Cid) -> None:
-    """Restart the container: in its pod if disks are attached live, else in a new pod with the same data."""
+    """Restart the VM: the container within its pod if disks are attached live, otherwise a new pod with the same data."""
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is None and (intent := recreation.unfinished(session, vm)):
         recreation.carry_on(session, vm, intent)
@@ -153,7 +153,10 @@ def reboot(session: Session, vm: Cid) -> None:
 
 
 def current(session: Session) -> str:
-    """Return the VM in which the CPI runs, by its host name. ``NotImplementedByCpiError`` elsewhere."""
+    """Return the VM in which the CPI runs, identified by its host name.
+
+    Raises ``NotImplementedByCpiError`` outside a VM.
+    """
     name = os.uname().nodename
     if session.find(PODS, name, names.KIND_VM) is None:
         raise NotImplementedByCpiError(f"cannot name the current VM: {name} is no VM of this CPI")
@@ -178,9 +181,9 @@ def get(session: Session, vm: str) -> Object:
 def patch_metadata(
     session: Session, resource: Resource, cid: str, metadata: Mapping[str, Any], missing: Callable[[str], CpiError]
 ) -> None:
-    """Give an object the labels and annotations of a Director's metadata, each key either of them.
+    """Set the Director's metadata on an object, each entry as a label or as an annotation.
 
-    Without the object, raises the error that ``missing`` makes.
+    If the object does not exist, raise the error that ``missing`` creates.
     """
     labels, annotations = names.metadata(metadata)
     gone: dict[str, str | None] = dict.fromkeys([*labels, *annotations])
@@ -234,7 +237,7 @@ def _described(
 
 
 def _chosen_way(session: Session, vm: Vm) -> str:
-    """Choose the way in which disks reach the running VM without a change of the address that the Director has read."""
+    """Choose how disks reach the running VM without changing an address that the Director has already read."""
     reason = "the tier `restricted` admits no live disks"
     if vm.properties.tier != "restricted":
         reason = attachments.refusal(session, vm.namespace, manifests.pod(vm))
@@ -246,18 +249,18 @@ def _chosen_way(session: Session, vm: Vm) -> str:
 
 
 def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> None:
-    """Create the Secret of a VM, its first object: from then on the VM can hold disks."""
+    """Create the Secret of a VM. It is the VM's first object, and once it exists the VM can hold disks."""
     secret = manifests.secret(vm, settings, base)
     _, is_good = _ensured(session, SECRETS, vm.namespace, secret, _has_same_data)
     if not is_good:
-        # An earlier attempt with this agent id had other settings, and its pod uses them.
+        # An earlier attempt with this agent id had other settings, and its pod uses those.
         pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
         session.client.delete(SECRETS, vm.namespace, vm.cid)
         session.client.ensure(SECRETS, vm.namespace, secret)
 
 
 def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
-    """Return the disks that the pod can mount from its creation on. Attach_disk adds those that another VM uses."""
+    """Return the disks that the pod can mount from its creation on. attach_disk later adds those that another VM uses."""
     held = []
     for disk in disks:
         try:
@@ -296,7 +299,7 @@ def _made(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_re
 def _ensured(
     session: Session, resource: Resource, namespace: str, body: Object, is_same: Callable[[Object, Object], bool]
 ) -> tuple[Object, bool]:
-    """Return the object, and True if it matches ``body``. An existing one may differ."""
+    """Return the object, and whether it matches ``body``. An object that already existed may differ."""
     made, is_new = session.client.ensure(resource, namespace, body)
     session.check_ours(made, names.KIND_VM, VMCreationFailedError)
     return made, is_new or is_same(made, body)
@@ -313,7 +316,7 @@ def _is_same_pod(found: Object, wanted: Object) -> bool:
 
 
 def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
-    """Return the schemes of the addresses of the bus. An error does not repeat them, since they hold passwords."""
+    """Return the URL schemes of the bus addresses. Errors do not quote the addresses, since they contain passwords."""
     try:
         given = msgspec.convert(env, Env).bosh.mbus.urls or [mbus]
         parts = [urllib.parse.urlsplit(url) for url in given]
@@ -331,7 +334,10 @@ def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
 
 
 def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> Object:
-    """Wait until the agent has reached the bus by its log, or the pod is ready: a kubelet probes once a second."""
+    """Wait until the agent's log says that it has reached the bus, or until the pod is ready.
+
+    The kubelet only probes once a second.
+    """
     begun, timeout_s = time.monotonic(), session.config.timeouts.create_vm
     state = pods.until_ready(session, vm.namespace, pod, timeout_s=timeout_s, is_enough=pods.has_started)
     boots_until = time.monotonic() + BOOT_S
@@ -346,9 +352,11 @@ def _until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> 
 
 
 def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:
-    """Refuse a VM whose agent reports that the bus is out of reach. A refusal of its certificate passes.
+    """Refuse a VM whose agent reports that it cannot reach the bus.
 
-    Directors admit an agent only after create_vm has returned.
+    An agent whose certificate the bus rejects is accepted.
+
+    Directors admit an agent's certificate only after create_vm has returned.
     """
     until = time.monotonic() + session.config.timeouts.bus
     while "nats" in schemes and session.config.timeouts.bus:
@@ -379,7 +387,10 @@ def _check_address(pod: Object, wanted: str) -> None:
 
 
 def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> None:
-    """Remove the objects of a failed create. The label marks the rest for a later removal."""
+    """Remove the objects of a failed create_vm.
+
+    The label marks what could not be removed, so that it can be removed later.
+    """
     log.say(f"cannot create the VM: {why}; its objects are removed")
     try:
         pod, secret = _checked(session, vm)
@@ -399,7 +410,10 @@ def _fit_budget(session: Session, pod: Object) -> None:
 
 
 def _checked(session: Session, vm: str) -> tuple[Object | None, Object | None]:
-    """Return the pod and the Secret of a VM, if there are any. ``VMNotFoundError`` if one is not from this CPI."""
+    """Return the pod and Secret of a VM, or None for either that is missing.
+
+    Raises ``VMNotFoundError`` if this CPI did not create them.
+    """
     secret, pod = (session.client.find(resource, session.namespace_of(vm), vm) for resource in (SECRETS, PODS))
     for found in (secret, pod):
         session.check_ours(found, names.KIND_VM, VMNotFoundError)
@@ -410,7 +424,7 @@ def _remove_belongings(session: Session, vm: str, secret: Object | None) -> None
     """Delete the other objects of a VM whose pod is gone."""
     namespace = session.namespace_of(vm)
     attachments.end_all(session, vm)
-    # Before the Secret, which names the policy: a repeated call finds the remaining objects.
+    # Delete these before the Secret, which names the policy, so that a repeated call still finds the rest.
     services.remove(session, vm, ((secret or {}).get("metadata", {}).get("annotations") or {}).get(names.POLICY, ""))
     session.client.delete(SECRETS, namespace, vm)
     data = session.client.find(CLAIMS, namespace, names.data_claim(vm))

@@ -1,1 +1,1 @@
-"""Programs that measure, compare, break, build and release this project. The product needs none of them."""
+"""Programs that measure, compare, break, build and release this project. The product itself needs none of them."""

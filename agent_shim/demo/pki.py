@@ -1,7 +1,7 @@
 """Certificates of a bus in BOSH's form, valid and invalid, for the demo, the tests and the benchmarks.
 
-Subjects follow the Director (``nats_client_cert_generator.rb``) and of the bosh-deployment manifest. Keys are
-elliptic by default because they are made in a millisecond, where the real ones are RSA with 3072 bits.
+Subjects follow the Director (``nats_client_cert_generator.rb``) and the bosh-deployment manifest. Keys use elliptic
+curves by default because generating one takes a millisecond. Real ones are RSA keys of 3072 bits.
 """
 
 from __future__ import annotations
@@ -45,19 +45,23 @@ class Pair:
 
 
 def agent_name(agent_id: str, *, bootstrap: bool = False) -> str:
-    """Return the common name of an agent's certificate. Only the name distinguishes the short-lived first one."""
+    """Return the common name of an agent's certificate.
+
+    The name is the only difference between the short-lived first certificate and later ones.
+    """
     return f"{agent_id}.bootstrap.agent.bosh-internal" if bootstrap else f"{agent_id}.agent.bosh-internal"
 
 
 def subject(common_name: str) -> str:
-    """Return the NATS user of a certificate: its subject, in the form of nats-sync."""
+    """Return the NATS user of a certificate, which is its subject in the format of nats-sync."""
     return f"C=USA, O=Cloud Foundry, CN={common_name}"
 
 
 class Authority:
     """A certificate authority. ``ca`` is its certificate (PEM).
 
-    ``bits`` is the length of all RSA keys below it. 0 means elliptic keys (P-256). It signs itself without ``issuer``.
+    ``bits`` is the length of all RSA keys that it issues; 0 means elliptic-curve keys (P-256). Without ``issuer`` the
+    authority signs itself.
     """
 
     def __init__(
@@ -77,12 +81,12 @@ class Authority:
         hosts: Sequence[str] = ("127.0.0.1", "localhost", SERVER),
         valid: tuple[float, float] = GOOD,
     ) -> Pair:
-        """Issue a server certificate for ``hosts`` (names and addresses, by which alone clients verify a host)."""
+        """Issue a server certificate for ``hosts`` (names and addresses). Clients verify a host only by these."""
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
         return self._pair(common_name, valid, [usage, x509.SubjectAlternativeName([_host(host) for host in hosts])])
 
     def client(self, common_name: str, *, valid: tuple[float, float] = GOOD) -> Pair:
-        """Issue a client certificate, as the Director does for every VM."""
+        """Issue a client certificate in the way the Director does for every VM."""
         return self._pair(common_name, valid, [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])])
 
     def agent(self, agent_id: str, *, bootstrap: bool = False, valid: tuple[float, float] = GOOD) -> Pair:
@@ -117,7 +121,8 @@ def _key(bits: int) -> Any:
 def _name(common_name: str) -> x509.Name:
     parts = {NameOID.COUNTRY_NAME: "USA", NameOID.ORGANIZATION_NAME: "Cloud Foundry", NameOID.COMMON_NAME: common_name}
     with warnings.catch_warnings():
-        # A country has two letters and a name at most 64. BOSH writes three, and 66 for a UUID that bootstraps.
+        # X.509 limits a country to two letters and a common name to 64. BOSH writes three, and 66 for a bootstrap
+        # certificate.
         warnings.simplefilter("ignore")
         return x509.Name([x509.NameAttribute(oid, text, _validate=False) for oid, text in parts.items()])
 

@@ -1,8 +1,9 @@
 """The demonstration: a Director deploys a small release to a new agent over a real bus with mutual TLS.
 
-It needs no root and no network beyond the loopback. All files are in a scratch directory, which is removed at the end.
-Every step is printed with its time and is checked: the exit code is 0 only if all checks passed. A failure names its
-step and keeps the directory. The end, also by Ctrl-C, ends every process that was started.
+It needs neither root nor any network except the loopback. All files are in a scratch directory, which is removed at the
+end. Every step is checked and printed with its duration, and the exit code is 0 only if all checks passed. A failure
+names its step and keeps the directory. When the demonstration ends, even by Ctrl-C, every process that it started is
+ended.
 """
 
 from __future__ import annotations
@@ -71,15 +72,15 @@ class DemoError(ShimError):
 
 
 def main(*, keep: bool = False) -> int:
-    """Play the demonstration once. Return 0, or raise the failed check.
+    """Run the demonstration once. Return 0, or raise the check that failed.
 
-    With ``keep``, it ends with the deployment, which remains until Ctrl-C.
+    With ``keep`` it stops after the deployment, which then remains until Ctrl-C.
     """
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-demo-"))
     try:
         asyncio.run(_play(scratch, keep=keep))
     except Exception:
-        raise  # the directory remains, for its log
+        raise  # keep the directory, because it contains the log
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -110,7 +111,7 @@ def _print(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=True)
     except OSError as exc:
-        if exc.errno != errno.EIO:  # else the terminal is gone, and its signal is on the way
+        if exc.errno != errno.EIO:  # otherwise the terminal is gone, and the signal for that will arrive soon
             raise
 
 
@@ -119,7 +120,7 @@ def _log(scratch: Path) -> Path:
 
 
 class Story:
-    """The steps, in order. ``run`` plays all of them."""
+    """The steps of the demonstration, in order. ``run`` executes all of them."""
 
     def __init__(self, scratch: Path, server: NatsServer, director: Director, monitor: HealthMonitor) -> None:
         self.base = scratch / "vcap"
@@ -143,7 +144,7 @@ class Story:
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """Print ``name`` with the duration of the block. Details that the block appends follow below it."""
+        """Print ``name`` with the duration of the block, followed by the details that the block has appended."""
         begun_at = time.monotonic()
         details: list[str] = []
         self._now = name
@@ -166,7 +167,7 @@ class Story:
         _print(f"\nNext: `{command} --keep` deploys the same and leaves it to you.")
 
     async def stay(self) -> None:
-        """Deploy, print commands to try, then the alerts of the agent until a signal ends it."""
+        """Deploy, print commands to try, then print the agent's alerts until a signal arrives."""
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         async with self._agent_for_the_block():
@@ -184,7 +185,7 @@ class Story:
         self.say("all processes have ended, and the directory is removed")
 
     def _lay_commands(self) -> None:
-        """Make the programs ``agent-shim`` and ``monit`` of the image in the directory of the demonstration."""
+        """Create the image's programs ``agent-shim`` and ``monit`` in the directory of the demonstration."""
         for name in ("agent-shim", "monit"):
             code = f"import sys; sys.argv[0] = {name!r}; from agent_shim.cli.main import main; sys.exit(main())"
             path = self.scratch / name
@@ -202,7 +203,7 @@ class Story:
 
     @asynccontextmanager
     async def _agent_for_the_block(self) -> AsyncIterator[None]:
-        """Start an agent. At the end, also after a failure, stop its jobs and require its status 0."""
+        """Start an agent. When the block ends, even by a failure, stop its jobs and require exit status 0."""
         try:
             await self._boot()
             yield
@@ -214,7 +215,7 @@ class Story:
         require(status == 0, f"the agent ended with status {status}")
 
     async def _end(self) -> int | None:
-        """End the agent and its jobs, which would outlive it. Return its status."""
+        """End the agent, and its jobs, which would otherwise outlive it. Return the agent's exit status."""
         if self._agent is None:
             return 0
         if self._has_jobs:
@@ -267,7 +268,7 @@ class Story:
         (self.scratch / "agent.json").write_text(json.dumps(config))
 
     async def _run(self, method: str, *arguments: Any, title: str = "") -> Any:
-        """Run an action as the Director does, and print how long the Director waited."""
+        """Run an action as the Director does, and print how long the Director had to wait."""
         with self.step(title or method) as details:
             result = await self.director.run(AGENT, method, *arguments)
             details.append(f"-> {json.dumps(result)}"[:200])
@@ -314,7 +315,7 @@ class Story:
         pidfile = self.base / "sys/run/web/web.pid"
         before = pidfile.read_text()
         with self.step("web killed with SIGKILL, until it answers again") as details:
-            os.kill(int(before), signal.SIGKILL)  # by the demonstration, not the agent
+            os.kill(int(before), signal.SIGKILL)  # sent by the demonstration, not by the agent
             while pidfile.read_text().strip() in ("", before.strip()):
                 await asyncio.sleep(0.001)
             details.append((await self._until_answered(self.release.url)).strip())

@@ -1,4 +1,4 @@
-"""A small release with real servers in it, rendered for a tree below a scratch directory."""
+"""A small release with real servers, rendered for a directory tree below a scratch directory."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ _ERRAND: Final = """
 
 
 def archive(files: Mapping[str, str | bytes]) -> bytes:
-    """Return a gzipped tarball; files below ``bin/`` are executable; texts may begin with an empty line."""
+    """Return a gzipped tarball.
+
+    Files below ``bin/`` are executable. Newlines at the start of a text are dropped.
+    """
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as packed:
         for name, text in files.items():
@@ -113,7 +116,10 @@ def archive(files: Mapping[str, str | bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class Release:
-    """Three jobs with servers, an errand and two packages. ``blobs`` go to the blobstore, ``templates`` to the bus."""
+    """Three jobs with servers, an errand and two packages.
+
+    ``blobs`` are uploaded to the blobstore, ``templates`` sent over the bus.
+    """
 
     base: Path
     ports: Mapping[str, int]
@@ -121,7 +127,7 @@ class Release:
 
     @property
     def url(self) -> str:
-        """Address of the web job."""
+        """Return the URL of the web job."""
         return f"http://127.0.0.1:{self.ports['web']}/"
 
     @property
@@ -148,7 +154,7 @@ class Release:
         return {f"{job}/{name}": text.format(**words) for name, text in files.items()}
 
     def packages(self) -> dict[str, Any]:
-        """Return the packages of the spec. Their archives are in ``blobs`` afterwards."""
+        """Return the packages for the spec, after adding their archives to ``blobs``."""
         found = {}
         for name, source in (("keyvalue", _STORE), ("greeter", _GREETER)):
             content = archive({"bin/server.py": source})
@@ -159,7 +165,7 @@ class Release:
         return found
 
     def spec(self, agent_id: str, networks: dict[str, Any]) -> dict[str, Any]:
-        """Return the full spec without the rendered templates, whose blob changes with each upload."""
+        """Return the full spec except for the rendered templates, whose blob changes with each upload."""
         jobs = [{"name": name, "version": "1"} for name in ("store", "web", "flaky", "smoke")]
         return {
             "deployment": "demo",

@@ -1,1 +1,1 @@
-"""Resources and latencies of an agent, measured through the wire alone."""
+"""Benchmarks of an agent's resources and latencies, measured only through its protocol."""

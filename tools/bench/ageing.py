@@ -1,6 +1,6 @@
-"""Memory growth: after 10 000 actions, 1000 restarts of processes, and 1000 reconnects of the bus.
+"""Memory growth after 10 000 actions, 1000 restarts of processes, and 1000 reconnects to the bus.
 
-The bus module alone reconnects, with pauses of milliseconds: an agent takes seconds for each.
+The reconnects use the bus module alone, with pauses of milliseconds, because a whole agent needs seconds for each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CALM_S: Final = 5.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` multiplies the counts."""
+    """Measure the growth. ``scale`` multiplies the numbers of repetitions."""
     async with world(command) as w:
         await w.start_agent()
         await w.run("apply", w.spec(5, 1))
@@ -50,7 +50,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def grown(w: World, work: object) -> Figure:
-    """Return the MB by which the agent grows."""
+    """Return the MB by which the agent's memory grows."""
     await asyncio.sleep(CALM_S)
     before = w.own_memory()
     await work  # type: ignore[misc]
@@ -59,7 +59,7 @@ async def grown(w: World, work: object) -> Figure:
 
 
 async def act(w: World, count: int) -> None:
-    """Send a Director's usual mix of requests: mostly immediate answers, one task in a hundred."""
+    """Send a Director's usual mix of requests: mostly immediate ones, and one task in a hundred."""
     spec = w.spec(5, 1)
     for number in range(count // 10):
         await asyncio.gather(*(w.director.value(AGENT, "ping") for _ in range(6)))
@@ -73,7 +73,7 @@ async def act(w: World, count: int) -> None:
 
 
 async def restart(w: World, count: int) -> None:
-    """Kill all processes repeatedly, with pauses after which each death counts as a first one."""
+    """Kill all processes repeatedly, with pauses long enough for each exit to count as a first failure."""
     for _ in range(count // JOBS):
         await asyncio.sleep(FIRST_FAILURE_S)
         before = w.pids()
@@ -86,7 +86,7 @@ async def restart(w: World, count: int) -> None:
 
 
 async def reconnects(count: int) -> Figure:
-    """Return the growth of a process whose bus loses its link repeatedly."""
+    """Return the memory growth of a process that repeatedly loses its connection to the bus."""
     with tempfile.TemporaryDirectory() as scratch:
         async with NatsServer(Path(scratch)) as server:
             await server.add_agent(AGENT)
@@ -103,7 +103,7 @@ async def reconnects(count: int) -> Figure:
 
 
 async def lose_links(own: dict[str, object], count: int) -> float:
-    """Connect and cut the link repeatedly. Return the MB of growth after the first tenth."""
+    """Connect and cut the connection repeatedly. Return the growth in MB after the first tenth."""
 
     async def nobody(_: bytes) -> None:
         return None
@@ -125,8 +125,8 @@ async def lose_links(own: dict[str, object], count: int) -> float:
 
 
 def cut(bus: NatsBus) -> None:
-    """Cut the link as a server does that vanishes silently."""
-    link = bus._link  # noqa: SLF001 - only a server can end a link, and it would end all of them
+    """Cut the connection without closing it, as a server does that vanishes silently."""
+    link = bus._link  # noqa: SLF001 - otherwise only a server could end one link, and it would end all of them
     if link is not None:
         link.end("cut")
 

@@ -56,7 +56,7 @@ async def unpacked(w: World, name: str, size: int, files: dict[str, bytes] | Non
 
 
 async def packed(w: World, name: str, files: int, size: int) -> dict[str, Figure]:
-    """Return the MB/s of ``fetch_logs``, of igzip on the same files (the floor), and of tar with its compressors."""
+    """Return the MB/s of ``fetch_logs``, of igzip on the same files (the floor), and of tar with several compressors."""
     logs = w.base / "data/sys/log"
     await asyncio.to_thread(fill, logs, files, size)
     rates: dict[str, list[float]] = {"agent": [], "igzip": [], "tar and gzip -1": []}
@@ -83,7 +83,7 @@ async def packed(w: World, name: str, files: int, size: int) -> dict[str, Figure
 
 
 def squeeze(root: Path) -> int:
-    """Read and compress everything, and discard the result."""
+    """Read and compress all files, and discard the result."""
     packer = isal_zlib.compressobj(2, wbits=31)
     total = 0
     for path in sorted(root.rglob("*.log")):
@@ -94,7 +94,7 @@ def squeeze(root: Path) -> int:
 
 
 def tar(root: Path, target: Path, packer: Sequence[str]) -> None:
-    """As a shell would pack it."""
+    """Pack with tar in the way a shell script would."""
     with target.open("wb") as out:
         reading = subprocess.Popen(["tar", "-cf", "-", "-C", root, "."], stdout=subprocess.PIPE)
         subprocess.run(packer, stdin=reading.stdout, stdout=out, check=True)

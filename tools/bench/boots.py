@@ -29,7 +29,7 @@ JOBS: Final = 5
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` does not matter."""
+    """Measure boots. ``scale`` has no effect."""
     async with world(command) as ours, world(ECHO) as least:
         starts: dict[str, list[float]] = {"ours": [], "least": []}
         for _ in range(ROUNDS):
@@ -62,9 +62,9 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def measure_as_root(command: str, interpreter: list[float], found: Figures) -> None:
-    """Measure boots below the real ``/var/vcap`` with all root steps, in new mount and UTS namespaces.
+    """Measure boots with all root steps below the real ``/var/vcap``, in new mount and UTS namespaces.
 
-    Beside the figure is the median of each step that took a millisecond or more, in milliseconds.
+    Beside the total are the medians of all steps that took a millisecond or more, in milliseconds.
     """
     inside = shlex.quote(f"{OWN_MACHINE}: >$0{MADE} && exec {command.replace('{base}', '/var/vcap')}")
     took: list[float] = []
@@ -74,7 +74,7 @@ async def measure_as_root(command: str, interpreter: list[float], found: Figures
             begun_at = time.time()
             seconds = await ours.start_agent()
             await ours.stop_agent()
-            if number:  # the first one makes the tree
+            if number:  # the first boot creates the tree and is not counted
                 made_at = Path(f"{ours.base}{MADE}").stat().st_mtime
                 took.append(seconds - (made_at - begun_at))
                 for name, milliseconds in STEP.findall(ours.log_text()):
@@ -88,7 +88,7 @@ async def measure_as_root(command: str, interpreter: list[float], found: Figures
 
 
 async def running_again(w: World) -> None:
-    """Wait until the agent reports ``running`` with all jobs."""
+    """Wait until the agent reports ``running`` for all jobs."""
     async with asyncio.timeout(60):
         while True:
             state = await w.director.value(AGENT, "get_state", "full")

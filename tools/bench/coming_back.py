@@ -1,8 +1,8 @@
 """``./dev run python -m tools.bench.coming_back``: time until an instance runs again after a restart. Needs root.
 
-Prints one JSON document. Five jobs with a pre-start each and a disk, in containers with their own mounts and pids:
-restarted in place, created again with all volumes, and an agent that is restarted beside its jobs. Seconds from exec of
-the agent.
+Prints one JSON document. The instance has a disk and five jobs with a pre-start each, in a container with its own
+mounts and pids. It is restarted in place, created again with all its volumes, or only its agent is restarted. Times are
+seconds from exec of the agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS: Final = 7
 
 
 def job(name: str) -> dict[str, str | bytes]:
-    """A process that sleeps, after a pre-start that does nothing."""
+    """Return a job whose process sleeps, after a pre-start that does nothing."""
     return {**jobs.sleeper(Paths(), name), "bin/pre-start": "#!/bin/sh\nexit 0\n"}
 
 
@@ -35,7 +35,7 @@ async def running(one: Pod, begun_at: float) -> float:
 
 
 async def measure() -> dict[str, Any]:
-    """All figures."""
+    """Measure all three cases."""
     found: dict[str, list[float]] = {"restarted in place": [], "made anew": [], "agent restarted": []}
     with tempfile.TemporaryDirectory() as scratch:
         async with pod(Path(scratch)) as one:

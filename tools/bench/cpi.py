@@ -1,7 +1,8 @@
-"""The Kubernetes CPI on its own node: calls as the Director makes them, beside a minimal client that does the same.
+"""The Kubernetes CPI on a node of its own: calls as the Director makes them, beside a minimal client that does the
+same.
 
-Root and the packages of ``./dev test-kubernetes`` are needed. The node is built the first time. ``on_node`` runs in its
-namespaces.
+Needs root and the packages of ``./dev test-kubernetes``. The node is built on the first run. ``on_node`` runs in the
+node's namespaces.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ async def measure(command: str, scale: float, figures: Figures) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         found = Path(scratch, "figures.json")
         argv = [sys.executable, "-m", "tools.bench.cpi", str(found), str(scale)]
-        # Messages of the node belong to the progress.
+        # Messages of the node are part of the progress output.
         run = "import sys; from tests.support.kubernetes.run import run_as_node; sys.exit(run_as_node(sys.argv[1:]))"
         done = await asyncio.create_subprocess_exec(sys.executable, "-c", run, *argv, stdout=sys.stderr)
         code = await done.wait()
@@ -69,7 +70,7 @@ async def measure(command: str, scale: float, figures: Figures) -> None:
 
 @dataclass
 class Bare:
-    """Bare requests: one connection, no retries, no types."""
+    """Plain requests to the API server over one connection, without retries and types."""
 
     namespace: str
     token: str
@@ -81,7 +82,7 @@ class Bare:
         return http.client.HTTPSConnection(address, context=context, timeout=POD_TIMEOUT_S)
 
     def ask(self, link: http.client.HTTPSConnection, method: str, path: str, body: Any = None) -> Any:
-        """Return the decoded answer. Raises an exception for an error status."""
+        """Send a request and return the decoded response. Raises an exception for an error status."""
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         content = None if body is None else json.dumps(body)
         link.request(method, f"/api/v1/namespaces/{self.namespace}/{path}", content, headers)
@@ -92,7 +93,7 @@ class Bare:
         return json.loads(said)
 
     def until_ready(self, pod: str) -> None:
-        """Follow a watch until the kubelet calls it ready."""
+        """Watch a pod until the kubelet reports it as ready."""
         link = self.connection()
         headers = {"Authorization": f"Bearer {self.token}"}
         link.request(
@@ -111,7 +112,7 @@ class Bare:
             link.close()
 
     def steps_of_next(self, watch: http.client.HTTPSConnection) -> dict[str, float]:
-        """Return the times at which the server tells the steps of the next new pod, up to its running container."""
+        """Return the times at which the server reports each step of the next new pod, up to its running container."""
         told: dict[str, float] = {}
         for line in watch.getresponse():
             event = json.loads(line)
@@ -134,7 +135,7 @@ class Bare:
         return told
 
     def watch(self, kind: str) -> http.client.HTTPSConnection:
-        """Return a connection whose response tells each pod of a kind that is made from now on."""
+        """Return a connection on which the server reports every pod of a kind that is created from now on."""
         link = self.connection()
         version = self.ask(link, "GET", "pods?limit=1")["metadata"]["resourceVersion"]
         query = f"watch=1&labelSelector={names.KIND}={kind}&resourceVersion={version}"
@@ -143,7 +144,7 @@ class Bare:
         return link
 
     def make(self, secret: Any, pod: Any, claims: Sequence[Any] = ()) -> float:
-        """Seconds from the first request until the pod is ready."""
+        """Return the seconds from the first request until the pod is ready."""
         began = time.monotonic()
         link = self.connection()
         if secret is not None:
@@ -155,7 +156,7 @@ class Bare:
         return time.monotonic() - began
 
     def until_gone(self, pod: str) -> None:
-        """Wait until the object of a pod is gone."""
+        """Wait until the pod object is gone."""
         link = self.connection()
         give_up_at = time.monotonic() + POD_TIMEOUT_S
         with contextlib.suppress(RuntimeError):
@@ -164,7 +165,7 @@ class Bare:
                 time.sleep(0.1)
 
     def remove(self, pod: str) -> None:
-        """Remove the objects made with a pod. An attachment has none."""
+        """Remove the objects that were created with a pod. An attachment has none."""
         link = self.connection()
         for other in (f"secrets/{pod}", f"persistentvolumeclaims/{names.data_claim(pod)}"):
             with contextlib.suppress(RuntimeError):
@@ -172,7 +173,7 @@ class Bare:
 
 
 def copied(document: Any, before: str, after: str) -> Any:
-    """Copy of the object under another name, without the fields that the cluster adds."""
+    """Return a copy of the object under another name, without the fields that the cluster adds."""
     text = json.dumps({key: one for key, one in document.items() if key != "status"}).replace(before, after)
     made = json.loads(text)
     for key in ("uid", "resourceVersion", "creationTimestamp", "managedFields", "selfLink"):
@@ -182,7 +183,7 @@ def copied(document: Any, before: str, after: str) -> Any:
 
 
 def claim_by_hand(claim: Any, before: str, after: str) -> Any:
-    """Copy of a claim under another name, bound to nothing."""
+    """Return a copy of a claim under another name that is not bound to a volume."""
     made = copied(claim, before, after)
     made["metadata"].pop("annotations", None)
     made["spec"].pop("volumeName", None)
@@ -193,15 +194,16 @@ def claim_by_hand(claim: Any, before: str, after: str) -> Any:
 
 
 def seconds_of(argv: Sequence[str], request: bytes = b"") -> float:
-    """Return the seconds of a process, from exec to its end."""
+    """Return how many seconds a process runs, from exec to exit."""
     began = time.monotonic()
     subprocess.run(argv, input=request, capture_output=True, check=True, env={"PATH": PATH})
     return time.monotonic() - began
 
 
 def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tuple[float, list[float], list[Any]]:
-    """Run processes at once. Return the seconds until all have ended, the peak memory of each in MB, and their
-    responses.
+    """Run processes concurrently.
+
+    Return the seconds until all have exited, the peak memory of each in MB, and their responses.
     """
     began = time.monotonic()
     running = []
@@ -214,7 +216,8 @@ def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tu
                 subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, env=environment, cwd=home)
             )
     memory = {process.pid: 0.0 for process in running}
-    # Read while they run: the kernel's figure at the end includes this process before the exec.
+    # Read the peak while the process runs, because the kernel's figure after its exit includes this process before the
+    # exec.
     while left := [process for process in running if process.poll() is None]:
         for process in left:
             memory[process.pid] = max(memory[process.pid], high_water(process.pid))
@@ -228,7 +231,7 @@ def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tu
 
 
 def high_water(pid: int) -> float:
-    """Return the peak memory of a process in MB. 0 when it is gone."""
+    """Return the peak memory of a process in MB, or 0 if it has exited."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -271,7 +274,7 @@ def _seconds(made: Sequence[float], floor: Sequence[float], what: str) -> Figure
 
 
 def _sections(what: str, steps: Sequence[str], times: Sequence[Sequence[float]]) -> Figures:
-    """Return the figures of the sections between the times of each call."""
+    """Return the figures for the sections between the timestamps of each call."""
     return {
         f"{what}, {step}": figure([(one[number + 1] - one[number]) * 1000 for one in times], "ms")
         for number, step in enumerate(steps)
@@ -281,7 +284,7 @@ def _sections(what: str, steps: Sequence[str], times: Sequence[Sequence[float]])
 async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     director = site.deployments
     instance = await director.first_deploy()
-    # In a thread: the bus goes through this process.
+    # Run this in a thread, because the bus traffic passes through this process.
     await asyncio.to_thread(_small_calls, site, bare, figures, instance, count * 3)
     link = bare.connection()
     pod = bare.ask(link, "GET", f"pods/{instance.vm}")
@@ -309,10 +312,10 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     by_hand, by_cpi, steps = [], [], []
     for _ in range(count):
         disk = await director.create_disk(instance)
-        # The claim is bound by its first user, which is the storage's time.
+        # The claim is bound by its first user, so this time is spent by the storage.
         await site.cpi.call("attach_disk", instance.vm, disk)
         await site.cpi.call("detach_disk", instance.vm, disk)
-        # A pod of the same name waits for the end of the former one, which is the kubelet's time.
+        # A pod of the same name has to wait for the end of the previous one, so this time is spent by the kubelet.
         await asyncio.to_thread(bare.until_gone, names.attachment(instance.vm, disk))
         telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch(names.KIND_ATTACHMENT)))
         began = time.monotonic()
@@ -330,7 +333,7 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
 
 
 async def _life(site: Site, figures: Figures, instance: Instance, count: int) -> None:
-    """Calls of the CPI and requests to the agent together, as a Director makes them."""
+    """Combine calls of the CPI and requests to the agent in the way a Director does."""
     director = site.deployments
     pong: dict[str, list[float]] = {"claim": [], "empty_dir": []}
     recreated = []
@@ -350,7 +353,7 @@ async def _life(site: Site, figures: Figures, instance: Instance, count: int) ->
 
 
 async def _remove(site: Site, bare: Bare, pod: str) -> None:
-    """Remove a pod made by hand, as `delete_vm` does, and wait until the kubelet has ended it."""
+    """Remove a pod that was created by hand, as `delete_vm` does, and wait until the kubelet has ended it."""
     await site.namespace.pod(pod).delete()
     await asyncio.to_thread(bare.remove, pod)
 
@@ -370,7 +373,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, c
     }
     floor: list[float] = []
     made: dict[str, list[float]] = {name: [] for name in calls}
-    # In turns: other work on the machine affects all equally.
+    # Measure alternately, so that other work on the machine affects all of them equally.
     for _ in range(count):
         floor.append(seconds_of([sys.executable, "-I", "-c", START_OF_A_CLIENT]) + three_requests())
         for name, ask in calls.items():
@@ -381,7 +384,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: Instance, c
 
 
 async def _create_vm(site: Site, instance: Instance) -> None:
-    """A VM whose agent is not queried: no Director admits it to the bus."""
+    """Create a VM whose agent is not queried, because no Director admits it to the bus."""
     instance.agent = str(uuid.uuid4())
     instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, instance.agent))
 
@@ -408,7 +411,7 @@ async def _at_once(site: Site, figures: Figures, count: int) -> None:
 
 @dataclass
 class ByHand(Cpi):
-    """The same deploy by hand: pods and disks from prepared manifests, driven by the Director's requests."""
+    """The same deployment by hand: pods and disks from prepared manifests, followed by the Director's requests."""
 
     answer: Callable[[str, Sequence[Any]], Any] = lambda *_: None
 
@@ -417,7 +420,7 @@ class ByHand(Cpi):
 
 
 async def _deploys(site: Site, bare: Bare, figures: Figures) -> None:
-    """The first deploy of some instances with disks, by the CPI and by hand: all else is the same."""
+    """Measure the first deploy of several instances with disks by the CPI and by hand. Everything else is the same."""
     director, real = site.deployments, site.cpi
     seconds: dict[str, tuple[float, float]] = {}
     for kind in ("empty_dir", "claim"):
@@ -470,7 +473,7 @@ def _made_by_hand(
 
 
 def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) -> Any:
-    """The Secret of another VM with the settings for a create_vm with these arguments."""
+    """Return the Secret of another VM with the settings of a create_vm call with these arguments."""
     made = copied(secret, vm, name)
     agent, env = arguments[0], arguments[5]
     made["data"] = {key: _settings_of(one, agent, env) for key, one in made["data"].items()}
@@ -478,7 +481,7 @@ def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) 
 
 
 def _settings_of(encoded: str, agent: str, env: Any) -> str:
-    """Replace these settings by those of another agent. Other values stay."""
+    """Replace the settings in a Secret by those of another agent, keeping all other values."""
     document = json.loads(base64.b64decode(encoded))
     if "agent_id" not in document:
         return encoded
@@ -491,7 +494,7 @@ def _settings_of(encoded: str, agent: str, env: Any) -> str:
 
 def main() -> int:
     target, scale = Path(sys.argv[1]), float(sys.argv[2])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the measurement is lost
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # otherwise the measurements would be lost
     figures: Figures = {}
     scratch = Path(tempfile.mkdtemp())
     try:

@@ -1,6 +1,6 @@
-"""Supervision of 10, 50, 200 and 500 processes: idle cost, and the time until all are back after a kill.
+"""Supervision of 10, 50, 200 and 500 processes: cost when idle, and the time until all run again after a kill.
 
-All are killed at once. The pidfile gives the time of each restart, so no polling disturbs the measurement.
+All are killed at once. The time of each restart is taken from its pidfile, so no polling disturbs the measurement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIRST_FAILURE_S: Final = 32.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` multiplies the numbers of processes and the idle time."""
+    """Measure all sizes. ``scale`` multiplies the numbers of processes and the idle time."""
     slower = max(scale, 0.2)
     async with world(command) as w:
         await w.start_agent()
@@ -39,7 +39,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def crowd(command: str, jobs: int, size: int, slower: float, alone: float, found: Figures) -> None:
-    """``size`` names the figures of ``jobs`` processes. ``alone`` is the agent's share without any."""
+    """Return the figures for ``jobs`` processes, named after ``size``. ``alone`` is the agent's CPU share without any."""
     async with world(command) as w:
         await w.start_agent()
         await asyncio.sleep(CALM_S)
@@ -77,14 +77,14 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
 
 
 async def share(w: World, seconds: float) -> float:
-    """Return the processor time in percent of one core."""
+    """Return the processor time used, in percent of one core."""
     used, watch = w.cpu_seconds(), Stopwatch()
     await asyncio.sleep(seconds)
     return (w.cpu_seconds() - used) / watch.seconds * 100
 
 
 async def ping(w: World, into: list[float]) -> None:
-    """Twice a second: a shorter interval would load the machine."""
+    """Ping twice a second. A shorter interval would itself load the machine."""
     while True:
         watch = Stopwatch()
         await w.director.value(AGENT, "ping")
@@ -93,7 +93,7 @@ async def ping(w: World, into: list[float]) -> None:
 
 
 async def running(w: World, jobs: int, starts: int) -> None:
-    """Wait until each job was started this many times and its pidfile names a living process."""
+    """Wait until each job was started this many times and its pidfile names a running process."""
     async with asyncio.timeout(300):
         while True:
             known = w.starts()
@@ -105,7 +105,10 @@ async def running(w: World, jobs: int, starts: int) -> None:
 
 
 async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
-    """Kill all at once. Return the seconds until the first and until the last successor has written its pidfile."""
+    """Kill all processes at once.
+
+    Return the seconds until the first and until the last successor has written its pidfile.
+    """
     pids = w.pids().values()
     begun_at = time.time()
     for pid in pids:
@@ -116,7 +119,7 @@ async def killed(w: World, jobs: int, starts: int) -> tuple[float, float]:
 
 
 async def spawned(jobs: int) -> float:
-    """Measure the start of as many shells and nothing else."""
+    """Measure the start of the same number of shells, without anything else."""
 
     def spawn() -> float:
 

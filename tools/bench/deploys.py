@@ -1,6 +1,6 @@
-"""A deploy as the Director sees it: one get_task at once, then one each second, and a manifest's watch times.
+"""A deploy as the Director sees it: one get_task at once, then one per second, and the watch times of the manifest.
 
-The same steps are also measured without the Director's pauses: that is the agent's share.
+The same steps are also measured without the Director's pauses, which shows the agent's share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` multiplies the number of instances: one agent, deployed repeatedly."""
+    """Measure deploys. ``scale`` multiplies the number of instances, which are one agent that is deployed repeatedly."""
     async with world(command) as w:
         await w.start_agent()
         await update(w, "first", POLL_S)
@@ -56,7 +56,7 @@ async def update(
 ) -> float:
     """Change everything on one instance, in the order of the Director's instance updater.
 
-    Adds to ``steps`` the seconds of each step, from the request to its result, and to ``turns`` the number of queries.
+    Adds the seconds of each step, from the request to its result, to ``steps``, and the number of queries to ``turns``.
     """
     spec = w.spec(JOBS, PACKAGES, MB, version=version)
     ask = _asking(w, poll, {} if steps is None else steps, {} if turns is None else turns)

@@ -1,7 +1,7 @@
-"""Pictures of README.md: the output of a terminal, and its headline figures as bars.
+"""Pictures for README.md: terminal output as a window, and the headline figures as bars.
 
-``script -qc 'agent-shim doctor' | python -m tools.bench.draw terminal '$ agent-shim doctor'
->docs/pictures/doctor.svg``. ``python -m tools.pages`` draws the status and the bars.
+``script -qc 'agent-shim doctor' | python -m tools.bench.draw terminal '$ agent-shim doctor' >docs/pictures/doctor.svg``
+draws a terminal. ``python -m tools.pages`` draws the status and the bars.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ BARS: Final = """\
 
 
 def figures(page: str) -> str:
-    """Draw the durations in the table of figures of README.md as bars over a logarithmic scale."""
+    """Draw the durations in README.md's table of figures as bars on a logarithmic scale."""
     table = page.partition("<!-- figures -->")[2].partition("<!-- /figures -->")[0]
     head, _, *rows = [[cell.strip(" `") for cell in line.strip("| ").split("|")] for line in table.split("\n") if line]
     timed = [(name.replace("`", ""), cells) for name, *cells in rows if all(_seconds(cell) for cell in cells)]
@@ -100,7 +100,7 @@ def figures(page: str) -> str:
 
 
 def _seconds(cell: str) -> float:
-    """Return a duration such as ``56.5 ms``. 0 for another figure."""
+    """Return a duration such as ``56.5 ms`` in seconds, or 0 for any other figure."""
     number, _, unit = cell.partition(" ")
     return float(number) * UNITS[unit] if unit in UNITS else 0.0
 
@@ -111,7 +111,7 @@ def _text(x: float, y: float, text: str, **attributes: object) -> str:
 
 
 def main() -> None:
-    """The picture, on standard output."""
+    """Write the picture to standard output."""
     match sys.argv[1:]:
         case ["terminal", command]:
             sys.stdout.write(terminal(sys.stdin.read(), command))

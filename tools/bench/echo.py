@@ -1,6 +1,6 @@
-"""``python -m tools.bench.echo CONFIG``: the smallest agent, nats-py that answers every request with pong.
+"""``python -m tools.bench.echo CONFIG``: the smallest possible agent, in which nats-py answers every request with pong.
 
-No agent in this language with this client can start, answer or live at a lower cost.
+No agent in this language with this client can start, answer or run at a lower cost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import nats
 
 
 async def serve(settings: dict[str, Any]) -> None:
-    """Connect by the settings of a CPI, and answer endlessly."""
+    """Connect with the settings that a CPI wrote, and answer requests forever."""
     mbus = settings["env"]["bosh"]["mbus"]
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=mbus["cert"]["ca"])

@@ -1,8 +1,8 @@
-"""``python -m tools.bench.functions``: the functions of the agent on the paths of an apply, a start and a restart.
+"""``python -m tools.bench.functions``: count the agent's functions on the paths of an apply, a start and a restart.
 
-Counts distinct functions entered in all threads, without comprehensions and lambdas: in all of ``agent_shim``, in its
-supervisor's three modules of states, services and requests, and those of states and services without properties.
-``-v`` lists them.
+Counts distinct functions entered in all threads, without comprehensions and lambdas. There are three counts: for all of
+``agent_shim``, for the supervisor's modules of states, services and requests, and for those of states and services
+without properties. ``-v`` lists the functions.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ PROPERTIES: Final = frozenset(name for name, value in vars(Service).items() if i
 
 @contextmanager
 def entered() -> Iterator[set[CodeType]]:
-    """Record the agent's code that the block enters, in this thread and all that start within it: also those of a new
-    executor, as the threads of the old one would not be seen.
+    """Record which of the agent's functions the block enters, in this thread and in all threads that start within the
+    block.
+
+    A new executor is installed, because its predecessor's threads already run and would not be recorded.
     """
     found: set[CodeType] = set()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        # A module or a class is no function, though an import runs it as one.
+        # Executing a module or a class body on import is not a function call.
         if event == "call" and code.co_flags & CO_OPTIMIZED and code.co_filename.startswith(f"{HOME}/"):
             found.add(code)
 
@@ -63,7 +65,7 @@ async def until(fact: Callable[[], bool]) -> None:
 
 
 async def measure(one: World) -> dict[str, set[CodeType]]:
-    """Apply and start a job of one process, then kill the process."""
+    """Apply and start a job with one process, then kill the process."""
     store = Path(one.agent.settings.current.blobstore.options["blobstore_path"])
     spec = jobs.spec(store, {"web": jobs.sleeper(one.paths, "web")}, {"tool": {"bin/tool": "#!/bin/sh\n"}})
     with entered() as apply:
@@ -72,7 +74,7 @@ async def measure(one: World) -> dict[str, set[CodeType]]:
     await asyncio.sleep(1)
     with entered() as start:
         await one.call("start")
-        record = one.agent.supervisor._services["web"].record  # noqa: SLF001 - its properties would count
+        record = one.agent.supervisor._services["web"].record  # noqa: SLF001 - properties would be counted
         await until(lambda: record.state is State.RUNNING)
     await asyncio.sleep(1)
     pid = one.agent.supervisor.services()[0].pid
@@ -83,7 +85,7 @@ async def measure(one: World) -> dict[str, set[CodeType]]:
 
 
 def named(found: set[CodeType], *modules: str) -> list[str]:
-    """Return the functions of these modules, or of all."""
+    """Return the entered functions of these modules, or of all modules."""
     places = {(str(Path(code.co_filename).relative_to(HOME)), code.co_name) for code in found}
     return sorted(f"{path} {name}" for path, name in places if name not in UNNAMED and (not modules or path in modules))
 

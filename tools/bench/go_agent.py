@@ -1,9 +1,9 @@
 """``./dev run python -m tools.bench.go_agent BINARY [--monit MONIT] [...]``: ``./dev bench`` for the Go agent.
 
-BINARY is a bosh-agent, MONIT its monit (default: the one on PATH; a stemcell has 5.2.5, and later ones refuse start
-requests of the agent). Further options go to ``./dev bench``. Needs root: everything runs in new mount, network and pid
-namespaces, with an empty ``/var/vcap``, a syslog, and the rest of the disk read-only except ``/tmp``, and ends with
-them. Memory and processor time are sums over both programs.
+BINARY is a bosh-agent and MONIT its monit (default: the one on PATH). A stemcell has monit 5.2.5; later versions refuse
+the agent's start requests. Further options are passed to ``./dev bench``. Needs root, because everything runs in new
+mount, network and pid namespaces. They have an empty ``/var/vcap``, a syslog, and read-only access to the rest of the
+disk except ``/tmp``. All processes end with the namespaces. Memory and processor time are sums over both programs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ while True:
 
 
 def main() -> int:
-    """Measure. The JSON goes to standard output."""
+    """Measure the Go agent, and print JSON to standard output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("binary", type=Path)
     parser.add_argument("--monit", default=shutil.which("monit"), type=Path, help="default: the one on PATH")
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def name(monit: Path) -> str:
-    """Return the heading of the figures."""
+    """Return the name of the agent for the heading of the figures."""
     said = subprocess.run([monit, "-V"], capture_output=True, text=True, check=True).stdout
     return f"Go agent and monit {said.split('version', 1)[1].split()[0]}"
 

@@ -26,7 +26,7 @@ LOGS: Final = 100 * MB
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` multiplies the idle time and the size of the logs."""
+    """Measure an idle and a busy agent. ``scale`` multiplies the idle time and the size of the logs."""
     interpreter = subprocess.Popen([INTERPRETER, "-c", "import asyncio, ssl; asyncio.run(asyncio.sleep(3600))"])
     try:
         async with world(command) as w, world(ECHO) as least, bystander(w):
@@ -51,7 +51,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def still(w: World, least: World, seconds: float) -> Figures:
-    """Return the processor time in percent of one core, and the milliseconds for each heartbeat."""
+    """Return the processor time in percent of one core, and the milliseconds per heartbeat."""
     monitor, watch = HealthMonitor(), Stopwatch()
     used, floor = w.cpu_seconds(), least.cpu_seconds()
     windows: list[float] = []
@@ -74,8 +74,9 @@ async def still(w: World, least: World, seconds: float) -> Figures:
 
 
 async def busy(w: World, size: int) -> Figures:
-    """Measure pings while the agent installs, packs, starts and stops. The delays of a bystander are those of the
-    machine.
+    """Measure pings while the agent installs, packs, starts and stops.
+
+    The same delays measured in an uninvolved process are those of the machine.
     """
     await asyncio.to_thread(fill, w.base / "data/sys/log", 50, max(1, size // 50))
     async with watched(w) as watch:
@@ -96,6 +97,6 @@ async def busy(w: World, size: int) -> Figures:
 
 
 def scrape(address: str) -> None:
-    """Scrape as Prometheus does; not every agent has metrics."""
+    """Scrape the metrics as Prometheus does. Not every agent has metrics."""
     with suppress(OSError), urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         answer.read()

@@ -1,6 +1,6 @@
-"""``agent-shim monit`` beside monit 5.2.5 (MONIT_525): the same job files with 10, 50 and 200 services, in turn.
+"""``agent-shim monit`` beside monit 5.2.5 (MONIT_525): the same job files with 10, 50 and 200 services, alternately.
 
-The processes are those of small scripts with a pidfile: a start costs a shell. Both have the cycle of a stemcell.
+The processes are small scripts with a pidfile, so a start costs one shell. Both programs use the cycle of a stemcell.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ esac
 
 
 async def measure(_command: str, scale: float, found: Figures) -> None:
-    """``scale`` multiplies the idle time."""
+    """Measure both programs. ``scale`` multiplies the idle time."""
     programs = {"shim": [INTERPRETER, "-m", "agent_shim.cli", "monit", "-I"]}
     if monit := os.environ.get("MONIT_525"):
         programs["monit"] = [monit, "-I"]
@@ -56,7 +56,7 @@ async def measure(_command: str, scale: float, found: Figures) -> None:
 
 
 class Place:
-    """Files of a daemon in monit's place, with ``size`` services."""
+    """The files of a monit daemon with ``size`` services."""
 
     def __init__(self, base: Path, size: int, port: int) -> None:
         self.base, self.port = base, port
@@ -111,7 +111,7 @@ class Place:
                     os.kill(int(pidfile.read_text()), signal.SIGKILL)
 
     def replaced(self, pidfiles: list[Path]) -> float:
-        """Kill processes. Return the seconds until each has a successor."""
+        """Kill the processes. Return the seconds until each has a successor."""
         former = {pidfile: pidfile.read_text() for pidfile in pidfiles}
         begun_at = time.monotonic()
         for pid in former.values():
@@ -120,7 +120,7 @@ class Place:
         return time.monotonic() - begun_at
 
     def page(self) -> str:
-        """Return the answer that the Go agent asks for."""
+        """Return the status page that the Go agent requests."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/_status2?format=xml")
         request.add_header("Authorization", f"Basic {base64.b64encode(USER.encode()).decode()}")
         with urllib.request.urlopen(request, timeout=30) as answer:
@@ -148,7 +148,7 @@ def holds(fact: Callable[[], bool]) -> bool:
 
 
 def lives(pidfile: Path) -> bool:
-    """Return True if the process of a pidfile exists and is no zombie."""
+    """Return True if the process named in a pidfile exists and is not a zombie."""
     try:
         state = Path(f"/proc/{int(pidfile.read_text())}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ JOBS: Final = 50
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` multiplies the size of the large packages."""
+    """Measure installations. ``scale`` multiplies the size of the large packages."""
     async with world(command) as w:
         await w.start_agent()
         packages, size = LARGE
@@ -36,7 +36,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:
-    """Apply new bundles each time. In turns with the agent, tar unpacks the same archives, two at a time."""
+    """Apply new bundles in each round. Alternately with the agent, tar unpacks the same archives, two at a time."""
     took: list[float] = []
     least: list[float] = []
     for number in range(ROUNDS):
@@ -47,7 +47,7 @@ async def applied(w: World, jobs: int, packages: int, size: int) -> Figure:
             await asyncio.to_thread(unpack, [*blobs, templates], w.scratch / "floor")
         shutil.rmtree(w.scratch / "floor")
         took.append(await w.run("apply", spec))
-    # Bundles of the previous round are removed, so that the next one does not pay for their removal.
+    # Remove the bundles of the previous round here, so that the next one is not charged for it.
     await w.run("apply", w.spec(1, 0, version=f"none-{jobs}-{packages}"))
     return figure(took, "s", floor=least, floor_is="tar, two at a time")
 

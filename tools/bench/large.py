@@ -1,8 +1,9 @@
 """``./dev bench large``: cost of large logs, a large compiled package and a large apply.
 
-Uses the protocol alone. During each action the agent and a bystander are pinged every ten milliseconds, and the agent's
-memory is read from outside. While logs are packed, a job writes and rotates one. ``scale`` 1 is 10 GB of logs in 20 000
-files, a compiled package of 2 GB and an apply of 10 packages of 500 MB. Packages are half random bytes, half text.
+Everything is measured through the protocol. During each action, the agent and an uninvolved process are pinged every
+ten milliseconds, and the agent's memory is read from outside. While logs are packed, a job writes and rotates one. A
+``scale`` of 1 means 10 GB of logs in 20 000 files, a compiled package of 2 GB, and an apply of 10 packages of 500 MB.
+Half of each package is random bytes and half is text.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ROOM_FACTOR: Final = 2.0
 
 
 def line(chance: random.Random) -> str:
-    """Return something like an access log: two thirds of it are predictable."""
+    """Return a line like one of an access log, two thirds of which is predictable."""
     return (
         f"2026-11-20T13:{chance.randrange(60):02}:{chance.randrange(60):02}.{chance.randrange(10**6):06}Z "
         f"[{chance.choice(['INFO', 'WARN', 'DEBUG'])}] web.{chance.randrange(9)} request "
@@ -48,7 +49,7 @@ def line(chance: random.Random) -> str:
 
 
 def fill(root: Path, files: int, size: int) -> None:
-    """``files`` logs of ``size`` bytes each, of a hundred jobs."""
+    """Write ``files`` logs of ``size`` bytes each, belonging to a hundred jobs."""
     chance = random.Random(1)
     pool = "".join(line(chance) for _ in range(POOL_BYTES // 110)).encode()
     for number in range(files):
@@ -65,7 +66,7 @@ def fill(root: Path, files: int, size: int) -> None:
 
 
 def memory(pid: int | str, name: str) -> float:
-    """Return a value of a process in MB: ``VmRSS`` is the current memory, ``VmHWM`` the peak. 0 when it is gone."""
+    """Return a value of a process in MB (``VmRSS`` is the current memory, ``VmHWM`` the peak), or 0 if it has exited."""
     with contextlib.suppress(OSError):
         for text in Path(f"/proc/{pid}/status").read_text().splitlines():
             if text.startswith(f"{name}:"):
@@ -98,7 +99,7 @@ class Watch:
 
 @asynccontextmanager
 async def watched(w: World) -> AsyncIterator[Watch]:
-    """Ping and read memory for the length of the block."""
+    """Ping and read the memory for the duration of the block."""
     watch = Watch()
     going = [asyncio.create_task(work) for work in (*(watch.ping(w, who) for who in watch.pings), watch.look(w))]
     try:
@@ -110,7 +111,7 @@ async def watched(w: World) -> AsyncIterator[Watch]:
 
 
 async def figures(w: World, size: float, work: Awaitable[Any]) -> dict[str, Any]:
-    """Measure ``work`` on ``size`` bytes."""
+    """Return the figures of ``work``, which processes ``size`` bytes."""
     Path(f"/proc/{w.pid}/clear_refs").write_text("5")  # resets VmHWM to the current memory
     before, begun_at = memory(w.pid, "VmRSS"), time.monotonic()
     async with watched(w) as watch:
@@ -134,7 +135,7 @@ async def figures(w: World, size: float, work: Awaitable[Any]) -> dict[str, Any]
 
 
 async def write(log: Path) -> None:
-    """A job that writes ten times a second and rotates once."""
+    """Return a job that writes ten times a second and rotates its log once."""
     log.parent.mkdir(parents=True, exist_ok=True)
     while True:
         for _ in range(10):
@@ -145,7 +146,7 @@ async def write(log: Path) -> None:
 
 
 async def of_logs(w: World, scale: float) -> dict[str, Any]:
-    """Logs for the Director, in the blobstore; and for the CLI, bundled."""
+    """Measure fetching logs: for the Director through the blobstore, and for the CLI as a bundle."""
     size, logs = LOGS * scale, w.base / "data/sys/log"
     count = max(1, int(FILES * scale))
     await asyncio.to_thread(fill, logs, count, int(size / count))
@@ -162,7 +163,7 @@ async def of_logs(w: World, scale: float) -> dict[str, Any]:
 
 
 async def of_compiling(w: World, scale: float) -> dict[str, Any]:
-    """A package whose result is large."""
+    """Measure the compilation of a package with a large result."""
     half = int(COMPILED * scale / 2)
     packaging = f"""set -e
 head -c {half} /dev/urandom >$BOSH_INSTALL_TARGET/random
@@ -174,7 +175,7 @@ yes all work and no play makes a dull package | head -c {half} >$BOSH_INSTALL_TA
 
 
 async def of_applying(w: World, scale: float) -> dict[str, Any]:
-    """An apply of many large packages."""
+    """Measure an apply of many large packages."""
     size = int(PACKAGE * scale)
     spec = w.spec(1, PACKAGES)
     digest = await asyncio.to_thread(pack, w.store / "large-0", size)
@@ -186,7 +187,7 @@ async def of_applying(w: World, scale: float) -> dict[str, Any]:
 
 
 def pack(path: Path, size: int) -> str:
-    """A package with one file of ``size`` bytes, half random, half text. Its sha1."""
+    """Pack one file of ``size`` bytes, half random and half text. Return the package's sha1."""
     text = b"all work and no play makes a dull package\n" * (1 << 14)
     content = path.with_name("content")
     with content.open("wb") as out:
@@ -208,7 +209,7 @@ PARTS: Final[dict[Callable[[World, float], Awaitable[dict[str, Any]]], int]] = {
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure each part in its own world, which leaves nothing behind."""
+    """Measure each part in its own environment, which is removed afterwards."""
     for part, size in PARTS.items():
         async with world(command) as w, bystander(w):
             free = shutil.disk_usage(w.scratch).free

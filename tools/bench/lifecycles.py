@@ -1,4 +1,4 @@
-"""Start, status, kill and stop of five jobs. The floor is the same scripts run by this process."""
+"""Start, status, kill and stop of five jobs. The floor is the same scripts run directly by this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT: Final = "its script run from here, until the pidfile is there"
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` does not matter."""
+    """Measure the four actions. ``scale`` has no effect."""
     async with world(command) as w:
         await w.start_agent()
         await w.run("apply", w.spec(JOBS, 1))
@@ -56,7 +56,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def start_by_hand(w: World, into: list[float]) -> None:
-    """Run the start scripts one after the other until the pidfiles exist; then end their processes."""
+    """Run the start scripts one after the other until the pidfiles exist, then end their processes."""
     before = w.starts()
     with timed(into):
         started = [
@@ -73,7 +73,10 @@ async def start_by_hand(w: World, into: list[float]) -> None:
 
 
 async def killed(w: World) -> list[float]:
-    """Measure the time from a kill until a successor lives. Each job is killed once, as its first failure."""
+    """Return the times from a kill until a successor runs.
+
+    Each job is killed once, so every kill counts as its first failure.
+    """
     samples = []
     for (job, pid), pause in zip(sorted(w.pids().items()), PAUSES, strict=True):
         await w.until_running()

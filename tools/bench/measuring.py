@@ -1,7 +1,7 @@
-"""The form of a figure, and how long something takes.
+"""The format of a figure, and stopwatches.
 
-A figure is ``{"unit", "median", "min", "max", "samples"}`` and, if it has a floor, ``"floor"`` (the median of a minimal
-program that does the same, in the same run), ``"floor_is"`` (a description of it) and ``"ratio"``.
+A figure is ``{"unit", "median", "min", "max", "samples"}``. If it has a floor, it also has ``"floor"`` (the median of a
+minimal program that does the same, in the same run), ``"floor_is"`` (a description of that program) and ``"ratio"``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _rounded(value: float) -> float:
 
 
 class Stopwatch:
-    """Seconds since it was made."""
+    """Measures the seconds since its creation."""
 
     def __init__(self) -> None:
         self._begun_at = time.monotonic()
@@ -57,7 +57,7 @@ class Stopwatch:
 
 @contextmanager
 def timed(into: list[float]) -> Iterator[None]:
-    """Add how long the block took."""
+    """Append the duration of the block to a list."""
     watch = Stopwatch()
     yield
     into.append(watch.seconds)

@@ -1,6 +1,6 @@
-"""Memory of many agents on one machine: PSS of several agents on one bus.
+"""Memory of several agents on one machine that share a bus, measured as PSS.
 
-Shared memory (the interpreter, libraries) is divided among them, so the share of each falls with their number.
+Shared memory (the interpreter, libraries) is divided among them, so each agent's share falls as their number grows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ IDLE_S: Final = 30.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """``scale`` multiplies the idle time. Each agent has one job. They boot one after the other."""
+    """Measure the memory.
+
+    Each agent has one job, and they boot one after the other. ``scale`` multiplies the idle time.
+    """
     least = await memory(ECHO, jobs=0)
     each = await memory(command, jobs=1, idle=IDLE_S * max(0.2, scale), found=found)
     found["pss_of_each_of_8_agents"] = figure(each, "MB", floor=least, floor_is="a bare nats-py echo")

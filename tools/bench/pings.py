@@ -1,4 +1,4 @@
-"""Round trips, one after the other and many at once. The floor is ``tools.bench.echo`` in the same minute."""
+"""Round trips, one after the other and many at once. The floor is ``tools.bench.echo``, measured in the same minute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AT_ONCE: Final = 500
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure both in turns, so that other work on the machine affects both. ``scale`` has no effect."""
+    """Measure both programs alternately, so that other work on the machine affects both. ``scale`` has no effect."""
     trips: dict[str, list[float]] = {"ours": [], "least": []}
     rates: dict[str, list[float]] = {"ours": [], "least": []}
     async with world(command) as ours, world(ECHO) as least:

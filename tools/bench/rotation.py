@@ -1,8 +1,8 @@
 """``./dev run python -m tools.bench.rotation [TIMES]``: rotate the bus credentials under load, by default 50 times.
 
-A Director rotates by ``update_settings`` while other clients send requests without a pause. nats-sync admits the new
-user before each rotation and removes the old one after it. The credentials of a bystander stay, and it gets the same
-requests. Prints one JSON document.
+A Director rotates them with ``update_settings`` while other clients send requests without a pause. Before each rotation
+nats-sync admits the new user, and afterwards it removes the old one. A second agent, whose credentials stay the same,
+gets the same requests for comparison. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWER_TIMEOUT_S: Final = 5.0
 
 @dataclass
 class Seen:
-    """Observations of the clients of one agent."""
+    """What the clients of one agent observed."""
 
     replies: int = 0
     lost: int = 0
@@ -34,7 +34,7 @@ class Seen:
     _last: float = 0.0
 
     async def ask(self, director: Director, agent_id: str, method: str) -> None:
-        """Without a pause, for ever."""
+        """Send requests without a pause until cancelled."""
         while True:
             begun_at = time.monotonic()
             try:
@@ -58,7 +58,7 @@ async def _rotate(w: World, *, bootstrap: bool) -> None:
 
 
 async def measure(times: int) -> dict[str, Any]:
-    """All figures."""
+    """Rotate, and print all figures."""
     async with world(COMMAND) as w, bystander(w):
         await w.start_agent()
         rotated, left_alone = Seen(), Seen()

@@ -1,8 +1,9 @@
-"""``./dev run python -m tools.bench.scale``: 10 to 1000 agents on one nats-server, at rest and after its outage.
+"""``./dev run python -m tools.bench.scale``: 10 to 1000 agents on one nats-server, idle and after an outage of the
+server.
 
-Each agent is the real bus module with the real heartbeat; about fifty share a process. The server is nats-server with
-mutual TLS, the users of nats-sync and P-256 keys. A run is a minute of heartbeats, one request to all agents at once,
-and a kill of the server, which returns after 15 s with no state. Prints one JSON document.
+Each agent is the real bus module with the real heartbeat, and about fifty share a process. The server is nats-server
+with mutual TLS, the users of nats-sync and P-256 keys. A run consists of a minute of heartbeats, one request to all
+agents at once, and a kill of the server, which returns after 15 s without its state. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -62,23 +63,23 @@ _MESSAGE: Final = heartbeat.Message(
 BEAT: Final = msgspec.json.encode(_MESSAGE)
 
 
-# --- about fifty agents ---------------------------------------------------------------------------------------------
+# --- a process with about fifty agents --------------------------------------------------------------------------------
 
 
 async def answer(data: bytes) -> tuple[str, bytes]:
-    """Every request with pong."""
+    """Answer every request with pong."""
     return json.loads(data)["reply_to"], b'{"value":"pong"}'
 
 
 async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None:
-    """One agent: its bus and its heartbeat."""
+    """Run one agent: its bus connection and its heartbeat."""
     mbus = Mbus(tuple(own["urls"]), own["ca"], own["certificate"], own["private_key"])
 
     async def send(message: bytes) -> None:
         await bus.publish(f"hm.agent.heartbeat.{agent_id}", message)
 
     async def measure() -> None:
-        """Return the vitals, which are always the same."""
+        """Return constant vitals."""
 
     beat = heartbeat.Heartbeat(measure, lambda _: BEAT, send)
     bus = NatsBus(agent_id, mbus, answer, on_connected=beat.beat_now)
@@ -87,7 +88,7 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
 
 
 async def crowd() -> None:
-    """Run agents with the names on standard input. Print the number of connected ones, attempts and bytes each tick."""
+    """Run the agents named on standard input. At each tick, print the number of connected agents, attempts and bytes."""
     given = json.loads(sys.stdin.readline())
     buses: list[NatsBus] = []
     lives = [asyncio.create_task(live(agent_id, own, buses)) for agent_id, own in given.items()]
@@ -108,11 +109,11 @@ async def crowd() -> None:
                 each.result()
 
 
-# --- all of them ----------------------------------------------------------------------------------------------------
+# --- all processes ----------------------------------------------------------------------------------------------------
 
 
 class Crowds:
-    """The processes of agents, and the sum of their last lines."""
+    """The processes that run agents, and the sums of their latest lines."""
 
     def __init__(self) -> None:
         self._children: list[asyncio.subprocess.Process] = []
@@ -121,7 +122,7 @@ class Crowds:
         self.series: list[tuple[float, dict[str, float]]] = []
 
     async def add(self, given: dict[str, Any]) -> None:
-        """Start one more process, with these agents."""
+        """Start one more process with these agents."""
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tools.bench.scale", "--crowd"),
             stdin=asyncio.subprocess.PIPE,
@@ -141,7 +142,7 @@ class Crowds:
 
     @property
     def now(self) -> dict[str, float]:
-        """Sums over all processes."""
+        """Return the sums over all processes."""
         names = ("connected", "attempts", "connects", "sent", "sent_bytes")
         return {name: sum(each[name] for each in self._last.values()) for name in names}
 
@@ -164,7 +165,7 @@ class Crowds:
 
 @asynccontextmanager
 async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
-    """Run agents that try to connect, for the length of the block."""
+    """Run agents that try to connect, for the duration of the block."""
     crowds = Crowds()
     try:
         for begin in range(0, count, AGENTS_PER_PROCESS):
@@ -181,7 +182,7 @@ async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
 
 @dataclass
 class Point:
-    """Measurements with ``agents`` agents. Seconds, MB, percent of one core."""
+    """Measurements with ``agents`` agents, in seconds, MB and percent of one core."""
 
     agents: int
     all_connected_after: float = 0.0
@@ -211,7 +212,7 @@ class Point:
 
 
 async def measure(count: int) -> Point:
-    """A bus with so many agents."""
+    """Measure a bus with this many agents."""
     point = Point(count)
     with tempfile.TemporaryDirectory() as scratch:
         server = NatsServer(Path(scratch) / "bus")
@@ -236,7 +237,7 @@ async def measure(count: int) -> Point:
 
 
 async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> None:
-    """Measure the server's resources and the Health Monitor's messages at rest."""
+    """Measure the server's resources and the messages to the Health Monitor while idle."""
     used, watch, before = cpu_seconds(server.pid), Stopwatch(), len(monitor.notices)
     await asyncio.sleep(STEADY_S)
     point.server_cpu_percent = (cpu_seconds(server.pid) - used) / watch.seconds * 100
@@ -246,7 +247,10 @@ async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> No
 
 
 async def asked(director: Director, count: int) -> tuple[float, int]:
-    """Ask all agents at once. Return the seconds until the last answer, and the number of agents without one."""
+    """Send a request to all agents at once.
+
+    Return the seconds until the last answer, and how many agents did not answer.
+    """
     watch = Stopwatch()
     answers = await asyncio.gather(
         *(director.value(f"agent-{number}", "ping", timeout=30.0) for number in range(count)), return_exceptions=True
@@ -255,7 +259,7 @@ async def asked(director: Director, count: int) -> tuple[float, int]:
 
 
 async def storm(point: Point, server: NatsServer, crowds: Crowds, away: float = AWAY_S) -> None:
-    """Kill the server, start it again after the outage, and record the reconnections."""
+    """Kill the server, restart it after the outage, and record the reconnections."""
     before, used = crowds.now, crowds.cpu
     crowds.series.clear()
     await server.kill()
@@ -277,7 +281,7 @@ async def storm(point: Point, server: NatsServer, crowds: Crowds, away: float = 
 
 
 def steepest(series: Sequence[tuple[float, float]]) -> float:
-    """Return the maximum growth of a sum within one second."""
+    """Return the largest growth of a sum within one second."""
     most, begin = 0.0, 0
     for at, value in series:
         while series[begin][0] < at - 1:
@@ -291,7 +295,7 @@ async def main_async(counts: Sequence[int], kept: Path | None) -> dict[str, Any]
     for count in counts:
         print(f"scale: {count} agents", file=sys.stderr, flush=True)
         points.append(asdict(await measure(count)))
-        if kept is not None:  # a machine that cannot hold the next number does not take the others with it
+        if kept is not None:  # if the machine cannot hold the next number, the earlier results are kept
             kept.write_text(json.dumps(points))
     beat = statistics.mean([len(BEAT)])
     return {
@@ -308,7 +312,7 @@ def main() -> int:
     parser.add_argument("--crowd", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write the results so far after each number")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or started processes remain
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # otherwise started processes would be left running
     if args.crowd:
         asyncio.run(crowd())
         return 0

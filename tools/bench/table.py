@@ -13,7 +13,7 @@ END: Final = "<!-- /figures -->"
 
 
 class Budget(NamedTuple):
-    """Budget and goal, in the unit of the figure, or as multiples of its floor."""
+    """The budget and the goal of a figure, in its unit or as multiples of its floor."""
 
     must: float
     aim: float
@@ -21,7 +21,10 @@ class Budget(NamedTuple):
     of_floor: bool = False
 
     def verdict(self, figure: dict[str, Any]) -> str:
-        """Which of the two is missed. Neither, if the figure needs a floor and has none."""
+        """Return which of the two is missed, or that neither is.
+
+        Return neither if the figure needs a floor and has none.
+        """
         sign = -1 if self.more_is_better else 1
         value = (figure.get("ratio", self.aim) if self.of_floor else figure["median"]) * sign
         return "" if value <= self.aim * sign else "aim missed" if value <= self.must * sign else "limit missed"
@@ -91,7 +94,9 @@ NOT_ALIKE: Final = frozenset({"exec_to_first_pong", "exec_to_first_pong_with_5_j
 
 
 def merged(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join the results of each agent, whose parts may have been measured in several runs, in turn with other agents."""
+    """Join the results of each agent, whose parts may have been measured in several runs that alternated with other
+    agents.
+    """
     found: dict[str, dict[str, Any]] = {}
     for one in documents:
         joined = found.setdefault(one["agent"], {**one, "figures": {}, "missing": {}, "runs": 0})
@@ -118,7 +123,7 @@ def _fill(page: Path, content: str) -> None:
 
 
 def in_short(page: str) -> str:
-    """Return the rows ``IN_SHORT`` of the table between the markers, whose last column is the Go agent's."""
+    """Return the rows ``IN_SHORT`` of the table between the markers. Its last column is the Go agent's."""
     lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()
     cells = [[cell.strip() for cell in line.removeprefix("| ").removesuffix(" |").split(" | ")] for line in lines]
     rows = {row[0]: row for row in cells if row[0] in IN_SHORT}
@@ -156,7 +161,7 @@ def _is_in_small_table(name: str) -> bool:
 
 
 def _small_tables(document: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
-    """Return ``TABLES``: a row for each kind of figure and agent."""
+    """Return ``TABLES``, each with a row for each kind of figure and agent."""
     lines = []
     for first, kinds in TABLES.items():
         rows: dict[str, dict[str, str]] = {}
@@ -182,7 +187,7 @@ def _small_tables(document: dict[str, Any], others: list[dict[str, Any]]) -> lis
 
 
 class _Floors:
-    """Number the descriptions of the floors, many of which are equal."""
+    """Numbers the descriptions of the floors. Equal descriptions share a number."""
 
     def __init__(self) -> None:
         self._known: list[str] = []
@@ -247,20 +252,20 @@ def _beside(name: str, figure: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _pair(first: float, second: float, unit: str, between: str) -> str:
-    """Format two values. A common unit is written once."""
+    """Format two values, and write a common unit only once."""
     words = worded(first, unit), worded(second, unit)
     numbers, units = zip(*(word.rpartition(" ")[::2] for word in words), strict=True)
     return f"{numbers[0]}{between}{words[1]}" if units[0] == units[1] else between.join(words)
 
 
 def worded(value: float, unit: str) -> str:
-    """Format with three digits, in milliseconds or microseconds if seconds would begin with zeros."""
+    """Format with three digits, in milliseconds or microseconds if the seconds would begin with zeros."""
     if unit == "s" and 0 < abs(value) < 1:
         return f"{digits(value * 1000)} ms" if abs(value) >= 0.001 else f"{digits(value * 1e6)} µs"
     return f"{digits(value)} {unit.removeprefix('1')}"
 
 
 def digits(value: float, count: int = 3) -> str:
-    """Format with this many digits, and blanks between thousands."""
+    """Format with this many digits, and put blanks between thousands."""
     rounded = float(f"{value:.{count}g}")
     return f"{rounded:,.0f}".replace(",", " ") if abs(rounded) >= 100 else f"{rounded:g}"

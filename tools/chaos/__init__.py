@@ -1,1 +1,1 @@
-"""The scorecard of reliability as a program: faults on real parts, and the invariants checked after each of them."""
+"""Fault injection: real parts are broken, and the reliability invariants are checked after each fault."""

@@ -1,8 +1,8 @@
-"""Run a command as root without harm to this machine, whatever the command does (a mutant of the agent, for example).
+"""Run a command as root that may do anything, for example a mutant of the agent, without harm to this machine.
 
 ``confined.py SCRATCH COMMAND ...`` runs it in its own mount, pid, network, ipc and cgroup namespaces. Only SCRATCH, a
-new ``/tmp`` and its own cgroup are writable. ``/dev`` has harmless devices only, the network a loopback only. Its end,
-or its parent's, ends every process inside.
+new ``/tmp`` and its own cgroup are writable. ``/dev`` has only harmless devices, and the network is only a loopback.
+When the command or its parent ends, every process inside is killed.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def command(scratch: Path, argv: Sequence[str]) -> list[str]:
 
 
 def fresh_proc() -> None:
-    """Mount a ``/proc`` of the new pid namespace, in which no setting of the kernel can be changed.
+    """Mount a ``/proc`` of the new pid namespace in which no kernel setting can be changed.
 
-    By system calls: a program for each mutant would take longer than its tests.
+    System calls are used because starting a program for each mutant would take longer than its tests.
     """
     _checked(_LIBC.mount(b"proc", b"/proc", b"proc", 0, None))
     for place in map(os.fsencode, filter(os.path.exists, _CLOSED)):
@@ -60,10 +60,12 @@ def fresh_proc() -> None:
 
 
 def fork() -> int:
-    """Fork into new pid and mount namespaces. Return 0 in the child, which is not process 1, and the pid of process 1
-    here.
+    """Fork into new pid and mount namespaces.
 
-    The end of that process 1 ends all processes there. Its exit code is the child's.
+    In the child return 0; in this process return the pid of the namespace's process 1.
+
+    The child is not process 1 itself. When that process 1 exits, the kernel kills all processes in the namespace. Its
+    exit code is the child's.
     """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     _checked(_LIBC.unshare(_CLONE_NEWPID))
@@ -90,7 +92,7 @@ def fork() -> int:
 
 
 def _reap(child: int) -> int:
-    """Wait for all processes until ``child`` ends. Return its exit code, 128 + N if signal N ended it."""
+    """Wait for all processes until ``child`` exits. Return its exit code, or 128 + N if signal N killed it."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -99,7 +101,7 @@ def _reap(child: int) -> int:
 
 
 def main(scratch: Path, argv: Sequence[str]) -> int:
-    """The exit code of the command."""
+    """Run the program and return the exit code of the command."""
     if _INSIDE in os.environ:
         _enter(scratch)
         return namespaces.main("/run/signals", list(argv))
@@ -123,7 +125,7 @@ def main(scratch: Path, argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
-    """Make limited cgroups. Yield the directory of each and the top of its hierarchy."""
+    """Create cgroups with limits. Yield the directory of each, and the top of its hierarchy."""
     with own_cgroups("confined") as made:
         for ours, _ in made:
             for name, value in (
@@ -137,12 +139,12 @@ def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
 
 
 def _enter(scratch: Path) -> None:
-    """Arrange the mounts of the new namespace, of which this process is process 1."""
+    """Set up the mounts of the new namespace, in which this process is process 1."""
     _set("/", on=_RDONLY | _NODEV, recursive=True)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     aside = Path("/mnt")
     mounts.mount_tmpfs(aside)
-    # Directories that a new tmpfs will hide are moved aside and mounted again.
+    # Directories that a new tmpfs will hide are moved aside and mounted again afterwards.
     needed = (ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
     shown = [place for place in needed if any(map(place.is_relative_to, _FRESH))]
     for number, place in enumerate([scratch, *shown]):
@@ -166,7 +168,7 @@ def _enter(scratch: Path) -> None:
 
 
 def _devices(at: Path) -> None:
-    """Replace ``/dev`` by one with harmless devices only, to which none can be added."""
+    """Replace ``/dev`` by a directory with only harmless devices, to which no device can be added."""
     at.mkdir()
     mounts.mount_tmpfs(at)
     for name in _DEVICES:
@@ -188,7 +190,7 @@ def _mount(*arguments: str) -> None:
 
 
 def _set(place: str, *, on: int = 0, off: int = 0, recursive: bool = False) -> None:
-    """Change attributes of the mount at ``place``, or of it and all mounts below."""
+    """Change attributes of the mount at ``place``, optionally also of all mounts below it."""
     values = ctypes.create_string_buffer(struct.pack("4Q", on, off, 0, 0))
     flags = _AT_RECURSIVE if recursive else 0
     _checked(_LIBC.syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(place), flags, values, ctypes.c_size_t(32)))

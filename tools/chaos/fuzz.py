@@ -1,7 +1,7 @@
-"""``./dev fuzz [TARGET…]``: mutated input for every parser of foreign input, for a given time.
+"""``./dev fuzz [TARGET…]``: feed mutated input to every parser of untrusted input, for a given time.
 
 A finding is an exception that the parser does not document, or a call that takes longer than a second. It is printed
-with its input, which is then added to the seeds of its target.
+with its input, which a developer then adds to the seeds of the target.
 """
 
 from __future__ import annotations
@@ -56,12 +56,15 @@ from agent_shim.supervisor.ownership import process_record
 SLOW: Final = 1.0
 """Maximum CPU seconds of one reading."""
 
-del _core  # imported for the actions it registers
+del _core  # importing it registers the actions
 
 
 @dataclass(frozen=True)
 class Target:
-    """``read`` takes bytes and may raise ``known``. ``seeds`` are good inputs and earlier findings."""
+    """A parser to test.
+
+    ``read`` takes bytes and may raise the exceptions ``known``. ``seeds`` are valid inputs and earlier findings.
+    """
 
     read: Callable[[bytes], object]
     known: tuple[type[Exception], ...]
@@ -77,7 +80,7 @@ def _request(data: bytes) -> object:
 
 
 class _Unheard(asyncio.Transport):
-    """A transport that discards written bytes."""
+    """A transport that discards everything written to it."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         pass
@@ -116,7 +119,7 @@ def _pidfile(data: bytes) -> None:
 
 
 def _update(data: bytes) -> None:
-    """Read settings, and the certificates in them as far as the agent does before their use."""
+    """Read settings, and parse the certificates in them as far as the agent does before it uses them."""
     update = settings.parse_update(data, origin="fuzz")
     effective = settings.Effective(settings.Settings(), update)
     for mbus in (effective.mbus, effective.asked_mbus):
@@ -142,7 +145,7 @@ def _saved(data: bytes) -> None:
 
 
 def _journal(data: bytes) -> None:
-    """Only tasks of known methods are queued."""
+    """Check that only tasks of known methods are queued."""
     with _file(data, "tasks.json") as path:
         queue = tasks.Tasks(path)
         _LOOP.run_until_complete(queue.resume({"fetch_logs": lambda _: lambda: asyncio.sleep(0)}))
@@ -151,7 +154,7 @@ def _journal(data: bytes) -> None:
 
 
 def _records(data: bytes) -> None:
-    """Check the lines of the hosts file: an address and names, and no second address of localhost."""
+    """Check the lines of the hosts file: each has an address and names, and localhost gets no second address."""
 
     async def fetch() -> bytes:
         return data
@@ -168,7 +171,7 @@ def _records(data: bytes) -> None:
 
 
 def _filters(data: bytes) -> None:
-    """Pack a tree with long and deep names by these patterns, one in each line."""
+    """Pack a tree with long and deep names, using one filter pattern per line of input."""
     with tempfile.TemporaryDirectory(prefix="agent-shim-fuzz-", dir="/dev/shm") as place:
         deep = Path(place, *["ab"] * 30)
         deep.mkdir(parents=True)
@@ -178,7 +181,7 @@ def _filters(data: bytes) -> None:
 
 
 class _NoProcesses:
-    """An empty supervisor for the answers to ``bpm`` and ``monit``."""
+    """A supervisor without services, for answering ``bpm`` and ``monit``."""
 
     def rows(self) -> tuple[list[Any], list[str]]:
         return [], []
@@ -199,7 +202,7 @@ class _NoProcesses:
         return nothing
 
     def check_volumes(self, _job: str, _volumes: Sequence[config.Volume]) -> None:
-        """They are all right."""
+        """Accept all volumes."""
 
 
 def _asked(data: bytes) -> None:
@@ -214,7 +217,7 @@ def _asked(data: bytes) -> None:
 
 
 def _http(data: bytes) -> None:
-    """Check that a request is answered in the same way whole and in two pieces."""
+    """Check that a request gets the same response whether it arrives in one piece or in two."""
 
     async def read(*pieces: bytes) -> list[http_server.Request]:
         heard: list[http_server.Request] = []
@@ -243,9 +246,9 @@ def _shown(data: bytes) -> None:
 
 
 def _unpack(data: bytes) -> None:
-    """Check that an archive is read in the same way with gzip and without.
+    """Check that an archive is read in the same way with and without gzip compression.
 
-    Headers of tar are read with their own sums and with right ones.
+    Tar headers are tried with the checksums in the input and with corrected ones.
     """
     if data.startswith((compression.GZIP, *compression.PROGRAMS)):
         found = _unpacked(data)
@@ -264,7 +267,9 @@ def _read_alike(data: bytes) -> list[str] | ArchiveError:
 
 
 def _with_right_sums(data: bytes) -> bytes:
-    """Return an archive with right sums in all blocks that look like headers: a wrong one ends the reading."""
+    """Return an archive with correct checksums in all blocks that look like headers, because a wrong one ends the
+    reading.
+    """
     right = bytearray(data)
     for at in range(0, len(data) - 511, 512):
         if data[at + 257 :].startswith(b"ustar"):
@@ -274,7 +279,7 @@ def _with_right_sums(data: bytes) -> bytes:
 
 
 def _unpacked(data: bytes) -> list[str] | ArchiveError:
-    """Return the tree of an archive, a line for each entry, or the refusal."""
+    """Return the unpacked tree with a line for each entry, or the reason for which the archive was refused."""
     with _file(data, "blob") as path:
         into = path.with_name("into")
         try:
@@ -286,7 +291,7 @@ def _unpacked(data: bytes) -> list[str] | ArchiveError:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Describe a path and all below it. Directories that no member names have the time of the unpacking."""
+    """Describe a path and everything below it. Directories without a member of their own have the time of unpacking."""
     found = path.lstat()
     if path.is_symlink():
         yield f"{path.name!r} {path.readlink()} {found.st_mtime_ns}"
@@ -576,7 +581,7 @@ TARGETS: Final[dict[str, Target]] = {
 
 
 def mutated(chance: random.Random, target: Target) -> bytes:
-    """Return one input: a seed with some bytes changed, cut or doubled, or with a meaningful piece inserted."""
+    """Return one input: a seed with some bytes changed, cut or doubled, or with a meaningful token inserted."""
     data = bytearray(chance.choice(target.seeds))
     for _ in range(chance.randint(1, 6)):
         place = chance.randrange(len(data) + 1)
@@ -599,7 +604,7 @@ def mutated(chance: random.Random, target: Target) -> bytes:
 
 
 def findings(target: Target, chance: random.Random, until: Callable[[int], bool]) -> Iterator[tuple[bytes, str]]:
-    """Yield inputs that broke the reader, each with the failure, until ``until(number of inputs)``."""
+    """Yield each input that broke the parser together with the failure, until ``until(number of inputs)`` is true."""
     number = 0
     while not until(number):
         data = mutated(chance, target) if number >= len(target.seeds) else target.seeds[number]

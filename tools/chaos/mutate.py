@@ -1,17 +1,17 @@
 """``./dev mutate [PATH…]``: make small wrong changes to the agent, one at a time, and list those that no test notices.
 
 A mutant is one change of ``agent_shim`` or ``kubernetes_cpi``: a statement removed, a condition negated, another
-number, another constant.
-The tests that reach its line run against it until one fails, those of its module first. If all pass, it survives the
-stage.
+number, another constant. The tests that reach its line run against it until one fails, beginning with those of its
+module. If all pass, the mutant survives the stage.
 
-Three stages, each for what the former did not notice: forks of one process that has the unit tests loaded, forks of one
-that has the contract and integration tests loaded (``tools.chaos.mutate_forked``; a fraction of a second to seconds for
-each mutant; an agent that a test starts is unchanged), and runs of pytest with all daily tests on a changed copy, whose
-agents are changed too (seconds to minutes). Coverage measures once for each stage which tests reach which line.
-``.mutate`` keeps that and the results. Mutants are tried in random order: an interrupted run is a fair sample, and the
-next one resumes.
-Each process that runs a mutant is confined (``tools.chaos.confined``): a mutant can remove the wrong directory as root.
+There are three stages, and each gets only the mutants that the previous ones did not notice. The first forks a process
+that has the unit tests loaded. The second forks one that has the contract and integration tests loaded
+(``tools.chaos.mutate_forked``). Both need a fraction of a second to seconds per mutant, but an agent that a test starts
+is not mutated. The third runs pytest with all daily tests on a changed copy, in which such agents are mutated too
+(seconds to minutes). For each stage, coverage measures once which tests reach which line. ``.mutate`` keeps that and
+the results. Mutants are tried in random order, so an interrupted run is a fair sample, and the next run continues it.
+Each process that runs a mutant is confined (``tools.chaos.confined``), because a mutant that runs as root can remove
+the wrong directory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ Results: TypeAlias = dict[str, dict[str, Result]]
 
 @dataclass(frozen=True)
 class Stage:
-    """Tests that are tried on a mutant, and the sum of their seconds under coverage that one mutant is worth."""
+    """The tests to run against a mutant, and how many seconds of tests (as measured under coverage) one mutant may
+    cost.
+    """
 
     name: str
     tests: tuple[str, ...]
@@ -82,7 +84,7 @@ _CHILDREN: Final = "context = ${PYTEST_CURRENT_TEST}\n"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: characters ``begin`` to ``end`` of a file become ``after``."""
+    """One change: the characters from ``begin`` to ``end`` of a file are replaced by ``after``."""
 
     path: str
     line: int
@@ -95,11 +97,11 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Stays the same while the text around it does."""
+        """A key that stays the same as long as the surrounding text does."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
     def applied(self, text: str) -> str:
-        """The text of the file with the change."""
+        """Return the text of the file with the change."""
         assert text[self.begin : self.end] == self.before
         return text[: self.begin] + self.after + text[self.end :]
 
@@ -121,7 +123,7 @@ _SWAPPED: Final[dict[type[ast.AST], str]] = {
 
 
 def mutants(path: str, text: str) -> Iterator[Mutant]:
-    """All mutants of a module, in the order of its text. Docstrings, types, logging and imports are left alone."""
+    """Return all mutants of a module, in the order of its text. Docstrings, types, logging and imports are left alone."""
     lines = text.splitlines(keepends=True)
     starts = list(accumulate((len(line) for line in lines), initial=0))
     tree = ast.parse(text)
@@ -130,11 +132,11 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
     inner = {node for function in functions for each in function.body for node in ast.walk(each)}
 
     def offset(line: int, column: int) -> int:
-        """Convert a column to characters. ``ast`` counts columns in bytes of UTF-8."""
+        """Convert a column to characters, because ``ast`` counts columns in bytes of UTF-8."""
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     def span(part: ast.expr | ast.stmt) -> tuple[int, int]:
-        """Begin and end in the text."""
+        """Return where a node begins and ends in the text."""
         assert part.end_lineno is not None
         assert part.end_col_offset is not None
         return offset(part.lineno, part.col_offset), offset(part.end_lineno, part.end_col_offset)
@@ -150,7 +152,10 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
 
 
 def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
-    """List changes of a node: the part to replace, the kind of change, the new text. ``source`` gives a part's text."""
+    """List the changes of a node: the part to replace, the kind of change, and the new text.
+
+    ``source`` returns the text of a part.
+    """
     match node:
         case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign():
             yield node, "statement removed", "pass"
@@ -173,7 +178,9 @@ def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple
 
 
 def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
-    """Nodes whose change is no fault: annotations, docstrings, log calls, imports, module constants of types."""
+    """Return the nodes whose change would not be a fault: annotations, docstrings, log calls, imports, constants that
+    hold types.
+    """
     for node in ast.walk(tree):
         match node:
             case ast.Expr(value=ast.Constant()) | ast.Import() | ast.ImportFrom():
@@ -194,7 +201,7 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def measure(copy: Path, stage: Stage, workers: int) -> None:
-    """Run tests once under coverage. The lines that each reaches and its seconds go into the store."""
+    """Run the tests once under coverage. Store which lines each test reaches and how many seconds it takes."""
     place = STORE / stage.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -221,7 +228,9 @@ def measure(copy: Path, stage: Stage, workers: int) -> None:
 
 
 def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
-    """By file and line, the node ids of the tests that reach it and together take at most the seconds of the stage."""
+    """Return, by file and line, the ids of the tests that reach it and that together take at most the seconds of the
+    stage.
+    """
     durations = _durations(stage)
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     with contextlib.closing(sqlite3.connect(STORE / stage.name / "coverage")) as connection:
@@ -238,7 +247,7 @@ def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
             found[name][line].add(test)
 
     def nearest(name: str, tests: Iterable[str]) -> list[str]:
-        """Those in files of the module's name, then the others, each the fastest first."""
+        """Sort the tests: first those in files named after the module, then the others, each group by duration."""
         module = Path(name).stem
         quick = (one for one in tests if durations[one] < stage.max_s)
         chosen = sorted(quick, key=lambda one: (module not in one.partition("::")[0], durations[one]))[:MAX_TESTS]
@@ -266,7 +275,7 @@ def _lines(bits: bytes) -> Iterator[int]:
 
 
 def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, str]:
-    """Return True if all ``tests`` pass with the change, and the first that failed or hung."""
+    """Return whether all ``tests`` pass with the change, and which test first failed or hung."""
     target = copy / mutant.path
     original = target.read_text()
     target.write_text(mutant.applied(original))
@@ -286,7 +295,7 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
         try:
             printed, _ = running.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            running.terminate()  # the namespaces end with it
+            running.terminate()  # this also ends everything in its namespaces
             running.communicate()
             return False, f"took longer than {TIMEOUT_S:g} s"
     finally:
@@ -298,9 +307,11 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
 
 
 def _tests_of(mutant: Mutant, lines: dict[int, list[str]]) -> list[str] | None:
-    """Return the tests that reach a line, None if none does. Inside a statement, those of its first line.
+    """Return the tests that reach a line, or None if none does.
 
-    A line that runs at the import of a module is reached by all tests of the module.
+    For a line inside a statement, use the statement's first line.
+
+    A line that runs when the module is imported is reached by all tests of the module.
     """
     for line in range(mutant.line, max(0, mutant.line - 8), -1):
         if line in lines:
@@ -321,7 +332,7 @@ def _environment(copy: Path) -> dict[str, str]:
 
 
 def chosen(paths: Iterable[str]) -> list[Mutant]:
-    """The mutants of these files and directories of ``agent_shim``, or of ``kubernetes_cpi``."""
+    """Return the mutants of these files and directories of ``agent_shim`` or ``kubernetes_cpi``."""
     files: list[Path] = []
     for name in paths:
         place = ROOT / name if name.startswith(("agent_shim", "kubernetes_cpi")) else ROOT / "agent_shim" / name
@@ -332,9 +343,10 @@ def chosen(paths: Iterable[str]) -> list[Mutant]:
 
 
 def table(results: Results, wanted: Sequence[Mutant], stages: Sequence[Stage]) -> str:
-    """Counts by module and stage, then the mutants that no stage noticed.
+    """Return counts by module and stage, followed by the mutants that no stage noticed.
 
-    *Unreached* mutants are on lines that no test of the stage runs in a process with coverage. The next stage may.
+    *Unreached* mutants are on lines that no test of the stage runs in a process with coverage. The next stage may reach
+    them.
     """
     names = ("module", "stage", "mutants", "noticed", "survived", "unreached", "not tried")
     lines = [f"| {' | '.join(names)} |", "|---|---|---|---|---|---|---|"]
@@ -357,21 +369,24 @@ def table(results: Results, wanted: Sequence[Mutant], stages: Sequence[Stage]) -
 
 
 def _counts(ones: Sequence[Mutant], results: Results, stage: Stage) -> tuple[int, int, int, int, int]:
-    """Count mutants, and those noticed, survived, on lines that no test reaches, and without an answer."""
+    """Count mutants: all, noticed, survived, on lines that no test reaches, and without a result."""
     outcomes = [results.get(one.key, {}).get(stage.name, {}).get("outcome") for one in ones]
     noticed, survived, unreached = map(outcomes.count, ("noticed", "survived", "unreached"))
     return len(ones), noticed, survived, unreached, len(ones) - noticed - survived - unreached
 
 
 def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage] | None = None) -> bool:
-    """Return True if one of the stages has noticed it. By default, any."""
+    """Return True if one of the stages noticed the mutant. By default all stages are considered."""
     names = None if stages is None else {stage.name for stage in stages}
     tried = results.get(mutant.key, {}).items()
     return any(row["outcome"] == "noticed" for name, row in tried if names is None or name in names)
 
 
 def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple[Mutant, list[str]]]:
-    """List what a stage has to try, with its tests, in random order. A mutant that no test reaches gets its result."""
+    """List the mutants that a stage has yet to try, with their tests, in random order.
+
+    Record a result for those that no test reaches.
+    """
     reached = reaching(stage)
     tasks = []
     for one in wanted:
@@ -390,7 +405,7 @@ def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple
 def try_in_forks(
     tasks: Sequence[tuple[Mutant, list[str]]], results: Results, stage: Stage, workers: int, until: float
 ) -> None:
-    """Run a stage by ``tools.chaos.mutate_forked`` in so many processes until the time ``until`` of the clock."""
+    """Run a stage with ``tools.chaos.mutate_forked`` in this many processes until the wall-clock time ``until``."""
     running, taken = [], []
     seconds = _durations(stage)
     for number in range(workers):
@@ -423,7 +438,7 @@ def try_in_forks(
 def _collect(taken: Iterable[Path], results: Results, stage: Stage) -> None:
     for path in taken:
         for line in path.read_text().splitlines():
-            if line.endswith("]"):  # the last line may be half written
+            if line.endswith("]"):  # the last line may be incomplete
                 key, outcome, tests, by = json.loads(line)
                 results.setdefault(key, {})[stage.name] = {"outcome": outcome, "tests": tests, "by": by}
     _save(results)
@@ -432,7 +447,7 @@ def _collect(taken: Iterable[Path], results: Results, stage: Stage) -> None:
 def try_in_processes(
     tasks: Sequence[tuple[Mutant, list[str]]], results: Results, stage: Stage, copy: Path, until: float
 ) -> None:
-    """Run a stage by a run of pytest for each mutant."""
+    """Run a stage with one run of pytest for each mutant."""
     for position, (one, tests) in enumerate(tasks, 1):
         if time.time() > until:
             return
@@ -507,7 +522,7 @@ def _make_copy(copy: Path) -> None:
         if name and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
-    # git ignores the compiled keeper, which the tests cannot compile in a read-only copy.
+    # Git ignores the compiled keeper, which the tests cannot compile in a read-only copy.
     hatch_build.build_keeper_of_checkout()
     shutil.copy2(ROOT / hatch_build.KEEPER, copy / hatch_build.KEEPER)
 

@@ -1,4 +1,4 @@
-"""A pytest plugin of ``tools.chaos.mutate``: says which test runs, to coverage, and how long each took."""
+"""A pytest plugin of ``tools.chaos.mutate`` that tells coverage which test is running, and records how long each took."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _seconds: Final[dict[str, float]] = {}
 
 
 def pytest_configure() -> None:
-    """Measure the processes that tests start from now on."""
+    """Measure the processes that tests start, too."""
     if config := os.environ.get("SHIM_MUTATE_CHILDREN"):
         os.environ["COVERAGE_PROCESS_START"] = config
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """The context of the lines that run in this process."""
+    """Set the context for lines that run in this process."""
     current = coverage.Coverage.current()
     if current is not None:
         current.switch_context(item.nodeid)
@@ -30,11 +30,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Only a test that passed says anything about a mutant."""
+    """Record only tests that passed, because others say nothing about a mutant."""
     if report.when == "call" and report.passed:
         _seconds[report.nodeid] = report.duration
 
 
 def pytest_sessionfinish() -> None:
-    """Leave the durations for ``tools.chaos.mutate``."""
+    """Write the durations for ``tools.chaos.mutate``."""
     Path(os.environ["SHIM_MUTATE_DURATIONS"]).write_text(json.dumps(_seconds))

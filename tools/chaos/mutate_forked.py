@@ -1,7 +1,7 @@
-"""A pytest plugin of ``tools.chaos.mutate``: try mutants within one process that has all tests loaded, a fork for each.
+"""A pytest plugin of ``tools.chaos.mutate`` that tries mutants in forks of one process that has all tests loaded.
 
-The fork exchanges the code of the mutant's function and runs the tests that reach its line, until one fails. Only the
-tests' own process has the mutant: a survivor says nothing yet about tests that start an agent.
+Each fork replaces the code of the mutant's function and runs the tests that reach its line, until one fails. Agents
+that tests start as processes of their own are not mutated, so a survivor may still be noticed by such tests.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _NOT_TRIED: Final = 3
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool:
-    """Take the place of pytest's loop over the tests."""
+    """Replace pytest's loop over the tests."""
     items = {item.nodeid: item for item in session.items}
-    gc.unfreeze()  # tests/conftest.py froze the collected objects, which hides them below
+    gc.unfreeze()  # tests/conftest.py froze the collected objects, which hides them from the search below
     functions = _functions()
     tasks = json.loads(Path(os.environ[TASKS]).read_text())
     TMP.mkdir(exist_ok=True)
@@ -65,9 +65,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
 
 
 class _FirstFailure:
-    """The plugin of a fork: end it with the first test that fails or waits for ever.
+    """A pytest plugin for forks, which ends the fork with the first test that fails or hangs.
 
-    The name of each test goes into the pipe before it runs: the last one has failed.
+    The name of each test is written to the pipe before it runs, so the last name is that of the test that failed.
     """
 
     def __init__(self, to: int, seconds: Mapping[str, float]) -> None:
@@ -75,13 +75,13 @@ class _FirstFailure:
         self._seconds = seconds
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Begin a test, whose time starts."""
+        """Note the start of a test for its time limit."""
         os.write(self._to, nodeid.encode()[:200] + b"\n")
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + PROCESSOR_S, resource.RLIM_INFINITY))
         signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S + 4 * self._seconds[nodeid])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the report of one phase of a test."""
+        """Handle the report on one phase of a test."""
         if report.failed:
             os._exit(_NOTICED)
 
@@ -95,7 +95,9 @@ _noticing: Final[dict[str, Counter[str]]] = defaultdict(Counter)
 
 
 def _likely_first(items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]:
-    """Begin with tests that noticed other mutants of the file, then those of the module's name; else keep the order."""
+    """Sort the tests: first those that noticed other mutants of the file, then those named after the module; otherwise
+    keep the order.
+    """
     module = Path(mutant.path).stem
     noticed = _noticing[mutant.path]
     return sorted(items, key=lambda item: (-noticed[item.nodeid], module not in item.path.stem))
@@ -104,7 +106,7 @@ def _likely_first(items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]
 def _try(
     mutant: Mutant, items: list[pytest.Item], functions: _Functions, seconds: Mapping[str, float]
 ) -> tuple[str, str, int]:
-    """Return ``noticed``, ``survived`` or ``not tried``, the test that failed or the reason, the number of tests."""
+    """Return ``noticed``, ``survived`` or ``not tried``; the test that failed or the reason; and the number of tests."""
     while items := [item for item in items if item.nodeid not in _broken]:
         code, by = _forked(lambda: exchange(mutant, functions), items, seconds)
         if code in {0, _NOT_TRIED}:
@@ -121,9 +123,9 @@ def _try(
 
 
 def _forked(change: Callable[[], None], items: list[pytest.Item], seconds: Mapping[str, float]) -> tuple[int, str]:
-    """Make a change in a fork and run tests there. Return its exit code, and the last test or why none was tried.
+    """Make a change in a fork and run tests there. Return the fork's exit code, and the last test or why none was run.
 
-    The fork has pid and mount namespaces of its own: what its tests start, kill or mount ends there.
+    The fork has pid and mount namespaces of its own, which contain whatever its tests start, kill or mount.
     """
     reading, writing = os.pipe()
     pid = confined.fork()
@@ -160,10 +162,10 @@ def _in_fork(change: Callable[[], None], items: list[pytest.Item], to: int, seco
 
 
 def exchange(mutant: Mutant, functions: _Functions) -> None:
-    """Give the loaded functions the mutant's code.
+    """Replace the code of the loaded functions by the mutant's.
 
-    Raises LookupError if no loaded function changes (code that runs at import), ValueError if the variables that a
-    closure takes are others.
+    Raises LookupError if no loaded function changes (because the code runs on import), and ValueError if the variables
+    of a closure change.
     """
     text = (ROOT / mutant.path).read_text()
     name = str(ROOT / mutant.path)
@@ -179,18 +181,18 @@ def exchange(mutant: Mutant, functions: _Functions) -> None:
 
 
 def _changed(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Pair the functions of two versions of a module that differ, from outside in."""
+    """Yield the pairs of functions that differ between two versions of a module, from the outside in."""
     if old.co_flags & inspect.CO_OPTIMIZED and old != new:
         yield old, new
     inner, others = ([each for each in code.co_consts if isinstance(each, CodeType)] for code in (old, new))
-    if len(inner) == len(others):  # A statement that is gone can take a lambda with it.
+    if len(inner) == len(others):  # a removed statement may have contained a lambda
         for one, other in zip(inner, others, strict=True):
             if one != other:
                 yield from _changed(one, other)
 
 
 def _functions() -> _Functions:
-    """All functions of the agent that are loaded, by file and qualified name."""
+    """Return all functions of the agent that are loaded, by file and qualified name."""
     found: _Functions = defaultdict(list)
     inside = str(ROOT / "agent_shim"), str(ROOT / "kubernetes_cpi")
     for one in gc.get_objects():

@@ -1,9 +1,10 @@
-"""``./dev soak SECONDS``: faults and work of all kinds for a given time.
+"""``./dev soak SECONDS``: subject an agent to faults and work of all kinds for a given time.
 
-The Director sends requests all the time; jobs are killed and deployed again, their logs fetched, errands run;
-credentials change; malformed messages and floods of requests arrive; the bus is cut, killed and made silent. The agent
-is killed once, early in the first quarter, in which everything also happens for the first time. Growth is measured
-after it. A second process only sleeps and reads the clock: a delay of both is the machine's.
+A Director sends requests all the time. Jobs are killed and deployed again, their logs are fetched, errands run, and
+credentials change. Malformed messages and floods of requests arrive, and the bus is cut, killed and made silent. The
+agent is killed once, early in the first quarter, in which every other event also happens for the first time. Growth is
+measured after that quarter. A second process only sleeps and reads the clock; if it is late as well, the machine is the
+reason.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ while True:
 
 @dataclass(frozen=True)
 class Profile:
-    """What is played. ``sampled`` and ``scraped`` are the seconds between two samples and two scrapes."""
+    """How often each event happens. ``sampled`` and ``scraped`` are the seconds between two samples and two scrapes."""
 
     jobs: int
     tasks_asked: int
@@ -106,7 +107,7 @@ class Record:
         return [(moment, size) for moment, size in self.sizes if moment >= self.settled_at]
 
     def growth(self) -> float:
-        """Growth of memory after the first quarter, in bytes an hour: the slope of a line through all samples."""
+        """Growth of memory after the first quarter in bytes per hour, as the slope of a regression line."""
         samples = self.settled()
         if len(samples) < 3:
             return 0.0
@@ -114,13 +115,13 @@ class Record:
         return line.slope * 3600
 
     def ends(self, what: Callable[[Size], int]) -> tuple[float, float]:
-        """Return the median of a figure in the first and the last third of the time after the first quarter."""
+        """Return the median of a figure in the first and in the last third of the time after the first quarter."""
         values = [what(size) for _, size in self.settled()]
         third = max(1, len(values) // 3)
         return statistics.median(values[:third]), statistics.median(values[-third:])
 
     def gaps(self) -> list[tuple[float, float]]:
-        """Return the time of each heartbeat and the gap before it, for gaps without an outage of the bus."""
+        """Return the time of each heartbeat and the gap before it, leaving out gaps in which the bus was down."""
         found = []
         for before, at in zip(self.beats, self.beats[1:], strict=False):
             if not any(begin < at and end > before for begin, end in self.outages):
@@ -128,11 +129,11 @@ class Record:
         return found
 
     def starved(self, begin: float, end: float) -> float:
-        """Return the maximum delay of the sleeping process in a period."""
+        """Return the longest delay of the sleeping process in a period."""
         return max((late for at, late in self.sleeper if begin <= at + late and at <= end), default=0.0)
 
     def faults(self) -> list[str]:
-        """Return the violations."""
+        """Return the violated conditions."""
         found = list(self.broken)
         if (growth := self.growth()) > GROWTH:
             found.append(f"memory grows by {growth / (1 << 20):.2f} MiB an hour")
@@ -150,7 +151,7 @@ class Record:
         return found
 
     def figures(self) -> dict[str, object]:
-        """All of it in numbers."""
+        """Return everything as numbers."""
         descriptors, threads = self.ends(lambda size: size.descriptors), self.ends(lambda size: size.threads)
         memory = self.ends(lambda size: size.memory)
         free = [took for at, took in self.pings if not any(begin - 1 < at < end + 1 for begin, end in self.outages)]
@@ -185,7 +186,7 @@ class Record:
 
 
 class Soak:
-    """Plays the profile on a stand."""
+    """Runs a profile on a test stand."""
 
     def __init__(self, one: Stand, record: Record, seed: int) -> None:
         self._stand = one
@@ -241,7 +242,7 @@ class Soak:
                 await asyncio.sleep(0.05)
             took = time.monotonic() - healed_at
             self._record.connected.append(took)
-            await self._stand.answers(back - took, patience=back)  # an answer may be late at such a load
+            await self._stand.answers(back - took, patience=back)  # an answer may be this late under such a load
             await until(lambda: len(self._record.beats) > beats, 3, "heartbeat at once")
         finally:
             self._record.outages[-1] = (begun_at, time.monotonic())
@@ -335,7 +336,7 @@ class Soak:
 
 
 class Load(Soak):
-    """A load that never pauses: deaths each second, floods of logs, restarts of the bus."""
+    """A load without pauses: processes that die every second, floods of logs, restarts of the bus."""
 
     def __init__(self, one: Stand, record: Record, seed: int) -> None:
         super().__init__(one, record, seed)
@@ -346,13 +347,13 @@ class Load(Soak):
         }
 
     async def _one_death(self) -> None:
-        """Kill a job and do not wait for its next process."""
+        """Kill a job without waiting for its next process."""
         living = sorted(self._stand.live().values())
         if living:
             os.kill(self._chance.choice(living), signal.SIGKILL)
 
     async def _log_flood(self) -> None:
-        """Add megabytes to the log of a job, which a rotation cuts."""
+        """Add megabytes to the log of a job, which a rotation truncates."""
         log = self._stand.world.base / f"data/sys/log/job{self._chance.randrange(10)}/flood.log"
 
         def write() -> None:
@@ -369,7 +370,7 @@ class Load(Soak):
 
 
 async def _ask(one: Stand, record: Record) -> None:
-    """Send requests as a Director does during a deploy: five get_task a second, sometimes get_state, and a ping."""
+    """Send requests as a Director does during a deploy: five get_task per second, sometimes get_state, and a ping."""
     number = 0
     while True:
         number += 1
@@ -390,7 +391,7 @@ async def _measure(one: Stand, record: Record) -> None:
     """Sample the agent's resources, and scrape its metrics."""
     number = 0
     while True:
-        with contextlib.suppress(OSError, KeyError):  # it is just not there
+        with contextlib.suppress(OSError, KeyError):  # the agent is being restarted
             if number % record.profile.sampled == 0:
                 record.sizes.append((time.monotonic(), one.size()))
         if number % record.profile.scraped == 0:
@@ -421,7 +422,7 @@ async def _sleeper(record: Record) -> None:
 
 
 async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULTS) -> Record:
-    """Play the profile for this time."""
+    """Run the profile for this time."""
     async with stand(command) as one:
         await one.boot()
         await one.deploy(profile.jobs, 5, 4 << 20)
@@ -439,7 +440,7 @@ async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULT
                 watch.cancel()
             ended = await asyncio.gather(*watching, return_exceptions=True)
         record.broken += [repr(end) for end in ended if isinstance(end, Exception)]
-        if not profile.is_load:  # its last victim may just be dead
+        if not profile.is_load:  # otherwise the last victim may be dead just now
             record.broken += await one.witness.broken()
         return record
 

@@ -1,8 +1,9 @@
-"""``./dev compare-release PATH…``: each job of releases lives the same life under both agents. A table of differences.
+"""``./dev compare-release PATH…``: take each job of releases through the same lifecycle under both agents, and list
+differences.
 
-PATH is a checkout of a release, or the git directory of one. BOSH_AGENT and MONIT name the Go agent and monit 5.2.5;
-with BPM, runc and tini the Go agent's bpm is the real one. Needs root and ruby. docs/tested.md describes the
-phases, and docs/monit-deviations.md the allowed differences.
+PATH is a checkout of a release, or its git directory. BOSH_AGENT and MONIT name the Go agent and monit 5.2.5. With BPM,
+runc and tini, the Go agent uses the real bpm. Needs root and ruby. docs/tested.md describes the phases, and
+docs/monit-deviations.md the allowed differences.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-syslog,-mac_admin,
 
 
 def main() -> int:
-    """Compare. 0 if all that could be compared was equal or listed."""
+    """Compare the jobs. Return 0 if everything that could be compared was equal or is a listed difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH")
     parser.add_argument(
@@ -83,9 +84,10 @@ def main() -> int:
     key = authority.client("job").private_key
     kept = args.keep or Path(tempfile.mkdtemp(prefix="comparison-"))
     kept.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # worlds end with their blocks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the environments are removed when their blocks end
     for package in ("agent_shim", "tools/comparison", "tests/support"):
-        compileall.compile_dir(CODE / package, quiet=2)  # a world cannot write there, and would compile at each start
+        # the environments are read-only for it, so it would be compiled at each start
+        compileall.compile_dir(CODE / package, quiet=2)
     if args.breaks:
         model = next(Checkout(breaks.MODEL).jobs(values, authority.ca, key))
         return prove(plan.plan(Checkout(breaks.MODEL), model), args.cycle, kept, args.jobs)
@@ -113,7 +115,7 @@ def main() -> int:
 
 @contextmanager
 def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
-    """Begin no further life after an interrupt, and end those that are played."""
+    """On an interrupt, start no further lifecycle, and end those that are running."""
     try:
         yield
     finally:
@@ -122,7 +124,7 @@ def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
 
 
 def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) -> judge.Verdict:
-    """Let one job live in both worlds at once, or judge its kept lives again."""
+    """Run one job in both environments concurrently, or judge the recorded results again."""
     if made.job.error:
         return judge.Verdict(made.job, not_rendered=made.job.error)
     place = kept / f"{made.job.release}+{made.job.name}".replace("/", "+")
@@ -155,7 +157,7 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
 
 
 def prove(made: plan.Plan, cycle: int, kept: Path, at_once: int) -> int:
-    """Compare agents that are broken on purpose with the Go agent. 0 if each difference is noticed."""
+    """Compare agents that are broken on purpose with the Go agent. Return 0 if every difference is noticed."""
     silent = 0
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool, ending(pool):
         go = pool.submit(live, "go", made, cycle, _emptied(kept / "go"))
@@ -184,13 +186,15 @@ def _emptied(place: Path) -> Path:
 
 
 def _only(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """Return a life without the phases that the other one leaves out."""
+    """Return a lifecycle without the phases that the other one lacks."""
     names = {phase["name"] for phase in part["phases"]}
     return whole | {"phases": [phase for phase in whole["phases"] if phase["name"] in names]}
 
 
 def _bpm(made: plan.Plan) -> dict[str, str]:
-    """Return the programs of bpm's package. None without BPM or for privileged processes, which need all rights."""
+    """Return the programs of bpm's package, or None without BPM or for privileged processes, which need all
+    capabilities.
+    """
     is_privileged = any((one.get("unsafe") or {}).get("privileged") for one in plan.processes(made.job))
     if not os.environ.get("BPM") or is_privileged:
         return {}
@@ -198,7 +202,7 @@ def _bpm(made: plan.Plan) -> dict[str, str]:
 
 
 def remove_containers(cgroups: list[tuple[Path, Path]]) -> None:
-    """Remove the cgroups of containers that ended with their machine, in all hierarchies."""
+    """Remove the cgroups of containers that ended with their environment, in all hierarchies."""
     for ours, top in cgroups[:1]:
         for place in top.parent.glob(f"*/{ours.name}"):
             for below in (*sorted(place.rglob("*/"), reverse=True), place):
@@ -216,7 +220,7 @@ def _keep_logs(kind: str, vcap: Path, place: Path) -> None:
 
 
 def live(kind: str, made: plan.Plan, cycle: int, place: Path, broken: breaks.Break | None = None) -> dict[str, Any]:
-    """Return the result of one world, of a broken agent if one is given."""
+    """Return the result of one environment. It runs a broken agent if one is given."""
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         scratch = Path(name)
         programs = _bpm(made)

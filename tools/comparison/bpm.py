@@ -1,4 +1,6 @@
-"""A bpm for the Go agent's world: directories, user, session, environment, pidfile and signals. No container."""
+"""A substitute for bpm under the Go agent: directories, user, session, environment, pidfile and signals, but no
+container.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ QUIT_TIMEOUT_S: Final = 2
 
 
 def main() -> int:
-    """Do one command and return its exit code."""
+    """Execute one command and return its exit code."""
     words = sys.argv[1:]
     command = words.pop(0) if words else ""
     process = ""
@@ -67,7 +69,7 @@ def _processes(job: str) -> dict[str, Any]:
 
 
 def _alive(pidfile: Path) -> int:
-    """Return the process of a pidfile, 0 for none."""
+    """Return the running process that a pidfile names, or 0."""
     try:
         pid = int(pidfile.read_text())
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

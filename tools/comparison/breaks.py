@@ -1,6 +1,7 @@
-"""Ways to break this agent on purpose. Each must be noticed as a difference: ``./dev compare-release --breaks``.
+"""Ways to break this agent on purpose, each of which the comparison must notice: ``./dev compare-release --breaks``.
 
-The broken agent is a copy, so a text that is no longer there is an error and no silent success.
+The broken agent is an edited copy. If the text to replace no longer exists, that is an error, so that no break is
+skipped silently.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ MODEL: Final = Path(__file__).with_name("model")
 
 @dataclass(frozen=True)
 class Break:
-    """``old`` becomes ``new`` in a file of the agent. ``shows`` is an expression for the difference, "phase: what"."""
+    """One break: ``old`` is replaced by ``new`` in a file of the agent. ``shows`` is a regular expression for the
+    difference, "phase: what".
+    """
 
     path: str
     old: str
@@ -29,7 +32,7 @@ class Break:
     trials: tuple[str, ...] = ()
 
     def copy(self, place: Path) -> None:
-        """Copy the agent to a directory and break it there. Raises ``LookupError`` if it has no such text."""
+        """Copy the agent to a directory and break the copy. Raises ``LookupError`` if the text to replace is missing."""
         shutil.copytree(CODE / "agent_shim", place / "agent_shim", ignore=shutil.ignore_patterns("__pycache__"))
         file = place / "agent_shim" / self.path
         text = file.read_text()
@@ -38,7 +41,7 @@ class Break:
         file.write_text(text.replace(self.old, self.new))
 
     def is_noticed(self, verdict: Verdict) -> bool:
-        """True if a difference that no page lists is the one expected."""
+        """Return True if the expected difference was found and is not listed on a page."""
         return any(re.search(self.shows, f"{one.phase}: {one.what}") for one in verdict.differences)
 
 
@@ -48,7 +51,7 @@ _REACT: Final = "await service.react(rule.action, complaint.word, finding.text)"
 
 
 def _without_script(name: str, phase: str, *trials: str) -> Break:
-    """An agent that leaves a script out and says nothing."""
+    """Return an agent that silently does not run one script."""
     new = f'if name != "{name}":\n        {_SCRIPTS}'
     return Break("actions/scripts.py", _SCRIPTS, new, rf"^{phase}: script {name}", trials)
 

@@ -1,4 +1,4 @@
-"""Compares two lives of a job."""
+"""Compares two runs of a job's lifecycle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tools.comparison.releases import Job
 
 @dataclass
 class Difference:
-    """``line`` is the place in the release. ``allowed`` is the row of docs/monit-deviations.md that has it."""
+    """A difference.
+
+    ``line`` is its origin in the release, and ``allowed`` the row of docs/monit-deviations.md that covers it.
+    """
 
     phase: str
     what: str
@@ -46,7 +49,7 @@ class Difference:
 
     @property
     def act(self) -> str:
-        """The phase without the occasion: "stop" of "update: stop"."""
+        """The phase without its occasion: "stop" of "update: stop"."""
         return self.phase.rpartition(": ")[2]
 
     def __str__(self) -> str:
@@ -55,7 +58,7 @@ class Difference:
 
 @dataclass
 class Verdict:
-    """One of the reasons is set, or both lives were compared."""
+    """The result for a job. Either one of the reasons is set, or both runs were compared."""
 
     job: Job
     not_rendered: str = ""
@@ -165,12 +168,12 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
                 and "Connection failed - restart" in one.go_alerts
                 and (one.what.endswith(" lives") or "state" in one.what or one.what.startswith("process of "))
             )
-            or (  # the last restart may end in the next phase
+            or (  # the last restart may end only in the next phase
                 one.act == "port open again"
                 and one.is_restarted_by_port
                 and one.what.endswith((" lives", " is the former one"))
             )
-            or (  # each new process uses too much again, and only this agent reports each
+            or (  # each new process exceeds the limit again, and only this agent reports it each time
                 one.act == "usage"
                 and one.is_restarted_by_usage
                 and (
@@ -228,7 +231,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         lambda one: (
             one.is_started_twice
             and one.phase in ("slow start", *LAST)
-            and not ("Execution failed" in one.go and not one.shim)  # each agent reports the first one
+            and not ("Execution failed" in one.go and not one.shim)  # each agent reports only the first failure
         ),
     ),
     (
@@ -241,7 +244,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
 
 
 def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
-    """Compare two lives phase by phase. A job that runs in neither world needs more than stand-ins."""
+    """Compare two runs phase by phase. A job that runs in neither environment needs more than stand-ins."""
     verdict = Verdict(made.job, has_process=bool(made.services))
     if go["error"] or shim["error"]:
         verdict.not_played = f"Go agent: {go['error']}; this agent: {shim['error']}"[:300]
@@ -255,7 +258,7 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.line = _line(made.job, one)
         one.is_bpm = "/sys/run/bpm/" in made.job.monit
         if one.is_bpm and one.phase == "death" and one.what.endswith("SIGTERM"):
-            continue  # the init of a process of bpm passes it on. The stand-in for bpm has none
+            continue  # bpm's init process passes the signal on, and the stand-in for bpm has none
         seen = lives[0].get(one.phase, {})
         words = one.what.split()
         one.is_dependent = any(
@@ -281,13 +284,13 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
 
 
 def _is_left(life: Phases) -> bool:
-    """True if a process that a pidfile names lives after a stop."""
+    """Return True if a process that a pidfile names still runs after a stop."""
     stops = [phase for name, phase in life.items() if name.rpartition(": ")[2] == "stop"]
     return any(lives for stop in stops for lives in stop["services"].values())
 
 
 def _begun(life: Phases, *names: str) -> int:
-    """Return the largest number of processes of one program that began in phases."""
+    """Return the largest number of processes of one program that started in the given phases."""
     seen = [program for name in names for _, event, program in life.get(name, {}).get("events", []) if event == "lives"]
     return max(Counter(seen).values(), default=0)
 
@@ -297,7 +300,7 @@ def _told_still_runs(life: Phases) -> bool:
 
 
 def _late_phases(life: Phases) -> Iterator[str]:
-    """Yield the phases in which the agent did not answer, or a process was still about to start at the end."""
+    """Yield the phases in which the agent did not answer, or at whose end a process was still about to start."""
     for name, phase in life.items():
         is_starting = name == "start" and any(known[-1] == "starting" for known in phase["states"].values())
         if is_starting or re.match("error: (no answer|Timed out sending)", phase["value"]):
@@ -305,13 +308,13 @@ def _late_phases(life: Phases) -> Iterator[str]:
 
 
 def _outlives_a_restart(life: Phases) -> bool:
-    """True if ``monit restart`` began a process and ended none."""
+    """Return True if ``monit restart`` started a process and ended none."""
     events = {event for _, event, _ in life.get("monit restart", {}).get("events", [])}
     return "lives" in events and not any(event.startswith("SIG") for event in events)
 
 
 def _obstacle(go: Phases, shim: Phases) -> str:
-    """Return why a job ran in neither world."""
+    """Return why a job ran in neither environment."""
     failed = [life["pre-start"] for life in (go, shim) if life.get("pre-start", {}).get("value", "")[:5] == "error"]
     if len(failed) == 2:
         return f"pre-start: {(failed[0]['texts'].get('log') or failed[0]['value'])[-160:]}".replace("\n", " / ")
@@ -327,13 +330,15 @@ def _obstacle(go: Phases, shim: Phases) -> str:
 
 
 def tools(life: dict[str, Any]) -> list[str]:
-    """Return the stand-ins that ran as tools of start programs, in order."""
+    """Return the stand-ins that ran as short-lived tools of start programs, in order."""
     events = [one for phase in life["phases"] if phase["name"] in ("start", "rest") for one in phase["events"]]
     return [program for _, event, program in events if event == "tool"]
 
 
 def is_unsteady(lives: list[dict[str, Any]]) -> bool:
-    """True if a process has ended again and again at rest: a program that should live is taken for a tool."""
+    """Return True if a process ended repeatedly while nothing was requested, because a program that should stay was
+    taken for a tool.
+    """
     resting = [phase for life in lives for phase in life["phases"] if phase["name"] == "rest"]
     return any(len(states) >= UNSTEADY_STATES for phase in resting for states in phase["states"].values())
 
@@ -361,7 +366,7 @@ def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
 
 
 def _inherited(go: Phases, shim: Phases) -> Iterator[Difference]:
-    """Yield what programs that run in both lives inherit in one of them alone."""
+    """Yield what programs inherit in only one of the two runs. Programs that did not run in both are left out."""
     lives = [_contexts(life) for life in (go, shim)]
     for program in sorted(set(lives[0]) & set(lives[1])):
         facts = [_facts_of(life[program]) for life in lives]
@@ -372,7 +377,7 @@ def _inherited(go: Phases, shim: Phases) -> Iterator[Difference]:
 
 
 def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
-    """Return what each program inherited in all phases."""
+    """Return what each program inherited, over all phases."""
     found: dict[str, list[dict[str, Any]]] = {}
     for phase in life.values():
         for program, contexts in phase.get("contexts", {}).items():
@@ -381,7 +386,7 @@ def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
 
 
 def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
-    """Return each fact of the contexts of a program, with all the values that it had."""
+    """Return each fact of a program's contexts, with all the values that it had."""
     values: dict[str, set[str]] = {}
     for context in contexts:
         for what in ("umask", "user", "directory"):
@@ -395,14 +400,14 @@ def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _values(go: Phases, shim: Phases, kind: str) -> Iterator[Difference]:
-    """Yield the values that differ: of the states at rest and after an update, and of the last heartbeats."""
+    """Yield the values that differ: those of the states at rest and after an update, and of the last heartbeats."""
     for name in ("rest", "update: start") if kind == "state" else ("life",):
         seen = [_last_heartbeat(life) if name == "life" else _state(life, name) for life in (go, shim)]
         for path in sorted(set(seen[0]) & set(seen[1])):
             values = [one[path] for one in seen]
             is_state = re.fullmatch(
                 r"job_state|number_of_processes|processes\[.*\]\.state", path
-            )  # phases compare them
+            )  # these are compared phase by phase
             if not is_state and not _are_alike(path, *values):
                 go_has, shim_has = (str(value) or "empty" for value in values)
                 yield Difference(name, f"value in {kind} {path}", go_has, shim_has)
@@ -413,7 +418,7 @@ def _state(life: Phases, name: str) -> dict[str, Any]:
 
 
 def _last_heartbeat(life: Phases) -> dict[str, Any]:
-    """Return the last one since the job was applied."""
+    """Return the last heartbeat since the job was applied."""
     found = [phase.get("values", {}).get("heartbeat") for name, phase in life.items() if name != "apply"]
     return dict(next((one for one in reversed(found) if one), {}))
 
@@ -437,7 +442,7 @@ def _number(value: Any) -> float | None:
 
 
 def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """True if a tool ran in the phase before or after in the life that lacks it: scripts run on past their phase."""
+    """Return True if the run without this tool ran it one phase earlier or later, because scripts outlast their phase."""
     for life in (go, shim):
         names = list(life)
         around = [life[one] for one in names[max(names.index(name) - 1, 0) : names.index(name) + 2]]
@@ -447,7 +452,7 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
 
 
 def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """True if as many processes of a start began in both lives, and said so in it or in the next phase."""
+    """Return True if equally many processes of a start began in both runs, and reported in that phase or in the next."""
     program = what.removesuffix(" lives")
 
     def began(life: Phases, *names: str) -> int:
@@ -489,9 +494,9 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "rest",
         "monit restart",
         "stop",
-    ):  # many a ctl script sends KILL on the heels of TERM
+    ):  # many ctl scripts send KILL right after TERM
         for (event, program), count in Counter((event, program) for _, event, program in phase["events"]).items():
-            if (name, event) != ("post-start", "lives"):  # a process of the start may say so late
+            if (name, event) != ("post-start", "lives"):  # a started process may report late
                 yield f"{program} {event}", str(count) if event == "lives" else "yes"
     yield from _told(phase)
     for command, said in phase["texts"].items():
@@ -508,13 +513,16 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _is_listed(process: str, phase: dict[str, Any]) -> bool:
-    """True if the state at the end of a phase lists a process. Only an early look sees one that was taken away."""
+    """Return True if the state at the end of a phase lists a process.
+
+    A process that is removed during the phase only shows in an early query.
+    """
     values = phase.get("values", {}).get("state")
     return values is None or any(path.startswith(f"processes[{process}]") for path in values)
 
 
 def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the alerts with their numbers, and the arguments of each script that the Director runs."""
+    """Yield the alerts with their counts, and the arguments of each script that the Director runs."""
     for alert, number in sorted(Counter(phase["alerts"]).items()):
         yield f"alert {alert}", alert if number == 1 else f"{alert} ({number} times)"
     runs = Counter((found[1], found[2]) for script in phase.get("scripts", []) if (found := HOOKS.search(script)))
@@ -523,7 +531,7 @@ def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
-    """Yield the code of a command, the state of each service and the titles of the other lines, without figures."""
+    """Yield the exit code of a command, the state of each service, and the titles of the other lines, without figures."""
     if command.startswith("bpm "):
         yield command, re.sub(OF_BPMS_WORDS, r"\1", re.sub(r"\d+", "N", re.sub(r"[ \t]+", " ", said)))
     if not command.startswith("monit "):
@@ -546,7 +554,7 @@ def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(job: Job, one: Difference) -> str:
-    """Return the place in the release that a difference comes from, as far as its words show."""
+    """Return the place in the release that causes a difference, as far as the words of the difference reveal it."""
     text = job.sources.get(f"jobs/{job.name}/monit", "")
     lines = text.splitlines()
     words = one.what.split()
@@ -575,7 +583,7 @@ def table(verdicts: list[Verdict]) -> str:
 
 
 def reasons(verdicts: list[Verdict]) -> str:
-    """Return the rows of the deviations with the jobs and releases that each touches, as Markdown."""
+    """Return, as Markdown, the rows of the deviations with the jobs and releases that each affects."""
     rows = ["", "| row of the deviations | jobs | releases |", "|---|---|---|"]
     titles = dict.fromkeys(title for title, _ in ALLOWED)
     for title in titles:
@@ -587,6 +595,6 @@ def reasons(verdicts: list[Verdict]) -> str:
 
 
 def counts(verdicts: list[Verdict]) -> str:
-    """Return the releases with the numbers of their jobs that were played, as a paragraph."""
+    """Return a paragraph that lists the releases with the numbers of their jobs that were run."""
     played = Counter(verdict.job.release.rpartition("/")[2] for verdict in verdicts if not verdict.not_rendered)
     return "\n" + ", ".join(f"{name} {count}" for name, count in sorted(played.items())) + "."

@@ -1,4 +1,6 @@
-"""``python -m tools.comparison.life WORLD PLAN RESULT``: one job's life in one world, inside a machine of its own."""
+"""``python -m tools.comparison.life WORLD PLAN RESULT``: run one job's lifecycle in one environment, in namespaces of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ STAND_IN: Final = VCAP / "packages/stand_in"
 
 @dataclass
 class Phase:
-    """Observations from one act to the next. Times are seconds since the act."""
+    """Observations between one action and the next. Times are seconds since the action."""
 
     name: str
     value: str = ""
@@ -119,7 +121,7 @@ class Phase:
 
 
 class World:
-    """The agent of one world. ``cycle`` is monit's, in seconds."""
+    """The environment of one agent. ``cycle`` is monit's, in seconds."""
 
     def __init__(self, plan: dict[str, Any], cycle: int) -> None:
         self.plan, self.cycle = plan, cycle
@@ -147,7 +149,9 @@ class World:
 
 
 class GoWorld(World):
-    """Monit is started again whenever it ends, as runit does, and is killed when the agent waits for its reload."""
+    """The Go agent with monit, which is restarted whenever it exits, as runit does, and killed when the agent waits for
+    a reload.
+    """
 
     def prepare(self) -> None:
         (VCAP / "bosh/bin").mkdir(parents=True)
@@ -167,17 +171,19 @@ class GoWorld(World):
     def start(self) -> None:
         options = ["-P", "dummy", "-M", "monit", "-C", str(VCAP / "bosh/agent.json"), "-b", str(VCAP)]
         go = str(SCRATCH / "bosh-agent")
-        environment = ENVIRONMENT | {"TMPDIR": f"{VCAP}/data/tmp"}  # the platform of a stemcell sets it
+        environment = ENVIRONMENT | {"TMPDIR": f"{VCAP}/data/tmp"}  # a stemcell sets this
         self.agent = subprocess.Popen(
             [go, *options], env=environment, stdout=self.log(), stderr=subprocess.STDOUT, cwd=VCAP / "bosh"
         )
 
     def applied(self) -> None:
-        """Its platform changes no owners: ``applier/jobs`` and ``applier/models`` would."""
+        """Change the owners as ``applier/jobs`` and ``applier/models`` would, because the Go agent's platform for tests
+        does not.
+        """
         job = self.plan["job"]
         for place in (VCAP / "data/jobs", *(VCAP / f"data{above}/{job}" for above in ("/sys/run", "/sys/log", ""))):
             subprocess.run(["chown", "-R", "root:vcap", str(place)], check=False)
-        if BPM.exists() and not (VCAP / "packages/bpm/bin/bpm").exists():  # each apply removes what no spec has
+        if BPM.exists() and not (VCAP / "packages/bpm/bin/bpm").exists():  # each apply removes what no spec contains
             shutil.copytree(BPM, VCAP / "data/packages/bpm/bin", dirs_exist_ok=True)
             (VCAP / "packages/bpm").unlink(missing_ok=True)
             (VCAP / "packages/bpm").symlink_to(VCAP / "data/packages/bpm")
@@ -210,7 +216,7 @@ WORLDS: Final[dict[str, type[World]]] = {"go": GoWorld, "shim": ShimWorld}
 
 
 class Life:
-    """Plays the phases. ``phases`` has the observations."""
+    """Runs the phases and records observations in ``phases``."""
 
     def __init__(self, world: World, plan: dict[str, Any], director: Director, hm: HealthMonitor) -> None:
         self.world, self.plan, self.director, self.hm = world, plan, director, hm
@@ -233,7 +239,7 @@ class Life:
 
     @asynccontextmanager
     async def phase(self, name: str) -> AsyncIterator[Phase]:
-        """Observe for the length of the block."""
+        """Observe for the duration of the block."""
         self.now, self.has_acted, self.seen = Phase(name), False, ""
         self.begun_at = time.monotonic()
         watching = asyncio.create_task(self._watch(self.now))
@@ -286,7 +292,7 @@ class Life:
             note(phase.states.setdefault(process["name"], []), process["state"])
 
     async def until(self, is_so: Callable[[], bool], seconds: float) -> bool:
-        """Wait until it is so, or for that time."""
+        """Wait until a condition holds or the time is over."""
         give_up_at = time.monotonic() + seconds
         while not is_so():
             if time.monotonic() > give_up_at:
@@ -298,7 +304,9 @@ class Life:
         return self.seen == "running"
 
     async def settled(self, cycles: float) -> None:
-        """Wait for that many cycles, and on until the job has been running for one and a half, or has had ten more."""
+        """Wait that many cycles, then until the job has been running for one and a half cycles, but at most ten more
+        cycles.
+        """
         self.has_acted = True
         await asyncio.sleep(cycles * self.cycle)
         stable_since = time.monotonic()
@@ -320,7 +328,9 @@ class Life:
         phase.texts["log"] = tail(VCAP / f"sys/log/{self.plan['job']}/{name}.stderr.log")
 
     async def _ask(self, phase: Phase, commands: Sequence[str]) -> None:
-        """Note codes and texts of commands; of bpm's for the first process of a job that runs under the real one."""
+        """Record exit codes and texts of commands, including those of bpm for the first process of a job under the real
+        bpm.
+        """
         named = {"job": self.plan["job"], "process": self.plan["bpm"]}
         for command in commands:
             place = "jobs/bpm/bin" if command.startswith("bpm ") else "bosh/bin"
@@ -329,7 +339,7 @@ class Life:
                 phase.texts[words] = await asyncio.to_thread(shell, f"/var/vcap/{place}/{words}")
 
     async def run(self, spec: dict[str, Any]) -> None:
-        """The whole life."""
+        """Run the whole lifecycle."""
         if not await self._apply(spec):
             return
         await self.script("pre-start")
@@ -369,18 +379,21 @@ class Life:
         return phase.value == "applied"
 
     async def _start(self, name: str, patience: float = 0) -> Phase:
-        """Start as a Director does. Monit starts one service after the other, each of which may need ``patience``."""
+        """Start the job as a Director does.
+
+        Monit starts the services one after the other, and each may need ``patience`` seconds.
+        """
         async with self.phase(name) as phase:
             phase.value = str(await self.director.run(AGENT, "start"))
             self.has_acted = True
-            await asyncio.sleep(1 + patience)  # the Director asks no earlier
+            await asyncio.sleep(1 + patience)  # the Director does not ask earlier
             limit = START_LIMIT_S + START_LIMIT_CYCLES * self.cycle + patience * len(self.pidfiles)
             if not await self.until(self.is_running, limit) and any(map(living, self.pidfiles.values())):
                 await self.until(self.is_running, START_LIMIT_S)  # each process waits for monit's next cycle
         return phase
 
     async def _updates(self, wanted: list[str]) -> None:
-        """An update in place, a stop and a start by the operator, and one of slow start programs."""
+        """Run an update in place, a stop and start by the operator, and an update with slow start programs."""
         if "update" in wanted:
             spec = spec_of(self.plan | {"files": self.plan["second"]}, "2")
             await self.script("pre-stop", "update: ", env=NEXT)
@@ -440,14 +453,15 @@ class Life:
             await self.settled(2)
 
     async def _rules(self, wanted: list[str]) -> None:
-        """Let rules about memory, processor time and changes of files hold."""
+        """Make the rules about memory, processor time and changed files match."""
         if "usage" in wanted and self.plan["usage"]:
             busy = STAND_IN / "busy"
             async with self.phase("usage"):
                 busy.touch()
                 least = (self.plan["cycles"] + 3) * self.cycle
                 await asyncio.sleep(least)
-                await self.until(self._has_matched, USAGE_LIMIT_S)  # a stand-in may get little of a busy machine
+                # on a busy machine a stand-in may get little processor time
+                await self.until(self._has_matched, USAGE_LIMIT_S)
             async with self.phase("usage ended"):
                 busy.unlink()
                 await self.settled(self.plan["cycles"] + 2.5)
@@ -460,14 +474,14 @@ class Life:
                 await self.settled(self.plan["cycles"] + 2.5)
 
     def _has_matched(self) -> bool:
-        """True if each service with a rule about memory or processor time has failed in this phase."""
+        """Return True if each service with a rule about memory or processor time has failed in this phase."""
         return all("failing" in self.now.states.get(name, []) for name in self.plan["usage"])
 
     async def _unmonitor(self) -> None:
-        """An operator takes a service out of supervision, its process ends, and is supervised again."""
+        """Take a service out of supervision as an operator would, end its process, and supervise it again."""
         name, path = next(iter(self.pidfiles.items()))
         async with self.phase("unmonitor") as phase:
-            for _ in range(MONIT_TRIES):  # it refuses a second action during the first
+            for _ in range(MONIT_TRIES):  # monit refuses a second action during the first
                 phase.value = await asyncio.to_thread(shell, f"/var/vcap/bosh/bin/monit unmonitor {name}")
                 if phase.value.startswith("0"):
                     break
@@ -482,7 +496,9 @@ class Life:
             await self.settled(3)
 
     async def _put_back(self, before: dict[Path, int]) -> None:
-        """Name the living process again in a pidfile that is still empty, so that the further phases say something."""
+        """If a pidfile is still empty, write the running process into it again, so that the remaining phases are
+        meaningful.
+        """
         empty = [path for path in before if path.exists() and not path.read_text().strip()]
         if empty:
             async with self.phase("pidfile filled again"):
@@ -506,14 +522,14 @@ class Life:
 
     async def _stop(self, about: str) -> Phase:
         async with self.phase(f"{about}stop") as phase:
-            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # a drain script may run on
+            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # a drain script may take longer
             phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "stop"), limit))
         phase.texts["processes"] = "\n".join(sorted(stand_ins()))
         return phase
 
 
 def shape(value: Any, path: str = "") -> set[str]:
-    """Return the paths of all members of a document with their types. Members of a list count as one."""
+    """Return the paths of all members of a document with their types. All elements of a list count as one."""
     if isinstance(value, dict):
         return {one for name, member in value.items() for one in shape(member, f"{path}.{name}".lstrip("."))}
     if isinstance(value, list):
@@ -522,7 +538,7 @@ def shape(value: Any, path: str = "") -> set[str]:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the values of a document by their paths. A member of a list goes by its name, or else by its number."""
+    """Return the values of a document by path. An element of a list is identified by its name, or else by its index."""
     if isinstance(value, dict) and value:
         return {where: one for name, member in value.items() for where, one in flat(member, f"{path}.{name}").items()}
     if isinstance(value, list) and value:
@@ -537,7 +553,7 @@ def note(changes: list[str], now: str) -> None:
 
 
 def living(pidfile: Path) -> int:
-    """Return the process that a pidfile names, 0 if it does not live."""
+    """Return the process that a pidfile names, or 0 if it is not running."""
     try:
         pid = int(pidfile.read_text())
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -547,7 +563,7 @@ def living(pidfile: Path) -> int:
 
 
 def stand_ins() -> list[str]:
-    """Return the programs of packages that run."""
+    """Return the package programs that are running."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -557,7 +573,7 @@ def stand_ins() -> list[str]:
 
 
 def left() -> list[str]:
-    """Return the paths below the directories of jobs that a life leaves, without those of the agents' own."""
+    """Return the paths that remain below the directories of jobs, without the agents' own."""
     found = []
     for top in ("data/sys/run", "data/sys/log", "store", "data/jobs"):
         for place in (VCAP / top).rglob("*"):
@@ -584,7 +600,7 @@ def shell(command: str) -> str:
 def archive(files: dict[str, str], modes: Callable[[str], int]) -> bytes:
     """Return a gzipped tarball."""
     target = io.BytesIO()
-    # Without the time, the same files have the same digest in both worlds.
+    # Omit the time, so that equal files have the same digest in both environments.
     with (
         gzip.GzipFile(fileobj=target, mode="wb", compresslevel=1, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w") as packed,
@@ -598,10 +614,10 @@ def archive(files: dict[str, str], modes: Callable[[str], int]) -> bytes:
 
 
 def spec_of(plan: dict[str, Any], version: str = "1") -> dict[str, Any]:
-    """Return the apply spec. Its blobs are written."""
+    """Write the blobs and return the apply spec for them."""
 
     def blob(content: bytes) -> dict[str, str]:
-        digest = hashlib.sha1(content).hexdigest()  # noqa: S324 - as Directors do
+        digest = hashlib.sha1(content).hexdigest()  # noqa: S324 - Directors use SHA-1
         (BLOBS / f"blob-{digest}").write_bytes(content)
         return {"blobstore_id": f"blob-{digest}", "sha1": digest}
 
@@ -642,7 +658,7 @@ def spec_of(plan: dict[str, Any], version: str = "1") -> dict[str, Any]:
 
 
 def settle_in(programs: list[str]) -> None:
-    """Make the machine what a stemcell's is, as far as both agents expect it, with stand-ins for programs."""
+    """Set up the machine like a stemcell as far as both agents rely on it, with stand-ins for programs."""
     above = Path("/tmp/usr")
     above.mkdir()
     from tools.comparison import system_stand_ins
@@ -688,7 +704,7 @@ async def main() -> None:
     settle_in(plan["system"])
     spec = spec_of(plan)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    # Agents raise their own limit, and not that of their children.
+    # Agents raise their own limit but not that of their children.
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, hard), hard))
     world = WORLDS[kind](plan, cycle)
     world.prepare()
@@ -722,7 +738,7 @@ async def main() -> None:
 
 
 def heard(watcher: socket.socket, life: Life) -> None:
-    """Take one message of a stand-in."""
+    """Receive one message from a stand-in."""
     told = json.loads(watcher.recv(65536))
     if hasattr(life, "now"):
         if told["event"] == "script":
@@ -736,7 +752,7 @@ def heard(watcher: socket.socket, life: Life) -> None:
 
 
 def waited() -> float:
-    """Return how often longer than its work this process has waited for a processor."""
+    """Return how many times longer than its work this process has waited for a processor."""
     ran, waiting, _ = map(int, Path("/proc/self/schedstat").read_text().split())
     return waiting / max(ran, 1)
 

@@ -1,4 +1,4 @@
-"""Deduces from the texts of a job the programs of packages that its life needs."""
+"""Deduces from the files of a job which package programs its lifecycle needs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _CYCLES: Final = re.compile(r"(\d+)\s+cycles?", re.IGNORECASE)
 
 @dataclass
 class Service:
-    """One check of a monit file. ``line`` counts in the rendered file."""
+    """One check of a monit file. ``line`` is the line number in the rendered file."""
 
     name: str
     kind: str
@@ -68,7 +68,7 @@ class Service:
 
 @dataclass
 class Plan:
-    """The life of one job."""
+    """What is needed to run the lifecycle of one job."""
 
     job: Job
     services: list[Service]
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def second(self) -> dict[str, str]:
-        """The files of the second version of the job, whose start programs have short timeouts."""
+        """The files of the job's second version, whose start programs have short timeouts."""
         short = rf"\1\2\3 with timeout {SLOW_TIMEOUT_S} seconds"
         texts = self.job.files.items()
         return {path: _START.sub(short, text) if _is_monit(path) else text for path, text in texts}
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def cycles(self) -> int:
-        """The longest rate of the monit file."""
+        """The longest rate, in cycles, in the monit file."""
         return min(max([int(found) for found in _CYCLES.findall(self.job.monit)] or [1]), 15)
 
     @property
@@ -144,7 +144,7 @@ class Plan:
 
 
 def plan(checkout: Checkout, job: Job) -> Plan:
-    """Return what the life of a rendered job needs."""
+    """Return what the lifecycle of a rendered job needs."""
     job = replace(job, files={path: _within_limits(text) for path, text in job.files.items()})
     if any(one.get("capabilities") for one in processes(job)):
         job = replace(job, files=job.files | {"config/bpm.yml": _within_capabilities(job.files["config/bpm.yml"])})
@@ -185,7 +185,7 @@ def _hook(name: str) -> str:
 
 
 def told(path: str, text: str) -> str:
-    """Return a shell script of a job that reports itself first. Any other text as it is."""
+    """Return a shell script of a job with a line that reports it to the test first. Return any other text unchanged."""
     head, newline, rest = text.partition("\n")
     if not path.startswith("bin/") or not re.match(r"#!\S*(?:/env )?(?:ba|da)?sh\b", head) or not newline:
         return text
@@ -197,25 +197,26 @@ def _is_monit(path: str) -> bool:
 
 
 def _reached(text: str) -> str:
-    """Return a monit file with limits of memory and processor time that a stand-in can reach."""
+    """Return a monit file whose limits of memory and processor time are low enough for a stand-in to reach."""
 
     def limit(found: re.Match[str]) -> str:
         if found[2].lower() == "cpu":
             return f"{found[1]}2%"  # of all processors, as in monit
-        return f"{found[1]}60 MB"  # a percentage is a whole number, and one of a large machine's memory too much
+        # percentages are whole numbers, and one percent of a large machine's memory would be too much
+        return f"{found[1]}60 MB"
 
     return _USAGE.sub(limit, text)
 
 
 def _alone(path: str, text: str, known: set[str]) -> str:
-    """Return a monit file without dependencies on services of other jobs, which are not there."""
+    """Return a monit file without dependencies on services of other jobs, because those do not exist here."""
     if not _is_monit(path):
         return text
     return re.sub(r"\bdepends\s+(?:on\s+)?([\w-]+)", lambda found: found[0] if found[1] in known else "", text)
 
 
 def _drop_directories(made: Plan) -> None:
-    """A place below which there are others is a directory."""
+    """Drop paths that have other paths below them, because they are directories."""
     for files in made.files.values():
         for place in [one for one in files if any(other.startswith(f"{one}/") for other in files)]:
             del files[place]
@@ -223,14 +224,14 @@ def _drop_directories(made: Plan) -> None:
 
 @functools.cache
 def _is_here(word: str) -> bool:
-    """True for a program of this machine that a stemcell has as well. Others differ from machine to machine."""
+    """Return True for a program of this machine that a stemcell has as well. All others differ between machines."""
     place = shutil.which(word)
     return place is not None and (word in TOOLS or not _base() or str(Path(place).resolve().name) in _base())
 
 
 @functools.cache
 def _base() -> frozenset[str]:
-    """Return the names of the programs of a minimal Debian, none on other systems."""
+    """Return the names of the programs of a minimal Debian, or none on other systems."""
     try:
         shown = ["dpkg-query", "-W", "-f", "${Priority}\\t${db-fsys:Files}\\n\\n"]
         listed = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
@@ -241,7 +242,7 @@ def _base() -> frozenset[str]:
 
 
 def _within_limits(text: str) -> str:
-    """Lower the limits that a job asks for: a machine without CAP_SYS_RESOURCE cannot raise its hard limits."""
+    """Lower the limits that a job requests, because a machine without CAP_SYS_RESOURCE cannot raise its hard limits."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     text = re.sub(r"(ulimit\s+-[SH]?n\s+)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
     text = re.sub(r"(open_files['\"]?:\s*)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
@@ -249,7 +250,9 @@ def _within_limits(text: str) -> str:
 
 
 def _within_capabilities(text: str) -> str:
-    """Return a bpm.yml without the capabilities that this machine cannot give: runc starts no process with them."""
+    """Return a bpm.yml without the capabilities that this machine cannot grant, because runc would not start the
+    process.
+    """
     document = yaml.safe_load(text)
     bounds = re.search(r"CapBnd:\s*(\w+)", Path("/proc/self/status").read_text())
     held = int(bounds[1], 16) if bounds else 0
@@ -260,10 +263,11 @@ def _within_capabilities(text: str) -> str:
 
 
 def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
-    """Prepare a further life after one in which the job did not run. False if nothing is left to try.
+    """Prepare another run after one in which the job did not run. Return False if there is nothing left to try.
 
-    ``said`` are the logs of scripts: what they have not found is there in the next life. ``called`` are the stand-ins
-    that ran as tools of the start program: the last of them lives. Where that does not help, scripts are lenient.
+    ``said`` contains the logs of scripts; whatever they did not find is provided in the next run. ``called`` are the
+    stand-ins that ran as tools of the start program, and the last of them is now expected to keep running. If neither
+    helps, scripts are made lenient.
     """
     found = _learn_paths(made, said)
     new = [name for name in called if name not in (*made.lives, *NEVER_LIVE)][-1:]
@@ -280,7 +284,7 @@ def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
 
 
 def lenient(path: str, text: str) -> str:
-    """Return a shell script that goes on after errors, and a bpm.yml without hooks. Any other text as it is."""
+    """Return a shell script that continues after errors, or a bpm.yml without hooks. Return any other text unchanged."""
     if path == "config/bpm.yml" and "hooks" in text:
         document = yaml.safe_load(text)
         for one in document.get("processes") or []:
@@ -295,7 +299,7 @@ def lenient(path: str, text: str) -> str:
 
 
 def _learn_paths(made: Plan, said: str) -> bool:
-    """Add stand-ins for the programs and files that scripts have not found. False without any."""
+    """Add stand-ins for the programs and files that scripts did not find. Return False if there are none."""
     found, news = False, []
     for package, place in re.findall(
         r"/var/vcap/(?:data/|jobs/[\w.-]+/)?packages/([\w.-]+)/([\w./@+-]*[\w@+-])[*]?['’]?: "
@@ -342,13 +346,13 @@ def _services(text: str) -> Iterable[Service]:
 
 
 def _program(command: str) -> str:
-    """Return the part of a start program that its command line has: the script behind ``sh -c`` or ``bash``."""
+    """Return the effective part of a start program's command line: the script behind ``sh -c`` or ``bash``."""
     scripts = re.findall(r"/var/vcap/jobs/\S+", command)
     return scripts[0].strip("'\";") if scripts else command.split(maxsplit=1)[0] if command else ""
 
 
 def _expanded(text: str) -> str:
-    """Return a script with the variables that it assigns in place, as far as that needs no shell."""
+    """Return a script in which its own variables are replaced by their values, as far as no shell is needed for that."""
     values: dict[str, str] = {}
     for name, value in _ASSIGNED.findall(text):
         values.setdefault(name, _substituted(value, values))
@@ -360,7 +364,7 @@ def _substituted(text: str, values: dict[str, str]) -> str:
 
 
 def _take_sourced(checkout: Checkout, texts: Iterable[str], made: Plan) -> None:
-    """Take files that scripts source from the release."""
+    """Copy files that scripts source from the release."""
     names = checkout.names()
     for text in texts:
         for path in _SOURCED.findall(text):
@@ -387,7 +391,7 @@ def processes(job: Job) -> list[dict[str, Any]]:
 
 
 def written(made: Plan, bpm: str = "") -> str:
-    """Return the plan as JSON for the program that plays it. ``bpm`` is a process that the real bpm runs."""
+    """Return the plan as JSON for the program that executes it. ``bpm`` is a process that the real bpm runs."""
     return json.dumps(
         {
             "release": made.job.release,

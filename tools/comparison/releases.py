@@ -22,7 +22,7 @@ LINK_MODE: Final = "120000"
 
 @dataclass(frozen=True)
 class Job:
-    """``files`` are as installed, by their path in the job. ``error`` says why there are none."""
+    """A job. ``files`` are as installed, by their path in the job. ``error`` says why there are none."""
 
     release: str
     name: str
@@ -35,7 +35,7 @@ class Job:
 
     @property
     def monit(self) -> str:
-        """Every monit file of it."""
+        """All monit files of the job."""
         return "\n".join(
             text for path, text in sorted(self.files.items()) if path == "monit" or path.endswith(".monit")
         )
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass
 class Checkout:
-    """A directory with a release, or the bare git directory of one."""
+    """A release, in a checkout or in a bare git directory."""
 
     path: Path
     _places: dict[str, str] = field(default_factory=dict)
@@ -60,13 +60,13 @@ class Checkout:
         return named.name.replace("+", "/")
 
     def names(self) -> list[str]:
-        """Return the paths of all files, those behind symbolic links of jobs included."""
+        """Return the paths of all files, including those behind symbolic links of jobs."""
         if not self._places:
             self._places = self._committed() if self._is_bare else self._on_disk()
         return sorted(self._places)
 
     def read(self, name: str) -> str:
-        """Return a text. "" if it is too long to be one."""
+        """Return the text of a file, or "" if it is too large to be a text."""
         self.names()
         place = self._places[name]
         raw = self._git("show", f"HEAD:{place}") if self._is_bare else (self.path / place).read_bytes()
@@ -97,7 +97,9 @@ class Checkout:
         return subprocess.run(argv, capture_output=True, check=True).stdout
 
     def jobs(self, values: dict[str, Any], pem: str, key: str = "") -> Iterator[Job]:
-        """Yield each job, rendered with its defaults and ``values``: properties by ``RELEASE/JOB`` or ``JOB``."""
+        """Yield each job, rendered with its defaults and with the properties in ``values``, by ``RELEASE/JOB`` or
+        ``JOB``.
+        """
         texts: dict[str, dict[str, str]] = {}
         for name in self.names():
             parts = name.split("/", 2)

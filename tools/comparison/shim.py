@@ -1,4 +1,4 @@
-"""This agent, with monit's cycle shortened to the first argument."""
+"""Runs this agent with monit's cycle shortened to the first argument."""
 
 from __future__ import annotations
 

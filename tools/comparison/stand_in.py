@@ -3,8 +3,9 @@
 return 0 2>/dev/null
 """
 
-# A program in the place of each program of a package. Sourced by a shell it does nothing. By how it was started it
-# lives, forks and writes its pidfile, or ends at once as a tool does. tools/comparison/plan.py writes its plan.json.
+# This program replaces every program of a package. If a shell sources it, it does nothing. Depending on how it was
+# started, it keeps running, forks and writes its pidfile, or exits at once like a tool. tools/comparison/plan.py writes
+# its plan.json.
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any
 HOME = "/var/vcap/packages/stand_in"
 OBSERVER = ("127.0.0.1", 59999)
 MEMORY_MB = 90
-PATIENCE_S = 1.0  # for a script to write a pidfile
+PATIENCE_S = 1.0  # how long a script may take to write a pidfile
 REPLY = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nConnection: close\r\n\r\nok\n"
 
 
@@ -47,7 +48,7 @@ def context() -> dict[str, Any]:
 
 
 def tell() -> None:
-    """Report a script, whose path and arguments are the words, and delay it if it is to be slow."""
+    """Report a script, given its path and arguments as words, and delay it if it is meant to be slow."""
     say("script", " ".join(sys.argv[1:]))
     try:
         with open(HOME + "/slow") as file:
@@ -59,7 +60,7 @@ def tell() -> None:
 
 
 def ancestors() -> Iterator[tuple[int, str]]:
-    """Yield the pids and command lines of this process and of those above it."""
+    """Yield the pids and command lines of this process and its ancestors."""
     pid = os.getpid()
     while pid > 1:
         try:
@@ -79,7 +80,7 @@ def pids_in(path: str) -> set[int]:
 
 
 def named_pidfile() -> str:
-    """Return a pidfile that the arguments, or a file that they name, mention."""
+    """Return a pidfile that is mentioned in the arguments, or in a file that they name."""
     texts = list(sys.argv[1:])
     for word in sys.argv[1:]:
         path = word.rpartition("=")[2]
@@ -93,7 +94,7 @@ def named_pidfile() -> str:
 
 
 def found(plan: Any) -> tuple[str, str]:
-    """Return the service that this process is, and the pidfile that it has to write. "" for a tool."""
+    """Return the service that this process is, and the pidfile that it has to write. Both are "" for a tool."""
     if plan["bpm"] and os.environ.get("TMPDIR") == plan["tmp"]:
         is_main = os.getsid(0) == os.getpid() or os.getpgid(0) == os.getpid() or os.getppid() <= 1
         marked = os.environ.get("BPM_STAND_IN") or ""
@@ -132,7 +133,7 @@ def living(pidfile: str) -> bool:
 
 
 def servers() -> list[int]:
-    """Return the pids of stand-ins that live."""
+    """Return the pids of running stand-ins."""
     found = []
     with open("/proc/uptime") as file:
         up = float(file.read().split()[0])
@@ -150,7 +151,7 @@ def servers() -> list[int]:
 
 
 def answer() -> None:
-    """Answer as the tools do on whose words start programs depend."""
+    """Answer like those tools on whose output start programs depend."""
     words = " ".join(sys.argv[1:])
     if os.path.basename(sys.argv[0]) == "yq":
         with open(sys.argv[-1]) as file:
@@ -162,7 +163,7 @@ def answer() -> None:
 
 
 def looked_up(words: str, text: str) -> str:
-    """Return the value that a path of yq leads to, ``.a.b[env(NAME)].c``, in YAML of nested mappings."""
+    """Return the value at a path of yq, ``.a.b[env(NAME)].c``, in YAML of nested mappings."""
     path = re.findall(
         r"[\w-]+", re.sub(r"env\((\w+)\)", lambda found: os.environ[found[1]], words.split(maxsplit=1)[0])
     )
@@ -177,7 +178,7 @@ def looked_up(words: str, text: str) -> str:
 
 
 class Ports:
-    """Listens on the ports of a service, unless ``closed`` is there."""
+    """Listens on the ports of a service unless the file ``closed`` exists."""
 
     def __init__(self, wanted: list[Any]) -> None:
         self.wanted = wanted
@@ -219,7 +220,7 @@ class Ports:
                 listening.listen()
             self.open[str(place)] = listening
         except OSError:
-            pass  # another stand-in has it
+            pass  # another stand-in already listens on it
 
     def answer(self, one: socket.socket) -> None:
         try:
@@ -246,7 +247,7 @@ def live(ports: list[Any]) -> None:
     held: bytearray | None = None
     while True:
         listening.step()
-        if os.path.exists(HOME + "/busy"):  # rules about memory and processor time hold now
+        if os.path.exists(HOME + "/busy"):  # from now on, rules about memory and processor time match
             held = held or bytearray(os.urandom(1 << 20) * MEMORY_MB)
             until = time.monotonic() + 0.4
             while time.monotonic() < until:

@@ -1,4 +1,7 @@
-"""Programs of a stemcell that this machine lacks, or that would reach beyond it: they go over ``/usr`` of a world."""
+"""Programs of a stemcell that this machine lacks or that would affect it.
+
+They are mounted over ``/usr`` of an environment.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ PROGRAMS: Final = dict.fromkeys(QUIET, _QUIET) | {"chpst": _CHPST, "sudo": _SUDO
 
 
 def put(above: Path, more: dict[str, str]) -> None:
-    """Write all into the upper directory of an overlay of ``/usr``."""
+    """Write all of them into the upper directory of an overlay of ``/usr``."""
     (above / "libexec").mkdir(parents=True)
     shutil.copy(shutil.which("ip") or "", above / "libexec/ip")
     for place in ("bin", "sbin"):

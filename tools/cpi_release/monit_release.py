@@ -1,8 +1,8 @@
-"""``./dev monit-release`` builds a BOSH release that puts the supervisor in monit's place, for ``bosh upload-release``.
+"""``./dev monit-release`` builds a BOSH release that replaces monit by the supervisor, for ``bosh upload-release``.
 
-Its job ``agent_shim_monit`` is an addon without processes. Its pre-start takes monit's place, and its removal gives it
-back (docs/monit.md). Its job ``bpm`` is for those who want this bpm, too. The package is made as for the CPI
-(``release``).
+Its job ``agent_shim_monit`` is an addon without processes. The job's pre-start replaces monit, and removing the job
+restores monit (docs/monit.md). The job ``bpm`` is for those who also want this project's bpm. The package is built like
+the one of the CPI (``release``).
 """
 
 from __future__ import annotations

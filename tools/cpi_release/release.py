@@ -1,10 +1,11 @@
 """``./dev cpi-release`` builds a BOSH release with the CPI, for ``bosh upload-release`` and ``bosh create-env``.
 
 Its job ``kubernetes_cpi`` has properties generated from the types of the configuration. Its package contains an
-interpreter, the libraries of requirements/cpi.lock and the program, all compiled: the packaging script only copies.
+interpreter, the libraries of requirements/cpi.lock and the program. All of them are compiled, so the packaging script
+only copies.
 
-The interpreter is a copy of the running one, so the release needs its architecture and its glibc or a newer one. Equal
-trees, interpreters and lock files give equal bytes.
+The interpreter is a copy of the running one, so the release needs the same architecture, and the same glibc or a newer
+one. Equal trees, interpreters and lock files produce equal bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> int:
 
 
 def command(name: str, description: str, build: Callable[[str, Path], Path]) -> int:
-    """Run ``./dev NAME``, which builds a release of a version in a directory."""
+    """Run ``./dev NAME``, which builds a release of a given version in a directory."""
     parser = argparse.ArgumentParser(prog=f"./dev {name}", description=description)
     parser.add_argument(
         "--version", default=semantic_version(), help="version of the release (default: that of the project)"
@@ -80,7 +81,7 @@ def release(version: str, out: Path) -> Path:
 def write(
     out: Path, name: str, version: str, jobs: Mapping[str, Iterable[Member]], make_package: Callable[[Path], None]
 ) -> Path:
-    """Build a release of jobs and one package, which has the name of the first."""
+    """Build a release with jobs and one package, and name it after the first job."""
     job = next(iter(jobs))
     with tempfile.TemporaryDirectory() as scratch:
         content = Path(scratch)
@@ -135,7 +136,7 @@ def job_files() -> Iterator[Member]:
 def files_of_job(
     name: str, templates: Mapping[str, str], known: Mapping[str, dict[str, Any]], package: str = ""
 ) -> Iterator[Member]:
-    """Return the files of a job without processes. Its package has its name by default."""
+    """Return the files of a job without processes. By default, its package has the job's name."""
     where = HERE / "jobs" / name
     manifest = {"name": name, "templates": dict(templates), "packages": [package or name], "properties": dict(known)}
     yield "job.MF", as_yaml(manifest), 0o644
@@ -153,11 +154,12 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
     python = target / "python"
     subprocess.run([sys.executable, ROOT / "stemcell_overlay/make/interpreter", python], check=True)
     shared = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
-    # Debian's interpreter says that it is shared, and has its library in itself.
+    # Debian's interpreter claims to be built with a shared library, but contains that library.
     if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.exists():
         shutil.copy(shared, python / "lib")
         _look_beside(python / "bin", shared.parent)
-    # Libraries go beside the standard library: every build of Python searches this directory, wherever it is.
+    # Put the libraries beside the standard library, because every build of Python searches this directory wherever it
+    # is installed.
     library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements" / lock)]
@@ -165,7 +167,8 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
     shutil.copytree(ROOT / program, library / program, ignore=shutil.ignore_patterns("__pycache__"))
     if KEEPER.startswith(f"{program}/"):
         build_keeper(library / KEEPER)
-    # A separate process with a fixed seed: the order of sets determines the bytes of compiled modules.
+    # Compile in a separate process with a fixed hash seed, because the order of sets determines the bytes of compiled
+    # modules.
     compile_all = [
         str(python / "bin/python3"),
         "-B",
@@ -180,7 +183,7 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
 
 
 def _look_beside(programs: Path, where: Path) -> None:
-    """Set the library path of programs to ``../lib`` instead of the build's directory (like chrpath)."""
+    """Change the library path of programs from the build's directory to ``../lib``, like chrpath."""
     before, after = f"{where}\0".encode(), b"$ORIGIN/../lib\0"
     for path in programs.iterdir():
         content = path.read_bytes()
@@ -206,7 +209,7 @@ def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
 
 
 def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> bytes:
-    """Return a tarball. Equal files give equal bytes."""
+    """Return a tarball. Equal files produce equal bytes."""
     target = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=target, mode="wb", compresslevel=level, mtime=0) as packed,
@@ -238,7 +241,7 @@ def _commit() -> str:
 
 
 def as_yaml(document: dict[str, Any]) -> bytes:
-    """Return the document as JSON, which is YAML."""
+    """Return the document as JSON, which is valid YAML."""
     return (json.dumps(document, indent=1) + "\n").encode()
 
 

@@ -1,1 +1,1 @@
-"""``./dev release``: everything that a release publishes."""
+"""``./dev release``: build everything that a release publishes."""

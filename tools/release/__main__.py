@@ -1,11 +1,11 @@
-"""``./dev release`` makes everything that a release publishes, in ``dist/agent-shim-VERSION``.
+"""``./dev release`` builds everything that a release publishes, in ``dist/agent-shim-VERSION``.
 
     ./dev release [--tag TAG] [--name REGISTRY/NAME] [--image ARCHITECTURE=BASE]... [--only PART]... [--out DIRECTORY]
     ./dev release --compare DIRECTORY DIRECTORY
 
-Parts are wheel, cpi, images, stemcells, sboms and notes. Checksums and sizes come last. Images of another architecture
-than this machine's need its emulator (qemu-user-static and binfmt-support), and wheels its compiler
-(gcc-aarch64-linux-gnu, or ziglang of PyPI). SOURCE_DATE_EPOCH is the time of the last commit unless it is set.
+Parts are wheel, cpi, images, stemcells, sboms and notes. Checksums and sizes come last. Images for another architecture
+than this machine's need its emulator (qemu-user-static and binfmt-support), and wheels need its compiler
+(gcc-aarch64-linux-gnu, or ziglang from PyPI). SOURCE_DATE_EPOCH is the time of the last commit unless it is set.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Release:
     epoch: str
 
     def wheel(self) -> None:
-        """Make the source distribution, and a wheel for each architecture: it contains the compiled keeper."""
+        """Build the source distribution, and a wheel for each architecture, because wheels contain the compiled keeper."""
         build = (sys.executable, "-m", "hatchling", "build", "-d", str(self.out), "-t")
         self._run(*build, "sdist")
         for machine, architecture in OWN.items():
@@ -74,7 +74,7 @@ class Release:
             saved.unlink()
 
     def stemcells(self) -> None:
-        """Make the heavy stemcell from the image for amd64, and the light one that points to it."""
+        """Build the full stemcell from the image for amd64, and the light one that refers to it."""
         image = tag("amd64")
         program = [sys.executable, str(STEMCELL), "--version", self.version, "--out", str(self.out)]
         self._run(*program, "--image", image)
@@ -84,7 +84,7 @@ class Release:
             self._run(*program, "--light", "--os", system, "--image", reference)
 
     def sboms(self) -> None:
-        """Write the components of the wheel, of the CPI and of each image in CycloneDX."""
+        """Write the SBOMs of the wheel, of the CPI and of each image, in CycloneDX format."""
         listing = [sys.executable, str(ROOT / "stemcell_overlay/sbom.py")]
         for name, lock in LOCKS.items():
             text = self._output(*listing, "--name", name, "--lock", str(ROOT / f"requirements/{lock}.lock"))
@@ -95,12 +95,12 @@ class Release:
             self.archive(architecture).with_suffix(".cdx.json").write_text(text)
 
     def notes(self) -> None:
-        """Write the notes of the version."""
+        """Write the release notes of the version."""
         text = texts.notes((ROOT / "CHANGELOG.md").read_text(), self.version)
         (self.out / f"agent-shim-{self.version}-notes.md").write_text(text)
 
     def archive(self, architecture: str) -> Path:
-        """Return the path of an image."""
+        """Return the path of an image archive."""
         return self.out / f"agent-shim-{self.version}-linux-{architecture}.tar"
 
     def _run(self, *command: str, **environment: str) -> None:
@@ -132,7 +132,7 @@ def tag(architecture: str) -> str:
 
 
 def repack(source: Path, target: Path, epoch: int) -> None:
-    """Copy a tarball with its members in order and of one time: `podman save` gives them the time of the call."""
+    """Copy a tarball with its members sorted and with a fixed time, because `podman save` gives them the current time."""
     with tarfile.open(source) as old, tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda one: one.name):
             member.mtime = epoch
@@ -140,7 +140,7 @@ def repack(source: Path, target: Path, epoch: int) -> None:
 
 
 def manifest_digest(archive: Path) -> str:
-    """Return the digest of the image in an OCI archive: that of its manifest in a registry."""
+    """Return the digest of the image in an OCI archive, which is the digest of its manifest in a registry."""
     with tarfile.open(archive) as packed:
         index = packed.extractfile("index.json")
         assert index is not None
@@ -176,7 +176,7 @@ def main() -> int:
 
 
 def make(release: Release, parts: list[str]) -> int:
-    """Make parts of a release, then its checksums. Print the sizes."""
+    """Build parts of a release, then their checksums. Print the sizes."""
     if {"images", "stemcells"} & set(parts) and shutil.which("podman") is None:
         print("release: cannot make images: podman is not installed; apt-get install podman", file=sys.stderr)
         return 69

@@ -1,4 +1,4 @@
-"""Release notes, checksums and sizes. Pure but for reading the files that they list."""
+"""Release notes, checksums and sizes. The functions have no effects; they only read the files that they list."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def digest(path: Path) -> str:
 
 
 def sums(directory: Path) -> str:
-    """Return the lines of ``sha256sum`` for all files of a directory, by name."""
+    """Return the lines of ``sha256sum`` for all files of a directory, sorted by name."""
     return "".join(f"{digest(path)}  {path.name}\n" for path in _files(directory))
 
 

@@ -1,1 +1,1 @@
-"""BOSH on Kubernetes for the curious: a node, a Director and a small deployment in one command."""
+"""BOSH on Kubernetes to try out: a node, a Director and a small deployment in one command."""

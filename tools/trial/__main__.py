@@ -1,10 +1,10 @@
 """``./dev try-kubernetes``: a Director on a Kubernetes node of this machine, and a small deployment that stays.
 
-Needs docker or podman, kubectl, git and the bosh CLI, and access to registries, bosh.io and GitHub. The node is kind's
-where kind is installed. Otherwise it is the node of ``./dev test-kubernetes``, which takes root. docs/try-kubernetes.md
-tells each step, what to try, and what of it was played.
+Needs docker or podman, kubectl, git and the bosh CLI, and access to registries, bosh.io and GitHub. If kind is
+installed, it provides the node. Otherwise it is the node of ``./dev test-kubernetes``, which requires root.
+docs/try-kubernetes.md describes each step and what to try.
 
-A second run continues after the step that failed. Its state is in .try-kubernetes; --remove takes all away.
+A second run continues after the step that failed. Its state is in .try-kubernetes; --remove removes everything.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ docs/try-kubernetes.md tells more. `./dev try-kubernetes --remove` takes everyth
 
 @dataclass
 class Trial:
-    """The steps. Each may be repeated; what an earlier run has made is kept."""
+    """The steps of the trial. Each may be repeated, and what an earlier run created is kept."""
 
     runner: Runner
     node: nodes.Node
@@ -65,7 +65,7 @@ class Trial:
         return self.runner.state
 
     def run(self) -> None:
-        """Do all steps."""
+        """Run all steps."""
         self.fetch()
         self.node.start(self.stemcell_line())
         self.account()
@@ -76,22 +76,22 @@ class Trial:
         self.deploy(stemcell)
 
     def fetch(self) -> None:
-        """Get bosh-deployment, whose releases and their versions are used."""
+        """Fetch bosh-deployment, which determines the releases and their versions."""
         if not (self.deployments / "bosh.yml").exists():
             self.runner("git", "clone", "--quiet", "--depth=1", DEPLOYMENTS, str(self.deployments))
         self.bosh = yaml.safe_load((self.deployments / "bosh.yml").read_text())
 
     def stemcell_line(self) -> str:
-        """Return the name of the Ubuntu release that compiled releases want."""
+        """Return the name of the Ubuntu release for which the releases are compiled."""
         return self._compiled()["line"]
 
     def account(self) -> None:
-        """Make the namespace and the account of the CPI."""
+        """Create the namespace and the account of the CPI."""
         for place in ("privileged", "cluster-reader"):
             self.runner.kubectl("apply", "-k", f"deploy/cpi/{place}")
 
     def tarballs(self) -> tuple[str, str]:
-        """Make the release of the CPI, and a stemcell of the version that the compiled releases want."""
+        """Build the release of the CPI, and a stemcell of the version for which the releases are compiled."""
         compiled = self._compiled()
         out = f"--out={self.state}"
         release = self.runner("./dev", "cpi-release", "--version", "0.1.0", out).split()[-1]
@@ -100,7 +100,7 @@ class Trial:
         return release, self.runner("./dev", "stemcell", "--light", *image, *system, out).split()[-1]
 
     def director(self, release: str, stemcell: str) -> None:
-        """Create the Director in a pod, whose ports are ports of the node."""
+        """Create the Director in a pod whose ports are also ports of the node."""
         values = {
             "cpi_release": f"file://{release}",
             "stemcell": f"file://{stemcell}",
@@ -118,7 +118,7 @@ class Trial:
         )
 
     def enter(self) -> None:
-        """Set the environment for the Director."""
+        """Set the CLI's environment variables for the Director."""
         made = yaml.safe_load((self.state / "creds.yml").read_text())
         self.runner.environment |= {
             "BOSH_ENVIRONMENT": self.node.address,
@@ -128,22 +128,22 @@ class Trial:
         }
 
     def configs(self) -> None:
-        """Give the Director a cloud-config, and bosh-dns on every VM."""
+        """Give the Director a cloud-config, and a runtime-config that adds bosh-dns to every VM."""
         self.runner.bosh("update-cloud-config", "deploy/cpi/bosh/cloud-config.yml", "-o", "tools/trial/bosh/cloud.yml")
-        # This Director has no CredHub: the CLI makes the certificates.
+        # This Director has no CredHub, so the CLI generates the certificates.
         store = f"--vars-store={self.state}/dns-creds.yml"
         said = self.runner.bosh("int", f"{self.deployments}/runtime-configs/dns.yml", store, is_secret=True)
         runtime = yaml.safe_load(said)
         runtime.pop("variables", None)
         for job in (job for addon in runtime["addons"] for job in addon["jobs"]):
-            # Pods have no systemd-resolved, and not every kernel has the device that the job makes for it.
+            # Pods have no systemd-resolved, and some kernels lack the device that the job would create for it.
             job["properties"] |= {"configure_systemd_resolved": False, "override_nameserver": True}
         self.runner.bosh("update-runtime-config", "--name=dns", self._written("dns.yml", runtime))
 
     def deploy(self, stemcell: str) -> None:
-        """Deploy the release of this directory beside bosh-deployment's bpm."""
+        """Deploy the release of this directory together with the bpm of bosh-deployment."""
         self.runner.bosh("upload-stemcell", stemcell)
-        # The CLI writes into the directory of a release.
+        # Use a copy, because the CLI writes into the directory of a release.
         source, tarball = self.state / "release", f"{self.state}/hello.tgz"
         shutil.rmtree(source, ignore_errors=True)
         shutil.copytree(HERE / "release", source)
@@ -182,7 +182,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the arguments say. Return the exit code."""
+    """Run the command that the arguments name. Return the exit code."""
     options = parsed(arguments)
     os.chdir(ROOT)
     state = options.state.resolve()

@@ -1,4 +1,4 @@
-"""Nodes for the trial: kind's, or the node of ``./dev test-kubernetes`` in namespaces of its own."""
+"""Nodes for the trial: one from kind, or the node of ``./dev test-kubernetes`` in namespaces of its own."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ STOP_S: Final = 60.0
 
 
 class Node(Protocol):
-    """A node with the agent's image, on whose address the ports of the Director's pod are open."""
+    """A node that has the agent's image, and whose address exposes the ports of the Director's pod."""
 
     @property
     def address(self) -> str:
-        """Return the address of the node, which this machine and pods reach."""
+        """Return the address of the node, which both this machine and pods can reach."""
 
     def start(self, line: str) -> None:
-        """Start it unless it runs, with an image on the Ubuntu release ``line``."""
+        """Start the node, unless it is running, with an image based on the Ubuntu release ``line``."""
 
     def enter(self) -> None:
-        """Let commands reach a node that runs."""
+        """Make the commands that follow reach a node that is already running."""
 
     def digest(self) -> str:
-        """Return the digest of the image ``localhost/agent-shim`` of the node."""
+        """Return the digest of the image ``localhost/agent-shim`` on the node."""
 
     def remove(self) -> None:
-        """Take it away with all that runs on it. Nothing without a node."""
+        """Remove the node with everything that runs on it. Does nothing if there is none."""
 
 
 def require(*programs: str) -> None:
-    """``FailedError`` with the names of missing programs."""
+    """Raise ``FailedError`` with the names of missing programs."""
     missing = [name for name in programs if shutil.which(name) is None]
     if missing:
         raise FailedError(f"cannot start without {', '.join(missing)}: docs/try-kubernetes.md tells where to get them")
 
 
 def chosen(runner: Runner, wanted: str | None) -> Node:
-    """Return the node that the state has, else the wanted one, else kind's where kind is installed."""
+    """Return the node recorded in the state, or else the requested one, or else kind if it is installed."""
     kind = wanted or ("own" if (runner.state / "own").exists() or shutil.which("kind") is None else "kind")
     return Kind(runner) if kind == "kind" else Own(runner)
 
 
 class Kind:
-    """A node in a container of docker or podman."""
+    """A node of kind, in a container of docker or podman."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -81,11 +81,11 @@ class Kind:
         self._runner(self._engine, "save", f"--output={archive}", IMAGE)
         self._runner("kind", "load", "image-archive", archive, f"--name={NAME}")
         Path(archive).unlink(missing_ok=True)
-        # No registry has the image: the kubelet finds it by the name that the stemcell gives it.
+        # The image is in no registry, so the kubelet has to find it locally, by the name that the stemcell gives it.
         self._images("tag", "--force", IMAGE, f"localhost/agent-shim@{self.digest()}")
 
     def enter(self) -> None:
-        """Nothing is needed: the kubeconfig leads there."""
+        """Do nothing, because the kubeconfig already leads to the node."""
 
     def digest(self) -> str:
         for line in self._images("list").splitlines():
@@ -103,9 +103,9 @@ class Kind:
 
 
 class Own:
-    """The node of ``./dev test-kubernetes``, which a process in the background holds. Only root can start it.
+    """The node of ``./dev test-kubernetes``, kept running by a background process. Only root can start it.
 
-    Its image is made on Debian: there is no registry.
+    Its image is based on Debian, because there is no registry.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -116,7 +116,7 @@ class Own:
     def address(self) -> str:
         return str(self._told()["address"])
 
-    def start(self, line: str) -> None:  # noqa: ARG002 - the image is made on Debian
+    def start(self, line: str) -> None:  # noqa: ARG002 - the image is based on Debian
         require("podman")
         if os.geteuid() != 0:
             raise FailedError("cannot start a node: without kind it takes root")
@@ -135,7 +135,7 @@ class Own:
         if not self._is_held():
             raise FailedError("cannot reach the node: it does not run; `./dev try-kubernetes` starts it")
         pid = (self._where / "pid").read_text()
-        # The holder waits for `unshare`, whose one child is process 1 of the namespaces.
+        # The background process waits for `unshare`, whose only child is process 1 of the namespaces.
         for _ in range(2):
             (pid,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         namespaces = ("--mount", "--net", "--pid")

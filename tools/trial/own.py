@@ -1,4 +1,4 @@
-"""``python -m tools.trial.own DIRECTORY``: hold a node of Kubernetes until DIRECTORY has a file ``stop``."""
+"""``python -m tools.trial.own DIRECTORY``: run a Kubernetes node until DIRECTORY contains a file ``stop``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands of the trial, with the environment that they share."""
+"""Runs the commands of the trial with a common environment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 class FailedError(Exception):
-    """A step that cannot be done: ``cannot X: why``."""
+    """A step that failed. The message reads ``cannot X: why``."""
 
 
 @dataclass
 class Runner:
-    """Runs commands, and prints each. ``inside`` is the command that leads into the namespaces of the node."""
+    """Runs commands and prints each of them. ``inside`` is the command prefix that enters the namespaces of the node."""
 
     state: Path
     inside: Sequence[str] = ()
@@ -27,16 +27,16 @@ class Runner:
         return self.state / "kubeconfig"
 
     def env(self) -> dict[str, str]:
-        """Return the environment of commands."""
+        """Return the environment for commands."""
         set_up = {"KUBECONFIG": str(self.kubeconfig), "BOSH_NON_INTERACTIVE": "true"}
         return {**os.environ, **set_up, **self.environment}
 
     def command(self, *argv: str) -> list[str]:
-        """Return a command that runs beside the node."""
+        """Return a command that will be run on the node's side."""
         return [*self.inside, *argv]
 
     def __call__(self, *argv: str, is_secret: bool = False) -> str:
-        """Run a command of this machine. Return its output, which is shown unless it is secret."""
+        """Run a command on this machine. Return its output, which is also shown unless it is secret."""
         return self._run(argv, is_secret=is_secret)
 
     def kubectl(self, *arguments: str) -> str:
