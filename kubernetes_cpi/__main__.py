@@ -1,4 +1,6 @@
-"""Entry point: read one request from standard input, write one response to standard output, and log to standard error."""
+"""Entry point: read one request from standard input, write one response to standard output, and log to standard
+error.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ ALLOCATIONS_BEFORE_COLLECTION: Final = 100_000
 
 
 def take_stdout() -> int:
-    """Reserve standard output for the response, and redirect output of libraries and child processes to standard error."""
+    """Reserve standard output for the response, and redirect output of libraries and child processes to standard
+    error.
+    """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process exits
     response = os.dup(1)

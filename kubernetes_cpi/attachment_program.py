@@ -236,7 +236,10 @@ def links_of(pid: int) -> Iterator[str]:
 
 
 def different_threads(pid: int, what: int) -> Iterator[str]:
-    """Return one thread for each distinct set of descriptors, root and mount namespace. Usually all threads share one."""
+    """Return one thread for each distinct set of descriptors, root and mount namespace.
+
+    Usually all threads share one.
+    """
     found: list[int] = []
     for thread in threads(pid):
         number = int(os.path.basename(thread))

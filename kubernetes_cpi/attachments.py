@@ -125,7 +125,10 @@ def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None
 
 
 def bound(session: Session, vm: Object) -> None:
-    """Stop root of a VM's user namespace from filling the node beside the VM's live disks. Call this before a job runs."""
+    """Stop root of a VM's user namespace from filling the node beside the VM's live disks.
+
+    Call this before a job runs.
+    """
     if not manifests.live_disks(vm) or vm["spec"].get("hostUsers", True):
         return
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
@@ -214,7 +217,10 @@ def reboot(session: Session, vm: Object) -> None:
 
 
 def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> None:
-    """Run a helper below `disks.host_path` and remove it. Raises ``CpiError`` with its last line of output if it fails."""
+    """Run a helper below `disks.host_path` and remove it.
+
+    Raises ``CpiError`` with its last line of output if it fails.
+    """
     name = body["metadata"]["name"]
     container = body["spec"]["containers"][0]
     body["spec"]["volumes"].append(_target(session))

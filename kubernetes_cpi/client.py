@@ -150,7 +150,10 @@ class Client:
     def delete(
         self, resource: Resource, namespace: str, name: str, *, grace_s: int | None = None, version: str = ""
     ) -> Object | None:
-        """Request the deletion of an object. Return None if it does not exist or does not have the given ``version``."""
+        """Request the deletion of an object.
+
+        Return None if it does not exist or does not have the given ``version``.
+        """
         options: Object = {"propagationPolicy": "Background"}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s

@@ -54,7 +54,9 @@ def hide(document: Any) -> None:
 
 
 def redacted(text: str) -> str:
-    """Remove the secrets from ``text``, whether they appear as they are, in base64, or with escapes of Python or JSON."""
+    """Remove the secrets from ``text``, whether they appear as they are, in base64, or with escapes of Python or
+    JSON.
+    """
     for secret in sorted(_secrets, key=len, reverse=True):
         coded, quoted = base64.b64encode(secret.encode()).decode(), msgspec.json.encode(secret).decode()
         for form in (secret, coded, quoted[1:-1], repr(secret)[1:-1]):

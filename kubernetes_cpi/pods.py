@@ -102,7 +102,10 @@ def until_ready(
 
 
 def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
-    """Wait until a one-shot pod is ready or has ended. Raises ``CpiError`` if it cannot start or does neither in time."""
+    """Wait until a one-shot pod is ready or has ended.
+
+    Raises ``CpiError`` if it cannot start or does neither in time.
+    """
     name = pod["metadata"]["name"]
     judge, state = _Judge(session, namespace, name), pod
     for found in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s, pod):

@@ -109,7 +109,10 @@ class AgentImage(Strict, frozen=True):
 
 
 class NetworkPolicy(Strict, frozen=True):
-    """A NetworkPolicy of an instance group, which replaces the namespace's policy. It must let the agent reach the bus."""
+    """A NetworkPolicy of an instance group, which replaces the namespace's policy.
+
+    It must let the agent reach the bus.
+    """
 
     ingress: Annotated[
         list[dict[str, Any]] | None,

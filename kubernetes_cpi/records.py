@@ -96,7 +96,9 @@ def director() -> str:
 
 
 def check_idle() -> None:
-    """Raise ``InputError`` while the Director has unfinished tasks, because a task creates VMs before it records them."""
+    """Raise ``InputError`` while the Director has unfinished tasks, because a task creates VMs before it records
+    them.
+    """
     for task in _get(UNFINISHED, list[_Task]):
         raise InputError(
             f"cannot delete anything while the Director works: task {task.id}, {task.description}, is not finished"

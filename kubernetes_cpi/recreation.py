@@ -35,7 +35,9 @@ def can_recreate(pod: Object) -> bool:
 
 
 def must_keep_address(session: Session, pod: Object) -> bool:
-    """Return True if the Director has read an address that another pod would not get, and no property allows a change."""
+    """Return True if the Director has read an address that another pod would not get, and no property allows a
+    change.
+    """
     is_undecided = (pod["metadata"].get("annotations") or {}).get(names.ATTACH) == "auto"
     return is_undecided and session.config.disks.attach != "recreate"
 

@@ -22,7 +22,9 @@ MAX_NAME_CHARS: Final = 63
 
 
 def make(session: Session, vm: Vm) -> None:
-    """Point all objects of the VM's group and of its `vip` networks to the VM. A `vip` address can move from VM to VM."""
+    """Point all objects of the VM's group and of its `vip` networks to the VM. A `vip` address can move from VM to
+    VM.
+    """
     for vip in vm.networks.vips:
         _ensure(session, SERVICES, vm.namespace, networks.service(vip, vm.cid, vm.director))
     for service in vm.properties.services:

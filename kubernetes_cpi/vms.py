@@ -135,7 +135,9 @@ def has(session: Session, vm: Cid) -> bool:
 
 
 def reboot(session: Session, vm: Cid) -> None:
-    """Restart the VM: the container within its pod if disks are attached live, otherwise a new pod with the same data."""
+    """Restart the VM: the container within its pod if disks are attached live, otherwise a new pod with the same
+    data.
+    """
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is None and (intent := recreation.unfinished(session, vm)):
         recreation.carry_on(session, vm, intent)
@@ -260,7 +262,9 @@ def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> No
 
 
 def _held(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
-    """Return the disks that the pod can mount from its creation on. attach_disk later adds those that another VM uses."""
+    """Return the disks that the pod can mount from its creation on. attach_disk later adds those that another VM
+    uses.
+    """
     held = []
     for disk in disks:
         try:

@@ -248,7 +248,10 @@ def _running(answer: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message that an agent sent on its own. ``kind`` is heartbeat, alert or shutdown, and ``at`` is monotonic time."""
+    """A message that an agent sent on its own.
+
+    ``kind`` is heartbeat, alert or shutdown, and ``at`` is monotonic time.
+    """
 
     kind: str
     agent_id: str

@@ -56,7 +56,9 @@ async def unpacked(w: World, name: str, size: int, files: dict[str, bytes] | Non
 
 
 async def packed(w: World, name: str, files: int, size: int) -> dict[str, Figure]:
-    """Return the MB/s of ``fetch_logs``, of igzip on the same files (the floor), and of tar with several compressors."""
+    """Return the MB/s of ``fetch_logs``, of igzip on the same files (the floor), and of tar with several
+    compressors.
+    """
     logs = w.base / "data/sys/log"
     await asyncio.to_thread(fill, logs, files, size)
     rates: dict[str, list[float]] = {"agent": [], "igzip": [], "tar and gzip -1": []}

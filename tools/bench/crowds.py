@@ -39,7 +39,10 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def crowd(command: str, jobs: int, size: int, slower: float, alone: float, found: Figures) -> None:
-    """Return the figures for ``jobs`` processes, named after ``size``. ``alone`` is the agent's CPU share without any."""
+    """Return the figures for ``jobs`` processes, named after ``size``.
+
+    ``alone`` is the agent's CPU share without any.
+    """
     async with world(command) as w:
         await w.start_agent()
         await asyncio.sleep(CALM_S)

@@ -25,7 +25,10 @@ KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure deploys. ``scale`` multiplies the number of instances, which are one agent that is deployed repeatedly."""
+    """Measure deploys.
+
+    ``scale`` multiplies the number of instances, which are one agent that is deployed repeatedly.
+    """
     async with world(command) as w:
         await w.start_agent()
         await update(w, "first", POLL_S)

@@ -66,7 +66,9 @@ def fill(root: Path, files: int, size: int) -> None:
 
 
 def memory(pid: int | str, name: str) -> float:
-    """Return a value of a process in MB (``VmRSS`` is the current memory, ``VmHWM`` the peak), or 0 if it has exited."""
+    """Return a value of a process in MB (``VmRSS`` is the current memory, ``VmHWM`` the peak), or 0 if it has
+    exited.
+    """
     with contextlib.suppress(OSError):
         for text in Path(f"/proc/{pid}/status").read_text().splitlines():
             if text.startswith(f"{name}:"):

@@ -88,7 +88,10 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
 
 
 async def crowd() -> None:
-    """Run the agents named on standard input. At each tick, print the number of connected agents, attempts and bytes."""
+    """Run the agents named on standard input.
+
+    At each tick, print the number of connected agents, attempts and bytes.
+    """
     given = json.loads(sys.stdin.readline())
     buses: list[NatsBus] = []
     lives = [asyncio.create_task(live(agent_id, own, buses)) for agent_id, own in given.items()]

@@ -123,7 +123,10 @@ _SWAPPED: Final[dict[type[ast.AST], str]] = {
 
 
 def mutants(path: str, text: str) -> Iterator[Mutant]:
-    """Return all mutants of a module, in the order of its text. Docstrings, types, logging and imports are left alone."""
+    """Return all mutants of a module, in the order of its text.
+
+    Docstrings, types, logging and imports are left alone.
+    """
     lines = text.splitlines(keepends=True)
     starts = list(accumulate((len(line) for line in lines), initial=0))
     tree = ast.parse(text)

@@ -1,4 +1,6 @@
-"""A pytest plugin of ``tools.chaos.mutate`` that tells coverage which test is running, and records how long each took."""
+"""A pytest plugin of ``tools.chaos.mutate`` that tells coverage which test is running, and records how long each
+took.
+"""
 
 from __future__ import annotations
 

@@ -106,7 +106,9 @@ def _likely_first(items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]
 def _try(
     mutant: Mutant, items: list[pytest.Item], functions: _Functions, seconds: Mapping[str, float]
 ) -> tuple[str, str, int]:
-    """Return ``noticed``, ``survived`` or ``not tried``; the test that failed or the reason; and the number of tests."""
+    """Return ``noticed``, ``survived`` or ``not tried``; the test that failed or the reason; and the number of
+    tests.
+    """
     while items := [item for item in items if item.nodeid not in _broken]:
         code, by = _forked(lambda: exchange(mutant, functions), items, seconds)
         if code in {0, _NOT_TRIED}:

@@ -32,7 +32,10 @@ class Break:
     trials: tuple[str, ...] = ()
 
     def copy(self, place: Path) -> None:
-        """Copy the agent to a directory and break the copy. Raises ``LookupError`` if the text to replace is missing."""
+        """Copy the agent to a directory and break the copy.
+
+        Raises ``LookupError`` if the text to replace is missing.
+        """
         shutil.copytree(CODE / "agent_shim", place / "agent_shim", ignore=shutil.ignore_patterns("__pycache__"))
         file = place / "agent_shim" / self.path
         text = file.read_text()

@@ -442,7 +442,9 @@ def _number(value: Any) -> float | None:
 
 
 def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if the run without this tool ran it one phase earlier or later, because scripts outlast their phase."""
+    """Return True if the run without this tool ran it one phase earlier or later, because scripts outlast their
+    phase.
+    """
     for life in (go, shim):
         names = list(life)
         around = [life[one] for one in names[max(names.index(name) - 1, 0) : names.index(name) + 2]]
@@ -452,7 +454,9 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
 
 
 def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if equally many processes of a start began in both runs, and reported in that phase or in the next."""
+    """Return True if equally many processes of a start began in both runs, and reported in that phase or in the
+    next.
+    """
     program = what.removesuffix(" lives")
 
     def began(life: Phases, *names: str) -> int:
@@ -531,7 +535,9 @@ def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
-    """Yield the exit code of a command, the state of each service, and the titles of the other lines, without figures."""
+    """Yield the exit code of a command, the state of each service, and the titles of the other lines, without
+    figures.
+    """
     if command.startswith("bpm "):
         yield command, re.sub(OF_BPMS_WORDS, r"\1", re.sub(r"\d+", "N", re.sub(r"[ \t]+", " ", said)))
     if not command.startswith("monit "):

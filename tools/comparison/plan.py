@@ -284,7 +284,10 @@ def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
 
 
 def lenient(path: str, text: str) -> str:
-    """Return a shell script that continues after errors, or a bpm.yml without hooks. Return any other text unchanged."""
+    """Return a shell script that continues after errors, or a bpm.yml without hooks.
+
+    Return any other text unchanged.
+    """
     if path == "config/bpm.yml" and "hooks" in text:
         document = yaml.safe_load(text)
         for one in document.get("processes") or []:
@@ -352,7 +355,9 @@ def _program(command: str) -> str:
 
 
 def _expanded(text: str) -> str:
-    """Return a script in which its own variables are replaced by their values, as far as no shell is needed for that."""
+    """Return a script in which its own variables are replaced by their values, as far as no shell is needed for
+    that.
+    """
     values: dict[str, str] = {}
     for name, value in _ASSIGNED.findall(text):
         values.setdefault(name, _substituted(value, values))

@@ -45,7 +45,9 @@ class Release:
     epoch: str
 
     def wheel(self) -> None:
-        """Build the source distribution, and a wheel for each architecture, because wheels contain the compiled keeper."""
+        """Build the source distribution, and a wheel for each architecture, because wheels contain the compiled
+        keeper.
+        """
         build = (sys.executable, "-m", "hatchling", "build", "-d", str(self.out), "-t")
         self._run(*build, "sdist")
         for machine, architecture in OWN.items():
@@ -132,7 +134,9 @@ def tag(architecture: str) -> str:
 
 
 def repack(source: Path, target: Path, epoch: int) -> None:
-    """Copy a tarball with its members sorted and with a fixed time, because `podman save` gives them the current time."""
+    """Copy a tarball with its members sorted and with a fixed time, because `podman save` gives them the current
+    time.
+    """
     with tarfile.open(source) as old, tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda one: one.name):
             member.mtime = epoch

@@ -16,7 +16,10 @@ class FailedError(Exception):
 
 @dataclass
 class Runner:
-    """Runs commands and prints each of them. ``inside`` is the command prefix that enters the namespaces of the node."""
+    """Runs commands and prints each of them.
+
+    ``inside`` is the command prefix that enters the namespaces of the node.
+    """
 
     state: Path
     inside: Sequence[str] = ()
