@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """``./dev sbom`` prints the dependencies of the agent in CycloneDX 1.5: wheels with hashes, licences and dependencies.
 
-Versions, hashes and dependencies come from a lock file, that of the image unless ``--lock`` names another, licences
-from the installed packages. ``--licences`` prints a table instead.
+Versions, hashes and dependencies come from a lock file (by default the image's, otherwise the one that ``--lock``
+names), and licences from the installed packages. ``--licences`` prints a table instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEEDED_BY: Final = re.compile(r"^    #(?: via|  ) ([A-Za-z0-9._-]+)", re.MULTIL
 
 @dataclass(frozen=True)
 class Component:
-    """One package of the lock file. ``hashes`` has those of all its files, one of which is installed."""
+    """One package of the lock file. ``hashes`` are those of all its files, only one of which is installed."""
 
     name: str
     version: str
@@ -41,7 +41,7 @@ class Component:
 
 
 def components(lock: str) -> Iterator[Component]:
-    """Yield the packages of a lock file, in its order."""
+    """Yield the packages of a lock file in its order."""
     for entry in re.split(r"\n(?=[A-Za-z0-9])", lock):
         pinned = _PINNED.match(entry)
         if pinned is not None:
@@ -51,7 +51,9 @@ def components(lock: str) -> Iterator[Component]:
 
 
 def licence(name: str) -> str:
-    """Return the licence of a package: its expression, its classifiers, or its field. "unknown" if not installed."""
+    """Return the licence of a package from its licence expression, classifiers, or licence field; "unknown" if not
+    installed.
+    """
     try:
         fields = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
@@ -64,7 +66,7 @@ def licence(name: str) -> str:
 
 
 def document(name: str, version: str, found: list[Component]) -> dict[str, Any]:
-    """Return the document of CycloneDX 1.5."""
+    """Return the CycloneDX 1.5 document."""
     refs = {one.name: f"pkg:pypi/{one.name.lower()}@{one.version}" for one in found}
     below: dict[str, list[str]] = {ref: [] for ref in (name, *refs.values())}
     for one in found:

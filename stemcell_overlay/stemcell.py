@@ -1,16 +1,17 @@
-"""``./dev stemcell`` makes a stemcell for Directors and container CPIs.
+"""``./dev stemcell`` builds a stemcell for Directors and container CPIs.
 
     ./dev stemcell [--image REF | --base REF] [--arch ARCH] [--version V] [--out DIR] [-- BUILD OPTION…]
     ./dev stemcell --light --image REF@sha256:… [--arch ARCH] [--version V] [--out DIR]
     ./dev stemcell --sbom --image REF [--version V]
 
-The image is built with the Dockerfile on ``--base``, with the options after ``--``, or exists already (``--image``). A
-light stemcell only names an image in a registry. ``--sbom`` prints the components of an image in CycloneDX. A build for
-another architecture than this machine's needs its emulator (qemu-user-static and binfmt-support).
+The image is either built with the Dockerfile on ``--base``, using the options after ``--``, or already exists
+(``--image``). A light stemcell only names an image in a registry. ``--sbom`` prints the components of an image in
+CycloneDX. A build for another architecture than this machine's needs its emulator (qemu-user-static and
+binfmt-support).
 
-The format is that of bosh-linux-stemcell-builder
-(``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and of the CPIs (bosh-docker-cpi ``stemcell/metadata.go``).
-The name of a stemcell for arm64 has the architecture, as RFC 0062 of the Cloud Foundry Foundation proposes.
+The format is that of bosh-linux-stemcell-builder (``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and of the
+CPIs (bosh-docker-cpi ``stemcell/metadata.go``). The name of a stemcell for arm64 contains the architecture, as RFC 0062
+of the Cloud Foundry Foundation proposes.
 """
 
 # ruff: noqa: INP001, T201 - a program for the terminal
@@ -122,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def light(arguments: argparse.Namespace) -> Path:
-    """Make a stemcell that points to an image, without pulling or running it."""
+    """Write a stemcell that refers to an image, without pulling or running it."""
     reference, at, digest = (arguments.image or "").partition("@")
     if not at or re.fullmatch(r"sha256:[0-9a-f]{64}", digest) is None:
         raise SystemExit("stemcell: cannot make a light stemcell without --image NAME:TAG@sha256:DIGEST")
@@ -143,7 +144,7 @@ def light(arguments: argparse.Namespace) -> Path:
 
 
 def heavy(arguments: argparse.Namespace) -> Path:
-    """Make a stemcell with the root file system of a built or existing image."""
+    """Write a stemcell that contains the root file system of a built or existing image."""
     tool = shutil.which("podman") or shutil.which("docker")
     if tool is None:
         raise SystemExit("stemcell: cannot make a stemcell: neither podman nor docker is installed")
@@ -174,7 +175,7 @@ def heavy(arguments: argparse.Namespace) -> Path:
 
 
 def _built(tool: str, arguments: argparse.Namespace) -> str:
-    """Build the image; return its name."""
+    """Build the image and return its name."""
     own = OWN.get(platform.machine(), "")
     architecture = arguments.arch or own
     image = TAG if architecture == own else f"{TAG}-{architecture}"
@@ -193,7 +194,7 @@ NO_EMULATOR: Final = "no emulator is registered; apt-get install qemu-user-stati
 
 
 def is_emulated(architecture: str) -> bool:
-    """Return True if the kernel runs programs of another architecture with an emulator."""
+    """Return True if the kernel runs programs of another architecture through an emulator."""
     machine = next(machine for machine, known in OWN.items() if known == architecture)
     return any(Path("/proc/sys/fs/binfmt_misc").glob(f"*{machine}*"))
 
@@ -213,7 +214,7 @@ def components(arguments: argparse.Namespace) -> bytes:
 
 @dataclass(frozen=True)
 class Part:
-    """A package of the distribution or a module of the agent. ``licences`` are short names, none if unknown."""
+    """A package of the distribution or a module of the agent. ``licences`` are short names; empty if unknown."""
 
     name: str
     version: str
@@ -236,7 +237,10 @@ def _facts(tool: str, image: str) -> tuple[dict[str, str], list[Part], str, str]
 
 
 def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str, ...]]) -> list[Part]:
-    """Return Debian packages. A package needs each installed alternative, and all that provide a virtual package."""
+    """Return the Debian packages.
+
+    Each depends on all installed alternatives and on all providers of a virtual package.
+    """
     rows = [line.split("\t") for line in lines]
     urls = [f"pkg:deb/{distribution}/{name}@{version}?arch={architecture}" for name, version, architecture, *_ in rows]
     there: dict[str, list[str]] = {}
@@ -250,7 +254,7 @@ def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str
 
 
 def modules(lines: Iterable[str]) -> list[Part]:
-    """Return the agent and its modules from their names, versions and needs."""
+    """Return the agent and its modules from their names, versions and requirements."""
     rows = [line.split() for line in lines]
     there = {_normal(name): [f"pkg:pypi/{_normal(name)}@{version}"] for name, version, *_ in rows}
     return [
@@ -269,9 +273,9 @@ def _urls(there: dict[str, list[str]], names: Iterable[str], own: str) -> tuple[
 
 
 def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the licences of each package from ``PACKAGE/copyright:MATCH``.
+    """Return the licences of each package from lines ``PACKAGE/copyright:MATCH``.
 
-    A match is a field ``License`` or, in files without the machine-readable form, the path of a common licence.
+    A match is a field ``License`` or, in files that are not machine-readable, the path of a common licence.
     """
     fields: dict[str, set[str]] = {}
     texts: dict[str, set[str]] = {}
@@ -285,15 +289,15 @@ def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def own_version(base: str = "0.0.0") -> str:
-    """Return the version of this project, after that of the base stemcell."""
+    """Return the version of this project, following the version of the base stemcell."""
     own = semantic_version()
     return own if base == "0.0.0" else f"{base}+shim.{own}"
 
 
 def version_for(architecture: str, version: str) -> str:
-    """Return the version, which for another architecture than amd64 names it.
+    """Return the version. For other architectures than amd64 it includes the architecture.
 
-    A Director takes packages that were compiled on a stemcell for all stemcells of the same system and version.
+    A Director uses packages compiled on one stemcell for all stemcells of the same system and version.
     """
     if architecture == "amd64" or architecture in version:
         return version
@@ -301,7 +305,9 @@ def version_for(architecture: str, version: str) -> str:
 
 
 def name_of(system: str, architecture: str) -> str:
-    """Return a distinct name: a Director mistakes a second stemcell of one name and version for the first."""
+    """Return a distinct name, because a Director mistakes a second stemcell of the same name and version for the
+    first.
+    """
     words = ["bosh-warden-boshlite", system, *([architecture] if architecture != "amd64" else []), "agent-shim"]
     return "-".join(words)
 
@@ -309,7 +315,7 @@ def name_of(system: str, architecture: str) -> str:
 def manifest(
     system: str, architecture: str, version: str, formats: list[str], sums: str, pointers: dict[str, str]
 ) -> str:
-    """Return ``stemcell.MF``. YAML and JSON write its values alike."""
+    """Return ``stemcell.MF``. The values look the same in YAML and JSON."""
     name, distribution = name_of(system, architecture), system.partition("-")[0]
     properties = {
         "name": name,
@@ -341,7 +347,7 @@ def manifest(
 
 
 def digests(chunks: Iterator[bytes]) -> str:
-    """Return several digests in one text, as bosh-utils reads them (crypto/multiple_digest.go)."""
+    """Return several digests in one text, in the format that bosh-utils reads (crypto/multiple_digest.go)."""
     sha1, sha256 = hashlib.sha1(usedforsecurity=False), hashlib.sha256()
     for chunk in chunks:
         sha1.update(chunk)
@@ -377,7 +383,7 @@ def cyclonedx(name: str, version: str, parts: list[Part]) -> dict[str, Any]:
 def spdx(stemcell: str, version: str, parts: list[Part]) -> dict[str, Any]:
     """Return the components of the stemcell in SPDX 2.3.
 
-    Debian's short names of licences are no identifiers of SPDX, so they are in the comments.
+    Debian's short names of licences are not SPDX identifiers, so they are written as comments.
     """
     name = f"{stemcell}-{version}"
     ids = {part.url: f"SPDXRef-{number}" for number, part in enumerate(parts)}
@@ -412,7 +418,7 @@ def spdx(stemcell: str, version: str, parts: list[Part]) -> dict[str, Any]:
 
 
 def build_time() -> int:
-    """Return SOURCE_DATE_EPOCH, by default the time of this commit, so that equal sources make equal stemcells."""
+    """Return SOURCE_DATE_EPOCH, by default the time of this commit, so that equal sources produce equal stemcells."""
     if given := os.environ.get("SOURCE_DATE_EPOCH"):
         return int(given)
     log = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
@@ -425,7 +431,7 @@ def build_time() -> int:
 
 
 def _export(tool: str, image: str, target: Path) -> None:
-    """Write the root file system of an image as a packed tarball."""
+    """Write the root file system of an image as a compressed tarball."""
     create = [tool, "create", image, "true"]
     container = subprocess.run(create, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     try:
@@ -450,9 +456,9 @@ def _target(out: Path, name: str, version: str) -> Path:
 
 @contextmanager
 def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
-    """Open a tarball that gets its name when it is complete."""
+    """Open a tarball that only gets its final name when it is complete."""
     beside = path.with_name(path.name + ".part")
-    # Stored, not packed: the large member is packed, and packing it again makes it larger.
+    # Do not compress it, because its large member is already compressed and would only grow.
     with (
         beside.open("wb") as raw,
         gzip.GzipFile("", mode="wb", compresslevel=0, fileobj=raw, mtime=0) as stored,
@@ -463,7 +469,7 @@ def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _packed(raw: BinaryIO) -> Any:
-    """Open a file that packs written data. Equal content gives equal bytes."""
+    """Open a file that compresses what is written. Equal content produces equal bytes."""
     return igzip.IGzipFile(fileobj=raw, mode="wb", compresslevel=2, mtime=0)  # type: ignore[no-untyped-call]
 
 
@@ -474,7 +480,7 @@ def _add(tarball: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _as_built(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Give the image root as its owner and the time of the build, which LXD takes for its creation date."""
+    """Set root as the owner of the image and the build time as its time, which LXD shows as the creation date."""
     member.uid = member.gid = 0
     member.mtime = build_time()
     member.uname = member.gname = ""

@@ -1,4 +1,4 @@
-"""The list of attacks and their tests for docs/attacks.md, from the markers ``attack`` of the tests."""
+"""Generates the list of attacks and their tests for docs/attacks.md from the ``attack`` markers of the tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ATTACKERS: Final[Mapping[str, str]] = {
 
 @cache
 def attacks() -> Mapping[str, set[str]]:
-    """Return every attack that a test or a case of the scorecard performs, with their names. Nothing is imported."""
+    """Return every attack that a test or a chaos case performs, with the names of the tests. Nothing is imported."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name, attack in marks_in(path.read_text()):
@@ -38,7 +38,10 @@ def attacks() -> Mapping[str, set[str]]:
 
 
 def marks_in(source: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and the attack of each test and case that performs one. Raises ``ValueError`` if it is no text."""
+    """Yield the name and the attack of each test and case that performs one.
+
+    Raises ``ValueError`` if the marker is not a text.
+    """
     if "attack" not in source:
         return
     for node in ast.walk(ast.parse(source)):
@@ -58,12 +61,12 @@ def _text(node: ast.expr) -> str:
 
 
 def attacker(attack: str) -> str:
-    """Return the words of ``ATTACKERS`` with which ``attack`` begins, or ""."""
+    """Return the entry of ``ATTACKERS`` with which ``attack`` begins, or ""."""
     return next((words for words in ATTACKERS if re.match(rf"{words}\b", attack)), "")
 
 
 def sections() -> str:
-    """Return the attacks by attacker, each with its tests and cases."""
+    """Return the attacks grouped by attacker, each with its tests and cases."""
     lines: list[str] = []
     for words, heading in ATTACKERS.items():
         lines += [f"### {heading}", ""]

@@ -1,4 +1,6 @@
-"""Support of each key of bpm.yml at each level of isolation: the table of docs/bpm.md, played by the root ring."""
+"""How far each key of bpm.yml is supported at each isolation level: the table of docs/bpm.md, which the root ring
+verifies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nats-server of the demonstration, with other settings of it, and the faults that a server can have."""
+"""The nats-server of the demonstration with further settings, and the faults that a server can have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["SERVER_TIMEOUT_S", "NatsServer", "knowing", "nats_server"]
 
 
 class NatsServer(broker.NatsServer):
-    """A server whose clients are dropped after ``ping_max`` pings, one in ``ping_interval`` seconds, without an answer.
+    """A server that drops a client after ``ping_max`` unanswered pings, sent every ``ping_interval`` seconds.
 
     The defaults are the Director's.
     """
@@ -43,12 +43,12 @@ class NatsServer(broker.NatsServer):
         return self._running.pid
 
     async def add_agents(self, agent_ids: Iterable[str], *, bootstrap: bool = True) -> None:
-        """Admit many agents in one reload."""
+        """Admit many agents with a single reload."""
         self._agents.update(dict.fromkeys(agent_ids, (bootstrap, True)))
         await self.reload()
 
     async def remove_agent(self, agent_id: str) -> None:
-        """Remove an agent. Its connection is cut."""
+        """Remove an agent, which also cuts its connection."""
         del self._agents[agent_id]
         await self.reload()
 
@@ -60,11 +60,11 @@ class NatsServer(broker.NatsServer):
             self._process = None
 
     def pause(self) -> None:
-        """Stop the server by SIGSTOP: connections stay open, requests get no reply."""
+        """Stop the server with SIGSTOP, so that connections stay open but requests get no reply."""
         self._signal(signal.SIGSTOP)
         threads = Path(f"/proc/{self.pid}/task")
         while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in threads.glob("*/stat")):
-            time.sleep(0.001)  # the kernel stops each thread when it is next scheduled
+            time.sleep(0.001)  # the kernel stops each thread only when it is next scheduled
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
@@ -86,7 +86,7 @@ class NatsServer(broker.NatsServer):
 
 @asynccontextmanager
 async def knowing(where: Path, authority: Authority | None = None, **options: Any) -> AsyncIterator[NatsServer]:
-    """A server that knows the agent ``agent``."""
+    """Start a server that admits the agent ``agent``."""
     async with NatsServer(where, authority, **options) as server:
         await server.add_agent("agent")
         yield server

@@ -1,4 +1,4 @@
-"""An agent's place on the bus without an agent, and a NATS server with scripted behaviour."""
+"""An agent's bus connection without an agent, and a NATS server with scripted behaviour."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAST = Timing(
 
 
 async def echo(data: bytes) -> tuple[str, bytes] | None:
-    """Answers a request with its method. ``sleep`` with one argument takes that many seconds."""
+    """Answers a request with its method. ``sleep`` with one argument first sleeps that many seconds."""
     request = json.loads(data)
     if request["method"] == "sleep":
         await asyncio.sleep(request["arguments"][0])
@@ -48,7 +48,7 @@ async def echo(data: bytes) -> tuple[str, bytes] | None:
 async def on_bus(
     mbus: Mbus, agent_id: str = "agent", handle: Handle = echo, *, timing: Timing = FAST, **options: Any
 ) -> AsyncIterator[NatsBus]:
-    """A ``NatsBus`` that is run for the length of the block; it need not be connected yet."""
+    """Run a ``NatsBus`` for the duration of the block. It need not be connected at the beginning."""
     bus = NatsBus(agent_id, mbus, handle, timing=timing, **options)
     running = asyncio.create_task(bus.run(), name="bus")
     try:
@@ -62,7 +62,7 @@ async def on_bus(
 
 @dataclass(frozen=True)
 class Talk:
-    """Return the connected clients."""
+    """A server and its connected clients."""
 
     server: NatsServer
     bus: NatsBus
@@ -72,7 +72,7 @@ class Talk:
 
 @asynccontextmanager
 async def talking(where: Path, *, agent_id: str = "agent", **options: Any) -> AsyncIterator[Talk]:
-    """A server, an agent that echoes on it, a Director and a Health Monitor."""
+    """Start a server, an agent on it that echoes, a Director and a Health Monitor."""
     async with NatsServer(where) as server:
         await server.add_agent(agent_id)
         async with (
@@ -85,19 +85,19 @@ async def talking(where: Path, *, agent_id: str = "agent", **options: Any) -> As
 
 
 async def connected(bus: NatsBus) -> None:
-    """Wait for a link, for 30 s at most."""
+    """Wait up to 30 s until the bus is connected."""
     async with asyncio.timeout(30):
         await bus.wait_connected()
 
 
 def sockets_to(port: int) -> set[Any]:
-    """The own addresses of this process's connections to a port."""
+    """Return the local addresses of this process's connections to a port."""
     connections = psutil.Process().net_connections("tcp")
     return {each.laddr for each in connections if getattr(each.raddr, "port", 0) == port}
 
 
 class Wire:
-    """One connection of a client, seen from a server after TLS: lines come in, bytes go out."""
+    """One connection of a client as a server sees it after TLS: it receives lines and sends bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.lines: list[str] = []
@@ -108,14 +108,14 @@ class Wire:
         self._writer.write(data)
 
     async def push(self, data: bytes) -> None:
-        """Send, and wait until the client takes it."""
+        """Send, and wait until the client has taken it."""
         self._writer.write(data)
-        # Without a turn of the loop, which reports that the connection is lost, drain() accepts data for ever.
+        # Without a turn of the event loop, which notices that the connection is lost, drain() accepts data forever.
         await asyncio.sleep(0)
         await self._writer.drain()
 
     async def expect(self, start: str) -> str:
-        """The next line, which must begin so."""
+        """Return the next line, which must begin with this text."""
         line = (await self._reader.readuntil(b"\r\n")).decode().rstrip("\r\n")
         self.lines.append(line)
         assert line.startswith(start), f"{start!r} expected, not {line!r}"
@@ -125,7 +125,7 @@ class Wire:
         return (await self._reader.readexactly(size + 2))[:-2]
 
     async def greet(self) -> None:
-        """The handshake up to the confirmed subscription."""
+        """Perform the handshake up to the confirmed subscription."""
         await self.expect("CONNECT ")
         await self.expect("PING")
         self.send(b"PONG\r\n")
@@ -134,7 +134,7 @@ class Wire:
         self.send(b"PONG\r\n")
 
     async def answer_pings(self) -> None:
-        """Be a quiet, living server until the client goes; what it says besides is passed over."""
+        """Act as an idle server that answers pings until the client leaves. Other messages are ignored."""
         with contextlib.suppress(OSError, EOFError):
             while True:
                 if await self.expect("") == "PING":
@@ -147,7 +147,7 @@ INFO = b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576,"tls_req
 
 
 class FakeServer:
-    """Plays one script for each connection, the last one again and again. Failures of a script fail the test."""
+    """Runs one script for each connection, repeating the last one. Errors in a script fail the test."""
 
     def __init__(self, *scripts: Script, info: bytes = INFO, authority: Authority, pair: Pair | None = None) -> None:
         self.port = 0
@@ -191,7 +191,7 @@ class FakeServer:
 
 @asynccontextmanager
 async def facing(*scripts: Script, info: bytes = INFO, **options: Any) -> AsyncIterator[NatsBus]:
-    """A bus whose server plays these scripts."""
+    """Return a bus whose server runs these scripts."""
     fake = FakeServer(*scripts, info=info, authority=Authority())
     async with fake.serving() as server, on_bus(server.mbus, **options) as bus:
         yield bus

@@ -9,7 +9,10 @@ from agent_shim.cli import commands
 
 
 def tables() -> str:
-    """A section for each command, in the order of ``--help``. The page says ``-b``, which most of them have."""
+    """Return a section for each command, in the order of ``--help``.
+
+    ``-b``, which most commands have, is described on the page.
+    """
     return "\n".join(_section(name, parser) for name, parser in parsers().items())
 
 
@@ -22,7 +25,7 @@ def _section(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def parsers(top: argparse.ArgumentParser | None = None) -> Mapping[str, argparse.ArgumentParser]:
-    """The parser of each command, in the order of ``--help``."""
+    """Return the parser of each command, in the order of ``--help``."""
     top = top or commands.parser()
     (below,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))  # noqa: SLF001 argparse lists its arguments nowhere else
     found: Mapping[str, argparse.ArgumentParser] = below.choices
@@ -30,12 +33,12 @@ def parsers(top: argparse.ArgumentParser | None = None) -> Mapping[str, argparse
 
 
 def arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """The arguments of a command, without ``--help``."""
+    """Return the arguments of a command, without ``--help``."""
     return [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]  # noqa: SLF001 argparse lists its arguments nowhere else
 
 
 def usage(name: str, parser: argparse.ArgumentParser) -> str:
-    """A command with all its arguments in one line."""
+    """Return a command with all its arguments on one line."""
     return " ".join(["agent-shim", name, *map(_usage, arguments(parser))])
 
 
@@ -43,7 +46,7 @@ def _usage(action: argparse.Action) -> str:
     """Return one argument in the form of a usage line."""
     written = " ".join(filter(None, [action.option_strings[0] if action.option_strings else "", _value(action)]))
     many = "..." if action.nargs in ("+", "*") else ""
-    # Up to Python 3.13 argparse requires a positional that takes any number.
+    # Up to Python 3.13, argparse treats a positional argument that takes any number of values as required.
     is_required = action.required and action.nargs != "*"
     return f"{written}{many}" if is_required else f"[{written}{many}]"
 
@@ -68,7 +71,7 @@ def _spellings(action: argparse.Action) -> Iterator[str]:
 
 
 def _default(action: argparse.Action) -> str:
-    """Return the default of an argument, unless its help says it."""
+    """Return the default of an argument, unless its help text already states it."""
     if action.default in (None, False, "", []) or action.required or "default" in (action.help or ""):
         return ""
     shown = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)

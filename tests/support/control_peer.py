@@ -1,4 +1,4 @@
-"""A peer on the control socket that answers as a test says, instead of an agent."""
+"""A peer on the control socket that gives prepared answers instead of an agent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answering(base: Path, reply: Callable[[dict[str, Any]], Any]) -> Iterator[No
         while True:
             try:
                 connection, _ = server.accept()
-            except OSError:  # shut down
+            except OSError:  # the socket was shut down
                 return
             with connection, connection.makefile("rb") as lines:
                 connection.sendall(msgspec.json.encode(reply(msgspec.json.decode(lines.readline()))) + b"\n")

@@ -1,4 +1,4 @@
-"""The corpus of real control files and of a real Director's requests, in ``tests/data/corpus``."""
+"""The corpus in ``tests/data/corpus`` of real control files and of requests from a real Director."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CORPUS = Path(__file__).resolve().parents[1] / "data/corpus"
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of the corpus and the verdict of the program it is written for."""
+    """A file of the corpus and the verdict of the program for which it was written."""
 
     file: str
     text: str
@@ -27,7 +27,7 @@ class Entry:
 
 
 def entries(kind: str) -> list[Entry]:
-    """All files of a kind (``monit``, ``bpm``), in the order of the index."""
+    """Return all files of a kind (``monit``, ``bpm``), in the order of the index."""
     with (CORPUS / kind / "index.tsv").open(newline="") as rows:
         header, *found = csv.reader(rows, delimiter="\t")
     assert header[0] == "file"

@@ -1,7 +1,7 @@
-"""Effects of each CPI on its containers: its settings file, the places of its disks, and its way to attach one.
+"""How each CPI treats its containers: its settings file, the places of its disks, and the way it attaches one.
 
-Names, paths and modes are those of the CPIs. ``/mnt`` precedes paths at the top of their file trees, where a machine of
-the tests cannot create directories.
+Names, paths and modes are those of the CPIs. Paths at the top of their file trees are prefixed with ``/mnt``, because
+test machines cannot create directories there.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ Deliver = Callable[[Machine, str, Document], None]
 
 
 def put(machine: Machine, path: str, document: Document) -> None:
-    """Into the root file system, for root alone."""
+    """Write into the root file system, readable only by root."""
     machine.write(path, document, mode=0o640)
 
 
 def put_for_all(machine: Machine, path: str, document: Document) -> None:
-    """As LXD's file push does."""
+    """Write in the way LXD's file push does."""
     machine.write(path, document, mode=0o644)
 
 
 def unpack(machine: Machine, path: str, document: Document) -> None:
-    """Docker: an archive unpacked in the running container, in which the file is there before its content is whole."""
+    """Write as Docker does, which unpacks an archive in the running container: the file exists before its content is
+    complete.
+    """
     raw = json.dumps(document).encode()
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -56,14 +58,14 @@ def unpack(machine: Machine, path: str, document: Document) -> None:
 
 
 def mount_file(machine: Machine, path: str, document: Document) -> None:
-    """A key of a ConfigMap, mounted by subPath: one read-only file."""
+    """Mount a key of a ConfigMap by subPath, which is one read-only file."""
     machine.write("/mnt/config", document, mode=0o644)
     place = shlex.quote(path)
     machine.run(f"touch {place}; mount --bind /mnt/config {place}; mount -o remount,bind,ro {place}")
 
 
 def mount_secret(machine: Machine, path: str, document: Document) -> None:
-    """A Secret, mounted as a directory: links into a directory that the kubelet exchanges."""
+    """Mount a Secret as a directory of links into a directory that the kubelet replaces as a whole."""
     place = Path(path)
     machine.write(f"/mnt/secret/..2026/{place.name}", document, mode=0o644)
     machine.run(
@@ -74,11 +76,12 @@ def mount_secret(machine: Machine, path: str, document: Document) -> None:
 
 @dataclass(frozen=True)
 class Cpi:
-    """``place`` is where the container has a disk, ``sources`` what the agent.json of its stemcell names.
+    """A CPI. ``place`` is where the container has a disk, ``sources`` are the settings sources in its stemcell's
+    agent.json.
 
-    ``attaches`` says what becomes of the container when a disk is attached or detached. ``members`` are those of the
-    settings that only this CPI writes. ``start`` is what its start command does before the agent is there, ``saves``
-    are the files that it carries from a container to the next one.
+    ``attaches`` says what happens to the container when a disk is attached or detached. ``members`` are the settings
+    members that only this CPI writes. ``start`` is what its start command does before the agent starts, and ``saves``
+    are the files that it carries over from one container to the next.
     """
 
     name: str = "a plain one"
@@ -101,7 +104,7 @@ class Cpi:
     """Its last step, which it does not wait for: the agent is up by then."""
 
     def disk(self, cid: str) -> str:
-        """Where a disk is in the container."""
+        """Return where a disk is in the container."""
         return self.place.format(cid=cid)
 
     def hint(self, cid: str) -> Any:

@@ -1,6 +1,6 @@
-"""The bosh CLI of ``create-env``: all it knows is HTTP over TLS, written here; and an agent's server to talk to.
+"""The client of ``create-env`` as the bosh CLI implements it, plain HTTP over TLS, and a server of the agent for it.
 
-Requests, statuses and polling as in cloudfoundry/bosh-agent ``agentclient/http`` and bosh-davcli ``client/client.go``.
+Requests, statuses and polling follow cloudfoundry/bosh-agent ``agentclient/http`` and bosh-davcli ``client/client.go``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IN_URL = "p%2Fss%3Aw%25rd"
 
 @cache
 def authority() -> Authority:
-    """RSA, because the suites of TLS 1.2 want it."""
+    """Return an authority with RSA keys, because the TLS 1.2 cipher suites require RSA."""
     return Authority("bosh", bits=2048)
 
 
@@ -40,14 +40,14 @@ def pair() -> Pair:
 
 
 def mbus(port: int = 0, **changes: Any) -> Mbus:
-    """The address and certificate of an agent made by create-env."""
+    """Return the address and certificate of an agent created by create-env."""
     good = {"certificate": pair().certificate, "private_key": pair().private_key, "ca": ""}
     return Mbus(**{"urls": (f"https://{USER}:{IN_URL}@127.0.0.1:{port}",)} | good | changes)
 
 
 @asynccontextmanager
 async def on_https(handle: Handle, blobs: Path, wanted: Mbus | None = None, **bounds: Any) -> AsyncIterator[HttpsBus]:
-    """An ``HttpsBus`` that listens for the length of the block."""
+    """Run an ``HttpsBus`` that listens for the duration of the block."""
     listening = asyncio.Event()
     bus = HttpsBus(wanted or mbus(), handle, blobs, on_connected=listening.set, bounds=Bounds(**bounds))
     running = asyncio.create_task(bus.run(), name="bus")
@@ -64,7 +64,7 @@ async def on_https(handle: Handle, blobs: Path, wanted: Mbus | None = None, **bo
 
 @dataclass
 class Answer:
-    """A response. Header names in lower case."""
+    """A response. Header names are lower-case."""
 
     status: int
     headers: Mapping[str, str]
@@ -76,7 +76,10 @@ def basic(user: str = USER, password: str = PASSWORD) -> str:
 
 
 def trusting(ca: str) -> ssl.SSLContext:
-    """Trust one authority, as Go clients do: ``create_default_context`` refuses BOSH's since Python 3.13."""
+    """Return a TLS context that trusts one authority, as Go clients do.
+
+    Since Python 3.13, ``create_default_context`` refuses BOSH's.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=ca)
     return context
@@ -84,7 +87,7 @@ def trusting(ca: str) -> ssl.SSLContext:
 
 @dataclass
 class Cli:
-    """Talks to the agent behind ``port``."""
+    """A client of the agent that listens on ``port``."""
 
     port: int
     context: ssl.SSLContext = field(default_factory=lambda: trusting(authority().ca))
@@ -98,21 +101,21 @@ class Cli:
             writer.transport.abort()
 
     async def send(self, method: str, path: str, body: bytes = b"", auth: str | None = None, **headers: str) -> Answer:
-        """One request. ``auth`` is the header to send, "" for none."""
+        """Send one request. ``auth`` is the Authorization header, or "" for none."""
         auth = basic() if auth is None else auth
         async with asyncio.timeout(60), self.connected() as (reader, writer):
             writer.write(head(method, path, len(body), auth, **headers) + body)
             return await read_answer(reader, method)
 
     async def put_blob(self, blob_id: str, content: bytes) -> Answer:
-        """As bosh-davcli does it."""
+        """Upload a blob as bosh-davcli does."""
         return await self.send("PUT", dav_path(blob_id), content)
 
     async def get_blob(self, blob_id: str) -> Answer:
         return await self.send("GET", dav_path(blob_id))
 
     async def call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """One request to the agent: no ``protocol``, no ``reply_to`` that means anything."""
+        """Send one request to the agent, without ``protocol`` and with a ``reply_to`` that has no meaning."""
         body = json.dumps({"method": method, "arguments": arguments, "reply_to": "unused"}).encode()
         answer = await self.send("POST", "/agent", body)
         assert answer.status == 200, answer
@@ -126,7 +129,7 @@ class Cli:
         return reply["value"]
 
     async def run(self, method: str, *arguments: Any) -> Any:
-        """The result of what must be answered with a task, which is polled."""
+        """Return the result of an action that must be answered with a task, by polling that task."""
         value = await self.value(method, *arguments)
         assert value["state"] == "running"
         task_id = value["agent_task_id"]
@@ -137,7 +140,7 @@ class Cli:
 
 
 def dav_path(blob_id: str) -> str:
-    """Spread over directories by the sha1 of the id."""
+    """Return the path of a blob, which is spread over directories by the sha1 of its id."""
     return f"/blobs/{hashlib.sha1(blob_id.encode()).hexdigest()[:2]}/{blob_id}"
 
 

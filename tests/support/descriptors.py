@@ -1,4 +1,4 @@
-"""A process without a free descriptor."""
+"""Exhausts the file descriptors of a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def none_free() -> Iterator[None]:
-    """Take each free descriptor, up to a limit of 200, for the length of the block."""
+    """Use up all free descriptors, under a limit of 200, for the duration of the block."""
     taken: list[int] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))

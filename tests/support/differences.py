@@ -1,4 +1,4 @@
-"""Where two values differ: what a failed comparison of structs shows."""
+"""Finds where two values differ, for the message of a failed comparison of structs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ MISSING = object()
 
 
 def differences(left: object, right: object, place: str = "") -> Iterator[str]:
-    """Yield a line ``place: left != right`` for each field, item or member that differs, as deep as possible."""
+    """Yield a line ``place: left != right`` for each field, item or member that differs, at the deepest possible
+    level.
+    """
     if left == right:
         return
     if type(left) is type(right) and isinstance(left, msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Effects of a request on the agent's machine, observed from outside by files and processes."""
+"""Checks what a request has changed on the agent's machine, from outside, through files and processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG_TREES: Final = {"job": "var/vcap/data/sys/log", "agent": "var/vcap/bosh/log"
 
 @dataclass(frozen=True)
 class Effects:
-    """Effects on one machine with the agent ``agent_id``, whose local blobstore is ``blobs``."""
+    """The machine of agent ``agent_id``, whose local blobstore is ``blobs``."""
 
     agent_id: str
     machine: Machine
@@ -31,14 +31,14 @@ class Effects:
         return Paths(self.machine.vcap)
 
     def check(self, method: str, arguments: list[Any], value: Any) -> bool:
-        """Assert that a request that was answered with ``value`` did what it says. False where it leaves nothing."""
+        """Assert that a request that returned ``value`` had its effect. Return False for a request that leaves none."""
         found: Callable[..., None] | None = getattr(self, f"_{method}", None)
         if found is not None:
             found(value, *arguments)
         return found is not None
 
     def processes(self) -> list[str]:
-        """The command lines of what jobs have running."""
+        """Return the command lines of the processes that jobs have running."""
         lines = []
         for path in (self.machine.root / "proc").glob("[0-9]*/cmdline"):
             try:
@@ -183,27 +183,28 @@ class Effects:
         assert not self._is_there(self.paths.store_migration_target, old)
 
     def _is_there(self, place: Path, cid: str) -> bool:
-        """Return True if a disk is at a place, by a mount or a link. The agent's marker on it decides."""
+        """Return True if a disk is at a place, through a mount or a link. The agent's marker on the disk decides."""
         if place.is_symlink():
             place = self._seen(place)
         marker = place / ".agent_shim/disk.json"
         return marker.exists() and bool(self._json(marker)["cid"] == cid)
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- queries
+    # ---------------------------------------------------------------------------------------------------------
 
     def _has_script(self, job: str, name: str) -> bool:
         return job in self._names(self.paths.jobs) and (self._seen(self.paths.jobs / job) / "bin" / name).exists()
 
     def _hooks(self) -> list[str]:
-        """Return the records of the recordings' job about its own scripts."""
+        """Return what the job in the recordings has recorded about its own scripts."""
         return (self.paths.log / "web/hooks.log").read_text().splitlines()
 
     def _seen(self, link: Path) -> Path:
-        """Where a link with an absolute target, which means the machine's, leads to."""
+        """Return the outside path to which an absolute link inside the machine leads."""
         return self.machine.root / str(link.readlink()).lstrip("/")
 
     def _in_use(self, links: Path) -> set[str]:
-        return self._names(links) - {"bpm"}  # where releases look for the command that we have ourselves
+        return self._names(links) - {"bpm"}  # where releases look for the bpm command, which we provide ourselves
 
     @staticmethod
     def _names(directory: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""A BOSH environment for containers: a bus with its peers, a blobstore, and what a CPI would tell an agent of them."""
+"""A BOSH environment for containers: a bus with its peers, a blobstore, and the settings that a CPI would write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOBS: Final = "/blobs"
 
 @dataclass(frozen=True)
 class Environment:
-    """Containers connect to ``address``, which leads over ``proxy`` to ``server``."""
+    """An environment. Containers connect to ``address``, from which ``proxy`` leads to ``server``."""
 
     address: str
     proxy: Proxy
@@ -39,7 +39,7 @@ class Environment:
         return self.scratch / "blobs"
 
     def settings(self, *, bootstrap: bool = True, **members: Any) -> str:
-        """Return the settings of a CPI. ``bootstrap``: with the credentials for the first contact only."""
+        """Return the settings of a CPI. With ``bootstrap`` they only contain the credentials for the first contact."""
         mbus = self.server.mbus(AGENT, bootstrap=bootstrap)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         store = {"provider": "local", "options": {"blobstore_path": BLOBS}}
@@ -53,7 +53,9 @@ class Environment:
         return json.dumps(document | members)
 
     async def replace_credentials(self) -> None:
-        """Complete the first contact: permanent credentials replace the first ones, which are no longer accepted."""
+        """Complete the first contact: permanent credentials replace the first ones, which are then no longer
+        accepted.
+        """
         mbus = self.server.mbus(AGENT)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         await self.director.run(AGENT, "update_settings", {"mbus": {"urls": self._urls(), "cert": cert}})
@@ -63,7 +65,7 @@ class Environment:
         return [f"nats://{self.address}:{self.proxy.port}"]
 
     async def until_pong(self) -> None:
-        """Ask until the agent answers."""
+        """Ping until the agent answers."""
         async with asyncio.timeout(60):
             while True:
                 with contextlib.suppress(RpcTimeoutError):
@@ -71,7 +73,7 @@ class Environment:
                     return
 
     async def deploy(self, release: Mapping[str, Mapping[str, str | bytes]] | None = None) -> None:
-        """Deploy jobs (else one that sleeps) as the Director does, until they run."""
+        """Deploy jobs (by default one that sleeps) as the Director does, and wait until they run."""
         spec = jobs.spec(self.blobs, release or {"sleeper": jobs.sleeper(Paths(), "sleeper")})
         await self.until_pong()
         await self.director.run(AGENT, "apply", spec)
@@ -79,7 +81,7 @@ class Environment:
         await self.until_state("running")
 
     async def until_state(self, wanted: str) -> None:
-        """Wait until the jobs have the state. The first request after a restart must reach an agent."""
+        """Wait until the jobs have the given state. After a restart, the first request must reach an agent."""
         await self.until_pong()
         async with asyncio.timeout(60):
             while (await self.director.value(AGENT, "get_state"))["job_state"] != wanted:
@@ -88,7 +90,7 @@ class Environment:
 
 @asynccontextmanager
 async def environment(address: str, scratch: Path) -> AsyncIterator[Environment]:
-    """One for the length of the block, with a bus that lets ``AGENT`` in. ``address`` need not be there yet."""
+    """Run an environment whose bus admits ``AGENT``. ``address`` need not exist yet."""
     authority = Authority()
     pair = authority.server(hosts=("127.0.0.1", address))
     async with NatsServer(scratch / "bus", authority, pair=pair) as server:

@@ -1,4 +1,7 @@
-"""Machines with an agent on each, a bus and a Director: ``agent-shim run`` as root with a real ``/var/vcap``."""
+"""Machines with one agent each, a bus and a Director.
+
+The agents are ``agent-shim run`` as root with a real ``/var/vcap``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass
 class Fleet:
-    """``machines`` by agent id. Everything ends with ``fleet``'s block."""
+    """The machines by agent id. All of them end with the ``fleet`` block."""
 
     scratch: Path
     server: NatsServer
@@ -40,11 +43,11 @@ class Fleet:
     ssh_port: int = field(default_factory=free_port)
 
     def blobs(self, agent_id: str) -> Path:
-        """The blobstore of one machine, from outside."""
+        """Return the blobstore directory of a machine as seen from outside."""
         return self.scratch / agent_id / "blobs"
 
     def credentials(self, agent_id: str, *, bootstrap: bool = False) -> dict[str, str]:
-        """A new client certificate as settings carry it."""
+        """Return a new client certificate in the form that settings use."""
         mbus = self.server.mbus(agent_id, bootstrap=bootstrap)
         return {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
 
@@ -57,7 +60,10 @@ class Fleet:
         bosh: Mapping[str, Any] = MappingProxyType({}),
         **members: Any,
     ) -> Machine:
-        """One more machine, whose agent answers. ``volumes`` as ``machine`` has them, ``bosh`` joins env.bosh."""
+        """Add a machine and wait until its agent answers.
+
+        ``volumes`` are passed to ``machine``, ``bosh`` is added to env.bosh.
+        """
         self.blobs(agent_id).mkdir(parents=True)
         await self.server.add_agent(agent_id)
         stack = self.stack.enter_context(ExitStack())
@@ -90,14 +96,14 @@ class Fleet:
         return made
 
     def remove(self, agent_id: str) -> None:
-        """The end of a machine, as a CPI deletes it."""
+        """Remove a machine, as a CPI deletes it."""
         del self.machines[agent_id]
         self.ends.pop(agent_id).close()
 
 
 @asynccontextmanager
 async def fleet(scratch: Path) -> AsyncIterator[Fleet]:
-    """A bus, a Director that polls without pause, and no machine yet."""
+    """Run a bus and a Director that polls without pauses, initially without machines."""
     director = Director(poll=0.01)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(NatsServer(scratch / "bus"))

@@ -1,4 +1,4 @@
-"""Files of the Go agent and monit on a machine, and Debian's monit on it."""
+"""Puts the files of the Go agent and monit, and Debian's monit itself, on a machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ NAMES = ("web", "worker", "db")
 
 
 def leave_as_the_go_agent(machine: Machine) -> None:
-    """The tree after ``apply`` and ``start`` (agent/applier, jobsupervisor), with logs of every start."""
+    """Write the tree that exists after ``apply`` and ``start`` (agent/applier, jobsupervisor), with a log of every
+    start.
+    """
     vcap, package = machine.vcap, "/var/vcap/data/packages/tool/digest"
     for path in ("monit/job", "bosh", "data/sys/run", "data/sys/log", "jobs", "packages", "instance"):
         (vcap / path).mkdir(parents=True, exist_ok=True)
@@ -81,7 +83,7 @@ def start_monit(machine: Machine) -> subprocess.Popen[bytes]:
 
 
 def starts(machine: Machine) -> dict[str, list[str]]:
-    """The process numbers under which each job was ever started."""
+    """Return the pids with which each job was ever started."""
     return {
         name: path.read_text().split() if (path := machine.vcap / f"data/{name}/starts").exists() else []
         for name in NAMES
@@ -89,7 +91,7 @@ def starts(machine: Machine) -> dict[str, list[str]]:
 
 
 async def until_monit_has(machine: Machine, expected: int) -> None:
-    """Wait until so many processes are known to run by monit."""
+    """Wait until monit reports this many processes as running."""
     async with asyncio.timeout(60):
         while True:
             shown = machine.popen(["monit", "-c", "/var/vcap/monit/monitrc", "summary"], stdout=subprocess.PIPE)
@@ -108,9 +110,9 @@ TASK: Final = "task-of-before"
 
 
 def write_all_state_files(machine: Machine, disk: str) -> None:
-    """Everything else that it keeps below ``bosh``, in its shapes. ``disk`` is the one that it had mounted.
+    """Write all other files that the Go agent keeps below ``bosh``. ``disk`` is the one that it had mounted.
 
-    agent/task/concrete_manager.go, platform/linux_platform.go, platform/bootstrap_state.go, agent/bootonce.
+    Formats: agent/task/concrete_manager.go, platform/linux_platform.go, platform/bootstrap_state.go, agent/bootonce.
     """
     updates: dict[str, Any] = {
         "blobstores": None,

@@ -1,9 +1,10 @@
-"""A virtual machine for what this kernel cannot show: systemd as process 1, cgroup v2 alone, disks that hang, clocks.
+"""A virtual machine for what this kernel cannot show: systemd as process 1, cgroup v2 only, hanging disks, clocks.
 
     python -m tests.support.guest [--limit SECONDS] COMMAND…
 
-runs a command in a copy of this project inside it, as root, and ends with its exit code. The processor is emulated:
-nothing of the machine outside is needed, or touched. There is no network. One tar goes in on a disk, one comes out.
+runs a command as root on a copy of this project in the guest, and exits with its exit code. The processor is emulated,
+so the guest neither needs nor touches anything of the host. There is no network. Files go in as a tar archive on one
+disk and come out as another.
 """
 
 from __future__ import annotations
@@ -83,18 +84,18 @@ _SIGN: Final = Path("/etc/systemd/system/guest.service")
 
 
 def is_here() -> bool:
-    """Return True inside the guest, where everything belongs to the test."""
+    """Return True inside the guest, where a test may do anything."""
     return _SIGN.exists()
 
 
 class GuestError(Exception):
-    """It could not be made, or did not come to the end of its command."""
+    """The guest could not be created, or did not finish its command."""
 
 
 def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
-    """Run a command in a fresh guest, with this project as its directory. Return its exit code.
+    """Run a command in a new guest, in the directory of this project. Return its exit code.
 
-    Its output goes to standard output at once. Files in its ``/out`` are copied to ``out``. Raises ``GuestError``.
+    Its output is passed to standard output at once. Files in its ``/out`` are copied to ``out``. Raises ``GuestError``.
     """
     base = _base()
     with tempfile.TemporaryDirectory(prefix="agent-shim-guest-") as name:
@@ -114,7 +115,7 @@ def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
 
 
 def _boot(base: Path, scratch: Path, limit: float) -> int | None:
-    """Until it powers off. The exit code of the emulator, None where its time was up."""
+    """Run the guest until it powers off. Return the exit code of the emulator, or None if the time was up."""
     disks = [f"file={base / 'root'},snapshot=on", f"file={scratch / 'in'},readonly=on", f"file={scratch / 'out'}"]
     line = "root=/dev/vda rw console=ttyS0 quiet panic=-1 init=/usr/lib/systemd/systemd"
     argv: list[str | Path] = [
@@ -135,12 +136,12 @@ def _boot(base: Path, scratch: Path, limit: float) -> int | None:
 
 
 def _pack(disk: Path, command: Sequence[str]) -> None:
-    """The files of this project that git knows or would take, the compiled keeper, and what to run."""
+    """Pack the project's files that git knows or would add, the compiled keeper, and the command to run."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
     subprocess.run([sys.executable, "hatch_build.py"], cwd=ROOT, check=True)
     with tarfile.open(disk, "w") as tar:
-        # The guest has no compiler.
+        # The compiled keeper is included because the guest has no compiler.
         for name in [*names, KEEPER]:
             if name and os.path.lexists(ROOT / name):
                 tar.add(ROOT / name, name, filter=_of_root)
@@ -157,9 +158,9 @@ def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _base() -> Path:
-    """Return the root file system, kernel and initrd, made once a week so that security updates arrive.
+    """Return the root file system, kernel and initrd. They are rebuilt every week to include security updates.
 
-    ``packages`` beside them has the versions of their packages.
+    ``packages`` beside them contains the versions of their packages.
     """
     told = [
         SUITE,
@@ -230,13 +231,13 @@ def _make(tree: Path, half: Path) -> None:
 
 
 def _scripts() -> list[str]:
-    """``name=module:function`` of each command of the project."""
+    """Return ``name=module:function`` for each command of the project."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [f"{name}={target}" for name, target in project["scripts"].items()]
 
 
 def main() -> int:
-    """The exit code of the command."""
+    """Run the guest and return the exit code of the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.guest", description=__doc__)
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=None, metavar="DIRECTORY", help="for what is left in /out")

@@ -1,6 +1,6 @@
 """A small HTTP server that stores PUT bodies, returns them, and misbehaves on request; and a proxy.
 
-It works on raw sockets: a correct server cannot cut, stall or lie.
+Both use raw sockets, because a correct HTTP server cannot cut connections, stall or lie.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ THINK = "think"
 
 @dataclass
 class Request:
-    """A request. Header names in lower case."""
+    """A request. Header names are lower-case."""
 
     method: str
     target: str
@@ -51,8 +51,10 @@ class Request:
 
 @dataclass
 class Server:
-    """``blobs`` by path without query. ``plan`` says how to answer the coming requests, one entry each: a status
-    (refused before the body is read), ``redirect:URL`` or one of the words above. When it is empty the server behaves.
+    """A server. ``blobs`` are stored by path without the query.
+
+    ``plan`` says how to answer the next requests, with one entry each: a status (sent before the body is read),
+    ``redirect:URL`` or one of the words above. When it is empty, the server behaves correctly.
     """
 
     blobs: dict[str, bytes] = field(default_factory=dict)
@@ -164,20 +166,23 @@ async def respond(writer: asyncio.StreamWriter, status: int, body: bytes, **head
 
 
 async def _linger(reader: asyncio.StreamReader) -> None:
-    """Let the client close, as nginx does: one that still writes would see a reset instead of the answer."""
+    """Let the client close the connection, as nginx does.
+
+    Otherwise a client that is still writing would see a reset instead of the answer.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(5):
             await reader.read()
 
 
 def basic(user: str) -> str:
-    """The header for ``name:password``."""
+    """Return the Basic authorization header for ``name:password``."""
     return f"Basic {base64.b64encode(user.encode()).decode()}"
 
 
 @asynccontextmanager
 async def http_server(where: Path | None = None, pair: Pair | None = None) -> AsyncIterator[Server]:
-    """A server for the length of the block; with a certificate (its files go to ``where``) it speaks TLS."""
+    """Run a server. With a certificate, whose files are written to ``where``, it uses TLS."""
     server = Server()
     context = None
     if pair is not None:
@@ -192,7 +197,7 @@ async def http_server(where: Path | None = None, pair: Pair | None = None) -> As
 
 @dataclass
 class Proxy:
-    """A forward proxy: hands requests on and opens tunnels. ``seen`` are the requests made to it."""
+    """A forward proxy, which passes requests on and opens tunnels. ``seen`` are the requests made to it."""
 
     seen: list[Request] = field(default_factory=list)
     port: int = 0
@@ -235,7 +240,7 @@ async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @asynccontextmanager
 async def http_proxy() -> AsyncIterator[Proxy]:
-    """A proxy for the length of the block."""
+    """Run a proxy for the duration of the block."""
     proxy = Proxy()
     async with serving(proxy.serve) as proxy.port:
         yield proxy

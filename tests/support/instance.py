@@ -1,4 +1,4 @@
-"""A private bus, a Director and an agent as a process of its own, in a scratch directory."""
+"""A scratch directory with a private bus, a Director, and an agent in a process of its own."""
 
 from __future__ import annotations
 
@@ -100,23 +100,26 @@ class World:
 
     @property
     def beside(self) -> Path:
-        """Directory for pidfiles of a command that runs more programs than the agent.
+        """The pidfile directory of a command that runs more programs than the agent.
 
-        ``*.pid`` are measured with the agent. The group that ``group`` leads is ended with the world: it outlives an
-        agent that is killed or started again.
+        The processes named in ``*.pid`` are measured together with the agent. The process group led by ``group`` is
+        killed with this world, because it outlives an agent that is killed or restarted.
         """
         return self.scratch / "beside"
 
     def pss(self) -> float:
-        """Return the memory (MB) of the agent and of the programs beside it."""
+        """Return the memory (PSS in MB) of the agent and of the programs beside it."""
         return sum(map(pss, self.together()))
 
     def own_memory(self) -> float:
-        """Return the memory (MB) that the same have written and share with none; for differences."""
+        """Return the memory in MB that these programs have written and share with no other process.
+
+        Useful for differences.
+        """
         return sum(map(own_memory, self.together()))
 
     def cpu_seconds(self) -> float:
-        """Return the processor time of the same, in seconds."""
+        """Return the processor time of these programs in seconds."""
         return sum(map(cpu_seconds, self.together()))
 
     def together(self) -> list[int]:
@@ -124,7 +127,10 @@ class World:
         return [self.pid, *(int(path.read_text()) for path in self.beside.glob("*.pid"))]
 
     async def start_agent(self) -> float:
-        """Start the agent. Return the seconds from exec to its first pong. Raises ``HostError`` if it ends before."""
+        """Start the agent.
+
+        Return the seconds from exec to its first pong. Raises ``HostError`` if it exits before that.
+        """
         if not self.config.exists():
             self.write_settings()
         begun_at = time.monotonic()
@@ -132,7 +138,7 @@ class World:
         async with asyncio.timeout(120):
             while True:
                 try:
-                    # A slow machine gets more time for one answer.
+                    # On a slow machine, wait longer for each answer.
                     patience = 0.01 if time.monotonic() - begun_at < 5 else 1.0
                     await self.director.value(self.agent_id, "ping", timeout=patience)
                     return time.monotonic() - begun_at
@@ -145,11 +151,11 @@ class World:
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
     def log_text(self) -> str:
-        """Return the agent's log, "" before its start."""
+        """Return the agent's log, or "" before its first start."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def forget_log(self) -> None:
-        """Begin a new log with the next agent."""
+        """Begin a new log with the next start of the agent."""
         self._log.unlink(missing_ok=True)
 
     @property
@@ -157,18 +163,18 @@ class World:
         return self.scratch / "agent.log"
 
     def exec_agent(self) -> None:
-        """Start the agent with the present settings, without waiting for an answer."""
+        """Start the agent with the current settings, without waiting for an answer."""
         self.agent = process.spawn(
             self.argv(), env={**os.environ, **ENVIRONMENT}, cwd=self.scratch, stdout=self._log, stderr=self._log
         )
 
     def argv(self) -> list[str]:
-        """The words of the command."""
+        """Return the words of the agent's command line."""
         return [word.format(config=self.config, base=self.base) for word in shlex.split(self.command)]
 
     @property
     def config(self) -> Path:
-        """The agent.json."""
+        """Return the path of agent.json."""
         return self.scratch / "agent.json"
 
     @property
@@ -184,14 +190,14 @@ class World:
         self.agent = None
 
     def starts(self) -> dict[str, list[int]]:
-        """Return all pids under which each job was started."""
+        """Return all pids with which each job was ever started."""
         return {
             path.parent.name: [int(line) for line in path.read_text().split()]
             for path in (self.base / "data").glob("*/starts")
         }
 
     async def stop_agent(self) -> int | None:
-        """End the agent in order, if it runs. Return its exit code."""
+        """Shut the agent down if it is running. Return its exit code."""
         if self.agent is None:
             return None
         self.agent.send(signal.SIGKILL if self.is_apart else signal.SIGTERM)
@@ -200,7 +206,7 @@ class World:
         return code
 
     async def deploy(self, jobs: int = 1, packages: int = 0, size: int = 0, **options: Any) -> dict[str, int]:
-        """Deploy ``spec`` to an agent, started if there is none. Return the pids of the running jobs."""
+        """Deploy ``spec``, after starting an agent if there is none. Return the pids of the running jobs."""
         if self.agent is None:
             await self.start_agent()
         await self.run("apply", self.spec(jobs, packages, size, **options))
@@ -217,12 +223,12 @@ class World:
         return status, out.read_text()
 
     def end_what_is_beside(self) -> None:
-        """The agent first: it would start the jobs again."""
+        """End the agent first, because it would restart the jobs."""
         with suppress(FileNotFoundError, ProcessLookupError):
             os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)
 
     def write_settings(self) -> None:
-        """Write the files for the start of the agent. The first start does it by itself."""
+        """Write the files that the agent needs to start. Its first start does this automatically."""
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         self.store.mkdir(exist_ok=True)
@@ -241,11 +247,11 @@ class World:
 
     @property
     def store(self) -> Path:
-        """The directory of the local blobstore."""
+        """Return the directory of the local blobstore."""
         return self.scratch / "blobs"
 
     def blob(self, name: str, content: bytes) -> dict[str, str]:
-        """Put a blob into the store. Return its id and digest."""
+        """Store a blob. Return its id and digest."""
         (self.store / name).write_bytes(content)
         if self.kept is not None and len(content) <= MAX_KEPT_BYTES:
             (self.kept / name).write_bytes(content)
@@ -263,7 +269,7 @@ class World:
         """Return a spec of ``jobs`` sleeping jobs and ``packages`` packages of ``size`` bytes each, half of them
         random.
 
-        ``more`` jobs come with their files.
+        ``more`` are further jobs, given with their files.
         """
         names = [f"job{number}" for number in range(jobs)]
         files: dict[str, str | bytes] = {f"{job}/{path}": text for job, of in more.items() for path, text in of.items()}
@@ -296,13 +302,13 @@ class World:
         }
 
     def pids(self) -> dict[str, int]:
-        """Return the pids in the pidfiles of the jobs, of bpm's too."""
+        """Return the pids in the pidfiles of the jobs, including those of bpm."""
         found: dict[str, int] = {}
         if self.is_apart:
             return found
         run = self.base / "data/sys/run"
         for path in (*run.glob("*/*.pid"), *run.glob("bpm/*/*.pid")):
-            # A case may have put a pipe there, which would block an open.
+            # A case may have put a pipe here, and opening it would block.
             with suppress(OSError):
                 text = guarded.head(path, MAX_PIDFILE_BYTES).strip()
                 if text.isdigit() and int(text) > 1:
@@ -310,7 +316,7 @@ class World:
         return found
 
     async def run(self, method: str, *arguments: Any, limit: float | None = None) -> float:
-        """Run an action, polling without a pause, for ``limit`` seconds at most. Return its seconds."""
+        """Run an action for at most ``limit`` seconds, polling without a pause. Return how many seconds it took."""
         begun_at = time.monotonic()
         await self.director.run(self.agent_id, method, *arguments, limit=limit)
         took = time.monotonic() - begun_at
@@ -321,7 +327,7 @@ class World:
         return took
 
     async def until_running(self) -> float:
-        """Return the seconds until the agent reports the jobs as running."""
+        """Return how many seconds pass until the agent reports the jobs as running."""
         begun_at = time.monotonic()
         async with asyncio.timeout(120):
             while (await self.director.value(self.agent_id, "get_state"))["job_state"] != "running":
@@ -330,13 +336,13 @@ class World:
 
 
 async def _echo(data: bytes) -> tuple[str, bytes]:
-    await asyncio.sleep(0.001)  # or it would be polled in every turn of the loop
+    await asyncio.sleep(0.001)  # otherwise the agent would be polled in every turn of the loop
     return json.loads(data)["reply_to"], b'{"value":"pong"}'
 
 
 @asynccontextmanager
 async def bystander(w: World) -> AsyncIterator[None]:
-    """Run another client on the bus, ``BYSTANDER``, that only answers. Its delays are the machine's."""
+    """Run another client on the bus, ``BYSTANDER``, that only answers. Its delays are those of the machine."""
     await w.server.add_agent(BYSTANDER)
     bus = NatsBus(BYSTANDER, w.server.mbus(BYSTANDER), _echo)
     running = asyncio.create_task(bus.run())
@@ -349,7 +355,7 @@ async def bystander(w: World) -> AsyncIterator[None]:
 
 
 def _content(seed: int, size: int) -> bytes:
-    """Return a package: half random bytes, half text."""
+    """Return the content of a package: half random bytes, half text."""
     random_half = random.Random(seed).randbytes(size // 2)
     text_half = (b"all work and no play makes a dull package\n" * (size // 80 + 1))[: size // 2]
     return archive({"content": random_half + text_half})
@@ -357,7 +363,7 @@ def _content(seed: int, size: int) -> bytes:
 
 @asynccontextmanager
 async def world(command: str) -> AsyncIterator[World]:
-    """Yield a world with a bus and a Director, and no agent yet."""
+    """Yield a world with a bus and a Director, but without an agent."""
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-bench-"))
     director = Director(poll=0)
     try:

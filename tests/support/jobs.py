@@ -1,4 +1,4 @@
-"""Jobs and packages for tests: rendered, packed, put into the local blobstore, and the spec that names them."""
+"""Jobs and packages for tests: rendered, packed, and stored in the local blobstore, with the spec that names them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 
 def blob(store: Path, content: bytes, name: str = "") -> dict[str, str]:
-    """Put content into a local blobstore. Its id and digest as a spec names them."""
+    """Store content in a local blobstore. Return its id and digest as they appear in a spec."""
     digest = hashlib.sha1(content).hexdigest()
     blob_id = name or f"blob-{digest[:8]}"
     store.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def spec(
     version: str = "1",
     **members: Any,
 ) -> dict[str, Any]:
-    """A full apply spec. ``jobs`` and ``packages`` map names to their files."""
+    """Return a full apply spec. ``jobs`` and ``packages`` map names to their files."""
     files = {f"{job}/{path}": text for job, content in jobs.items() for path, text in content.items()}
     templates = [{"name": name, "version": version} for name in jobs]
     first = next(iter(jobs), "")
@@ -53,7 +53,7 @@ def spec(
 
 
 def monit(name: str, pidfile: Path, start: str, stop: str, within: str = "") -> str:
-    """A monit file of one process. ``within`` follows the start program."""
+    """Return a monit file with one process. ``within`` is inserted after the start program."""
     return f"""check process {name}
   with pidfile {pidfile}
   start program "{start}" {within}
@@ -63,7 +63,10 @@ def monit(name: str, pidfile: Path, start: str, stop: str, within: str = "") -> 
 
 
 def process(paths: Paths, job: str, start: str, stop: str = "kill $(cat $pidfile)", within: str = "") -> dict[str, str]:
-    """The files of a job of one process. ``start`` and ``stop`` are shell scripts that know ``$pidfile``."""
+    """Return the files of a job with one process.
+
+    ``start`` and ``stop`` are shell scripts in which ``$pidfile`` is set.
+    """
     pidfile = paths.run / job / f"{job}.pid"
     ctl = paths.jobs / job / "bin/ctl"
     script = f"#!/bin/sh\npidfile={pidfile}\ncase $1 in\nstart)\n{start}\n;;\nstop)\n{stop}\n;;\nesac\n"
@@ -71,12 +74,12 @@ def process(paths: Paths, job: str, start: str, stop: str = "kill $(cat $pidfile
 
 
 def of_bpm(paths: Paths, job: str, config: str) -> dict[str, str]:
-    """The files of a job whose process of its name bpm runs."""
+    """Return the files of a job whose process, named like the job, is run by bpm."""
     bpm = paths.jobs / "bpm/bin/bpm"
     pidfile = paths.run / "bpm" / job / f"{job}.pid"
     return {"monit": monit(job, pidfile, f"{bpm} start {job}", f"{bpm} stop {job}"), "config/bpm.yml": config}
 
 
 def sleeper(paths: Paths, job: str) -> dict[str, str]:
-    """The files of a job whose one process sleeps."""
+    """Return the files of a job with one process that sleeps."""
     return process(paths, job, "echo $$ > $pidfile; exec sleep 1000", "kill $(cat $pidfile); rm -f $pidfile")

@@ -1,4 +1,4 @@
-"""Kills and failures at system calls of an agent that change files."""
+"""Kills an agent at, or fails, its system calls that change files."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ Told = dict[str, Any]
 async def killed(
     stand: Stand, number: int, who: str, places: Sequence[Path], work: Callable[[], Awaitable[None]]
 ) -> Told:
-    """Kill a victim at call ``number`` of ``work`` that changes a file below ``places``.
+    """Kill a process at call number ``number`` of ``work`` that changes a file below ``places``.
 
-    Returns when a killed agent runs again. ``work`` may have failed or be unfinished.
+    Returns when the killed agent runs again. ``work`` may have failed or be incomplete.
     """
     pid = stand.pid
     async with tracing(pid, number, who, places) as lines:
         working = asyncio.ensure_future(work())
         telling = asyncio.create_task(lines.readline())
         await asyncio.wait([working, telling], return_when=asyncio.FIRST_COMPLETED)
-    told: Told = json.loads(await telling or "{}")  # the tracer may have killed after the work, until it ended
+    # the tracer may have killed the process between the end of the work and its own
+    told: Told = json.loads(await telling or "{}")
     if not told:
         await working
         return {}
@@ -47,7 +48,7 @@ async def killed(
 
 
 async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:
-    """Return the reports of all calls of ``work`` that change a file below ``places``. None is killed."""
+    """Return a report on every call of ``work`` that changes a file below ``places``. Nothing is killed."""
     async with tracing(stand.pid, 0, "root", places) as lines:
         reading = asyncio.create_task(lines.read())
         await work()
@@ -55,7 +56,7 @@ async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awai
 
 
 async def _end_workers(pid: int) -> None:
-    """End the workers that rest: the tracer follows those that start while it runs."""
+    """End the idle workers, because the tracer only follows workers that start while it runs."""
     while workers := [child for child in _children(pid) if b"agent_shim.bulk.worker" in _command_line(child)]:
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
@@ -75,7 +76,7 @@ def _command_line(pid: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> AsyncIterator[asyncio.StreamReader]:
-    """Yield the lines of a tracer of a process that is followed."""
+    """Yield the lines of a tracer that follows a process."""
     await _end_workers(pid)
     argv = ["-m", "tests.support.tracer", str(pid), str(number), who, *map(str, places)]
     tracer = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -88,12 +89,13 @@ async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> As
     finally:
         if tracer.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(tracer.pid, signal.SIGTERM)  # terminate() may reap it, and asyncio would lose its status
+                # terminate() may reap the process, and asyncio would lose its exit status
+                os.kill(tracer.pid, signal.SIGTERM)
         await tracer.wait()
 
 
 async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
-    """Kill at each ``step``th call until two calls in a row do not occur: two runs differ by a call or two.
+    """Kill at every ``step``th call until two calls in a row do not occur, since two runs differ by a call or two.
 
     Return the number of kills and the last call.
     """
@@ -109,7 +111,7 @@ async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int
 
 
 async def tidied(places: Sequence[Path], where: str) -> None:
-    """Check that no half-written file remains. A file that is being written has another name each time."""
+    """Check that no half-written file remains. A file that is still being written has a different name at each look."""
 
     def left() -> set[Path]:
         return {path for place in places for glob in (".*.tmp-*", "worker-*") for path in place.rglob(glob)}
@@ -119,12 +121,12 @@ async def tidied(places: Sequence[Path], where: str) -> None:
 
 
 def places_of_state(base: Path) -> list[Path]:
-    """Return the directories of the state files."""
+    """Return the directories that contain state files."""
     return [base / "bosh", base / "data/bosh", base / "instance", base / "monit"]
 
 
 def changes(stand: Stand, version: str) -> Sequence[tuple[Any, ...]]:
-    """Return requests of a Director that change each state file. The settings of the CPI change too."""
+    """Return requests that together change every state file, and also change the CPI's settings."""
     document = json.loads(stand.world.source.read_text())
     document["vm"]["name"] = version
     stand.world.source.write_text(json.dumps(document))

@@ -1,4 +1,4 @@
-"""The table of limits for docs/configuration.md, with the values of the constants."""
+"""Generates the table of limits for docs/configuration.md from the values of the constants."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ LIMITS: Final = (
 
 
 def table() -> str:
-    """A row for each limit."""
+    """Return the table with a row for each limit."""
     rows = [f"| {subject} | {shown(constant)} | {beyond} |" for subject, constant, beyond in LIMITS]
     return "\n".join(["| | limit | beyond |", "|---|---|---|", *rows, ""])
 
 
 def shown(constant: str) -> str:
-    """The value of a constant in the unit that ends its name."""
+    """Return the value of a constant with the unit that ends its name."""
     module, _, name = constant.rpartition(".")
     value = getattr(importlib.import_module(f"{package}.{module}"), name)
     if name.endswith("_BYTES"):

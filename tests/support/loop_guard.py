@@ -1,10 +1,10 @@
-"""A check of agents under test: reports each callback that blocks the event loop for more than 50 ms.
+"""A check of agents under test, which reports each callback that blocks the event loop for more than 50 ms.
 
 Wall time proves little on a busy machine, so it only triggers the check. Two figures of the kernel decide: the CPU time
 of the thread, and its sleep, which is wall time minus CPU time minus the wait for a CPU (schedstat). Sleep counts only
-if a second thread, which looks every 10 ms, saw the loop's thread asleep in a system call. Two calls do not count,
-because others may make them wait for a CPU: a wait for the interpreter's lock, and a read of ``/proc``, which takes
-locks of the kernel. Sleep is ignored if pages were read from a disk.
+if a second thread, which looks every 10 ms, saw the loop's thread asleep in a system call. Two kinds of sleep do not
+count, because their length depends on others that wait for a CPU: waiting for the GIL, and reading ``/proc``, which
+takes kernel locks. Sleep is also ignored if pages were read from a disk.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class _Clock(NamedTuple):
 
 
 def _now(*, is_end: bool) -> _Clock:
-    """Read the clocks. A wait for the processor between two of them must not look like sleep.
+    """Read the clocks, with the wall clock last at the beginning of a period and first at its end.
 
-    So the wall clock is read last at the beginning and first at the end.
+    In this order, a wait for the processor between two readings does not look like sleep.
     """
     wall = time.perf_counter() if is_end else 0.0
     cpu = time.thread_time()
@@ -64,7 +64,9 @@ def _now(*, is_end: bool) -> _Clock:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
-    """Exclude the start of a program or a thread, whose duration on a busy machine is not the loop's fault."""
+    """Exclude the start of a program or thread from the check, because its duration on a busy machine is not the
+    loop's fault.
+    """
     callback: _Callback | None = getattr(_per_thread, "callback", None)
     if callback is not None:
         callback.is_spawning = True
@@ -79,7 +81,7 @@ def spawning() -> Iterator[None]:
 
 
 def _waited_for_processor() -> float:
-    """Return the seconds that this thread waited for a CPU. 0 where the kernel does not report it."""
+    """Return the seconds that this thread waited for a CPU, or 0 if the kernel does not report it."""
     descriptor = getattr(_per_thread, "schedstat", None)
     if descriptor is None:
         try:
@@ -93,7 +95,10 @@ def _waited_for_processor() -> float:
 
 
 def judge(before: _Clock, after: _Clock, seen: str) -> str:
-    """Describe the time between two readings if it blocked the loop; else return "". ``seen``: by the witness."""
+    """Describe the period between two readings if it blocked the loop, otherwise return "".
+
+    ``seen`` is what the second thread saw.
+    """
     cpu = after.cpu - before.cpu
     if cpu >= LIMIT_S:
         return f"computed for {cpu * 1e3:.0f} ms"
@@ -104,7 +109,7 @@ def judge(before: _Clock, after: _Clock, seen: str) -> str:
 
 
 def install(reports: Path | None = None) -> None:
-    """Guard all loops of this process from now on. Each violation is logged and becomes a file in ``reports``."""
+    """Guard all event loops of this process from now on. Each violation is logged and becomes a file in ``reports``."""
     if _installed:
         return
     run = asyncio.Handle._run  # noqa: SLF001 what asyncio calls for each callback
@@ -147,7 +152,7 @@ def remove() -> None:
 
 
 class _Callback:
-    """The callback that a thread runs."""
+    """The callback that a thread is running."""
 
     __slots__ = ("begun_at", "is_spawning", "seen")
 
@@ -168,7 +173,7 @@ class _Witness(threading.Thread):
         self._locks = _locks_of_the_interpreter()
 
     def begin(self) -> None:
-        """Note that this thread begins a callback."""
+        """Record that this thread begins a callback."""
         callback = getattr(_per_thread, "callback", None)
         if callback is None or _per_thread.witness is not self:
             callback = _per_thread.callback = _Callback()
@@ -178,7 +183,10 @@ class _Witness(threading.Thread):
         callback.begun_at = time.perf_counter()
 
     def end(self) -> str:
-        """Note its end. Return the system call and the place where the thread was seen asleep, or ""."""
+        """Record the end of the callback.
+
+        Return the system call and the place where the thread was seen asleep, or "".
+        """
         callback: _Callback = _per_thread.callback
         callback.begun_at = 0.0
         return callback.seen
@@ -208,7 +216,7 @@ def _sleep(native: int, locks: range) -> str:
 
 
 def _locks_of_the_interpreter() -> range:
-    """Return the addresses of its state. All addresses where it has no symbol."""
+    """Return the address range of the interpreter's state, or all addresses if it has no symbol."""
     import ctypes  # late: only guarded agents need it
 
     try:
@@ -225,7 +233,7 @@ def _stack(ident: int) -> str:
 
 
 def _named(handle: asyncio.Handle) -> str:
-    """Describe the callback, and the asyncio task that it belongs to."""
+    """Describe the callback and the asyncio task to which it belongs."""
     owner = getattr(getattr(handle, "_callback", None), "__self__", None)
     return repr(owner if isinstance(owner, asyncio.Task) else handle)
 

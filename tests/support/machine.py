@@ -1,10 +1,10 @@
 """A machine in private mount and pid namespaces and cgroups, with a real ``/var/vcap`` and ``/etc``. Needs root.
 
-It shares the rest of the disk with the machine that runs the tests, and a tool with a wrong name could remove a home:
-so all else is read-only except fresh ``/home``, ``/tmp``, ``/var/log`` and similar directories, and no home is at its
-real place. The scratch directory of the test is at ``/mnt``. PID 1 is a small reaper. Its end takes every process of
-the machine with it. ``Machine.root`` shows the inside from outside. Volumes outlive it: with the same ones the next
-machine is the same container, restarted in place or created again.
+It shares the rest of the disk with the host. Since a tool with a wrong path could delete a home directory, everything
+else is read-only, except for fresh ``/home``, ``/tmp``, ``/var/log`` and similar directories, and no home is at its
+real place. The scratch directory of the test is at ``/mnt``. PID 1 is a small reaper, whose exit kills every process of
+the machine. ``Machine.root`` shows the inside from outside. Volumes outlive the machine: a new machine with the same
+volumes is the same container after a restart or re-creation.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ GROUPS = {"vcap": 1000, "admin": 1001, "bosh_sudoers": 1002, "bosh_sshers": 1003
 
 @dataclass
 class Machine:
-    """``pid`` is the machine's PID 1 as seen from outside."""
+    """A machine. ``pid`` is its PID 1 as seen from outside."""
 
     SCRATCH: ClassVar = Path("/mnt")
     """Where the test's scratch directory is inside."""
@@ -77,7 +77,7 @@ class Machine:
 
     @property
     def root(self) -> Path:
-        """The machine's file tree, from outside."""
+        """The machine's file tree as seen from outside."""
         return Path(f"/proc/{self.pid}/root")
 
     @property
@@ -85,9 +85,12 @@ class Machine:
         return self.root / "var/vcap"
 
     def pids(self) -> list[int]:
-        """Its processes, without jobs in cgroups of their own; as numbers from outside.
+        """Return its processes, without those that jobs run in cgroups of their own.
 
-        By its cgroup: a look at all processes of a busy machine takes longer than some of them live.
+        The pids are those seen from outside.
+
+        They are found through the cgroup, because some processes end before a scan of all processes of a busy machine
+        is done.
         """
         if self.cgroups:
             return list(map(int, (self.cgroups[0][0] / "cgroup.procs").read_text().split()))
@@ -101,7 +104,7 @@ class Machine:
         return subprocess.Popen(joining(self.cgroups, inside), **options)
 
     def run(self, command: str) -> str:
-        """Run a shell command inside. Its output, and a test failure if it fails."""
+        """Run a shell command inside and return its output. A failing command fails the test."""
         done = self.popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, err = done.communicate(timeout=COMMAND_TIMEOUT_S)
         assert done.returncode == 0, f"{command}: {err.decode()}"
@@ -125,11 +128,11 @@ def _namespace(pid: int) -> Path | None:
 def machine(
     scratch: Path, volumes: Mapping[str, Path] = MappingProxyType({}), *, has_network: bool = False
 ) -> Iterator[Machine]:
-    """A machine for the length of the block. Everything that runs in it is killed at the end.
+    """Run a machine for the duration of the block. Everything that runs in it is killed at the end.
 
-    ``volumes`` maps absolute paths inside, below ``/var/vcap``, to directories that are mounted there.
-    With ``has_network`` it has one of its own, with a loopback and nothing else; without, it can filter no packets of
-    the machine that runs the tests.
+    ``volumes`` maps absolute paths inside, below ``/var/vcap``, to directories that are mounted there. With
+    ``has_network`` the machine has a network of its own with only a loopback. Without it, it cannot change the packet
+    filter of the host.
     """
     etc = scratch / "etc"
     shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
@@ -168,11 +171,11 @@ def machine(
 
 
 def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
-    """How a shell keeps ``NEEDED`` in sight of everybody in a mount namespace of its own.
+    """Return how a shell keeps ``NEEDED`` visible to every user in a mount namespace of its own.
 
-    The directories that only root enters and that have to be covered with open ones; the commands before that, which
-    put ``NEEDED`` aside in ``scratch``, read-only; the commands after it, which show them from there: ``scratch`` is at
-    ``seen`` by then.
+    The result has three parts: the directories that only root can enter and that must be covered with open ones; the
+    commands to run before that, which put ``NEEDED`` aside in ``scratch``, read-only; and the commands to run
+    afterwards, which bring it back from there, when ``scratch`` is at ``seen``.
     """
     places = [path for path in NEEDED if not path.is_relative_to("/usr")]
     closed = {str(up) for path in places for up in path.parents if not up.stat().st_mode & stat.S_IXOTH}
@@ -187,7 +190,10 @@ def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
 
 
 def _make_users(etc: Path) -> None:
-    """The users and groups of a stemcell, in a copy of /etc: others with their numbers or names go, homes too."""
+    """Create the users and groups of a stemcell in a copy of /etc.
+
+    Others with the same numbers or names are removed, and so are all home directories.
+    """
 
     def others(file: str, column: int) -> list[list[str]]:
         entries = [line.split(":") for line in (etc / file).read_text().splitlines()]

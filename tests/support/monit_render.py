@@ -1,4 +1,4 @@
-"""Renders a monit control file as text that parses to the same values. Pure."""
+"""Renders a monit control file as text that parses to the same values. The functions have no side effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SURROGATE: Final = 0xDC00
 
 
 def render(file: values.MonitFile) -> str:
-    """Render ``file`` in canonical spelling."""
+    """Render ``file`` in its canonical form."""
     lines = [ignored.statement for ignored in file.ignored if not ignored.service]
     for check in file.services:
         others = [f"  {ignored.statement}" for ignored in file.ignored if ignored.service == check.name]
@@ -140,7 +140,9 @@ def _limit(limit: values.Limit) -> str:
 
 
 def _scaled(value: float, units: Mapping[str, int]) -> str:
-    """Format in the largest unit with a whole number: never more digits than parsed."""
+    """Format a number in the largest unit in which it is a whole number, so that it never has more digits than were
+    parsed.
+    """
     unit = max((unit for unit in units if value % units[unit] == 0), key=units.__getitem__, default=next(iter(units)))
     whole = int(value) // units[unit]
     return f"{whole if value == int(value) else _number(value)} {unit}"
@@ -186,7 +188,7 @@ def _timeout(seconds: int) -> str:
 
 
 def _name(name: str) -> str:
-    """Format a name as a bare word, or in quotes with escapes."""
+    """Format a name as a bare word, or with quotes and escapes."""
     if re.fullmatch(WORD, name):
         return name
     escaped = "".join(
@@ -200,7 +202,7 @@ def _path(path: str) -> str:
 
 
 def _string(text: str) -> str:
-    """Quote a string. A leading ``/`` is escaped, as it would make a path."""
+    """Quote a string. A leading ``/`` is escaped, because it would make the string a path."""
     escaped = _escaped(text)
     return f'"{_hex("/")}{escaped[1:]}"' if escaped.startswith("/") else f'"{escaped}"'
 

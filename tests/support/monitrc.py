@@ -1,6 +1,6 @@
-"""monit's control file and the one of its mails, as stemcells ship them (bosh_monit/assets, bosh_go_agent/assets).
+"""monit's control file, its alert configuration, and its state file, as in stemcells.
 
-And monit's state file.
+Source: bosh_monit/assets and bosh_go_agent/assets of the stemcell builder.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ STATE = struct.Struct("256s4iQ")
 
 
 def monitored(state: Path) -> dict[str, int]:
-    """Content of a state file, by service: 0 is not monitored."""
+    """Return for each service in a state file whether it is monitored (0 is not monitored)."""
     rows = STATE.iter_unpack(state.read_bytes()[4:])
     return {fields[0].rstrip(b"\0").decode(): fields[4] for fields in rows}
 
 
 def control(monit: Path = MONIT, *, cycle: int = 10, http: str = "", run: Path = MONIT, is_whole: bool = False) -> str:
-    """The control file. ``monit`` has log, state and files of jobs, ``run`` the pidfile and the id.
+    """Return the control file. ``monit`` is the directory of log, state and job files, ``run`` that of pidfile and id.
 
-    ``http`` replaces port 2822 of the machine without a password. A stemcell's ``is_whole``: monit refuses its first
-    ``include`` without a file.
+    ``http`` replaces the machine's port 2822, which has no password. With ``is_whole`` it is exactly a stemcell's file,
+    whose first ``include`` monit refuses if no file matches.
     """
     others = f"include {monit}/*.monitrc" if is_whole else ""
     return f"""
@@ -40,7 +40,10 @@ include {monit}/job/*.monitrc
 
 
 def alerts(monit: Path = MONIT, port: int = 2825) -> str:
-    """Mails to the Go agent at ``port``, which wait in a directory of ``monit``."""
+    """Return the configuration of alerts that are sent to the Go agent at ``port``.
+
+    They are queued in a directory of ``monit``.
+    """
     return f"""
 set alert agent@local
 

@@ -1,8 +1,8 @@
-"""Run cases in their own pid namespace: a misdirected signal hits no process of this machine, and is recorded.
+"""Runs cases in their own pid namespace, so that a misdirected signal hits no process of this machine and is recorded.
 
-Run as a program it is that process 1: ``namespaces.py SIGNALS COMMAND ...`` runs the command, reaps orphans, records
-the signals that reach it in the file ``SIGNALS`` (a line with the number of each), and ends with the exit code of the
-command.
+As a program it is process 1 of that namespace. ``namespaces.py SIGNALS COMMAND ...`` runs the command, reaps orphans,
+records the signals that reach it in the file ``SIGNALS`` (a line with the number of each), and exits with the exit code
+of the command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FATAL: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, si
 
 
 def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> None:
-    """Continue as ``python -m MODULE ARGUMENTS`` in new mount and pid namespaces. Only root does."""
+    """Continue as ``python -m MODULE ARGUMENTS`` in new mount and pid namespaces. This needs root."""
     if os.geteuid() != 0 or INSIDE in os.environ:
         return
     descriptor, signals = tempfile.mkstemp(prefix="agent-shim-chaos-signals-")
@@ -36,12 +36,12 @@ def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> No
 
 
 def signals_to_init() -> list[int]:
-    """Return the numbers of the signals that process 1 received. SIGKILL from inside never reaches it."""
+    """Return the numbers of the signals that process 1 received. SIGKILL from inside the namespace never reaches it."""
     return [int(line) for line in Path(os.environ[INSIDE]).read_text().split()]
 
 
 def main(signals: str, command: list[str]) -> int:
-    """Act as process 1. Return the exit code of ``command``, 128 + N if signal N ended it."""
+    """Act as process 1. Return the exit code of ``command``, or 128 + N if signal N ended it."""
 
     def record(number: int, _frame: FrameType | None) -> None:
         with Path(signals).open("a") as file:

@@ -1,10 +1,10 @@
 """nginx (package nginx) in front of a directory, configured like the Director's own blobstore.
 
-Blobs are in ``store/XX/ID``. Under ``/`` the user ``agent`` may GET and PUT with a password. Under ``/signed/`` no
+Blobs are in ``store/XX/ID``. Under ``/``, the user ``agent`` may GET and PUT with a password. Under ``/signed/`` no
 password is needed, and a link is valid for one method, one blob and a limited time.
 
-The Director's nginx checks links with a module for HMACs, which Debian lacks. Here a module of nginx itself does, with
-the same arguments in the same positions.
+The Director's nginx checks links with an HMAC module that Debian lacks. Here one of nginx's own modules checks them,
+with the same arguments in the same order.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ http {{
 
 
 def shard(blob_id: str) -> str:
-    """The directory of a blob."""
+    """Return the directory of a blob."""
     return hashlib.sha1(blob_id.encode()).hexdigest()[:2]
 
 
 @dataclass
 class Nginx:
-    """One server. ``ca`` is what its clients have to trust."""
+    """A server. ``ca`` is the certificate that its clients have to trust."""
 
     where: Path
     port: int
@@ -103,21 +103,21 @@ class Nginx:
         return f"127.0.0.1:{self.port}"
 
     def path(self, blob_id: str) -> Path:
-        """Where a blob lies."""
+        """Return the path of a blob."""
         return self.where / "store" / shard(blob_id) / blob_id
 
     def keep(self, blob_id: str, content: bytes) -> None:
-        """Put a blob there, past the server."""
+        """Store a blob directly, without the server."""
         self.path(blob_id).parent.mkdir(parents=True, exist_ok=True)
         self.path(blob_id).write_bytes(content)
 
     def users(self, **passwords: str) -> None:
-        """The allowed users. Read again at every request."""
+        """Set the allowed users. The file is read again for every request."""
         lines = [f"{name}:{{PLAIN}}{password}\n" for name, password in passwords.items()]
         (self.where / "users").write_text("".join(lines))
 
     def options(self, password: str) -> dict[str, object]:
-        """The options of a blobstore with the provider ``dav``, as the Director writes them."""
+        """Return the options of a ``dav`` blobstore, as the Director writes them."""
         return {
             "endpoint": self.url,
             "user": "agent",
@@ -127,7 +127,7 @@ class Nginx:
         }
 
     def signed(self, method: str, blob_id: str, *, seconds: float = 3600) -> str:
-        """A link that is good for so long."""
+        """Return a signed link that is valid for a limited time."""
         now = int(time.time())
         end, object_id = int(now + seconds), f"{shard(blob_id)}/{blob_id}"
         digest = hashlib.md5(f"{method}{object_id}{now}{end} {SECRET}".encode()).digest()
@@ -135,14 +135,14 @@ class Nginx:
         return f"{self.url}/signed/{object_id}?e={end}&st={signature}&ts={now}"
 
     def requests(self) -> list[tuple[str, int]]:
-        """Method and status of each so far."""
+        """Return the method and status of each request so far."""
         lines = (self.where / "access.log").read_text().splitlines()
         return [(line.split('"')[1].split()[0], int(line.split('"')[2].split()[0])) for line in lines]
 
 
 @asynccontextmanager
 async def nginx(where: Path) -> AsyncIterator[Nginx]:
-    """A server for the length of the block, without any user."""
+    """Run a server, initially without users."""
     program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     assert program, "nginx is missing: apt-get install --no-install-recommends nginx"
     (where / "store").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Old versions of TLS, for attacks with a version that must be refused."""
+"""Old versions of TLS, for attacks that use a version which must be refused."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import warnings
 
 
 def lenient(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Allow everything in OpenSSL: every refusal then comes from this project."""
+    """Allow every version in OpenSSL, so that each refusal comes from this project."""
     context.set_ciphers("ALL:@SECLEVEL=0")
     return context
 
 
 def outdated(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Speaks TLS 1.1, and nothing newer."""
+    """Return a context that speaks TLS 1.1 and nothing newer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         context.minimum_version = ssl.TLSVersion.TLSv1

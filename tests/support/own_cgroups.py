@@ -1,4 +1,4 @@
-"""Cgroups for one run alone: two agents in one would count and kill each other's jobs of the same name."""
+"""Cgroups for a single run. Two agents that share one would count and kill each other's jobs of the same name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def hierarchies() -> list[cgroups.Hierarchy]:
 
 @contextlib.contextmanager
 def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
-    """Make a cgroup in each hierarchy that limits processes. Yield its directory and the top of the hierarchy.
+    """Create a cgroup in each hierarchy that limits processes. Yield its directory and the top of the hierarchy.
 
-    All are removed at the end, as are those of the same ``kind`` that a killed process left.
+    At the end all are removed, and so are those of the same ``kind`` that a killed process left behind.
     """
     made = []
     name = f"{kind}-{os.getpid()}-{next(_NUMBERS)}"
@@ -54,7 +54,7 @@ def joining(directories: list[tuple[Path, Path]], argv: list[str]) -> list[str]:
 
 
 def _remove(cgroup: Path, *, timeout: float) -> None:
-    """Remove a cgroup and those below it. Its processes have been killed and may still be ending."""
+    """Remove a cgroup and those below it. Its processes were killed and may still be exiting."""
     give_up_at = time.monotonic() + timeout
     while cgroup.exists():
         with contextlib.suppress(FileNotFoundError):  # another run removes it too

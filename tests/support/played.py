@@ -1,4 +1,4 @@
-"""A real service over processes and programs that are played, and a clock that jumps from timer to timer."""
+"""A real service on top of simulated processes and programs, and a clock that jumps from timer to timer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STOP_TAKES: Final = {"well": 0.0, "slowly": 3.3, "not": 1.1, "hangs": 1000.0}
 
 
 class Jumping(selectors.SelectSelector):
-    """Time jumps to the next timer. A wait without a timer has hung."""
+    """An event loop whose time jumps to the next timer. If it waits without a timer, the test has hung."""
 
     now = 0.0
 
@@ -57,7 +57,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Played:
-    """A process or program. ``over`` is set when it has ended."""
+    """A simulated process or program. ``over`` is set when it has ended."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -89,7 +89,7 @@ class Played:
 
 @dataclass
 class Machine:
-    """The true state of the machine, apart from the agent's view. Asserts the invariants."""
+    """The true state of the simulated machine, independent of the agent's view. Asserts the invariants."""
 
     process: Played | None = None
     starter: Played | None = None
@@ -121,7 +121,7 @@ class Machine:
 
     @property
     def starts(self) -> list[float]:
-        """Times of the starts."""
+        """Return the times of the starts."""
         return [at for at, event in self.ran if event == "Started"]
 
     def new(self) -> Played:
@@ -171,7 +171,7 @@ class Machine:
 
 
 class PlayedFinder:
-    """Stands for ``ProcessFinder``."""
+    """Replaces ``ProcessFinder``."""
 
     refused = ""
     lives_refused = False
@@ -237,7 +237,7 @@ class PlayedFinder:
 
 
 class PlayedKeepers:
-    """Stands for ``Keepers``."""
+    """Replaces ``Keepers``."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -262,7 +262,7 @@ class PlayedKeepers:
 
 
 class PlayedPrograms:
-    """Stands for ``Programs``."""
+    """Replaces ``Programs``."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -279,7 +279,7 @@ class PlayedPrograms:
 
 
 def service_on(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> Service:
-    """Make a service on a played machine. ``members`` replace members of its context."""
+    """Create a service on a simulated machine. ``members`` replace members of its context."""
     may_start = asyncio.Event()
     may_start.set()
     usual: dict[str, Any] = {
@@ -296,7 +296,7 @@ def service_on(machine: Machine, spec: ProcessSpec = SPEC, **members: Any) -> Se
 
 
 def played(test: Callable[Taken, Coroutine[Any, Any, None]]) -> Callable[Taken, None]:
-    """Run a test on a clock that jumps, with finders that are played."""
+    """Run a test on the jumping clock with simulated process finders."""
 
     @functools.wraps(test)
     def run(*arguments: Taken.args, **named: Taken.kwargs) -> None:

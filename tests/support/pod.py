@@ -1,7 +1,7 @@
 """An instance whose containers are replaced while its volumes stay, with a bus and a Director. Needs root.
 
-Each container is a new machine (``tests.support.machine``): new process ids, a new root file system, and the same
-volumes as long as the test wants. It ends by a kill, like containers.
+Each container is a new machine (``tests.support.machine``) with new process ids and a new root file system. It keeps
+the same volumes as long as the test wants. It is killed to end it, as runtimes do with containers.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PORT: Final = "cable0"
 
 
 def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> None:
-    """End what ``Machine.popen`` has started, which only stands for the process inside, and wait for it."""
+    """End what ``Machine.popen`` has started, which only represents the process inside, and wait for it."""
     for child in Path(f"/proc/{entered.pid}/task/{entered.pid}/children").read_text().split():
         os.kill(int(child), number)
     entered.wait()
 
 
 def _cable(pid: int, gateway: str) -> None:
-    """Join the network of a process to ours, in which we are ``gateway``; it goes with that network."""
+    """Connect the network of a process to ours, where we are ``gateway``. The link disappears with that network."""
     ours, theirs = f"t{pid}", str(ip_address(gateway) + 1)
     inside = ["nsenter", "-t", str(pid), "-n"]
     for command in (
@@ -58,10 +58,12 @@ def _cable(pid: int, gateway: str) -> None:
 
 
 class Pod:
-    """``disks`` are the cids of attached volumes. ``keeps_root`` has containers share their root file system.
+    """An instance.
 
-    ``prefix`` is a command that runs the agent: the beginning of an argument list. ``seen`` are further directories of
-    containers, by their place there.
+    ``disks`` are the cids of attached volumes. With ``keeps_root`` containers share their root file system.
+
+    ``prefix`` is a command that runs the agent, given as the beginning of an argument list. ``seen`` are further
+    directories of containers, by their path inside.
     """
 
     def __init__(self, scratch: Path, server: NatsServer, director: Director, cpi: Cpi | None = None) -> None:
@@ -89,22 +91,22 @@ class Pod:
 
     @property
     def machine(self) -> Machine:
-        """The container of now."""
+        """Return the current container."""
         assert self._machine is not None
         return self._machine
 
     @property
     def vcap(self) -> Path:
-        """Its ``/var/vcap``, from outside."""
+        """Return its ``/var/vcap`` as seen from outside."""
         return self.machine.vcap
 
     @property
     def data(self) -> Path:
-        """The volume, whether there is a container or not."""
+        """Return the data volume, which exists even without a container."""
         return self.scratch / "data"
 
     def volume(self, cid: str) -> Path:
-        """A persistent disk, whether there is a container or not."""
+        """Return a persistent disk, which exists even without a container."""
         return self.scratch / "disks" / cid
 
     @property
@@ -113,17 +115,17 @@ class Pod:
         return (self.scratch / f"agent-{self._number}.log").read_text()
 
     def attach(self, cid: str) -> None:
-        """The next container has this disk too."""
+        """Attach this disk to the next container as well."""
         self.volume(cid).mkdir(parents=True, exist_ok=True)
         self.disks.append(cid)
 
     def lose_data(self) -> None:
-        """Create the container again, as some CPIs do."""
+        """Replace the data volume by an empty one, as some CPIs do when they create a container again."""
         shutil.rmtree(self.data)
         self.data.mkdir()
 
     def start_container(self) -> None:
-        """A new one, without an agent."""
+        """Start a new container without an agent."""
         self._number += 1
         volumes = {str(BLOBS): self.scratch / "blobs", "/var/vcap/data": self.data} | self.seen
         if self.cpi.attaches != "live":
@@ -144,7 +146,7 @@ class Pod:
             self.deliver()
 
     def deliver(self) -> None:
-        """Return the settings of an instance with these disks."""
+        """Write the settings of an instance with these disks."""
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         blobstore = {"provider": "local", "options": {"blobstore_path": str(BLOBS)}}
@@ -161,7 +163,7 @@ class Pod:
         self.cpi.deliver(self.machine, self.cpi.settings, document | own)
 
     def exec_agent(self) -> subprocess.Popen[bytes]:
-        """An agent in this container; it need not come up."""
+        """Start an agent in this container, without waiting for it to come up."""
         log = self._stack.enter_context((self.scratch / f"agent-{self._number}.log").open("ab"))
         argv = [*self.prefix, sys.executable, "-m", "agent_shim.cli", "run", "-C", "/var/vcap/bosh/agent.json"]
         agent = self.machine.popen(argv, stdout=log, stderr=subprocess.STDOUT)
@@ -169,12 +171,12 @@ class Pod:
         return agent
 
     async def start(self) -> float:
-        """A new container and its agent. When that was executed (monotonic)."""
+        """Start a new container and its agent. Return when the agent was executed (monotonic)."""
         self.start_container()
         return await self.start_agent()
 
     async def start_agent(self) -> float:
-        """An agent that answers. When it was executed (monotonic)."""
+        """Start an agent and wait until it answers. Return when it was executed (monotonic)."""
         begun_at = time.monotonic()
         self.exec_agent()
         if self.cpi.is_late:
@@ -191,23 +193,23 @@ class Pod:
         return begun_at
 
     def end_agent(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Stop the agent, as its service manager does. The container continues."""
+        """Stop the agent, as its service manager does, and leave the container running."""
         end(self._agents.pop(), number)
 
     def kill(self) -> None:
-        """End the container with everything that runs in it."""
+        """Kill the container with everything that runs in it."""
         self._stack.close()
         self._machine = None
         while self._agents:
             self._agents.pop().wait()
 
     async def restart(self) -> float:
-        """The container is killed, and the next one starts."""
+        """Kill the container and start the next one."""
         self.kill()
         return await self.start()
 
     async def until(self, *job_states: str) -> dict[str, Any]:
-        """Wait for one of these states of the instance."""
+        """Wait until the instance has one of these states."""
         async with asyncio.timeout(30):
             while True:
                 state: dict[str, Any] = await self.director.value(self.agent_id, "get_state")
@@ -216,11 +218,11 @@ class Pod:
                 await asyncio.sleep(0.005)
 
     async def stop_copying(self, into: str) -> int:
-        """The number, from outside, of the worker of a migration, stopped once a part of the files is on the disk."""
+        """Stop a migration's worker once it has written a part of the files. Return its pid as seen from outside."""
         target = self.volume(into)
         async with asyncio.timeout(60):
             while True:
-                # Another worker than that of the copy may be about to end.
+                # A worker other than that of the copy may be exiting.
                 with suppress(ProcessLookupError):
                     if (number := self._worker()) and len(list(target.iterdir())) > 5:
                         os.kill(number, signal.SIGSTOP)
@@ -235,7 +237,7 @@ class Pod:
         return 0
 
     async def run(self, method: str, *arguments: Any) -> Any:
-        """The value of an action."""
+        """Return the value of an action."""
         return await self.director.run(self.agent_id, method, *arguments)
 
     async def apply(self, files: Files = SLEEPER, packages: Files | None = None, version: str = "1") -> dict[str, Any]:
@@ -245,7 +247,10 @@ class Pod:
         return spec
 
     async def deploy(self, files: Files = SLEEPER, packages: Files | None = None) -> dict[str, Any]:
-        """Apply and start as the Director does, without pre-start, until the jobs run. Return the spec."""
+        """Deploy and start as the Director does, but without pre-start, and wait until the jobs run.
+
+        Return the spec.
+        """
         spec = await self.apply(files, packages)
         await self.run("start")
         await self.until("running")
@@ -254,7 +259,7 @@ class Pod:
 
 @asynccontextmanager
 async def pod(scratch: Path, cpi: Cpi | None = None) -> AsyncIterator[Pod]:
-    """An instance without a container yet; what runs is killed at the end."""
+    """Create an instance, initially without a container. Everything that runs is killed at the end."""
     director = Director(poll=0.01)
     async with NatsServer(scratch / "bus") as server, director.on(server.peer()):
         await server.add_agent(AGENT)

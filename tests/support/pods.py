@@ -1,4 +1,6 @@
-"""podman as the image tests use it: a base image made from Debian's packages, our image on top, containers of it."""
+"""podman as the image tests use it: a base image made from Debian's packages, our image on top, and containers of
+it.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,14 @@ SECRETS = {"pip_conf": Path("/etc/pip.conf"), "ca_bundle": Path("/etc/ssl/certs/
 
 @dataclass(frozen=True)
 class Podman:
-    """Runs podman with a configuration of our own: not every machine can raise limits or has cgroups of one kind."""
+    """Runs podman with a configuration of our own, because machines differ in what limits they can raise and in
+    their cgroups.
+    """
 
     config: Path
 
     def __call__(self, *arguments: str, stdin: bytes | None = None) -> str:
-        """Run to the end. The output, or a failed test with what podman said."""
+        """Run a command and return its output. If it fails, fail the test with podman's message."""
         result = self.run(*arguments, stdin=stdin)
         if result.returncode != 0:
             said = (result.stdout + result.stderr).decode(errors="replace")
@@ -47,13 +51,13 @@ class Podman:
         return result.stdout.decode(errors="replace")
 
     def run(self, *arguments: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-        """Run to the end, whatever it is."""
+        """Run a command, and return its result even if it fails."""
         environment = {**os.environ, "CONTAINERS_CONF": str(self.config)}
         return subprocess.run(["podman", *arguments], input=stdin, capture_output=True, env=environment)
 
 
 def podman(where: Path) -> Podman:
-    """podman with its configuration in ``where``. A failed test where something is not installed."""
+    """Return podman with its configuration in ``where``. Fail the test if something is not installed."""
     missing = [name for name in ("podman", "mmdebstrap", "runc") if shutil.which(name) is None]
     if missing:
         pytest.fail(f"{' and '.join(missing)} missing: apt-get install --no-install-recommends {PACKAGES}")
@@ -73,9 +77,9 @@ def _most(kind: int, wanted: int) -> int:
 
 
 def base_image(podman: Podman, where: Path) -> str:
-    """Return plain Debian without a registry, made once a week so that security updates arrive.
+    """Return a plain Debian image, built without a registry, or the requested image.
 
-    Or a requested image.
+    It is rebuilt once a week, so that it contains security updates.
     """
     if (wanted := os.environ.get("TEST_BASE_IMAGE")) and not IS_NEXT:
         return wanted
@@ -90,7 +94,10 @@ def base_image(podman: Podman, where: Path) -> str:
 
 
 def build(podman: Podman, base: str, target: str = "", *, tree: Path = ROOT, name: str = IMAGE) -> str:
-    """Our image from the Dockerfile without the compilers, or a stage of it. The one it replaces goes."""
+    """Build our image, or a stage of it, from the Dockerfile without the compilers.
+
+    The image that it replaces is removed.
+    """
     image = f"{name}-{target}" if target else name
     before = podman.run("image", "inspect", "--format", "{{.Id}}", image).stdout.decode().strip()
     secrets = [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
@@ -105,7 +112,7 @@ def build(podman: Podman, base: str, target: str = "", *, tree: Path = ROOT, nam
 
 
 def example(podman: Podman, image: str) -> str:
-    """Our image with a job in it, under the name that the manifests of deploy/kubernetes have for it."""
+    """Return our image with a job in it, under the name that the manifests in deploy/kubernetes use."""
     where = ROOT / "deploy/kubernetes/example"
     podman("build", "--quiet", f"--build-arg=IMAGE={image}", "--tag", EXAMPLE, str(where))
     return EXAMPLE
@@ -113,7 +120,7 @@ def example(podman: Podman, image: str) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """A network of containers, whose ``gateway`` is this machine."""
+    """A network of containers. ``gateway`` is this machine's address in it."""
 
     name: str
     gateway: str
@@ -121,7 +128,7 @@ class Network:
 
 @contextmanager
 def network(podman: Podman, name: str) -> Iterator[Network]:
-    """A network for the length of the block."""
+    """Create a network for the duration of the block."""
     podman("network", "create", name)
     try:
         yield Network(name, json.loads(podman("network", "inspect", name))[0]["subnets"][0]["gateway"])
@@ -131,18 +138,18 @@ def network(podman: Podman, name: str) -> Iterator[Network]:
 
 @dataclass(frozen=True)
 class Container:
-    """A running container. Every call goes to a thread, so that the bus in the test continues."""
+    """A running container. Every call runs in a thread, so that the test's bus keeps working meanwhile."""
 
     podman: Podman
     name: str
 
     async def address(self) -> str:
-        """Its address on its network."""
+        """Return its address in its network."""
         form = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
         return (await asyncio.to_thread(self.podman, "inspect", "--format", form, self.name)).strip()
 
     async def is_running(self) -> bool:
-        """Return True if process 1 lives."""
+        """Return True if process 1 is running."""
         said = await asyncio.to_thread(self.podman, "inspect", "--format", "{{.State.Running}}", self.name)
         return said == "true\n"
 
@@ -151,19 +158,19 @@ class Container:
         await asyncio.to_thread(self.podman, "kill", "--signal", name, self.name)
 
     async def ended(self) -> int:
-        """Wait for its end. Its exit code."""
+        """Wait until the container has exited. Return its exit code."""
         return int(await asyncio.to_thread(self.podman, "wait", self.name))
 
     async def exec(self, *command: str, stdin: bytes | None = None) -> str:
-        """The output of a command inside, which must be good."""
+        """Return the output of a command in the container. The command must succeed."""
         return await asyncio.to_thread(self.podman, "exec", "--interactive", self.name, *command, stdin=stdin)
 
     async def status_of(self, *command: str) -> int:
-        """The exit code of a command inside."""
+        """Return the exit code of a command in the container."""
         return (await asyncio.to_thread(self.podman.run, "exec", self.name, *command)).returncode
 
     async def until(self, code: int, *command: str) -> None:
-        """Until a command inside ends with this exit code. A failed test when the container ends first."""
+        """Wait until a command in the container exits with this code. Fail the test if the container ends first."""
         async with asyncio.timeout(60):
             while await self.status_of(*command) != code:
                 if not await self.is_running():
@@ -171,31 +178,31 @@ class Container:
                 await asyncio.sleep(0.1)
 
     async def put(self, path: str, content: str, mode: int = 0o640) -> None:
-        """Unpack one file, as the Docker CPI does it, into the running container."""
+        """Unpack one file into the running container, as the Docker CPI does."""
         await self.exec("tar", "-C", "/", "-xf", "-", stdin=_archive(path, content, mode))
 
     async def copy(self, path: str, content: str) -> None:
-        """Put one file into a container that may not be running."""
+        """Copy one file into a container, which need not be running."""
         archive = _archive(path, content, 0o644)
         await asyncio.to_thread(self.podman, "cp", "-", f"{self.name}:/", stdin=archive)
 
     async def kill(self) -> None:
-        """End it at once, with everything in it."""
+        """Kill the container with everything in it."""
         await self.signal("KILL")
         await self.ended()
 
     async def start(self) -> None:
-        """Start it again, on the files it had."""
+        """Start the container again with the files that it had."""
         await asyncio.to_thread(self.podman, "start", self.name)
 
     async def stop(self) -> int:
-        """Stop it as a runtime does, in order. Its exit code."""
+        """Stop the container in an orderly way, as a runtime does. Return its exit code."""
         await self.signal("TERM")
         async with asyncio.timeout(60):
             return await self.ended()
 
     async def changed(self) -> list[str]:
-        """Paths that differ from the image."""
+        """Return the paths that differ from the image."""
         lines = (await asyncio.to_thread(self.podman, "diff", self.name)).splitlines()
         return [line.split(maxsplit=1)[1] for line in lines]
 
@@ -209,7 +216,7 @@ class Container:
 async def running(
     podman: Podman, image: str, *command: str, options: tuple[str, ...] = (), files: dict[str, str] | None = None
 ) -> AsyncIterator[Container]:
-    """A container for the length of the block. ``files`` are put into it before it starts."""
+    """Run a container for the duration of the block. ``files`` are copied into it before it starts."""
     no_systemd = () if any(option.startswith("--systemd") for option in options) else ("--systemd=false",)
     in_memory = ("--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777",) if IS_NEXT else ()
     create = ["create", *no_systemd, *in_memory, *options, image, *command]
@@ -220,7 +227,7 @@ async def running(
         await container.start()
         yield container
     finally:
-        print(await asyncio.to_thread(container.logs))  # noqa: T201 - pytest shows it when the test fails
+        print(await asyncio.to_thread(container.logs))  # noqa: T201 - pytest shows it if the test fails
         await asyncio.to_thread(podman.run, "rm", "--force", "--time", "0", container.name)
 
 

@@ -1,4 +1,4 @@
-"""Ports of this machine without a listener."""
+"""Finds ports of this machine on which nothing listens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 
 def free_port() -> int:
-    """Return a port below those that the kernel gives to connections, which would hold one between two starts."""
+    """Return a port below the ephemeral range, so that no outgoing connection takes it between two starts."""
     while True:
         port = random.randrange(15_000, 30_000)
         with socket.socket() as one, contextlib.suppress(OSError):

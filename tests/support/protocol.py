@@ -1,4 +1,4 @@
-"""``docs/protocol.md`` as data: its actions, their examples, and the numbered facts that tests are named after."""
+"""``docs/protocol.md`` as data: its actions, their examples, and the numbered facts after which tests are named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Example:
-    """A dialogue. ``kind`` says where: ``deployed`` with a job, ``root`` of a machine, "" on a fresh agent."""
+    """A dialogue.
+
+    ``kind`` says where it takes place: ``deployed`` with a job, ``root`` on a machine, or "" on a fresh agent.
+    """
 
     method: str
     number: int
@@ -50,7 +53,7 @@ class Example:
             yield mark, rest
 
     async def play(self, call: Call, known: Mapping[str, Any]) -> None:
-        """Ask what it asks and hold the replies against those it tells."""
+        """Send the requests of the dialogue, and compare the replies with those that it states."""
         names, reply = dict(known), {}
         for mark, text in self.lines:
             if mark == ">":
@@ -102,14 +105,14 @@ def _filled(text: str, names: Mapping[str, Any]) -> Any:
 
 
 def sections() -> list[Section]:
-    """The actions, in the order of the page."""
+    """Return the actions in the order of the page."""
     actions = PAGE.read_text().partition("\n## Actions\n")[2].partition("\n## ")[0]
     parts = re.split(r"^### `(\w+)`$", actions, flags=re.MULTILINE)
     return [Section(method, text) for method, text in zip(parts[1::2], parts[2::2], strict=True)]
 
 
 def message(kind: str) -> dict[str, Any]:
-    """Return the page's example of a message without a dialogue: ``request``, ``heartbeat``, ``alert``."""
+    """Return the page's example of a message that has no dialogue: ``request``, ``heartbeat``, ``alert``."""
     _, found, rest = PAGE.read_text().partition(f"\n```json {kind}\n")
     assert found, f"the page shows no {kind}"
     document: dict[str, Any] = json.loads(rest.partition("\n```")[0])
@@ -117,6 +120,6 @@ def message(kind: str) -> dict[str, Any]:
 
 
 def facts() -> list[str]:
-    """The numbers of the facts that hold: ``a13``."""
+    """Return the numbers of the facts that still apply, such as ``a13``."""
     facts = PAGE.read_text().partition("\n## Facts with tests\n")[2].partition("\n## ")[0]
     return [number.lower() for number in re.findall(r"\*\*([A-Z]\d+)\*\*\s\S", facts)]

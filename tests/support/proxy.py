@@ -1,4 +1,4 @@
-"""A TCP proxy that delays, cuts and swallows, for tests of what a bad network does."""
+"""A TCP proxy that delays, cuts and swallows data, to imitate a bad network."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ESTABLISHED: Final = 1  # include/net/tcp_states.h
 
 
 class Proxy:
-    """Passes connections on to a port of the loopback until told otherwise. An async context manager.
+    """Forwards connections to a loopback port until told otherwise. An async context manager.
 
-    It listens on the loopback or another ``address``, which need not be there yet, at a free ``port`` or a given one.
+    It listens on the loopback or on another ``address``, which need not exist yet, at a free ``port`` or a given one.
     """
 
     def __init__(self, target: int, address: str = "127.0.0.1", port: int = 0) -> None:
@@ -40,7 +40,7 @@ class Proxy:
 
     @property
     def left(self) -> int:
-        """Return the number of connections that the client has left, even if nothing passes."""
+        """Return how many connections the client has closed, even while no data passes."""
         return sum(not _is_held(writer) for writer in self._made)
 
     async def __aenter__(self) -> Self:
@@ -67,11 +67,11 @@ class Proxy:
         self._writers.clear()
 
     def swallow(self) -> None:
-        """A black hole: connections stay and can be made, and nothing comes through, in either direction."""
+        """Act as a black hole: connections stay open and can be made, but no data passes in either direction."""
         self._flowing.clear()
 
     def flow(self) -> None:
-        """Resume, starting with the data held back."""
+        """Forward again, beginning with the data held back."""
         self._flowing.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

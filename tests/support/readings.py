@@ -1,4 +1,4 @@
-"""Readings of processes from outside."""
+"""Measures processes from outside."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ def pss(pid: int) -> float:
 
 
 def own_memory(pid: int) -> float:
-    """Return the memory that a process has written and shares with none, in MB.
+    """Return the memory in MB that a process has written and shares with no other.
 
-    Its growth is that of the process alone: PSS changes by a megabyte when another process maps the same interpreter.
+    Its growth is caused by this process alone, whereas PSS changes by a megabyte when another process maps the same
+    interpreter.
     """
     return memory_of(pid, "Private_Dirty:")
 
 
 def memory_of(pid: int, field: str) -> float:
-    """Return a field of a process's memory, such as ``Rss:``, in MB."""
+    """Return a memory field of a process, such as ``Rss:``, in MB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of all living threads of a process, to the nanosecond where the kernel reports it."""
+    """Return the CPU seconds of all running threads of a process, in nanosecond resolution if the kernel reports it."""
     total = 0
     for path in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""A real Director's requests, replayed against our agent, and its replies compared with the Go agent's.
+"""Replays a real Director's requests against our agent, and compares its replies with the Go agent's.
 
-The recordings are real: specs and rendered templates are taken as they are. Blobs of packages are made to fit, because
-the recording has none, and so are digests and certificates.
+The recordings are real, and specs and rendered templates are used unchanged. Package blobs are generated, because the
+recordings have none, and digests and certificates are replaced accordingly.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ cp server.py ${BOSH_INSTALL_TARGET}/bin/
 
 @dataclass(frozen=True)
 class Step:
-    """One recorded request. ``reply`` is None where the Director got none."""
+    """A recorded request. ``reply`` is None if the Director got none."""
 
     agent_id: str
     method: str
@@ -78,10 +78,10 @@ class Step:
 
 
 def steps(*recordings: Path) -> Iterator[Step]:
-    """Return the requests of recordings in order, each task's request with the task's result.
+    """Return the requests of recordings in order. The request of each task is paired with the task's result.
 
-    The request for a result may be in the next recording; without one, the former task of the
-    same method gives the result.
+    The request for a result may be in the next recording. If there is none, the previous task of the same method
+    provides the result.
     """
     lines = [
         json.loads(line) | {"recording": recording.stem}
@@ -120,7 +120,10 @@ class Replay:
     final_spec: dict[str, Any] = field(default_factory=dict)
 
     async def play(self, step: Step) -> tuple[list[Any], Any]:
-        """Send one step and hold its reply against the recorded one. The arguments sent and the value that came."""
+        """Send one step and compare its reply with the recorded one.
+
+        Return the arguments sent and the value received.
+        """
         arguments = self._fit(step)
         if step.reply is None:
             await self.director.send(step.agent_id, step.method, *arguments)
@@ -145,9 +148,9 @@ class Replay:
         return arguments, value
 
     async def _compare_state(self, step: Step, arguments: list[Any], expected: dict[str, Any]) -> dict[str, Any]:
-        """Compare replies: fields that the Director compares must be equal, others of the same shape.
+        """Compare replies: fields that the Director compares must be equal, and others must have the same shape.
 
-        Repeat until jobs settle.
+        The request is repeated until the jobs settle.
         """
         deadline = time.monotonic() + 30
         while True:
@@ -163,7 +166,7 @@ class Replay:
         return value
 
     def _fit(self, step: Step) -> list[Any]:
-        """The arguments with digests and credentials that exist here."""
+        """Return the arguments with digests and credentials that exist here."""
         arguments: list[Any] = json.loads(json.dumps(step.arguments))
         if step.method == "update_settings" and "mbus" in arguments[0]:
             assert self.mbus is not None
@@ -188,7 +191,7 @@ class Replay:
         return arguments
 
     def _keep_packages(self, packages: dict[str, Any]) -> None:
-        """Put packages that a request names into the blobstore, and their digests into the request."""
+        """Put packages that a request names into the blobstore, and put their digests into the request."""
         for name, package in packages.items():
             (self.blobs / package["blobstore_id"]).write_bytes(PACKAGES[name])
             package["sha1"] = hashlib.sha1(PACKAGES[name]).hexdigest()
@@ -199,7 +202,7 @@ def _named_states(state: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _settled(state: dict[str, Any]) -> dict[str, Any]:
-    """A state without the members that come and go with time and machine: zeros of processes, disks that are mounts."""
+    """Return a state without members that depend on time and machine, such as zeros of processes and mounted disks."""
     state = json.loads(json.dumps(state))
     for process in state.get("processes", []):
         process["uptime"], process["mem"] = {}, {"percent": 0.0}
@@ -210,7 +213,7 @@ def _settled(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(value: Any) -> Any:
-    """The JSON types of a value. Whole and broken numbers are one type, as they are in JSON."""
+    """Return the JSON types of a value. Integers and fractions count as one type, as in JSON."""
     if isinstance(value, dict):
         return {name: shape(member) for name, member in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Removal of objects that ended tests and benchmarks leave on the machine."""
+"""Removes what ended tests and benchmarks leave on the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agent_shim.host import job_cgroups
 
 
 def remove_cgroups(base: Path) -> None:
-    """Remove the empty cgroups of jobs of agents below ``base``: a killed agent removes none."""
+    """Remove the empty job cgroups of agents below ``base``, because a killed agent does not remove them."""
     with contextlib.suppress(OSError):
         escaped = str(base).replace("/", "%2f")
         for _, hierarchy in job_cgroups.hierarchies():

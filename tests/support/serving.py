@@ -1,4 +1,4 @@
-"""A server of a test that leaves nothing behind, not even a connection that was made in its last moment."""
+"""A test server that leaves nothing behind, not even a connection that was accepted at the last moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """A port of this machine on which ``talk`` is had with each who connects, and cut off when the block ends."""
+    """Listen on a port and run ``talk`` for each client. All connections are cut when the block ends."""
     talks: set[asyncio.Task[None]] = set()
 
     async def have(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -33,13 +33,13 @@ async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> Async
         yield server.sockets[0].getsockname()[1]
     finally:
         try:
-            await _what_is_due()  # asyncio loses a socket that it has accepted and that meets a closed server
+            await _what_is_due()  # asyncio loses a socket that it has accepted if the server is already closed
         finally:
             server.close()
         for task in talks:
             task.cancel()
         await asyncio.gather(*talks, return_exceptions=True)
-        await _what_is_due()  # sockets are closed a turn after their transports are aborted
+        await _what_is_due()  # sockets are closed one turn of the loop after their transports are aborted
 
 
 async def _what_is_due() -> None:

@@ -64,7 +64,7 @@ function _agent_shim_name_or_all; _agent_shim_members name all; end""",
 
 
 def completion(shell: str) -> str:
-    """The script of a shell, for its directory of completions or to be sourced."""
+    """Return the script for a shell, to be put into its completion directory or sourced."""
     top = commands.parser()
     for name, parser in parsers(top).items():
         for action in arguments(parser):
@@ -82,7 +82,7 @@ def completion(shell: str) -> str:
 
 
 def manual() -> str:
-    """The page for ``man agent-shim``."""
+    """Return the page for ``man agent-shim``."""
     top = commands.parser()
     lines = [
         r".\" Made by `python -m tools.pages`.",
@@ -110,7 +110,7 @@ def manual() -> str:
 
 
 def _codes() -> dict[int, str]:
-    """Exit codes of errors, with the first sentences of their classes."""
+    """Return the exit codes of errors, with the first sentences of the docstrings of their classes."""
     found: dict[int, list[str]] = {}
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.ShimError) and "exit_code" in vars(kind):

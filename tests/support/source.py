@@ -1,7 +1,7 @@
-"""The source of the project as syntax trees, for the tests that read it.
+"""The source of the project as syntax trees, for tests that check it.
 
-A module is known by its dotted name below ``agent_shim``: ``host.files``; a package by its own: ``supervisor``; the
-top package is ``""``. Nothing is imported or run.
+A module is identified by its dotted name below ``agent_shim``, such as ``host.files``, a package by its own name, such
+as ``supervisor``, and the top package by ``""``. Nothing is imported or run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_OURS = frozenset({".git", ".guest", ".mutate", ".venv", ".tools", ".hypothes
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """One module: its name below the package, its text, its tree."""
+    """One module: its name below the package, its text and its tree."""
 
     name: str
     text: str
@@ -39,7 +39,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """The package whose parts it reaches by a leading dot."""
+        """The package from which its relative imports start."""
         return self.name if self.is_package else self.name.rpartition(".")[0]
 
     @property
@@ -50,7 +50,7 @@ class Module:
 
 @cache
 def modules() -> Mapping[str, Module]:
-    """Every module of the agent, by name, without the demo, which plays the Director beside it."""
+    """Return every module of the agent by name, without the demo, which imitates a Director."""
     found = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
@@ -63,7 +63,7 @@ def modules() -> Mapping[str, Module]:
 
 
 def floors() -> Iterator[tuple[int, str]]:
-    """The floors of the agent with their folders, from the top down, as the import linter knows them."""
+    """Return the floors of the agent with their folders, from the top down, as configured for the import linter."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = (contract["layers"] for contract in contracts if contract.get("id") == "floors")
     for number, layer in zip(reversed(range(len(layers))), layers, strict=True):
@@ -72,7 +72,7 @@ def floors() -> Iterator[tuple[int, str]]:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Every text file of the project with its name. Binary files are passed over."""
+    """Yield every text file of the project with its name. Binary files are skipped."""
     for directory, below, files in os.walk(ROOT):
         below[:] = [
             name

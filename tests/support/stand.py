@@ -1,7 +1,8 @@
-"""The environment of a case: an agent with its init, a bus behind a proxy, a Director and a Health Monitor, all real.
+"""The environment of a chaos case: an agent with its init, a bus behind a proxy, a Director and a Health Monitor,
+all real.
 
-The agent under test is a command, known only by its protocol. After each case its witness returns the violations of
-the invariants. An invariant that cannot be seen from outside is checked by its visible effects.
+The agent under test is a command that is only known through its protocol. After each case, its witness returns the
+violated invariants. An invariant that cannot be observed from outside is checked by its visible effects.
 """
 
 from __future__ import annotations
@@ -54,13 +55,16 @@ def expect(fact: bool, what: str) -> None:
 
 
 def at_most(figure: float, limit: float, what: str) -> float:
-    """Return a figure of the row. Raise ``NotHeldError`` beyond its limit."""
+    """Return a figure for the case's row. Raise ``NotHeldError`` if it exceeds its limit."""
     expect(figure <= limit, f"{what}: {figure:.2f}, more than {limit:g}")
     return figure
 
 
 async def until(fact: Callable[[], Any], within: float, what: str) -> float:
-    """Wait until ``fact()`` is true, and return the seconds. Raises ``NotHeldError`` after ``within`` seconds."""
+    """Wait until ``fact()`` is true, and return the seconds it took.
+
+    Raises ``NotHeldError`` after ``within`` seconds.
+    """
     begun_at = time.monotonic()
     while not fact():
         if time.monotonic() - begun_at > within:
@@ -71,7 +75,10 @@ async def until(fact: Callable[[], Any], within: float, what: str) -> float:
 
 @dataclass
 class Stand:
-    """``jobs`` is the number of running jobs. ``involved`` are those that the fault or the case restarts."""
+    """The environment.
+
+    ``jobs`` is the number of running jobs, ``involved`` are those that the fault or the case restarts.
+    """
 
     world: World
     proxy: Proxy
@@ -111,7 +118,7 @@ class Stand:
     # --- what cases do ---
 
     def of(self, scaled: int, full: int) -> int:
-        """Return a number or a duration: ``scaled``, or ``full`` for a case at full size."""
+        """Return a number or a duration: ``scaled`` for ordinary runs, ``full`` for a case at full size."""
         return full if self.is_full else scaled
 
     @property
@@ -119,14 +126,14 @@ class Stand:
         return self.world.pid
 
     def contain(self) -> None:
-        """Make the agent process 1 of a container (its own namespaces). Call it before ``boot``."""
+        """Make the agent process 1 of a container with namespaces of its own. Call this before ``boot``."""
         if os.geteuid() != 0:
             raise CannotInjectError("needs root for namespaces")
         self.world.is_apart = True
         self.prefix("unshare --pid --mount --fork --mount-proc --kill-child --")
 
     def prefix(self, command: str) -> None:
-        """Run the agent by this command. Call it before ``boot``."""
+        """Run the agent through this command. Call this before ``boot``."""
         self.world.command = f"{command} {self.world.command}"
 
     async def boot(self) -> float:
@@ -143,7 +150,7 @@ class Stand:
         version: str = "1",
         more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Deploy this number of jobs, and ``more`` given by their files. Return the spec."""
+        """Deploy this number of jobs, and ``more``, given by their files. Return the spec."""
         spec = self.world.spec(jobs, packages, size, version=version, more=more)
         self.jobs = jobs
         await self.world.run("prepare", spec)
@@ -154,7 +161,7 @@ class Stand:
         return spec
 
     async def stop(self, limit: float | None = None) -> float:
-        """Stop all jobs. Return the seconds. Their processes end, and not only what their pidfiles name."""
+        """Stop all jobs and return the seconds it took. All their processes must end, not only those in pidfiles."""
         before = self.witness.processes()
         took = await self.world.run("stop", limit=limit)
         alive = {one.identity for one in proc.table().values() if one.is_alive}
@@ -163,11 +170,14 @@ class Stand:
         return took
 
     async def call(self, method: str, *arguments: Any, timeout: float = 5.0) -> Any:
-        """One reply's value."""
+        """Return the value of one reply."""
         return await self.world.director.value(AGENT, method, *arguments, timeout=timeout)
 
     async def answers(self, within: float, *, patience: float = 0.25) -> float:
-        """Return the seconds until a ping is answered. Each is sent after ``patience`` seconds without an answer."""
+        """Return the seconds until a ping is answered.
+
+        Another is sent after every ``patience`` seconds without an answer.
+        """
         begun_at = time.monotonic()
         while time.monotonic() - begun_at < within:
             with contextlib.suppress(RpcTimeoutError):
@@ -189,31 +199,31 @@ class Stand:
         await agent.wait()
 
     def omit(self, invariant: str, why: str) -> None:
-        """Skip an invariant after this case. The row gives the reason."""
+        """Skip an invariant after this case. The case's row states the reason."""
         self.omitted[invariant] = why
 
     def dies(self, *names: str, times: int | None = 1) -> None:
-        """Announce that the fault ends the processes of these jobs, and that they are started again."""
+        """Declare that the fault ends the processes of these jobs and that the agent starts them again."""
         self.involved |= set(names)
         self.told |= {rf"^{name} \(127\.0\.0\.1\) - Does not exist - restart, severity 1$": times for name in names}
 
     def script(self, job: str, name: str, text: str) -> None:
-        """Write a program of a job, which its blob does not have."""
+        """Write a program of a job that is not in the job's blob."""
         path = self.world.base / "jobs" / job / "bin" / name
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
         self.written.add(f"{job}/bin/{name}")
 
     def tell(self, figures: str) -> None:
-        """Give the figures for the row of the scorecard."""
+        """Add figures to the case's row of the scorecard."""
         self.figures.append(figures)
 
     def live(self) -> dict[str, int]:
-        """Return the living processes in the pidfiles of the jobs."""
+        """Return the running processes named in the pidfiles of the jobs."""
         return {name: pid for name, pid in self.world.pids().items() if _lives(pid)}
 
     def scrape(self) -> str:
-        """Return the text of the metrics. Empty without metrics."""
+        """Return the text of the metrics, or "" if there are none."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
                 return str(answer.read().decode())
@@ -221,11 +231,11 @@ class Stand:
             return ""
 
     def metric(self, name: str) -> float:
-        """Return the value of a metric (labels are part of the name). 0 without it."""
+        """Return the value of a metric (its labels are part of the name), or 0 if it is missing."""
         return self.read_metric(name) or 0.0
 
     def read_metric(self, name: str) -> float | None:
-        """Return the value of a metric. None without it, or without an answer."""
+        """Return the value of a metric, or None if it is missing or nobody answers."""
         lines = [line.rpartition(" ") for line in self.scrape().splitlines()]
         return next((float(value) for label, _, value in lines if label == name), None)
 
@@ -234,23 +244,23 @@ class Stand:
         return [one.body for one in self.monitor.of("alert", AGENT) if text in json.dumps(one.body)]
 
     def size(self) -> Size:
-        """Return the resources that the agent holds now."""
+        """Return the resources that the agent uses now."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in status.splitlines())
         memory = int(fields["VmRSS"].split()[0]) * 1024
         return Size(len(list(Path(f"/proc/{self.pid}/fd").iterdir())), int(fields["Threads"]), memory)
 
-    # --- what the witness sees ---
+    # --- used by the witness ---
 
     def remember(self) -> None:
-        """Record the reference for the invariants. Call it after the setup and before the fault."""
+        """Record the reference for the invariants. Call this after the setup and before the fault."""
         self.witness.remember()
 
     def remember_memory(self) -> None:
-        """Take the current memory of the agent as the reference. Call it between a first flood and a second.
+        """Use the current memory of the agent as the reference. Call this between a first and a second flood.
 
-        Memory that an allocator keeps after the first flood is no leak: here up to 9 MiB, and 0.5 more after four
-        further floods.
+        An allocator keeps some memory after the first flood, which is not a leak. Here it was up to 9 MiB, and 0.5 MiB
+        more after four further floods.
         """
         self.witness.remember_memory()
 
@@ -267,7 +277,7 @@ class Stand:
             self.world.exec_agent()
 
     async def end(self) -> None:
-        """Stop starting it again."""
+        """Stop restarting the agent."""
         if self._init is not None:
             self._init.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -275,13 +285,13 @@ class Stand:
 
 
 async def asked(stand: Stand, command: str, **members: Any) -> Any:
-    """Return the agent's response to an operator, on its socket."""
+    """Return the agent's response to an operator's request on its socket."""
     socket = Paths(stand.world.base).control_socket
     return await asyncio.to_thread(control_client.ask, socket, {"command": command, **members}, timeout=60)
 
 
 def commands(line: str) -> int:
-    """Return the number of living processes with this command line."""
+    """Return how many processes with this command line are running."""
     words = line.replace(" ", "\0").encode() + b"\0"
     found = 0
     for stat in proc.table().values():
@@ -301,12 +311,13 @@ async def refused(stand: Stand, method: str, *arguments: Any) -> str:
 
 @asynccontextmanager
 async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
-    """Make system calls of the agent and its children fail for the length of the block: ``fsync:error=EIO``."""
+    """Make system calls of the agent and its children fail for the duration of the block, as in ``fsync:error=EIO``."""
     if shutil.which("strace") is None or os.geteuid() != 0:
         raise CannotInjectError("needs root and the Debian package strace")
     calls = ",".join(fault.partition(":")[0] for fault in faults)
     injected = [word for fault in faults for word in ("-e", f"inject={fault}")]
-    # A worker may be there already. strace reports the attached processes: from then on the fault is active.
+    # A worker may already be running. strace reports the processes to which it has attached, and from then on the fault
+    # is active.
     below = proc.children(proc.table()).get(stand.pid, [])
     workers = [pid for pid in below if "agent_shim.bulk.worker" in proc.command_line(pid)]
     traced = [word for pid in (stand.pid, *workers) for word in ("-p", str(pid))]
@@ -325,7 +336,7 @@ async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
 
 
 def small(stand: Stand, options: str) -> None:
-    """Put the agent's data on a tmpfs, before ``boot``; it stays until the invariants are checked."""
+    """Put the agent's data on a small tmpfs, before ``boot``. It stays until the invariants are checked."""
     place = stand.world.base / "data"
     place.mkdir(parents=True)
     if os.geteuid() != 0:
@@ -335,7 +346,7 @@ def small(stand: Stand, options: str) -> None:
 
 
 def unmounted_after(stand: Stand, place: Path) -> None:
-    """Unmount ``place`` once the invariants are checked."""
+    """Unmount ``place`` once the invariants have been checked."""
     stand.after.callback(subprocess.run, ["umount", "--lazy", str(place)], check=True)
 
 
@@ -346,10 +357,10 @@ def _lives(pid: int) -> bool:
 
 @asynccontextmanager
 async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
-    """Provide a stand with a bus and no client."""
+    """Provide an environment with a bus and without clients."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     monitor, port = HealthMonitor(), free_port()
-    # Set by the image's launcher for every agent: memory of threads returns to the system.
+    # The image's launcher sets this for every agent. It makes threads return memory to the system.
     os.environ |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
     async with (
         world(command) as made,
@@ -367,7 +378,7 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
         finally:
             await one.end()
             if made.agent is not None:
-                await made.kill_agent()  # what it did about the end of its jobs would belong to no case
+                await made.kill_agent()  # otherwise the agent would react to the end of its jobs, outside any case
             end_marked(made)
             one.after.close()
 

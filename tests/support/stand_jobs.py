@@ -1,4 +1,4 @@
-"""Jobs with monit files of their own on a stand, and what the agent reports of them."""
+"""Jobs with monit files of their own for chaos cases, and what the agent reports about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLEEPER: Final = "exec sleep 100000"
 
 
 def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: str = "1") -> dict[str, Any]:
-    """Return a spec of jobs by their programs and their monit files, in which ``{{base}}`` is replaced."""
+    """Return a spec of jobs with these programs and monit files. ``{{base}}`` is replaced in both."""
     base = stand.world.base
     files: dict[str, str | bytes] = {}
     for name, (monit, programs) in monits.items():
@@ -40,7 +40,7 @@ def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: s
 def checked(
     name: str, start: str, stop: str = "kill $(cat {run}/{name}.pid)", rules: str = ""
 ) -> tuple[str, dict[str, str]]:
-    """Return a job of one process with a ctl script, which records each start for the invariants."""
+    """Return a job with one process and a ctl script that records each start for the invariants."""
     run = "{base}/data/sys/run/" + name
     words = {"run": run, "name": name}
     for old, new in words.items():
@@ -58,12 +58,12 @@ check process {name} with pidfile {run}/{name}.pid
 
 
 def simple(name: str) -> tuple[str, dict[str, str]]:
-    """A job that sleeps."""
+    """Return a job that sleeps."""
     return checked(name, f"echo $$ > {{run}}/{name}.pid\n{SLEEPER}")
 
 
 async def deployed(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]]) -> None:
-    """Apply and start, without waiting for running jobs."""
+    """Apply and start, without waiting until the jobs run."""
     wanted = spec(stand, monits)
     for method, *arguments in (("prepare", wanted), ("stop",), ("apply", wanted), ("start",)):
         await stand.world.run(method, *arguments)
@@ -76,7 +76,7 @@ async def process_states(stand: Stand) -> dict[str, str]:
 
 
 async def reaches(stand: Stand, name: str, state: str, within: float) -> float:
-    """Return the seconds until a process is reported in a state."""
+    """Return the seconds until a process is reported in a given state."""
     begun_at = time.monotonic()
     seen = ""
     while time.monotonic() - begun_at < within:

@@ -1,6 +1,6 @@
-"""What the next agent concludes from each state file that a fault has met: the table in docs/reliability.md.
+"""What the next agent concludes from a state file after each fault, which is the table in docs/reliability.md.
 
-The real services write and read real files. A failing write is a failing ``files.write_atomic`` on one file.
+The real services write and read real files. Writes fail because ``files.write_atomic`` is made to fail for one file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FAULTS: Final = (*DAMAGES, "unwritable at first", *ERRORS)
 
 
 class Instance:
-    """An instance below a scratch directory. Each ``Agent`` of it is another process."""
+    """An instance below a scratch directory. Each of its ``Agent`` objects represents another process."""
 
     def __init__(self, base: Path) -> None:
         self.paths = Paths(base)
@@ -50,11 +50,11 @@ class Instance:
             path.mkdir(parents=True, exist_ok=True)
 
     def incarnation(self) -> str:
-        """Return the sequence of pids of the present container."""
+        """Return an identifier of the present container's pid namespace."""
         return f"container {self.container}"
 
     def restart_container(self) -> None:
-        """Replace the root file system, and the sequence of pids. Only ``data`` stays."""
+        """Replace the root file system and the pid namespace. Only ``data`` stays."""
         self.container += 1
         for path in self.paths.base.iterdir():
             if path != self.paths.data:
@@ -63,7 +63,7 @@ class Instance:
 
 
 class Agent:
-    """The parts of an agent that keep state. Its jobs start no program."""
+    """The parts of an agent that keep state. Its jobs start no programs."""
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
@@ -82,7 +82,7 @@ class Agent:
         self.is_recovered = await self.supervisor.recover(root_is_new=self.backup.root_is_new)
 
     async def end(self) -> None:
-        """As by a kill: nothing more is saved."""
+        """End it like a kill, which saves nothing more."""
         self.supervisor.disown()
         await self.supervisor.close()
         for hold in self.leases.held.values():
@@ -126,7 +126,7 @@ async def _start_or_stop(agent: Agent, name: str) -> None:
 
 
 def _wanted(agent: Agent) -> str:
-    """What becomes of the jobs. Without a usable state those of the spec start, unless the marker is there."""
+    """Return what happens to the jobs. Without a usable state, those of the spec start unless the marker exists."""
     is_marked = agent.paths.stopped_marker.exists()
     if agent.is_recovered:
         return "first" if agent.supervisor.is_wanted and not is_marked else "second"
@@ -134,7 +134,7 @@ def _wanted(agent: Agent) -> str:
 
 
 async def _nothing(_: Agent, __: str) -> None:
-    """The stamps change with no action."""
+    """Do nothing, because no action changes the stamps."""
 
 
 ROWS: Final[Mapping[str, tuple[Callable[[Paths], Path], Callable[[Agent, str], Awaitable[None]], Value]]] = {
@@ -164,7 +164,7 @@ ROWS: Final[Mapping[str, tuple[Callable[[Paths], Path], Callable[[Agent, str], A
 
 @contextmanager
 def failing(path: Path, error: str) -> Iterator[None]:
-    """Fail each write of a file. On a full file system an empty one can be made."""
+    """Let each write of a file fail. On a full file system, an empty file can still be created."""
     real, number = files.write_atomic, getattr(errno, error)
 
     def write(target: Path, data: bytes, **options: Any) -> None:
@@ -177,7 +177,7 @@ def failing(path: Path, error: str) -> Iterator[None]:
 
 
 async def concluded(row: str, fault: str, *, is_container: bool) -> str:
-    """Play one cell: what the agent after a restart concludes."""
+    """Run one cell of the table. Return what the agent concludes after a restart."""
     place, change, value = ROWS[row]
     with tempfile.TemporaryDirectory(prefix="state-") as scratch:
         instance = Instance(Path(scratch, "vcap"))
@@ -238,7 +238,10 @@ def _damage(path: Path, content: bytes | None) -> None:
 
 
 def table() -> str:
-    """The table: a row for each file, in a cell first the restart of the agent, then of the container."""
+    """Return the table, with a row for each file.
+
+    Each cell has first the restart of the agent, then that of the container.
+    """
     logging.disable(logging.CRITICAL)
     try:
         lines = [f"| file | {' | '.join(FAULTS)} |", f"|{'---|' * (len(FAULTS) + 1)}"]

@@ -12,7 +12,7 @@ from typing import Self
 
 
 class Terminal:
-    """``theirs`` is the end for the program under test. ``read`` gives what arrived on it so far."""
+    """A terminal. ``theirs`` is the end for the program under test, ``read`` returns its output so far."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = pty.openpty()
@@ -26,7 +26,7 @@ class Terminal:
         os.close(self.theirs)
 
     def read(self) -> bytes:
-        """All bytes so far, without waiting."""
+        """Return all bytes so far, without waiting."""
         with contextlib.suppress(OSError):
             while select.select([self._ours], [], [], 0)[0]:
                 self._seen += os.read(self._ours, 65536)
@@ -34,7 +34,7 @@ class Terminal:
 
 
 def on_terminal(argv: Sequence[str], seen: Callable[[bytes], bool] = lambda _: False) -> bytes:
-    """Output of a command whose stdout and stderr are a terminal. An endless command is ended when ``seen`` holds."""
+    """Return the output of a command on a terminal. A command that does not end is killed when ``seen`` is true."""
     with Terminal() as terminal, subprocess.Popen(argv, stdout=terminal.theirs, stderr=terminal.theirs) as child:
         while child.poll() is None and not seen(terminal.read()):
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,15 +1,15 @@
 """``python -m tests.support.tracer PID NUMBER WHO PATH…``: SIGKILL or errors at the NUMBERth call that changes files.
 
-Follows a process, its threads and all descendants (ptrace), and counts the calls of all of them together that change a
-file at or below one of the PATHs: each call is a state that a crash can leave, and nothing changes between two calls.
-strace counts for each thread separately, so some calls are never reached. The last counted call is not executed. WHO
+It follows a process, its threads and all descendants with ptrace. It counts, over all of them, the calls that change a
+file at or below one of the PATHs. Each such call is a state that a crash can leave, because nothing changes between two
+calls. (strace counts per thread, so some calls would never be reached.) The last counted call is not executed. WHO
 selects the victims: ``all`` followed processes, the process (``root``), or the process that makes the call
-(``caller``). NUMBER 0 kills none. If WHO is an error (``ENOSPC``, ``EROFS``, ``EIO``), nothing is killed, and this call
-and each later one fails with it, as on a disk that stays full or broken.
+(``caller``). NUMBER 0 kills none. If WHO is an error (``ENOSPC``, ``EROFS``, ``EIO``), nothing is killed; this call and
+each later one fails with that error, as on a disk that stays full or broken.
 
-Prints ``following`` once every change is traced, then a line of JSON for each counted call if none is killed, else one
-for the last, or for the first that fails: ``call``, ``path``, ``pid``, ``killed``. It ends after a kill, when the
-process ends, or by SIGTERM. A process whose calls fail should end before it.
+It prints ``following`` once every change is traced. Then it prints lines of JSON with ``call``, ``path``, ``pid`` and
+``killed``: one for each counted call if none is killed, otherwise one for the last call or for the first that fails. It
+exits after a kill, when the process exits, or on SIGTERM. A process whose calls fail should exit before it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> int:
 
 
 class Tracer:
-    """``run`` is all of it."""
+    """Traces processes. ``run`` does everything."""
 
     def __init__(self, root: int, number: int, who: str, places: list[str]) -> None:
         self._root = root
@@ -105,7 +105,7 @@ class Tracer:
         self._info = ctypes.create_string_buffer(INFO.size)
 
     def run(self) -> None:
-        """Follow until a process is killed or the traced one ends."""
+        """Follow until a process is killed or the traced one exits."""
         self._seize()
         while self._threads:
             tid, status = os.waitpid(-1, WALL)
@@ -120,7 +120,7 @@ class Tracer:
                     return
 
     def _seize(self) -> None:
-        """All threads, including those created meanwhile."""
+        """Attach to all threads, including those created meanwhile."""
         while missing := {int(task.name) for task in Path(f"/proc/{self._root}/task").iterdir()} - self._threads:
             for tid in missing:
                 self._threads.add(tid)
@@ -139,7 +139,7 @@ class Tracer:
         sys.stdout.flush()
 
     def _stopped(self, tid: int, reason: int, event: int) -> bool:
-        """Let a thread continue. True if a process was killed instead."""
+        """Let a thread continue. Return True if a process was killed instead."""
         if reason == signal.SIGTRAP | 0x80:
             if self._at_last(tid):
                 return True
@@ -176,7 +176,7 @@ class Tracer:
         return is_last
 
     def _fail(self, tid: int, name: str, path: str) -> None:
-        """Let the call that a thread enters fail: the kernel gets the number of no call."""
+        """Let the call that a thread is entering fail, by giving the kernel an invalid call number."""
         _ptrace(POKEUSER, tid, NUMBER_OF_CALL, -1)
         self._failing.add(tid)
         if not self._has_failed:
@@ -208,13 +208,13 @@ class Tracer:
         return "", ""
 
     def _kill(self, caller: int) -> list[int]:
-        """Return the thread that enters the call; it is stopped and has not executed it."""
+        """Kill the victims. Return the thread that is entering the call, which is stopped and has not executed it."""
         if self._who == "all":
             others = {_group(tid) for tid in self._threads} - {caller, 0}
             pids = [caller, *sorted(others)]
         else:
             pids = [self._root if self._who == "root" else caller]
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a kill is always told
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a kill is always reported
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -222,7 +222,7 @@ class Tracer:
 
 
 def _group(tid: int) -> int:
-    """The process that a thread belongs to. 0 if it is gone."""
+    """Return the process to which a thread belongs, or 0 if it is gone."""
     with suppress(OSError):
         for line in Path(f"/proc/{tid}/status").read_text().splitlines():
             if line.startswith("Tgid:"):
@@ -240,7 +240,7 @@ def _text(tid: int, address: int) -> str:
 
 
 def main() -> int:
-    """Return 0, or 77 where tracing is impossible."""
+    """Return 0, or 77 if tracing is not possible."""
     root, number, who, *places = sys.argv[1:]
     if platform.machine() != "x86_64":
         sys.stderr.write("the numbers of system calls are for x86-64\n")

@@ -21,7 +21,7 @@ VERDICTS: Final = {"o": "ok", "r": "refused", "d": "dropped", "u": "unknown", "p
 
 
 def mutated(document: Any, path: list[str | int], value: Any) -> Any:
-    """``document`` with ``value`` at ``path``."""
+    """Return ``document`` with ``value`` at ``path``."""
     if not path:
         return value
     changed = copy.deepcopy(document)
@@ -36,7 +36,7 @@ def mutated(document: Any, path: list[str | int], value: Any) -> Any:
 
 
 def cases(kind: str, name: str) -> Iterator[tuple[str, Any, str]]:
-    """Place and value in words, the mutated document, the verdict."""
+    """Yield the place and value in words, the mutated document, and the verdict."""
     part = TABLE[kind][name]
     for path, letters in part["verdicts"].items():
         for value, letter in zip(TABLE["values"], letters, strict=True):

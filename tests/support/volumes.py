@@ -1,4 +1,4 @@
-"""Volumes in the form of a kubelet or a container runtime, trees that are hard to copy, and private mounts."""
+"""Volumes as a kubelet or container runtime provides them, trees that are hard to copy, and private mounts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from agent_shim.services.disks import Disks, Timeouts, markers
 from agent_shim.services.disks.markers import OURS, Marker
 from agent_shim.services.disks.service import Copy, in_worker
 
-# --- mounts of our own ----------------------------------------------------------------------------------------------
+# --- private mounts
+# -----------------------------------------------------------------------------------------------------
 
 
 SKIPPED = 77
@@ -42,7 +43,7 @@ SKIPPED = 77
 
 
 def alone(test: Callable[..., Any]) -> Callable[..., None]:
-    """Run a test, a coroutine function too, in a child with a mount namespace of its own, which ends with it."""
+    """Run a test, which may be a coroutine function, in a child process with its own mount namespace."""
 
     @functools.wraps(test)
     def in_child(*args: Any, **kwargs: Any) -> None:
@@ -67,7 +68,7 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
     status = 1
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with pytest
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, so that it ends with pytest
         mounts.leave_mount_namespace()
         outcome = test(*args, **kwargs)
         if inspect.iscoroutine(outcome):
@@ -83,10 +84,10 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
 
 
 def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a test of an ``instance`` for each of these ways in which its disks come to their places.
+    """Run a test that takes an ``instance`` once for each way in which disks reach their places.
 
-    ``links``: as any user, below a scratch directory. ``mounts``: as root, with the real ``/var/vcap`` and volumes in
-    memory, in a mount namespace of its own.
+    ``links`` runs as any user, below a scratch directory. ``mounts`` runs as root in its own mount namespace, with the
+    real ``/var/vcap`` and volumes in memory.
     """
 
     def decorated(test: Callable[..., Any]) -> Callable[..., None]:
@@ -116,7 +117,7 @@ def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
 
 
 def drop_capabilities() -> None:
-    """Lay down every capability, for good, as ``capabilities: drop: [ALL]`` does. The user stays root."""
+    """Drop every capability for good, as ``capabilities: drop: [ALL]`` does. The user remains root."""
     libc = ctypes.CDLL(None, use_errno=True)
     for number in range(64):
         libc.prctl(24, number, 0, 0, 0)  # PR_CAPBSET_DROP
@@ -126,14 +127,17 @@ def drop_capabilities() -> None:
 
 
 def mount_tmpfs(point: Path) -> Path:
-    """A memory-backed emptyDir."""
+    """Mount a memory-backed emptyDir."""
     point.mkdir(parents=True, exist_ok=True)
     mounts.mount_tmpfs(point)
     return point
 
 
 def mount_overlay(point: Path, layers: Path) -> Path:
-    """The root file system of a container, say: ``layers`` must lie on a file system that can be an upper one."""
+    """Mount an overlay like the root file system of a container.
+
+    ``layers`` must be on a file system that can hold an upper layer.
+    """
     for name in ("lower", "upper", "work"):
         (layers / name).mkdir(parents=True, exist_ok=True)
     point.mkdir(parents=True, exist_ok=True)
@@ -143,7 +147,7 @@ def mount_overlay(point: Path, layers: Path) -> Path:
 
 
 def mount_ext4(point: Path, image: Path, size: int = 16 << 20, *more: str) -> Path:
-    """Provide a block volume. Skips the test without a loop device. ``more`` are options of mkfs."""
+    """Provide a block volume. Skips the test if there is no loop device. ``more`` are options for mkfs."""
     with image.open("wb") as file:
         file.truncate(size)
     subprocess.run(["mkfs.ext4", "-q", "-F", *more, str(image)], check=True)
@@ -173,9 +177,9 @@ sys.stdin.read()
 
 @contextmanager
 def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that keeps ``place`` busy for the length of the block: by its cwd, its file open, deleted or mapped.
+    """Run a process that keeps ``place`` busy through its cwd, or through an open, deleted or mapped file.
 
-    ``within`` is a command that runs it: the beginning of an argument list.
+    ``within`` is a command that runs the process, given as the beginning of an argument list.
     """
     command = [*within, sys.executable, "-c", HOLDER, str(place), how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
@@ -195,20 +199,20 @@ PATIENT = msgspec.structs.replace(HASTY, arrival=60.0)
 
 
 async def copy_here(source: Path, target: Path, report: Callable[[Progress], None]) -> list[str]:
-    """The copy without a process of its own."""
+    """Copy in this process instead of in a worker."""
     return await asyncio.to_thread(copytree.mirror, source, target, spared=OURS, report=report)
 
 
 class Instance:
-    """An instance with volumes, whose agent can be restarted and whose container can be created again.
+    """An instance with volumes. Its agent can be restarted and its container created again.
 
-    ``bind``: disks reach their places by mounts. ``persistent``: their description in the settings.
+    With ``bind``, disks reach their places by mounts. ``persistent`` is their description in the settings.
     """
 
     def __init__(
         self, scratch: Path, *, bind: bool | None, copy: Copy | None = copy_here, system: bool = False
     ) -> None:
-        """``bind`` None has the agent find out. ``copy`` None has a worker copy."""
+        """Create an instance. With ``bind`` None the agent finds out itself, and with ``copy`` None a worker copies."""
         self.holder: Callable[[Path], str] = lambda _: ""
         """Returns the other agent that holds a volume."""
         self.released: list[Path] = []
@@ -226,7 +230,7 @@ class Instance:
         self.start_container()
 
     def start_container(self) -> None:
-        """An empty tree as an image has it. The real ``/var/vcap`` is in memory."""
+        """Create an empty tree as in an image. A real ``/var/vcap`` is in memory."""
         if self.paths.is_system:
             mount_tmpfs(self.paths.base)
         for path in (self.paths.bosh, self.paths.data, self.paths.store, self.paths.shim_run):
@@ -234,7 +238,7 @@ class Instance:
         self.start_agent()
 
     def start_agent(self) -> None:
-        """A new process, which remembers nothing."""
+        """Start a new agent, which remembers nothing of the previous one."""
 
         async def copy(*what: Any) -> list[str]:
             return await (self.copy or in_worker)(*what)
@@ -244,7 +248,7 @@ class Instance:
             self.effective,
             lambda: self.id,
             lambda: self.of_jobs,
-            hold=lambda directory: self.holder(directory),  # noqa: PLW0108 - a test changes it
+            hold=lambda directory: self.holder(directory),  # noqa: PLW0108 - a test replaces it
             release=self.released.append,
             copy=copy,
             timeouts=self.timeouts,
@@ -252,12 +256,12 @@ class Instance:
         )
 
     def effective(self) -> Effective:
-        """The settings of this moment."""
+        """Return the current settings."""
         document = {"agent_id": "a-1", "disks": {"persistent": self.persistent}, "env": self.env}
         return Effective(settings.parse(json.dumps(document).encode(), origin="test"), self.update)
 
     def remake_container(self) -> None:
-        """Attach a disk as a CPI does: root file system, data and mounts are lost. Volumes are not."""
+        """Attach a disk as a CPI does. Root file system, data and mounts are lost, while volumes stay."""
         for place in (self.paths.store, self.paths.store_migration_target, self.paths.base):
             while not place.is_symlink() and mounts.is_mount_point(place):
                 mounts.unmount(place)
@@ -266,11 +270,11 @@ class Instance:
         self.start_container()
 
     def volume(self, cid: str) -> Path:
-        """Where a volume is, whether it is attached or not."""
+        """Return the path of a volume, attached or not."""
         return self.scratch / "volumes of others" / cid
 
     def attach(self, cid: str, make: Callable[[Path], object] | None = None) -> Path:
-        """Name a volume in the settings, after it was made if it is not there yet."""
+        """Name a volume in the settings, creating it if necessary."""
         if not self.volume(cid).exists():
             self.volume(cid).parent.mkdir(exist_ok=True)
             (make or (mount_tmpfs if self.paths.is_system else Path.mkdir))(self.volume(cid))
@@ -284,7 +288,7 @@ class Instance:
             await self.disks.mount(cid)
 
     def cid_at(self, place: Path) -> str:
-        """The attached disk whose volume is seen at ``place``. "" for none."""
+        """Return the attached disk whose volume is visible at ``place``, or "" if there is none."""
         return next((cid for cid in self.persistent if volumes.shows(place, self.volume(cid))), "")
 
     def mounts_on_store(self) -> int:
@@ -294,7 +298,7 @@ class Instance:
         return markers.read(self.volume(cid))
 
     def write(self, name: str, text: str) -> None:
-        """As a job does: into the store, whatever that is."""
+        """Write into the store as a job does, whatever is mounted there."""
         (self.paths.store / name).write_text(text)
 
     def read(self, name: str) -> str:
@@ -309,11 +313,11 @@ class Asked:
         self.settings = self
 
     async def refreshed(self) -> None:
-        """Settings are always current here."""
+        """Do nothing, because the settings are always current here."""
 
 
 class Killed(BaseException):
-    """Stands for a SIGKILL: nothing of ours handles it."""
+    """Represents a SIGKILL, which none of our code handles."""
 
 
 STEPS = [
@@ -331,7 +335,7 @@ MORE_THAN_ALL = 22
 
 
 async def migrate_until(step: int, instance: Instance, old: str = "a", new: str = "b") -> bool:
-    """Migrate, killed before the change number ``step``. True if it came to its end before."""
+    """Migrate, and get killed before change number ``step``. Return True if the migration finished before."""
     left = step
 
     def until_then(real: Callable[..., object]) -> Callable[..., object]:
@@ -370,7 +374,7 @@ FILE_CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
 
 
 def fill(tree: Path, *, as_root: bool = False) -> None:
-    """Put one of everything into a directory that a copy can get wrong."""
+    """Fill a directory with one of everything that a copy can get wrong."""
     tree.mkdir(exist_ok=True)
     (tree / "db/wal").mkdir(parents=True)
     (tree / "db/data").write_bytes(os.urandom(300_000))
@@ -421,7 +425,7 @@ def fill(tree: Path, *, as_root: bool = False) -> None:
 
 
 def fingerprint(tree: Path, *, spared: frozenset[str] = frozenset({"lost+found", ".agent_shim"})) -> dict[str, Any]:
-    """Everything that has to survive a copy, by path. Files with several names carry all of them."""
+    """Return everything that must survive a copy, by path. For files with several names it includes all of them."""
     found: dict[str, Any] = {}
     names: dict[tuple[int, int], list[str]] = {}
     for here, below, inside in os.walk(tree):
@@ -430,7 +434,7 @@ def fingerprint(tree: Path, *, spared: frozenset[str] = frozenset({"lost+found",
         for name in (*below, *inside):
             path = Path(here, name)
             status = path.lstat()
-            if stat.S_ISSOCK(status.st_mode):  # it names no process any more
+            if stat.S_ISSOCK(status.st_mode):  # no process listens on it any more
                 continue
             entry: list[Any] = [oct(status.st_mode), status.st_uid, status.st_gid, status.st_mtime_ns, status.st_rdev]
             if stat.S_ISREG(status.st_mode):

@@ -1,4 +1,4 @@
-"""How tests wait for a fact: they look until it is there, however long a busy machine takes."""
+"""How tests wait for a fact: they check until it holds, however long a busy machine takes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fact = TypeVar("Fact")
 async def until(
     fact: Callable[[], Fact | Awaitable[Fact | None] | None], what: str = "", *, timeout: float = TIMEOUT_S
 ) -> Fact:
-    """Look until ``fact()`` is true, and return it. ``fact`` may be a coroutine function."""
+    """Check until ``fact()`` is true, and return it. ``fact`` may be a coroutine function."""
     pause = FIRST_S
     try:
         async with asyncio.timeout(timeout):

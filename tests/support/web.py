@@ -1,4 +1,4 @@
-"""Pages of a server, as a client gets them."""
+"""Fetches pages of a server as a client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import urllib.request
 
 
 def page(url: str, timeout: float = 5) -> tuple[int, str]:
-    """Return status and body of a page, whatever the status. Raises ``URLError`` without a server. Blocks."""
+    """Return the status and body of a page, whatever the status. Blocks. Raises ``URLError`` if there is no server."""
     try:
         with urllib.request.urlopen(url, timeout=timeout) as answer:
             return answer.status, answer.read().decode()

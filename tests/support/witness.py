@@ -1,9 +1,9 @@
-"""The witness of all cases: one look at what matters, after each case.
+"""The invariant checks for all chaos cases, made after each case.
 
-``remember`` records the reference before the fault, ``broken`` returns the violated invariants. The witness believes no
-pidfile and no answer: it reads the bus, the blobs of the applied spec, the process table and the mount table. A case
-declares what its fault does (``Stand.involved``, ``told``, ``failing``, ``lasting``, ``moved``). Everything else is as
-before.
+``remember`` records the reference before the fault, and ``broken`` returns the violated invariants. The witness trusts
+neither pidfiles nor answers of the agent. It reads the bus, the blobs of the applied spec, the process table and the
+mount table. A case declares what its fault does (``Stand.involved``, ``told``, ``failing``, ``lasting``, ``moved``).
+Everything else must be as before.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ PRIVATE_KEY: Final = re.compile(rb"PRIVATE KEY-----(.+?)-----END", re.DOTALL)
 
 @dataclass(frozen=True)
 class Size:
-    """Resources of the machine that an agent holds."""
+    """Resources of the machine that an agent uses."""
 
     descriptors: int
     threads: int
@@ -77,7 +77,7 @@ class Size:
     """Resident bytes."""
 
     def beyond(self, before: Size) -> list[str]:
-        """Return the excess, in the words of I4."""
+        """Return how far they exceed the reference, in the words of I4."""
         found = []
         if self.descriptors > before.descriptors + 5:
             found.append(f"I4: {self.descriptors} descriptors after {before.descriptors}")
@@ -90,7 +90,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Before:
-    """The reference: what the witness saw before the fault."""
+    """The reference: what was observed before the fault."""
 
     size: Size
     starts: dict[str, list[int]]
@@ -109,7 +109,7 @@ class Before:
 
 
 class Witness:
-    """Sees one stand. See the module."""
+    """Checks one stand, as the module's docstring describes."""
 
     def __init__(self, stand: Stand) -> None:
         self._stand = stand
@@ -136,7 +136,7 @@ class Witness:
         )
 
     def remember_memory(self) -> None:
-        """Record the memory alone again."""
+        """Record only the memory again."""
         assert self._before is not None
         self._before = replace(self._before, size=replace(self._before.size, memory=self._stand.size().memory))
 
@@ -164,7 +164,7 @@ class Witness:
     # --- I2, I11 to I18: what the Director, the Health Monitor and the machine see ---
 
     async def _settled(self) -> list[str]:
-        """Wait until jobs and processes are as wanted (I15, I16)."""
+        """Wait until jobs and processes are in the requested state (I15, I16)."""
         ends_at, strange = time.monotonic() + SETTLED, set[Identity]()
         while True:
             seen = self._strangers()
@@ -199,7 +199,7 @@ class Witness:
         return found
 
     def _strangers(self) -> dict[Identity, str]:
-        """Return the processes of jobs that belong to no job that runs, with their command lines."""
+        """Return processes of jobs that belong to no running job, with their command lines."""
         table, agent = proc.table(), self._stand.pid
         children = proc.children(table)
         marker = str(self._stand.world.base).encode()
@@ -219,13 +219,13 @@ class Witness:
         for pid in ours - above - known:
             line = _line(pid)
             if line.startswith("keeper ") and children.get(pid):
-                continue  # what is below it is looked at by itself
+                continue  # its descendants are checked separately
             if table[pid].is_alive and line and line not in self._stand.lasting and not _is_helper(line):
                 found[table[pid].identity] = line
         return found
 
     def _roots(self) -> dict[str, Identity]:
-        """Return the first living process of each job: of its latest start, or else the one in its pidfile."""
+        """Return the first running process of each job, from its latest start or else from its pidfile."""
         world, numbers = self._stand.world, self._numbers()
         starts = {name: pids[-1] for name, pids in world.starts().items() if pids}
         found = {}
@@ -243,7 +243,7 @@ class Witness:
         return {table[pid].identity: _line(pid) for pid in pids if pid in table}
 
     def _numbers(self) -> dict[int, int]:
-        """Map the pids of the agent's own pid namespace to ours. Empty if the namespace is ours."""
+        """Map the pids in the agent's own pid namespace to ours. Empty if it has no namespace of its own."""
         if not self._stand.world.is_apart:
             return {}
         found = {}
@@ -284,7 +284,7 @@ class Witness:
         return missing[:3] + other
 
     def _mounts(self) -> Counter[str]:
-        """Count the mounts of the agent, but for those of the machine: point, root, type and source of each."""
+        """Return point, root, type and source of each mount of the agent, with counts, except those of the machine."""
         found, ours = Counter[str](), (f"{self._stand.world.scratch}/", "/etc/", "/var/vcap")
         for line in Path(f"/proc/{self._stand.pid}/mountinfo").read_text().splitlines():
             words = line.split()
@@ -320,7 +320,7 @@ class Witness:
         return found
 
     def modes(self) -> dict[str, int]:
-        """Return the modes of the files of jobs and packages, by the names that outlive an apply."""
+        """Return the modes of job and package files by names that stay the same across an apply."""
         base = self._stand.world.base
         return {
             str(path.relative_to(base)): path.lstat().st_mode
@@ -368,7 +368,7 @@ class Witness:
         return found[:3]
 
     def _blobs(self, spec: Mapping[str, Any]) -> dict[str, dict[str, dict[str, str] | None]]:
-        """Return the files of jobs and packages by their blobs. None for a large file."""
+        """Return the files of jobs and packages by their blobs, or None for a large file."""
         kept = self._stand.world.kept
         assert kept is not None
 
@@ -395,7 +395,7 @@ class Witness:
         return {"jobs": jobs, "packages": packages}
 
     async def _worked(self) -> list[str]:
-        """Run tasks through the lane, and see their results and their traces in the metrics (I17)."""
+        """Run tasks, and check their results and their effect on the metrics (I17)."""
         try:
             async with asyncio.timeout(TASK):
                 return await (self._errand() if self._stand.world.applied else self._compiled())
@@ -440,7 +440,7 @@ class Witness:
         return found
 
     async def _compiled(self) -> list[str]:
-        """Without a deployment: compile a package."""
+        """Compile a package, if nothing is deployed."""
         stand = self._stand
         source = stand.world.blob("witness", archive({"packaging": "echo compiled > $BOSH_INSTALL_TARGET/witness\n"}))
         told = await stand.world.director.run(
@@ -451,7 +451,7 @@ class Witness:
             return [] if file and file.read() == b"compiled\n" else ["I17: a compiled package lacks its file"]
 
     async def _beats(self, before: Before) -> list[str]:
-        """Wait for a heartbeat. Compare it with the state, and the metrics with all that was seen (I11, I18)."""
+        """Wait for a heartbeat. Compare it with the state, and the metrics with all observations (I11, I18)."""
         stand, count = self._stand, len(self._heartbeats())
         ends_at = time.monotonic() + BEAT
         while len(self._heartbeats()) == count:
@@ -481,7 +481,7 @@ class Witness:
     def _measured(self, before: Before, state: Mapping[str, Any]) -> list[str]:
         """Compare the metrics with the observations (I18)."""
         stand = self._stand
-        beat_at = self._heartbeats()[-1].at  # before the scrape, during which the next may arrive
+        beat_at = self._heartbeats()[-1].at  # read this before the scrape, during which the next one may arrive
         told = {
             label: float(value)
             for label, _, value in (line.rpartition(" ") for line in stand.scrape().splitlines())
@@ -504,14 +504,14 @@ class Witness:
         return found[:3] + self._counted(before)
 
     def _counted(self, before: Before) -> list[str]:
-        """Compare the number of alerts with those that came. More may come meanwhile."""
+        """Compare the number of counted alerts with the received ones. More may arrive meanwhile."""
         stand = self._stand
         since = stand.restarted_at if stand.ends else 0
 
         def came() -> int:
             return sum(one.kind == "alert" for one in stand.monitor.notices[since:])
 
-        # An alert that was sent into a dead link is counted and lost.
+        # An alert that was sent into a dead connection is counted and lost.
         may_be_lost = stand.proxy.connections != before.links or bool(stand.ends)
         ends_at, least = time.monotonic() + SETTLED, came()
         while True:
@@ -525,9 +525,9 @@ class Witness:
     # --- I3 to I10 ---
 
     async def _deaf(self) -> list[str]:
-        """Ping for some seconds, so that a temporary deafness is noticed too (I3).
+        """Ping for some seconds, so that even a temporary failure to answer is noticed (I3).
 
-        A late ping is sent again if the machine withheld the processors for half of its second.
+        A late ping is repeated if the machine withheld the processors for half of its second.
         """
         begun_at = time.monotonic()
         ends_at, gives_up_at = begun_at + DEAF, begun_at + BUSY
@@ -544,7 +544,7 @@ class Witness:
         return []
 
     def _waits(self) -> dict[str, dict[str, float]]:
-        """Return the seconds for which each thread waited for a CPU, by process: the agent, the bus, this one."""
+        """Return the seconds for which each thread of the agent, the bus and this process waited for a CPU."""
         found: dict[str, dict[str, float]] = {}
         for pid in (self._stand.pid, self._stand.world.server.pid, os.getpid()):
             found[str(pid)] = {}
@@ -572,7 +572,7 @@ class Witness:
         return [f"I5: {len(first & dead())} zombies older than 5 s"] if first & dead() else []
 
     async def _left(self) -> list[str]:
-        """Return files that are unfinished at two checks: one that is being written has another name each time."""
+        """Return unfinished files that are found twice. One that is being written has a different name each time."""
         if first := self._half_made():
             await asyncio.sleep(2)
         left = first & self._half_made() if first else set()
@@ -583,7 +583,7 @@ class Witness:
         places = [base / name for name in ("bosh", "jobs", "packages", "instance", "monit")]
         places += [base / "data" / name for name in ("bosh", "jobs", "packages", "blobs", "sensitive_blobs", "compile")]
         left = {path for place in places for path in _walk(place) if HALF_MADE.search(path.name)}
-        kept = ("errand-",)  # outputs too long for a reply stay until the next errand
+        kept = ("errand-",)  # outputs that are too long for a reply stay until the next errand
         left |= self._strays()
         return left | {
             path for path in _walk(tmp) if not path.is_dir() and not path.relative_to(tmp).parts[0].startswith(kept)
@@ -615,7 +615,7 @@ class Witness:
         return found
 
     async def _lane_idle(self) -> list[str]:
-        """Wait for the end of earlier requests, at most a minute."""
+        """Wait up to a minute for earlier requests to end."""
         running: float | None = None
         for _ in range(60):
             running = self._stand.read_metric("agent_shim_tasks_running")
@@ -660,7 +660,7 @@ class Witness:
         return {"a note of the settings": CANARY.encode(), **keys}
 
     def _keys(self) -> set[bytes]:
-        """A line from the middle of each key, which is the same in PEM, in JSON and in a log."""
+        """Return a line from the middle of each key, which is the same in PEM, in JSON and in a log."""
         keys = set()
         for path in (
             self._stand.world.source,
@@ -677,12 +677,12 @@ class Witness:
         return peer.published if peer is not None else 0
 
     def _log(self) -> int:
-        """Bytes of its log."""
+        """Return the size of its log in bytes."""
         return (self._stand.world.scratch / "agent.log").stat().st_size
 
 
 def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
-    """Sum over the processes: the longest wait of one of their threads between two readings."""
+    """Return the sum, over the processes, of the longest wait of one of their threads between two readings."""
     return sum(
         max((seconds - before.get(pid, {}).get(thread, 0.0) for thread, seconds in threads.items()), default=0.0)
         for pid, threads in after.items()
@@ -690,7 +690,7 @@ def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str,
 
 
 def _walk(top: Path, shown: Path | None = None) -> Iterator[Path]:
-    """Yield everything below ``top``, as below ``shown``, without following links."""
+    """Yield everything below ``top``, with paths as below ``shown``, without following links."""
     for here, directories, names in os.walk(top):
         for name in (*directories, *names):
             path = Path(here, name)
@@ -698,7 +698,7 @@ def _walk(top: Path, shown: Path | None = None) -> Iterator[Path]:
 
 
 def _line(pid: int) -> str:
-    """The command line of a process. Empty without one."""
+    """Return the command line of a process, or "" if it has none."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
@@ -706,7 +706,7 @@ def _line(pid: int) -> str:
 
 
 def _is_helper(line: str) -> bool:
-    """True for the agent's own short-lived programs."""
+    """Return True for the agent's own short-lived programs."""
     return "agent_shim.bulk.worker" in line or "agent_shim.host." in line
 
 
@@ -715,7 +715,7 @@ def _digest(content: bytes, size: int) -> str:
 
 
 def _brief(path: Path) -> str:
-    """Return the digest of a regular file, else ""."""
+    """Return the digest of a regular file, or ""."""
     if path.is_symlink() or not path.is_file():
         return ""
     size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""An agent with real services in a scratch tree, asked through the real dispatch. No bus."""
+"""An agent with real services in a scratch directory, called through the real dispatch without a bus."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 @dataclass
 class World:
-    """``call`` answers as the bus would; what the edges are asked is in ``asked``."""
+    """The agent. ``call`` answers as the bus would; ``asked`` records what the edges were asked."""
 
     agent: Agent
     dispatcher: Dispatcher
@@ -42,19 +42,19 @@ class World:
         return self.agent.paths
 
     async def call(self, method: str, *arguments: Any, protocol: int = 3) -> dict[str, Any]:
-        """The reply to one request."""
+        """Return the reply to one request."""
         request = {"method": method, "arguments": arguments, "reply_to": "director.x.y.z", "protocol": protocol}
         return await self.raw(request)
 
     async def raw(self, request: Any) -> dict[str, Any]:
-        """The reply to any JSON value as a request."""
+        """Return the reply to any JSON value sent as a request."""
         answer = await self.dispatcher.handle(json.dumps(request).encode())
         assert answer is not None, f"dropped: {request}"
         document: dict[str, Any] = json.loads(answer[1])
         return document
 
     async def run(self, method: str, *arguments: Any, protocol: int = 3) -> dict[str, Any]:
-        """The final reply of an action: a task is polled to its end."""
+        """Return the final reply of an action. A task is polled until it ends."""
         reply = await self.call(method, *arguments, protocol=protocol)
         async with asyncio.timeout(60):
             while is_running(reply):
@@ -62,13 +62,13 @@ class World:
         return reply
 
     async def value(self, method: str, *arguments: Any, protocol: int = 3) -> Any:
-        """The value of an action that succeeds."""
+        """Return the value of an action that succeeds."""
         reply = await self.run(method, *arguments, protocol=protocol)
         assert "value" in reply, reply
         return reply["value"]
 
     async def error(self, method: str, *arguments: Any, protocol: int = 3) -> str:
-        """The text of an action that fails."""
+        """Return the error text of an action that fails."""
         reply = await self.run(method, *arguments, protocol=protocol)
         assert "exception" in reply, reply
         text: str = reply["exception"]["message"]
@@ -81,7 +81,7 @@ def is_running(reply: dict[str, Any]) -> bool:
 
 
 def write_settings(base: Path, **members: Any) -> Path:
-    """The settings of a CPI, with a local blobstore in ``base/blobstore``."""
+    """Return the settings of a CPI, with a local blobstore in ``base/blobstore``."""
     (base / "blobstore").mkdir(parents=True, exist_ok=True)
     path = base / "settings-source.json"
     document = {
@@ -99,7 +99,7 @@ def write_settings(base: Path, **members: Any) -> Path:
 async def world(
     base: Path, *, timing: Timing | None = None, work: Work = workers.work, **members: Any
 ) -> AsyncIterator[World]:
-    """A booted agent for the length of the block. Its jobs are stopped at the end."""
+    """Run a booted agent for the duration of the block. Its jobs are stopped at the end."""
     paths = Paths(base / "vcap")
     await boot.boot([boot.tree_step(paths)])
     store = SettingsStore(paths, [write_settings(base, **members)])

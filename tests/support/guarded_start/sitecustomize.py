@@ -1,4 +1,4 @@
-"""Imported at the start of each Python program whose ``PYTHONPATH`` has this directory: guards the loop of an agent."""
+"""Guards the event loop of an agent. Python imports this when it starts with this directory in ``PYTHONPATH``."""
 
 import os
 import sys

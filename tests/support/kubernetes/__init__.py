@@ -1,1 +1,1 @@
-"""A node of Kubernetes, the CPI on it, and calls of a Director."""
+"""A Kubernetes node, the CPI on it, and the calls of a Director."""

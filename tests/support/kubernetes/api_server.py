@@ -1,4 +1,4 @@
-"""An API server with etcd alone, for what it decides itself: no node, no controller."""
+"""An API server with only etcd, for tests of its own decisions. There are no nodes and no controllers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 300.0
 
 
 class ApiServer:
-    """The two programs, on ports of loopback. Requests are an administrator's, or those of whom it acts for."""
+    """The two programs, on loopback ports. Requests are made as an administrator or on behalf of another user."""
 
     def __init__(self, programs: Path, where: Path) -> None:
         self._programs, self._where = programs, where
@@ -34,7 +34,7 @@ class ApiServer:
         self._trust.verify_mode = ssl.CERT_NONE
 
     def start(self) -> None:
-        """Until it is ready. A failed test with the end of its log otherwise."""
+        """Start the programs and wait until they are ready. On failure, fail the test with the end of the log."""
         client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         tokens, key = self._where / "tokens.csv", self._where / "key.pem"
         tokens.write_text(f'{self._token},admin,admin,"system:masters"\n')
@@ -118,7 +118,7 @@ class ApiServer:
 
 
 def programs() -> Path:
-    """Return the directory of Kubernetes' programs: the node's, or ``KUBERNETES_PROGRAMS``."""
+    """Return the directory with the Kubernetes programs: ``KUBERNETES_PROGRAMS``, or those built for the node."""
     if nodes.NODE in os.environ:
         return nodes.here() / nodes.PROGRAMS
     if given := os.environ.get("KUBERNETES_PROGRAMS"):

@@ -1,7 +1,8 @@
-"""A real Kubernetes from Debian's source package, which carries all that it is made of: nothing else is fetched.
+"""Builds a real Kubernetes from Debian's source package, which contains all its dependencies, so nothing else is
+fetched.
 
-Only bookworm's package does. Debian's later ones are made for libraries of the distribution. It is an old version
-without security support: for tests on one machine, never for a product.
+Only bookworm's package allows this, because later ones are built against libraries of the distribution. It is an old
+version without security support, suitable for tests on one machine and never for production.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ TAGS: Final = "providerless,dockerless"
 
 @dataclass(frozen=True)
 class Source:
-    """The entry of a package in Debian's signed index. ``digest`` is that of its .dsc."""
+    """The entry of a package in Debian's signed index. ``digest`` is that of its .dsc file."""
 
     version: str
     digest: str
 
     @property
     def upstream(self) -> str:
-        """The version of Kubernetes: ``1.20.5+really1.20.2-1.1+deb12u1`` is 1.20.2."""
+        """The Kubernetes version: ``1.20.5+really1.20.2-1.1+deb12u1`` is 1.20.2."""
         found = re.match(r"(?:.*really)?(\d+\.\d+\.\d+)", self.version)
         assert found is not None, self.version
         return found[1]
 
 
 def cached(cache: Path) -> Path:
-    """Return the directory of the four programs, one for each source, compiler and set of flags. Build it if missing.
+    """Return the directory of the four programs. It is built once for each source version, compiler and set of flags.
 
-    Needs golang-go, dpkg-dev, jq, rsync and make. ``ShimError`` if one is not available.
+    Needs golang-go, dpkg-dev, jq, rsync and make. Raises ``ShimError`` if one is not available.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=cache) as scratch:
         apt = _Apt(Path(scratch))
         source = apt.source("kubernetes")
         compiler = _run(["go", "version"]).strip()
-        # The recipe alone: a changed import must not cost a build, which takes half an hour.
+        # Only the build recipe is hashed, because a changed import must not cost a build of half an hour.
         recipe = f"{inspect.getsource(_build)} {PROGRAMS} {TAGS}"
         parts = {"source": f"{source.version} {source.digest}", "compiler": compiler, "recipe": recipe}
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -103,7 +104,10 @@ def _build(tree: Path, source: Source, scratch: Path) -> Path:
 
 
 class _Apt:
-    """apt with the sources of packages beside what it knows on this machine, whose own lists stay as they are."""
+    """Runs apt with source packages enabled in addition to this machine's sources.
+
+    The machine's own lists are not changed.
+    """
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -128,14 +132,14 @@ class _Apt:
         return Source(found[1], found[2])
 
     def unpacked(self, package: str) -> Path:
-        """Its files, fetched, held against the digests of the index, and with Debian's patches."""
+        """Return the unpacked sources, checked against the digests in the index, and with Debian's patches applied."""
         _run(["apt-get", "source", "-qq", package], env=self._environment, cwd=self._scratch)
         (tree,) = (path for path in self._scratch.glob(f"{package}-*") if path.is_dir())
         return tree
 
 
 def _debian() -> str:
-    """Where this machine gets its packages from Debian, as a source of source packages."""
+    """Return where this machine gets Debian packages from, as a source of source packages."""
     said = _run(["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Label: Debian"])
     if not said.strip():
         raise ShimError("cannot build kubernetes: apt knows no packages of Debian here; apt-get update may help")

@@ -1,7 +1,7 @@
-"""Calls of a CPI as the Director makes them: two processes for each operation, with an environment of three variables.
+"""Calls of a CPI as the Director makes them: two processes for each operation, with three environment variables.
 
-src/bosh-director/lib/clouds/external_cpi.rb and cloud_factory.rb: ``info`` comes before every operation, the request is
-one JSON document on stdin, the response is all of stdout, the exit code is ignored.
+Source: src/bosh-director/lib/clouds/external_cpi.rb and cloud_factory.rb. ``info`` precedes every operation, the
+request is one JSON document on stdin, the response is all of stdout, and the exit code is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT_S: Final = 180.0
 
 
 class CpiError(Exception):
-    """An error that a response tells. ``kind`` is its type without ``Bosh::Clouds::``."""
+    """An error in a response. ``kind`` is its type without ``Bosh::Clouds::``."""
 
     def __init__(self, kind: str, message: str, *, ok_to_retry: bool) -> None:
         super().__init__(f"{kind}: {message}")
@@ -44,7 +44,7 @@ class Call:
 
 @dataclass
 class Cpi:
-    """The program with its configuration. ``home`` is the directory of the worker's user."""
+    """The program with its configuration. ``home`` is the home directory of the worker's user."""
 
     command: Sequence[str]
     home: Path
@@ -54,7 +54,7 @@ class Cpi:
     calls: list[Call] = field(default_factory=list)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The result of an operation. Raises ``CpiError``."""
+        """Call an operation and return its result. Raises ``CpiError``."""
         info, _, _ = await self._run("info", [])
         assert _result(info)["api_version"] == 3
         response, seconds, said = await self._run(method, list(arguments))
@@ -90,12 +90,12 @@ class Cpi:
 
 
 def of_this_tree(config: Path, home: Path, **members: Any) -> Cpi:
-    """The program of this tree, started as by the job of the release."""
+    """Return the CPI of this source tree, started as the job of the release does."""
     return Cpi([sys.executable, "-c", START, "--config", str(config)], home, **members)
 
 
 def _result(response: Any) -> Any:
-    """Return a response as the Director reads it (external_cpi.rb, ``RESPONSE_SCHEMA``)."""
+    """Validate and return a response as the Director does (external_cpi.rb, ``RESPONSE_SCHEMA``)."""
     assert response.keys() == {"result", "error", "log"}, response
     assert isinstance(response["log"], str)
     error = response["error"]

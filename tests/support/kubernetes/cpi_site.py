@@ -1,4 +1,4 @@
-"""A namespace as deploy/cpi makes it, the CPI with the token of its account, and what of all that a Director knows."""
+"""A namespace created from deploy/cpi, the CPI with its account's token, and what a Director knows of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STORAGE: Final = {
 
 @dataclass(frozen=True)
 class Way:
-    """A way in which disks come to VMs, and the Pod Security level of the namespace it is for."""
+    """A way in which disks reach VMs, and the Pod Security level of the namespace for which it is meant."""
 
     name: str
     attach: str
@@ -65,7 +65,7 @@ WAYS: Final = (
 
 @dataclass
 class Site:
-    """One Director's namespace."""
+    """The namespace of one Director."""
 
     namespace: Namespace
     deployments: Deployments
@@ -80,13 +80,13 @@ class Site:
         return self.deployments.cpi
 
     async def objects(self) -> list[Document]:
-        """All that anyone has made in the namespace, without what the cluster itself puts into each."""
+        """Return all objects in the namespace, except those that the cluster itself creates in every namespace."""
         found = json.loads(await self.namespace.kubectl("get", KINDS, "-o", "json"))["items"]
         return [one for one in found if not _is_of_cluster(one)]
 
     @contextmanager
     def vm_type(self, **properties: Any) -> Iterator[None]:
-        """Other cloud properties of VMs for the length of the block. None takes one away."""
+        """Change the cloud properties of VMs for the duration of the block. None removes a property."""
         before = self.deployments.vm_type
         self.deployments.vm_type = {key: one for key, one in (before | properties).items() if one is not None}
         try:
@@ -95,7 +95,7 @@ class Site:
             self.deployments.vm_type = before
 
     async def empty(self) -> None:
-        """Delete all objects of a failed flow, with full permissions."""
+        """Delete all objects that a failed flow left, with full permissions."""
         for kind in ("pods", "persistentvolumeclaims", "services"):
             await self.namespace.kubectl("delete", kind, "--all", "--force", "--grace-period=0")
         for one in await self.objects():
@@ -104,17 +104,17 @@ class Site:
         self.deployments.disks.clear()
 
     async def exec(self, instance: Instance, *command: str) -> str:
-        """The output of a command in a VM."""
+        """Return the output of a command in a VM."""
         return await self.namespace.pod(instance.vm).exec(*command)
 
     async def write(self, instance: Instance) -> None:
-        """Write the file that no flow may lose, as a job would, and one as vcap."""
+        """Write the file that no flow may lose, once as a job would and once as vcap."""
         instance.kept = uuid.uuid4().hex
         await self.exec(instance, "sh", "-c", f"echo {instance.kept} >/var/vcap/store/{deployments.KEPT}; sync")
         await self.exec(instance, "sh", "-ec", _AS_VCAP)
 
     async def check(self, *instances: Instance) -> None:
-        """Check the invariants of a flow: jobs run, the file is there, and the Director knows all existing objects."""
+        """Check the invariants of a flow: jobs run, the file still exists, and the Director knows all objects."""
         for instance in instances:
             if instance.vm:
                 await self.deployments.until_running(instance)
@@ -132,13 +132,16 @@ class Site:
         self.spare = next((one for one in instances if one.vm and one.disk), None)
 
     async def _until_ended(self) -> None:
-        """Wait until the cluster has removed deleted objects, which takes time."""
+        """Wait until the cluster has removed deleted objects, which takes a while."""
         async with asyncio.timeout(LIMIT):
             while any(_is_ending(one) for one in await self.unheld()):
                 await asyncio.sleep(0.5)
 
     async def unheld(self) -> list[Document]:
-        """All objects but deleted claims that a pod still has mounted: they, and their files, go with it."""
+        """Return all objects except deleted claims that a pod still has mounted.
+
+        Those will go together with their files.
+        """
         found = await self.objects()
         pods = [one for one in found if one["kind"] == "Pod" and not _is_ending(one)]
         held = {
@@ -150,7 +153,9 @@ class Site:
         return [one for one in found if not (_is_ending(one) and one["metadata"]["name"] in held)]
 
     def _knows(self, one: Document) -> bool:
-        """Return True if an object belongs to VMs and disks that the Director has, by its labels or its name."""
+        """Return True if an object belongs to VMs and disks that the Director has, judging by its labels or its
+        name.
+        """
         vms, disks = self.deployments.vms, self.deployments.disks
         labels = one["metadata"].get("labels", {})
         vm, disk = labels.get(f"{LABEL}/vm", ""), labels.get(f"{LABEL}/disk", "")
@@ -158,21 +163,21 @@ class Site:
         return is_known and (bool(vm or disk) or one["metadata"]["name"] in vms | disks)
 
     def stray_mounts(self) -> Iterator[str]:
-        """Mounts on nodes below the directories of VMs that are gone."""
+        """Return the mounts on nodes below the directories of VMs that are gone."""
         lines = [line for one in self.namespace.node.workers for line in one.mounts.read_text().splitlines()]
         for point in (Path(line.split()[4]) for line in lines):
             if self.hosted in point.parents and not any(vm in str(point) for vm in self.deployments.vms):
                 yield str(point)
 
     def stray_files(self) -> Iterator[str]:
-        """Files that lie in a directory of the node where a disk should have been mounted."""
+        """Return files in a directory of the node where a disk should have been mounted."""
         for worker in self.namespace.node.workers:
             for point in (worker.root / self.hosted.relative_to("/")).glob("*/*"):
                 if point.is_dir() and not point.is_mount():
                     yield from map(str, point.iterdir())
 
     async def check_levels(self) -> None:
-        """No pod that the namespace's Pod Security level would refuse."""
+        """Check that the namespace's Pod Security level would accept every pod."""
         if self.way.level == "privileged":
             return
         for one in await self.objects():
@@ -180,7 +185,7 @@ class Site:
                 assert list(beyond_baseline(one["spec"])) == [], one["metadata"]["name"]
 
     async def check_secrets(self) -> None:
-        """Secrets of requests are in Secrets alone: no other object, event or log has them."""
+        """Check that secrets of requests only appear in Secrets, and not in other objects, events or logs."""
         places = [json.dumps(one) for one in await self.objects() if one["kind"] != "Secret"]
         places.append(await self.namespace.kubectl("get", "events", "-o", "json"))
         places += [call.said for call in self.cpi.calls]
@@ -239,7 +244,7 @@ def beyond_baseline(spec: Document) -> Iterator[str]:
 
 
 def manifests(level: str, namespace: str) -> list[Document]:
-    """deploy/cpi for a Pod Security level, in another namespace than the one it names."""
+    """Return deploy/cpi for a Pod Security level, in another namespace than the one it names."""
     kubectl = shutil.which("kubectl")
     assert kubectl is not None
     where = ROOT / "deploy/cpi" / level
@@ -257,7 +262,7 @@ def manifests(level: str, namespace: str) -> list[Document]:
 
 @asynccontextmanager
 async def site(node: Node, way: Way, scratch: Path, **config: Any) -> AsyncIterator[Site]:
-    """A Director with this CPI in a namespace of its own, for the length of the block."""
+    """Run a Director with this CPI in a namespace of its own."""
     namespace = Namespace(node, f"test-{secrets.token_hex(4)}", scratch)
     await namespace.create()
     documents = manifests(way.level, namespace.name)
@@ -292,13 +297,13 @@ async def _config(namespace: Namespace, way: Way, mbus: str, hosted: Path) -> Do
         "namespace": namespace.name,
         "agent": {"mbus": mbus},
         "disks": {"attach": way.attach, "storage_class": CLASS, "host_path": str(hosted)},
-        # This old kubelet tells as much as half a minute later that a container has ended.
+        # This old kubelet may report the end of a container half a minute late.
         "timeouts": {"unmount": 60},
     }
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Document:
-    """Hashes are merged at every depth, anything else is replaced."""
+    """Merge hashes at every depth, and replace everything else."""
     both = dict(below)
     for key, value in above.items():
         before = both.get(key)

@@ -1,6 +1,6 @@
-"""A scripted Director that keeps deployments on a cluster: it calls CPI and agent in the order of the real one.
+"""A scripted Director that manages deployments on a cluster, calling CPI and agent in the order of the real one.
 
-Orders are read in src/bosh-director/lib/bosh/director: deployment_plan/steps, instance_updater, disk_manager.rb,
+The order comes from src/bosh-director/lib/bosh/director: deployment_plan/steps, instance_updater, disk_manager.rb,
 vm_creator.rb, problem_handlers, jobs/vm_state.
 """
 
@@ -40,7 +40,9 @@ KEPT: Final = "written-at-the-beginning"
 
 @dataclass
 class World:
-    """The environment of a CPI: a bus that ends bootstrap credentials, a blobstore, and addresses that pods reach."""
+    """The environment of a CPI: a bus that revokes bootstrap credentials, a blobstore, and addresses that pods can
+    reach.
+    """
 
     address: str
     server: NatsServer
@@ -51,20 +53,20 @@ class World:
 
     @property
     def mbus(self) -> str:
-        """Return the value of the property ``agent.mbus`` of the CPI's job."""
+        """Return the value of the CPI job's property ``agent.mbus``."""
         return f"nats://{self.address}:{self.bus.port}"
 
     def blobstores(self) -> list[dict[str, Any]]:
-        """``env.bosh.blobstores`` as bosh-deployment has it."""
+        """Return ``env.bosh.blobstores`` in the form of bosh-deployment."""
         return [{"provider": "dav", "options": {"endpoint": f"http://{self.address}:{self.blobs_port}"}}]
 
     def credentials(self, agent: str, *, bootstrap: bool) -> dict[str, str]:
-        """``mbus.cert`` for an agent, made now."""
+        """Create a new ``mbus.cert`` for an agent."""
         made = self.server.mbus(agent, bootstrap=bootstrap)
         return {"ca": made.ca, "certificate": made.certificate, "private_key": made.private_key}
 
     def blob(self, content: bytes) -> dict[str, str]:
-        """Put content into the blobstore. Its id and digest as a spec names them."""
+        """Store content in the blobstore. Return its id and digest as they appear in a spec."""
         name = f"blob-{hashlib.sha1(content).hexdigest()[:12]}"
         self.blobs.blobs[f"/{hashlib.sha1(name.encode()).hexdigest()[:2]}/{name}"] = content
         return {"blobstore_id": name, "sha1": hashlib.sha1(content).hexdigest()}
@@ -72,7 +74,7 @@ class World:
 
 @asynccontextmanager
 async def world(address: str, scratch: Path) -> AsyncIterator[World]:
-    """One for the length of the block. ``address`` is one of this machine that pods reach."""
+    """Run an environment. ``address`` is one of this machine's addresses that pods can reach."""
     authority = Authority()
     async with (
         NatsServer(scratch / "bus", authority, pair=authority.server(hosts=("127.0.0.1", address))) as server,
@@ -86,7 +88,7 @@ async def world(address: str, scratch: Path) -> AsyncIterator[World]:
 
 @dataclass
 class Instance:
-    """An instance as the Director's database has it. ``vm`` and ``agent`` are "" while it has no VM."""
+    """An instance as in the Director's database. ``vm`` and ``agent`` are "" while it has no VM."""
 
     group: str
     index: int = 0
@@ -130,7 +132,9 @@ class Deployments:
     # --- VMs --------------------------------------------------------------------------------------------------------
 
     async def create_vm(self, instance: Instance, disks: Sequence[str] = ()) -> None:
-        """A VM with an agent that has credentials to stay (vm_creator.rb, steps/update_instance_settings_step.rb)."""
+        """Create a VM whose agent gets permanent credentials (vm_creator.rb,
+        steps/update_instance_settings_step.rb).
+        """
         agent = str(uuid.uuid4())
         world = self.world
         bootstrap = world.credentials(agent, bootstrap=True)
@@ -148,7 +152,7 @@ class Deployments:
         }
         arguments = [agent, self.stemcell, self.vm_type, instance.networks, list(disks), env]
         vm, *_ = await self.cpi.call("create_vm", *arguments)
-        # A VM gets its row in the database now, and that is what nats-sync goes by (steps/create_vm_step.rb).
+        # The VM gets its database row now, and nats-sync follows the database (steps/create_vm_step.rb).
         await world.server.add_agent(agent)
         instance.vm, instance.agent = vm, agent
         self.vms.add(vm)
@@ -163,7 +167,7 @@ class Deployments:
         await world.server.add_agent(agent, bootstrap=False)
 
     async def delete_vm(self, instance: Instance) -> None:
-        """The VM goes, and the agent's user with it."""
+        """Delete the VM, and with it the agent's user on the bus."""
         with contextlib.suppress(CpiError):
             await self._delete_vm(instance)
         instance.vm = instance.agent = ""
@@ -179,23 +183,23 @@ class Deployments:
             await self.world.server.remove_agent(instance.agent)
 
     async def until_ready(self, instance: Instance) -> None:
-        """Ping once a second, as the Director does, but for a shorter time."""
+        """Ping once a second, as the Director does, but give up earlier."""
         await self.world.agents.wait_until_ready(instance.agent, timeout=READY_S)
 
     async def ask(self, instance: Instance, method: str, *arguments: Any) -> Any:
-        """An action to its end."""
+        """Run an action until it ends."""
         return await self.world.agents.run(instance.agent, method, *arguments)
 
     # --- disks ------------------------------------------------------------------------------------------------------
 
     async def create_disk(self, instance: Instance, size_mib: int = 0) -> str:
-        """A disk for the VM of an instance."""
+        """Create a disk for the VM of an instance."""
         disk: str = await self.cpi.call("create_disk", size_mib or self.disk_size_mib, self.disk_type, instance.vm)
         self.disks.add(disk)
         return disk
 
     async def attach(self, instance: Instance, disk: str) -> None:
-        """steps/attach_disk_step.rb, and the metadata after it."""
+        """Do what steps/attach_disk_step.rb does, then set the metadata."""
         hint = await self.cpi.call("attach_disk", instance.vm, disk)
         assert hint not in (None, "", {}), "AttachDiskResponseError"
         await self.until_ready(instance)
@@ -206,7 +210,7 @@ class Deployments:
         await self.ask(instance, "mount_disk", disk)
 
     async def detach(self, instance: Instance, disk: str) -> None:
-        """steps/unmount_disk_step.rb, detach_disk_step.rb."""
+        """Do what steps/unmount_disk_step.rb and detach_disk_step.rb do."""
         if disk in await self.ask(instance, "list_disk"):
             await self.ask(instance, "unmount_disk", disk)
         await self.ask(instance, "remove_persistent_disk", disk)
@@ -219,7 +223,10 @@ class Deployments:
     # --- dynamic disks ----------------------------------------------------------------------------------------------
 
     async def provide_dynamic_disk(self, instance: Instance, name: str) -> str:
-        """``POST /dynamic_disks/provide`` (jobs/dynamic_disks): create and attach a disk unless it is. Its cid."""
+        """Create and attach a disk unless it is attached.
+
+        Return its cid. (``POST /dynamic_disks/provide``, jobs/dynamic_disks)
+        """
         disk = next((one for one in self.dynamic_disks.values() if one.name == name), None)
         if disk is None:
             properties = self.disk_type | {"name": name}
@@ -237,19 +244,19 @@ class Deployments:
         return disk.cid
 
     async def detach_dynamic_disk(self, instance: Instance, cid: str) -> None:
-        """``POST /dynamic_disks/NAME/detach``, and steps/detach_dynamic_disk_step.rb."""
+        """Do what ``POST /dynamic_disks/NAME/detach`` and steps/detach_dynamic_disk_step.rb do."""
         await self.ask(instance, "remove_dynamic_disk", cid)
         await self.cpi.call("detach_disk", instance.vm, cid)
         self.dynamic_disks[cid].vm = ""
 
     async def delete_dynamic_disk(self, cid: str) -> None:
-        """``DELETE /dynamic_disks/NAME``, and disk_deleter.rb at the end of ``bosh delete-deployment``."""
+        """Do what ``DELETE /dynamic_disks/NAME``, and disk_deleter.rb at the end of ``bosh delete-deployment``, do."""
         if await self.cpi.call("has_disk", cid):
             await self.delete_disk(cid)
         del self.dynamic_disks[cid]
 
     async def _detach_all_dynamic_disks(self, instance: Instance) -> None:
-        """steps/detach_instance_disks_step.rb, before a VM is deleted whose agent answers."""
+        """Do what steps/detach_instance_disks_step.rb does before a VM with a responsive agent is deleted."""
         for disk in self.dynamic_disks.values():
             if disk.vm == instance.vm:
                 await self.detach_dynamic_disk(instance, disk.cid)
@@ -257,7 +264,7 @@ class Deployments:
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def spec(self, instance: Instance) -> dict[str, Any]:
-        """Return the spec in ``apply`` for an instance with a job."""
+        """Return the spec for ``apply`` on an instance with a job."""
         name = instance.group
         files = {f"{name}/{path}": text for path, text in self.job(name).items()}
         return {
@@ -274,13 +281,13 @@ class Deployments:
         }
 
     def job(self, name: str) -> dict[str, str]:
-        """The files of its job; it also is an errand."""
+        """Return the files of the instance's job, which is also an errand."""
         drain = "#!/bin/sh\n[ ! -d /var/vcap/store ] || echo drained >>/var/vcap/store/drained\necho 0\n"
         errand = "#!/bin/sh\necho the errand has run\n"
         return jobs.sleeper(Paths(), name) | {"bin/run": errand, "bin/drain": drain} | self.files
 
     async def start(self, instance: Instance) -> None:
-        """Apply and start, until the jobs run (instance_updater/starter.rb)."""
+        """Apply and start, and wait until the jobs run (instance_updater/starter.rb)."""
         await self.ask(instance, "apply", self.spec(instance))
         await self.ask(instance, "run_script", "pre-start", {})
         await self.ask(instance, "start")
@@ -293,14 +300,14 @@ class Deployments:
                 await asyncio.sleep(0.1)
 
     async def stop(self, instance: Instance) -> None:
-        """instance_updater/stopper: pre-stop, drain, stop, post-stop."""
+        """Do what instance_updater/stopper does: pre-stop, drain, stop, post-stop."""
         await self.ask(instance, "run_script", "pre-stop", {})
         await self.ask(instance, "drain", "shutdown", {})
         await self.ask(instance, "stop")
         await self.ask(instance, "run_script", "post-stop", {})
 
     async def connect(self, instance: Instance) -> None:
-        """The first word to an agent on a new VM (steps/apply_vm_spec_step.rb)."""
+        """Make the first contact with an agent on a new VM (steps/apply_vm_spec_step.rb)."""
         bare = {"deployment": "dep", "job": {"name": instance.group}, "index": instance.index, "id": instance.id}
         await self.ask(instance, "apply", {**bare, "name": instance.group, "networks": instance.networks})
         instance.networks = (await self.ask(instance, "get_state"))["networks"]
@@ -309,7 +316,7 @@ class Deployments:
     # --- flows ------------------------------------------------------------------------------------------------------
 
     async def first_deploy(self, group: str = "db", *, with_disk: bool = True) -> Instance:
-        """``bosh deploy`` of a new instance, with a disk that holds a file of a job afterwards."""
+        """``bosh deploy`` of a new instance, with a disk on which a job then writes a file."""
         instance = Instance(group)
         await self.create_vm(instance)
         await self.connect(instance)
@@ -321,7 +328,7 @@ class Deployments:
         return instance
 
     async def new_vm(self, instance: Instance) -> None:
-        """A VM for an instance that has a disk, up to running jobs."""
+        """Create a VM for an instance that has a disk, and start its jobs."""
         disks = [instance.disk] if instance.disk else []
         await self.create_vm(instance, disks)
         await self.connect(instance)
@@ -339,23 +346,23 @@ class Deployments:
         await self.delete_vm(instance)
 
     async def recreate(self, instance: Instance) -> None:
-        """``bosh recreate``, and what a changed VM type leads to."""
+        """``bosh recreate``, which is also what a changed VM type causes."""
         await self.stop_hard(instance)
         await self.new_vm(instance)
 
     async def resurrect(self, instance: Instance) -> None:
-        """The Health Monitor's scan-and-fix, or cck's "Recreate VM": the agent is not asked."""
+        """Recreate a VM as the Health Monitor's scan-and-fix and cck's "Recreate VM" do, without asking the agent."""
         await self.delete_vm(instance)
         await self.new_vm(instance)
 
     async def create_swap_delete(self, instance: Instance) -> None:
-        """A second VM comes up while the first still has the disk. The orphaned VM is deleted afterwards."""
+        """Start a second VM while the first still has the disk. The orphaned VM is deleted afterwards."""
         old = Instance(instance.group, instance.index, instance.id, instance.vm, instance.agent, instance.disk)
         await self.create_vm(instance, [instance.disk])
         await self.connect(instance)
         await self.stop(old)
         await self.detach(old, old.disk)
-        # The old VM is idle from now on, and its pod never becomes ready again.
+        # From now on the old VM is idle, and its pod never becomes ready again.
         await self.world.agents.value(old.agent, "shutdown")
         await self.attach(instance, instance.disk)
         await self.mount(instance, instance.disk)
@@ -363,7 +370,10 @@ class Deployments:
         await self.delete_vm(old)
 
     async def grow_by_migration(self, instance: Instance, size_mib: int) -> str:
-        """A disk of another size, copied by the agent. The cid of the old one, which is orphaned."""
+        """Replace the disk by one of another size, to which the agent copies.
+
+        Return the cid of the old, orphaned one.
+        """
         old = instance.disk
         await self.stop(instance)
         new = await self.create_disk(instance, size_mib)
@@ -376,7 +386,7 @@ class Deployments:
         return old
 
     async def grow_by_resize(self, instance: Instance, size_mib: int) -> None:
-        """The same disk, made larger while it is detached (``director.enable_cpi_resize_disk``)."""
+        """Enlarge the same disk while it is detached (``director.enable_cpi_resize_disk``)."""
         await self.stop(instance)
         await self.detach(instance, instance.disk)
         await self.cpi.call("resize_disk", instance.disk, size_mib)
@@ -385,7 +395,7 @@ class Deployments:
         await self.start(instance)
 
     async def delete(self, instance: Instance) -> None:
-        """An instance of ``bosh delete-deployment``: the disk is orphaned, and stays."""
+        """Delete an instance as ``bosh delete-deployment`` does. Its disk is orphaned and remains."""
         await self.stop(instance)
         if instance.disk:
             await self.detach(instance, instance.disk)
@@ -393,7 +403,7 @@ class Deployments:
         await self.delete_vm(instance)
 
     async def errand(self, group: str = "errand") -> str:
-        """``bosh run-errand`` of an instance that has no VM; what it wrote."""
+        """``bosh run-errand`` on an instance without a VM. Return what the errand wrote."""
         instance = Instance(group)
         await self.new_vm_without_start(instance)
         result = await self.ask(instance, "run_errand", group)
@@ -407,7 +417,7 @@ class Deployments:
         await self.ask(instance, "apply", self.spec(instance))
 
     async def compile(self, name: str) -> dict[str, Any]:
-        """A package on a VM made for it; what the agent says of the result."""
+        """Compile a package on a VM created for that. Return the agent's result."""
         instance = Instance(f"compilation-{uuid.uuid4()}")
         await self.create_vm(instance)
         await self.cpi.call("set_vm_metadata", instance.vm, {"compiling": name, "deployment": "dep"})
@@ -419,7 +429,7 @@ class Deployments:
         return found
 
     async def is_unresponsive(self, instance: Instance) -> bool:
-        """Return the result of a ping, as the Health Monitor and cck use it."""
+        """Return whether a ping fails, which is how the Health Monitor and cck decide."""
         try:
             await self.world.agents.value(instance.agent, "ping", timeout=2.0)
         except RpcTimeoutError:

@@ -1,6 +1,6 @@
-"""A cluster of one node, started in the namespaces that ``run_as_node`` has made; it ends with them.
+"""A cluster of one node, started in the namespaces that ``run_as_node`` has created, and ended together with them.
 
-A test may add a second node, which has a network, mounts and a runtime of its own.
+A test may add a second node, which has its own network, mounts and container runtime.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ COREFILE: Final = """
 }}
 """
 
-# Logs, leases of addresses and sockets have fixed places. Volumes are those of the first node, as on a network storage.
+# These have fixed places. Volumes are shared with the first node, as on a network storage.
 ENTER_SECOND: Final = """
 set -eu
 mount --make-rshared /
@@ -88,7 +88,7 @@ exec sleep infinity
 
 
 class Worker:
-    """A kubelet with its runtime. ``where`` holds their state and logs, ``cluster`` what all nodes share."""
+    """A kubelet with its container runtime. ``where`` has their state and logs, ``cluster`` what all nodes share."""
 
     def __init__(self, cluster: Path, where: Path, name: str, address: str) -> None:
         self.cluster = cluster
@@ -113,12 +113,12 @@ class Worker:
         return int(found[1])
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Run it to the end, whatever it is."""
+        """Run kubectl, and return its result even if it fails."""
         command = ["kubectl", f"--kubeconfig={self.cluster}/kubeconfig", *arguments]
         return subprocess.run(command, input=stdin, capture_output=True, text=True)
 
     def ctr(self, *arguments: str) -> str:
-        """Return the output of containerd's own client, which must succeed."""
+        """Return the output of containerd's own client. The command must succeed."""
         command = [*self.inside, "ctr", "--namespace=k8s.io", *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"ctr {arguments}: {done.stderr}"
@@ -133,11 +133,11 @@ class Worker:
         raise AssertionError("the runtime has no image of ours")
 
     def _network(self, addresses: str) -> None:
-        """Write how pods get their addresses: from a bridge, by which they reach the node."""
+        """Write the CNI configuration: pods get addresses on a bridge through which they reach the node."""
         (self.where / "resolv.conf").write_text(f"nameserver {DNS}\n")
         ipam = {"type": "host-local", "ranges": [[{"subnet": addresses}]], "routes": [{"dst": "0.0.0.0/0"}]}
         bridge = {"type": "bridge", "bridge": "pods", "isGateway": True, "hairpinMode": True, "ipam": ipam}
-        # Pods with ports of the node.
+        # Pods may use ports of the node.
         ports = {"type": "portmap", "capabilities": {"portMappings": True}, "snat": True}
         self._write("cni/pods.conflist", {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge, ports]})
 
@@ -162,17 +162,17 @@ class Worker:
             "failSwapOn": False,
             "makeIPTablesUtilChains": False,
             "enableControllerAttachDetach": False,
-            # Not every machine lets it raise these.
+            # Some machines do not allow raising these limits.
             "oomScoreAdj": 0,
             "maxOpenFiles": 16384,
             "clusterDNS": [DNS],
             "clusterDomain": "cluster.local",
             "resolvConf": str(self.where / "resolv.conf"),
-            # The pods must not see the disk of the machine.
+            # Pods must not see the disk of the machine.
             "imageGCHighThresholdPercent": 100,
             "evictionHard": {"memory.available": "50Mi"},
             "syncFrequency": "2s",
-            # How soon it notices that a volume is too large.
+            # The interval at which the kubelet checks whether a volume is too large.
             "volumeStatsAggPeriod": "2s",
             "nodeStatusUpdateFrequency": "2s",
         }
@@ -223,7 +223,7 @@ class Worker:
 
 
 class Node(Worker):
-    """The cluster as ``kubectl`` and the runtime see it, with its first node."""
+    """The cluster as ``kubectl`` and the container runtime see it, with its first node."""
 
     def __init__(self, where: Path) -> None:
         super().__init__(where, where, NAME, ADDRESS)
@@ -232,7 +232,10 @@ class Node(Worker):
         self.workers: list[Worker] = [self]
 
     def start(self) -> None:
-        """Until a pod can be made. A failed test with the log of the part that is in the way."""
+        """Start the node and wait until a pod can be created.
+
+        On failure, fail the test with the log of the part that is to blame.
+        """
         began = time.monotonic()
         for step in (
             self._connect,
@@ -246,7 +249,7 @@ class Node(Worker):
 
     @contextmanager
     def second(self) -> Iterator[Worker]:
-        """Another node for the length of the block, ready for pods. Its pods must be gone at the end."""
+        """Run another node for the duration of the block. Its pods must be gone at the end."""
         made = Second(self)
         self.workers.append(made)
         try:
@@ -258,18 +261,18 @@ class Node(Worker):
 
     @property
     def authority(self) -> Path:
-        """The certificate of the API server, which signs itself."""
+        """Return the self-signed certificate of the API server."""
         return self.where / "api/apiserver.crt"
 
     def _connect(self) -> None:
-        """An address of the node, which pods have their way to by the bridge that they hang on."""
+        """Create an address of the node that pods can reach through their bridge."""
         for command in (f"link add {NAME} type bridge", f"address add {ADDRESS}/25 dev {NAME}", f"link set {NAME} up"):
             _ip(command)
         self._network(PODS)
 
     def _start_control_plane(self) -> None:
         etcd = {"listen-client-urls": ETCD, "advertise-client-urls": ETCD, "listen-peer-urls": "http://127.0.0.1:2380"}
-        # Nothing of it is kept: whether the disk has it already does not matter.
+        # Nothing of etcd is kept, so it does not matter whether its data has reached the disk.
         self._spawn(["etcd", "--data-dir", str(self.where / "etcd"), "--unsafe-no-fsync", *_options(etcd)])
         self._write_credentials()
         key = self.where / "service-accounts.pem"
@@ -305,25 +308,25 @@ class Node(Worker):
         self._spawn([self._program("kube-scheduler"), *_options({**client, "cert-dir": self.where / "scheduler"})])
 
     def _start_network_programs(self) -> None:
-        """Start the cluster's DNS and a program that enforces NetworkPolicies, where they are among the programs."""
+        """Start the cluster's DNS and the program that enforces NetworkPolicies, if they are available."""
         kubeconfig = self.where / "kubeconfig"
         if self.has("coredns"):
             _ip(f"address add {DNS}/32 dev {NAME}")
             file = self._write("Corefile", COREFILE.format(address=DNS, kubeconfig=kubeconfig))
             self._spawn([self._program("coredns"), "-conf", str(file)])
-            # Nothing here is a proxy of Services: this one alone has a way.
+            # There is no Service proxy here, so this Service alone is given a route.
             address, _, port = API_SERVICE.partition(":")
             to = ["-d", address, "-p", "tcp", "--dport", port, "-j", "DNAT", "--to-destination", f"{ADDRESS}:6443"]
             subprocess.run(["iptables", "-t", "nat", "-A", "PREROUTING", *to], check=True)
         if self.has("kube-router"):
-            # Packets between pods cross the bridge alone.
+            # Packets between pods only cross the bridge.
             Path("/proc/sys/net/bridge/bridge-nf-call-iptables").write_text("1")
             parts = {"run-router": "false", "run-service-proxy": "false", "run-firewall": "true"}
             options = {**parts, "kubeconfig": kubeconfig, "hostname-override": NAME, "iptables-sync-period": "1s"}
             self._spawn([self._program("kube-router"), *_options(options)])
 
     def has(self, program: str) -> bool:
-        """True if a program that not every cluster has is among the programs."""
+        """Return True if a program that not every cluster has is available."""
         return Path(self._program(program)).exists()
 
     def _write_credentials(self) -> None:
@@ -351,7 +354,7 @@ class Second(Worker):
         super().__init__(first.where, first.where / SECOND, SECOND, SECOND_ADDRESS)
 
     def start(self) -> None:
-        """Until a pod can be made."""
+        """Start the node and wait until a pod can be created."""
         self.where.mkdir()
         holder = subprocess.Popen(
             ["unshare", "--mount", "--net", "sh", "-c", ENTER_SECOND, str(self.where)], stdout=subprocess.PIPE
@@ -376,11 +379,11 @@ class Second(Worker):
         self._start_kubelet()
 
     def stop(self) -> None:
-        """End its parts, and remove it and its state from the cluster."""
+        """End its parts, and remove the node and its state from the cluster."""
         for part in reversed(self._parts):
             part.terminate()
             part.wait()
-        # Containers of deleted pods may hold its network a while longer.
+        # Containers of deleted pods may use its network for a while longer.
         _ip(f"link delete {SECOND}")
         self.kubectl("delete", "node", SECOND)
         shutil.rmtree(self.where, ignore_errors=True)
@@ -395,7 +398,7 @@ def _options(values: dict[str, Any]) -> list[str]:
 
 
 def here() -> Path:
-    """The directory of the node whose namespaces this is; else a failed test."""
+    """Return the directory of the node in whose namespaces we run. Fail the test elsewhere."""
     if NODE not in os.environ:
         pytest.fail("there is no node here: these tests are run by ./dev test-kubernetes", pytrace=False)
     return Path(os.environ[NODE])

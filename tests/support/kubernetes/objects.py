@@ -1,4 +1,4 @@
-"""Objects of a test in a cluster: a namespace, volumes, pods."""
+"""The objects of a test in a cluster: a namespace, volumes and pods."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Document = dict[str, Any]
 
 
 def overlay(name: str) -> list[Document]:
-    """The documents of an overlay of deploy/kubernetes."""
+    """Return the documents of an overlay of deploy/kubernetes."""
     return list(yaml.safe_load_all(manifests(name)))
 
 
 def pod_spec(documents: Iterable[Document]) -> Document:
-    """The one spec of pods in them, to be changed."""
+    """Return the only pod spec among the documents, so that it can be changed."""
     (spec,) = [_template(document)["spec"] for document in documents if document["kind"] in ("Pod", "StatefulSet")]
     found: Document = spec
     return found
 
 
 def end_on_request(documents: Iterable[Document]) -> None:
-    """Give the container a liveness probe that ``Pod.end`` lets fail."""
+    """Give the container a liveness probe that ``Pod.end`` can make fail."""
     command = ["test", "!", "-e", END]
     pod_spec(documents)["containers"][0]["livenessProbe"] = {"exec": {"command": command}, "failureThreshold": 1}
 
@@ -53,42 +53,42 @@ def _template(document: Document) -> Document:
 
 @dataclass(frozen=True)
 class Namespace:
-    """``scratch`` holds the volumes."""
+    """A namespace. ``scratch`` contains its volumes."""
 
     node: Node
     name: str
     scratch: Path
 
     async def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
-        """The output of a command about this namespace, which must be good."""
+        """Return the output of a kubectl command for this namespace. The command must succeed."""
         done = await asyncio.to_thread(self.node.kubectl, f"--namespace={self.name}", *arguments, stdin=stdin)
         if done.returncode != 0:
             pytest.fail(f"kubectl {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         return done.stdout
 
     async def create(self) -> None:
-        """Make it, and wait for the account without which no pod is admitted."""
+        """Create the namespace, and wait for its default account, without which no pod is admitted."""
         await self.kubectl("create", "namespace", self.name)
         async with asyncio.timeout(LIMIT):
             while await self.kubectl("get", "serviceaccounts", "-o", "name") == "":
                 await asyncio.sleep(0.1)
 
     async def apply(self, documents: Iterable[Document]) -> None:
-        """Make it so, with a volume for each claim."""
+        """Apply documents, with a volume for each claim."""
         documents = list(documents)
         text = yaml.safe_dump_all([*self._volumes(documents), *documents])
         await self.kubectl("apply", "--filename=-", stdin=text)
 
     def volume(self, claim: str) -> Path:
-        """The directory that is bound to a claim."""
+        """Return the directory that is bound to a claim."""
         return self.scratch / "volumes" / claim
 
     def pod(self, name: str) -> Pod:
-        """The pod of that name, which need not be there yet."""
+        """Return the pod of that name, which need not exist yet."""
         return Pod(self, name)
 
     async def clear(self) -> None:
-        """End all that is left, at once."""
+        """Remove everything that is left, without a grace period."""
         print(await self.kubectl("get", "events,pods"))
         pods = json.loads(await self.kubectl("get", "pods", "-o", "json"))["items"]
         await self.kubectl("delete", "statefulsets", "--all", "--cascade=orphan")
@@ -133,21 +133,21 @@ class Pod:
     name: str
 
     async def look(self) -> Document:
-        """The object, as the cluster has it."""
+        """Return the pod object."""
         found: Document = json.loads(await self.namespace.kubectl("get", "pod", self.name, "-o", "json"))
         return found
 
     async def container(self) -> Document:
-        """The status of its container."""
+        """Return the status of its container."""
         found: Document = (await self.look())["status"]["containerStatuses"][0]
         return found
 
     async def until_ready(self, wanted: bool = True) -> None:
-        """Until the kubelet says that it is ready, or is not."""
+        """Wait until the kubelet reports that the pod is ready, or is not."""
         await self.until(lambda pod: _is_ready(pod) is wanted, "ready" if wanted else "not ready")
 
     async def until(self, is_so: Any, what: str) -> Document:
-        """Until the object is so; what it was then."""
+        """Wait until the object meets a condition. Return the object."""
         pod: Document = {}
         try:
             async with asyncio.timeout(LIMIT):
@@ -162,16 +162,16 @@ class Pod:
         return pod
 
     async def exec(self, *command: str) -> str:
-        """The output of a command inside, which must be good."""
+        """Return the output of a command in the pod. The command must succeed."""
         return await self.namespace.kubectl("exec", self.name, "--", *command)
 
     async def logs(self) -> str:
-        """Return the output of the container. "" without one."""
+        """Return the output of the container, or "" if there is none."""
         done = await asyncio.to_thread(self.namespace.node.kubectl, "-n", self.namespace.name, "logs", self.name)
         return done.stdout
 
     async def get(self, path: str, port: int = 9190) -> tuple[int, str]:
-        """Return status and body of a page of the pod. Repeats until the port is open."""
+        """Return status and body of a page of the pod, retrying until the port is open."""
         url = f"http://{(await self.look())['status']['podIP']}:{port}{path}"
         async with asyncio.timeout(LIMIT):
             while True:
@@ -181,14 +181,14 @@ class Pod:
                     await asyncio.sleep(0.1)
 
     async def kill(self) -> None:
-        """End process 1 as a crash would, and wait until the kubelet has started another."""
+        """Kill process 1, as a crash would, and wait until the kubelet has started another."""
         before = await self.container()
         (pid,) = await self._processes(before)
         os.kill(pid, signal.SIGKILL)
         await self.until(lambda pod: _restarts(pod) > before["restartCount"], "restarted")
 
     async def _processes(self, container: Document) -> list[int]:
-        """Return the pid of process 1 of a container. Empty without one."""
+        """Return the pid of process 1 of a container, or nothing if there is none."""
         number = container["containerID"].removeprefix("containerd://")
         tasks = await asyncio.to_thread(self.namespace.node.ctr, "tasks", "list")
         return [
@@ -196,28 +196,27 @@ class Pod:
         ]
 
     async def delete_without_grace(self) -> None:
-        """Delete it by force and wait for the end of its process: the object goes before it."""
+        """Delete the pod by force and wait until its process has exited, which happens after the object is gone."""
         container = await self.container()
         await self.namespace.kubectl("delete", "pod", self.name, "--force", "--grace-period=0")
         await self.until_ended(container)
 
     async def until_ended(self, container: Document) -> None:
-        """Wait until a container has no process left, which may be long after its pod has been deleted."""
+        """Wait until a container has no process left, which may be long after its pod was deleted."""
         async with asyncio.timeout(LIMIT):
             while await self._processes(container):
                 await asyncio.sleep(0.1)
 
     async def delete(self) -> None:
-        """Delete it as a user does, with its grace, and wait until it is gone."""
+        """Delete the pod as a user does, with its grace period, and wait until it is gone."""
         await self.namespace.kubectl("delete", "pod", self.name)
 
     async def end(self) -> tuple[int, str]:
-        """Make the liveness probe of ``end_on_request`` fail.
+        """Make the liveness probe of ``end_on_request`` fail. Return the container's exit code and termination message.
 
-        Return exit code and termination message of the container.
-
-        Hook, grace and signals are those of a deleted pod. But a deleted pod may vanish before the kubelet has reported
-        the end of its container, and this one is restarted.
+        The preStop hook, grace period and signals are the same as for a deleted pod. However, a deleted pod may vanish
+        before the kubelet has reported the end of its container, while this container is restarted and its end can be
+        read.
         """
         before = (await self.container())["restartCount"]
         await self.exec("touch", END)
@@ -231,6 +230,6 @@ def _is_ready(pod: Document) -> bool:
 
 
 def _restarts(pod: Document) -> int:
-    """Return the number of restarts of its container."""
+    """Return how often its container was restarted."""
     statuses = pod["status"].get("containerStatuses", [])
     return sum(int(one["restartCount"]) for one in statuses if "running" in one["state"])

@@ -1,11 +1,11 @@
-"""Run a command as a node of Kubernetes in new namespaces, with programs that are built where they are missing.
+"""Runs a command as a Kubernetes node in new namespaces, with programs that are built if they are missing.
 
-The whole node, which is etcd, the API server, containerd, the kubelet and the containers, runs in one network, mount
-and pid namespace beside the command, and ends with it. This machine sees none of its mounts, addresses and ports.
+The whole node (etcd, the API server, containerd, the kubelet and the containers) runs beside the command in one
+network, mount and pid namespace, and ends with it. This machine sees none of its mounts, addresses and ports.
 
-``KUBERNETES_PROGRAMS`` names a directory with the four programs of another version, and with etcd, containerd and runc
-where the version needs newer ones than this machine has. With CoreDNS and kube-router there, the cluster has a DNS and
-enforces NetworkPolicies.
+``KUBERNETES_PROGRAMS`` names a directory with the four programs in another version, and with etcd, containerd and runc
+if that version needs newer ones than this machine has. If it also contains CoreDNS and kube-router, the cluster has a
+DNS and enforces NetworkPolicies.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.support import pods
 from tests.support.kubernetes import build
 from tests.support.kubernetes.node import CGROUPS, IMAGES, NODE, PAUSE, PROGRAMS
 
-# The kubelet sets these for the whole machine: it writes into files of its own instead. Logs and the like have fixed
-# places, and containers with other propagation than "private" want a shared tree.
+# The kubelet sets these parameters for the whole machine, so it gets files of its own to write to. Logs and the like
+# have fixed places. Containers whose mount propagation is not "private" need a shared tree.
 ENTER = """
 set -eu
 mount --make-rshared /
@@ -52,7 +52,10 @@ exec catatonit -- "$@"
 
 
 def run_as_node(command: list[str]) -> int:
-    """Run a command in the namespaces of a node, which it starts (``node.Node``). Its exit code, or 1 without one."""
+    """Run a command in the namespaces of a node, which it starts (``node.Node``).
+
+    Return its exit code, or 1 if there is none.
+    """
     if os.geteuid() != 0:
         sys.stderr.write("cannot start a node: it takes root\n")
         return 1
@@ -75,7 +78,7 @@ def run_as_node(command: list[str]) -> int:
 
 
 def _save_images(node: Path) -> None:
-    """Pack the images of the pods into one archive: there is no registry."""
+    """Write the images of the pods into one archive, because there is no registry."""
     podman = pods.podman(node)
     base = node / "base"
     base.mkdir()
@@ -93,7 +96,7 @@ def _save_images(node: Path) -> None:
 
 @contextmanager
 def _cgroup(name: str) -> Iterator[None]:
-    """Create a group for all pods in every hierarchy. Remove it afterwards with its remains."""
+    """Create a group for all pods in every hierarchy. At the end remove it with everything left in it."""
     roots = [path for path in CGROUPS.iterdir() if (path / "cgroup.procs").exists() and path.name != "unified"]
     groups = [root / name for root in (roots if not (CGROUPS / "cgroup.controllers").exists() else [CGROUPS])]
     for group in groups:
@@ -104,7 +107,7 @@ def _cgroup(name: str) -> Iterator[None]:
         deadline = time.monotonic() + 10
         for group in groups:
             while group.exists():
-                # A killed process may still count for a moment.
+                # A killed process may still be counted for a moment.
                 try:
                     for directory, _, _ in os.walk(group, topdown=False):
                         Path(directory).rmdir()

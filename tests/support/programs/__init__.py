@@ -15,20 +15,23 @@ HERE = Path(__file__).parent
 
 
 def argv(name: str, *arguments: object) -> list[str]:
-    """How to run one of the programs beside this file."""
+    """Return the command line for one of the programs in this directory."""
     interpreter = [sys.executable, "-S", "-E"] if name.endswith(".py") else ["/bin/sh"]
     return [*interpreter, str(HERE / name), *map(str, arguments)]
 
 
 def foreign(*command: object, **env: str) -> int:
-    """Start a program that does not descend from us, with ``env`` alone. Its number."""
+    """Start a program that is not a descendant of this process, with only ``env`` as its environment.
+
+    Return its pid.
+    """
     script = '"$@" >/dev/null 2>&1 & echo $!'
     arguments = ["/bin/sh", "-c", script, "sh", *map(str, command)]
     return int(subprocess.run(arguments, env=env, capture_output=True, check=True).stdout)
 
 
 def number_in(path: Path) -> int | None:
-    """The number that a program has written, once it is there."""
+    """Wait until a program has written a number to a file, and return it."""
     try:
         text = path.read_text()
     except FileNotFoundError:  # its writer may remove it at any moment
@@ -37,13 +40,13 @@ def number_in(path: Path) -> int | None:
 
 
 def number_of_program(path: Path, name: str) -> int | None:
-    """As number_in, once the process has executed the program with this name. A shell writes the number before that."""
+    """Return True if a process is running. A zombie is not."""
     number = number_in(path)
     return number if number is not None and proc.name(number) == name else None
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if a process lives. A zombie does not."""
+    """Kill a process if it is running."""
     found = proc.stat(pid)
     return found is not None and found.is_alive
 

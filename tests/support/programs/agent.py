@@ -1,4 +1,4 @@
-"""agent.py BASE: supervise the jobs of a world that was left in BASE/files.json, until something ends us."""
+"""agent.py BASE: supervise the jobs described in BASE/files.json until killed."""
 
 import asyncio
 import sys

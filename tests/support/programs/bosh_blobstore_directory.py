@@ -1,7 +1,7 @@
-"""Replaces ``bosh-blobstore-gcs`` and ``bosh-blobstore-azure-storage`` of a stemcell, and stores in a directory.
+"""Replaces a stemcell's ``bosh-blobstore-gcs`` and ``bosh-blobstore-azure-storage``, and stores in a directory.
 
 ``PROGRAM DIRECTORY WANTED -c CONFIG get ID FILE`` or ``… put FILE ID``: CONFIG must have exactly the options WANTED
-(JSON), or it refuses with code 1, as a store would with other credentials.
+(JSON). Otherwise it exits with code 1, as a store would reject wrong credentials.
 """
 
 from __future__ import annotations

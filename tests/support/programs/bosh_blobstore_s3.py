@@ -1,8 +1,8 @@
-"""``bosh-blobstore-s3 -c CONFIG get ID FILE`` and ``… put FILE ID``: the contract of a stemcell's command, with boto3.
+"""``bosh-blobstore-s3 -c CONFIG get ID FILE`` and ``… put FILE ID``: a stemcell's command, reimplemented with boto3.
 
-Runs with the interpreter of ``.tools``. CONFIG has the options of a blobstore with the provider ``s3`` in the
-Director's form. Those that a store on this machine needs are supported. On failure it exits with code 1 and a text that
-contains the secret key: a caller that quotes the text must remove it.
+Runs with the interpreter of ``.tools``. CONFIG has the options of an ``s3`` blobstore in the Director's form. Those
+that a store on this machine needs are supported. On failure it exits with code 1 and a message that contains the secret
+key, so a caller that quotes the message must remove the key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``end_left.py BASE PID``: once process PID has ended, however it did, end what it left below BASE.
+"""``end_left.py BASE PID``: wait until process PID has ended for any reason, then kill what it left running below BASE.
 
-A worker of the test run that is killed runs no fixture, and its tests' programs would go on.
+If a worker of the test run is killed, it runs no fixtures, and the programs of its tests would keep running.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ MAX_ENVIRON_BYTES = 1 << 20
 
 
 def end_left(base: str) -> list[int]:
-    """Kill what keepers of agents below ``base`` keep, and the processes with ``base`` in command line or environment.
+    """Kill what keepers below ``base`` keep, and all processes that have ``base`` in their command line or environment.
 
-    Return those that live after 10 s.
+    Return those that still run after 10 s.
     """
     for directory, _, _ in os.walk(base):
         if directory.endswith("/bosh/keepers"):
@@ -33,8 +33,8 @@ def end_left(base: str) -> list[int]:
 
 
 def end_kept(directory: str) -> None:
-    """Kill all below the keepers whose sockets are in a directory, and wait for the end of the keepers."""
-    for name in os.listdir(directory):  # noqa: PTH208 - quick to start: no pathlib
+    """Kill everything below the keepers whose sockets are in a directory, and wait until the keepers have exited."""
+    for name in os.listdir(directory):  # noqa: PTH208 - starts faster without pathlib
         place = os.open(f"{directory}/{name}", os.O_PATH)
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as keeper:
             keeper.settimeout(WITHIN_S)
@@ -48,7 +48,7 @@ def end_kept(directory: str) -> None:
 
 def _processes_of(base: bytes) -> list[int]:
     found = []
-    for name in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208 - quick to start: no pathlib
+    for name in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208 - starts faster without pathlib
         with (
             contextlib.suppress(OSError),
             open(f"/proc/{name}/cmdline", "rb") as command,

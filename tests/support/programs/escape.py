@@ -1,7 +1,7 @@
-"""escape.py PIDFILE CHILDFILE [ENTRY [NAME]]: leave a child that forked twice, in its own session, with ENTRY alone.
+"""escape.py PIDFILE CHILDFILE [ENTRY [NAME]]: leave a child that has forked twice and has a session of its own.
 
-ENTRY is its environment, and NAME (with escapes) what it calls itself.
-As root the child becomes an ordinary user: a job that stays root can do anything.
+ENTRY is its whole environment, and NAME (with escapes) its process name. If run as root, the child becomes an ordinary
+user, because a job that stays root could do anything.
 """
 
 import os

@@ -1,6 +1,6 @@
 """failpoints.py FILE ARGUMENT...: an agent in which any asyncio task can be made to fail.
 
-On SIGRTMIN the task with the name in FILE fails: its current wait raises an error that no code expects.
+On SIGRTMIN the task named in FILE fails: its current wait raises an error that no code expects.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Failing(Daemon):
 
 
 def run() -> int:
-    """As the agent, until the signal."""
+    """Run the agent until the signal arrives."""
     main.Daemon = Failing  # type: ignore[misc]
     return cli.main()
 

@@ -1,4 +1,4 @@
-"""An agent that takes itself for process 1 of its container: its signals end the container."""
+"""An agent that believes it is process 1 of its container, and whose signals therefore end the container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""fork_twice.py PIDFILE [SECONDS]: become a daemon by the book, write the pidfile after SECONDS, sleep."""
+"""fork_twice.py PIDFILE [SECONDS]: become a daemon in the traditional way, write the pidfile after SECONDS, and
+sleep.
+"""
 
 import os
 import sys

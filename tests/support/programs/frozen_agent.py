@@ -1,7 +1,7 @@
-"""An agent that reads pidfiles naively: ``frozen_agent.py MODE run …``. A pipe in place of one blocks its event loop.
+"""``frozen_agent.py MODE run …``: an agent that reads pidfiles naively, so that a pipe in place of one blocks its
+event loop.
 
-The watchdog is in a hurry. MODE says how the loop is blocked: by the kernel, by Python, or by C that keeps the
-interpreter.
+Its watchdog has a short timeout. MODE says what blocks the loop: the kernel, Python code, or C code that holds the GIL.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Print the members of a dashboard that the schema of Grafana does not know: ``grafana_losses.py FILE``.
+"""``grafana_losses.py FILE``: print the members of a dashboard that Grafana's schema does not know.
 
-Runs with the interpreter of ``.tools``. Grafana's library reads the file into its types and writes it again. A member
-that it does not know is lost, and one of a wrong type is an error.
+Runs with the interpreter of ``.tools``. Grafana's library reads the file into its types and writes it again. Members
+that it does not know are lost on the way, and a member of a wrong type is an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""huge_environ.py PIDFILE [GIB]: make the own environment and arguments terabytes long, write the number, sleep.
+"""huge_environ.py PIDFILE [GIB]: claim an environment and arguments that are terabytes long, write the pid, and sleep.
 
-PR_SET_MM_MAP needs no privilege: any process may say where its environment begins and ends.
+PR_SET_MM_MAP needs no privilege, so any process may declare where its environment begins and ends.
 """
 
 import ctypes

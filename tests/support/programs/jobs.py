@@ -1,4 +1,4 @@
-"""A scratch world of jobs with real ctl scripts and a supervisor that is in a hurry."""
+"""Jobs with real ctl scripts in a scratch directory, and a supervisor with short intervals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LASTING = "exec sleep 600"
 
 
 class World:
-    """Jobs below one directory. ``log`` is what their scripts write to."""
+    """Jobs below one directory. Their scripts write to ``log``."""
 
     def __init__(self, base: Path, timing: Timing = FAST) -> None:
         self.base = base
@@ -41,9 +41,11 @@ class World:
         timeout: int = 5,
         file: str = "",
     ) -> JobFile:
-        """A job of one process. ``start`` and ``stop`` are shell scripts that know ``$pidfile``, ``$log``, ``$name``.
+        """Add a job with one process.
 
-        Without ``start`` it becomes a process that writes its own pidfile and stays.
+        ``start`` and ``stop`` are shell scripts in which ``$pidfile``, ``$log`` and ``$name`` are set.
+
+        Without ``start``, the job is a process that writes its own pidfile and keeps running.
         """
         lines = [f"check process {name} with pidfile {self.pidfile(name)}"]
         script = self.script(name, "start", f"echo $$ >$pidfile; {LASTING}" if start is None else start)
@@ -53,7 +55,7 @@ class World:
         return JobFile(name, file, "\n".join([*lines, *statements, group, ""]))
 
     def script(self, name: str, verb: str, body: str) -> Path:
-        """A shell script of a job."""
+        """Write a shell script for a job."""
         path = self.base / "jobs" / name / "bin" / verb
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\nname={name} log={self.log} pidfile={self.pidfile(name)}\n{body}\n")
@@ -72,7 +74,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def supervising(self, *files: JobFile) -> AsyncIterator[Supervisor]:
-        """A supervisor that keeps these jobs. Orphans come to us."""
+        """Run a supervisor for these jobs. This process adopts orphans."""
         with reaper.reaping():
             async with self.supervisor() as supervisor:
                 await supervisor.configure(files)
@@ -81,7 +83,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def checking(self, *files: JobFile) -> AsyncIterator[Supervisor]:
-        """A supervisor that looks at rules too."""
+        """Run a supervisor that also checks rules."""
         async with self.supervising(*files) as supervisor:
             running = asyncio.create_task(supervisor.run())
             try:
@@ -91,7 +93,7 @@ class World:
                 running.cancel()
 
     def told(self, event: str) -> list[tuple[str, str]]:
-        """Service and action of each report of an event."""
+        """Return service and action of each reported event."""
         return [(each.service, each.action) for each in self.events if each.event == event]
 
     def open(self) -> None:
@@ -106,7 +108,7 @@ class World:
 
 
 def program(name: str, *arguments: object) -> str:
-    """The shell command for a program beside this file."""
+    """Return the shell command for a program in this directory."""
     return " ".join(argv(name, *arguments))
 
 

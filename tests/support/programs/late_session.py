@@ -1,6 +1,6 @@
-"""late_session.py PIDFILE GO CHILDFILE: a daemon that begins a session after its pidfile, once GO exists.
+"""late_session.py PIDFILE GO CHILDFILE: a daemon that starts a session after writing its pidfile, once GO exists.
 
-Then it starts a child with an empty environment, as nginx's workers have after they write their title over it.
+Then it starts a child with an empty environment, like nginx's workers, which overwrite theirs with their title.
 """
 
 import os

@@ -1,9 +1,9 @@
 """leaderless.py PIDFILE [HOW]: end the first thread and go on in another.
 
-With ``daemon`` it forks twice before; with ``wipe`` it also empties its environment and, as root, becomes an ordinary
-user: a job that stays root can do anything.
+With ``daemon`` it forks twice before that. With ``wipe`` it also empties its environment and, if run as root, becomes
+an ordinary user, because a job that stays root could do anything.
 
-The kernel shows such a process as a zombie without memory, files and environment, though it runs.
+The kernel shows such a process as a zombie without memory, files and environment, although it runs.
 """
 
 import ctypes

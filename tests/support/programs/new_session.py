@@ -1,4 +1,4 @@
-"""new_session.py PIDFILE CHILDFILE [wipe]: write the own pid, and the pid of a child in another session."""
+"""new_session.py PIDFILE CHILDFILE [wipe]: write the program's own pid, and the pid of a child in another session."""
 
 import os
 import sys

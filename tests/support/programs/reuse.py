@@ -1,6 +1,8 @@
-"""reuse.py BASE ROUNDS SEED: processes of jobs end and strangers get their numbers, in a new pid namespace.
+"""reuse.py BASE ROUNDS SEED: end processes of jobs and reuse their pids for unrelated processes, in a new pid
+namespace.
 
-Writes one JSON: ``rounds``, ``taken`` (numbers that a stranger got), ``signalled`` (signals that strangers got).
+Writes one JSON document: ``rounds``, ``taken`` (pids that unrelated processes got), and ``signalled`` (signals that
+these received).
 """
 
 import asyncio
@@ -38,7 +40,7 @@ logger = logging.getLogger("reuse")
 
 
 class Strangers:
-    """``strangers.py`` behind pipes."""
+    """``strangers.py``, connected by pipes."""
 
     def __init__(self) -> None:
         self._maker = subprocess.Popen(
@@ -61,7 +63,7 @@ class Strangers:
 
 
 class Rounds:
-    """One supervisor after the other over the same jobs."""
+    """Runs one supervisor after the other for the same jobs."""
 
     def __init__(self, base: Path, seed: int) -> None:
         self.world = World(base, HURRY)
@@ -90,7 +92,7 @@ class Rounds:
         await self.supervisor.configure(self.files)
 
     async def round(self) -> None:
-        """End a process, give one of its numbers to a stranger, and send the service a request."""
+        """End a process, give one of its pids to an unrelated process, and send the service a request."""
         name = self.random.choice(list(STARTS))
         which = self.random.choice(["process", "starter"])
         how = self.random.choice(["plain", "leader", "member"])
@@ -101,7 +103,7 @@ class Rounds:
             await asyncio.sleep(0.003)
             found = await in_state(self.supervisor, name, "running", "settling")
         starter = await until(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))
-        # Start times are no finer than a tick, and no kernel comes round to a number within one.
+        # Start times are no finer than a tick. The kernel cannot cycle through all pids within one.
         if born := proc.stat(found.pid):
             await until(lambda: clock.boot_ticks() > born.start_ticks + 1)
         number = found.pid if which == "process" else starter
@@ -130,7 +132,7 @@ class Rounds:
 
 
 def kill(pid: int) -> None:
-    """End it from outside. The number belongs to a process that was reported alive."""
+    """Kill it from outside. The pid belongs to a process that was reported as running."""
     found = proc.stat(pid)
     if found is not None:
         process.send(found.identity, 9)

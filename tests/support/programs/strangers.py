@@ -1,8 +1,8 @@
-"""strangers.py: forks processes with requested numbers, and reports the signals that they got.
+"""strangers.py: fork processes with requested pids, and report the signals that they receive.
 
-Root of a pid namespace. It reads lines: ``take PID HOW`` is answered with the number of the process that counts, or 0
-if the number is not free. ``end PID`` with the signals that this one got, in a line. HOW is ``plain``, ``leader`` (of
-its own session) or ``member`` (of a session whose leader had the number and is gone).
+Must be root in a pid namespace. It reads lines. ``take PID HOW`` is answered with the pid of the process that counts,
+or 0 if the pid is not free. ``end PID`` is answered with a line of the signals that this process received. HOW is
+``plain``, ``leader`` (of its own session) or ``member`` (of a session whose leader had the pid and is gone).
 """
 
 import ctypes
@@ -17,7 +17,7 @@ told: dict[int, int] = {}
 
 
 def take(wanted: int, how: str) -> int:
-    """Fork until the number is ours."""
+    """Fork until the child has the requested pid."""
     give_up_at = time.monotonic() + TIMEOUT_S
     while time.monotonic() < give_up_at:
         reading, writing = os.pipe()
@@ -47,7 +47,7 @@ def take(wanted: int, how: str) -> int:
 
 
 def stay(writing: int) -> None:
-    """Tell our number, then each signal."""
+    """Report our pid, then each signal."""
     every = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     signal.pthread_sigmask(signal.SIG_BLOCK, every)
     os.write(writing, b"%d\n" % os.getpid())
@@ -56,7 +56,7 @@ def stay(writing: int) -> None:
 
 
 def end(pid: int) -> str:
-    """Kill it, if it still lives."""
+    """Kill the process if it still runs."""
     dead, status = os.waitpid(pid, os.WNOHANG)
     if not dead:
         os.kill(pid, signal.SIGKILL)
