@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -455,70 +455,44 @@ def _content(descriptor: int, limit: int) -> bytes:
     return content
 
 
-class Pass(Generic[T]):
-    """One thread's pass over some processes. Once abandoned, it ends after the current process."""
-
-    def __init__(self, pids: Iterable[int], work: Callable[[int], T]) -> None:
-        self.found: dict[int, T] = {}
-        self.at: int | None = None
-        self.count = 0
-        """Processes that are done."""
-        self.is_left = False
-        self.is_over = threading.Event()
-        self._pids, self._work = pids, work
-
-    def run(self) -> None:
-        try:
-            for pid in self._pids:
-                self.at = pid
-                self.found[pid] = self._work(pid)
-                self.count += 1
-                if self.is_left:
-                    break
-        finally:
-            self.is_over.set()
-
-
 _spare: int | None = os.eventfd(0, os.EFD_CLOEXEC)
 """A descriptor whose place a file takes that is read without a free one."""
 _spare_lock = threading.Lock()
-_hung: dict[int, threading.Event] = {}
-"""Processes that block a thread, each with the event that ends the read."""
-_hung_lock = threading.Lock()
+_blocked: dict[int, threading.Thread] = {}
+"""The threads that wait for a process which blocks its readers, by its pid."""
 
 
 def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
-    """Apply ``work`` to each process in a thread, which is abandoned if one process blocks it for too long."""
+    """Apply ``work`` to each process, in a thread. One that blocks it is left out, now and until the thread returns."""
     found: dict[int, T] = {}
-    ahead = list(pids)
-    while ahead:
-        with _hung_lock:
-            for pid in [pid for pid, is_over in _hung.items() if is_over.is_set()]:
-                del _hung[pid]
-            ahead = [pid for pid in ahead if pid not in _hung]
-            if len(_hung) >= MAX_HUNG_READS:
-                break
-        way = Pass(ahead, work)
+    for pid in [pid for pid, reader in _blocked.items() if not reader.is_alive()]:
+        _blocked.pop(pid, None)
+    ahead = [pid for pid in pids if pid not in _blocked]
+    while ahead and len(_blocked) < MAX_HUNG_READS:
+        part: dict[int, T] = {}
+        is_left = threading.Event()
+
+        def read(ahead: list[int] = ahead, part: dict[int, T] = part, is_left: threading.Event = is_left) -> None:
+            for pid in ahead:
+                part[pid] = work(pid)
+                if is_left.is_set():
+                    break
+
+        reader = threading.Thread(target=read, name="reads of processes", daemon=True)
         try:
-            threading.Thread(target=way.run, name="reads of processes", daemon=True).start()
+            reader.start()
         except RuntimeError:
             break  # no thread could be started: nothing is known
         done = -1
-        while not way.is_over.wait(READ_TIMEOUT_S):
-            if way.count == done and way.at is not None:
-                way.is_left = True
-                _leave(way.at, way.is_over)
-                break
-            done = way.count
-        found |= dict(way.found)
-        ahead = [pid for pid in ahead if pid not in found] if way.is_left else []
+        while reader.is_alive() and len(part) > done:
+            done = len(part)
+            reader.join(READ_TIMEOUT_S)
+        is_blocked = reader.is_alive()
+        found |= dict(part)
+        ahead = [pid for pid in ahead if pid not in found]
+        if not is_blocked or not ahead:
+            break
+        is_left.set()
+        _blocked[ahead[0]] = reader
+        logger.warning("process %d blocks its readers: its environment and arguments are not read", ahead.pop(0))
     return found
-
-
-def _leave(pid: int, is_over: threading.Event) -> None:
-    with _hung_lock:
-        _hung[pid] = is_over
-        count = len(_hung)
-    logger.warning("process %d blocks its readers: its environment and arguments are not read", pid)
-    if count >= MAX_HUNG_READS:
-        logger.error("%d processes block their readers: no environments and arguments are read", count)
