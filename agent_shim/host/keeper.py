@@ -496,10 +496,11 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
             ended[name] = _begun(name)
             continue
         found.append(keeper)
-    for keeper in list(found):
+
+    async def hear(keeper: Keeper) -> None:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await keeper.until(lambda keeper=keeper: keeper.pid > 0)  # type: ignore[misc]
+                await keeper.until(lambda: keeper.pid > 0)
         except TimeoutError:
             logger.error("cannot use the keeper %s: it does not answer", keeper.name)
         except HostError:
@@ -508,6 +509,8 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
         else:
             if itself := proc.stat(keeper.pid):
                 keeper.since, keeper.parent = itself.start_ticks, itself.parent
+
+    await asyncio.gather(*map(hear, found))
     return found, ended
 
 

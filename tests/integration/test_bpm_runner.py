@@ -356,6 +356,25 @@ async def test_slow_bpm_hook_runs_once_beyond_the_start_timeout(world: World, en
         assert world.lines() == [first]
 
 
+async def test_bpm_errand_with_processes_that_cannot_be_ended_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await weaken(monkeypatch, 3)
+    job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; exec sleep 605")
+    async with world.supervising() as supervisor:
+        running = asyncio.create_task(supervisor.bpm.run(START, [], {}))
+        left = await until(lambda: number_in(world.paths.data / "web/tmp/left"))
+        (kept,) = supervisor.keepers.of([bpm_label("web", "web")])
+        os.kill(kept.pid, signal.SIGKILL)
+        os.kill(kept.state.program, signal.SIGKILL)
+        with pytest.raises(HostError, match=r"cannot end \d+ \(sleep\)"):
+            await running
+        while orphans := await supervisor.keepers.orphans([bpm_label("web", "web")]):
+            for orphan in orphans:
+                os.kill(orphan.pid, signal.SIGKILL)
+        assert not is_alive(left)
+
+
 async def test_bpm_starts_no_second_process_beside_those_of_a_killed_keeper(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,10 +191,9 @@ async def test_stop_fails_while_a_keeper_of_an_earlier_agent_cannot_be_reached(w
         await agent.wait()
         (kept,) = keeper.living(world.paths.keepers)
         (path,) = world.paths.keepers.iterdir()
-        made_at, hidden = path.stat().st_mtime, path.rename(world.base / "hidden")
+        hidden = path.rename(world.base / "hidden")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:  # a connect fails, but not as refused
             wrong.bind(str(path))
-            os.utime(path, (made_at, made_at))
             async with world.supervisor() as supervisor:
                 await supervisor.recover()
                 with pytest.raises(ActionError, match=rf"cannot end .*\b{kept.keeper} \(keeper\)"):

@@ -232,7 +232,8 @@ class Bpm:
                 status = await entry.errand.wait_or_terminate(QUIT_TIMEOUT_S)
             finally:
                 entry.errand = None
-            await self._programs.keepers.end([entry.label], [], 0.0)
+            if left := await self._programs.keepers.end([entry.label], [], 0.0):
+                raise HostError(f"cannot end {', '.join(map(str, left))}")
             await asyncio.to_thread(self._remove_cgroup, entry)
             return 1 if status is None else status
 
