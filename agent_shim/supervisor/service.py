@@ -34,7 +34,19 @@ from agent_shim.supervisor.ownership.keepers import left as named
 from agent_shim.supervisor.ownership.process_finder import VOID, LateError, ProcessFinder, Timing, kind_of
 from agent_shim.supervisor.ownership.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.plan import BpmCall, ProcessSpec, RestartLimit
-from agent_shim.supervisor.state import ACTIVE, ENDING, NEXT, UNDERWAY, UP, WORK, Effect, State, Trigger, Work, reported
+from agent_shim.supervisor.state import (
+    ENDING,
+    FOLLOWING,
+    NEXT,
+    UNDERWAY,
+    UP,
+    WORK,
+    Effect,
+    State,
+    Trigger,
+    Work,
+    reported,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +158,8 @@ class Service:
         """Time of the last request to start, monotonic."""
         self._is_counted = False
         """The restart in progress counts towards the restart limits."""
+        self._is_leading = False
+        """Its dependants restart if the next start finds no process."""
         self._is_failure_told = False
         """Operators know of the failed start. monit alerts once until a success, a stop or the end of monitoring."""
         self.take_spec(spec)
@@ -220,8 +234,12 @@ class Service:
         else:
             self.on(Trigger.FILE_MENDED)
 
-    def start(self) -> None:
-        """Start the service, after the stop in progress if there is one."""
+    def start(self, *, is_leading: bool = False) -> None:
+        """Start the service, after the stop in progress if there is one.
+
+        With ``is_leading`` its dependants are restarted with it if it does not run, as by monit.
+        """
+        self._is_leading = is_leading
         self.record.was_taken_along = False
         self._asked_at = time.monotonic()
         self.on(Trigger.START_ASKED)
@@ -235,12 +253,16 @@ class Service:
         self.on(Trigger.STOP_ASKED)
 
     def bounce(self) -> None:
-        """Restart the service and its active dependants."""
-        for dependant in self.dependants:
-            if dependant.state in ACTIVE:
-                dependant.bounce()
+        """Restart the service and the dependants that follow it."""
+        self._bounce_dependants()
+        self._is_leading = False
         self._stop = USUAL_STOP
         self.on(Trigger.RESTART_ASKED)
+
+    def _bounce_dependants(self, states: frozenset[State] = FOLLOWING) -> None:
+        for dependant in self.dependants:
+            if dependant.state in states:
+                dependant.bounce()
 
     def unmonitor(self) -> None:
         """Stop monitoring the service and its dependants."""
@@ -444,6 +466,7 @@ class Service:
             if spec.start is None:
                 raise HostError("it has no start program")
             await self._shared.may_start.wait()
+            await self._lead()
             if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
             # Run it once beside a process that the pidfile no longer names, as monit does: it may write its number.
@@ -457,6 +480,14 @@ class Service:
                 doubted.release()
             else:
                 await doubted.terminate(spec.stop.timeout if spec.stop else self._timing.stop)
+
+    async def _lead(self) -> None:
+        """Before a start for which its dependants restart: stop them. Those that are starting wait for this start."""
+        if self._is_leading:
+            self._is_leading = False
+            self._bounce_dependants(FOLLOWING - {State.STARTING})
+            for dependant in self.dependants:
+                await dependant.has_left(UP | ENDING)
 
     async def _run_start(self, start: Program) -> None:
         """Run the start program, and record it."""
@@ -569,9 +600,7 @@ class Service:
         self.notify("Does not exist", self.spec.absence.kind, text)
         self.on(Trigger.DIED)
         if not why_not:
-            for dependant in self.dependants:
-                if dependant.state in ACTIVE:
-                    dependant.bounce()
+            self._bounce_dependants()
             if not self._delay():
                 self.on(Trigger.RETRIED)
 

@@ -195,6 +195,8 @@ UNDERWAY: Final = ENDING | {State.STARTING, State.RESTARTING}
 """A start or stop is in progress."""
 ACTIVE: Final = UP | {State.STARTING, State.RESTARTING}
 """Up or starting."""
+FOLLOWING: Final = ACTIVE | {State.UNMONITORED}
+"""States in which a service restarts together with its prerequisite."""
 MONITORED: Final = frozenset(State) - ENDING - {State.STOPPED, State.UNMONITORED, State.STUCK}
 """States with a non-zero monitor flag in monit."""
 TO_RUN: Final = ACTIVE | {State.DOWN, State.BOUNCING}

@@ -456,9 +456,11 @@ class Supervisor:
     # --- requests to one service ------------------------------------------------------------------------------------
 
     async def start_one(self, name: str) -> None:
-        """Start a service after its prerequisites, then the dependants that were stopped along with it."""
-        await self.monitor_one(name)
-        for each in _closure([self._named(name)], lambda it: it.dependants):
+        """Start a service after its prerequisites, with the dependants that run or were stopped along with it."""
+        service = self._named(name)
+        for each in _closure([service], lambda it: it.prerequisites):
+            each.start(is_leading=each is service)
+        for each in _closure([service], lambda it: it.dependants):
             if each.record.was_taken_along:
                 each.start()
 
@@ -474,9 +476,9 @@ class Supervisor:
         self._named(name).bounce()
 
     async def monitor_one(self, name: str) -> None:
-        """Monitor a service and its prerequisites. Starts those that do not run."""
+        """Monitor a service and its prerequisites. Starts those that do not run, and restarts their dependants."""
         for each in _closure([self._named(name)], lambda it: it.prerequisites):
-            each.start()
+            each.start(is_leading=True)
 
     def trust_pidfile(self, name: str) -> None:
         """Watch the process that a pidfile names, as the monit did whose jobs are taken over.

@@ -293,6 +293,37 @@ async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world:
         assert world.lines().count("start b") == 1
 
 
+async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(world: World) -> None:
+    """monit finds it dead in the next cycle, and stops and starts its dependants with it, monitored or not."""
+    async with world.supervising(*await chain(world)) as supervisor:
+        await all_in(supervisor, "running", "a", "b", "c", "d")
+        before = info(supervisor, "c").pid
+        await supervisor.unmonitor_one("b")
+        await supervisor.monitor_one("b")
+        await in_state(supervisor, "b", "running")
+        assert info(supervisor, "c").state == "unmonitored"  # b lives
+
+        await supervisor.unmonitor_one("b")
+        kill(info(supervisor, "b").pid)
+        world.log.unlink()
+        await supervisor.monitor_one("b")
+        await all_in(supervisor, "running", "b", "c")
+        assert world.lines() == ["stop c", "start b", "start c"]
+        assert info(supervisor, "c").pid != before
+
+
+async def test_crash_restarts_unmonitored_dependants(world: World) -> None:
+    """monit stops and starts every dependant of a dead service, and monitors it from then on."""
+    async with world.supervising(*await chain(world)) as supervisor:
+        await all_in(supervisor, "running", "a", "b", "c", "d")
+        await supervisor.unmonitor_one("c")
+        before = info(supervisor, "c").pid
+        await killed(supervisor, "b")
+        await in_state(supervisor, "c", "running")
+
+        assert info(supervisor, "c").pid != before
+
+
 # --- other checks ----------------------------------------------------------------------------------------------------
 
 

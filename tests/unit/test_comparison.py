@@ -165,6 +165,15 @@ def test_a_slow_start_that_is_not_reported_is_a_difference(tmp_path: Path) -> No
     assert judged(tmp_path / "silent", monit, phase("slow start", events=[lives])).kind == "difference"
 
 
+def test_a_failed_start_makes_a_service_fail_below_monit_after_its_process_has_come_up(tmp_path: Path) -> None:
+    """An example is nginx of artifactory-bosh-release. A service that fails for another reason is a difference."""
+    failed = {"job_states": ["failing"], "states": {"web": ["failing"]}}
+    alert, up = {"alerts": ["web - Execution failed - alert"]}, {"states": {"web": ["running"]}}
+
+    assert judged(tmp_path, phase("slow start", **failed, **alert), phase("slow start", **up, **alert)).kind == "listed"
+    assert judged(tmp_path / "other", phase("slow start", **failed), phase("slow start", **up)).kind == "difference"
+
+
 def test_comparison_difference_names_the_line_of_the_release(tmp_path: Path) -> None:
     failing = phase("port closed", job_states=["running", "failing"], states={"web": ["running", "failing"]})
     verdict = judged(tmp_path, failing, phase("port closed"))

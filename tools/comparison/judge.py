@@ -44,6 +44,8 @@ class Difference:
     """A rule about a port has restarted a process in the Go agent's world."""
     is_restarted_by_usage: bool = False
     """A rule about memory or processor time has restarted a process in the Go agent's world."""
+    has_failed_start: bool = False
+    """The service, or one of the job, whose process lives, had too slow a start program in the Go agent's world."""
     is_pending: bool = False
     """The restart of the phase before had not ended in either world."""
 
@@ -235,6 +237,14 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         ),
     ),
     (
+        "`Execution failed` stays until",
+        lambda one: (
+            one.has_failed_start
+            and (one.go, one.shim) in (("failing", "running"), ("True", "False"))
+            and one.what.startswith(("job state", "state of ", "is failing meanwhile"))
+        ),
+    ),
+    (
         "`monit monitor` of a service",
         lambda one: one.phase == "monitor again" and "Does not exist" in one.go and not one.shim,
     ),
@@ -277,6 +287,7 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         one.is_restarted_by_port = any("Connection failed - restart" in alert for alert in closed)
         used = lives[0].get("usage", {}).get("alerts", [])
         one.is_restarted_by_usage = any("Resource limit matched - restart" in alert for alert in used)
+        one.has_failed_start = _has_failed_start(lives[0], one)
         one.go_alerts, one.go_answer = " ".join(seen.get("alerts", [])), seen.get("value", "")
         one.allowed = next((title for title, is_one in ALLOWED if is_one(one)), "")
         (verdict.listed if one.allowed else verdict.differences).append(one)
@@ -287,6 +298,20 @@ def _is_left(life: Phases) -> bool:
     """Return True if a process that a pidfile names still runs after a stop."""
     stops = [phase for name, phase in life.items() if name.rpartition(": ")[2] == "stop"]
     return any(lives for stop in stops for lives in stop["services"].values())
+
+
+def _has_failed_start(life: Phases, one: Difference) -> bool:
+    """True if a start of the service failed, or of any for the state of the job, whose process lives by now."""
+    names = list(life)
+    until = names[: names.index(one.phase) + 1] if one.phase in names else []
+    last_stop = max((at for at, name in enumerate(until[:-1]) if name.rpartition(": ")[2] == "stop"), default=0)
+    alerts = [alert for name in until[last_stop:] for alert in life[name]["alerts"]]
+    about = one.what.removeprefix("state of ")
+    lives = life[one.phase]["services"] if until else {}
+    return any(
+        lives.get(name) and f"{name} - Execution failed - alert" in alerts
+        for name in ([about] if about in lives else lives)
+    )
 
 
 def _begun(life: Phases, *names: str) -> int:

@@ -244,18 +244,19 @@ async def never(_: BpmCall) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_restarted", "before", "starts"), [(True, "up", 2), (True, "stopped", 1), (True, "alone", 1), (False, "up", 1)]
+    ("is_restarted", "before", "starts"),
+    [(True, "up", 2), (True, "stopped", 1), (True, "unmonitored", 2), (False, "up", 1)],
 )
 @pytest.mark.parametrize("by", ["death", "request"])
 @played
 async def test_running_dependants_restart_with_a_service(is_restarted: bool, before: str, starts: int, by: str) -> None:
-    """They stay up if nothing restarts the service."""
+    """They stay up if nothing restarts the service. Those that were stopped stay stopped."""
     service = service_on(machine := Machine(), SPEC if is_restarted else replace(SPEC, stop=None))
     dependant = service_on(other := Machine())
     service.dependants, dependant.prerequisites = [dependant], [service]
     async with running(service, dependant):
         await up(service, dependant)
-        {"stopped": dependant.stop, "alone": dependant.unmonitor}.get(before, lambda: None)()
+        {"stopped": dependant.stop, "unmonitored": dependant.unmonitor}.get(before, lambda: None)()
         await asyncio.sleep(1)
         if by == "death":
             machine.end()

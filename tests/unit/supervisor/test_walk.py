@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -167,8 +167,9 @@ class Walk:
             self.machine.how_stops = how
         elif step in ("start", "stop", "unmonitor", "restart"):
             service = self.service
-            asked = {"start": service.start, "stop": service.stop, "unmonitor": service.unmonitor}
-            asked.get(step, service.bounce)()
+            asked: dict[str, Callable[[], None]] = {"start": service.start, "stop": service.stop}
+            asked |= {"unmonitor": service.unmonitor, "restart": service.bounce}
+            asked[step]()
             self.model.ask(step)
         else:
             await self.happen(step)
