@@ -40,26 +40,29 @@ def number_in(path: Path) -> int | None:
 
 
 def number_of_program(path: Path, name: str) -> int | None:
-    """Return True if a process is running. A zombie is not."""
+    """Wait for a number as ``number_in`` does, and until the process has executed the program with this name.
+
+    A shell writes the number before it executes the program.
+    """
     number = number_in(path)
     return number if number is not None and proc.name(number) == name else None
 
 
 def is_alive(pid: int) -> bool:
-    """Kill a process if it is running."""
+    """Return True if a process is running. A zombie is not."""
     found = proc.stat(pid)
     return found is not None and found.is_alive
 
 
 def kill(pid: int) -> None:
-    """Kill a living process."""
+    """Kill a process if it is running."""
     found = proc.stat(pid)
     assert found is not None
     assert process.send(found.identity, signal.SIGKILL)
 
 
 def variable(pid: int, name: str) -> str:
-    """Return a variable of the environment that a process was started with. "" without it."""
+    """Return a variable of the environment with which a process was started, or "" if it has none."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except OSError:
@@ -68,7 +71,7 @@ def variable(pid: int, name: str) -> str:
 
 
 def marked(name: str, value: str) -> list[proc.Stat]:
-    """Living processes with ``value`` somewhere in a variable of their environment."""
+    """Return the running processes that have ``value`` somewhere in a variable of their environment."""
     return [s for s in proc.table().values() if s.is_alive and value in variable(s.pid, name)]
 
 
